@@ -1,1 +1,1 @@
-"""`kvctl`: what operators see of a running stack and do to it. Talks to the services through their stubs only."""
+"""`kvctl`: the operators' client of a running stack. It talks to the services through their stubs only."""

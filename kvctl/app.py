@@ -16,7 +16,7 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class Verbs(typer.core.TyperGroup):
-    """Suggests what is near a mistyped verb, but none that asks before it acts: suggestions are soon followed."""
+    """Suggests a verb that is close to a mistyped one, but none that asks before it acts: users follow suggestions."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options | {"suggest_commands": False})

@@ -18,12 +18,14 @@ LOOK_SECONDS = 0.1
 @verb(app, "drain", "kvctl drain --for 30s --yes")
 def drain(
     session: Session,
-    undo: Annotated[bool, typer.Option("--undo", help="Take requests again.")] = False,
-    lasts: Annotated[str, typer.Option("--for", help="Wait so long for what runs: 90s, 1h; 0s for not at all.")] = "5m",
+    undo: Annotated[bool, typer.Option("--undo", help="Admit requests again.")] = False,
+    lasts: Annotated[
+        str, typer.Option("--for", help="Wait so long for running requests: 90s, 1h; 0s not at all.")
+    ] = "5m",
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
-    """Have the scheduler take no more requests. Waits for those that it has; exits with 1 when some are left."""
+    """Have the scheduler admit no more requests. Waits for running ones; exits with 1 when some are left."""
     operation, deadline = session.operation, time.monotonic() + duration_of(lasts, "--for").ToNanoseconds() / 1e9
 
     def ask(*, dry_run: bool) -> pb.SetDrainingResponse:
@@ -41,7 +43,7 @@ def drain(
             time.sleep(LOOK_SECONDS)
             answer = ask(dry_run=True)
             left = answer.running_requests + answer.waiting_requests
-    would = "would take" if dry_run else "takes"
+    would = "would admit" if dry_run else "admits"
     does = f"{would} requests again" if undo else f"{would} no more requests"
     session.show(answer, lambda _wide: f"the scheduler {does}; it has {_requests(answer)}")
     if left and not undo and not dry_run:

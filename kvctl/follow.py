@@ -1,4 +1,4 @@
-"""Verbs that go on: events as they happen, and what a recorded log leads to."""
+"""Verbs that follow: events as they happen, and the replay of an operation log."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ def watch(
     lasts: Annotated[str, typer.Option("--for", help="End after this time: 90s, 1h; on Ctrl-C without it.")] = "",
     count: Annotated[int, typer.Option(min=0, help="End after so many events; 0 for any number.")] = 0,
 ) -> None:
-    """Show events as they happen. First comes what is cached; each is a line, as JSON too."""
+    """Show events as they happen. A snapshot of the cache comes first; each event is a line, as JSON too."""
     request = pb.WatchEventsRequest(pool_id=pool, salt=salt, after_event_number=after, include_token_ids=token_ids)
     seconds = duration_of(lasts, "--for").ToNanoseconds() / 1e9 if lasts else None
     service = session.events
@@ -51,9 +51,9 @@ def _line(event: pb.Event, output: Format) -> str:
 @app.command("replay", epilog="Example: kvctl replay operations.log")
 def replay(
     file: Annotated[
-        Path, typer.Argument(exists=True, dir_okay=False, help="What KVKEEP_CACHEMGR_OPERATION_LOG has written.")
+        Path, typer.Argument(exists=True, dir_okay=False, help="The file of KVKEEP_CACHEMGR_OPERATION_LOG.")
     ],
 ) -> None:
-    """Run an operation log again. Says what state it leads to; needs the package cachemgr."""
-    # A process: this one need not have, nor know, the cache manager's code.
+    """Run an operation log again. Shows the state that it leads to; needs the package cachemgr."""
+    # A process of its own: kvctl does not import the cache manager.
     raise typer.Exit(subprocess.run([sys.executable, "-m", "cachemgr", "replay", str(file)], check=False).returncode)  # noqa: S603

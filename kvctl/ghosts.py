@@ -1,4 +1,4 @@
-"""`kvctl ghosts`: what the cache would find if it were larger, smaller, or lost blocks in another order."""
+"""`kvctl ghosts`: hit rates of caches of other sizes and other eviction orders."""
 
 from collections.abc import Mapping
 from typing import Annotated
@@ -18,7 +18,7 @@ POLICIES = {
     "REUSED-LAST": pb.GHOST_POLICY_REUSED_LAST,
 }
 
-# Size, and what caches of this size would have found.
+# Size, and hits of the caches of this size.
 _Row = tuple[int, Mapping[pb.GhostPolicy, int]]
 
 
@@ -30,7 +30,7 @@ def ghosts(
         str, typer.Option(help="Of so long, an hour at most: 90s, 10m; since the executor came without it.")
     ] = "",
 ) -> None:
-    """Show what caches of other sizes would have found. Estimates from the prompts that came; they hold no bytes."""
+    """Show hit rates of caches of other sizes. Estimates from live prompts; ghost caches hold no bytes."""
     admin = session.admin
     pools = admin.all_pages(admin.stub.ListPools, pb.ListPoolsRequest(), "pools").pools
     names = [executor] if executor else sorted({pool.pool_id.rpartition("/")[0] for pool in pools})

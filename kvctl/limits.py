@@ -14,7 +14,7 @@ import typer
 from kvctl.options import DryRun, Yes
 from kvctl.output import Data, Format, blocks
 from kvctl.reading import sees_all
-from kvctl.searching import Checker, LimitsError, Round, Wish, best, double, double_and_bisect
+from kvctl.searching import Checker, LimitsError, Load, Round, best, double, double_and_bisect
 from kvctl.session import Session, confirm, verb
 from kvctl.status import CommandError, Status, command_error
 from protos.kvcache.v1 import kvcache_pb2
@@ -43,14 +43,14 @@ app = typer.Typer()
 
 
 class Mode(StrEnum):
-    """What is looked for."""
+    """Which limit is searched."""
 
     GEN_LENGTH = "gen_length"
     GEN_THROUGHPUT = "gen_throughput"
 
     @property
     def unit(self) -> str:
-        """What grows from round to round."""
+        """The unit that grows from round to round."""
         return "tokens" if self is Mode.GEN_LENGTH else "prompts"
 
 
@@ -65,9 +65,9 @@ def limits(
     start: Annotated[int | None, typer.Option(min=0, help="First tokens, which always stay.")] = None,
     recent: Annotated[int | None, typer.Option(min=0, help="Last tokens, which always stay.")] = None,
     budget: Annotated[int | None, typer.Option(min=0, help="Tokens that a sequence may keep.")] = None,
-    period: Annotated[int | None, typer.Option(min=0, help="Tokens that go at once.")] = None,
-    during_prefill: Annotated[bool, typer.Option("--during-prefill", help="Evict in the prompt, too.")] = False,
-    compacted: Annotated[bool, typer.Option("--compacted", help="Number what is kept without gaps.")] = False,
+    period: Annotated[int | None, typer.Option(min=0, help="Tokens of one eviction.")] = None,
+    during_prefill: Annotated[bool, typer.Option("--during-prefill", help="Evict during the prefill, too.")] = False,
+    compacted: Annotated[bool, typer.Option("--compacted", help="Number the kept tokens without gaps.")] = False,
     target: Annotated[Path, typer.Option("--csv", help="New file for a line per round.")] = Path("limits.csv"),
     scheduler_metrics: Annotated[str, typer.Option(envvar="KVKEEP_SCHEDULER_METRICS_ADDRESS")] = "",
     cachemgr_metrics: Annotated[str, typer.Option(envvar="KVKEEP_CACHEMGR_METRICS_ADDRESS")] = "",
@@ -80,30 +80,30 @@ def limits(
 
     gen_length asks for 1, 2, 4, ... tokens from one prompt; gen_throughput doubles the prompts and then bisects. The
     cache is exhausted when a request has to wait for blocks, is preempted for want of them, or is refused as too long.
-    With the addresses of the processes' metrics their resident memory is shown. What is cached makes room for the load,
-    and requests of others wait: it is for a stack of one's own.
+    With the addresses of the processes' metrics their resident memory is shown. The load evicts cached blocks, and
+    other requests wait: run it on a stack without users.
     """
     sizes = {"start_tokens": start, "recent_tokens": recent, "max_cache_tokens": budget, "period_tokens": period}
     found = {"scheduler": scheduler_metrics, "cachemgr": cachemgr_metrics, "executor": executor_metrics}
     how = policy_of(policy, sizes, during_prefill=during_prefill, compacted=compacted)
-    wish = Wish(prompt_tokens, round_seconds, how)
+    load = Load(prompt_tokens, round_seconds, how)
     caller = _caller(session.security, caller_token_file)
     metrics = {name: place for name, place in found.items() if place}
-    task = _Task(session, caller, mode, wish, output_tokens, metrics, target)
+    task = _Task(session, caller, mode, load, output_tokens, metrics, target)
     if target.is_file() and target.stat().st_size:
         raise typer.BadParameter(f"{target} is there already: name a new file", param_hint="--csv")
-    lost = _cached_blocks(session)
-    what = f"others wait, and the cache loses up to {blocks(lost)}"
+    cached = _cached_blocks(session)
+    effect = f"other requests wait, and up to {blocks(cached)} are evicted"
     if dry_run:
-        would = f"would load the stack to its limits: {what}; a line per round in {target}"
-        session.show({"cached_blocks": lost}, lambda _wide: would)
+        would = f"would load the stack to its limits: {effect}; a line per round in {target}"
+        session.show({"cached_blocks": cached}, lambda _wide: would)
         return
-    confirm(f"Load the stack to its limits? Until the end {what}.", yes=yes)
+    confirm(f"Load the stack to its limits? Until the end {effect}.", yes=yes)
     task.run()
 
 
 def _caller(own: Security, token_file: Path | None) -> Security:
-    """How to call as one who generates. Raises typer.BadParameter."""
+    """The security of calls that generate. Raises typer.BadParameter."""
     if token_file is None:
         if own.token_file is None:
             return own
@@ -159,7 +159,7 @@ class _Task:
     session: Session
     caller: Security
     mode: Mode
-    wish: Wish
+    load: Load
     output_tokens: int
     metrics: dict[str, str]
     target: Path
@@ -168,7 +168,7 @@ class _Task:
         """Searches, shows and writes. Raises CommandError."""
         place = f"{self.session.scheduler.address} or {self.session.admin.address}"
         try:
-            # Never over what has come there since.
+            # Never over a file that was made meanwhile.
             with self.target.open("a", newline="") as file:
                 rounds = asyncio.run(self._search(file))
         except grpc.RpcError as error:
@@ -181,7 +181,7 @@ class _Task:
             raise
         except OSError as error:
             raise typer.BadParameter(str(error), param_hint="--csv") from None
-        data = {"mode": self.mode.value, "best": best(rounds), "rounds": [self._row(one) for one in rounds]}
+        data = {"mode": self.mode.value, "best": best(rounds), "rounds": [self._row(item) for item in rounds]}
         self.session.show(data, lambda _wide: self._summary(rounds))
 
     async def _search(self, file: TextIO) -> list[Round]:
@@ -191,7 +191,7 @@ class _Task:
             open_channel(session.scheduler.address, self.caller) as scheduler,
             open_channel(session.admin.address, session.security) as admin,
         ):
-            checker = Checker(scheduler, admin, self.wish, self.metrics, session.security, session.timeout)
+            checker = Checker(scheduler, admin, self.load, self.metrics, session.security, session.timeout)
 
             async def run(size: int) -> Round:
                 if self.mode is Mode.GEN_LENGTH:
@@ -202,7 +202,7 @@ class _Task:
                     writer.writeheader()
                 writer.writerow(self._row(made))
                 file.flush()
-                # What programs read is one answer at the end.
+                # Programs read one answer at the end.
                 typer.echo(self._progress(made), err=session.output in (Format.JSON, Format.YAML))
                 return made
 
@@ -229,14 +229,14 @@ class _Task:
         )
 
     def _summary(self, rounds: Sequence[Round]) -> str:
-        what = "longest output" if self.mode is Mode.GEN_LENGTH else "most prompts at once"
-        failed = min((one for one in rounds if one.size > best(rounds)), key=lambda one: one.size)
-        shares = [share for one in rounds for share in one.cache]
+        limit = "longest output" if self.mode is Mode.GEN_LENGTH else "most prompts at once"
+        failed = min((item for item in rounds if item.size > best(rounds)), key=lambda item: item.size)
+        shares = [share for item in rounds for share in item.cache]
         lines = [
-            f"{what}: {best(rounds)} {self.mode.unit}; {failed.size}: {failed.ending}",
+            f"{limit}: {best(rounds)} {self.mode.unit}; {failed.size}: {failed.ending}",
             f"cache use: {sum(shares) / max(1, len(shares)):.1%} on average, {max(shares, default=0):.1%} at most",
         ]
         if self.metrics:
-            most = {name: max(one.resident.get(name, 0) for one in rounds) for name in self.metrics}
+            most = {name: max(item.resident.get(name, 0) for item in rounds) for name in self.metrics}
             lines.append("resident memory: " + ", ".join(f"{name} {held / 1e6:.0f} MB" for name, held in most.items()))
         return "\n".join([*lines, f"every round is in {self.target}"])

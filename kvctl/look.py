@@ -1,4 +1,4 @@
-"""Verbs that look: nothing that they do changes anything."""
+"""Verbs that only read."""
 
 import time
 from typing import Annotated, Any
@@ -57,9 +57,9 @@ def ping(
         ("executor", executor, "execution.v1.ExecutorService"),
     )
     found = [_ask(session, name, address, service) for name, address, service in places]
-    columns = [Column[dict[str, Any]](name.upper(), lambda one, name=name: one[name]) for name in found[0]]  # type: ignore[misc]
+    columns = [Column[dict[str, Any]](name.upper(), lambda item, name=name: item[name]) for name in found[0]]  # type: ignore[misc]
     session.show({"services": found}, lambda wide: table(columns, found, wide=wide))
-    said = {one["status"] for one in found}
+    said = {item["status"] for item in found}
     if said != {"serving"}:
         raise typer.Exit(Status.UNREACHABLE if _GONE in said else Status.FOUND)
 
@@ -94,7 +94,7 @@ def sequences(
     salt: Salt = None,
     limit: Limit = 0,
 ) -> None:
-    """List live sequences: what they are, and what they hold."""
+    """List live sequences with their tokens and blocks."""
     admin = session.admin
     request = pb.ListSequencesRequest(executor_id=executor, scheduler_id=scheduler_id, salt=salt)
     answer = admin.all_pages(admin.stub.ListSequences, request, "sequences", limit)
@@ -163,7 +163,7 @@ def leases(
     holder: Annotated[str, typer.Option(help='Of this holder: "rule/NAME", "session/ID" and so on.')] = "",
     limit: Limit = 0,
 ) -> None:
-    """List wishes for blocks that count now."""
+    """List the leases that are held now."""
     admin, whole = session.admin, pb.ListLeasesResponse()
     for pool_id in _pools(session, pool):
         request = pb.ListLeasesRequest(pool_id=pool_id, holder=holder)
@@ -194,7 +194,7 @@ def explain(
     executor: Executor = "",
     group: Annotated[int, typer.Option(min=0, help="Layer group.")] = 0,
 ) -> None:
-    """Say where a prompt's blocks are. At the first that is missing, say why."""
+    """Say where a prompt's blocks are. At the first missing block, say why."""
     prefix = prefix_of(prompt_of(session, tokens, file, text, chat), salt, adapter, executor)
     if (prefix is None) == (not sequence):
         raise typer.BadParameter("name a prompt or a sequence", param_hint="--tokens")
@@ -211,7 +211,7 @@ def describe(
     kind: Annotated[str, typer.Argument(help="pool, sequence, rule or hold; the whole stack without it.")] = "",
     name: Annotated[str, typer.Argument(help="Its name, as the listing of its kind shows it.")] = "",
 ) -> None:
-    """Show all about one thing, or the stack. Tables are not enough for it: it is YAML, or JSON."""
+    """Show all about a pool, sequence, rule or hold, or the whole stack. As YAML, or JSON."""
     admin = session.admin
     stub = admin.stub
     if kind and not name:
@@ -226,7 +226,7 @@ def describe(
             }
         case "sequence":
             listed = admin.all_pages(stub.ListSequences, pb.ListSequencesRequest(), "sequences").sequences
-            data = _named(kind, name, ((one.sequence_id, one) for one in listed))
+            data = _named(kind, name, ((item.sequence_id, item) for item in listed))
         case "rule":
             data = admin.call(stub.GetRetentionRule, pb.GetRetentionRuleRequest(name=name)).rule
         case "hold":
@@ -240,7 +240,7 @@ def hold_named(session: Session, name: str) -> pb.Hold:
     """A hold or pin. Raises CommandError when there is none of this name."""
     admin = session.admin
     listed = admin.all_pages(admin.stub.ListHolds, pb.ListHoldsRequest(), "holds").holds
-    found: pb.Hold = _named("hold", name, ((one.name, one) for one in listed))
+    found: pb.Hold = _named("hold", name, ((item.name, item) for item in listed))
     return found
 
 
@@ -261,9 +261,9 @@ def state(
 def fsck(
     session: Session,
     pool: Pool = "",
-    store: Annotated[bool, typer.Option("--store/--no-store", help="Compare with what Redis holds, too.")] = True,
+    store: Annotated[bool, typer.Option("--store/--no-store", help="Compare with Redis, too.")] = True,
 ) -> None:
-    """Recount everything and compare it with Redis. Exits with 1 for a contradiction, or when Redis cannot be read."""
+    """Recount all blocks and compare them with Redis. Exits with 1 for a contradiction, or without Redis."""
     answer = session.admin.call(
         session.admin.stub.CheckPool, pb.CheckPoolRequest(pool_id=pool, compare_with_store=store)
     )
@@ -286,9 +286,9 @@ def _stack(session: Session) -> dict[str, Any]:
 
 
 def _named(kind: str, name: str, listed: Any) -> Any:
-    for its_name, one in listed:
+    for its_name, item in listed:
         if its_name == name:
-            return one
+            return item
     raise CommandError(f"there is no {kind} {name!r}", Status.REFUSED)
 
 
@@ -296,7 +296,7 @@ def _pools(session: Session, pool: str) -> list[str]:
     if pool:
         return [pool]
     admin = session.admin
-    return [one.pool_id for one in admin.all_pages(admin.stub.ListPools, pb.ListPoolsRequest(), "pools").pools]
+    return [item.pool_id for item in admin.all_pages(admin.stub.ListPools, pb.ListPoolsRequest(), "pools").pools]
 
 
 def _left(limit: int, have: int) -> int | None:

@@ -22,7 +22,7 @@ Pool = Annotated[str, typer.Option(help="Pool as `kvctl pools` names it; all of 
 Tokens = Annotated[str | None, typer.Option(help="Token ids of a prompt: 1,2,3.")]
 File = Annotated[str | None, typer.Option("--file", help="File with the token ids of a prompt; - reads them.")]
 Text = Annotated[str | None, typer.Option(help="Plain text of a prompt, which the scheduler tokenizes; - reads it.")]
-Chat = Annotated[str | None, typer.Option(help="What a user says: a conversation of one message, as a prompt.")]
+Chat = Annotated[str | None, typer.Option(help="A user's message: a conversation of one message, as a prompt.")]
 TierName = Annotated[str, typer.Option(help="In this tier: device, host or disk.")]
 MaxPriority = Annotated[int | None, typer.Option(min=0, max=100, help="Of this retention priority at most.")]
 Limit = Annotated[int, typer.Option(min=0, help="How many to list at most; 0 for all.")]
@@ -70,7 +70,7 @@ def prompt_of(
 def prefix_of(
     token_ids: list[int] | None, salt: str | None, adapter: int | None, executor: str
 ) -> pb.PrefixSelector | None:
-    """The prompt in its domain of sharing; None without one."""
+    """The prompt in its cache scope; None without one."""
     if token_ids is None:
         return None
     return pb.PrefixSelector(token_ids=token_ids, salt=salt, adapter_id=adapter, executor_id=executor)
@@ -114,7 +114,7 @@ def _tier(name: str) -> pb.Tier:
 
 
 def user() -> str:
-    """Who runs this command."""
+    """The user that runs this command."""
     return getpass.getuser()
 
 

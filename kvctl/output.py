@@ -79,7 +79,7 @@ def table(columns: Sequence[Column[T]], items: Iterable[T], *, wide: bool) -> st
 
 
 def printable(value: object) -> str:
-    """Text for a terminal; what callers chose, such as a salt, cannot steer it."""
+    """Text for a terminal; a salt or another name that a caller chose cannot steer it."""
     text = "-" if value is None or value == "" else str(value)
     return text if text.isprintable() else "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
 

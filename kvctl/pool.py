@@ -19,10 +19,10 @@ def set_pool(
     blocks: Annotated[int, typer.Option(min=1, help="Device blocks that it may use.")],
     dry_run: DryRun = False,
 ) -> None:
-    """Set how many device blocks a pool may use; only free ones come and go."""
+    """Set how many device blocks a pool may use; only free blocks move."""
     admin = session.admin
     pool = admin.call(admin.stub.GetPool, pb.GetPoolRequest(pool_id=name)).pool
-    # The etag: what was changed in between by somebody else is not undone unseen.
+    # The etag: a change of another operator in between is not undone unseen.
     request = pb.UpdatePoolRequest(
         pool=pb.Pool(pool_id=name, total_blocks=blocks, etag=pool.etag),
         update_mask=FieldMask(paths=["total_blocks"]),

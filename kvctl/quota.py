@@ -1,4 +1,4 @@
-"""`kvctl quota`: what tenants and salts keep and may have."""
+"""`kvctl quota`: floors and ceilings of tenants and salts."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -19,7 +19,7 @@ SaltAccount = Annotated[str | None, typer.Option("--salt", help="Of this salt.")
 
 @verb(app, "list", "kvctl quota list")
 def list_quotas(session: Session) -> None:
-    """List quotas and what their accounts have of each pool."""
+    """List quotas and the blocks of their accounts in each pool."""
     answer = listed(session)
     session.show(answer, lambda wide: table(QUOTAS, answer.quotas, wide=wide))
 
@@ -29,13 +29,13 @@ def set_quota(
     session: Session,
     tenant: TenantAccount = None,
     salt: SaltAccount = None,
-    device_floor: Annotated[int, typer.Option(min=0, help="Device blocks that others never take.")] = 0,
+    device_floor: Annotated[int, typer.Option(min=0, help="Device blocks that others never evict it below.")] = 0,
     device_ceiling: Annotated[int | None, typer.Option(min=0, help="Device blocks that it may have.")] = None,
-    host_floor: Annotated[int, typer.Option(min=0, help="Host blocks that others never take.")] = 0,
+    host_floor: Annotated[int, typer.Option(min=0, help="Host blocks that others never evict it below.")] = 0,
     host_ceiling: Annotated[int | None, typer.Option(min=0, help="Host blocks that it may have.")] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Set a quota, in the place of an earlier one of the same account."""
+    """Set a quota; it replaces an earlier one of the same account."""
     quota = pb.Quota(
         **_account(tenant, salt),
         device_floor_blocks=device_floor,
@@ -52,18 +52,18 @@ def set_quota(
 def delete_quota(
     session: Session, tenant: TenantAccount = None, salt: SaltAccount = None, dry_run: DryRun = False, yes: Yes = False
 ) -> None:
-    """Delete a quota: others may take its blocks, and it may have any number."""
+    """Delete a quota: its account has neither floor nor ceiling then."""
     request = pb.DeleteQuotaRequest(**_account(tenant, salt))
-    who = account(request)
-    found = [one for one in listed(session).quotas if account(one.quota) == who]
+    named = account(request)
+    found = [item for item in listed(session).quotas if account(item.quota) == named]
     if not found:
-        raise CommandError(f"there is no quota of {who}", Status.REFUSED)
+        raise CommandError(f"there is no quota of {named}", Status.REFUSED)
     if dry_run:
-        session.show(found[0].quota, lambda _wide: f"would delete the quota of {who}")
+        session.show(found[0].quota, lambda _wide: f"would delete the quota of {named}")
         return
-    confirm(f"Delete the quota of {who}?", yes=yes)
+    confirm(f"Delete the quota of {named}?", yes=yes)
     answer = session.admin.call(session.admin.stub.DeleteQuota, request)
-    session.show(answer, lambda _wide: f"deleted the quota of {who}")
+    session.show(answer, lambda _wide: f"deleted the quota of {named}")
 
 
 def listed(session: Session) -> pb.ListQuotasResponse:
@@ -80,14 +80,14 @@ def account(of: pb.Quota | pb.DeleteQuotaRequest) -> str:
 
 
 QUOTAS: Sequence[Column[pb.QuotaUsage]] = (
-    Column("ACCOUNT", lambda one: account(one.quota)),
-    Column("POOL", lambda one: one.pool_id),
-    Column("DEVICE", lambda one: one.device_blocks),
-    Column("FLOOR", lambda one: one.quota.device_floor_blocks),
-    Column("CEILING", lambda one: optional(one.quota, "device_ceiling_blocks")),
-    Column("HOST", lambda one: one.host_blocks),
-    Column("HOST-FLOOR", lambda one: one.quota.host_floor_blocks),
-    Column("HOST-CEILING", lambda one: optional(one.quota, "host_ceiling_blocks")),
+    Column("ACCOUNT", lambda item: account(item.quota)),
+    Column("POOL", lambda item: item.pool_id),
+    Column("DEVICE", lambda item: item.device_blocks),
+    Column("FLOOR", lambda item: item.quota.device_floor_blocks),
+    Column("CEILING", lambda item: optional(item.quota, "device_ceiling_blocks")),
+    Column("HOST", lambda item: item.host_blocks),
+    Column("HOST-FLOOR", lambda item: item.quota.host_floor_blocks),
+    Column("HOST-CEILING", lambda item: optional(item.quota, "host_ceiling_blocks")),
 )
 
 

@@ -1,4 +1,4 @@
-"""What `kvctl top` knows of the stack at one time, and what happened between two."""
+"""The readings of `kvctl top`, and the rates between two of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvctl.status import CommandError
 from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
-# Over what hit rates are shown.
+# The window of hit rates.
 WINDOW_SECONDS = 60
 
 
@@ -27,7 +27,7 @@ def sees_all(pools: Iterable[pb.Pool]) -> bool:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the services said at one time. trouble: what did not answer, in words."""
+    """The services' answers at one time. trouble: services that did not answer, in words."""
 
     at: float
     pools: list[pb.Pool]
@@ -39,7 +39,7 @@ class Reading:
     trouble: tuple[str, ...] = ()
 
     def data(self, before: Reading) -> dict[str, Any]:
-        """The same for programs, with the rates since an earlier one."""
+        """The reading for programs, with the rates since an earlier one."""
         return {
             "model": self.model,
             "loads": self.loads,
@@ -52,7 +52,7 @@ class Reading:
 
 
 def read(session: Session, metrics: Mapping[str, str]) -> Reading:
-    """Asks everybody. Raises CommandError when the cache manager does not answer; without others less is shown."""
+    """Asks all services. Raises CommandError when the cache manager does not answer; without others less is shown."""
     admin, trouble = session.admin, list[str]()
     pools = list(admin.all_pages(admin.stub.ListPools, pb.ListPoolsRequest(), "pools").pools)
     # What is known of a single tenant is known since the start only.

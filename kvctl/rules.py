@@ -1,4 +1,4 @@
-"""`kvctl rules`: what counts for requests that bring no wish of their own."""
+"""`kvctl rules`: retention rules for requests without retention requests of their own."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,9 +94,9 @@ def set_rule(
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
-    """Make a rule, or put another in the place of the one with this name; prompts name its beginning of prompts.
+    """Make a rule, or replace the one with this name; prompt options name the beginning of its prompts.
 
-    Asks where a rule is replaced, all of it, and where one is made that all requests meet.
+    Asks before a rule is replaced, and before one is made that all requests meet.
     """
     match = pb.RuleMatch(salt=salt, tenant_id=tenant, adapter_id=adapter, start=start, end=end)
     match.prefix_token_ids.extend(prompt_of(session, tokens, file, text, chat) or [])
@@ -108,7 +108,7 @@ def set_rule(
     if rule_file is None:
         rule = pb.RetentionRule(name=name, order=order, match=match, action=action)
     elif match.ByteSize() or action.ByteSize() or order:
-        raise typer.BadParameter("takes the place of all that is said of the rule", param_hint="--rule-file")
+        raise typer.BadParameter("replaces all other options of the rule", param_hint="--rule-file")
     else:
         rule = _read(rule_file, name)
     _set(session, rule, dry_run=dry_run, yes=yes)
@@ -118,7 +118,7 @@ def _read(file: Path, name: str) -> pb.RetentionRule:
     try:
         data = yaml.safe_load(file.read_text())
         # One rule, or all of them as `kvctl rules list -o yaml` prints them.
-        found = [one for one in data["rules"] if one["name"] == name] if "rules" in data else [data]
+        found = [item for item in data["rules"] if item["name"] == name] if "rules" in data else [data]
         if not found:
             raise ValueError(f"{name!r} is not among its rules")
         rule: pb.RetentionRule = ParseDict(found[0], pb.RetentionRule())
@@ -134,7 +134,7 @@ def _read(file: Path, name: str) -> pb.RetentionRule:
 def _set(session: Session, rule: pb.RetentionRule, *, dry_run: bool, yes: bool) -> None:
     admin = session.admin
     listed = admin.all_pages(admin.stub.ListRetentionRules, pb.ListRetentionRulesRequest(), "rules").rules
-    earlier = next((one for one in listed if one.name == rule.name), None)
+    earlier = next((item for item in listed if item.name == rule.name), None)
 
     def put(*, dry_run: bool) -> pb.CreateRetentionRuleResponse | pb.UpdateRetentionRuleResponse:
         if earlier is None:
@@ -148,7 +148,7 @@ def _set(session: Session, rule: pb.RetentionRule, *, dry_run: bool, yes: bool) 
     answer = put(dry_run=True)
     if not dry_run:
         if earlier is not None:
-            # What is replaced is what was asked about, not a change that came since.
+            # The rule that is replaced is the one that the question showed, not a later change.
             rule.etag = rule.etag or earlier.etag
             confirm(f"Change rule {rule.name} from {_said(earlier)} to {_said(rule)}?", yes=yes)
         elif _is_for_all(rule.match):
@@ -173,7 +173,7 @@ def _is_for_all(match: pb.RuleMatch) -> bool:
 
 @verb(app, "delete", "kvctl rules delete acme --yes")
 def delete_rule(session: Session, name: Name, dry_run: DryRun = False, yes: Yes = False) -> None:
-    """Delete a rule; leases that it gave end."""
+    """Delete a rule and end its leases."""
     admin = session.admin
     request = pb.DeleteRetentionRuleRequest(name=name, validate_only=True)
     answer = admin.call(admin.stub.DeleteRetentionRule, request)

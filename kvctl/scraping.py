@@ -1,4 +1,4 @@
-"""Reads what a process serves for Prometheus."""
+"""Reads the metrics of a process."""
 
 import ssl
 import urllib.request

@@ -33,7 +33,7 @@ def render(before: Reading, now: Reading) -> RenderableType:
 
 
 class Bar:
-    """Counts as a line of cells, each count in its colour; what is not nothing has at least one cell."""
+    """Counts as a line of cells, each count in its colour; a count that is not 0 has at least one cell."""
 
     def __init__(self, parts: Sequence[tuple[int, str]]) -> None:
         self._parts = parts
@@ -100,7 +100,7 @@ def _load(before: Reading, now: Reading) -> RenderableType:
 
 def _pools(before: Reading, now: Reading) -> RenderableType:
     hit = f"hit {WINDOW_SECONDS}s" if sees_all(now.pools) else "hit"
-    made = _table(("pool", "tier"), (hit, "used", "cached", "blocks", "lost/s", "up", "down"))
+    made = _table(("pool", "tier"), (hit, "used", "cached", "blocks", "evicted/s", "up", "down"))
     made.expand = True
     made.add_column(
         Text.assemble(("used", USED), " ", ("cached", CACHED), " ", ("empty", EMPTY)), ratio=1, no_wrap=True

@@ -1,7 +1,7 @@
-"""How far a running stack goes: how long an output, or how many prompts at once, its cache and the time allow.
+"""The limits of a running stack: how long an output, or how many prompts at once, its cache and the time allow.
 
 The rules are those of OpenVINO GenAI's limit checker. Nothing is read from the cache or left in it, so that no round
-helps the next; what others left there makes room.
+helps the next; cached blocks of others are evicted.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from protos.rpc.security import Security
 
 LOOK_SECONDS = 0.05
 IDLE_SECONDS = 30.0
-# Of the pool: what admissions may leave free by themselves.
+# The share of the pool that admissions may leave free by themselves.
 FREE_SHARE = 0.02
 
 
@@ -94,11 +94,11 @@ async def double_and_bisect(run: Runs) -> list[Round]:
 
 def best(rounds: Sequence[Round]) -> int:
     """Size of the largest round that was done, or 0."""
-    return max((one.size for one in rounds if one.ending is Ending.DONE), default=0)
+    return max((item.size for item in rounds if item.ending is Ending.DONE), default=0)
 
 
 @dataclass(frozen=True)
-class Wish:
+class Load:
     """What every request of a round has in common. Lengths in tokens, time in seconds."""
 
     prompt_tokens: int
@@ -116,14 +116,14 @@ class Checker:
         self,
         scheduler: grpc.aio.Channel,
         admin: grpc.aio.Channel,
-        wish: Wish,
+        load: Load,
         metrics: Mapping[str, str],
         security: Security,
         timeout: float,
     ) -> None:
         self._stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(scheduler)
         self._admin: kvcache_pb2_grpc.CacheAdminServiceAsyncStub = kvcache_pb2_grpc.CacheAdminServiceStub(admin)
-        self._wish = wish
+        self._load = load
         self._metrics = metrics
         self._security = security
         self._timeout = timeout
@@ -139,13 +139,13 @@ class Checker:
 
     async def _request(self, output_tokens: int) -> pb.StreamGenerateRequest:
         model = await self._stub.GetModel(pb.GetModelRequest(), timeout=self._timeout)
-        ids = [self._random.randrange(model.vocab_size) for _ in range(self._wish.prompt_tokens)]
+        ids = [self._random.randrange(model.vocab_size) for _ in range(self._load.prompt_tokens)]
         return pb.StreamGenerateRequest(
             token_ids=pb.TokenIds(token_ids=ids),
             max_tokens=output_tokens,
             ignore_eos=True,
             cache=pb.CacheOptions(no_read=True, no_store=True),
-            eviction_policy=self._wish.policy,
+            eviction_policy=self._load.policy,
         )
 
     async def _round(self, size: int, requests: Sequence[pb.StreamGenerateRequest]) -> Round:
@@ -168,7 +168,7 @@ class Checker:
             loads = await self._loads()
             if loads.preemptions > preemptions:
                 made.ending = Ending.EXHAUSTED
-            elif made.seconds > self._wish.round_seconds:
+            elif made.seconds > self._load.round_seconds:
                 made.ending = Ending.TIMEOUT
         return made
 
@@ -181,7 +181,9 @@ class Checker:
             if not loads.running_requests and not loads.waiting_requests:
                 return loads.preemptions
             if time.monotonic() > deadline:
-                raise LimitsError("the stack is serving other requests: limits are those of a stack of one's own")
+                raise LimitsError(
+                    "the stack is serving other requests: limits are those of a stack without other requests"
+                )
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _loads(self) -> pb.GetLoadsResponse:
@@ -212,14 +214,14 @@ class Checker:
     def _is_short(self, pools: Sequence[kvcache_pb2.Pool]) -> bool:
         """Whether another prompt finds too few free blocks in any pool."""
         return any(
-            pool.free_blocks < -(-self._wish.prompt_tokens // pool.block_size) + 1 + FREE_SHARE * pool.total_blocks
+            pool.free_blocks < -(-self._load.prompt_tokens // pool.block_size) + 1 + FREE_SHARE * pool.total_blocks
             for pool in pools
         )
 
     async def _generate(self, made: Round, request: pb.StreamGenerateRequest) -> None:
         """Raises RemoteError for what says nothing about limits."""
         try:
-            async for message in self._stub.StreamGenerate(request, timeout=self._wish.round_seconds):
+            async for message in self._stub.StreamGenerate(request, timeout=self._load.round_seconds):
                 made.output_tokens += len(message.token_ids)
         except grpc.aio.AioRpcError as caught:
             error = from_rpc_error(caught)
@@ -241,7 +243,7 @@ class Checker:
             raise LimitsError(f"the caller's token: {error.message}")
         if "max_tokens" in error.fields:
             room = min(pool.total_blocks * pool.block_size for pool in await self._pools())
-            bounded = self._wish.policy is None and len(request.token_ids.token_ids) + request.max_tokens > room
+            bounded = self._load.policy is None and len(request.token_ids.token_ids) + request.max_tokens > room
             return Ending.EXHAUSTED if bounded else Ending.MODEL
         return None
 

@@ -1,4 +1,4 @@
-"""What every verb has: the services it calls, how long it waits for them, and how it shows what they say."""
+"""What all verbs share: services, timeouts, and how answers are shown."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ S = TypeVar("S")
 R = TypeVar("R")
 
 PAGE = 1000
-# Where services listen when nothing else is set.
+# Where services listen by default.
 _FIELDS = ProcessSettings.model_fields
 SERVER: str = _FIELDS["cachemgr_admin_address"].default
 SCHEDULER: str = _FIELDS["scheduler_address"].default
@@ -178,7 +178,9 @@ def verb(app: typer.Typer, name: str, example: str) -> Callable[[Callable[..., N
     """Makes a command of a function that takes a session and its own options; the common ones are added."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        own = [one for one in inspect.signature(function, eval_str=True).parameters.values() if one.name != "session"]
+        own = [
+            item for item in inspect.signature(function, eval_str=True).parameters.values() if item.name != "session"
+        ]
         common = inspect.signature(_common, eval_str=True).parameters
 
         @functools.wraps(function)
@@ -187,12 +189,12 @@ def verb(app: typer.Typer, name: str, example: str) -> Callable[[Callable[..., N
                 try:
                     function(session, **options)
                 except BrokenPipeError:
-                    # The reader went away, as `| head` does; what is left goes nowhere.
+                    # The reader went away, as `| head` does; the rest of the output is dropped.
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                     raise typer.Exit(Status.BROKEN_PIPE) from None
 
         signature = inspect.Signature(
-            [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*own, *common.values())]
+            [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in (*own, *common.values())]
         )
         run.__signature__ = signature  # type: ignore[attr-defined]
         app.command(name, epilog=f"Example: {example}")(run)
@@ -202,7 +204,7 @@ def verb(app: typer.Typer, name: str, example: str) -> Callable[[Callable[..., N
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Asks before something is lost. Raises CommandError when the answer is no, or when nobody can be asked."""
+    """Asks before blocks, rules or quotas are lost. Raises CommandError for a no, or without a terminal."""
     if yes:
         return
     if not sys.stdin.isatty():

@@ -1,4 +1,4 @@
-"""What kvctl says at its end: statuses, and errors in one line."""
+"""Exit statuses, and errors in one line."""
 
 from enum import IntEnum
 
@@ -17,7 +17,7 @@ class Status(IntEnum):
     REFUSED = 4
     FAULT = 5
     INTERRUPTED = 130
-    # As who is ended by SIGPIPE.
+    # As of a process that SIGPIPE ends.
     BROKEN_PIPE = 141
 
 

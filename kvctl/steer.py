@@ -1,4 +1,4 @@
-"""Verbs that change what is cached, or how long it stays."""
+"""Verbs that change the cache, or how long blocks stay in it."""
 
 from typing import Annotated
 
@@ -48,7 +48,7 @@ def pin(
     salt: Salt = None,
     adapter: Adapter = None,
     executor: Executor = "",
-    owner: Annotated[str, typer.Option(help="Who answers for the pin; you without it.")] = "",
+    owner: Annotated[str, typer.Option(help="Owner of the pin; you without it.")] = "",
     dry_run: DryRun = False,
 ) -> None:
     """Keep a prompt's cached blocks in place. There is a budget for pins; exits with 4 when nothing was pinned."""
@@ -82,15 +82,15 @@ def unpin(
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
-    """End a pin or a hold. Its blocks may be taken then."""
+    """End a pin or a hold. Its blocks are free then."""
     hold = hold_named(session, name)
-    what = f"{printable(name)} of {printable(hold.owner)}, {blocks(hold.num_blocks)}"
+    held = f"{printable(name)} of {printable(hold.owner)}, {blocks(hold.num_blocks)}"
     if dry_run:
-        session.show(hold, lambda _wide: f"would end {what}")
+        session.show(hold, lambda _wide: f"would end {held}")
         return
-    confirm(f"End {what}?", yes=yes)
+    confirm(f"End {held}?", yes=yes)
     answer = session.admin.call(session.admin.stub.ReleaseHold, pb.ReleaseHoldRequest(name=name))
-    session.show(answer, lambda _wide: f"ended {what}; {answer.freed_blocks} may be taken")
+    session.show(answer, lambda _wide: f"ended {held}; {answer.freed_blocks} are free now")
 
 
 @verb(app, "retain", "kvctl retain --tokens 1,2,3 --priority 80 --for 1h")
@@ -108,7 +108,7 @@ def retain(
     session_id: Annotated[str | None, typer.Option("--session", help="For this session; for you without it.")] = None,
     cachemgr: CachemgrAddress = CACHEMGR,
 ) -> None:
-    """Wish for a prompt's cached blocks. A later wish takes its place; exits with 4 when nothing of it is cached."""
+    """Request retention of a prompt's cached blocks. A later one replaces it; exits with 4 when no block is cached."""
     prefix = required(prefix_of(prompt_of(session, tokens, file, text, chat), salt, adapter, executor))
     action = common.HintAction(action_id="retain", action_type="Retain", action_version="0.1")
     action.payload.update({"priority": priority})
@@ -141,16 +141,16 @@ def evict(
     text: Text = None,
     chat: Chat = None,
     skip_used: Annotated[
-        bool, typer.Option("--skip-used", help="Leave blocks that are in use; without it they are a reason to refuse.")
+        bool, typer.Option("--skip-used", help="Leave blocks that are in use; without it they are refused.")
     ] = False,
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
-    """Drop cached blocks. Their bytes stay until they are written over: `kvctl forget` overwrites them."""
+    """Drop cached blocks. Their bytes stay until they are overwritten, which `kvctl forget` does at once."""
     prompt = prompt_of(session, tokens, file, text, chat)
     chosen = block_filter(salt, tenant, session_id, adapter, tier, max_priority, pool, prompt=prompt)
     if bool(chosen.ByteSize()) == everything:
-        raise typer.BadParameter("give a filter, or --all for all that is cached", param_hint="--all")
+        raise typer.BadParameter("give a filter, or --all for all cached blocks", param_hint="--all")
     request = pb.PurgeBlocksRequest(filter=chosen, skip_used=skip_used, validate_only=True)
     answer = session.admin.call(session.admin.stub.PurgeBlocks, request)
     if not dry_run:
@@ -179,7 +179,7 @@ def forget(
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
-    """Take blocks out of all tiers and Redis. Their bytes are overwritten with zeros."""
+    """Remove blocks from all tiers and Redis. Their bytes are overwritten with zeros."""
     prefix = prefix_of(prompt_of(session, tokens, file, text, chat), salt, adapter, executor)
     if prefix is not None and session_id is None:
         request = pb.ForgetBlocksRequest(prefix=prefix)
@@ -188,7 +188,7 @@ def forget(
     elif prefix is None and salt is not None and session_id is None:
         request = pb.ForgetBlocksRequest(salt=salt)
     else:
-        raise typer.BadParameter("say what: a salt, a session or a prompt", param_hint="--salt")
+        raise typer.BadParameter("name a salt, a session or a prompt", param_hint="--salt")
     request.validate_only = True
     answer = session.admin.call(session.admin.stub.ForgetBlocks, request)
     if not dry_run:
@@ -196,14 +196,14 @@ def forget(
         request.validate_only = False
         answer = session.admin.call(session.admin.stub.ForgetBlocks, request)
         if not answer.store_updated:
-            typer.echo("warning: Redis has not dropped them yet; it hears of it when it is back", err=True)
+            typer.echo("warning: Redis has not dropped them yet; it does when it is back", err=True)
     session.show(answer, lambda _wide: f"{'would forget' if dry_run else 'forgot'} {_forgotten(answer)}")
 
 
 def _forgotten(answer: pb.ForgetBlocksResponse) -> str:
     text = f"blocks: {counts(answer.removed)}"
     if answer.used_blocks:
-        text += f"; {answer.used_blocks} in use, overwritten when they are given back"
+        text += f"; {answer.used_blocks} in use, overwritten when they are freed"
     if answer.shared_blocks:
-        text += f"; {answer.shared_blocks} stay, for others use or stand on them"
+        text += f"; {answer.shared_blocks} stay, for others use them or their descendants"
     return text

@@ -1,4 +1,4 @@
-"""What people see of each kind of message."""
+"""Tables and lines of each kind of message."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ def _tier(number: pb.Tier) -> str:
 
 def _lower(pool: pb.Pool, tier: pb.Tier) -> str:
     """Used and cached of all slots of a tier."""
-    found = next((one for one in pool.lower_tiers if one.tier == tier), None)
+    found = next((item for item in pool.lower_tiers if item.tier == tier), None)
     return f"{found.used_blocks + found.cached_blocks}/{found.total_blocks}" if found else "-"
 
 
@@ -37,19 +37,19 @@ POOLS: Sequence[Column[pb.Pool]] = (
 )
 
 SEQUENCES: Sequence[Column[pb.Sequence]] = (
-    Column("SEQUENCE", lambda one: one.sequence_id),
-    Column("EXECUTOR", lambda one: one.executor_id),
-    Column("TOKENS", lambda one: one.num_tokens),
-    Column("COMPUTED", lambda one: one.computed_tokens),
-    Column("CACHED", lambda one: one.cached_tokens),
-    Column("BLOCKS", lambda one: one.num_blocks),
-    Column("SALT", lambda one: optional(one, "salt")),
-    Column("TENANT", lambda one: optional(one, "tenant_id")),
-    Column("SESSION", lambda one: optional(one, "session_id"), wide=True),
-    Column("SCHEDULER", lambda one: one.scheduler_id, wide=True),
-    Column("HANDLE", lambda one: one.sequence_handle, wide=True),
-    Column("CAPACITY", lambda one: one.capacity_tokens, wide=True),
-    Column("EVICTS", lambda one: _policy(one), wide=True),
+    Column("SEQUENCE", lambda item: item.sequence_id),
+    Column("EXECUTOR", lambda item: item.executor_id),
+    Column("TOKENS", lambda item: item.num_tokens),
+    Column("COMPUTED", lambda item: item.computed_tokens),
+    Column("CACHED", lambda item: item.cached_tokens),
+    Column("BLOCKS", lambda item: item.num_blocks),
+    Column("SALT", lambda item: optional(item, "salt")),
+    Column("TENANT", lambda item: optional(item, "tenant_id")),
+    Column("SESSION", lambda item: optional(item, "session_id"), wide=True),
+    Column("SCHEDULER", lambda item: item.scheduler_id, wide=True),
+    Column("HANDLE", lambda item: item.sequence_handle, wide=True),
+    Column("CAPACITY", lambda item: item.capacity_tokens, wide=True),
+    Column("EVICTS", lambda item: _policy(item), wide=True),
 )
 
 
@@ -77,26 +77,26 @@ BLOCKS: Sequence[Column[pb.Block]] = (
 )
 
 PREFIXES: Sequence[Column[pb.CachedPrefix]] = (
-    Column("POOL", lambda one: one.last_block.pool_id),
-    Column("KEY", lambda one: key(one.last_block.key)),
-    Column("TOKENS", lambda one: one.num_tokens),
-    Column("BLOCKS", lambda one: counts(one.blocks)),
-    Column("PRIORITY", lambda one: one.min_retention_priority),
-    Column("SALT", lambda one: optional(one.last_block, "salt")),
-    Column("ADAPTER", lambda one: optional(one.last_block, "adapter_id"), wide=True),
-    Column("TENANT", lambda one: optional(one.last_block, "tenant_id"), wide=True),
-    Column("SESSION", lambda one: optional(one.last_block, "session_id"), wide=True),
+    Column("POOL", lambda item: item.last_block.pool_id),
+    Column("KEY", lambda item: key(item.last_block.key)),
+    Column("TOKENS", lambda item: item.num_tokens),
+    Column("BLOCKS", lambda item: counts(item.blocks)),
+    Column("PRIORITY", lambda item: item.min_retention_priority),
+    Column("SALT", lambda item: optional(item.last_block, "salt")),
+    Column("ADAPTER", lambda item: optional(item.last_block, "adapter_id"), wide=True),
+    Column("TENANT", lambda item: optional(item.last_block, "tenant_id"), wide=True),
+    Column("SESSION", lambda item: optional(item.last_block, "session_id"), wide=True),
 )
 
 LEASES: Sequence[Column[pb.BlockLease]] = (
-    Column("HOLDER", lambda one: one.lease.holder),
-    Column("PRIORITY", lambda one: one.lease.retention_priority),
-    Column("LEFT", lambda one: lasting(one.lease, "remaining_duration")),
-    Column("POOL", lambda one: one.block.pool_id),
-    Column("TIER", lambda one: _tier(one.block.tier)),
-    Column("SLOT", lambda one: one.block.slot),
-    Column("KEY", lambda one: key(one.block.key)),
-    Column("SALT", lambda one: optional(one.block, "salt")),
+    Column("HOLDER", lambda item: item.lease.holder),
+    Column("PRIORITY", lambda item: item.lease.retention_priority),
+    Column("LEFT", lambda item: lasting(item.lease, "remaining_duration")),
+    Column("POOL", lambda item: item.block.pool_id),
+    Column("TIER", lambda item: _tier(item.block.tier)),
+    Column("SLOT", lambda item: item.block.slot),
+    Column("KEY", lambda item: key(item.block.key)),
+    Column("SALT", lambda item: optional(item.block, "salt")),
 )
 
 HOLDS: Sequence[Column[pb.Hold]] = (
@@ -109,40 +109,40 @@ HOLDS: Sequence[Column[pb.Hold]] = (
 )
 
 _EXPLAINED: Sequence[Column[pb.ExplainedBlock]] = (
-    Column("DEPTH", lambda one: one.block.depth),
-    Column("TIER", lambda one: _tier(one.block.tier)),
-    Column("SLOT", lambda one: one.block.slot),
-    Column("KEY", lambda one: key(one.block.key)),
-    Column("REFS", lambda one: one.block.references),
-    Column("PRIORITY", lambda one: one.block.retention_priority),
-    Column("LAST-HIT", lambda one: lasting(one, "last_hit_age")),
-    Column("LEASES", lambda one: ", ".join(lease.holder for lease in one.leases)),
+    Column("DEPTH", lambda item: item.block.depth),
+    Column("TIER", lambda item: _tier(item.block.tier)),
+    Column("SLOT", lambda item: item.block.slot),
+    Column("KEY", lambda item: key(item.block.key)),
+    Column("REFS", lambda item: item.block.references),
+    Column("PRIORITY", lambda item: item.block.retention_priority),
+    Column("LAST-HIT", lambda item: lasting(item, "last_hit_age")),
+    Column("LEASES", lambda item: ", ".join(lease.holder for lease in item.leases)),
 )
 
 
 def counts(tiers: Sequence[pb.TierCount]) -> str:
     """Blocks per tier: 3 device, 1 host."""
-    return ", ".join(f"{one.num_blocks} {_tier(one.tier)}" for one in tiers) or "none"
+    return ", ".join(f"{item.num_blocks} {_tier(item.tier)}" for item in tiers) or "none"
 
 
 def explanations(answer: pb.ExplainPrefixResponse, *, wide: bool) -> str:
-    """What is known of a prompt, executor by executor."""
+    """The blocks of a prompt, executor by executor."""
     parts = []
-    for one in answer.explanations:
-        lines = [f"{printable(one.executor_id)}: {one.cached_tokens} tokens would be found"]
-        if one.blocks:
-            lines.append(table(_EXPLAINED, one.blocks, wide=wide))
-        if one.miss_reason:
-            lines.append(f"the next block is missing: {_missing(one)}")
+    for item in answer.explanations:
+        lines = [f"{printable(item.executor_id)}: {item.cached_tokens} cached tokens"]
+        if item.blocks:
+            lines.append(table(_EXPLAINED, item.blocks, wide=wide))
+        if item.miss_reason:
+            lines.append(f"the next block is missing: {_missing(item)}")
         parts.append("\n".join(lines))
     return "\n\n".join(parts) or "no executor is registered"
 
 
-def _missing(one: pb.Explanation) -> str:
-    reason = pb.MissReason.Name(one.miss_reason).removeprefix("MISS_REASON_").lower().replace("_", " ")
-    if not one.HasField("removal"):
+def _missing(item: pb.Explanation) -> str:
+    reason = pb.MissReason.Name(item.miss_reason).removeprefix("MISS_REASON_").lower().replace("_", " ")
+    if not item.HasField("removal"):
         return reason
-    removal = one.removal
+    removal = item.removal
     cause = _cause(removal.cause)
     whom = f" for {printable(removal.for_sequence_id)}" if removal.for_sequence_id else ""
     age = span(removal.age.ToNanoseconds() / 1e9)
@@ -154,11 +154,11 @@ def _cause(cause: pb.RemovalCause) -> str:
 
 
 def check(answer: pb.CheckPoolResponse, *, store: bool, wide: bool) -> str:
-    """What a recount found."""
+    """The result of a recount."""
     lines = [table(POOLS, answer.pools, wide=wide)]
     lines += [
-        f"violation in {printable(one.pool_id or 'the store')}, slot {one.slot}: {printable(one.message)}"
-        for one in answer.violations
+        f"violation in {printable(item.pool_id or 'the store')}, slot {item.slot}: {printable(item.message)}"
+        for item in answer.violations
     ]
     if store and not answer.store_compared:
         lines.append("Redis could not be read: its copy was not compared")
@@ -167,23 +167,23 @@ def check(answer: pb.CheckPoolResponse, *, store: bool, wide: bool) -> str:
     return "\n".join(lines)
 
 
-def event(one: pb.Event) -> str:
+def event(item: pb.Event) -> str:
     """One event in a line."""
-    block = one.block
+    block = item.block
     parts = [
-        f"{one.event_number:>8}",
-        "snapshot" if one.snapshot else "        ",
-        f"{pb.EventKind.Name(one.kind).removeprefix('EVENT_KIND_').lower().replace('_', ' '):<13}",
+        f"{item.event_number:>8}",
+        "snapshot" if item.snapshot else "        ",
+        f"{pb.EventKind.Name(item.kind).removeprefix('EVENT_KIND_').lower().replace('_', ' '):<13}",
         printable(block.pool_id),
     ]
     if block.key:
         parts += [_tier(block.tier), f"slot {block.slot}", key(block.key), f"priority {block.retention_priority}"]
     if block.HasField("salt"):
         parts.append(f"salt {printable(block.salt)}")
-    if one.HasField("lease"):
-        parts.append(f"{printable(one.lease.holder)} at {one.lease.retention_priority}")
-    if one.removal_cause:
-        parts.append(_cause(one.removal_cause))
-    if one.for_sequence_id:
-        parts.append(f"for {printable(one.for_sequence_id)}")
+    if item.HasField("lease"):
+        parts.append(f"{printable(item.lease.holder)} at {item.lease.retention_priority}")
+    if item.removal_cause:
+        parts.append(_cause(item.removal_cause))
+    if item.for_sequence_id:
+        parts.append(f"for {printable(item.for_sequence_id)}")
     return "  ".join(parts)

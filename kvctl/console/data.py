@@ -50,19 +50,19 @@ class Cache:
         owners: dict[tuple[str | None, str | None], int] = {}
         rows = [
             (
-                one.tier,
-                one.slot,
-                one.key[:_KEY_BYTES].hex(),
-                one.parent_key[:_KEY_BYTES].hex(),
-                one.depth,
-                one.num_tokens,
-                one.references,
-                one.retention_priority,
-                one.hits,
-                round(_seconds(one.last_use_age), 1),
-                owners.setdefault(_owner(one), len(owners)),
+                item.tier,
+                item.slot,
+                item.key[:_KEY_BYTES].hex(),
+                item.parent_key[:_KEY_BYTES].hex(),
+                item.depth,
+                item.num_tokens,
+                item.references,
+                item.retention_priority,
+                item.hits,
+                round(_seconds(item.last_use_age), 1),
+                owners.setdefault(_owner(item), len(owners)),
             )
-            for one in page.blocks
+            for item in page.blocks
         ]
         told = [{"tenant": tenant, "salt": salt} for tenant, salt in owners]
         return {"rows": rows, "owners": told, "next": page.next_page_token}
@@ -72,8 +72,8 @@ class Cache:
         request = pb.ListLeasesRequest(pool_id=_pool(query), page_size=PAGE, page_token=query.get("page", ""))
         page = await self._admin.ListLeases(request, **options)
         groups: dict[tuple[object, ...], Json] = {}
-        for one in page.leases:
-            lease = one.lease
+        for item in page.leases:
+            lease = item.lease
             left = round(_seconds(lease.remaining_duration)) if lease.HasField("remaining_duration") else None
             group = {
                 "holder": lease.holder,
@@ -82,7 +82,7 @@ class Cache:
                 "started": lease.started,
             }
             found = groups.setdefault(tuple(group.values()), group | {"slots": []})
-            found["slots"].append((one.block.tier, one.block.slot))
+            found["slots"].append((item.block.tier, item.block.slot))
         return {"leases": list(groups.values()), "next": page.next_page_token}
 
     async def holds(self, _query: Query, options: Options) -> Json:

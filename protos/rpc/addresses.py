@@ -12,12 +12,12 @@ _UNIX = "unix:"
 _MAX_SOCKET_PATH = 107
 _MAX_PORT = 65_535
 
-# What is said to who calls a server otherwise.
+# The answer to a request with another Host header.
 WRONG_HOST = "without TLS and tokens this server answers to localhost or an IP address in the Host header only\n"
 
 
 class AddressError(Exception):
-    """A process cannot listen where it was told to; the message is one line for people."""
+    """A process cannot listen on its address; the message is one line for people."""
 
 
 def socket_path(address: str) -> Path | None:
@@ -124,7 +124,7 @@ def _overlap(one: str, other: str) -> bool:
     if port != other_port or port == 0:
         return False
     hosts = {"127.0.0.1" if name == "localhost" else name for name in (host, other_host)}
-    # Who listens on all addresses of IPv6 has those of IPv4, too.
+    # A server on all addresses of IPv6 has those of IPv4, too.
     return len(hosts) == 1 or "::" in hosts or ("0.0.0.0" in hosts and not any(":" in name for name in hosts))  # noqa: S104
 
 

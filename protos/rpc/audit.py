@@ -1,4 +1,4 @@
-"""What operators did, and who was turned away: lines in the log and, where a file is named, in that."""
+"""The audit log: operators' calls and refused callers, as lines in the log and in the audit file."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from protos.rpc.identity import Identity
 
-# So many refusals are told one by one within a second; the others are counted.
+# So many refusals have a line of their own within a second; the others are counted.
 _REFUSALS = 20
 _WINDOW_SECONDS = 1.0
 # Reads that a console repeats: one in so many seconds is written per token and method.
@@ -50,7 +50,7 @@ class Audit:
         self._write("audit", **_who(identity), method=method, peer=peer, request=_shown(request), outcome=outcome)
 
     def refused(self, identity: Identity | None, method: str, peer: str, outcome: str) -> None:
-        """Somebody was turned away; very many in a short time are one line together."""
+        """A caller was refused; very many refusals in a short time are one line together."""
         self._refusals += 1
         if self._refusals <= _REFUSALS:
             self._write("call denied", **_who(identity), method=method, peer=peer, outcome=outcome, count=1)
@@ -89,7 +89,7 @@ def _who(identity: Identity | None) -> dict[str, str]:
 
 
 def _shown(request: Any) -> Any:
-    """A request without prompts: a message, or what stands behind the ? of a path."""
+    """A request without prompts: a message, or the query of a path."""
     if isinstance(request, Message):
         shown = type(request)()
         shown.CopyFrom(request)

@@ -41,10 +41,10 @@ def _options(max_message_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
-        # While data flows gRPC sends pings of its own, to measure the connection, and none of keepalive's beside them.
+        # While data flows gRPC sends pings of its own, to measure the connection, and none of keepalive's.
         # They are given a minute by default.
         ("grpc.http2.ping_timeout_ms", (KEEPALIVE_SECONDS + KEEPALIVE_TIMEOUT_SECONDS) * 1000),
-        # Who comes back is heard of soon: the few processes of a stack overwhelm nobody with their attempts.
+        # A restarted server is found soon: the few processes of a stack overwhelm no server with their attempts.
         ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.min_reconnect_backoff_ms", 1_000),
         ("grpc.max_reconnect_backoff_ms", 100),

@@ -75,7 +75,7 @@ class MalformedMessageError(ServiceError):
 
 
 class UnexpectedError(ServiceError):
-    """A bug of ours; what it was is in the server's log only."""
+    """A bug of the server, which only its log describes."""
 
     code = grpc.StatusCode.INTERNAL
     reason = "UNEXPECTED"
@@ -113,7 +113,7 @@ def to_status(error: ServiceError) -> Any:
 
 
 class RemoteError(Exception):
-    """What a server answered instead of a result. `reason` is empty when the server is not one of ours."""
+    """The error that a server answered. `reason` is empty when the server is not one of this project."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)

@@ -13,16 +13,16 @@ from typing import Generic, TypeVar
 
 import structlog
 
-# A file is looked at so often at most, and only when somebody asks for what it holds.
+# A file is looked at so often at most, and only when its contents are asked for.
 _LOOK_SECONDS = 1.0
-# What a secret's file must not allow. Its group may read: that is how orchestrators hand secrets to processes.
+# Permissions that a secret's file must not have. Its group may read: orchestrators hand secrets to processes so.
 _FORBIDDEN = stat.S_IRWXO | stat.S_IWGRP
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
 
-# Of what is written to a folder at the start, for a moment: with less room than this left, it is as good as full.
+# Size of the test file that is written to a folder at the start: with less room than this left, the folder is full.
 _PROBE_BYTES = 1 << 16
 _ADVICE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some room there, or ") | dict.fromkeys(
     (errno.EROFS, errno.EACCES, errno.EPERM), "make it writable, or "
@@ -30,7 +30,7 @@ _ADVICE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some room there, or 
 
 
 class FolderError(Exception):
-    """A folder cannot be written in; the message is one line that names it, its setting and what to do."""
+    """A folder cannot be written in; the message is one line that names it, its setting and a remedy."""
 
     def __init__(self, folder: Path, setting: str, error: OSError) -> None:
         advice = _ADVICE.get(error.errno or 0, "")
@@ -60,7 +60,7 @@ def read_secret(path: Path) -> str:
 
 
 class Reloaded(Generic[T]):
-    """What files hold. Once they have changed they are read again; what cannot be read then changes nothing."""
+    """Contents of files. Changed files are read again; those that cannot be read then change nothing."""
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], T]) -> None:
         """read: raises ValueError or OSError, here to the caller, later into the log."""
@@ -78,7 +78,7 @@ class Reloaded(Generic[T]):
             try:
                 stamp = self._look()
                 if stamp != self._stamp:
-                    # Before the rest: the log says once what is wrong with a file.
+                    # Before the rest: the log describes a wrong file once.
                     self._stamp = stamp
                     self._value = self._read()
                     log.info("files read again", paths=[str(path) for path in self._paths])

@@ -1,4 +1,4 @@
-"""Decides about every call: who makes it, whether the role may, and what is written down."""
+"""Decides about every call: its identity, whether the role may make it, and whether the audit log has it."""
 
 import asyncio
 import contextlib
@@ -12,12 +12,12 @@ from protos.rpc.identity import AUTHORIZATION_KEY, Identity, PermissionDeniedErr
 from protos.rpc.roles import is_audited, is_whole, roles_of
 from protos.rpc.tokens import Tokens
 
-# How often the tokens of calls that go on are looked at.
+# How often the tokens of running calls are checked.
 LOOK_SECONDS = 1.0
 
 
 class Guard:
-    """One per process: a server asks it before each call, HTTP too. Without a tokens file everybody may do everything.
+    """One per process: a server asks it before each call, HTTP too. Without a tokens file every call is allowed.
 
     Raises ValueError and OSError when the tokens file cannot be used.
     """
@@ -29,7 +29,7 @@ class Guard:
         self.audit = Audit(audit_file)
 
     def identify(self, authorization: str) -> Identity | None:
-        """Who sends this value of an Authorization header, empty for none; None where no tokens are needed.
+        """The identity of an Authorization header, empty for none; None where no tokens are needed.
 
         Raises UnauthenticatedError.
         """
@@ -45,7 +45,7 @@ class Guard:
             raise PermissionDeniedError("this method is about all tenants, and the token about one")
 
     def holding(self, authorization: str, identity: Identity | None) -> AbstractContextManager[None]:
-        """Around what a task does for somebody: UnauthenticatedError leaves the block when the token holds no more."""
+        """A block of a task that works for a token: UnauthenticatedError leaves it when the token is revoked."""
         if self._holders is None or identity is None:
             return contextlib.nullcontext()
         return self._holders.holding(authorization, identity)
@@ -62,7 +62,7 @@ def header(metadata: Iterable[tuple[str, Any]]) -> str:
 
 
 class _Call:
-    """A call that goes on, in the task that makes it here."""
+    """A running call, in its task."""
 
     def __init__(self, task: asyncio.Task[object]) -> None:
         self.task = task
@@ -70,17 +70,17 @@ class _Call:
 
 
 class _Holders:
-    """Calls that go on, by their tokens."""
+    """Running calls by their tokens; ends those whose token is removed, changed or expired."""
 
     def __init__(self, identify: Callable[[str], Identity]) -> None:
-        """identify: who sends this value of an Authorization header; raises UnauthenticatedError."""
+        """identify: the identity of an Authorization header; raises UnauthenticatedError."""
         self._identify = identify
         self._calls: dict[tuple[str, Identity], set[_Call]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     @contextlib.contextmanager
     def holding(self, authorization: str, identity: Identity) -> Iterator[None]:
-        """Cancels the task in the block when the header stands for somebody else or nobody.
+        """Cancels the task in the block when the header has another identity or none.
 
         Then UnauthenticatedError leaves the block.
         """

@@ -65,7 +65,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         """Status of one service and every change of it."""
         last = None
         while True:
-            # Both are read before the status is sent: what happens meanwhile is seen in the next turn.
+            # Both are read before the status is sent: a change meanwhile is seen in the next turn.
             changed, closed = self._changed, self._closed
             status = self._statuses.get(request.service, SERVICE_UNKNOWN)
             if status != last:

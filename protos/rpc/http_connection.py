@@ -1,4 +1,4 @@
-"""One connection of HTTP, with limits on what a caller may send, and how slowly, before a request is known."""
+"""One connection of HTTP, with limits on the size and the time of a request's head."""
 
 import asyncio
 import socket
@@ -71,7 +71,7 @@ class Connections(ServerState):
 
 
 class Connection(HttpToolsProtocol):
-    """Refuses what is too slow, too large, or ambiguous, and closes."""
+    """Refuses requests that are too slow, too large, or ambiguous, and closes."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -89,51 +89,43 @@ class Connection(HttpToolsProtocol):
         self._all.make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forgets it."""
         self._stop_waiting()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Takes what the caller sends."""
         self._unparsed += len(data)
         super().data_received(data)
         if self._unparsed > MAX_HEADER_BYTES and not self.transport.is_closing():
             self.refuse("headers_too_large", 431, "the headers of a request are too long")
 
     def on_message_begin(self) -> None:
-        """A request begins."""
         super().on_message_begin()
         self._header_bytes = 0
 
     def on_url(self, url: bytes) -> None:
-        """A part of the URL."""
         self._measure(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer."""
         self._measure(len(name) + len(value))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The request is known."""
         self._unparsed = 0
         if said := self._ambiguity():
             raise self._refused("ambiguous_host", 400, said)
         if len(self.pipeline) >= MAX_QUEUED:
             said = f"a connection may have {MAX_QUEUED} requests waiting for their turn"
             raise self._refused("too_many_requests", 429, said)
-        # It goes on to wait for the body, and gives way to others. How long a body may take, the application says.
+        # It waits for the body, and may be closed for others. The application limits the time of a body.
         self._stop_timer()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
         self._unparsed = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The end of a request."""
         self._unparsed = 0
         if self._deadline is None:
             self._stop_waiting()
@@ -159,7 +151,7 @@ class Connection(HttpToolsProtocol):
         self.refuse(reason or "malformed_request", status, said)
 
     def refuse(self, reason: str, status: int = 0, said: str = "") -> None:
-        """Closes the connection; with a status the caller is told why, where no answer is on its way."""
+        """Closes the connection; with a status the caller gets the reason, unless an answer is on its way."""
         self._stop_waiting()
         if self.transport.is_closing():
             return
@@ -195,7 +187,7 @@ class Connection(HttpToolsProtocol):
         return _RefusedError(said)
 
     def _ambiguity(self) -> str:
-        """What is wrong with how the request names its host: two readers could take it for different ones."""
+        """Why two readers could take the request's host for different ones; empty for a clear request."""
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
             return "a request must have one Host header"

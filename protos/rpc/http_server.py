@@ -30,7 +30,7 @@ def peer_of(request: Request) -> str:
 
 
 class _OwnNames:
-    """Answers nobody who asks for another host than this one."""
+    """Refuses requests for another host than this one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -87,7 +87,7 @@ class HttpServer:
         setting: str = "",
         own_names: bool = False,
     ) -> None:
-        """name: what the log and metrics call it. setting: the variable that chose the address, for error messages.
+        """name: in the log and in metrics. setting: the variable that chose the address, for error messages.
 
         own_names: whether requests are only answered that call it localhost or by an address: a page of another site
         whose name leads here is of the same origin for its browser, and has neither a certificate nor a token.
@@ -126,7 +126,7 @@ class HttpServer:
         log.info("listening", server=self._name, address=self.address)
 
     async def stop(self, *, hurried: bool = False) -> None:
-        """Closes. hurried: also what is on its way."""
+        """Closes. hurried: without the answers that are on their way."""
         if self._serving is None:
             return
         if hurried:

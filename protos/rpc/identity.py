@@ -1,4 +1,4 @@
-"""Who calls: a role and, where a token has one, a tenant whose salts and sessions are its own."""
+"""The identity of a caller: a role and, where a token has one, a tenant with salts and sessions of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SEPARATOR = "/"
 
 
 class Role(enum.StrEnum):
-    """What a token is for."""
+    """The role of a token."""
 
     CALLER = "caller"
     SCHEDULER = "scheduler"
@@ -47,7 +47,7 @@ class PermissionDeniedError(ServiceError):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a token stands for. `name` says which token it was, in logs; no tenant means all of them.
+    """The identity of a token. `name` is the token's in logs; no tenant means all of them.
 
     `salts` are the only ones that a caller may name, all for none; `ids` are the only executors or schedulers that a
     token of these roles may speak as, any for none.
@@ -102,10 +102,10 @@ _current: ContextVar[Identity | None] = ContextVar("identity", default=None)
 
 
 def current() -> Identity | None:
-    """Who makes the call being served; None where nobody is asked for a token."""
+    """The identity of the call being served; None where no tokens are needed."""
     return _current.get()
 
 
 def assume(identity: Identity | None) -> None:
-    """Says who makes this call, for the rest of its task."""
+    """Sets the identity of this call, for the rest of its task."""
     _current.set(identity)

@@ -1,4 +1,4 @@
-"""What happens around every call: who may make it, strict parsing, errors to statuses, metrics, and logs."""
+"""The interceptor of every call: roles, strict parsing, errors to statuses, metrics, and logs."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class WatchEndedError(ServiceError):
 class ServiceInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every handler of a server, unary or streaming on either side.
 
-    What ends a call with a status raises an error that gRPC keeps for as long as the call's context lives. Its frames
-    and what it was raised in must not hold the context, or all of it, requests too, waits for a garbage collection.
+    A call that ends with a status raises an error that gRPC keeps as long as the call's context lives. Its frames must
+    not hold the context, or the context and the request wait for a garbage collection.
     """
 
     def __init__(self, guard: Guard, check: Check | None = None, *, max_watches: int) -> None:
-        """max_watches: streams of one method that are open at once, of methods that wait for what happens."""
+        """max_watches: streams of one method that are open at once, of methods that wait for events."""
         self._guard = guard
         self._max_watches = max_watches
         self._watches: Counter[str] = Counter()
@@ -104,7 +104,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         return self._wrapped[method]
 
     def _refusal(self, identity: Identity | None, method: str, error: ServiceError) -> Handler:
-        """Answers without reading a request, of which nobody knows how large it is."""
+        """Answers without reading the request, which may be of any size."""
 
         async def refuse(_requests: Any, context: Any) -> None:
             self._begin(context, method)
@@ -187,7 +187,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             self._watches[method] -= 1
 
     def _told(self, method: str, context: Any, request: Any) -> Callable[[str], None]:
-        """What writes down how a call ended: those of operators, and who was refused by the service itself."""
+        """Writes the end of a call into the audit log: operators' calls, and refusals of the service itself."""
         identity, audit, peer = current(), self._guard.audit, context.peer()
         if viewer := _text(context, FORWARDED_KEY)[:_MAX_FORWARDED]:
             peer = f"{peer} for {viewer}"
@@ -201,7 +201,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         return refused
 
     def _holding(self, context: Any) -> Callable[[], AbstractContextManager[None]]:
-        """What ends a call whose token does not hold any more."""
+        """Ends a call whose token is revoked."""
         authorization = header(context.invocation_metadata() or ())
         return functools.partial(self._guard.holding, authorization, current())
 
@@ -224,7 +224,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
 @contextlib.contextmanager
 def _observed(method: str, context: Any = None, told: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Counts a call and turns what nobody expected into UnexpectedError, with its traceback in the log."""
+    """Counts a call and turns unexpected exceptions into UnexpectedError, with their traceback in the log."""
     code = grpc.StatusCode.OK
     started = time.monotonic()
     in_flight = metrics.IN_FLIGHT.labels(method)
@@ -233,7 +233,7 @@ def _observed(method: str, context: Any = None, told: Callable[[str], None] | No
         yield
     except ServiceError as error:
         code = status_code(error)
-        # What is no message reaches nobody who would tell of it.
+        # No servicer sees a malformed message: only this line describes it.
         tell = log.info if isinstance(error, MalformedMessageError) else log.debug
         tell("call refused", code=code.name, reason=error.reason, peer="" if context is None else context.peer())
         raise
@@ -274,7 +274,7 @@ def _request_id(context: Any) -> str:
 
 
 def _text(context: Any, wanted: str) -> str:
-    """What the caller's metadata say under a key; empty for nothing, or for what is no text."""
+    """The text of a key in the caller's metadata; empty for none."""
     for key, value in context.invocation_metadata() or ():
         if key == wanted and isinstance(value, str) and value.isprintable():
             return value

@@ -33,7 +33,7 @@ def configure(process: str, level: str = "info") -> None:
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
         )
     )
-    # Libraries say what is wrong, not what they do.
+    # Libraries log warnings and errors only.
     logging.basicConfig(handlers=[handler], level=max(threshold, logging.WARNING), force=True)
 
 
@@ -57,13 +57,13 @@ class FileLog:
         )
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes the remaining lines."""
         self._writer.stop()
         self._file.close()
 
 
 def short_hash(secret: str) -> str:
-    """What stands for a name that is not everybody's to know: as `printf %s NAME | sha256sum | cut -c -16`."""
+    """A hash that stands for a confidential name: as `printf %s NAME | sha256sum | cut -c -16`."""
     return hashlib.sha256(secret.encode()).hexdigest()[:16]
 
 

@@ -25,7 +25,7 @@ REFUSED_CONNECTIONS = Counter(
 
 
 def start_http(address: str, security: Security = PLAIN) -> Callable[[], None]:
-    """Serves /metrics on host:port from a thread of its own; returns what stops it. Raises AddressError.
+    """Serves /metrics on host:port from a thread of its own; returns a function that stops it. Raises AddressError.
 
     With TLS a renewed certificate is shown after a restart only, and clients need one where callers do. Without, on
     loopback, no other name is answered to.
@@ -35,7 +35,7 @@ def start_http(address: str, security: Security = PLAIN) -> Callable[[], None]:
 
     own_names = addresses.is_loopback(address) and not security.serves_tls
     server = HttpServer(make_asgi_app(), address, name="metrics", security=security, own_names=own_names)
-    # Not that of the process: what it serves next would wait until all metrics are collected.
+    # Not that of the process: its next call would wait until all metrics are collected.
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="metrics", daemon=True)
     thread.start()

@@ -52,7 +52,7 @@ class OtlpTracer:
         return OtlpSpan(self._tracer.start_span(name, context=surroundings, kind=trace.SpanKind.SERVER))
 
     def stop(self) -> None:
-        """Sends what is left, if the receiver takes it in time."""
+        """Sends the remaining spans, if the receiver accepts them in time."""
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(STOP_SECONDS)

@@ -33,7 +33,7 @@ def target(address: str) -> str:
 
 
 def problem(address: str, security: Security) -> str:
-    """Why nobody serves at an address, or nothing."""
+    """Why no process serves at an address; empty when one does."""
     with open_sync_channel(target(address), security) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_SECONDS)

@@ -1,10 +1,10 @@
-"""Which role may call what: the one table. What is not in it nobody may call."""
+"""The one table of roles and methods. No role may call a method that is not in it."""
 
 from collections.abc import Mapping
 
 from protos.rpc.identity import Role
 
-# Health and reflection say nothing about anybody; probes and tools have no token.
+# Health and reflection have no data of callers; probes and tools have no token.
 _OPEN = ("grpc.health.v1.", "grpc.reflection.")
 
 _READING = ("Check", "Explain", "Get", "List", "Watch")
@@ -32,7 +32,7 @@ _TABLE: Mapping[str, tuple[tuple[tuple[str, ...], frozenset[Role]], ...]] = {
 # For operators of all tenants only. CacheAdminService has its own rules for those of one, method by method.
 _WHOLE = ("generation.v1.SchedulerAdminService/", "kvcache.v1.CacheManagerService/")
 
-# What operators do and see is written down.
+# Calls that the audit log has.
 _AUDITED = (
     "kvcache.v1.CacheAdminService/",
     "kvcache.v1.CacheEventService/",
@@ -47,7 +47,7 @@ def is_open(method: str) -> bool:
 
 
 def is_whole(method: str) -> bool:
-    """Whether a method is about all tenants, so that nobody may call it whose token is about one."""
+    """Whether a method is about all tenants: tokens of one tenant may not call it."""
     return method.startswith(_WHOLE)
 
 
@@ -62,6 +62,6 @@ def is_audited(method: str) -> bool:
 
 
 def roles_of(method: str) -> frozenset[Role]:
-    """Who may call a method."""
+    """The roles that may call a method."""
     service, _, name = method.partition("/")
     return next((roles for begins, roles in _TABLE.get(service, ()) if name.startswith(begins)), frozenset())

@@ -1,4 +1,4 @@
-"""What a process shows to others and asks of them: certificates and tokens. Nothing of it is needed on one machine."""
+"""Certificates and tokens: those that a process shows, and those that it asks for. One machine needs none."""
 
 import ssl
 from dataclasses import dataclass

@@ -30,7 +30,7 @@ IDLE_SECONDS = 60.0
 MAX_CALLS = 16_384
 # Connections of one listener are at most this share of the files that the process may open: the others need some, too.
 SHARE_OF_FILES = 8
-# Streams of one method on one listener that wait for what happens. Half of the connections are left to other calls.
+# Streams of one method on one listener that wait for events. Half of the connections are left to other calls.
 MAX_WATCHES = 1024
 
 log = structlog.get_logger()
@@ -83,13 +83,13 @@ class Server:
         parts: Iterable[str] = (),
         check: Check | None = None,
     ) -> None:
-        """Adds a listener. `services` maps full service names to what adds them to a server.
+        """Adds a listener. `services` maps full service names to functions that add them to a server.
 
         `setting` is the variable that chose the address, for the message when it cannot be had. `parts` are names
-        beside the services whose health is told, for what may be away while all services go on. `check` may refuse a
+        of other parts with a health of their own, which may be down while all services go on. `check` may refuse a
         request by raising, after the caller's role has been checked.
         """
-        # gRPC closes what comes beyond them.
+        # gRPC closes further connections.
         connections = max(2, raise_file_limit() // SHARE_OF_FILES)
         watching = min(MAX_WATCHES, connections // 2)
         server = grpc.aio.server(
@@ -105,7 +105,7 @@ class Server:
         self._listeners.append(_Listener(address, setting, server, health))
 
     def set_serving(self, serving: bool, service: str | None = None) -> None:
-        """Sets the health of one service, or of all and the process ("") for None. Who drains never serves again."""
+        """Sets the health of one service, or of all and the process ("") for None, unless it drains."""
         for listener in self._listeners:
             listener.health.set(serving and not self._draining, service)
 
@@ -113,7 +113,7 @@ class Server:
         """Binds every address, then starts. Raises AddressError when one cannot be had."""
         for listener in self._listeners:
             if not (addresses.is_loopback(listener.address) or self._security.asks_callers):
-                log.warning("whoever reaches this address may call it", address=listener.address)
+                log.warning("any caller that reaches this address may use it", address=listener.address)
             addresses.prepare(listener.address, insecure=self._security.may_be_reached, setting=listener.setting)
             listener.address = _bind(listener, self._security)
         if self._metrics_address:
@@ -185,7 +185,7 @@ class Server:
 
 def _bind(listener: _Listener, security: Security) -> str:
     """Binds and returns the address with its real port."""
-    # Only the user who runs the stack may connect to its sockets.
+    # Only the user of the stack may connect to its sockets.
     previous = os.umask(0o177)
     try:
         if security.serves_tls:

@@ -74,7 +74,7 @@ def _validate_redis_url(url: str) -> str:
         # A property that reads the number.
         _ = urlsplit(plain).port
     except ValueError as error:
-        # Its own words quote what stands there, which is the password when that has a slash in it.
+        # The library's message quotes the password when that has a slash in it.
         raise ValueError("has a port that is no number; write characters like / ? # in a password as %2F") from error
     return url
 
@@ -84,7 +84,7 @@ class SettingsError(SystemExit):
 
 
 class ProcessSettings(BaseSettings):
-    """What every process knows. Subclasses add their own fields and name their process."""
+    """Settings of every process. Subclasses add their own fields and name their process."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid")
 
@@ -115,10 +115,10 @@ class ProcessSettings(BaseSettings):
     )
     tls_key_file: OptionalFile = Field(None, description="Its key, which others may not read.")
     tls_ca_file: OptionalFile = Field(
-        None, description="PEM certificates of those who sign servers' certificates; empty calls without TLS."
+        None, description="PEM certificates of the authorities of servers; empty calls without TLS."
     )
     tls_client_ca_file: OptionalFile = Field(
-        None, description="Of those who sign callers' certificates; given, nobody calls without one."
+        None, description="PEM certificates of the authorities of callers; given, every caller needs a certificate."
     )
 
     token_file: OptionalFile = Field(
@@ -126,10 +126,10 @@ class ProcessSettings(BaseSettings):
     )
 
     tokens_file: OptionalFile = Field(
-        None, description="Who may call, by `python -m protos.rpc.tokens new`; empty asks nobody for a token."
+        None, description="Tokens of callers, by `python -m protos.rpc.tokens new`; empty asks for no token."
     )
     audit_file: OptionalFile = Field(
-        None, description="File to which what operators do and who is refused is added, beside the log."
+        None, description="File for the audit log: operators' calls and refused callers, also in the log."
     )
 
     @cached_property
@@ -139,7 +139,7 @@ class ProcessSettings(BaseSettings):
 
     @property
     def serves_anybody(self) -> bool:
-        """Whether neither TLS nor tokens keep anybody out who reaches an address, be it a page of another site."""
+        """Whether neither TLS nor tokens keep out other callers, such as a page of another site."""
         return not self.security.serves_tls and self.tokens_file is None
 
     @property
@@ -174,7 +174,7 @@ class ProcessSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what `load` passes in: nothing below __main__ reads the environment."""
+        """Only the values of `load`: nothing below __main__ reads the environment."""
         return (init_settings,)
 
 
@@ -205,7 +205,7 @@ def load(cls: type[S], environ: Mapping[str, str]) -> S:
 
 
 def _fault(given: Mapping[str, str], path: tuple[int | str, ...], message: str) -> str:
-    """What is wrong with a field, by the variable that gave it; what is wrong with several together names them."""
+    """The fault of a field, by the variable that set it; a fault of several fields names them itself."""
     message = message.removeprefix("Value error, ")
     return f"{given[str(path[0])]}: {message}" if path else message
 
@@ -220,7 +220,7 @@ def _refuse_unknown(known: Mapping[str, str], environ: Mapping[str, str], proces
 
 
 def _closest(name: str, known: Iterable[str], process: str) -> str:
-    """The known variable that is meant, or nothing. Prefixes make all names alike: what is behind them is compared."""
+    """The known variable that is meant, or nothing. Prefixes make all names alike: only the rest is compared."""
 
     its_own = f"{PREFIX}{process.upper()}_"
 

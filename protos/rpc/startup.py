@@ -1,4 +1,4 @@
-"""What each process does when it starts: its command line, its open files, its garbage collection.
+"""The start of each process: its command line, its open files, its garbage collection.
 
 Imports nothing that takes time.
 """

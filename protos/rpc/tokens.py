@@ -1,4 +1,4 @@
-"""Bearer tokens: a file of what they stand for, by their hashes. `python -m protos.rpc.tokens new` makes one.
+"""Bearer tokens: a file of their identities, by their hashes. `python -m protos.rpc.tokens new` makes one.
 
 The file has a JSON object per line; empty lines and lines that begin with # are comments. It is read again when it
 changes.
@@ -19,10 +19,10 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, StringConstraints, Va
 from protos.rpc.files import Reloaded, read_secret
 from protos.rpc.identity import Identity, Role, UnauthenticatedError
 
-# A token says what it is, for those who look for secrets in files.
+# A prefix, for scanners that look for secrets in files.
 _PREFIX = "kvk_"
 _TOKEN_BYTES = 32
-# Nobody needs to hash more for somebody unknown.
+# Longer values are refused before they are hashed.
 _MAX_TOKEN = 256
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -63,24 +63,24 @@ class Entry(BaseModel):
 
     @property
     def identity(self) -> Identity:
-        """What the token stands for."""
+        """The identity of the token."""
         return Identity(self.name, self.role, self.tenant, self.salts, self.ids)
 
 
 class Tokens:
-    """Who is known. Raises ValueError and OSError when the file cannot be used."""
+    """The known tokens. Raises ValueError and OSError when the file cannot be used."""
 
     def __init__(self, path: Path) -> None:
         self._entries = Reloaded((path,), lambda: _read(path))
 
     def identify(self, authorization: str) -> Identity:
-        """Who sends this value of an Authorization header, "Bearer TOKEN". Raises UnauthenticatedError."""
+        """The identity of an Authorization header, "Bearer TOKEN". Raises UnauthenticatedError."""
         scheme, _, token = authorization.partition(" ")
         if scheme.lower() != "bearer" or not token or len(token) > _MAX_TOKEN:
             raise UnauthenticatedError
         digest = _digest(token)
         found = None
-        # All are compared, and each as a whole: time says nothing of what is there.
+        # All are compared, and each as a whole: the time does not depend on the tokens.
         for entry in self._entries.get():
             if hmac.compare_digest(entry.sha256, digest):
                 found = entry
@@ -94,7 +94,7 @@ def _digest(token: str) -> str:
 
 
 def _read(path: Path) -> list[Entry]:
-    """Never quotes what stands in the file."""
+    """Never quotes the file."""
     entries: list[Entry] = []
     for number, line in enumerate(read_secret(path).splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -111,7 +111,7 @@ def _read(path: Path) -> list[Entry]:
                 if getattr(other, field) == getattr(entry, field):
                     raise ValueError(f"{path}, line {number}: {field}: is that of another line")
             if entry.role is other.role and entry.role in _PROCESSES and not (entry.ids and other.ids):
-                # Else the holder of one token could take the place of the other's process.
+                # Else the holder of one token could register as the other's process.
                 raise ValueError(
                     f"{path}, line {number}: ids: are needed where several tokens have the role {entry.role}"
                 )
@@ -144,7 +144,7 @@ def main() -> int:
     make.add_argument("--salt", action="append", default=[], help="a salt that a caller may name, else all")
     make.add_argument("--id", action="append", default=[], help="an id of the executor or scheduler, else any")
     make.add_argument("--days", type=float, help="how long it holds, else for ever")
-    make.add_argument("--name", default="", help="what logs call it")
+    make.add_argument("--name", default="", help="its name in logs")
     asked = parser.parse_args()
     lifetime = None if asked.days is None else timedelta(days=asked.days)
     try:

@@ -1,4 +1,4 @@
-"""Every verb of kvctl on a real stack: what it shows, as a table and as JSON, and what it changes."""
+"""What verbs of kvctl do on a real stack beyond the examples of docs/operations.md, which run too."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ pytestmark = pytest.mark.model
 
 POOL = "executor-0/0"
 BLOCK = 16
+STEERED = (("pools",), ("rules", "list"), ("quota", "list"), ("blocks", "--salt", "kept"))
 
 
 def own_stack() -> Stack:
@@ -98,16 +99,6 @@ def running(stack: Stack, salt: str) -> Iterator[None]:
             call.cancel()
 
 
-def test_all_services_are_asked_and_serve(kvctl: Kvctl) -> None:
-    services = kvctl.data("ping")["services"]
-    assert {one["name"]: one["status"] for one in services} == dict.fromkeys(
-        ("scheduler", "cachemgr", "admin", "executor"), "serving"
-    )
-    lines = kvctl.text("ping").splitlines()
-    assert lines[0].split() == ["NAME", "ADDRESS", "STATUS", "MS"]
-    assert len(lines) == 5
-
-
 def test_pools_are_listed_in_four_ways(kvctl: Kvctl) -> None:
     pool = kvctl.data("pools")["pools"][0]
     assert (pool["pool_id"], pool["block_size"], pool["total_blocks"]) == (POOL, BLOCK, 128)
@@ -118,17 +109,6 @@ def test_pools_are_listed_in_four_ways(kvctl: Kvctl) -> None:
     assert set(head.split()) < set(wide_head.split())
     assert "float32" in wide_row
     assert "float32" not in row
-
-
-def test_live_sequences_are_listed_described_and_explained(own: Stack, kvctl: Kvctl) -> None:
-    with running(own, "live"):
-        [sequence] = kvctl.data("sequences", "--salt", "live")["sequences"]
-        name = sequence["sequence_id"]
-        assert name in kvctl.text("sequences", "-o", "wide")
-        assert kvctl.data("describe", "sequence", name)["salt"] == "live"
-        assert kvctl.data("explain", "--sequence", name)["explanations"][0]["executor_id"] == "executor-0"
-        assert kvctl.data("sequences", "--salt", "nobody")["sequences"] == []
-    settled(kvctl, "live")
 
 
 def test_blocks_and_prefixes_are_listed_by_what_they_are(
@@ -154,144 +134,111 @@ def test_blocks_and_prefixes_are_listed_by_what_they_are(
     assert "3 device" in kvctl.text("prefixes", "--salt", "seen")
 
 
-def test_a_prompt_is_explained_by_its_tokens_a_file_or_its_text(own: Stack, kvctl: Kvctl, tmp_path: Path) -> None:
+def test_a_prompt_is_named_by_its_tokens_a_file_or_what_a_user_says(own: Stack, kvctl: Kvctl, tmp_path: Path) -> None:
     prompt = remember(own, 3, "why")
     file = tmp_path / "prompt"
     file.write_text(f"[{listed(prompt)}]\n")
     for how in (("--tokens", listed(prompt)), ("--file", file)):
         [found] = kvctl.data("explain", *how, "--salt", "why")["explanations"]
         assert (found["cached_tokens"], len(found["blocks"])) == (3 * BLOCK, 3)
-        assert "48 tokens would be found" in kvctl.text("explain", *how, "--salt", "why")
-    assert "the next block is missing: other salt" in kvctl.text("explain", "--tokens", listed(prompt))
     text = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
-    generate(own, text=text, cache=pb.CacheOptions(salt="why"))
-    assert kvctl.data("explain", "--text", text, "--salt", "why")["explanations"][0]["cached_tokens"] >= BLOCK
     chat = pb.ChatInput(messages=[pb.ChatMessage(role="user", content=text)])
     generate(own, chat=chat, cache=pb.CacheOptions(salt="why"))
     assert kvctl.data("explain", "--chat", text, "--salt", "why")["explanations"][0]["cached_tokens"] > 2 * BLOCK
 
 
-def test_a_pin_is_made_listed_and_ended(own: Stack, kvctl: Kvctl) -> None:
-    prompt = listed(remember(own, 4, "pinned"))
-    pin = ("pin", "--tokens", prompt, "--salt", "pinned", "--for", "1h", "--owner", "ops")
-    assert "would pin 3 blocks for 1h" in kvctl.text(*pin, "--dry-run")
-    assert kvctl.data("holds")["holds"] == []
-    name = kvctl.data(*pin)["hold_name"]
-    [hold] = kvctl.data("holds", "--owner", "ops")["holds"]
-    assert (hold["name"], hold["num_blocks"], kvctl.data("describe", "hold", name)["owner"]) == (name, 3, "ops")
-    assert name in kvctl.text("holds")
-    assert f"would end {name} of ops, 3 blocks" in kvctl.text("unpin", name, "--dry-run")
-    assert len(kvctl.data("holds")["holds"]) == 1
-    assert kvctl.data("unpin", name, "--yes")["freed_blocks"] == 3
-    assert kvctl.data("holds")["holds"] == []
-    assert "nothing pinned" in kvctl.text("pin", "--tokens", "1,2", "--for", "1m", status=4)
-
-
-def test_cached_blocks_are_retained(own: Stack, kvctl: Kvctl) -> None:
-    prompt = listed(remember(own, 5, "kept"))
+def test_a_dry_run_says_what_would_happen_and_changes_nothing(own: Stack, kvctl: Kvctl) -> None:
+    prompt = ("--tokens", listed(remember(own, 4, "kept")), "--salt", "kept")
     settled(kvctl, "kept")
-    retain = ("retain", "--tokens", prompt, "--salt", "kept", "--session", "chat-9", "--priority")
-    assert "accepted, 3 blocks" in kvctl.text(*retain, 80, "--for", "90s")
-    leases = kvctl.data("leases", "--holder", "session/chat-9")["leases"]
-    assert [one["lease"]["retention_priority"] for one in leases] == [80] * 3
-    assert "session/chat-9" in kvctl.text("leases", "--pool", POOL)
-    assert kvctl.data(*retain, 60)["answers"][0]["num_blocks"] == 3
-    assert {one["lease"]["retention_priority"] for one in kvctl.data("leases")["leases"]} == {60}
-    # A second lease of each block.
-    kvctl.text("retain", "--tokens", prompt, "--salt", "kept", "--session", "chat-10", "--priority", 70)
-    assert len(kvctl.data("leases")["leases"]) == 6
-    for limit in (1, 3):
-        assert len(kvctl.data("leases", "--limit", limit)["leases"]) == limit
-    assert "missing" in kvctl.text("retain", "--tokens", prompt, "--priority", 80, status=4)
+    pin = kvctl.data("pin", *prompt, "--for", "1h", "--owner", "ops")["hold_name"]
+    kvctl.text("rules", "set", "acme", "--salt", "acme", "--priority", 80)
+    kvctl.text("quota", "set", "--salt", "acme", "--device-floor", 1)
+
+    def steered() -> list[Any]:
+        """What operators change, without the time that passes."""
+        [hold] = kvctl.data("holds")["holds"]
+        return [hold["name"], *(kvctl.data(*line) for line in STEERED)]
+
+    before = steered()
+    for line, said in (
+        (("pin", *prompt, "--for", "1h", "--owner", "ops"), "would pin 3 blocks for 1h"),
+        (("unpin", pin), f"would end {pin} of ops, 3 blocks"),
+        (("evict", "--salt", "kept"), "would drop 0 blocks"),
+        (("forget", "--salt", "kept"), "would forget blocks: 3 device"),
+        (("rules", "set", "other", "--no-store"), "would make rule other"),
+        (("rules", "delete", "acme"), "would delete rule acme"),
+        (("quota", "set", "--tenant", "team"), "would set the quota of tenant team"),
+        (("quota", "delete", "--salt", "acme"), "would delete"),
+        (("pool", "set", POOL, "--blocks", 120), f"would set pool {POOL} from 128 to 120 blocks"),
+        (("limits", "--mode", "gen_length", "--csv", "/dev/null"), "would load the stack to its limits"),
+        (("drain",), "would admit no more requests"),
+    ):
+        assert said in kvctl.text(*line, "--dry-run"), line
+    assert steered() == before
+    assert kvctl.run("ping").status == 0
+    assert kvctl.data("describe", "hold", pin)["owner"] == "ops"
+    assert kvctl.data("unpin", pin, "--yes")["freed_blocks"] == 3
+    assert kvctl.data("rules", "delete", "acme", "--yes") == {"ended_leases": "0"}
+    assert kvctl.data("quota", "delete", "--salt", "acme", "--yes") == {}
 
 
-def test_rules_are_set_changed_and_deleted(own: Stack, kvctl: Kvctl, tmp_path: Path) -> None:
-    rule = ("rules", "set", "acme", "--salt", "acme", "--priority", 80, "--for", "1h")
-    assert "would make rule acme" in kvctl.text(*rule, "--dry-run")
-    assert kvctl.data("rules", "list")["rules"] == []
-    made = kvctl.data(*rule)["rule"]
+def test_leases_of_two_sessions_are_listed_up_to_a_limit(own: Stack, kvctl: Kvctl) -> None:
+    prompt = listed(remember(own, 5, "leased"))
+    settled(kvctl, "leased")
+    for session, priority in (("chat-9", 80), ("chat-9", 60), ("chat-10", 70)):
+        retain = ("retain", "--tokens", prompt, "--salt", "leased", "--session", session, "--priority", priority)
+        assert kvctl.data(*retain)["answers"][0]["num_blocks"] == 3
+    # A page ends with all leases of its last block.
+    for limit, count in ((0, 6), (1, 1), (3, 3)):
+        assert len(kvctl.data("leases", "--limit", limit)["leases"]) == count
+    found = kvctl.data("leases", "--holder", "session/chat-9", "--pool", POOL)["leases"]
+    assert [one["lease"]["retention_priority"] for one in found] == [60] * 3
+
+
+def test_a_rule_in_a_file_takes_the_place_of_the_state_that_it_was_read_from(kvctl: Kvctl, tmp_path: Path) -> None:
+    made = kvctl.data("rules", "set", "acme", "--salt", "acme", "--priority", 80, "--for", "1h")["rule"]
     assert made["action"] == {"retention_priority": 80, "retention_duration": "3600s", "no_store": False}
-    assert "salt acme" in kvctl.text("rules", "list")
-    replace = ("rules", "set", "acme", "--no-store")
-    _, *both = kvctl.text(*replace, "--dry-run").splitlines()
-    assert both == ["from order 0, salt acme: priority 80, for 1h", "to order 0, all: no store"]
-    assert kvctl.run(*replace).status == 2
     assert kvctl.data("describe", "rule", "acme") == made
     file = tmp_path / "rule.yaml"
     file.write_text("order: 3\nmatch: {tenant_id: team}\naction: {pin_duration: 60s}\n")
     assert "changed rule acme" in kvctl.text("rules", "set", "acme", "-f", file, "--yes")
     [changed] = kvctl.data("rules", "list")["rules"]
     assert (changed["order"], changed["match"]["tenant_id"], changed["action"]["pin_duration"]) == (3, "team", "60s")
-    # What was read belongs to an older state: somebody else's change is not lost.
     file.write_text(yaml.safe_dump(made))
     assert kvctl.run("rules", "set", "acme", "-f", file, "--yes").status == 4
-    # A listing has it, too.
+    # A listing is read, too.
     file.write_text(kvctl.text("rules", "list", "-o", "yaml"))
     kvctl.text("rules", "delete", "acme", "--yes")
     assert "'other' is not among its rules" in kvctl.run("rules", "set", "other", "-f", file).err
     assert "made rule acme" in kvctl.text("rules", "set", "acme", "-f", file)
     [again] = kvctl.data("rules", "list")["rules"]
     assert again == changed | {"etag": again["etag"]}
-    assert "would delete rule acme" in kvctl.text("rules", "delete", "acme", "--dry-run")
-    assert len(kvctl.data("rules", "list")["rules"]) == 1
-    assert kvctl.data("rules", "delete", "acme", "--yes") == {"ended_leases": "0"}
-    assert kvctl.data("rules", "list")["rules"] == []
+    kvctl.text("rules", "delete", "acme", "--yes")
 
 
 def test_a_pool_is_made_smaller_and_larger_again(kvctl: Kvctl) -> None:
-    def total() -> int:
-        return int(kvctl.data("pools")["pools"][0]["total_blocks"])
-
-    before = total()
-    said = kvctl.text("pool", "set", POOL, "--blocks", before - 8, "--dry-run")
-    assert said.strip() == f"would set pool {POOL} from {before} to {before - 8} blocks"
-    assert total() == before
-    assert kvctl.data("pool", "set", POOL, "--blocks", before - 8)["pool"]["total_blocks"] == before - 8
-    refused = kvctl.run("pool", "set", POOL, "--blocks", before + 1000000)
-    assert refused.status == 2, refused
-    assert "pool.total_blocks" in refused.err
-    assert total() == before - 8
+    assert kvctl.data("pool", "set", POOL, "--blocks", 120)["pool"]["total_blocks"] == 120
+    refused = kvctl.run("pool", "set", POOL, "--blocks", 1_000_000)
+    assert (refused.status, "pool.total_blocks" in refused.err) == (2, True)
     deadline = time.monotonic() + 10
     # The executor gives the memory of the blocks that went back first.
-    while kvctl.run("pool", "set", POOL, "--blocks", before).status:
+    while kvctl.run("pool", "set", POOL, "--blocks", 128).status:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert total() == before
-
-
-def test_quotas_are_set_and_deleted(kvctl: Kvctl) -> None:
-    quota = ("quota", "set", "--tenant", "team", "--device-floor", 8, "--device-ceiling", 100)
-    assert "would set the quota of tenant team" in kvctl.text(*quota, "--dry-run")
-    assert kvctl.data("quota", "list")["quotas"] == []
-    assert kvctl.data(*quota)["quota"]["device_ceiling_blocks"] == 100
-    assert kvctl.text("quota", "list").splitlines()[1].split()[:3] == ["tenant", "team", POOL]
-    assert "would delete" in kvctl.text("quota", "delete", "--tenant", "team", "--dry-run")
-    assert len(kvctl.data("quota", "list")["quotas"]) == 1
-    assert kvctl.data("quota", "delete", "--tenant", "team", "--yes") == {}
-    assert kvctl.data("quota", "list")["quotas"] == []
 
 
 def test_blocks_are_evicted_and_forgotten(own: Stack, kvctl: Kvctl) -> None:
-    prompt = listed(remember(own, 6, "gone"))
+    prompt = ("--tokens", listed(remember(own, 6, "gone")), "--salt", "gone")
     settled(kvctl, "gone")
-
-    def left() -> int:
-        return len(kvctl.data("blocks", "--salt", "gone")["blocks"])
-
-    assert kvctl.data("evict", "--salt", "gone", "--dry-run") == {"purged_blocks": "3", "used_blocks": "0"}
-    assert "would forget blocks: 3 device" in kvctl.text("forget", "--salt", "gone", "--dry-run")
-    assert left() == 3
-    assert "dropped 3 blocks" in kvctl.text("evict", "--salt", "gone", "--tokens", prompt, "--yes")
-    assert left() == 0
-    removal = kvctl.data("explain", "--tokens", prompt, "--salt", "gone")["explanations"][0]["removal"]
-    assert removal["cause"] == "REMOVAL_CAUSE_PURGED"
-    assert "removed: purged" in kvctl.text("explain", "--tokens", prompt, "--salt", "gone")
+    assert "dropped 3 blocks" in kvctl.text("evict", *prompt, "--yes")
+    assert "removed: purged" in kvctl.text("explain", *prompt)
     remember(own, 6, "gone")
     settled(kvctl, "gone")
-    receipt = kvctl.data("forget", "--salt", "gone", "--tokens", prompt, "--yes")
+    receipt = kvctl.data("forget", *prompt, "--yes")
     assert (receipt["removed"], receipt["store_updated"]) == ([{"tier": "TIER_DEVICE", "num_blocks": "3"}], True)
-    assert left() == 0
-    assert "forgot blocks: none" in kvctl.text("forget", "--session", "nobody", "--yes")
+    assert kvctl.data("blocks", "--salt", "gone")["blocks"] == []
+    for nothing in (("pin", "--tokens", "1,2", "--for", "1m"), ("retain", "--tokens", "1,2", "--priority", 80)):
+        assert kvctl.run(*nothing).status == 4
 
 
 def test_events_are_watched_as_lines(own: Stack, kvctl: Kvctl) -> None:
@@ -307,47 +254,32 @@ def test_events_are_watched_as_lines(own: Stack, kvctl: Kvctl) -> None:
     assert kvctl.text("watch", "--count", 1, "-o", "yaml").startswith("---\n")
 
 
-def test_ghost_caches_tell_what_other_sizes_would_have_found(own: Stack, kvctl: Kvctl) -> None:
+def test_ghost_caches_have_a_row_per_size(own: Stack, kvctl: Kvctl) -> None:
     for _ in range(2):
         remember(own, 9, "ghost")
         settled(kvctl, "ghost")
     found = kvctl.data("ghosts", "--executor", "executor-0")["ghosts"]["executor-0"]
-    assert int(found["tokens"]["queried_tokens"]) >= 6 * BLOCK
-    assert (found["device_blocks"], found["sample_rate"]) == (128, 1.0)
-    assert {cache["policy"].removeprefix("GHOST_POLICY_") for cache in found["caches"]} == {
-        "RETENTION", "LEAST_RECENTLY_USED", "REUSED_LAST",
-    }  # fmt: skip
-    said, head, *rows, followed = kvctl.text("ghosts", "--window", "10m").splitlines()
-    assert "with 128 blocks on the device" in said
+    _, head, *rows, _ = kvctl.text("ghosts", "--window", "10m").splitlines()
     assert head.split() == ["SIZE", "BLOCKS", "AS-IT-IS", "LEAST-RECENTLY-USED", "REUSED-LAST"]
     assert len(rows) == len(found["caches"]) / 3
     asked = int(found["tokens"]["queried_tokens"])
     hit = [int(cache["hit_tokens"]) for cache in found["caches"] if cache["total_blocks"] == 128]
     assert ["1x", "128", *(f"{one / asked:.1%}" for one in hit)] in [row.split() for row in rows]
-    assert followed == "100.0% of the blocks are followed"
 
 
-def test_the_stack_is_described_and_its_state_dumped(kvctl: Kvctl) -> None:
-    stack = kvctl.data("describe")
-    assert stack["model"]["vocab_size"] == 49_152
-    assert stack["pools"][0]["pool_id"] == POOL
-    assert yaml.safe_load(kvctl.text("describe", "pool", POOL))["pool"]["pool_id"] == POOL
+def test_the_state_has_its_hash(kvctl: Kvctl) -> None:
     dumped = kvctl.data("state")
     assert dumped["state_hash"] == state_hash(dumped["lines"])
-    assert re.fullmatch(r"[0-9a-f]{64}\n", kvctl.text("state", "--hash"))
     assert all(json.loads(line) for line in kvctl.text("state").splitlines())
 
 
 def test_a_drained_scheduler_takes_no_requests(own: Stack, kvctl: Kvctl) -> None:
     with running(own, "draining"):
-        assert "would take no more requests" in kvctl.text("drain", "--dry-run")
-        assert kvctl.run("ping").status == 0
         assert kvctl.data("drain", "--yes", "--for", "0s", status=1)["running_requests"] == 1
         with pytest.raises(grpc.RpcError, match="the scheduler is draining"):
             generate(own, text="x")
         assert "not serving" in kvctl.text("ping", status=1)
-    assert "takes no more requests; it has 0 running" in kvctl.text("drain", "--yes")
-    assert "takes requests again" in kvctl.text("drain", "--undo")
+    kvctl.text("drain", "--undo")
     generate(own, text="x")
 
 
@@ -361,9 +293,6 @@ def test_top_shows_everything_once_where_no_terminal_is(own: Stack, kvctl: Kvctl
     assert "\x1b" not in text
     for part in ("SmolLM2-135M-Instruct", POOL, "device", "host", "waiting", "step", "shown", "(no salt)"):
         assert part in text
-    kvctl.text("quota", "set", "--salt", "shown", "--device-floor", 1)
-    assert "salt shown" in kvctl.text("top", "--once", "--interval", 0.1)
-    kvctl.text("quota", "delete", "--salt", "shown", "--yes")
 
 
 @pytest.mark.parametrize("verb", [("top", "--interval", "0.1"), ("watch",)])

@@ -103,7 +103,7 @@ async def test_what_others_cached_makes_room_and_a_dry_run_says_so(tiny: Stack, 
     assert await cached(tiny) == POOL // 2 // 16
     status, said, rows = await kvctl(tiny, tmp_path, "--mode", "gen_throughput", "--dry-run")
     assert (status, rows) == (0, [])
-    assert "would load the stack to its limits: others wait, and the cache loses up to 4 blocks" in said
+    assert "would load the stack to its limits: other requests wait, and up to 4 blocks are evicted" in said
     assert await cached(tiny) == 4
     assert (await kvctl(tiny, tmp_path, "--mode", "gen_throughput", "--output-tokens", "16"))[0] == 0
     assert await cached(tiny) < 4

@@ -137,6 +137,9 @@ def test_stack_becomes_ready_answers_and_leaves_nothing_behind(run_stack: Callab
         assert b"SmolLM2" in models.read()
     children = stack.children()
     assert set(children) == {"redis", "cachemgr", "executor", "scheduler", "kvctl.console"}
+    [console] = re.findall(r"console  +(http://\S+/)$", stack.output, re.MULTILINE)
+    with urllib.request.urlopen(f"{console}api/pools", timeout=10) as pools:
+        assert b"executor-0/0" in pools.read()
 
     answer = stack.generate("What is the capital of France?")
     assert "Paris" in answer.stdout, answer.stderr + stack.output
@@ -150,7 +153,9 @@ def test_stack_becomes_ready_answers_and_leaves_nothing_behind(run_stack: Callab
     stack.process.send_signal(signal.SIGINT)
     assert stack.wait_for_end() == 0, stack.output
     assert_gone(children)
-    order = [stack.output.index(f"{name}: stopped") for name in ("scheduler", "executor", "cachemgr", "redis")]
+    order = [
+        stack.output.index(f"{name}: stopped") for name in ("console", "scheduler", "executor", "cachemgr", "redis")
+    ]
     assert order == sorted(order)
 
 
@@ -243,7 +248,7 @@ def test_children_end_with_a_supervisor_that_is_killed(run_stack: Callable[..., 
     stack.wait_for("scheduler: starting")
     time.sleep(0.5)
     children = stack.children()
-    assert len(children) == 4
+    assert len(children) == 5
     stack.process.kill()
     stack.process.wait()
     assert_gone(children)

@@ -255,7 +255,7 @@ class SchedulerAdminServiceServicer:
     """
 
     def SetDraining(self, request, context):
-        """Takes no more requests, or takes them again. Those that were taken go on; health says which it is.
+        """Admits no more requests, or admits them again. Running requests go on; health says which it is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -101,7 +101,7 @@ class SchedulerAdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SchedulerAdminServiceAsyncStub: ...
     SetDraining: _grpc.UnaryUnaryMultiCallable[_generation_pb2.SetDrainingRequest, _generation_pb2.SetDrainingResponse]
-    """Takes no more requests, or takes them again. Those that were taken go on; health says which it is."""
+    """Admits no more requests, or admits them again. Running requests go on; health says which it is."""
 
 @_typing.type_check_only
 class SchedulerAdminServiceAsyncStub(SchedulerAdminServiceStub):
@@ -109,7 +109,7 @@ class SchedulerAdminServiceAsyncStub(SchedulerAdminServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     SetDraining: _aio.UnaryUnaryMultiCallable[_generation_pb2.SetDrainingRequest, _generation_pb2.SetDrainingResponse]  # type: ignore[assignment]
-    """Takes no more requests, or takes them again. Those that were taken go on; health says which it is."""
+    """Admits no more requests, or admits them again. Running requests go on; health says which it is."""
 
 class SchedulerAdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """The operator's hand on a scheduler."""
@@ -120,6 +120,6 @@ class SchedulerAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.SetDrainingRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.SetDrainingResponse, _abc.Awaitable[_generation_pb2.SetDrainingResponse]]:
-        """Takes no more requests, or takes them again. Those that were taken go on; health says which it is."""
+        """Admits no more requests, or admits them again. Running requests go on; health says which it is."""
 
 def add_SchedulerAdminServiceServicer_to_server(servicer: SchedulerAdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

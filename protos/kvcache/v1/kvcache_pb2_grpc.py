@@ -118,7 +118,7 @@ class CacheManagerServiceServicer:
 
     def RegisterExecutor(self, request, context):
         """Announces an executor and its pools, or announces it again after the manager restarted.
-        The same epoch keeps what the device holds; a newer epoch voids it.
+        The same epoch keeps the blocks on the device; a newer epoch voids them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,7 +132,7 @@ class CacheManagerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RegisterScheduler(self, request, context):
-        """Announces a scheduler. A newer epoch of the same scheduler frees what the older one held.
+        """Announces a scheduler. A newer epoch of the same scheduler frees the blocks of the older one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -196,21 +196,21 @@ class CacheManagerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ConfirmTransfers(self, request, context):
-        """Reports copies that an executor has finished or failed; frees what the tickets reserved.
+        """Reports copies that an executor has finished or failed; frees the slots that the tickets reserved.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PreviewAdmission(self, request, context):
-        """Says what an admission would find, take and evict, and changes nothing.
+        """Says which blocks an admission would find, allocate and evict; changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EstimateSequence(self, request, context):
-        """Says how many blocks a live sequence will take.
+        """Says how many blocks a live sequence will allocate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -891,14 +891,14 @@ class CacheAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """What happened in a pool, per tier, over time and per salt.
+        """Statistics of a pool, per tier, over time and per salt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetGhostCaches(self, request, context):
-        """Tells what an executor would find in caches of other sizes and with other orders of loss.
+        """Hit rates of an executor with caches of other sizes and other eviction orders.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -926,14 +926,14 @@ class CacheAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListLeases(self, request, context):
-        """Lists wishes that count now.
+        """Lists the leases that are held now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListHolds(self, request, context):
-        """Lists what keeps blocks in place: holds of ended sequences, and pins.
+        """Lists holds of ended sequences, and pins.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -961,15 +961,15 @@ class CacheAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PurgeBlocks(self, request, context):
-        """Drops cached blocks that no sequence uses. Other calls are answered meanwhile: of what is cached when it begins, it
-        drops what is not in use when its turn comes, and counts that.
+        """Drops cached blocks that no sequence uses. Other calls are answered meanwhile: of the blocks that are cached when it
+        begins, it drops and counts those that are not in use when their turn comes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForgetBlocks(self, request, context):
-        """Takes blocks out of every tier and of Redis and has their bytes overwritten with zeros. Other calls are answered
+        """Removes blocks from every tier and from Redis and has their bytes overwritten with zeros. Other calls are answered
         meanwhile: nothing stays of sequences that come until it has answered and are meant, and what another session has
         come to use by then stays. A call that was not answered may have done a part: repeat it. Free slots keep the bytes
         of blocks that were evicted or moved to another tier before, until something is written there.
@@ -979,7 +979,7 @@ class CacheAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CreateRetentionRule(self, request, context):
-        """Makes a rule for requests that bring no wish of their own. It applies from the beginning of the call.
+        """Makes a rule for requests without retention requests of their own. It applies from the beginning of the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1014,7 +1014,7 @@ class CacheAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetQuota(self, request, context):
-        """Sets what a tenant or a salt may have and keeps. What was cached before counts from the answer on.
+        """Sets the floors and ceilings of a tenant or a salt. Blocks that were cached before count from the answer on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1858,7 +1858,7 @@ class CacheAdminService:
 
 
 class CacheEventServiceStub:
-    """What happened to blocks, for routers and auditors.
+    """Events of blocks, for routers and auditors.
     """
 
     def __init__(self, channel):
@@ -1875,13 +1875,13 @@ class CacheEventServiceStub:
 
 
 class CacheEventServiceServicer:
-    """What happened to blocks, for routers and auditors.
+    """Events of blocks, for routers and auditors.
     """
 
     def WatchEvents(self, request, context):
         """Sends a snapshot of the cache at event number S, then events S+1, S+2 … without a gap. OUT_OF_RANGE says to begin
-        again with a snapshot: a consumer was too slow, or an executor was lost with more than 4,096 blocks, which are not
-        told of one by one.
+        again with a snapshot: a consumer was too slow, or an executor was lost with more than 4,096 blocks, which have no
+        events of their own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1904,7 +1904,7 @@ def add_CacheEventServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheEventService:
-    """What happened to blocks, for routers and auditors.
+    """Events of blocks, for routers and auditors.
     """
 
     @staticmethod

@@ -16,8 +16,6 @@ import pytest
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos.execution.v1 import execution_pb2
-from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc import audit, files, guard, roles, tokens
@@ -248,28 +246,6 @@ async def test_many_refusals_are_few_lines_and_none_is_lost(keys: Keyring, monke
     counts = [entry["count"] for entry in logs if entry["event"] == "call denied"]
     assert sum(counts) == 100
     assert len(counts) < 50
-
-
-def test_every_method_has_roles_and_only_readers_are_viewers() -> None:
-    services = {
-        service.full_name: service
-        for file in (pb, generation_pb2, execution_pb2)
-        for service in file.DESCRIPTOR.services_by_name.values()
-    }
-    allowed = {
-        f"{name}/{method.name}": roles.roles_of(f"{name}/{method.name}")
-        for name in services
-        for method in services[name].methods
-    }
-    assert all(allowed.values())
-    assert {method for method, who in allowed.items() if who == {Role.OPERATOR}} == {
-        f"{ADMIN}/{name}"
-        for name in (
-            "UpdatePool", "ReleaseHold", "PinPrefix", "PurgeBlocks", "ForgetBlocks", "CreateRetentionRule",
-            "UpdateRetentionRule", "DeleteRetentionRule", "SetQuota", "DeleteQuota", "DumpState",
-        )
-    } | {"generation.v1.SchedulerAdminService/SetDraining"}  # fmt: skip
-    assert roles.roles_of("new.Service/Get") == frozenset()
 
 
 def test_operators_of_all_tenants_may_send_hints_and_that_is_written_down() -> None:
