@@ -8,18 +8,13 @@ import sys
 import structlog
 import uvloop
 
-from protos.rpc import addresses, logs, tracing
+from protos.rpc import logs, tracing
 from protos.rpc.addresses import AddressError
-from protos.rpc.guard import Guard
-from protos.rpc.http_server import HttpServer
 from protos.rpc.server import Server
 from protos.rpc.settings import load, variable
 from protos.rpc.startup import collect_rarely, process_parser
 from scheduler.app import Scheduler
 from scheduler.errors import UnusableModelError
-from scheduler.frontend.grpc_service import ADMIN_SERVICE, SERVICE
-from scheduler.frontend.openai.app import create_app
-from scheduler.frontend.openai.origins import Origins
 from scheduler.settings import SchedulerSettings
 
 # How long a thread may keep the GIL, in seconds: a tenth of Python's default. The step loop has little to do in each
@@ -38,9 +33,8 @@ async def serve(settings: SchedulerSettings) -> int:
     except OSError as error:
         log.error("cannot write the access log", setting=variable(SchedulerSettings, "access_log"), cause=str(error))
         return 1
-    services = {SERVICE: scheduler.service.add_to, ADMIN_SERVICE: scheduler.admin.add_to}
-    server.listen(settings.scheduler_address, services, setting="KVKEEP_SCHEDULER_ADDRESS")
-    http = _http(scheduler, settings, server.guard)
+    server.listen(settings.scheduler_address, scheduler.services, setting="KVKEEP_SCHEDULER_ADDRESS")
+    http = scheduler.http_server(server.guard)
     try:
         if http is not None:
             await http.start()
@@ -61,7 +55,7 @@ async def serve(settings: SchedulerSettings) -> int:
         if not scheduler.failed.is_set():
             collect_rarely()
         await scheduler.failed.wait()
-        # Nothing can be repaired from here: end as on SIGTERM, with another status.
+        # This process cannot recover: it ends as on SIGTERM, with another status.
         os.kill(os.getpid(), signal.SIGTERM)
 
     ready = asyncio.create_task(become_ready())
@@ -74,24 +68,6 @@ async def serve(settings: SchedulerSettings) -> int:
     if not ready.cancelled():
         ready.result()
     return 1 if scheduler.failed.is_set() else 0
-
-
-def _http(scheduler: Scheduler, settings: SchedulerSettings, guard: Guard) -> HttpServer | None:
-    if not settings.http_address:
-        return None
-    return HttpServer(
-        create_app(
-            scheduler.service,
-            max_prompt_bytes=settings.max_prompt_bytes,
-            guard=guard,
-            origins=Origins(settings.http_allowed_origins, local=addresses.is_loopback(settings.http_address)),
-        ),
-        settings.http_address,
-        security=settings.security,
-        setting="KVKEEP_SCHEDULER_HTTP_ADDRESS",
-        # Who may be reached from elsewhere has names there.
-        own_names=addresses.is_loopback(settings.http_address) and settings.serves_anybody,
-    )
 
 
 def main() -> int:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 import grpc
@@ -16,8 +16,11 @@ from protos.execution.v1 import execution_pb2
 from protos.execution.v1 import execution_pb2_grpc as execution_rpc
 from protos.kvcache.v1 import kvcache_pb2
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
+from protos.rpc import addresses
 from protos.rpc.channel import open_channel
 from protos.rpc.errors import ServiceError, from_rpc_error
+from protos.rpc.guard import Guard
+from protos.rpc.http_server import HttpServer
 from protos.rpc.logs import FileLog
 from scheduler.bridge import CacheUpdate, CommandQueue, Stop, TokenBatch
 from scheduler.cache.client import CacheClient
@@ -34,8 +37,10 @@ from scheduler.errors import (
     StepLoopError,
 )
 from scheduler.frontend.access_log import AccessLog
-from scheduler.frontend.grpc_service import GenerationService, SchedulerAdminService
+from scheduler.frontend.grpc_service import ADMIN_SERVICE, SERVICE, GenerationService, SchedulerAdminService
 from scheduler.frontend.model_info import ModelInfo
+from scheduler.frontend.openai.app import create_app
+from scheduler.frontend.openai.origins import Origins
 from scheduler.frontend.requests import Health, RequestTable
 from scheduler.frontend.validation import RequestValidator
 from scheduler.metrics import RequestMetrics, StepTimes, VllmMetrics
@@ -73,6 +78,32 @@ class Scheduler:
         self._cache_task: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
+
+    @property
+    def services(self) -> Mapping[str, Callable[[grpc.aio.Server], None]]:
+        """The gRPC services by their full names, with what adds them to a server."""
+        return {SERVICE: self.service.add_to, ADMIN_SERVICE: self.admin.add_to}
+
+    def http_server(self, guard: Guard) -> HttpServer | None:
+        """The server of the HTTP API; None without an address for it."""
+        settings = self._settings
+        if not settings.http_address:
+            return None
+        is_local = addresses.is_loopback(settings.http_address)
+        app = create_app(
+            self.service,
+            max_prompt_bytes=settings.max_prompt_bytes,
+            guard=guard,
+            origins=Origins(settings.http_allowed_origins, local=is_local),
+        )
+        return HttpServer(
+            app,
+            settings.http_address,
+            security=settings.security,
+            setting="KVKEEP_SCHEDULER_HTTP_ADDRESS",
+            # A server that is reached from elsewhere has other names there.
+            own_names=is_local and settings.serves_anybody,
+        )
 
     @property
     def requests(self) -> RequestTable:

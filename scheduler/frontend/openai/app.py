@@ -18,7 +18,7 @@ from protos.rpc.errors import ServiceError
 from protos.rpc.guard import Guard
 from scheduler.errors import NotReadyError
 from scheduler.frontend.access_log import note
-from scheduler.frontend.grpc_service import GenerationService
+from scheduler.frontend.grpc_service import SERVICE, GenerationService
 from scheduler.frontend.openai import errors, responses, translate
 from scheduler.frontend.openai.bodies import BodyLimits
 from scheduler.frontend.openai.generation_response import GenerationResponse
@@ -108,7 +108,7 @@ def _using(service: GenerationService, guard: Guard, bodies: BodyLimits) -> Iter
     # For the description only: the route class reads the header.
     bearer = Depends(HTTPBearer(scheme_name="bearer", description=BEARER, auto_error=False))
     generating, describing, tokenizing = (
-        APIRouter(route_class=route_class(guard, method, bodies), dependencies=[bearer])
+        APIRouter(route_class=route_class(guard, f"{SERVICE}/{method}", bodies), dependencies=[bearer])
         for method in ("StreamGenerate", "GetModel", "TokenizePrompt")
     )
 

@@ -11,7 +11,6 @@ from starlette.responses import Response
 from protos.rpc.guard import Guard
 from protos.rpc.http_server import peer_of
 from protos.rpc.identity import Identity, PermissionDeniedError, UnauthenticatedError, assume
-from scheduler.frontend.grpc_service import SERVICE
 from scheduler.frontend.openai.bodies import BodyLimits
 
 
@@ -47,18 +46,17 @@ class Caller:
 
 
 def route_class(guard: Guard, method: str, bodies: BodyLimits) -> type[APIRoute]:
-    """Routes for a method of the gRPC service. A caller is checked before the body is read.
+    """Routes for a gRPC method, by its full name. A caller is checked before the body is read.
 
     A dependency would be too late: the framework reads the body before it resolves them.
     """
-    full_name = f"{SERVICE}/{method}"
 
     class Guarded(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
 
             async def answer(request: Request) -> Response:
-                caller = Caller(guard, full_name, request.headers.get("authorization", ""), peer_of(request))
+                caller = Caller(guard, method, request.headers.get("authorization", ""), peer_of(request))
                 with bodies.limiting(request) as receive:
                     # A new request: the other one would keep the body for as long as the response takes.
                     own = Request(request.scope, receive)
