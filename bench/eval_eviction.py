@@ -26,7 +26,8 @@ from bench.prose import NoTextError, novel, spread
 from bench.result import RESULTS, Result
 from executor.errors import ModelError
 from executor.models.files import ModelFiles, find
-from executor.models.load import Model, load_model
+from executor.models.forward import Model
+from executor.models.load import load_model
 from tests.stack import model_cache
 
 FAILED, INTERRUPTED = 1, 130

@@ -214,11 +214,11 @@ def served(folder: Path) -> list[list[int]]:
     driver = Driver(on_torch(folder))
     asked = prompts()
     left, outputs = [len(prompt) for prompt in asked], [list[int]() for _ in asked]
-    joining = tuple(driver.joining(i, prompt, room=OUTPUT) for i, prompt in enumerate(asked))
+    joining = tuple(driver.new_sequence(i, prompt, room=OUTPUT) for i, prompt in enumerate(asked))
     while not all(len(output) >= OUTPUT for output in outputs):
         chunks = {i: min(CHUNK, count) for i, count in enumerate(left) if count > 0}
         done = frozenset(i for i, output in enumerate(outputs) if len(output) >= OUTPUT)
-        outcome = driver.step(joining=joining, chunks=chunks, idle=done)
+        outcome = driver.step(new_sequences=joining, chunks=chunks, idle=done)
         joining = ()
         for i, count in chunks.items():
             left[i] -= count

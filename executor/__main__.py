@@ -8,8 +8,8 @@ import sys
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
-from executor.launch import settings_from
 from executor.process import main
+from executor.settings import settings_from
 from protos.rpc.startup import process_parser
 
 if __name__ == "__main__":

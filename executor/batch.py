@@ -1,4 +1,6 @@
-"""Packs a step's work and sends it to the device at once: ids, positions, slots, one PagedBatch per layer group."""
+"""One step's work, packed without padding: on the host, and on the device with a PagedBatch per layer group."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,67 +9,147 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.cache.pool import KvPools
-from executor.core.state import Running
-from executor.core.transfer import ALIGNMENT, send
-from executor.eviction.policy import Attention
-from executor.models.attention_counts import Counted, CountedRows, CountingAttention, check_counted
-from kernels.paged_attention.launch import PagedBatch
-from kernels.store_kv.launch import store_kv
+from executor.step import NewSequence, Sampling
+from executor.transfer import ALIGNMENT, send
+from kernels.paged_attention.batch import PagedBatch
+from kernels.scores import ScoreAccumulator
+from protos.kvcommon.eviction import Policy
+from protos.rpc import tracing
 
 Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 Int64s = np.ndarray[tuple[int], np.dtype[np.int64]]
+Slots = np.ndarray[tuple[int], np.dtype[np.int32]]
+
+
+@dataclass(eq=False)
+class SequenceState:
+    """One running sequence. Four lengths in tokens: kept <= computed <= known <= the capacity of its block tables.
+
+    tokens: the ids it joined with, [joined] int64; later ids are on the device only.
+    known: tokens that exist, sampled ones included. computed: leading tokens whose K and V were computed.
+    kept: computed tokens that were not evicted: they use the first `kept` slots. reuse_position: a free position among
+    those slots that the next token fills; None for none. row: where the device keeps its last token.
+    tables: per layer group the slots of its blocks, [M] int32. cached: tokens that were computed when it joined.
+    policy: its token eviction policy. evicts: whether it has begun to evict. compacted: whether the kept tokens get new
+    positions. span: covers its time in the batch.
+    """
+
+    handle: int
+    tokens: Int64s
+    num_prompt: int
+    computed: int
+    known: int
+    row: int
+    tables: list[Slots]
+    sampling: Sampling
+    policy: Policy | None = None
+    kept: int = 0
+    evicts: bool = False
+    compacted: bool = False
+    reuse_position: int | None = None
+    stopped: bool = False
+    cached: int = 0
+    span: tracing.Span = tracing.OFF
+
+    @classmethod
+    def of(cls, new: NewSequence, row: int) -> SequenceState:
+        """The state in which a sequence joins."""
+        return cls(
+            handle=new.sequence,
+            tokens=np.asarray(new.token_ids, dtype=np.int64),
+            num_prompt=new.num_prompt_tokens,
+            computed=new.num_computed_tokens,
+            known=len(new.token_ids),
+            row=row,
+            tables=[np.asarray(slots, dtype=np.int32) for slots in new.tables],
+            sampling=new.sampling,
+            policy=new.policy,
+            compacted=new.policy is not None and new.policy.compacted,
+            kept=new.num_computed_tokens,
+            cached=new.num_computed_tokens,
+        )
 
 
 @dataclass(frozen=True)
-class Batch:
+class ScoredSequence:
+    """A sequence of a batch whose attention scores its eviction policy wants.
+
+    sequence: its index in the batch. rows: how many of its last queries of this step count, at least 1.
+    squares: whether the squares of the weights are wanted. accumulator: where a forward pass may add the weights up.
+    """
+
+    sequence: int
+    rows: int
+    squares: bool = False
+    accumulator: ScoreAccumulator | None = None
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """The scored queries of a batch as a batch of their own, on the device.
+
+    entries: its S sequences. rows: [R] int64, packed indices of the queries. counts: [S] int32, queries per sequence.
+    paged: of the model's only layer group.
+    """
+
+    entries: tuple[ScoredSequence, ...]
+    rows: Tensor
+    counts: Tensor
+    paged: PagedBatch
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
     """One step's packed tokens on the device, in the order of its sequences.
 
-    token_ids: [T] int64. sources: [T] int64, where `last_tokens` has a token's id, -1 when token_ids has it.
-    positions: [T] int64, by which queries and keys are rotated. slot_mappings: per group [T] int64. paged: per group.
-    rows: [R] int64, packed indices of the tokens whose logits are wanted. targets: [R] int64, where `last_tokens` takes
-    what is sampled from them. last_tokens: [rows of the running set] int64. counted: None when nothing is.
+    token_ids: [T] int64. input_token_rows: [T] int64, the row of `last_tokens` that has a token's id, -1 when token_ids
+    has it. positions: [T] int64, by which queries and keys are rotated. slot_mappings: per layer group [T] int64, where
+    keys and values are stored. paged: per layer group. rows: [R] int64, packed indices of the tokens whose logits are
+    wanted. output_token_rows: [R] int64, the rows of `last_tokens` for the tokens sampled from them.
+    last_tokens: [rows of the sequence table] int64. scored: None when no attention scores are wanted.
     """
 
     token_ids: Tensor
-    sources: Tensor
+    input_token_rows: Tensor
     positions: Tensor
     slot_mappings: tuple[Tensor, ...]
     paged: tuple[PagedBatch, ...]
     rows: Tensor
-    targets: Tensor
+    output_token_rows: Tensor
     last_tokens: Tensor
-    counted: CountedRows | None
+    scored: ScoredRows | None
 
     def ids(self) -> Tensor:
-        """[T] int64, those included that only the device knows."""
-        return torch.where(self.sources < 0, self.token_ids, self.last_tokens[self.sources.clamp(min=0)])
+        """Token ids, [T] int64, also those that only the device knows."""
+        known = self.last_tokens[self.input_token_rows.clamp(min=0)]
+        return torch.where(self.input_token_rows < 0, self.token_ids, known)
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a step computes, on the host; its arrays as in Batch.
+class HostBatch:
+    """What a step computes, on the host; its arrays as in DeviceBatch.
 
-    slot_numbers: [T] int64, of each token's slot along its sequence's block tables; not its position once tokens were
-    evicted. query_start: [S + 1] int32. seq_lens: [S] int32, slots in use. tables: per group [S, M] int32.
-    sampling: sequences whose last known token is computed now, in the order of `rows`.
-    written: per group, the blocks that get new tokens. last_tokens: on the device. counted: whose attention is wanted.
+    cache_positions: [T] int64, each token's position along its sequence's block tables; not its position in the
+    sequence once tokens were evicted. query_start: [S + 1] int32. seq_lens: [S] int32, slots in use.
+    tables: per layer group [S, M] int32. sampling: the R sequences whose last known token is computed now.
+    written_slots: per layer group [T] int64, the slots of the blocks that get new tokens.
+    last_tokens: [rows of the sequence table] int64 on the device. scored: the sequences whose scores are wanted.
     """
 
     token_ids: Int64s
-    sources: Int64s
+    input_token_rows: Int64s
     positions: Int64s
-    slot_numbers: Int64s
+    cache_positions: Int64s
     query_start: Int32s
     seq_lens: Int32s
     rows: Int64s
-    targets: Int64s
+    output_token_rows: Int64s
     slot_mappings: tuple[Int64s, ...]
     tables: tuple[Int32s, ...]
-    sampling: tuple[Running, ...]
-    written: tuple[Int64s, ...]
+    sampling: tuple[SequenceState, ...]
+    written_slots: tuple[Int64s, ...]
     last_tokens: Tensor
-    counted: tuple[Counted, ...]
+    scored: tuple[ScoredSequence, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -79,33 +161,33 @@ class Work:
         """Sequences that compute something."""
         return len(self.seq_lens)
 
-    def place(self, *, padded: int = 0, into: Tensor | None = None) -> Batch:
-        """Sends all of it to the device in one copy, to the bytes `into` or to new memory.
+    def to_device(self, *, padded: int = 0, into: Tensor | None = None) -> DeviceBatch:
+        """Sends the batch to the device in one copy, to the bytes `into` or to new memory.
 
-        padded: adds tokens that belong to no sequence, and sequences without tokens, until there are so many. For work
-        of one token per sequence, the places in `into` of token_ids, sources, positions, slot_mappings, query_start and
-        seq_lens depend on nothing else.
+        padded: adds tokens without a sequence, and sequences without tokens, up to this number of sequences. In a batch
+        of one token per sequence, the addresses in `into` of token_ids, input_token_rows, positions, slot_mappings,
+        query_start and seq_lens depend on `padded` alone.
         """
         extra = max(0, padded - self.num_sequences)
         query_start, seq_lens = _extended(self.query_start, extra, self.num_tokens), _extended(self.seq_lens, extra)
-        token_ids, sources, positions, starts, lengths, *rest = send(
+        token_ids, input_token_rows, positions, starts, lengths, *rest = send(
             [
                 _extended(self.token_ids, extra),
-                _extended(self.sources, extra, -1),
+                _extended(self.input_token_rows, extra, -1),
                 _extended(self.positions, extra),
                 query_start,
                 seq_lens,
                 *(_extended(slots, extra, -1) for slots in self.slot_mappings),
                 self.rows,
-                self.targets,
+                self.output_token_rows,
                 *(_extended(table, extra) for table in self.tables),
-                *self._counted_arrays(),
+                *self._scored_arrays(),
             ],
             self.last_tokens.device,
             into,
         )
         groups = len(self.tables)
-        slot_mappings, (rows, targets, *rest) = rest[:groups], rest[groups:]
+        slot_mappings, (rows, output_token_rows, *rest) = rest[:groups], rest[groups:]
         query_lens = np.diff(query_start)
         paged = [
             PagedBatch(
@@ -119,35 +201,33 @@ class Work:
             )
             for tables in rest[:groups]
         ]
-        return Batch(
+        return DeviceBatch(
             token_ids=token_ids,
-            sources=sources,
+            input_token_rows=input_token_rows,
             positions=positions,
             slot_mappings=tuple(slot_mappings),
             paged=tuple(paged),
             rows=rows,
-            targets=targets,
+            output_token_rows=output_token_rows,
             last_tokens=self.last_tokens,
-            counted=self._counted_rows(*rest[groups:]) if self.counted else None,
+            scored=self._scored_rows(*rest[groups:]) if self.scored else None,
         )
 
-    def _counted_arrays(self) -> list[np.ndarray]:
-        """What CountedRows has on the device: rows, numbers, query_start, seq_lens, block_tables."""
-        if not self.counted:
+    def _scored_arrays(self) -> list[np.ndarray]:
+        """What ScoredRows has on the device: rows, counts, query_start, seq_lens, block_tables."""
+        if not self.scored:
             return []
-        chosen = [entry.sequence for entry in self.counted]
-        numbers = np.asarray([entry.rows for entry in self.counted], dtype=np.int32)
+        chosen = [entry.sequence for entry in self.scored]
+        counts = np.asarray([entry.rows for entry in self.scored], dtype=np.int32)
         starts = np.zeros(len(chosen) + 1, dtype=np.int32)
-        numbers.cumsum(out=starts[1:])
+        counts.cumsum(out=starts[1:])
         ends = self.query_start[1:][chosen].astype(np.int64)
-        rows = np.arange(starts[-1]) + (ends - starts[1:]).repeat(numbers)
-        return [rows, numbers, starts, self.seq_lens[chosen], self.tables[0][chosen]]
+        rows = np.arange(starts[-1]) + (ends - starts[1:]).repeat(counts)
+        return [rows, counts, starts, self.seq_lens[chosen], self.tables[0][chosen]]
 
-    def _counted_rows(
-        self, rows: Tensor, numbers: Tensor, starts: Tensor, lengths: Tensor, tables: Tensor
-    ) -> CountedRows:
-        query_lens = tuple(entry.rows for entry in self.counted)
-        seq_lens = tuple(int(self.seq_lens[entry.sequence]) for entry in self.counted)
+    def _scored_rows(self, rows: Tensor, counts: Tensor, starts: Tensor, lengths: Tensor, tables: Tensor) -> ScoredRows:
+        query_lens = tuple(entry.rows for entry in self.scored)
+        seq_lens = tuple(int(self.seq_lens[entry.sequence]) for entry in self.scored)
         paged = PagedBatch(
             query_start=starts,
             seq_lens=lengths,
@@ -157,29 +237,29 @@ class Work:
             query_lens=query_lens,
             host_seq_lens=seq_lens,
         )
-        return CountedRows(self.counted, rows, numbers, paged)
+        return ScoredRows(self.scored, rows, counts, paged)
 
 
 def sent_bytes(sequences: int, blocks: int, groups: int) -> int:
-    """What `Work.place` sends at most, for sequences of one token and that many blocks, all of them counted."""
+    """Most bytes that `HostBatch.to_device` sends for sequences of one token and `blocks` blocks, all scored."""
     parts = 12 + 2 * groups
     numbers = 5 * sequences + 2 + (groups + 1) * sequences * blocks
     return ALIGNMENT * parts + 8 * (6 + groups) * sequences + 4 * numbers
 
 
-def pack(
-    sequences: Sequence[Running],
+def build_batch(
+    sequences: Sequence[SequenceState],
     counts: Sequence[int],
     last_tokens: Tensor,
     block_size: int,
     num_groups: int,
-    counted: Sequence[Counted] = (),
-) -> Work:
-    """The work of computing counts[i] >= 1 tokens of sequences[i]. last_tokens: [rows] int64, on the device.
+    scored: Sequence[ScoredSequence] = (),
+) -> HostBatch:
+    """The batch that computes counts[i] >= 1 tokens of sequences[i]. last_tokens: [rows] int64, on the device.
 
-    counted: whose attention is wanted. Raises ValueError when there is not as much of it.
+    scored: sequences whose attention scores are wanted. Raises ValueError when they ask for more than the batch has.
     """
-    check_counted(counted, counts, num_groups)
+    _check_scored(scored, counts, num_groups)
     query_lens = np.asarray(counts, dtype=np.int64)
     query_start = np.zeros(len(counts) + 1, dtype=np.int64)
     query_lens.cumsum(out=query_start[1:])
@@ -189,47 +269,47 @@ def pack(
     total = int(query_start[-1])
     owner = np.arange(len(sequences)).repeat(query_lens)
     steps = np.arange(total) - query_start[owner]
-    slot_numbers = kept[owner] + steps
-    # After an eviction one slot in the middle may be free: a sequence's only new token is stored there, and attends
-    # to all its slots. So the slot of a token does not follow from the sequence's length.
-    stored = slot_numbers.copy()
+    cache_positions = kept[owner] + steps
+    # An eviction may leave one slot in the middle free. The sequence's only new token is stored there and attends to
+    # all slots, so the slot of a token does not follow from the sequence's length.
+    write_positions = cache_positions.copy()
     for index, sequence in enumerate(sequences):
-        if sequence.hole is not None:
-            stored[query_start[index]] = sequence.hole
+        if sequence.reuse_position is not None:
+            write_positions[query_start[index]] = sequence.reuse_position
     compacted = np.asarray([sequence.compacted for sequence in sequences], dtype=bool)
     positions = np.where(compacted, kept, first)[owner] + steps
 
-    ids, sources = np.zeros(total, dtype=np.int64), np.full(total, -1, dtype=np.int64)
+    ids, token_rows = np.zeros(total, dtype=np.int64), np.full(total, -1, dtype=np.int64)
     for index, sequence in enumerate(sequences):
         start, end = int(first[index]), int(first[index] + query_lens[index])
         if start < len(sequence.tokens):
             ids[query_start[index] : query_start[index + 1]] = sequence.tokens[start:end]
         else:
-            sources[query_start[index]] = sequence.row
+            token_rows[query_start[index]] = sequence.row
 
     mappings, tables, written = [], [], []
     for group in range(num_groups):
         table = _table([sequence.tables[group] for sequence in sequences], seq_lens, block_size)
-        blocks = table[owner, stored // block_size].astype(np.int64)
+        blocks = table[owner, write_positions // block_size].astype(np.int64)
         tables.append(table)
         written.append(blocks)
-        mappings.append(blocks * block_size + stored % block_size)
+        mappings.append(blocks * block_size + write_positions % block_size)
     samples = [i for i, sequence in enumerate(sequences) if first[i] + query_lens[i] == sequence.known]
-    return Work(
+    return HostBatch(
         token_ids=ids,
-        sources=sources,
+        input_token_rows=token_rows,
         positions=positions,
-        slot_numbers=slot_numbers,
+        cache_positions=cache_positions,
         query_start=query_start.astype(np.int32),
         seq_lens=seq_lens.astype(np.int32),
         rows=query_start[1:][samples] - 1,
-        targets=np.asarray([sequences[i].row for i in samples], dtype=np.int64),
+        output_token_rows=np.asarray([sequences[i].row for i in samples], dtype=np.int64),
         slot_mappings=tuple(mappings),
         tables=tuple(tables),
         sampling=tuple(sequences[i] for i in samples),
-        written=tuple(written),
+        written_slots=tuple(written),
         last_tokens=last_tokens,
-        counted=tuple(counted),
+        scored=tuple(scored),
     )
 
 
@@ -243,38 +323,16 @@ def _table(tables: Sequence[Int32s], seq_lens: Int64s, block_size: int) -> Int32
 
 
 def _extended(array: np.ndarray, extra: int, value: int = 0) -> np.ndarray:
-    """The array with so many rows more, full of one value."""
+    """The array with `extra` more rows, filled with `value`."""
     return np.concatenate([array, np.full((extra, *array.shape[1:]), value, array.dtype)]) if extra else array
 
 
-class PagedLayers:
-    """Attention of one batch over the pools; what a model call gets as `kvkeep_layers`."""
-
-    def __init__(self, pools: KvPools, batch: Batch) -> None:
-        self._pools = pools
-        self._batch = batch
-        self._counting = CountingAttention(batch.counted, len(pools.places))
-
-    def counted(self) -> tuple[Attention, ...]:
-        """What Scores has as `attention`, once all layers were computed."""
-        return self._counting.result()
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Stores key and value [T, Hkv, D], then attends query [T, Hq, D]."""
-        group, k, v = self._pools.layer(layer)
-        store_kv(key, value, k, v, self._batch.slot_mappings[group])
-        paged = self._batch.paged[group]
-        return self._counting.attend(
-            layer, query, k, v, paged, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )
+def _check_scored(entries: Sequence[ScoredSequence], counts: Sequence[int], groups: int) -> None:
+    """Raises ValueError when entries ask for more than a batch of `counts` tokens per sequence has."""
+    if entries and groups > 1:
+        raise ValueError("scored: only models with one layer group compute attention scores")
+    if len({entry.sequence for entry in entries}) < len(entries):
+        raise ValueError("scored: a sequence is named twice")
+    for entry in entries:
+        if not 1 <= entry.rows <= counts[entry.sequence]:
+            raise ValueError(f"scored: {entry.rows} rows of a sequence that computes {counts[entry.sequence]}")

@@ -19,6 +19,10 @@ class FamilyError(ModelError):
         )
 
 
+class UnsuitableError(Exception):
+    """A faster forward pass cannot compute a model; the message says why."""
+
+
 def first_line(error: BaseException) -> str:
     """What an exception says, for a message of one line; its type where it says nothing."""
     lines = str(error).strip().splitlines()

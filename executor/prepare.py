@@ -5,8 +5,8 @@
 
 import os
 
-from executor.launch import settings_from
 from executor.models.files import find
+from executor.settings import settings_from
 from kernels.cpu_decoder import build
 from protos.rpc import logs
 from protos.rpc.startup import process_parser

@@ -19,7 +19,7 @@ from protos.rpc.settings import variable
 
 log = structlog.get_logger()
 
-# A process that stops tells the cache manager of its last copies, if it is there.
+# How long a process that stops tries to confirm its last copies.
 CONFIRM_SECONDS = 0.5
 
 
@@ -37,7 +37,7 @@ def main(settings: ExecutorSettings) -> int:
 
 
 def _check_addresses(settings: ExecutorSettings) -> None:
-    """What the servers would say when the model is loaded. Raises AddressError."""
+    """Raises AddressError before the model is loaded for addresses that no server could listen on."""
     for name, address in settings.listening.items():
         if address:
             addresses.prepare(address, insecure=settings.security.may_be_reached, setting=name)
@@ -47,23 +47,24 @@ async def _serve(settings: ExecutorSettings) -> int:
     started = time.monotonic()
     log.info("starting", model=settings.model or "default")
     _check_addresses(settings)
-    # Imported late, so that a wrong setting is told at once and not after seconds.
+    # Imported late, so that a wrong setting is reported at once and not after seconds.
     import torch
 
-    from executor.cache.pool import KvPools, count_blocks, free_memory
-    from executor.cache.shares import block_bytes, share_memory
+    from executor.cache.pool import KvPools, block_bytes, count_blocks, free_memory
+    from executor.cache.shares import share_memory
     from executor.cache.tiers.opening import FileSettings, check_room
     from executor.cache.tiers.tiers import open_tiers
+    from executor.core.outbox import Outbox
     from executor.core.runner import Runner
     from executor.core.watchdog import Watchdog
     from executor.core.worker import Worker
     from executor.metrics import WEIGHT_BYTES, KindSeconds
-    from executor.models.cpu import CpuDecoder
+    from executor.models.cpu import CpuModel
     from executor.models.files import find
     from executor.models.fingerprint import fingerprint
     from executor.models.load import choose_device, load_model, release_unused_memory
     from executor.models.tokenizer import load_tokenizer
-    from executor.rpc.manager_client import Announcement, ManagerClient
+    from executor.rpc.manager_client import Announcement, ManagerClient, TransferLog
     from executor.rpc.service import SERVICE, ExecutorServicer, Identity
     from protos.execution.v1 import execution_pb2_grpc as rpc
     from protos.rpc.channel import open_channel
@@ -89,9 +90,11 @@ async def _serve(settings: ExecutorSettings) -> int:
     log.info("loading", model=files.name, device=str(device))
     model = load_model(files, device, settings.dtype, compiled_folder=settings.compiled_dir)
     if settings.batch_invariant:
-        if not isinstance(model.forward, CpuDecoder):
+        if not isinstance(model.forward, CpuModel):
             setting = variable(ExecutorSettings, "batch_invariant")
-            raise ModelError(f"{setting}: {files.name} does not run in compiled code here, which alone can do that")
+            raise ModelError(
+                f"{setting}: {files.name} does not run in compiled code here, and only that is batch invariant"
+            )
         model.forward.be_invariant()
     tokenizer = load_tokenizer(files)
     release_unused_memory()
@@ -140,32 +143,31 @@ async def _serve(settings: ExecutorSettings) -> int:
     server = Server("executor", metrics_address=settings.metrics_address, security=settings.security)
     loop, lost = asyncio.get_running_loop(), asyncio.Event()
 
-    def confirm(done: tuple[int, ...], failed: tuple[int, ...]) -> None:
-        loop.call_soon_threadsafe(client.confirm, done, failed)
-
     def device_lost() -> None:
         loop.call_soon_threadsafe(lost.set)
         signal.raise_signal(signal.SIGTERM)
 
-    if isinstance(model.forward, CpuDecoder):
+    if isinstance(model.forward, CpuModel):
         KindSeconds(model.forward.seconds)
         weight_bytes = model.forward.weight_bytes
         WEIGHT_BYTES.set(weight_bytes)
         log.info("running in compiled code", weight_bytes=weight_bytes, bfloat16_products=model.forward.products)
-    runner = Runner(model, pools, tiers)
-    runner.prepare()
-    worker = Worker(runner, confirm, device_lost)
+    transfers = TransferLog(loop)
+    outbox = Outbox(transfers, tiers.block_times)
+    runner = Runner(model, pools, tiers, outbox)
+    runner.warmup()
+    worker = Worker(runner, outbox, device_lost)
     watchdog = Watchdog(worker, server.set_serving, device_lost)
     client = ManagerClient(
         open_channel(settings.cachemgr_address, settings.security),
         announcement,
         pools,
         tiers,
-        worker.transfer,
-        lambda: runner.last_step,
+        worker,
+        transfers,
         watchdog.set_registered,
     )
-    servicer = ExecutorServicer(identity, worker.runner, worker, tokenizer, client.is_registered)
+    servicer = ExecutorServicer(identity, runner, worker, tokenizer, client.is_registered)
 
     async def drain() -> None:
         servicer.stop()
@@ -178,7 +180,7 @@ async def _serve(settings: ExecutorSettings) -> int:
     await server.start()
     worker.start()
     registration = asyncio.create_task(client.run())
-    # It ends by itself only on an error of ours; then the process must end too.
+    # It ends by itself only on a bug; then the process must end too.
     registration.add_done_callback(lambda task: None if task.cancelled() else signal.raise_signal(signal.SIGTERM))
     watching = asyncio.create_task(watchdog.run())
     await server.run_until_stopped(drain)
@@ -189,7 +191,7 @@ async def _serve(settings: ExecutorSettings) -> int:
         with contextlib.suppress(asyncio.CancelledError):
             await task
     if not ended:
-        # Nothing may be closed that the device's thread uses, and no library may wait for it.
+        # The device's thread still uses the tiers, and no library may wait for it.
         os._exit(1)
     tiers.close()
     return 1 if lost.is_set() else 0

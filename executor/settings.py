@@ -1,12 +1,13 @@
 """The executor's own settings, KVKEEP_EXECUTOR_<NAME>."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import ByteSize, Field, field_validator
 
-from protos.rpc.settings import MetricsAddress, ProcessSettings
+from protos.rpc.settings import MetricsAddress, ProcessSettings, load
 
 
 class ExecutorSettings(ProcessSettings):
@@ -91,3 +92,11 @@ class ExecutorSettings(ProcessSettings):
         if value & (value - 1):
             raise ValueError("must be a power of two")
         return value
+
+
+def settings_from(environ: Mapping[str, str]) -> ExecutorSettings:
+    """Settings of an environment; XDG_CACHE_HOME moves the cache folder unless its own variable does."""
+    values = dict(environ)
+    if environ.get("XDG_CACHE_HOME"):
+        values.setdefault("KVKEEP_EXECUTOR_CACHE_DIR", str(Path(environ["XDG_CACHE_HOME"], "kvkeep")))
+    return load(ExecutorSettings, values)

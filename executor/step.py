@@ -1,10 +1,20 @@
-"""A step and its outcome as the executor handles them, free of messages."""
+"""A step and its output as the executor handles them, free of messages."""
 
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from protos.kvcommon.eviction import Policy
+
+_MASK = (1 << 64) - 1
+
+
+def uniform(seed: int, position: int) -> float:
+    """A random number in [0, 1) that depends on its arguments alone (splitmix64, Steele et al. 2014)."""
+    z = (seed + (position + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return float((z ^ (z >> 31)) >> 11) / float(1 << 53)
 
 
 @dataclass(frozen=True)
@@ -29,8 +39,8 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Joining:
-    """A sequence that joins. tables: slots per layer group. policy: how it evicts tokens, None for not at all.
+class NewSequence:
+    """A sequence that joins. tables: per layer group the slots of its blocks. policy: of its token eviction, or None.
 
     traceparent: W3C trace context of its request, empty for none.
     """
@@ -46,8 +56,8 @@ class Joining:
 
 
 @dataclass(frozen=True)
-class Growth:
-    """Slots appended to one table."""
+class BlockTableUpdate:
+    """Slots appended to one block table."""
 
     sequence: int
     group: int
@@ -55,7 +65,7 @@ class Growth:
 
 
 class Tier(enum.IntEnum):
-    """Where a block's bytes live, numbered as in messages."""
+    """Where a block's bytes are, numbered as in messages."""
 
     DEVICE = 1
     HOST = 2
@@ -64,7 +74,7 @@ class Tier(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Copy:
-    """A block copy that a ticket of the cache manager stands for. Source 0 overwrites the target with zeros."""
+    """A copy of one block under a ticket of the cache manager. Source 0 overwrites the target with zeros."""
 
     ticket: int
     group: int
@@ -75,24 +85,29 @@ class Copy:
 
     @property
     def within_device(self) -> bool:
-        """Whether it runs in the order of the device's work, and not beside it."""
+        """Whether it runs in the order of the device's work, and not asynchronously."""
         return self.target_tier is Tier.DEVICE and (self.source_tier is Tier.DEVICE or not self.source)
+
+    @property
+    def is_onload(self) -> bool:
+        """Whether it brings a block from a lower tier to the device."""
+        return self.target_tier is Tier.DEVICE and not self.within_device
 
 
 @dataclass(frozen=True)
 class Step:
-    """A diff of the running set; chunks: sequence -> tokens to compute.
+    """A diff of the running batch. chunks: sequence -> tokens to compute. idle: sequences that compute nothing.
 
-    evicting: sequences that evict tokens for the first time -> the table that what they keep moves to, () to stay.
-    awaits_copies: nothing is to be done but to wait for a copy from a lower tier.
+    evicting: sequences that evict tokens for the first time -> the block table that the kept tokens move to, () where
+    they stay. awaits_copies: the step only waits for an onload.
     """
 
     number: int
     removed: tuple[int, ...] = ()
-    joining: tuple[Joining, ...] = ()
+    new_sequences: tuple[NewSequence, ...] = ()
     chunks: Mapping[int, int] = field(default_factory=dict)
     idle: frozenset[int] = frozenset()
-    growth: tuple[Growth, ...] = ()
+    table_updates: tuple[BlockTableUpdate, ...] = ()
     copies: tuple[Copy, ...] = ()
     evicting: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     awaits_copies: bool = False
@@ -102,10 +117,15 @@ class Step:
         """Tickets of its copies."""
         return tuple(copy.ticket for copy in self.copies)
 
+    @property
+    def tickets_within_device(self) -> tuple[int, ...]:
+        """Tickets of its copies that run in the order of the device's work."""
+        return tuple(copy.ticket for copy in self.copies if copy.within_device)
+
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Of one sampled token and of the most likely ones, best first."""
+    """Log-probabilities of one sampled token and of the most likely ones, best first."""
 
     logprob: float
     top_ids: tuple[int, ...]
@@ -113,7 +133,7 @@ class Logprobs:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledToken:
     """One sequence's new token."""
 
     sequence: int
@@ -124,7 +144,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Evicted:
-    """What a sequence evicted before a step. mass: share of the scores that stayed, None without scores."""
+    """Tokens that a sequence evicted before a step. mass: share of the scores that stayed, None without scores."""
 
     sequence: int
     tokens: int
@@ -132,15 +152,15 @@ class Evicted:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a step did. Times in seconds.
+class StepOutput:
+    """The output of a step. Times in seconds.
 
-    tickets: its copies within the device. copied, failed: copies from lower tiers to the device that have ended since
-    the outcome before, well or not. block_times: what a block takes from a lower tier to the device, as far as known.
+    tickets: its copies within the device. copied, failed: onloads that have ended since the output before.
+    block_times: seconds that a block takes from a lower tier to the device, as far as known.
     """
 
     number: int
-    sampled: tuple[Sampled, ...]
+    sampled: tuple[SampledToken, ...]
     num_tokens: int
     compute_time: float
     idle_time: float

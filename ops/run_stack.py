@@ -26,8 +26,7 @@ from redis_server import RedisServerError, redis_child, redis_url, wait_until_an
 from supervisor import Service, ServiceFailedError, Supervisor
 
 from cachemgr.settings import CachemgrSettings
-from executor.launch import settings_from
-from executor.settings import ExecutorSettings
+from executor.settings import ExecutorSettings, settings_from
 from kernels.cpu_decoder.build import NoCompilerError, find_compiler
 from kvctl.console.settings import ConsoleSettings
 from protos.rpc import addresses

@@ -9,14 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.batch import Work, pack
+from executor.batch import HostBatch, ScoredSequence, SequenceState, build_batch
 from executor.cache.pool import KvPools
-from executor.core.state import Running
 from executor.eviction.engine import TokenEviction
-from executor.eviction.policy import Attention
-from executor.models.attention_counts import Counted
-from executor.models.load import Model
+from executor.models.forward import Model
 from executor.step import Sampling
+from kernels.scores import SequenceScores
 from protos.kvcommon.eviction import Layout, Policy
 
 BLOCK_SIZE = 16
@@ -27,7 +25,7 @@ class Computed:
     """Of tokens computed together. logits: [n, V] float32, of each one's next. attention: of what was counted."""
 
     logits: Tensor
-    attention: Attention | None
+    attention: SequenceScores | None
 
 
 class Cache:
@@ -43,7 +41,7 @@ class Cache:
         self.private = tuple(range(blocks + 1, 2 * blocks + 1))
         self._last_tokens = torch.zeros(1, dtype=torch.int64, device=model.device)
         self._prompt: list[int] = []
-        self._attention: dict[int, Attention] = {}
+        self._attention: dict[int, SequenceScores] = {}
         self._step = 0
 
     @property
@@ -52,72 +50,74 @@ class Cache:
         windows = tuple(group.shape.window for group in self.model.groups)
         return Layout(BLOCK_SIZE, windows, self.model.rotary is not None)
 
-    def sequence(self, tokens: Sequence[int], policy: Policy | None = None) -> Running:
+    def sequence(self, tokens: Sequence[int], policy: Policy | None = None) -> SequenceState:
         """A sequence in the table of the whole prompt, of which nothing is computed."""
         tables = [np.asarray(self.whole, dtype=np.int32)]
         ids = np.asarray(tokens, dtype=np.int64)
-        sequence = Running(0, ids, len(ids), 0, len(ids), 0, tables, Sampling(), policy)
+        sequence = SequenceState(0, ids, len(ids), 0, len(ids), 0, tables, Sampling(), policy)
         sequence.compacted = policy is not None and policy.compacted
         self.engine.clear()
         self.engine.add(sequence)
         return sequence
 
-    def work(self, sequence: Running, tokens: Sequence[int], counted: Sequence[Counted] = ()) -> Work:
+    def work(self, sequence: SequenceState, tokens: Sequence[int], counted: Sequence[ScoredSequence] = ()) -> HostBatch:
         """Of computing these tokens behind those computed, with the logits of all of them."""
         sequence.tokens = np.concatenate([sequence.tokens[: sequence.computed], np.asarray(tokens, dtype=np.int64)])
-        work = pack([sequence], [len(tokens)], self._last_tokens, BLOCK_SIZE, 1, counted)
+        work = build_batch([sequence], [len(tokens)], self._last_tokens, BLOCK_SIZE, 1, counted)
         return replace(work, rows=np.arange(len(tokens)))
 
-    def compute(self, sequence: Running, tokens: Sequence[int], counted: Sequence[Counted] = ()) -> Computed:
+    def compute(
+        self, sequence: SequenceState, tokens: Sequence[int], counted: Sequence[ScoredSequence] = ()
+    ) -> Computed:
         """Computes these tokens behind those computed."""
-        scores = self.model.forward.scores(self.work(sequence, tokens, counted), self.pools)
+        output = self.model.forward(self.work(sequence, tokens, counted), self.pools)
         sequence.computed += len(tokens)
         sequence.kept += len(tokens)
-        return Computed(scores.logits.float(), scores.attention[0] if scores.attention else None)
+        return Computed(output.logits.float(), output.scores[0] if output.scores else None)
 
     def prefill(self, tokens: Sequence[int]) -> int:
         """Computes a prompt, counting the attention of all its queries; returns the likeliest next token."""
         self._prompt = list(tokens)
         self._attention.clear()
         sequence = self.sequence(self._prompt)
-        work = self.work(sequence, tokens, [Counted(0, len(tokens), squares=True)])
+        work = self.work(sequence, tokens, [ScoredSequence(0, len(tokens), squares=True)])
         # All the logits of a long prompt would take long.
-        scores = self.model.forward.scores(replace(work, rows=work.rows[-1:]), self.pools)
-        self._attention[len(tokens)] = scores.attention[0]
-        return int(scores.logits[0].argmax())
+        output = self.model.forward(replace(work, rows=work.rows[-1:]), self.pools)
+        self._attention[len(tokens)] = output.scores[0]
+        return int(output.logits[0].argmax())
 
-    def whole_prompt(self) -> Running:
+    def whole_prompt(self) -> SequenceState:
         """The prompt with nothing evicted, ready to compute more."""
         sequence = self.sequence(self._prompt)
         sequence.computed = sequence.kept = len(self._prompt)
         return sequence
 
-    def evicted(self, policy: Policy) -> Running:
+    def evicted(self, policy: Policy) -> SequenceState:
         """What a policy that watched the prompt leaves of it, ready to compute more."""
         prompt = len(self._prompt)
         sequence = self.sequence(self._prompt, policy)
-        counted = self.engine.counted([sequence], [prompt])
+        counted = self.engine.scored([sequence], [prompt])
         attention = [self._last_rows(entry) for entry in counted]
         # That may have been another sequence of the engine; this one starts anew.
         self.engine.clear()
         self.engine.add(sequence)
-        self.engine.observe([sequence], [prompt], counted, attention)
+        self.engine.observe([sequence], [prompt], attention)
         sequence.computed = sequence.kept = prompt
         self.evict(sequence, self.private)
         return sequence
 
-    def evict(self, sequence: Running, table: tuple[int, ...]) -> None:
+    def evict(self, sequence: SequenceState, table: tuple[int, ...]) -> None:
         """Evicts what its policy says now. table: what all that stays moves to, () to stay."""
         self._step += 1
         self.engine.evict(sequence, table, self._step)
 
-    def _last_rows(self, counted: Counted) -> Attention:
+    def _last_rows(self, counted: ScoredSequence) -> SequenceScores:
         """Of the prompt's last queries, computed once more for that: keys and values stay, but for rounding."""
         if counted.rows not in self._attention:
             sequence = self.sequence(self._prompt)
             sequence.computed = sequence.kept = len(self._prompt) - counted.rows
             last = self._prompt[-counted.rows :]
-            attention = self.compute(sequence, last, [replace(counted, squares=True, totals=None)]).attention
+            attention = self.compute(sequence, last, [replace(counted, squares=True, accumulator=None)]).attention
             assert attention is not None
             self._attention[counted.rows] = attention
         attention = self._attention[counted.rows]

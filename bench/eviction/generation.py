@@ -11,8 +11,8 @@ from bench.eviction.policies import FULL, policy
 from bench.eviction.rouge import rouge_2, rouge_l
 from executor.cache.pool import KvPools
 from executor.core.runner import Runner
-from executor.models.load import Model
-from executor.step import Joining, Step
+from executor.models.forward import Model
+from executor.step import NewSequence, Step
 from protos.kvcommon.eviction import Policy
 
 OUTPUT = 128
@@ -67,8 +67,10 @@ class Generation:
             # What is computed again, so that its attention is counted, comes out the same.
             known = 0 if chosen is None else chosen.reusable(prompt, prompt)
             known = min(known, prompt - 1)
-            joining = Joining(handle, self._prompt, prompt, known, (whole,), policy=chosen)
-            made = Step(handle + 1, joining=(joining,), chunks={handle: prompt - known}, idle=frozenset(range(handle)))
+            joining = NewSequence(handle, self._prompt, prompt, known, (whole,), policy=chosen)
+            made = Step(
+                handle + 1, new_sequences=(joining,), chunks={handle: prompt - known}, idle=frozenset(range(handle))
+            )
             outputs[handle] = [sampled.token_id for sampled in runner.launch(made).result().sampled]
             if chosen is not None:
                 first = len(whole) + 1 + (handle - 1) * len(private)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.eviction.cache import Cache
-from executor.models.load import Model
+from executor.models.forward import Model
 from protos.kvcommon.eviction import Kind, parse
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 

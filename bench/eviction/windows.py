@@ -12,8 +12,7 @@ from torch import Tensor
 from bench.eviction.cache import Cache
 from bench.eviction.outputs import Outputs, relative_error
 from bench.eviction.policies import FULL, policy
-from executor.core.state import Running
-from executor.models.attention_counts import Counted
+from executor.batch import ScoredSequence, SequenceState
 
 
 class Window:
@@ -28,7 +27,7 @@ class Window:
         cache.prefill(tokens[:prompt])
         sequence = cache.whole_prompt()
         self._recording = None if outputs is None else outputs.of(cache, sequence, self._following)
-        computed = cache.compute(sequence, self._following, [Counted(0, len(self._following))])
+        computed = cache.compute(sequence, self._following, [ScoredSequence(0, len(self._following))])
         assert computed.attention is not None
         self._weights = computed.attention.weights
         self._log_probs = computed.logits.log_softmax(-1)
@@ -62,7 +61,7 @@ class Window:
     def _nll(self, log_probs: Tensor) -> float:
         return float(-log_probs.gather(-1, self._targets[:, None]).mean())
 
-    def _mass(self, sequence: Running) -> float:
+    def _mass(self, sequence: SequenceState) -> float:
         """Of the following tokens' attention over the full cache, what lies on what is kept and on themselves."""
         kept = self._weights.gather(-1, self._cache.engine.positions(sequence)).sum()
         return float((kept + self._weights[..., self._prompt :].sum()) / self._weights.sum())

@@ -21,7 +21,8 @@ from kernels.compact_kv import reference as compact_reference
 from kernels.compact_kv.launch import compact_kv
 from kernels.copy_blocks import reference as copy_reference
 from kernels.copy_blocks.launch import copy_blocks
-from kernels.paged_attention.launch import PagedBatch, TileSizes, paged_attention
+from kernels.paged_attention.launch import AttentionArgs, PagedBatch, paged_attention
+from kernels.paged_attention.tiling import TileSizes
 from kernels.rms_norm import reference as norm_reference
 from kernels.rms_norm.launch import rms_norm
 from kernels.rotary_store import reference as rotary_reference
@@ -180,7 +181,7 @@ def _scores(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
         problem.batch(case, device),
         lse.float().to(device),
         torch.tensor(counts, dtype=torch.int32, device=device),
-        scale=problem.scale,
+        problem.args(case, device),
     )
     truth, _ = scores_reference.attention_scores(
         problem.query.double(),
@@ -190,7 +191,7 @@ def _scores(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
         problem.tables,
         counts,
         got.shape[2],
-        scale=problem.scale,
+        problem.args(case),
     )
     return got, truth
 
@@ -257,7 +258,9 @@ class Problem:
 
     def paged(self, **options: Any) -> Tensor:
         """[T, Hq, D]; options of paged_attention."""
-        return paged_attention(self.query, self.k_cache, self.v_cache, self.batch, scale=HEAD_DIM**-0.5, **options)
+        return paged_attention(
+            self.query, self.k_cache, self.v_cache, self.batch, AttentionArgs(HEAD_DIM**-0.5), **options
+        )
 
     def in_one_piece(self) -> tuple[Tensor, Tensor, Tensor]:
         """Query [S, Hq, Q, D], keys and values [S, Hkv, L, D] as torch's attention takes them."""

@@ -16,15 +16,16 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Pr
 
 from bench.gpu.parts import Bench, CannotRunError, Figure, WrongError, note
 from bench.workloads import chosen
-from executor.batch import Batch
+from executor.batch import DeviceBatch
 from executor.cache.pool import KvPools
-from executor.core.runner import Pending, Runner
+from executor.core.runner import LaunchedStep, Runner
 from executor.models.attention import NAME
-from executor.models.cuda import Buffers, CudaDecoder
-from executor.models.forward import Forward, TorchForward
-from executor.models.llama import faster, probe
-from executor.models.load import Model, model_of
-from executor.step import Joining, Step
+from executor.models.cuda import CudaGraphRunner, GraphBuffers
+from executor.models.forward import Forward, Model
+from executor.models.llama import probe, with_fallback
+from executor.models.load import model_of
+from executor.models.torch import TorchForward
+from executor.step import NewSequence, Step
 from tests.support.reference import first_mismatch, greedy
 
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -63,14 +64,14 @@ BATCHES, CONTEXT, STEPS, WARM = (1, 64, 256), 1024, 60, 10
 BUDGET = 2048
 
 
-class WithoutGraphs(CudaDecoder):
+class WithoutGraphs(CudaGraphRunner):
     """Launches decoding steps piece by piece."""
 
-    def _run(self, buffers: Buffers, batch: Batch, size: int) -> None:
+    def _run(self, buffers: GraphBuffers, batch: DeviceBatch, size: int) -> None:
         self._launch(buffers, batch, size)
 
 
-KINDS = {"graphs": CudaDecoder, "no graphs": WithoutGraphs}
+KINDS = {"graphs": CudaGraphRunner, "no graphs": WithoutGraphs}
 # What bfloat16 may be further off than transformers' own.
 ROUNDING = 1.5
 
@@ -99,7 +100,7 @@ def check_on(device: str, name: str, config: PretrainedConfig) -> None:
             parameter.normal_(0, 0.2)
     rounded.load_state_dict(exact.state_dict())
     model = model_of(exact, name)
-    if device == "cuda" and not isinstance(model.forward, CudaDecoder):
+    if device == "cuda" and not isinstance(model.forward, CudaGraphRunner):
         raise WrongError(f"{name} runs on torch; the log says why")
     groups, vocabulary = model.groups, model.vocab_size
     ways = {way: _fused(kind, exact, model) for way, kind in KINDS.items()}
@@ -132,10 +133,12 @@ def check_on(device: str, name: str, config: PretrainedConfig) -> None:
         raise WrongError("; ".join(wrong))
 
 
-def _fused(kind: type[CudaDecoder], module: Any, model: Model) -> Forward:
+def _fused(kind: type[CudaGraphRunner], module: Any, model: Model) -> Forward:
     """Raises WrongError when the probe refuses it."""
     groups, positions = model.groups, model.max_positions
-    forward = faster(TorchForward(module), module, groups, lambda weights: kind(weights, groups, positions), "decoder")
+    forward = with_fallback(
+        TorchForward(module), module, groups, lambda weights: kind(weights, groups, positions), "decoder"
+    )
     if not isinstance(forward, kind):
         raise WrongError(f"{model.name}: the probe refuses {kind.__name__}; the log says why")
     return forward
@@ -146,7 +149,7 @@ class Loop:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._pending: Pending | None = None
+        self._pending: LaunchedStep | None = None
         self.outcomes: list[Any] = []
 
     def step(self, **changes: Any) -> None:
@@ -173,7 +176,7 @@ def run_requests(
     for number, prompt in enumerate(prompts):
         blocks = -(-(len(prompt) + count) // runner.pools.block_size)
         tables = (tuple(range(first, first + blocks)),) * len(runner.pools.pools)
-        joining.append(Joining(number, tuple(prompt), len(prompt), 0, tables))
+        joining.append(NewSequence(number, tuple(prompt), len(prompt), 0, tables))
         first += blocks
     left, launched = [len(prompt) for prompt in prompts], [0] * len(prompts)
     loop, begin, gone = Loop(runner), time.perf_counter(), 0
@@ -190,7 +193,7 @@ def run_requests(
             chunks[i] = min(left[i], max(room, 1 if left[i] == 1 else 0))
             room -= chunks[i]
         chunks = {i: tokens for i, tokens in chunks.items() if tokens}
-        loop.step(removed=removed, joining=tuple(joining), chunks=chunks)
+        loop.step(removed=removed, new_sequences=tuple(joining), chunks=chunks)
         joining = []
         for i, tokens in chunks.items():
             left[i] -= tokens
@@ -227,7 +230,7 @@ class Large:
             raise CannotRunError(f"an 8B model takes 20 GB of device memory, {free / 1e9:.1f} are free")
         module = build(LARGE, torch.bfloat16, "cuda")
         model = model_of(module, "8B")
-        if not isinstance(model.forward, CudaDecoder):
+        if not isinstance(model.forward, CudaGraphRunner):
             raise WrongError("the 8B model runs on torch; the log says why")
         torch.cuda.empty_cache()
         blocks = -(-(CONTEXT + STEPS + WARM) // BLOCK)
@@ -250,7 +253,7 @@ def decode_steps(bench: Bench) -> Sequence[Figure]:
     large: Large = bench.kept["8B"]
     assert large.runner is not None
     begin = time.perf_counter()
-    large.runner.prepare()
+    large.runner.warmup()
     figures = [Figure("8B, capturing the graphs of all sizes", time.perf_counter() - begin, "s")]
     token_bytes = sum(pool.block_bytes for pool in large.runner.pools.pools) / BLOCK
     for batch in BATCHES:
@@ -277,7 +280,7 @@ def _decode(runner: Runner, batch: int) -> list[Any]:
     rng, groups = random.Random(batch), len(runner.pools.pools)
     each = -(-(CONTEXT + STEPS + WARM) // BLOCK)
     joining = tuple(
-        Joining(
+        NewSequence(
             number,
             tuple(rng.randrange(runner.model.vocab_size) for _ in range(CONTEXT)),
             CONTEXT,
@@ -288,7 +291,7 @@ def _decode(runner: Runner, batch: int) -> list[Any]:
     )
     loop = Loop(runner)
     for _ in range(WARM + STEPS):
-        loop.step(joining=joining)
+        loop.step(new_sequences=joining)
         joining = ()
     loop.finish()
     return loop.outcomes[WARM:]

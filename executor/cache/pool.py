@@ -10,16 +10,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.cache.shares import Shares, block_bytes
+from executor.cache.shares import Shares
 from executor.errors import ModelError
-from executor.models.layers import LayerGroup, place_of_layers
 
 # What a CPU executor takes when nobody says more: a laptop survives it.
 CPU_BYTES = 4 << 30
 MEMINFO = Path("/proc/meminfo")
 
-
 Slots = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What decides in which pool a layer's keys and values live. window: in tokens, None for full attention."""
+
+    window: int | None
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers of equal shape, in the order of the model."""
+
+    shape: LayerShape
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,10 @@ class KvPools:
             allocate(group, slots, block_size, dtype, device)
             for group, slots in zip(groups, self.shares.slots, strict=True)
         )
-        self.places = place_of_layers(groups)
+        # Layer -> (its group, its index in the group's pool).
+        self.places = {
+            layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group.layers)
+        }
 
     @property
     def max_tokens(self) -> int:
@@ -167,6 +185,14 @@ class Pages:
         """Whether all bytes of [begin, end) are of free slots of one layer, or behind the pool."""
         first, last = begin // self._size - row, (end - 1) // self._size - row
         return first > 0 and last < self._slots and bool(self._is_free[first : last + 1].all())
+
+
+def block_bytes(groups: Sequence[LayerGroup], block_size: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Bytes of one block of each group, K and V of all its layers together. block_size in tokens."""
+    element = torch.empty(0, dtype=dtype).element_size()
+    return tuple(
+        2 * len(group.layers) * group.shape.kv_heads * group.shape.head_dim * element * block_size for group in groups
+    )
 
 
 def count_blocks(

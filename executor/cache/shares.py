@@ -4,10 +4,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from executor.errors import ModelError
-from executor.models.layers import LayerGroup
 
 # What a cache manager with its default settings gives a running sequence ahead of need.
 AHEAD_TOKENS = 32
@@ -29,14 +26,6 @@ class Shares:
     def fixed(cls, blocks: Sequence[int]) -> "Shares":
         """Pools of so many blocks each, for good."""
         return cls(tuple(blocks), tuple(blocks))
-
-
-def block_bytes(groups: Sequence[LayerGroup], block_size: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Bytes of one block of each group, K and V of all its layers together. block_size in tokens."""
-    element = torch.empty(0, dtype=dtype).element_size()
-    return tuple(
-        2 * len(group.layers) * group.shape.kv_heads * group.shape.head_dim * element * block_size for group in groups
-    )
 
 
 def share_memory(

@@ -1,70 +1,112 @@
-"""One step in, one outcome out. Owns the running set, the pools and the device."""
+"""Runs one step at a time: checks and schedules it, runs the model, samples. Owns the sequences and the pools."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol
 
 import numpy as np
 import structlog
 import torch
 from torch import Tensor
 
-from executor.batch import Work, pack
+from executor.batch import HostBatch, SequenceState, build_batch
 from executor.cache.pool import KvPools
-from executor.cache.tiers.copier import Ended
 from executor.cache.tiers.order import Place
 from executor.cache.tiers.tiers import Tiers
-from executor.core.sampler import Choice, Row, TokenCounts, sample
-from executor.core.state import Running, RunningSet, tokens_due
+from executor.core.sampler import SampleResult, SamplingRow, TokenCounts, sample
+from executor.core.state import SequenceTable, tokens_due
 from executor.core.timing import Clock, Span
-from executor.core.transfer import to_device
 from executor.core.validation import Limits, check_copies, check_step
 from executor.errors import InvalidStepError
 from executor.eviction.engine import TokenEviction
-from executor.models.load import Model
-from executor.step import Copy, Evicted, Logprobs, Outcome, Sampled, Step, Tier
+from executor.models.forward import ForwardOutput, Model
+from executor.step import Copy, Evicted, Logprobs, SampledToken, Step, StepOutput, Tier
+from executor.transfer import to_device
 from kernels.copy_blocks.launch import copy_blocks
 from protos.kvcommon.eviction import Layout
 
 log = structlog.get_logger()
 
 
+class StepEvents(Protocol):
+    """What a runner reports beside the outputs of its steps."""
+
+    def on_idle(self) -> None:
+        """The runner's thread is about to wait for copies or for the model."""
+        ...
+
+    def copy_ended(self, copy: Copy, good: bool) -> None:
+        """A copy has ended: called once per copy that a step does not run within the device, in any thread."""
+        ...
+
+
+class NoEvents:
+    """Reports nothing."""
+
+    def on_idle(self) -> None:
+        """Does nothing."""
+
+    def copy_ended(self, copy: Copy, good: bool) -> None:
+        """Does nothing."""
+
+
 @dataclass(frozen=True)
-class Pending:
-    """A launched step. `result` waits for the device; call it once, in the order of the steps.
+class ScheduledStep:
+    """A step that was applied: counts[i] tokens of sequences[i] are computed. waited: seconds, for copies."""
 
-    tickets: of its copies within the device. waited: seconds in which its launch waited for other copies.
-    """
-
-    number: int
-    num_tokens: int
-    tickets: tuple[int, ...]
-    sequences: tuple[Running, ...]
-    choice: Choice | None
+    step: Step
+    sequences: tuple[SequenceState, ...]
+    counts: tuple[int, ...]
+    batch: HostBatch
     evicted: tuple[Evicted, ...]
     span: Span
-    waited: float = 0.0
+    waited: float
 
-    def result(self) -> Outcome:
-        """The outcome; marks sequences that sampled a stop id."""
-        compute, idle = self.span.seconds()
-        sampled = () if self.choice is None else tuple(_collect(self.sequences, self.choice))
-        compute, idle = max(0.0, compute - self.waited), idle + self.waited
-        return Outcome(self.number, sampled, self.num_tokens, compute, idle, self.tickets, self.evicted)
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that the device computes. sampled: the tokens of the batch's sampling sequences; None without any."""
+
+    scheduled: ScheduledStep
+    sampled: SampleResult | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return self.scheduled.batch.num_tokens
+
+    def result(self) -> StepOutput:
+        """Waits for the device; call it once, in the order of the steps. Marks sequences that sampled a stop id."""
+        scheduled, batch = self.scheduled, self.scheduled.batch
+        compute, idle = scheduled.span.seconds()
+        return StepOutput(
+            number=scheduled.step.number,
+            sampled=() if self.sampled is None else tuple(_collect(batch.sampling, self.sampled)),
+            num_tokens=batch.num_tokens,
+            compute_time=max(0.0, compute - scheduled.waited),
+            idle_time=idle + scheduled.waited,
+            tickets=scheduled.step.tickets_within_device,
+            evicted=scheduled.evicted,
+        )
 
 
 class Runner:
-    """Not thread-safe: one thread launches and collects. tiers: below the device; None for none."""
+    """Not thread-safe: one thread launches and collects."""
 
-    def __init__(self, model: Model, pools: KvPools, tiers: Tiers | None = None) -> None:
+    def __init__(
+        self, model: Model, pools: KvPools, tiers: Tiers | None = None, events: StepEvents | None = None
+    ) -> None:
+        """tiers: below the device, None for none. events: where to report, None for nowhere."""
         self.model = model
         self.pools = pools
         self.tiers = tiers or Tiers(pools)
         self.last_step = 0
-        self._running = RunningSet()
+        self._events = events or NoEvents()
+        self._sequences = SequenceTable()
         self._counts: dict[int, TokenCounts] = {}
         self._eviction = TokenEviction(pools, model.rotary, model.device)
-        # Room for more than most ever run: a decoder that has taken notes of the place begins anew when it moves.
+        # More rows than most batches need: a new tensor invalidates captured CUDA graphs.
         self._last_tokens = torch.zeros(1024, dtype=torch.int64, device=model.device)
         self._clock = Clock(model.device)
         self._limits = Limits(
@@ -78,46 +120,51 @@ class Runner:
 
     @property
     def layout(self) -> Layout:
-        """What the model can carry."""
+        """Block size, windows and rotary embedding, which decide what policies are possible."""
         return Layout(self.pools.block_size, self._limits.windows, self.model.rotary is not None)
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step can be launched while the one before still runs."""
+        """Whether a step can be launched while the step before still runs."""
         return self.model.device.type == "cuda"
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in the running set."""
-        return len(self._running)
+        """Sequences in the running batch."""
+        return len(self._sequences)
 
-    def prepare(self) -> None:
-        """Does beforehand what else the first steps would wait for."""
-        self.model.forward.prepare(self.pools, self._last_tokens)
+    def warmup(self) -> None:
+        """Does what the first steps would otherwise wait for."""
+        self.model.forward.warmup(self.pools, self._last_tokens)
 
     def clear(self) -> None:
-        """Empties the running set; the pools keep what they hold."""
-        self._running.clear()
+        """Removes all sequences; the pools keep their contents."""
+        self._sequences.clear()
         self._eviction.clear()
         self._counts.clear()
         self._clock.clear()
 
     @torch.inference_mode()
-    def launch(
-        self, step: Step, prepared: Callable[[], None] = lambda: None, ended: Ended = lambda _copy, _good: None
-    ) -> Pending:
+    def launch(self, step: Step) -> LaunchedStep:
         """Applies a step and starts its work. Raises ExecutorError, with nothing changed, when it is not valid.
 
-        prepared: called when this thread has nothing to do for a while, perhaps more than once, perhaps never.
-        ended: told of each copy that is not within the device, once, in another thread; also when this raises another
-        error than ExecutorError.
+        Where another error is raised, each copy that is not within the device has been reported or will be.
         """
-        check_step(step, self.last_step, self._running, self._limits)
+        self._check(step)
+        scheduled = self._schedule(step)
+        output = self._forward(scheduled.batch)
+        return self._sample(scheduled, output)
+
+    def _check(self, step: Step) -> None:
+        check_step(step, self.last_step, self._sequences, self._limits)
+
+    def _schedule(self, step: Step) -> ScheduledStep:
+        """Begins the step's copies, applies its diff, evicts tokens, and packs what each sequence computes."""
         span = self._clock.start()
-        waited = self._begin(step.copies, step.number, ended, prepared)
+        waited = self._begin(step.copies, step.number)
         self._apply(step)
         sequences, counts = [], []
-        for sequence in self._running:
+        for sequence in self._sequences:
             count = tokens_due(
                 step,
                 sequence.handle,
@@ -130,42 +177,62 @@ class Runner:
                 counts.append(count)
         if self.tiers.busy:
             reads = _joining_reads(step, self.pools.block_size)
-            waited += self._wait(reads, _evicting_writes(step, sequences), prepared)
+            waited += self._wait(reads, _evicting_writes(step, sequences))
         evicted = [
-            self._eviction.evict(one, step.evicting.get(one.handle), step.number)
-            for one in sequences
-            if one.policy is not None
+            self._eviction.evict(sequence, step.evicting.get(sequence.handle), step.number)
+            for sequence in sequences
+            if sequence.policy is not None
         ]
-        counted = self._eviction.counted(sequences, counts)
-        work = pack(sequences, counts, self._last_tokens, self.pools.block_size, len(self._limits.windows), counted)
+        scored = self._eviction.scored(sequences, counts)
+        groups = len(self._limits.windows)
+        batch = build_batch(sequences, counts, self._last_tokens, self.pools.block_size, groups, scored)
         if self.tiers.busy:
-            waited += self._wait((), _written(work), prepared)
-        for group, slots in enumerate(work.written):
+            waited += self._wait((), _written(batch))
+        for group, slots in enumerate(batch.written_slots):
             self.pools.mark_written(group, slots, step.number)
-        choice = self._compute(sequences, counts, work, prepared) if sequences else None
+        return ScheduledStep(step, tuple(sequences), tuple(counts), batch, tuple(filter(None, evicted)), span, waited)
+
+    def _forward(self, batch: HostBatch) -> ForwardOutput | None:
+        if not batch.num_sequences:
+            return None
+        self._events.on_idle()
+        return self.model.forward(batch, self.pools)
+
+    def _sample(self, scheduled: ScheduledStep, output: ForwardOutput | None) -> LaunchedStep:
+        """Samples the next tokens; they can be read when the step is over."""
+        sequences, counts, sampling = scheduled.sequences, scheduled.counts, scheduled.batch.sampling
+        sampled = None
+        if output is not None:
+            self._eviction.observe(sequences, counts, output.scores)
+            if sampling:
+                sampled = self._sample_rows(sampling, output)
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.computed += count
             sequence.kept += count
-            sequence.hole = None
-        for sequence in work.sampling:
+            sequence.reuse_position = None
+        for sequence in sampling:
             sequence.known += 1
-        span.end()
-        return Pending(
-            number=step.number,
-            num_tokens=work.num_tokens,
-            tickets=tuple(copy.ticket for copy in step.copies if copy.within_device),
-            sequences=work.sampling,
-            choice=choice,
-            evicted=tuple(filter(None, evicted)),
-            span=span,
-            waited=waited,
-        )
+        scheduled.span.end()
+        return LaunchedStep(scheduled, sampled)
+
+    def _sample_rows(self, sequences: Sequence[SequenceState], output: ForwardOutput) -> SampleResult:
+        rows = [
+            SamplingRow(sequence.sampling, sequence.known - sequence.num_prompt, self._counts.get(sequence.handle))
+            for sequence in sequences
+        ]
+        sampled = sample(output.logits, rows, output.best)
+        self._last_tokens.index_copy_(0, output.output_token_rows, sampled.ids)
+        for index, row in enumerate(rows):
+            if row.counts is not None:
+                row.counts.add(sampled.ids[index : index + 1])
+        # Asked for here: after the next step is launched, it would wait for that step too.
+        return sampled.on_host()
 
     @torch.inference_mode()
-    def transfer(self, copies: Sequence[Copy], ended: Ended) -> None:
+    def transfer(self, copies: Sequence[Copy]) -> None:
         """Begins copies, and overwrites slots, that no step asks for, behind all steps launched before.
 
-        ended: told of each, once, in whatever thread; those within the device have run by then.
+        Each is reported once as ended; copies within the device have run by then.
         """
         possible = []
         for copy in copies:
@@ -174,65 +241,63 @@ class Runner:
                 possible.append(copy)
             except InvalidStepError as error:
                 log.warning("a copy is not possible here", cause=str(error))
-                ended(copy, False)
+                self._events.copy_ended(copy, False)
         within = [copy for copy in possible if copy.within_device]
         good = False
         try:
-            # As written after the last step: nobody may take what is there for what a step before left.
-            self._begin(possible, self.last_step + 1, ended)
+            # Marked as written after the last step: no earlier step wrote what is there now.
+            self._begin(possible, self.last_step + 1)
             good = True
         finally:
             for copy in within:
-                ended(copy, good)
+                self._events.copy_ended(copy, good)
 
     def _apply(self, step: Step) -> None:
         self.last_step = step.number
         for handle in step.removed:
-            self._running.remove(handle)
+            self._sequences.remove(handle)
             self._counts.pop(handle, None)
             self._eviction.remove(handle)
-        for joining in step.joining:
-            sequence = self._running.add(joining)
+        for new in step.new_sequences:
+            sequence = self._sequences.add(new)
             self._eviction.add(sequence)
-            if joining.sampling.penalises:
-                self._counts[joining.sequence] = self._count(sequence)
-        for growth in step.growth:
-            self._running.grow(growth.sequence, growth.group, growth.slots)
+            if new.sampling.penalises:
+                self._counts[new.sequence] = self._count(sequence)
+        for update in step.table_updates:
+            self._sequences.grow(update.sequence, update.group, update.slots)
         # More than once when very many join together.
-        while self._running.rows > len(self._last_tokens):
+        while self._sequences.rows > len(self._last_tokens):
             self._last_tokens = torch.cat([self._last_tokens, torch.zeros_like(self._last_tokens)])
 
-    def _count(self, sequence: Running) -> TokenCounts:
+    def _count(self, sequence: SequenceState) -> TokenCounts:
         tokens = to_device(sequence.tokens, self.model.device)
         return TokenCounts.of(tokens[: sequence.num_prompt], tokens[sequence.num_prompt :], self.model.vocab_size)
 
-    def _begin(
-        self, copies: Sequence[Copy], step: int, ended: Ended, prepared: Callable[[], None] = lambda: None
-    ) -> float:
-        """Begins copies in their order; those within the device have run when it returns the seconds that it waited."""
+    def _begin(self, copies: Sequence[Copy], step: int) -> float:
+        """Begins copies in their order, and waits for copies within the device; returns the seconds that it waited."""
         waited, begun = 0.0, 0
         try:
             for within, members in groupby(copies, key=lambda copy: copy.within_device):
                 run = list(members)
                 if within:
                     if self.tiers.busy:
-                        waited += self._wait(*_places(run), prepared)
+                        waited += self._wait(*_slots_of(run))
                     self._copy(run, step)
                 else:
                     for copy in run:
                         if copy.target_tier is Tier.DEVICE:
                             self.pools.mark_written(copy.group, [copy.target], step)
-                    self.tiers.begin(run, ended)
+                    self.tiers.begin(run, self._events.copy_ended)
                 begun += len(run)
         except Exception:
             for copy in copies[begun:]:
                 if not copy.within_device:
-                    ended(copy, False)
+                    self._events.copy_ended(copy, False)
             raise
         return waited
 
-    def _wait(self, reads: Iterable[Place], writes: Iterable[Place], prepared: Callable[[], None]) -> float:
-        prepared()
+    def _wait(self, reads: Iterable[Place], writes: Iterable[Place]) -> float:
+        self._events.on_idle()
         return self.tiers.wait(reads, writes)
 
     def _copy(self, copies: Sequence[Copy], step: int) -> None:
@@ -248,26 +313,6 @@ class Runner:
                 targets = to_device([copy.target for copy in chosen], device)
                 copy_blocks(pool.k, pool.v, sources, targets)
                 self.pools.mark_written(group, [copy.target for copy in chosen], step)
-
-    def _compute(
-        self, sequences: Sequence[Running], counts: Sequence[int], work: Work, placed: Callable[[], None]
-    ) -> Choice | None:
-        """Runs the model and samples; what comes back can be read when the step is over."""
-        scores = self.model.forward.scores(work, self.pools, placed)
-        self._eviction.observe(sequences, counts, work.counted, scores.attention)
-        if not work.sampling:
-            return None
-        rows = [
-            Row(sequence.sampling, sequence.known - sequence.num_prompt, self._counts.get(sequence.handle))
-            for sequence in work.sampling
-        ]
-        choice = sample(scores.logits, rows, scores.best)
-        self._last_tokens.index_copy_(0, scores.targets, choice.ids)
-        for index, row in enumerate(rows):
-            if row.counts is not None:
-                row.counts.add(choice.ids[index : index + 1])
-        # Asked for here: after the next step is launched, it would wait for that one too.
-        return choice.on_host()
 
 
 def disjoint_runs(copies: Sequence[Copy]) -> list[list[Copy]]:
@@ -286,56 +331,56 @@ def disjoint_runs(copies: Sequence[Copy]) -> list[list[Copy]]:
     return runs
 
 
-def _places(copies: Sequence[Copy]) -> tuple[list[Place], list[Place]]:
-    """What copies within the device read and write."""
+def _slots_of(copies: Sequence[Copy]) -> tuple[list[Place], list[Place]]:
+    """The slots that copies within the device read and write."""
     reads = [(Tier.DEVICE, copy.group, copy.source) for copy in copies if copy.source]
     return reads, [(Tier.DEVICE, copy.group, copy.target) for copy in copies]
 
 
 def _joining_reads(step: Step, block_size: int) -> list[Place]:
-    """Blocks that sequences find computed when they join."""
+    """Blocks that sequences have computed when they join."""
     return [
         (Tier.DEVICE, group, slot)
-        for joining in step.joining
-        for group, table in enumerate(joining.tables)
-        for slot in table[: -(-joining.num_computed_tokens // block_size)]
+        for new in step.new_sequences
+        for group, table in enumerate(new.tables)
+        for slot in table[: -(-new.num_computed_tokens // block_size)]
     ]
 
 
-def _evicting_writes(step: Step, sequences: Sequence[Running]) -> list[Place]:
-    """Blocks in which sequences may move what they keep: policies go with one layer group."""
-    evicting = [one for one in sequences if one.policy is not None and (one.evicts or one.handle in step.evicting)]
+def _evicting_writes(step: Step, sequences: Sequence[SequenceState]) -> list[Place]:
+    """Blocks that sequences may move kept tokens to; models with policies have one layer group."""
     return [
         (Tier.DEVICE, 0, slot)
-        for one in evicting
-        for slot in (*one.tables[0].tolist(), *step.evicting.get(one.handle, ()))
+        for sequence in sequences
+        if sequence.policy is not None and (sequence.evicts or sequence.handle in step.evicting)
+        for slot in (*sequence.tables[0].tolist(), *step.evicting.get(sequence.handle, ()))
     ]
 
 
-def _written(work: Work) -> list[Place]:
+def _written(batch: HostBatch) -> list[Place]:
     """Blocks that get new tokens."""
-    groups = enumerate(np.unique(slots).tolist() for slots in work.written)
+    groups = enumerate(np.unique(slots).tolist() for slots in batch.written_slots)
     return [(Tier.DEVICE, group, slot) for group, slots in groups for slot in slots]
 
 
-def _collect(sequences: Sequence[Running], choice: Choice) -> list[Sampled]:
-    logprobs = _logprobs(sequences, choice)
+def _collect(sequences: Sequence[SequenceState], result: SampleResult) -> list[SampledToken]:
+    logprobs = _logprobs(sequences, result)
     sampled = []
-    for index, (sequence, token) in enumerate(zip(sequences, choice.ids.tolist(), strict=True)):
+    for index, (sequence, token) in enumerate(zip(sequences, result.ids.tolist(), strict=True)):
         # On a device that runs ahead, a sequence computes one more token before its stop is known here.
         if sequence.stopped:
             continue
         sequence.stopped = token in sequence.sampling.stop_token_ids
-        sampled.append(Sampled(sequence.handle, token, sequence.stopped, logprobs.get(index)))
+        sampled.append(SampledToken(sequence.handle, token, sequence.stopped, logprobs.get(index)))
     return sampled
 
 
-def _logprobs(sequences: Sequence[Running], choice: Choice) -> dict[int, Logprobs]:
-    if choice.logprobs is None or choice.top_ids is None or choice.top_logprobs is None:
+def _logprobs(sequences: Sequence[SequenceState], result: SampleResult) -> dict[int, Logprobs]:
+    if result.logprobs is None or result.top_ids is None or result.top_logprobs is None:
         return {}
-    columns: tuple[Tensor, ...] = (choice.logprobs, choice.top_ids, choice.top_logprobs)
-    result = {}
-    for row, chosen, ids, values in zip(choice.logprob_rows, *(column.tolist() for column in columns), strict=True):
+    columns: tuple[Tensor, ...] = (result.logprobs, result.top_ids, result.top_logprobs)
+    logprobs = {}
+    for row, chosen, ids, values in zip(result.logprob_rows, *(column.tolist() for column in columns), strict=True):
         count = sequences[row].sampling.num_logprobs or 0
-        result[row] = Logprobs(chosen, tuple(ids[:count]), tuple(values[:count]))
-    return result
+        logprobs[row] = Logprobs(chosen, tuple(ids[:count]), tuple(values[:count]))
+    return logprobs

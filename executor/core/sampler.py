@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.core.transfer import to_device, to_host
-from executor.step import Sampling
+from executor.step import Sampling, uniform
+from executor.transfer import to_device, to_host
 
-_MASK = (1 << 64) - 1
 # Of a sorted distribution, top-p seldom looks further than this; a row that does is sorted in full.
 _CANDIDATES = 512
-# Colder is no different, and what is 0 in float32 would divide 0.
-_COLDEST = 1e-30
+# Lower temperatures change nothing, and one that is 0 in float32 would divide 0.
+_LEAST_TEMPERATURE = 1e-30
 
 
 @dataclass
@@ -46,7 +45,7 @@ class TokenCounts:
 
 
 @dataclass(frozen=True)
-class Row:
+class SamplingRow:
     """One row to sample: output_position counts generated tokens from 0; counts only when the parameters penalise."""
 
     sampling: Sampling
@@ -55,7 +54,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SampleResult:
     """ids: [R] int64. For rows that asked for log-probabilities (their indices in `logprob_rows`): logprobs [L],
     top_ids and top_logprobs [L, N] with N the largest number asked for."""
 
@@ -65,33 +64,25 @@ class Choice:
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
 
-    def on_host(self) -> "Choice":
-        """The same, readable once the device has come this far."""
+    def on_host(self) -> "SampleResult":
+        """A copy on the host, readable once the device has come this far."""
         if self.logprobs is None or self.top_ids is None or self.top_logprobs is None:
-            return Choice(to_host(self.ids))
+            return SampleResult(to_host(self.ids))
         columns = map(to_host, (self.ids, self.logprobs, self.top_ids, self.top_logprobs))
         ids, logprobs, top_ids, top_logprobs = columns
-        return Choice(ids, self.logprob_rows, logprobs, top_ids, top_logprobs)
+        return SampleResult(ids, self.logprob_rows, logprobs, top_ids, top_logprobs)
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on nothing but its arguments (splitmix64)."""
-    z = (seed + (position + 1) * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return float((z ^ (z >> 31)) >> 11) / float(1 << 53)
-
-
-def sample(logits: Tensor, rows: Sequence[Row], best: Tensor | None = None) -> Choice:
+def sample(logits: Tensor, rows: Sequence[SamplingRow], best: Tensor | None = None) -> SampleResult:
     """logits: [R, V] of any float dtype, one row per entry of `rows`; overwritten.
 
-    best: [R] int64, the ids of the largest logits, for whoever has them.
+    best: [R] int64, the ids of the largest logits, where they are known.
     """
     penalised = [index for index, row in enumerate(rows) if row.counts is not None]
     random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
     asked = tuple(index for index, row in enumerate(rows) if row.sampling.num_logprobs is not None)
     if best is not None and not (penalised or random or asked):
-        return Choice(best)
+        return SampleResult(best)
     logits = logits.float()
     if penalised:
         places = to_device(penalised, logits.device)
@@ -101,12 +92,12 @@ def sample(logits: Tensor, rows: Sequence[Row], best: Tensor | None = None) -> C
         places = to_device(random, logits.device)
         ids[places] = _draw(logits[places], [rows[index] for index in random])
     if not asked:
-        return Choice(ids)
+        return SampleResult(ids)
     places = to_device(asked, logits.device)
     logprobs = logits[places].log_softmax(-1)
     top = logprobs.topk(max(rows[index].sampling.num_logprobs or 0 for index in asked), -1)
     chosen = logprobs.gather(1, ids[places][:, None])[:, 0]
-    return Choice(ids, asked, chosen, top.indices, top.values)
+    return SampleResult(ids, asked, chosen, top.indices, top.values)
 
 
 def _best(logits: Tensor) -> Tensor:
@@ -114,22 +105,22 @@ def _best(logits: Tensor) -> Tensor:
     return logits.argmax(-1) if logits.is_cuda else torch.from_numpy(logits.numpy().argmax(-1))
 
 
-def _penalise(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def _penalise(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """logits: [P, V]. Returns the penalised ones."""
     counts = [row.counts for row in rows if row.counts is not None]
-    output = torch.stack([one.output for one in counts])
-    seen = torch.stack([one.prompt for one in counts]) | (output > 0)
+    output = torch.stack([each.output for each in counts])
+    seen = torch.stack([each.prompt for each in counts]) | (output > 0)
     repetition = _column([row.sampling.repetition_penalty for row in rows], logits)
     logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
     logits = logits - _column([row.sampling.frequency_penalty for row in rows], logits) * output
     return logits - _column([row.sampling.presence_penalty for row in rows], logits) * (output > 0)
 
 
-def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """logits: [P, V], temperatures above 0. Returns [P] int64 by inverting the cumulative distribution."""
-    # The best one taken off first, so that no temperature makes it overflow.
+    # The largest logit is subtracted first, so that no temperature makes it overflow.
     logits = logits - logits.amax(-1, keepdim=True)
-    logits /= _column([max(row.sampling.temperature, _COLDEST) for row in rows], logits)
+    logits /= _column([max(row.sampling.temperature, _LEAST_TEMPERATURE) for row in rows], logits)
     best = logits.new_zeros(len(rows), 1)
     least = torch.full_like(best, -torch.inf)
     with_min_p = [index for index, row in enumerate(rows) if row.sampling.min_p > 0]

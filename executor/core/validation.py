@@ -3,18 +3,16 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from executor.core.state import RunningSet, tokens_due
+from executor.core.state import SequenceTable, tokens_due
 from executor.errors import CapacityExceededError, InvalidStepError, StepOutOfOrderError, UnknownSequenceError
-from executor.step import Copy, Joining, Step, Tier
+from executor.step import Copy, NewSequence, Step, Tier
 from protos.kvcommon.eviction import Policy
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the model and the pools allow. num_blocks: slots of each layer group's pool. windows: attention window of
-    each, None for full attention.
-
-    lower_slots: per lower tier that there is, its slots in each layer group.
+    """Bounds of the model and the pools. num_blocks: slots per layer group on the device. windows: attention window per
+    layer group in tokens, None for full attention. lower_slots: slots per layer group of each lower tier that exists.
     """
 
     vocab_size: int
@@ -27,9 +25,9 @@ class Limits:
 
 @dataclass
 class _Future:
-    """One sequence as it will be after the step's diff. blocks: length of the table per layer group.
+    """A sequence as it will be after the step's diff. blocks: length of its block table per layer group.
 
-    kept: slots in use. prompt: tokens of the request's prompt. evicts: whether it has begun to.
+    kept: slots in use. prompt: tokens of the request's prompt. evicts: whether it has begun to evict.
     """
 
     computed: int
@@ -49,7 +47,7 @@ class _Future:
         return self.policy.kept_after(self.kept, self.computed, self.prompt)
 
 
-def check_step(step: Step, last_step: int, running: RunningSet, limits: Limits) -> None:
+def check_step(step: Step, last_step: int, sequences: SequenceTable, limits: Limits) -> None:
     """Raises the ExecutorError that names the field and the sequence at fault; changes nothing."""
     if step.number != last_step + 1:
         raise StepOutOfOrderError(
@@ -66,60 +64,60 @@ def check_step(step: Step, last_step: int, running: RunningSet, limits: Limits) 
             evicts=sequence.evicts,
             stopped=sequence.stopped,
         )
-        for sequence in running
+        for sequence in sequences
     }
     for handle in step.removed:
         if future.pop(handle, None) is None:
             raise _unknown("removed_sequences", handle)
-    for joining in step.joining:
-        if joining.sequence in future:
-            raise _invalid("new_sequences.sequence", joining.sequence, "is already in the running set")
-        _check_joining(joining, limits)
-        future[joining.sequence] = _Future(
-            computed=joining.num_computed_tokens,
-            known=len(joining.token_ids),
-            blocks=[len(table) for table in joining.tables],
-            kept=joining.num_computed_tokens,
-            prompt=joining.num_prompt_tokens,
-            policy=joining.policy,
+    for new in step.new_sequences:
+        if new.sequence in future:
+            raise _invalid("new_sequences.sequence", new.sequence, "is already in the running set")
+        _check_new(new, limits)
+        future[new.sequence] = _Future(
+            computed=new.num_computed_tokens,
+            known=len(new.token_ids),
+            blocks=[len(table) for table in new.tables],
+            kept=new.num_computed_tokens,
+            prompt=new.num_prompt_tokens,
+            policy=new.policy,
         )
-    _check_growth(step, future, limits)
+    _check_tables(step, future, limits)
     _check_evicting(step, future, limits)
     check_copies(step.copies, limits)
     _check_work(step, future, limits)
 
 
-def _check_joining(joining: Joining, limits: Limits) -> None:
-    handle, known = joining.sequence, len(joining.token_ids)
+def _check_new(new: NewSequence, limits: Limits) -> None:
+    handle, known = new.sequence, len(new.token_ids)
     if not known:
         raise _invalid("new_sequences.token_ids", handle, "must not be empty")
-    compacted = joining.policy is not None and joining.policy.compacted
+    compacted = new.policy is not None and new.policy.compacted
     if known > limits.max_positions and not compacted:
         raise _invalid("new_sequences.token_ids", handle, f"are {known}, the model takes {limits.max_positions}")
-    if max(joining.token_ids) >= limits.vocab_size:
+    if max(new.token_ids) >= limits.vocab_size:
         raise _invalid("new_sequences.token_ids", handle, f"must be below {limits.vocab_size}")
-    if joining.num_computed_tokens >= known:
+    if new.num_computed_tokens >= known:
         raise _invalid("new_sequences.num_computed_tokens", handle, f"must be below the {known} tokens known")
-    if not 1 <= joining.num_prompt_tokens <= known:
+    if not 1 <= new.num_prompt_tokens <= known:
         raise _invalid("new_sequences.num_prompt_tokens", handle, f"must be from 1 to the {known} tokens known")
-    if len(joining.tables) != len(limits.windows):
+    if len(new.tables) != len(limits.windows):
         raise _invalid("new_sequences.block_tables", handle, f"must be {len(limits.windows)}, one per layer group")
-    for slots, window, num_blocks in zip(joining.tables, limits.windows, limits.num_blocks, strict=True):
+    for slots, window, num_blocks in zip(new.tables, limits.windows, limits.num_blocks, strict=True):
         # Blocks before this one are out of every later token's sight.
-        needed = 0 if window is None else max(0, joining.num_computed_tokens - window + 1) // limits.block_size
+        needed = 0 if window is None else max(0, new.num_computed_tokens - window + 1) // limits.block_size
         _check_slots("new_sequences.block_tables.slots", handle, slots, num_blocks, null_until=needed)
-        if len(slots) * limits.block_size < joining.num_computed_tokens:
+        if len(slots) * limits.block_size < new.num_computed_tokens:
             raise _invalid("new_sequences.block_tables.slots", handle, "do not cover the computed tokens")
 
 
-def _check_growth(step: Step, future: dict[int, _Future], limits: Limits) -> None:
-    for growth in step.growth:
-        if growth.sequence not in future:
-            raise _unknown("table_sequences", growth.sequence)
-        if growth.group >= len(limits.windows):
-            raise _invalid("table_groups", growth.sequence, f"must be below {len(limits.windows)}")
-        _check_slots("table_slots", growth.sequence, growth.slots, limits.num_blocks[growth.group])
-        future[growth.sequence].blocks[growth.group] += len(growth.slots)
+def _check_tables(step: Step, future: dict[int, _Future], limits: Limits) -> None:
+    for update in step.table_updates:
+        if update.sequence not in future:
+            raise _unknown("table_sequences", update.sequence)
+        if update.group >= len(limits.windows):
+            raise _invalid("table_groups", update.sequence, f"must be below {len(limits.windows)}")
+        _check_slots("table_slots", update.sequence, update.slots, limits.num_blocks[update.group])
+        future[update.sequence].blocks[update.group] += len(update.slots)
 
 
 def _check_evicting(step: Step, future: dict[int, _Future], limits: Limits) -> None:

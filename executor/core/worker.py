@@ -2,47 +2,25 @@
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
 
 import structlog
 import torch
 
 from executor import metrics
-from executor.core.arrivals import Arrivals
-from executor.core.runner import Pending, Runner
+from executor.core.outbox import Outbox, Session
+from executor.core.runner import LaunchedStep, Runner
 from executor.errors import ExecutorError, StepFailedError
-from executor.step import Copy, Outcome, Step, Tier
+from executor.step import Copy, Step
 from protos.rpc.errors import ServiceError
 
 log = structlog.get_logger()
 
-# How long an answer waits for copies to end: so long its scheduler hears nothing else.
+# How long a step that only waits for onloads may keep its scheduler waiting.
 AWAIT_SECONDS = 0.02
-# And a process that stops for those that run.
+# How long a process that stops waits for copies in flight.
 STOP_SECONDS = 5.0
-# Steps whose times are kept.
-KEPT_STEPS = 64
-
-# Answers of a session: the number of its first step, then outcomes; an error or None as the last one.
-Answer = int | Outcome | ServiceError | None
-
-
-@dataclass(eq=False)
-class Session:
-    """One scheduler's stream. `deliver` may be called from any thread; after `closed` no step is run."""
-
-    deliver: Callable[[Answer], None]
-    closed: bool = False
-    arrivals: Arrivals = field(default_factory=Arrivals)
-
-    def end(self, error: ServiceError) -> None:
-        """Ends it with an error, once."""
-        if not self.closed:
-            self.closed = True
-            self.deliver(error)
 
 
 @dataclass(frozen=True)
@@ -72,33 +50,28 @@ class _Stop:
 
 
 class Worker:
-    """Runs steps strictly in order; on a device that runs ahead, step n+1 is launched before n is waited for.
+    """Runs steps strictly in order; on a device that runs ahead, step n+1 is launched before step n is waited for.
 
-    On others the outcome of step n is told when step n+1 begins to compute, as telling it takes the interpreter that
-    prepares the next step; at once if there is no next step.
-
-    `confirm(done, failed)` takes the tickets of all copies, in any thread; `device_lost` is called when nothing can run
-    any more.
+    On other devices the output of step n is delivered when step n+1 begins to compute, or at once without a next step.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        confirm: Callable[[tuple[int, ...], tuple[int, ...]], None],
-        device_lost: Callable[[], None],
-    ) -> None:
+    def __init__(self, runner: Runner, outbox: Outbox, device_lost: Callable[[], None]) -> None:
+        """outbox: also takes the runner's events. device_lost: called when the device can run nothing any more."""
         self.runner = runner
-        self._confirm = confirm
+        self._outbox = outbox
         self._device_lost = device_lost
         self._queue: queue.SimpleQueue[_Open | _Run | _Close | _Transfer | _Stop] = queue.SimpleQueue()
-        # Launched and not waited for; computed and not told.
-        self._pending: tuple[Session, Pending] | None = None
-        self._outcome: tuple[Session, Outcome] | None = None
-        # Which turn of its loop the thread is in, and for which session; None while it waits for work.
+        # The step that was launched and not waited for.
+        self._launched: tuple[Session, LaunchedStep] | None = None
+        # The turn of the thread's loop, and its session; None while the thread waits for work.
         self._turn: tuple[int, Session | None] | None = None
         self._turns = 0
-        self._step_seconds: deque[float] = deque(maxlen=KEPT_STEPS)
         self._thread = threading.Thread(target=self._work, name="device", daemon=True)
+
+    @property
+    def last_step(self) -> int:
+        """Number of the newest step that has begun. From any thread."""
+        return self.runner.last_step
 
     def start(self) -> None:
         """Starts the thread."""
@@ -128,8 +101,8 @@ class Worker:
 
     @property
     def longest_step(self) -> float | None:
-        """Seconds that the longest of the last steps took; None before the first one. From any thread."""
-        return max(self._step_seconds.copy(), default=None)
+        """Seconds of the longest of the last steps; None before the first one. From any thread."""
+        return self._outbox.longest_step
 
     @property
     def is_abandoned(self) -> bool:
@@ -138,7 +111,7 @@ class Worker:
         return turn is not None and turn[1] is not None and turn[1].closed
 
     def open(self, session: Session) -> None:
-        """Empties the running set for a session; delivers the number that its first step must carry."""
+        """Removes all sequences for a new session; delivers the number that its first step must carry."""
         self._queue.put(_Open(session))
 
     def submit(self, session: Session, step: Step) -> None:
@@ -150,29 +123,28 @@ class Worker:
         self._queue.put(_Close(session, error))
 
     def transfer(self, copies: tuple[Copy, ...]) -> None:
-        """Begins copies of nobody's, behind all steps submitted before; confirms each when it has ended."""
+        """Begins copies that no session asked for, behind all steps submitted before; confirms each ended copy."""
         self._queue.put(_Transfer(copies))
 
     def give_up(self, tickets: tuple[int, ...]) -> None:
         """Reports copies that will not run. From any thread."""
-        if tickets:
-            self._confirm((), tickets)
+        self._outbox.give_up(tickets)
 
     def _work(self) -> None:
         if self.runner.overlaps:
-            # A thread's own choice; Triton launches where it points.
+            # A setting of the thread; Triton launches on this device.
             torch.cuda.set_device(self.runner.model.device)
         while True:
-            pending = self._pending or self._outcome
-            if pending is None:
+            waiting = self._launched[0] if self._launched is not None else self._outbox.session
+            if waiting is None:
                 self._turn = None
             try:
-                job = self._queue.get() if pending is None else self._queue.get_nowait()
+                job = self._queue.get() if waiting is None else self._queue.get_nowait()
             except queue.Empty:
-                self._begin(pending and pending[0])
+                self._begin(waiting)
                 self._finish()
                 continue
-            self._begin(job.session if isinstance(job, _Run) else pending and pending[0])
+            self._begin(job.session if isinstance(job, _Run) else waiting)
             match job:
                 case _Run(session, step):
                     self._run(session, step)
@@ -201,8 +173,9 @@ class Worker:
         if session.closed:
             self.give_up(step.tickets)
             return
+        self._outbox.expect(session, step.copies)
         try:
-            launched = self.runner.launch(step, self._tell, partial(self._ended, session))
+            launched = self.runner.launch(step)
         except ExecutorError as error:
             self._finish()
             session.end(error)
@@ -211,66 +184,39 @@ class Worker:
         except Exception as error:  # The thread's outermost border: one bad step must not take the process with it.
             self._finish()
             self._fail(session, step.number, error)
-            # The others are told of one by one.
-            self.give_up(tuple(copy.ticket for copy in step.copies if copy.within_device))
+            # The runner reports the other copies.
+            self.give_up(step.tickets_within_device)
             return
         self._finish()
-        self._pending = (session, launched)
-        if step.copies:
-            session.arrivals.expect(sum(_arrives(copy) for copy in step.copies))
+        self._launched = (session, launched)
         if step.awaits_copies and not launched.num_tokens:
-            session.arrivals.wait(AWAIT_SECONDS)
+            session.onloads.wait(AWAIT_SECONDS)
         if not self.runner.overlaps:
             self._collect()
 
     def _transfer(self, copies: tuple[Copy, ...]) -> None:
         try:
-            self.runner.transfer(copies, partial(self._ended, None))
-        except Exception:  # As in _run; all of them were told of.
+            self.runner.transfer(copies)
+        except Exception:  # As in _run; the runner has reported all copies.
             log.exception("copies failed")
 
-    def _ended(self, session: Session | None, copy: Copy, good: bool) -> None:
-        if session is not None and _arrives(copy):
-            session.arrivals.ended(copy.ticket, good)
-        self._confirm((copy.ticket,) if good else (), () if good else (copy.ticket,))
-
     def _finish(self) -> None:
-        """Waits for what was launched and tells it."""
+        """Waits for the launched step and delivers its output."""
         self._collect()
-        self._tell()
+        self._outbox.on_idle()
 
     def _collect(self) -> None:
-        if self._pending is None:
+        if self._launched is None:
             return
-        (session, launched), self._pending = self._pending, None
+        (session, launched), self._launched = self._launched, None
         try:
-            outcome = launched.result()
+            output = launched.result()
         except Exception as error:  # As above: errors of an asynchronous device surface here.
-            self._fail(session, launched.number, error)
-            self.give_up(launched.tickets)
+            step = launched.scheduled.step
+            self._fail(session, step.number, error)
+            self.give_up(step.tickets_within_device)
             return
-        self._outcome = (session, outcome)
-
-    def _tell(self) -> None:
-        if self._outcome is None:
-            return
-        (session, outcome), self._outcome = self._outcome, None
-        metrics.STEP_SECONDS.observe(outcome.compute_time)
-        if outcome.num_tokens:
-            self._step_seconds.append(outcome.compute_time)
-        metrics.IDLE_SECONDS.inc(max(outcome.idle_time, 0))
-        metrics.TOKENS.inc(outcome.num_tokens)
-        metrics.SAMPLED.inc(len(outcome.sampled))
-        if not session.closed:
-            session.deliver(self._with_arrivals(session, outcome))
-        if outcome.tickets:
-            self._confirm(outcome.tickets, ())
-
-    def _with_arrivals(self, session: Session, outcome: Outcome) -> Outcome:
-        (copied, failed), times = session.arrivals.take(), self.runner.tiers.block_times
-        if not copied and not failed and not times:
-            return outcome
-        return replace(outcome, copied=copied, failed=failed, block_times=dict(times))
+        self._outbox.hold(session, output)
 
     def _fail(self, session: Session, step: int, error: Exception) -> None:
         metrics.FAILED_STEPS.inc()
@@ -283,8 +229,3 @@ class Worker:
             except RuntimeError:
                 log.exception("device lost")
                 self._device_lost()
-
-
-def _arrives(copy: Copy) -> bool:
-    """Whether a session waits for it."""
-    return copy.target_tier is Tier.DEVICE and not copy.within_device

@@ -1,4 +1,9 @@
-"""Eviction of whole blocks between a start and a recent area, as in OpenVINO GenAI's cache eviction."""
+"""Eviction of whole blocks between a start and a recent area, as in OpenVINO GenAI's cache eviction.
+
+KVCrush (Jha et al. 2025; as OpenVINO GenAI does it) keeps some blocks for their difference: a block is the pattern of
+its tokens that matter. Of the blocks about to be evicted, it spares some at different distances from one pattern, the
+anchor.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from executor.eviction.kvcrush import anchor_of, distances, important, spared
-from executor.eviction.policy import Attention, Contents, Evictor, Space
-from executor.eviction.random_choice import source
-from executor.eviction.ranked import rest
-from executor.eviction.scores import Sums, share
-from kernels.cpu_decoder.launch import Totals
-from protos.kvcommon.eviction import Kind, KvCrush, Policy
+from executor.eviction.base import Evictor, KvShape, KvView
+from executor.eviction.scoring import SlotScores, complement, generator, share
+from kernels.scores import ScoreAccumulator, SequenceScores
+from protos.kvcommon.eviction import Anchor, Kind, KvCrush, Policy
 
 # Tokens over which the maximum of scores is taken.
 POOLED = 7
@@ -26,9 +28,9 @@ class Blocks(Evictor):
 
     ordered: ClassVar[bool] = True
 
-    def __init__(self, policy: Policy, space: Space, pooled: int = POOLED) -> None:
+    def __init__(self, policy: Policy, shape: KvShape, pooled: int = POOLED) -> None:
         """pooled: tokens over which the maximum of scores is taken."""
-        super().__init__(policy, space)
+        super().__init__(policy, shape)
         self.pooled = pooled
         self._slots = 0
 
@@ -37,20 +39,20 @@ class Blocks(Evictor):
         size = self.policy.block_size
         return range(self.policy.start // size, slots // size - self.policy.recent // size)
 
-    def keep(self, contents: Contents, count: int) -> Tensor:
+    def keep(self, view: KvView, count: int) -> Tensor:
         """[L, 1, count] int64, ascending. Raises ValueError for anything but whole evictable blocks."""
-        slots, size = contents.positions.shape[-1], self.policy.block_size
+        slots, size = view.positions.shape[-1], self.policy.block_size
         blocks, more = divmod(slots - count, size)
         area = self.evictable(slots)
         if more or blocks > len(area):
             raise ValueError(f"cannot evict {slots - count} tokens in blocks of {size} out of {len(area)} blocks")
         self._slots = slots
-        gone = torch.empty(self.space.layers, 0, dtype=torch.int64, device=self.space.device)
+        gone = torch.empty(self.shape.layers, 0, dtype=torch.int64, device=self.shape.device)
         if blocks:
-            gone = area.start + self.least(contents, area, blocks)
+            gone = area.start + self.least(view, area, blocks)
         return without(gone, slots, size)[:, None]
 
-    def mass(self, index: Tensor) -> float | None:
+    def kept_mass(self, index: Tensor) -> float | None:
         """Share of the scores behind the start area; of the slots that there were when `keep` was asked."""
         return share(self.scores(self._slots)[:, None], index)
 
@@ -60,13 +62,13 @@ class Blocks(Evictor):
         ...
 
     @abstractmethod
-    def least(self, contents: Contents, area: range, count: int) -> Tensor:
+    def least(self, view: KvView, area: range, count: int) -> Tensor:
         """[L, count] int64: which blocks of the area go, as their numbers within it."""
         ...
 
-    def tracked(self, attention: Attention) -> Tensor:
+    def tracked(self, scores: SequenceScores) -> Tensor:
         """[L, 1, n] float32: attention of a layer to the n tokens behind the start area, summed over heads."""
-        return attention.weights[..., self.policy.start :].sum(1, keepdim=True)
+        return scores.weights[..., self.policy.start :].sum(1, keepdim=True)
 
     def of_blocks(self, values: Tensor, area: range) -> Tensor:
         """[L, blocks of the area, B] of values [L, slots]."""
@@ -77,58 +79,58 @@ class Blocks(Evictor):
 class Areas(Blocks):
     """Ranks blocks by attention, summed (SUM) and divided by the queries that saw a token (NORM_SUM)."""
 
-    def __init__(self, policy: Policy, space: Space, pooled: int = POOLED) -> None:
-        super().__init__(policy, space, pooled)
-        self._sums = Sums(space, 1)
+    def __init__(self, policy: Policy, shape: KvShape, pooled: int = POOLED) -> None:
+        super().__init__(policy, shape, pooled)
+        self._sums = SlotScores(shape, 1)
         # Place of the first query that counted; all later ones do.
         self._first: int | None = None
 
-    def totals(self, slots: int) -> Totals:
+    def accumulator(self, slots: int) -> ScoreAccumulator:
         """The sums, which are pooled."""
-        return Totals(self._sums.room(slots), self.policy.start, max(1, self.pooled))
+        return ScoreAccumulator(self._sums.room(slots), self.policy.start, max(1, self.pooled))
 
-    def observe(self, attention: Attention | None, new: int) -> None:
+    def observe(self, scores: SequenceScores | None, new: int) -> None:
         """Adds the step's scores, pooled."""
         del new
-        if attention is None:
+        if scores is None:
             return
         if self._first is None:
-            if not attention.rows:
+            if not scores.rows:
                 return
             # Nothing is evicted before, so slots are places.
-            self._first = attention.weights.shape[-1] - attention.rows
-        if not attention.added:
-            self._sums.add(pool(self.tracked(attention), self.pooled), self.policy.start)
+            self._first = scores.weights.shape[-1] - scores.rows
+        if scores.accumulator is None:
+            self._sums.add(pool(self.tracked(scores), self.pooled), self.policy.start)
 
-    def follow(self, index: Tensor) -> None:
+    def reindex(self, index: Tensor) -> None:
         """Takes the sums along."""
-        self._sums.follow(index[:, :1])
+        self._sums.reindex(index[:, :1])
 
     def scores(self, slots: int) -> Tensor:
         """[L, slots] float32."""
         return self._sums.values(slots)[:, 0]
 
-    def counts(self, contents: Contents) -> Tensor:
+    def counts(self, view: KvView) -> Tensor:
         """[L, T] int64: counted queries that saw each token."""
-        return contents.computed - contents.positions[:, 0].clamp(min=self._first or 0)
+        return view.computed - view.positions[:, 0].clamp(min=self._first or 0)
 
-    def least(self, contents: Contents, area: range, count: int) -> Tensor:
+    def least(self, view: KvView, area: range, count: int) -> Tensor:
         """[L, count] int64: the blocks with the lowest scores; of equal ones the first."""
-        scores = self.scores(contents.positions.shape[-1])
-        values = scores / self.counts(contents) if self.policy.kind is Kind.NORM_SUM else scores
+        scores = self.scores(view.positions.shape[-1])
+        values = scores / self.counts(view) if self.policy.kind is Kind.NORM_SUM else scores
         order = self.of_blocks(values, area).sum(-1).sort(dim=-1, stable=True).indices
         crush = self.policy.crush
         if crush is None:
             return order[:, :count]
         going = order[:, : count + crush.budget].sort(dim=-1).values
-        return self._crushed(going, self.of_blocks(scores, area), crush, contents.computed)
+        return self._crushed(going, self.of_blocks(scores, area), crush, view.computed)
 
     def _crushed(self, going: Tensor, scores: Tensor, crush: KvCrush, computed: int) -> Tensor:
         """[L, n - budget]: what is left of the blocks about to go, [L, n] ascending. scores: [L, N, B]."""
         bits = important(scores.flatten(1)).view_as(scores)
-        anchor = anchor_of(crush.anchor, bits, source(self.policy, computed))
+        anchor = anchor_of(crush.anchor, bits, generator(self.policy, computed))
         kept = spared(distances(bits, anchor).gather(-1, going), crush.budget)
-        return going.gather(-1, rest(kept, going.shape[-1]))
+        return going.gather(-1, complement(kept, going.shape[-1]))
 
 
 def pool(values: Tensor, width: int) -> Tensor:
@@ -141,7 +143,41 @@ def pool(values: Tensor, width: int) -> Tensor:
 def without(gone: Tensor, slots: int, size: int) -> Tensor:
     """[.., slots - n * size] int64, ascending: slots of what stays when whole blocks go, [.., n]; the last one may be
     partly filled. On a CPU, raises RuntimeError for a block that there is not."""
-    blocks = rest(gone, slots // size)
+    blocks = complement(gone, slots // size)
     kept = (blocks[..., None] * size + torch.arange(size, device=gone.device)).flatten(-2)
     tail = torch.arange(slots - slots % size, slots, device=gone.device)
     return torch.cat([kept, tail.expand(*kept.shape[:-1], -1)], dim=-1)
+
+
+def important(scores: Tensor) -> Tensor:
+    """[L, n] bool: the half of the tokens with the higher scores, [L, n]; of equal ones the later."""
+    order = scores.sort(dim=-1, stable=True).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order[..., scores.shape[-1] // 2 :], True)
+
+
+def anchor_of(kind: Anchor, bits: Tensor, generator: torch.Generator) -> Tensor:
+    """[L, B] bool: the pattern that blocks are compared with. bits: [L, N, B] bool, a pattern per block."""
+    shape, device = (bits.shape[0], bits.shape[-1]), bits.device
+    match kind:
+        case Anchor.ZEROS:
+            return torch.zeros(shape, dtype=torch.bool, device=device)
+        case Anchor.ONES:
+            return torch.ones(shape, dtype=torch.bool, device=device)
+        case Anchor.ALTERNATING:
+            return (torch.arange(shape[1], device=device) % 2 == 1).expand(shape)
+        case Anchor.MEAN:
+            return bits.float().mean(1) > 0.5
+        case Anchor.RANDOM:
+            return (torch.rand(shape, generator=generator) < 0.5).to(device)
+
+
+def distances(bits: Tensor, anchor: Tensor) -> Tensor:
+    """[L, N] int64: in how many tokens each block of bits [L, N, B] differs from the anchor [L, B] (Hamming)."""
+    return (bits != anchor[:, None]).sum(-1)
+
+
+def spared(apart: Tensor, budget: int) -> Tensor:
+    """[L, min(budget, n)] int64: which of n blocks stay, spread over their distances [L, n] from the first on."""
+    count = apart.shape[-1]
+    budget = min(budget, count)
+    return apart.sort(dim=-1, stable=True).indices[..., :: count // budget][..., :budget]

@@ -1,4 +1,4 @@
-"""Carries out what policies say: evicts before a sequence computes more, and shows policies its attention then."""
+"""Carries out eviction policies: evicts before a sequence computes more tokens, and passes on its scores afterwards."""
 
 from __future__ import annotations
 
@@ -10,23 +10,52 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from executor.batch import ScoredSequence, SequenceState
 from executor.cache.pool import KvPools
-from executor.core.state import Running
-from executor.eviction.policy import Attention, Contents, Evictor, Space, counted_rows
-from executor.eviction.registry import evictor
-from executor.eviction.rotation import turns
-from executor.models.attention_counts import Counted
+from executor.eviction.areas import Areas
+from executor.eviction.base import Evictor, KvShape, KvView, scored_rows
+from executor.eviction.policies import (
+    H2O,
+    AverageAttention,
+    KeyDiff,
+    Knorm,
+    Last,
+    RandomTokens,
+    RoCo,
+    SlidingWindow,
+    SnapKV,
+    Tova,
+)
+from executor.eviction.rkv import AdaptiveRkv
 from executor.step import Evicted
 from kernels.compact_kv.launch import compact_kv
 from kernels.rotate_keys.launch import rotate_keys
+from kernels.scores import SequenceScores
+from protos.kvcommon.eviction import Kind
+
+EVICTORS: dict[Kind, type[Evictor]] = {
+    Kind.SLIDING_WINDOW: SlidingWindow,
+    Kind.SUM: Areas,
+    Kind.NORM_SUM: Areas,
+    Kind.ADAPTIVE_RKV: AdaptiveRkv,
+    Kind.SNAPKV: SnapKV,
+    Kind.H2O: H2O,
+    Kind.TOVA: Tova,
+    Kind.ROCO: RoCo,
+    Kind.AVERAGE: AverageAttention,
+    Kind.KEYDIFF: KeyDiff,
+    Kind.KNORM: Knorm,
+    Kind.LAST: Last,
+    Kind.RANDOM: RandomTokens,
+}
 
 
 @dataclass(eq=False)
-class Kept:
-    """A policy's state, and which tokens a sequence kept when it last evicted; behind them are those from `since` on.
+class EvictionState:
+    """A sequence's policy, and which tokens it kept when it last evicted; behind them are the tokens from `since` on.
 
-    positions: [1 or L, 1 or Hkv, T] int64, each slot's token by its place in the whole sequence. angles: likewise, what
-    its key is rotated to when positions are compacted. prompt: tokens of the request's prompt.
+    positions: [1 or L, 1 or Hkv, T] int64, each slot's token by its position in the sequence. angles: likewise, the
+    position that its key is rotated to when positions are compacted. prompt: tokens of the request's prompt.
     """
 
     evictor: Evictor
@@ -37,132 +66,129 @@ class Kept:
 
 
 class TokenEviction:
-    """Of one executor. What evicts has one layer group: policies are checked for that."""
+    """The token eviction of one executor. Only models with one layer group evict: policies are checked for that."""
 
     def __init__(self, pools: KvPools, frequencies: Tensor | None, device: torch.device) -> None:
-        """frequencies: [D / 2], radians per position; None when keys cannot be rotated."""
+        """frequencies: [D / 2] float32, radians per position; None when keys cannot be rotated again."""
         self._pools = pools
         self._frequencies = frequencies
         self._device = device
-        self._kept: dict[int, Kept] = {}
+        self._states: dict[int, EvictionState] = {}
 
     def clear(self) -> None:
         """Forgets all sequences."""
-        self._kept.clear()
+        self._states.clear()
 
     def remove(self, handle: int) -> None:
         """Forgets a sequence."""
-        self._kept.pop(handle, None)
+        self._states.pop(handle, None)
 
-    def add(self, sequence: Running) -> None:
-        """A sequence that joins; nothing to do without a policy."""
+    def add(self, sequence: SequenceState) -> None:
+        """Takes a sequence that joins; does nothing without a policy."""
         if sequence.policy is None:
             return
         layers, _, _, heads, _ = self._pools.pools[0].k.shape
         nothing = torch.zeros(1, 1, 0, dtype=torch.int64, device=self._device)
-        state = evictor(sequence.policy, Space(layers, heads, self._device))
-        self._kept[sequence.handle] = Kept(state, sequence.num_prompt, nothing, nothing)
+        evictor = EVICTORS[sequence.policy.kind](sequence.policy, KvShape(layers, heads, self._device))
+        self._states[sequence.handle] = EvictionState(evictor, sequence.num_prompt, nothing, nothing)
 
-    def counted(self, sequences: Sequence[Running], counts: Sequence[int]) -> list[Counted]:
-        """Whose attention policies want to see of a step that computes counts[i] tokens of sequences[i]."""
-        if not self._kept:
+    def scored(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[ScoredSequence]:
+        """Which scores policies want of a step that computes counts[i] tokens of sequences[i]."""
+        if not self._states:
             return []
-        counted = []
+        scored = []
         for index, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
-            kept = self._kept.get(sequence.handle)
-            if kept is not None:
-                rows = counted_rows(kept.evictor.policy, kept.prompt, sequence.computed, count)
+            state = self._states.get(sequence.handle)
+            if state is not None:
+                rows = scored_rows(state.evictor.policy, state.prompt, sequence.computed, count)
                 if rows:
-                    totals = kept.evictor.totals(sequence.kept + count)
-                    counted.append(Counted(index, rows, kept.evictor.uses_squares, totals))
-        return counted
+                    accumulator = state.evictor.accumulator(sequence.kept + count)
+                    scored.append(ScoredSequence(index, rows, state.evictor.uses_squares, accumulator))
+        return scored
 
     def observe(
-        self,
-        sequences: Sequence[Running],
-        counts: Sequence[int],
-        counted: Sequence[Counted],
-        attention: Sequence[Attention],
+        self, sequences: Sequence[SequenceState], counts: Sequence[int], scores: Sequence[SequenceScores]
     ) -> None:
-        """After that step: what was counted, in the order in which it was asked for."""
-        if not self._kept:
+        """After that step: the scores that the forward pass computed."""
+        if not self._states:
             return
-        seen = {entry.sequence: one for entry, one in zip(counted, attention, strict=True)}
+        seen = {entry.sequence: entry for entry in scores}
         with one_thread(self._device):
             for index, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
-                kept = self._kept.get(sequence.handle)
-                if kept is not None:
-                    kept.evictor.observe(seen.get(index), count)
+                state = self._states.get(sequence.handle)
+                if state is not None:
+                    state.evictor.observe(seen.get(index), count)
 
-    def evict(self, sequence: Running, table: tuple[int, ...] | None, step: int) -> Evicted | None:
-        """Before a sequence computes more: evicts what its policy says, if it says anything now.
+    def evict(self, sequence: SequenceState, table: tuple[int, ...] | None, step: int) -> Evicted | None:
+        """Before a sequence computes more tokens: evicts the tokens that its policy names, if any.
 
-        table: only the first time: the blocks that all that stays moves to, or () when it stays where it is.
+        table: only for its first eviction: the blocks that the kept tokens move to, or () when they stay.
         """
-        kept = self._kept.get(sequence.handle)
-        if kept is None or (table is None and not sequence.evicts):
+        state = self._states.get(sequence.handle)
+        if state is None or (table is None and not sequence.evicts):
             return None
         sequence.evicts = True
-        policy = kept.evictor.policy
-        count = policy.kept_after(sequence.kept, sequence.computed, kept.prompt)
+        count = state.evictor.policy.kept_after(sequence.kept, sequence.computed, state.prompt)
         if count == sequence.kept and not table:
             return None
         with one_thread(self._device):
-            return self._evict(sequence, kept, count, table, step)
+            return self._evict(sequence, state, count, table, step)
 
-    def _evict(self, sequence: Running, kept: Kept, count: int, table: tuple[int, ...] | None, step: int) -> Evicted:
-        policy = kept.evictor.policy
+    def _evict(
+        self, sequence: SequenceState, state: EvictionState, count: int, table: tuple[int, ...] | None, step: int
+    ) -> Evicted:
+        policy = state.evictor.policy
         evicted = sequence.kept - count
         positions = self._positions(sequence)
-        contents = Contents(self._everywhere(positions), sequence.computed, lambda: self._keys(sequence))
-        index = kept.evictor.keep(contents, count)
-        mass = kept.evictor.mass(index)
-        if not table and evicted == 1 and _fills_gap(kept.evictor, index):
-            # The next token takes the place of the one that goes: nothing moves.
-            sequence.hole = _gap(index)
-            positions[..., sequence.hole] = sequence.computed
-            kept.positions, kept.since = positions, sequence.computed + 1
+        view = KvView(self._everywhere(positions), sequence.computed, lambda: self._keys(sequence))
+        index = state.evictor.keep(view, count)
+        mass = state.evictor.kept_mass(index)
+        if not table and evicted == 1 and _may_reuse(state.evictor, index):
+            # The next token is stored in the evicted token's slot: nothing moves.
+            sequence.reuse_position = _missing(index)
+            positions[..., sequence.reuse_position] = sequence.computed
+            state.positions, state.since = positions, sequence.computed + 1
             sequence.kept = count
             return Evicted(sequence.handle, evicted, mass)
-        if not table and not kept.evictor.ordered:
+        if not table and not state.evictor.ordered:
             index = _in_place(index, sequence.kept)
         self._move(sequence, index, table, step)
         if table == () and policy.most_kept is not None:
-            # What lies behind is given back.
+            # The scheduler has released the blocks behind.
             sequence.tables[0] = sequence.tables[0][: -(-policy.most_kept // policy.block_size)]
-        kept.evictor.follow(self._everywhere(index))
-        kept.positions, kept.since = _take(positions, index), sequence.computed
+        state.evictor.reindex(self._everywhere(index))
+        state.positions, state.since = _take(positions, index), sequence.computed
         if policy.compacted:
-            self._rotate(sequence, kept, index)
+            self._rotate(sequence, state, index)
         sequence.kept = count
         return Evicted(sequence.handle, evicted, mass)
 
-    def positions(self, sequence: Running) -> Tensor:
-        """[L, Hkv, T] int64: which tokens a sequence's slots hold, by their place in the whole sequence."""
+    def positions(self, sequence: SequenceState) -> Tensor:
+        """[L, Hkv, T] int64: the tokens in a sequence's slots, by their position in the sequence."""
         return self._everywhere(self._positions(sequence))
 
-    def _positions(self, sequence: Running) -> Tensor:
-        kept = self._kept[sequence.handle]
-        return _longer(kept.positions, sequence.kept, kept.since - kept.positions.shape[-1])
+    def _positions(self, sequence: SequenceState) -> Tensor:
+        state = self._states[sequence.handle]
+        return _longer(state.positions, sequence.kept, state.since - state.positions.shape[-1])
 
     def _everywhere(self, values: Tensor) -> Tensor:
-        """[L, Hkv, n] of what may be alike in all layers or heads."""
+        """[L, Hkv, n] of values [1 or L, 1 or Hkv, n]."""
         layers, _, _, heads, _ = self._pools.pools[0].k.shape
         return values.expand(layers, heads, -1)
 
     def _flat(self, table: np.ndarray, slots: Tensor) -> Tensor:
-        """Places in the pool of slots of a table."""
+        """Indices into the pool, in tokens, of positions `slots` along a table of blocks."""
         size = self._pools.block_size
         blocks = torch.from_numpy(np.asarray(table, dtype=np.int64)).to(self._device)
         return blocks[slots // size] * size + slots % size
 
-    def _keys(self, sequence: Running) -> Tensor:
+    def _keys(self, sequence: SequenceState) -> Tensor:
         """[L, Hkv, T, D] of all slots in use."""
         pool, size = self._pools.pools[0], self._pools.block_size
         blocks = torch.from_numpy(sequence.tables[0][: -(-sequence.kept // size)].astype(np.int64)).to(self._device)
         return pool.k[:, blocks].flatten(1, 2)[:, : sequence.kept].transpose(1, 2)
 
-    def _move(self, sequence: Running, index: Tensor, table: tuple[int, ...] | None, step: int) -> None:
+    def _move(self, sequence: SequenceState, index: Tensor, table: tuple[int, ...] | None, step: int) -> None:
         """Slot i gets what slot index[.., i] holds; in another table, if there is one."""
         pool, before = self._pools.pools[0], sequence.tables[0]
         if table:
@@ -175,19 +201,19 @@ class TokenEviction:
             written = np.unique(self._flat(sequence.tables[0], targets).cpu().numpy() // self._pools.block_size)
             self._pools.mark_written(0, written, step)
 
-    def _rotate(self, sequence: Running, kept: Kept, index: Tensor) -> None:
-        """Turns keys to the place that their tokens have among those kept."""
+    def _rotate(self, sequence: SequenceState, state: EvictionState, index: Tensor) -> None:
+        """Rotates keys to the positions that their tokens have among the kept ones."""
         assert self._frequencies is not None
-        after, deltas = turns(_take(_longer(kept.angles, sequence.kept, 0), index))
+        after, deltas = rotation_deltas(_take(_longer(state.angles, sequence.kept, 0), index))
         slots = torch.arange(index.shape[-1], device=self._device).expand_as(index)
         flat = self._flat(sequence.tables[0], slots)
         rotate_keys(self._pools.pools[0].k, flat, deltas, self._frequencies)
-        kept.angles = after
+        state.angles = after
 
 
 @contextlib.contextmanager
 def one_thread(device: torch.device) -> Iterator[None]:
-    """On a CPU, waking torch's other threads takes longer than what is computed here, and the decoder has the cores."""
+    """One torch thread on a CPU: to wake the others takes longer than the work, and the decoder uses the cores."""
     threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -198,7 +224,7 @@ def one_thread(device: torch.device) -> Iterator[None]:
 
 
 def _longer(known: Tensor, slots: int, offset: int) -> Tensor:
-    """[.., slots]: `known`, and behind it each slot's number plus `offset`."""
+    """[.., slots]: `known`, then the number of each further slot plus `offset`."""
     more = torch.arange(known.shape[-1], slots, device=known.device) + offset
     return torch.cat([known, more.expand(*known.shape[:-1], -1)], dim=-1)
 
@@ -230,13 +256,22 @@ def _moved(index: Tensor) -> tuple[Tensor, Tensor]:
     return index.gather(-1, targets), targets
 
 
-def _fills_gap(state: Evictor, index: Tensor) -> bool:
-    """Whether a gap may stay until the next token fills it: the same one everywhere, and nobody looks at the order."""
-    policy = state.policy
+def _may_reuse(evictor: Evictor, index: Tensor) -> bool:
+    """Whether the next token may take the free slot: it is the same everywhere, and no policy looks at the order."""
+    policy = evictor.policy
     joint = index.shape[0] == index.shape[1] == 1
-    return joint and not state.ordered and not policy.uses_scores and not policy.compacted
+    return joint and not evictor.ordered and not policy.uses_scores and not policy.compacted
 
 
-def _gap(index: Tensor) -> int:
-    """The one slot that is not among those kept, [1, 1, n] ascending."""
+def _missing(index: Tensor) -> int:
+    """The only slot that is not kept. index: [1, 1, n] int64, ascending."""
     return int((index[0, 0] == torch.arange(index.shape[-1], device=index.device)).sum())
+
+
+def rotation_deltas(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions without gaps: those that the kept keys are rotated to, and how far back they turn; both like `angles`.
+
+    angles: [.., n] int64, the positions that they are rotated to now, in any order, all different.
+    """
+    after = angles.argsort(-1).argsort(-1)
+    return after, angles - after

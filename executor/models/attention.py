@@ -1,37 +1,33 @@
-"""The attention function that transformers calls in every layer, and what it needs of a step.
+"""Attention of a batch over the pools, and the attention function through which transformers calls it in every layer.
 
-transformers hands a model's extra keyword arguments down to its attention function: that is how a step's metadata
-reaches the layers, so that nothing here is shared between runners.
+transformers hands a model's extra keyword arguments down to its attention function. A step's metadata reaches the
+layers that way, so runners share nothing here.
 """
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from executor.batch import DeviceBatch, ScoredRows
+from executor.cache.pool import KvPools
 from executor.errors import FamilyError
+from kernels.attention_scores.launch import attention_scores
+from kernels.paged_attention.launch import AttentionArgs, PagedBatch, paged_attention
+from kernels.scores import SequenceScores
+from kernels.store_kv.launch import store_kv
 
 NAME = "kvkeep_paged"
-# What families hand down beside the named arguments, and what says nothing about which keys count and how much: where
-# a token stands is in its query and key by then, and dropout is for training.
+# Keyword arguments of families that change neither which keys count nor how much: positions are in query and key by
+# then, and dropout is for training.
 HARMLESS = {"logits_to_keep", "dropout", "position_ids", "cache_position", "position_embeddings", "use_cache"}
 
 
 class Layers(Protocol):
     """What a model call is given as `kvkeep_layers`."""
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
         """Stores key and value [T, Hkv, D], attends query [T, Hq, D]; returns [T, Hq, D], contiguous."""
         ...
 
@@ -68,12 +64,87 @@ def paged(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
+        AttentionArgs(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux),
     )
     return out[None], None
 
 
 AttentionInterface.register(NAME, paged)
+
+
+class PagedLayers:
+    """Attention of one batch over the pools; a model call gets it as `kvkeep_layers`."""
+
+    def __init__(self, pools: KvPools, batch: DeviceBatch) -> None:
+        self._pools = pools
+        self._batch = batch
+        self._scoring = ScoringAttention(batch.scored, len(pools.places))
+
+    def scores(self) -> tuple[SequenceScores, ...]:
+        """Of the batch's scored sequences, once all layers were computed."""
+        return self._scoring.result()
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
+        """Stores key and value [T, Hkv, D], then attends query [T, Hq, D]; returns [T, Hq, D]."""
+        group, k_cache, v_cache = self._pools.layer(layer)
+        store_kv(key, value, k_cache, v_cache, self._batch.slot_mappings[group])
+        return self._scoring.attend(layer, query, k_cache, v_cache, self._batch.paged[group], args)
+
+
+class ScoringAttention:
+    """Attention of one batch, layer by layer; keeps the softmax weights of its scored rows, if there are any."""
+
+    def __init__(self, scored: ScoredRows | None, layers: int) -> None:
+        self._scored = scored
+        self._layers = layers
+        # [L, S, Hkv, T] float32 each, made by the first layer.
+        self._sums: Tensor | None = None
+        self._squares: Tensor | None = None
+
+    def attend(
+        self, layer: int, query: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, args: AttentionArgs
+    ) -> Tensor:
+        """As paged_attention."""
+        if self._scored is None:
+            return paged_attention(query, k_cache, v_cache, batch, args)
+        rows, paged = self._scored.rows, self._scored.paged
+        if query.is_cuda:
+            # The kernel has the logarithms of the sums of all rows anyway.
+            every = torch.empty(query.shape[:2], device=query.device)
+            out = paged_attention(query, k_cache, v_cache, batch, args, lse=every)
+            chosen, lse = query[rows], every[rows]
+        else:
+            # A CPU computes them in a slower way that rounds differently: only for the scored rows.
+            out, chosen = paged_attention(query, k_cache, v_cache, batch, args), query[rows]
+            lse = torch.empty(chosen.shape[:2])
+            paged_attention(chosen, k_cache, v_cache, paged, args, lse=lse)
+        sums, squares = self._room(query.device, k_cache.shape[2])
+        layer_squares = None if squares is None else squares[layer]
+        attention_scores(chosen, k_cache, paged, lse, self._scored.counts, args, out=sums[layer], squares=layer_squares)
+        return out
+
+    def result(self) -> tuple[SequenceScores, ...]:
+        """One per scored sequence, once all layers were attended."""
+        if self._scored is None or self._sums is None:
+            return ()
+        return tuple(
+            SequenceScores(
+                weights=self._sums[:, index, :, :length],
+                squares=self._squares[:, index, :, :length] if entry.squares and self._squares is not None else None,
+                rows=entry.rows,
+                sequence=entry.sequence,
+            )
+            for index, (entry, length) in enumerate(
+                zip(self._scored.entries, self._scored.paged.host_seq_lens, strict=True)
+            )
+        )
+
+    def _room(self, device: torch.device, kv_heads: int) -> tuple[Tensor, Tensor | None]:
+        assert self._scored is not None
+        if self._sums is None:
+            entries = self._scored.entries
+            shape = (self._layers, len(entries), kv_heads, self._scored.paged.max_seq_len)
+            self._sums = torch.empty(shape, device=device)
+            if any(entry.squares for entry in entries):
+                self._squares = torch.empty_like(self._sums)
+        return self._sums, self._squares

@@ -6,25 +6,23 @@ Without a CUDA device the same functions run over the same buffers, and nothing 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import structlog
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from executor.batch import Batch, Work, pack, sent_bytes
-from executor.cache.pool import KvPools
-from executor.eviction.policy import Attention
-from executor.models.attention_counts import CountingAttention
-from executor.models.forward import Forward, Scores
-from executor.models.layers import LayerGroup
-from executor.models.llama import faster
-from kernels.cpu_decoder.launch import Weights
+from executor.batch import DeviceBatch, HostBatch, build_batch, sent_bytes
+from executor.cache.pool import KvPools, LayerGroup
+from executor.models.attention import ScoringAttention
+from executor.models.forward import ForwardOutput
+from kernels.paged_attention.batch import AttentionArgs
 from kernels.rms_norm.launch import rms_norm
 from kernels.rotary_store.launch import rotary_store
+from kernels.scores import SequenceScores
+from kernels.weights import Weights
 
 log = structlog.get_logger()
 
@@ -32,7 +30,7 @@ log = structlog.get_logger()
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
 
 
-class FusedLayers:
+class LlamaForward:
     """A model's layers over the caches of its pools: arguments in tensors, nothing kept between two calls.
 
     positions: longest sequence, in tokens.
@@ -51,15 +49,15 @@ class FusedLayers:
 
     def logits(
         self,
-        batch: Batch,
+        batch: DeviceBatch,
         caches: Sequence[tuple[Tensor, Tensor]],
         rows: Tensor | None,
-        counting: CountingAttention,
+        attention: ScoringAttention,
         out: Tensor | None = None,
     ) -> Tensor:
         """Stores keys and values in each layer's K and V; the logits of some rows, [R] int64, or of all: [R, V].
 
-        counting: attends, and keeps what the batch counts.
+        attention: attends, and keeps the scores that the batch asks for.
 
         The sum that runs through the layers is rounded where transformers rounds it.
         """
@@ -68,9 +66,9 @@ class FusedLayers:
         total = F.embedding(batch.ids(), self._embedding)
         normal = rms_norm(total, layers[0].input_norm, epsilon)
         for number, (layer, cache, next_norm) in enumerate(zip(layers, caches, next_norms, strict=True)):
-            attended = self._attend(number, normal, batch, cache, counting)
+            attended = self._attend(number, normal, batch, cache, attention)
             if rows is not None and layer is layers[-1]:
-                # From here on nobody asks for the others.
+                # The rest of the last layer computes only the rows whose logits are wanted.
                 attended, total = attended[rows], total[rows]
             normal = rms_norm(attended @ layer.out.t(), layer.post_norm, epsilon, residual=total)
             gate, up = (normal @ layer.gate_up.t()).chunk(2, -1)
@@ -78,7 +76,7 @@ class FusedLayers:
         return torch.mm(normal, self._weights.head.t(), out=out)
 
     def _attend(
-        self, number: int, normal: Tensor, batch: Batch, cache: tuple[Tensor, Tensor], counting: CountingAttention
+        self, number: int, normal: Tensor, batch: DeviceBatch, cache: tuple[Tensor, Tensor], attention: ScoringAttention
     ) -> Tensor:
         """[T, Hq D]."""
         weights, layer = self._weights, self._weights.layers[number]
@@ -90,12 +88,11 @@ class FusedLayers:
                 rms_norm(heads, norm, weights.epsilon, out=heads)
         slots = batch.slot_mappings[layer.group]
         rotary_store(query, key, value, self._cos, self._sin, batch.positions, slots, *cache)
-        window = self._windows[layer.group]
-        out = counting.attend(number, query, *cache, paged, scale=weights.attention_scale, window=window)
-        return out.flatten(1)
+        args = AttentionArgs(weights.attention_scale, self._windows[layer.group])
+        return attention.attend(number, query, *cache, paged, args).flatten(1)
 
 
-class Buffers:
+class GraphBuffers:
     """Where decoding steps over some pools find their inputs and leave their results.
 
     caches: per layer K and V. logits: [S, V], S the largest size. best: [S] int64. positions: of the longest sequence.
@@ -113,9 +110,9 @@ class Buffers:
         self._tables = [torch.zeros(sequences, blocks, dtype=torch.int32, device=device) for _ in range(groups)]
         self._sent = torch.zeros(sent_bytes(sequences, blocks, groups), dtype=torch.uint8, device=device)
 
-    def place(self, work: Work, size: int) -> Batch:
-        """Sends work of one token per sequence, padded to `size` of them; the same addresses for the same size."""
-        batch, paged = work.place(padded=size, into=self._sent), []
+    def to_device(self, host: HostBatch, size: int) -> DeviceBatch:
+        """Sends a batch of one token per sequence, padded to `size` sequences; equal sizes have equal addresses."""
+        batch, paged = host.to_device(padded=size, into=self._sent), []
         for fixed, one in zip(self._tables, batch.paged, strict=True):
             # Sent no wider than they must be, and spread out here.
             fixed[:size, : one.block_tables.shape[1]].copy_(one.block_tables)
@@ -124,62 +121,60 @@ class Buffers:
         return replace(batch, paged=tuple(paged))
 
 
-class CudaDecoder:
+class CudaGraphRunner:
     """A model's forward pass over the pools. positions: of the longest sequence."""
 
     def __init__(self, weights: Weights, groups: Sequence[LayerGroup], positions: int) -> None:
-        self._layers = FusedLayers(weights, groups, positions)
+        self._layers = LlamaForward(weights, groups, positions)
         self._positions = positions
         self._head = weights.head
-        self._buffers: Buffers | None = None
+        self._buffers: GraphBuffers | None = None
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     @torch.inference_mode()
-    def prepare(self, pools: KvPools, last_tokens: Tensor) -> None:
+    def warmup(self, pools: KvPools, last_tokens: Tensor) -> None:
         """Captures a decoding step of every size."""
         begin = time.perf_counter()
         buffers = self._bound(pools, last_tokens)
-        nothing = pack([], [], last_tokens, pools.block_size, len(pools.pools))
+        nothing = build_batch([], [], last_tokens, pools.block_size, len(pools.pools))
         # The largest first: the others find room in the memory that it took.
         for size in reversed(SIZES):
-            self._run(buffers, buffers.place(nothing, size), size)
+            self._run(buffers, buffers.to_device(nothing, size), size)
         log.info("ready to decode", graphs=len(self._graphs), seconds=round(time.perf_counter() - begin, 1))
 
     @torch.inference_mode()
-    def scores(self, work: Work, pools: KvPools, placed: Callable[[], None] = lambda: None) -> Scores:
+    def __call__(self, batch: HostBatch, pools: KvPools) -> ForwardOutput:
         """As in Forward."""
-        buffers, count = self._bound(pools, work.last_tokens), work.num_sequences
-        if not work.num_tokens == count <= SIZES[-1]:
-            batch = work.place()
-            placed()
-            counting = CountingAttention(batch.counted, len(buffers.caches))
-            logits = self._layers.logits(batch, buffers.caches, batch.rows, counting)
-            return Scores(logits, logits.argmax(-1), batch.targets, counting.result())
+        buffers, count = self._bound(pools, batch.last_tokens), batch.num_sequences
+        if not batch.num_tokens == count <= SIZES[-1]:
+            sent = batch.to_device()
+            attention = ScoringAttention(sent.scored, len(buffers.caches))
+            logits = self._layers.logits(sent, buffers.caches, sent.rows, attention)
+            return ForwardOutput(logits, logits.argmax(-1), sent.output_token_rows, attention.result())
         size = next(size for size in SIZES if size >= count)
-        batch = buffers.place(work, size)
-        placed()
-        attention: tuple[Attention, ...] = ()
-        if work.counted:
-            # What is counted changes from step to step: no graph repeats it, but it computes the same as a graph.
-            attention = self._launch(buffers, batch, size)
+        sent = buffers.to_device(batch, size)
+        scores: tuple[SequenceScores, ...] = ()
+        if batch.scored:
+            # The scored rows change from step to step: no graph repeats them, but the results are those of a graph.
+            scores = self._launch(buffers, sent, size)
         else:
-            self._run(buffers, batch, size)
-        if len(work.rows) == count:
-            return Scores(buffers.logits[:count], buffers.best[:count], batch.targets, attention)
-        # Some compute a last token of a chunk that is not their last token.
-        return Scores(buffers.logits[batch.rows], buffers.best[batch.rows], batch.targets, attention)
+            self._run(buffers, sent, size)
+        if len(batch.rows) == count:
+            return ForwardOutput(buffers.logits[:count], buffers.best[:count], sent.output_token_rows, scores)
+        # Some compute the last token of a chunk that is not their last token.
+        return ForwardOutput(buffers.logits[sent.rows], buffers.best[sent.rows], sent.output_token_rows, scores)
 
-    def _bound(self, pools: KvPools, last_tokens: Tensor) -> Buffers:
-        """Buffers over these tensors; what was captured over others goes."""
+    def _bound(self, pools: KvPools, last_tokens: Tensor) -> GraphBuffers:
+        """GraphBuffers over these tensors; what was captured over others goes."""
         if self._buffers is None or self._buffers.pools is not pools or self._buffers.last_tokens is not last_tokens:
             self._graphs.clear()
             logits = self._head.new_empty(SIZES[-1], len(self._head))
-            self._buffers = Buffers(pools, last_tokens, self._positions, logits)
+            self._buffers = GraphBuffers(pools, last_tokens, self._positions, logits)
             self._memory = torch.cuda.graph_pool_handle() if logits.is_cuda else None
         return self._buffers
 
-    def _run(self, buffers: Buffers, batch: Batch, size: int) -> None:
-        """Computes what Buffers.place has put in place."""
+    def _run(self, buffers: GraphBuffers, batch: DeviceBatch, size: int) -> None:
+        """Computes a batch that `GraphBuffers.to_device` returned."""
         if not buffers.logits.is_cuda:
             self._launch(buffers, batch, size)
             return
@@ -189,7 +184,7 @@ class CudaDecoder:
             log.debug("captured a decoding step", sequences=size, seconds=round(time.perf_counter() - begin, 3))
         self._graphs[size].replay()
 
-    def _captured(self, buffers: Buffers, batch: Batch, size: int) -> torch.cuda.CUDAGraph:
+    def _captured(self, buffers: GraphBuffers, batch: DeviceBatch, size: int) -> torch.cuda.CUDAGraph:
         # Once without: kernels are compiled and libraries take their memory, which a capture must not see.
         self._launch(buffers, batch, size)
         graph = torch.cuda.CUDAGraph()
@@ -198,13 +193,8 @@ class CudaDecoder:
             self._launch(buffers, batch, size)
         return graph
 
-    def _launch(self, buffers: Buffers, batch: Batch, size: int) -> tuple[Attention, ...]:
-        counting = CountingAttention(batch.counted, len(buffers.caches))
-        logits = self._layers.logits(batch, buffers.caches, None, counting, out=buffers.logits[:size])
+    def _launch(self, buffers: GraphBuffers, batch: DeviceBatch, size: int) -> tuple[SequenceScores, ...]:
+        attention = ScoringAttention(batch.scored, len(buffers.caches))
+        logits = self._layers.logits(batch, buffers.caches, None, attention, out=buffers.logits[:size])
         torch.argmax(logits, -1, out=buffers.best[:size])
-        return counting.result()
-
-
-def fused(forward: Forward, module: Any, groups: Sequence[LayerGroup], positions: int) -> Forward:
-    """What computes the same as `forward`, which runs `module`, in less time; `forward` itself where nothing does."""
-    return faster(forward, module, groups, lambda weights: CudaDecoder(weights, groups, positions), "fused decoder")
+        return attention.result()

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from executor.models.files import ModelFiles
-from executor.models.load import Model
+from executor.models.forward import Model
 
 # Raise when the meaning of the pools' bytes changes.
 LAYOUT_VERSION = 1

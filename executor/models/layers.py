@@ -1,30 +1,13 @@
 """Which layers a model has, found by running it once, and the groups that share a pool."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from executor.cache.pool import LayerGroup, LayerShape
 from executor.errors import FamilyError, ModelError
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What decides in which pool a layer's keys and values live. window: in tokens, None for full attention."""
-
-    window: int | None
-    kv_heads: int
-    head_dim: int
-
-
-@dataclass(frozen=True)
-class LayerGroup:
-    """Layers of equal shape, in the order of the model."""
-
-    shape: LayerShape
-    layers: tuple[int, ...]
+from kernels.paged_attention.batch import AttentionArgs
 
 
 class Recorder:
@@ -39,18 +22,14 @@ class Recorder:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scale: float,  # noqa: ARG002
-        window: int | None,
-        softcap: float | None,  # noqa: ARG002
-        sinks: Tensor | None,  # noqa: ARG002
+        args: AttentionArgs,
     ) -> Tensor:
         """Notes the layer's shape; the answer is of the right size and means nothing."""
         if layer in self.shapes:
             raise FamilyError(f"layer {layer} attends twice in one pass")
         if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
             raise FamilyError(f"layer {layer} has keys and values of different sizes")
-        self.shapes[layer] = LayerShape(window, key.shape[1], key.shape[2])
+        self.shapes[layer] = LayerShape(args.window, key.shape[1], key.shape[2])
         return torch.zeros(query.shape, dtype=query.dtype, device=query.device)
 
 
@@ -91,8 +70,3 @@ def group_layers(shapes: dict[int, LayerShape]) -> tuple[LayerGroup, ...]:
     for layer in sorted(shapes):
         members.setdefault(shapes[layer], []).append(layer)
     return tuple(LayerGroup(shape, tuple(layers)) for shape, layers in members.items())
-
-
-def place_of_layers(groups: Sequence[LayerGroup]) -> dict[int, tuple[int, int]]:
-    """Layer -> (its group, its index in the group's pool)."""
-    return {layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group.layers)}

@@ -1,4 +1,4 @@
-"""Decoders of the Llama kind: which models are, their weights, and the probe that a faster way computes the same."""
+"""Decoders of the Llama family: which models belong to it, their weights, and the probe of a faster forward pass."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,28 +7,25 @@ import structlog
 import torch
 from torch import Tensor
 
+from executor.cache.pool import LayerGroup
+from executor.errors import UnsuitableError
 from executor.models.forward import Forward
-from executor.models.layers import LayerGroup, place_of_layers
 from executor.models.probe import TOLERANCES, deviation, run
-from kernels.cpu_decoder.launch import LayerWeights, Weights
+from kernels.weights import LayerWeights, Weights
 
 log = structlog.get_logger()
 
-# Families whose layers are those of kernels.cpu_decoder; a probe holds each model to it.
+# Model types whose layers the fused layers and the compiled decoder compute; a probe checks each model.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-# Rotations that depend on nothing but the position.
+# Rotary embeddings that depend on the position alone.
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
-# Those of them that rotate and do nothing else.
+# Those of them that do nothing but rotate.
 _PLAIN_ROTATIONS = ("default", "linear", "llama3")
 _PROBE_LENGTHS = (37, 3)
 
 
-class UnsuitableError(Exception):
-    """A faster way cannot compute a model; the message says why."""
-
-
-def plain_rotary(module: Any, config: Any) -> Tensor | None:
-    """Radians per position, [D / 2] float32, where a key's place is nothing but its rotation by halves; else None."""
+def rope_frequencies(module: Any, config: Any) -> Tensor | None:
+    """Radians per position, [D / 2] float32, of keys that can be rotated again; None for other models."""
     if not _is_known(module, config):
         return None
     rotary, attention = module.model.rotary_emb, module.model.layers[0].self_attn
@@ -37,12 +34,12 @@ def plain_rotary(module: Any, config: Any) -> Tensor | None:
     return rotary.inv_freq.float() if plain and whole else None
 
 
-def faster(
+def with_fallback(
     forward: Forward, module: Any, groups: Sequence[LayerGroup], build: Callable[[Weights], Forward], name: str
 ) -> Forward:
-    """What `build` makes of the model if that computes the same as `forward`, which runs `module`; else `forward`.
+    """The forward pass that `build` makes of the model, if its logits are those of `forward`, which runs `module`.
 
-    name: of what it makes, for the log.
+    Else `forward`. name: of the faster pass, for the log.
     """
     config = module.config.get_text_config(decoder=True)
     if not _is_known(module, config):
@@ -52,7 +49,7 @@ def faster(
         _check(module, config)
         fast = build(_weights(module, config, groups))
         expected, computed = (
-            probe(one, groups, config.vocab_size, module.dtype, module.device) for one in (forward, fast)
+            probe(each, groups, config.vocab_size, module.dtype, module.device) for each in (forward, fast)
         )
         error = deviation(computed, expected)
         if not error < TOLERANCES[module.dtype]:
@@ -60,7 +57,7 @@ def faster(
     except UnsuitableError as error:
         log.warning("running on torch, which is slower", cause=str(error))
         return forward
-    except Exception as error:  # Whatever keeps the faster way from running here, torch still runs the model.
+    except Exception as error:  # Whatever keeps it from running here, torch still runs the model.
         log.warning("running on torch, which is slower", cause=f"the {name} fails: {error}", exc_info=error)
         return forward
     return fast
@@ -89,7 +86,7 @@ def _check(module: Any, config: Any) -> None:
 
 
 def _weights(module: Any, config: Any, groups: Sequence[LayerGroup]) -> Weights:
-    model, places = module.model, place_of_layers(groups)
+    model, group_of = module.model, {layer: number for number, group in enumerate(groups) for layer in group.layers}
     attention = model.layers[0].self_attn
     output, embedding = module.get_output_embeddings().weight, model.embed_tokens.weight
     return Weights(
@@ -103,7 +100,7 @@ def _weights(module: Any, config: Any, groups: Sequence[LayerGroup]) -> Weights:
         embedding=None if output is embedding else embedding,
         head=output,
         final_norm=model.norm.weight,
-        layers=[_layer(layer, places[number][0]) for number, layer in enumerate(model.layers)],
+        layers=[_layer(layer, group_of[number]) for number, layer in enumerate(model.layers)],
     )
 
 

@@ -2,44 +2,27 @@
 
 import ctypes
 import gc
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from executor.cache.pool import LayerGroup
 from executor.errors import FamilyError, ModelError, first_line
 from executor.models.checkpoint import load_decoder
-from executor.models.cpu import compiled
-from executor.models.cuda import fused
+from executor.models.cpu import build_cpu_model
+from executor.models.cuda import CudaGraphRunner
 from executor.models.files import ModelFiles
-from executor.models.forward import Forward, TorchForward
-from executor.models.layers import LayerGroup, Recorder, check_layers, group_layers
-from executor.models.llama import plain_rotary
+from executor.models.forward import Forward, Model
+from executor.models.layers import Recorder, check_layers, group_layers
+from executor.models.llama import rope_frequencies, with_fallback
 from executor.models.probe import check_packing
+from executor.models.torch import TorchForward
+from kernels.weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Model:
-    """A loaded decoder with what the executor has to know of it.
-
-    rotary: radians per position, [D / 2], of plain rotary embeddings; None where keys cannot be rotated afterwards.
-    """
-
-    name: str
-    forward: Forward
-    config: Any
-    device: torch.device
-    dtype: torch.dtype
-    vocab_size: int
-    max_positions: int
-    eos_token_ids: tuple[int, ...]
-    groups: tuple[LayerGroup, ...]
-    rotary: Tensor | None
 
 
 def choose_device(name: str) -> torch.device:
@@ -85,10 +68,8 @@ def model_of(module: Any, name: str, compiled_folder: Path | None = None) -> Mod
     groups = _probe(module, config, device)
     forward: Forward = TorchForward(module)
     check_packing(forward, config, groups, module.dtype, device)
-    if device.type == "cuda":
-        forward = fused(forward, module, groups, _max_positions(config))
-    elif compiled_folder is not None:
-        forward = compiled(forward, module, groups, compiled_folder)
+    if device.type == "cuda" or compiled_folder is not None:
+        forward = _faster(forward, module, groups, _max_positions(config), compiled_folder)
     return Model(
         name=name,
         forward=forward,
@@ -99,8 +80,21 @@ def model_of(module: Any, name: str, compiled_folder: Path | None = None) -> Mod
         max_positions=_max_positions(config),
         eos_token_ids=_eos_token_ids(module.generation_config, config),
         groups=groups,
-        rotary=plain_rotary(module, config),
+        rotary=rope_frequencies(module, config),
     )
+
+
+def _faster(
+    forward: Forward, module: Any, groups: Sequence[LayerGroup], positions: int, compiled_folder: Path | None
+) -> Forward:
+    def build(weights: Weights) -> Forward:
+        if module.device.type == "cuda":
+            return CudaGraphRunner(weights, groups, positions)
+        assert compiled_folder is not None
+        return build_cpu_model(weights, groups, module.dtype, compiled_folder)
+
+    name = "fused decoder" if module.device.type == "cuda" else "compiled decoder"
+    return with_fallback(forward, module, groups, build, name)
 
 
 def release_unused_memory() -> None:

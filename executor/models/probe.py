@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from executor.batch import pack
-from executor.cache.pool import KvPools
-from executor.core.state import RunningSet
+from executor.batch import SequenceState, build_batch
+from executor.cache.pool import KvPools, LayerGroup
 from executor.errors import FamilyError, ModelError
 from executor.models.forward import Forward
-from executor.models.layers import LayerGroup
-from executor.step import Joining
+from executor.step import NewSequence
 
 # Largest root mean square error of a probe's logits, relative to theirs.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
@@ -41,20 +39,20 @@ def run(
     totals = [sum(counts) for counts in zip(*steps, strict=True)]
     blocks = [-(-total // _BLOCK_SIZE) for total in totals]
     pools = KvPools(groups, sum(blocks), _BLOCK_SIZE, dtype, device)
-    running, first = RunningSet(), 1
+    sequences, first = [], 1
     for number, (prompt, total, count) in enumerate(zip(prompts, totals, blocks, strict=True)):
         tokens = tuple((prompt + 7 * place) % vocab_size for place in range(total))
         table = tuple(range(first, first + count))
-        running.add(Joining(number, tokens, total, 0, (table,) * len(groups)))
+        sequences.append(SequenceState.of(NewSequence(number, tokens, total, 0, (table,) * len(groups)), number))
         first += count
-    logits, last_tokens = [], torch.zeros(len(running), dtype=torch.int64, device=device)
+    logits, last_tokens = [], torch.zeros(len(sequences), dtype=torch.int64, device=device)
     for counts in steps:
-        for sequence, count in zip(running, counts, strict=True):
+        for sequence, count in zip(sequences, counts, strict=True):
             # Else the logits of these tokens would not be asked for.
             sequence.known = sequence.computed + count
-        scores = forward.scores(pack(list(running), counts, last_tokens, _BLOCK_SIZE, len(groups)), pools)
-        logits.append(scores.logits.float().clone())
-        for sequence, count in zip(running, counts, strict=True):
+        output = forward(build_batch(sequences, counts, last_tokens, _BLOCK_SIZE, len(groups)), pools)
+        logits.append(output.logits.float().clone())
+        for sequence, count in zip(sequences, counts, strict=True):
             sequence.computed += count
             sequence.kept += count - evicting
     return logits

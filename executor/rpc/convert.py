@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from executor.errors import InvalidStepError
-from executor.step import Copy, Growth, Joining, Outcome, Sampling, Step, Tier
+from executor.step import BlockTableUpdate, Copy, NewSequence, Sampling, Step, StepOutput, Tier
 from protos.execution.v1 import execution_pb2 as pb
 from protos.kvcommon.eviction import Layout, Policy, parse
 from protos.kvcommon.v1 import kvcommon_pb2 as common
@@ -32,10 +32,10 @@ def parse_step(message: pb.Step, layout: Layout) -> Step:
     return Step(
         number=message.step,
         removed=tuple(message.removed_sequences),
-        joining=tuple(_parse_joining(one, layout) for one in message.new_sequences),
+        new_sequences=tuple(_parse_new(new, layout) for new in message.new_sequences),
         chunks=chunks,
         idle=frozenset(message.idle_sequences),
-        growth=tuple(_parse_growth(message)),
+        table_updates=tuple(_parse_table_updates(message)),
         copies=tuple(_parse_copies(message)),
         evicting=evicting,
         awaits_copies=message.awaits_copies,
@@ -66,17 +66,17 @@ def _parse_evicting(message: pb.Step) -> dict[int, tuple[int, ...]]:
     return {sequence: tuple(slots) for sequence, slots in zip(message.evicting_sequences, tables, strict=True)}
 
 
-def _parse_growth(message: pb.Step) -> list[Growth]:
+def _parse_table_updates(message: pb.Step) -> list[BlockTableUpdate]:
     entries = cut(message.table_slots, message.table_counts)
     columns = zip(message.table_sequences, message.table_groups, entries, strict=True)
-    return [Growth(sequence, group, tuple(slots)) for sequence, group, slots in columns]
+    return [BlockTableUpdate(sequence, group, tuple(slots)) for sequence, group, slots in columns]
 
 
-def _parse_joining(message: pb.NewSequence, layout: Layout) -> Joining:
+def _parse_new(message: pb.NewSequence, layout: Layout) -> NewSequence:
     tables = {table.group: tuple(table.slots) for table in message.block_tables}
     if sorted(tables) != list(range(len(message.block_tables))):
         raise _invalid("new_sequences.block_tables.group", "must be 0, 1, … each once")
-    return Joining(
+    return NewSequence(
         sequence=message.sequence,
         token_ids=tuple(message.token_ids),
         num_prompt_tokens=message.num_prompt_tokens,
@@ -130,31 +130,31 @@ def _invalid(field: str, description: str) -> InvalidStepError:
     return InvalidStepError(f"{field} {description}", fields={field: description})
 
 
-def build_result(outcome: Outcome) -> pb.StepResult:
-    """The outcome as a message."""
+def build_result(output: StepOutput) -> pb.StepResult:
+    """The output as a message."""
     result = pb.StepResult(
-        step=outcome.number,
-        sequences=[one.sequence for one in outcome.sampled],
-        token_ids=[one.token_id for one in outcome.sampled],
-        stopped=[one.stopped for one in outcome.sampled],
-        num_tokens=outcome.num_tokens,
-        evicted_sequences=[one.sequence for one in outcome.evicted],
-        evicted_tokens=[one.tokens for one in outcome.evicted],
-        kept_masses=[-1 if one.mass is None else one.mass for one in outcome.evicted],
-        copied_tickets=outcome.copied,
-        failed_tickets=outcome.failed,
+        step=output.number,
+        sequences=[token.sequence for token in output.sampled],
+        token_ids=[token.token_id for token in output.sampled],
+        stopped=[token.stopped for token in output.sampled],
+        num_tokens=output.num_tokens,
+        evicted_sequences=[each.sequence for each in output.evicted],
+        evicted_tokens=[each.tokens for each in output.evicted],
+        kept_masses=[-1 if each.mass is None else each.mass for each in output.evicted],
+        copied_tickets=output.copied,
+        failed_tickets=output.failed,
     )
-    for index, one in enumerate(outcome.sampled):
-        if one.logprobs is not None:
+    for index, token in enumerate(output.sampled):
+        if token.logprobs is not None:
             result.logprobs.add(
                 index=index,
-                logprob=one.logprobs.logprob,
-                top_token_ids=one.logprobs.top_ids,
-                top_logprobs=one.logprobs.top_logprobs,
+                logprob=token.logprobs.logprob,
+                top_token_ids=token.logprobs.top_ids,
+                top_logprobs=token.logprobs.top_logprobs,
             )
-    result.compute_time.FromTimedelta(timedelta(seconds=outcome.compute_time))
-    result.idle_time.FromTimedelta(timedelta(seconds=outcome.idle_time))
+    result.compute_time.FromTimedelta(timedelta(seconds=output.compute_time))
+    result.idle_time.FromTimedelta(timedelta(seconds=output.idle_time))
     for tier, into in ((Tier.HOST, "host_block_time"), (Tier.DISK, "disk_block_time")):
-        if tier in outcome.block_times:
-            getattr(result, into).FromTimedelta(timedelta(seconds=outcome.block_times[tier]))
+        if tier in output.block_times:
+            getattr(result, into).FromTimedelta(timedelta(seconds=output.block_times[tier]))
     return result

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 import numpy as np
@@ -20,18 +21,18 @@ from protos.rpc.errors import from_rpc_error
 log = structlog.get_logger()
 
 CALL_SECONDS = 5.0
-# A restarted manager knows nothing of us until we come back, so we look often.
+# A restarted manager does not know the executor until it registers again, so renewals are frequent.
 MAX_RENEWAL_SECONDS = 0.5
 BACKOFF_SECONDS = 0.1
-# Of a step that no step comes after: what a slot holds at this moment is not what it will hold.
+# The largest number of a step, for slots whose contents are about to change.
 NEVER = (1 << 64) - 1
-# Why a manager refuses an executor: another process of its name has started since.
+# A manager refuses an executor for this reason when another process of its name has started since.
 _REPLACED = "STALE_EXECUTOR"
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """What the manager is told about an executor."""
+    """How an executor registers."""
 
     executor_id: str
     epoch: int
@@ -42,9 +43,9 @@ class Announcement:
     def request(
         self, pools: KvPools, tiers: Tiers, *, again: bool, awaited: Collection[Place] = ()
     ) -> kv.RegisterExecutorRequest:
-        """`again`: with the last write of every slot, so that the manager can tell what is still there.
+        """again: with the last write of every slot, from which the manager knows the blocks that are still there.
 
-        awaited: slots that will be written by copies which have not even begun.
+        awaited: slots that copies will write which have not begun.
         """
         snapshot = tiers.snapshot()
         changing = {*snapshot.changing, *awaited}
@@ -91,6 +92,51 @@ def _with(
     return result
 
 
+class TransferWorker(Protocol):
+    """Runs the copies that the cache manager itself asks for."""
+
+    @property
+    def last_step(self) -> int:
+        """Number of the newest step that has begun."""
+        ...
+
+    def transfer(self, copies: tuple[Copy, ...]) -> None:
+        """Begins copies; the tickets of those that have ended go to a TransferLog."""
+        ...
+
+
+class TransferLog:
+    """Copies on their way to being confirmed. Only `confirm` may be called outside the asyncio loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        # By ticket, copies that the manager itself asked for and that have not ended.
+        self.open: dict[int, Copy] = {}
+        self.done: list[int] = []
+        self.failed: list[int] = []
+        self.has_ended, self.all_confirmed = asyncio.Event(), asyncio.Event()
+        self.all_confirmed.set()
+
+    def confirm(self, done: tuple[int, ...], failed: tuple[int, ...]) -> None:
+        """Queues tickets of finished and of failed copies."""
+        self._loop.call_soon_threadsafe(self._add, done, failed)
+
+    def _add(self, done: tuple[int, ...], failed: tuple[int, ...]) -> None:
+        for ticket in (*done, *failed):
+            self.open.pop(ticket, None)
+        self.done.extend(done)
+        self.failed.extend(failed)
+        self.has_ended.set()
+        self.all_confirmed.clear()
+
+    def remove(self, done: int, failed: int) -> None:
+        """Forgets the first so many tickets, which are confirmed."""
+        del self.done[:done], self.failed[:failed]
+        if not self.done and not self.failed:
+            self.has_ended.clear()
+            self.all_confirmed.set()
+
+
 class ManagerClient:
     """Two loops for the life of the process. All methods are called on the asyncio loop."""
 
@@ -100,32 +146,24 @@ class ManagerClient:
         announcement: Announcement,
         pools: KvPools,
         tiers: Tiers,
-        transfer: Callable[[tuple[Copy, ...]], None],
-        last_step: Callable[[], int],
-        set_serving: Callable[[bool], None],
+        worker: TransferWorker,
+        transfers: TransferLog,
+        set_registered: Callable[[bool], None],
     ) -> None:
-        """transfer: begins copies that the manager itself asks for; `confirm` is called when each has ended.
-
-        last_step: number of the newest step that has begun. set_serving: called with whether the executor is of use.
-        """
+        """transfers: gets the tickets of ended copies. set_registered: called when a registration is won or lost."""
         self._stub: kv_rpc.CacheManagerServiceAsyncStub = kv_rpc.CacheManagerServiceStub(channel)
         self._announcement = announcement
         self._pools = pools
         self._tiers = tiers
-        self._transfer = transfer
-        self._last_step = last_step
-        self._set_serving = set_serving
-        # By ticket, what came with renewals: not ended yet; and begun, as long as a manager may ask for it again.
-        self._open: dict[int, Copy] = {}
+        self._worker = worker
+        self._transfers = transfers
+        self._set_registered = set_registered
+        # Tickets from renewals whose copies have begun, as long as a manager may ask for them again.
         self._begun: set[int] = set()
         self._registered = asyncio.Event()
         self._manager_epoch = 0
         self._scheduler_ids: Collection[str] = ()
         self._renewal_seconds = MAX_RENEWAL_SECONDS
-        self._done: list[int] = []
-        self._failed: list[int] = []
-        self._to_confirm, self._all_confirmed = asyncio.Event(), asyncio.Event()
-        self._all_confirmed.set()
 
     async def run(self) -> None:
         """Registers and confirms until it is cancelled."""
@@ -137,20 +175,11 @@ class ManagerClient:
         """Whether the cache manager had a scheduler when it answered last."""
         return scheduler_id in self._scheduler_ids
 
-    def confirm(self, done: tuple[int, ...], failed: tuple[int, ...]) -> None:
-        """Queues tickets of finished and of failed copies."""
-        for ticket in (*done, *failed):
-            self._open.pop(ticket, None)
-        self._done.extend(done)
-        self._failed.extend(failed)
-        self._to_confirm.set()
-        self._all_confirmed.clear()
-
     async def confirmed(self, seconds: float) -> None:
         """Waits until everything is confirmed, but not longer."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._all_confirmed.wait()
+                await self._transfers.all_confirmed.wait()
 
     async def _stay_registered(self) -> None:
         again = False
@@ -158,7 +187,7 @@ class ManagerClient:
             await self._register(again)
             again = True
             self._registered.set()
-            self._set_serving(True)
+            self._set_registered(True)
             await self._renew()
             self._registered.clear()
 
@@ -171,7 +200,7 @@ class ManagerClient:
                 error = from_rpc_error(failed)
                 if error.reason == _REPLACED:
                     # Not for ever: the manager forgets an executor whose lease has run out.
-                    self._set_serving(False)
+                    self._set_registered(False)
                 log.info("waiting for the cache manager", cause=str(error))
                 await asyncio.sleep(BACKOFF_SECONDS)
                 continue
@@ -186,7 +215,7 @@ class ManagerClient:
             return
 
     def _request(self, again: bool) -> kv.RegisterExecutorRequest:
-        awaited = [(copy.target_tier, copy.group, copy.target) for copy in self._open.values()]
+        awaited = [(copy.target_tier, copy.group, copy.target) for copy in self._transfers.open.values()]
         return self._announcement.request(self._pools, self._tiers, again=again, awaited=awaited)
 
     async def _renew(self) -> None:
@@ -216,7 +245,7 @@ class ManagerClient:
             self._take(answer.transfers)
 
     def _take(self, transfers: Iterable[kv.Transfer]) -> None:
-        """Begins what the manager itself asks for, once: it repeats itself until it has the answer."""
+        """Begins each copy that the manager itself asks for once: it repeats requests until the copy is confirmed."""
         asked = {transfer.ticket: transfer for transfer in transfers}
         copies, impossible = [], []
         for ticket, transfer in asked.items():
@@ -226,28 +255,31 @@ class ManagerClient:
                 copies.append(_copy(transfer))
             except ValueError:
                 impossible.append(ticket)
-        # Whoever no longer asks for what has ended has heard of it.
-        self._begun = {ticket for ticket in self._begun if ticket in asked or ticket in self._open} | asked.keys()
+        # The manager stops asking for an ended copy once it is confirmed.
+        self._begun = {
+            ticket for ticket in self._begun if ticket in asked or ticket in self._transfers.open
+        } | asked.keys()
         if copies:
-            self._open.update((copy.ticket, copy) for copy in copies)
-            self._transfer(tuple(copies))
+            self._transfers.open.update((copy.ticket, copy) for copy in copies)
+            self._worker.transfer(tuple(copies))
         if impossible:
-            self.confirm((), tuple(impossible))
+            self._transfers.confirm((), tuple(impossible))
 
     def _set_lease(self, seconds: float) -> None:
         self._renewal_seconds = min(seconds / 3, MAX_RENEWAL_SECONDS) if seconds > 0 else MAX_RENEWAL_SECONDS
 
     async def _confirm_all(self) -> None:
+        transfers = self._transfers
         while True:
-            await self._to_confirm.wait()
+            await transfers.has_ended.wait()
             await self._registered.wait()
-            done, failed = len(self._done), len(self._failed)
+            done, failed = len(transfers.done), len(transfers.failed)
             request = kv.ConfirmTransfersRequest(
                 executor_id=self._announcement.executor_id,
                 executor_epoch=self._announcement.epoch,
-                tickets=self._done[:done],
-                failed_tickets=self._failed[:failed],
-                step=self._last_step(),
+                tickets=transfers.done[:done],
+                failed_tickets=transfers.failed[:failed],
+                step=self._worker.last_step,
             )
             try:
                 await self._stub.ConfirmTransfers(request, timeout=CALL_SECONDS)
@@ -255,10 +287,7 @@ class ManagerClient:
                 log.warning("copies not confirmed", count=done + failed, cause=str(from_rpc_error(error)))
                 await asyncio.sleep(BACKOFF_SECONDS)
                 continue
-            del self._done[:done], self._failed[:failed]
-            if not self._done and not self._failed:
-                self._to_confirm.clear()
-                self._all_confirmed.set()
+            transfers.remove(done, failed)
 
 
 def _copy(transfer: kv.Transfer) -> Copy:

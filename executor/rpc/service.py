@@ -7,14 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from executor.core import worker as workers
+from executor.core.outbox import Answer, Session
 from executor.core.runner import Runner
-from executor.core.worker import Answer, Session, Worker
-from executor.errors import InvalidStepError, SessionNotOpenError, StoppingError
-from executor.models.load import Model
+from executor.core.worker import Worker
+from executor.errors import (
+    ExecutorInUseError,
+    InvalidStepError,
+    SessionNotOpenError,
+    SessionReplacedError,
+    StaleSchedulerError,
+    StoppingError,
+    WrongExecutorEpochError,
+)
+from executor.models.forward import Model
 from executor.models.tokenizer import TokenizerFiles
 from executor.rpc.convert import build_result, parse_step
-from executor.rpc.sessions import Sessions
-from executor.step import Outcome, Step
+from executor.step import Step, StepOutput
 from protos.execution.v1 import execution_pb2 as pb
 from protos.execution.v1 import execution_pb2_grpc as rpc
 from protos.rpc.errors import ServiceError
@@ -25,10 +33,64 @@ SERVICE = "execution.v1.ExecutorService"
 
 @dataclass(frozen=True)
 class Identity:
-    """Who this executor is; the epoch is larger in every life."""
+    """Name and epoch of an executor; each of its processes has a larger epoch."""
 
     executor_id: str
     epoch: int
+
+
+class Sessions:
+    """Fences sessions by scheduler and epoch."""
+
+    def __init__(self, executor_epoch: int, is_registered: Callable[[str], bool]) -> None:
+        """is_registered: whether the cache manager has a scheduler of this id."""
+        self._executor_epoch = executor_epoch
+        self._is_registered = is_registered
+        # Of the last session.
+        self._scheduler_id = ""
+        self._scheduler_epoch = 0
+        self._current: Session | None = None
+        self._stopping = False
+
+    def open(self, session: Session, *, scheduler_id: str, scheduler_epoch: int, executor_epoch: int) -> None:
+        """Makes a session the current one and ends the session before.
+
+        The same scheduler may come again after a broken stream. Another scheduler may come when the lease of the one
+        before has ended: until then its sequences run here. Raises StaleSchedulerError, WrongExecutorEpochError,
+        ExecutorInUseError or StoppingError, and the session before stays.
+        """
+        if self._stopping:
+            raise StoppingError("the executor is stopping")
+        if executor_epoch != self._executor_epoch:
+            raise WrongExecutorEpochError(
+                f"executor epoch {executor_epoch} is not this one's, {self._executor_epoch}",
+                fields={"open.executor_epoch": f"must be {self._executor_epoch}"},
+            )
+        if scheduler_epoch < self._scheduler_epoch:
+            raise StaleSchedulerError(
+                f"scheduler epoch {scheduler_epoch} is older than {self._scheduler_epoch}",
+                fields={"open.scheduler_epoch": f"must be at least {self._scheduler_epoch}"},
+            )
+        if scheduler_id != self._scheduler_id and self._is_registered(self._scheduler_id):
+            raise ExecutorInUseError(
+                f"the executor runs steps for scheduler {self._scheduler_id}, whose lease has not ended",
+                fields={"open.scheduler_id": f"must be {self._scheduler_id}"},
+                retry_after=1.0,
+            )
+        self._scheduler_id, self._scheduler_epoch = scheduler_id, scheduler_epoch
+        if self._current is not None:
+            self._current.end(SessionReplacedError("a later session took over"))
+        self._current = session
+
+    @property
+    def scheduler_epoch(self) -> int:
+        """Epoch of the newest scheduler that has opened a session; 0 before."""
+        return self._scheduler_epoch
+
+    def stop(self) -> Session | None:
+        """Refuses new sessions from now on; returns the current one, for it to be ended."""
+        self._stopping = True
+        return self._current
 
 
 class ExecutorServicer(rpc.ExecutorServiceServicer):
@@ -42,7 +104,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
         tokenizer: TokenizerFiles,
         is_registered: Callable[[str], bool],
     ) -> None:
-        """is_registered: whether the cache manager has a scheduler of an id."""
+        """is_registered: whether the cache manager has a scheduler of this id."""
         self._identity = identity
         self._runner = runner
         self._worker = worker
@@ -57,7 +119,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
         if session is not None:
             error = StoppingError("the executor is stopping")
             self._worker.close(session, error)
-            # A device that stands still answers none of them.
+            # A device that stands still answers no step.
             asyncio.get_running_loop().call_later(workers.STOP_SECONDS, session.end, error)
 
     async def GetModel(self, _request: pb.GetModelRequest, _context: Any) -> pb.GetModelResponse:  # noqa: N802
@@ -106,7 +168,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
         )
         self._worker.open(session)
         reader = asyncio.create_task(self._read(requests, session))
-        # Whatever ends the reader, the answers must end too.
+        # When the reader ends, the answers must end too.
         reader.add_done_callback(lambda _: None if session.closed else self._worker.close(session))
         try:
             while (answer := await answers.get()) is not None:
@@ -147,7 +209,7 @@ def _describe(model: Model, tokenizer: TokenizerFiles) -> pb.GetModelResponse:
     )
 
 
-def _response(answer: int | Outcome | ServiceError) -> pb.StreamStepsResponse:
+def _response(answer: int | StepOutput | ServiceError) -> pb.StreamStepsResponse:
     if isinstance(answer, ServiceError):
         raise answer
     if isinstance(answer, int):

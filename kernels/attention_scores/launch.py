@@ -3,8 +3,6 @@
 It costs a pass over the keys and nothing where it is not called: paged_attention only has to keep `lse`.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from kernels.checks import (
     check_query,
     check_shape,
 )
-from kernels.paged_attention.batch import PagedBatch
+from kernels.paged_attention.batch import AttentionArgs, PagedBatch
 from kernels.paged_attention.tiling import power_of_two
 from kernels.quantization import check_quantization, dequantize
 
@@ -27,22 +25,19 @@ def attention_scores(
     k_cache: Tensor,
     batch: PagedBatch,
     lse: Tensor,
-    counted: Tensor,
+    counts: Tensor,
+    args: AttentionArgs,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    k_scale: Tensor | None = None,
     out: Tensor | None = None,
     squares: Tensor | None = None,
 ) -> Tensor:
     """Softmax weights of every key, summed over queries and over the query heads that share the key's head.
 
-    query, k_cache, batch, scale, window, softcap, k_scale: as paged_attention got them; lse: [T, Hq] as it left it.
-    counted: [S] int32, how many of a sequence's last queries of this step count: 1 in decode, the queries inside the
+    query, k_cache, batch, args: as paged_attention got them; lse: [T, Hq] as it left it.
+    counts: [S] int32, how many of a sequence's last queries of this step count: 1 in decode, the queries inside the
         observed window of a prompt, or at least all of them.
     out: [S, Hkv, K] float32 contiguous, K at least batch.max_seq_len, which is K when none is given. Returned; by the
-        key's slot in its sequence, 0 behind the sequence's end. Sums to counted * Hq / Hkv per head without sinks.
+        key's slot in its sequence, 0 behind the sequence's end. Sums to counts * Hq / Hkv per head without sinks.
     squares: like out, gets the sums of the squares of the same weights.
     Raises ValueError naming the argument that is wrong.
     """
@@ -50,12 +45,12 @@ def attention_scores(
     check_contiguous("k_cache", k_cache)
     kv_heads, head_dim = k_cache.shape[2:]
     check_query(query, kv_heads, head_dim)
-    check_quantization("query", query, k_cache, k_scale, k_scale)
+    check_quantization("query", query, k_cache, args.k_scale, args.k_scale)
     batch.check("query", query, k_cache.shape[1])
     check_lse(lse, query)
-    check_shape("counted", counted, batch.seq_lens.shape, "[S]")
-    check_dtype("counted", counted, torch.int32)
-    check_contiguous("counted", counted)
+    check_shape("counts", counts, batch.seq_lens.shape, "[S]")
+    check_dtype("counts", counts, torch.int32)
+    check_contiguous("counts", counts)
     if out is None:
         shape = (batch.seq_lens.shape[0], kv_heads, batch.max_seq_len)
         out = torch.empty(shape, dtype=torch.float32, device=query.device)
@@ -68,12 +63,11 @@ def attention_scores(
         check_shape("squares", squares, out.shape, "[S, Hkv, K]")
         check_like("squares", squares, "out", out)
         check_contiguous("squares", squares)
-    for name, tensor in (("counted", counted), ("out", out)):
+    for name, tensor in (("counts", counts), ("out", out)):
         check_device(name, tensor, "query", query)
     if out.numel():
-        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "k_scale": k_scale}
         score = score_with_triton if query.is_cuda else score_with_torch
-        score(query, k_cache, batch, lse, counted, out, squares=squares, **options)
+        score(query, k_cache, batch, lse, counts, args, out, squares)
     return out
 
 
@@ -82,22 +76,21 @@ def score_with_torch(
     k_cache: Tensor,
     batch: PagedBatch,
     lse: Tensor,
-    counted: Tensor,
+    counts: Tensor,
+    args: AttentionArgs,
     out: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    k_scale: Tensor | None = None,
     squares: Tensor | None = None,
 ) -> None:
     block_size, kv_heads = k_cache.shape[1:3]
+    window, softcap, k_scale = args.window, args.softcap, args.k_scale
     group = query.shape[1] // kv_heads
     for tensor in (out,) if squares is None else (out, squares):
         tensor.zero_()
-    starts, seq_lens, counts = batch.query_start.tolist(), batch.seq_lens.tolist(), counted.tolist()
-    for sequence, (start, end, seq_len) in enumerate(zip(starts, starts[1:], seq_lens, strict=False)):
-        rows = min(end - start, counts[sequence])
+    starts, seq_lens = batch.query_start.tolist(), batch.seq_lens.tolist()
+    for sequence, (start, end, seq_len, count) in enumerate(
+        zip(starts, starts[1:], seq_lens, counts.tolist(), strict=False)
+    ):
+        rows = min(end - start, count)
         if not rows:
             continue
         position = torch.arange(seq_len - rows, seq_len)[:, None]
@@ -111,7 +104,7 @@ def score_with_torch(
         keys = stored.float() if k_scale is None else dequantize(stored, k_scale, torch.float32)
         queries = query[end - rows : end].float().reshape(rows, kv_heads, group, -1)
         # [rows, Hkv, group, keys]
-        logits = torch.einsum("rhgd,khd->rhgk", queries, keys) * scale
+        logits = torch.einsum("rhgd,khd->rhgk", queries, keys) * args.scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         seen = key_position <= position
@@ -129,13 +122,9 @@ def score_with_triton(
     k_cache: Tensor,
     batch: PagedBatch,
     lse: Tensor,
-    counted: Tensor,
+    counts: Tensor,
+    args: AttentionArgs,
     out: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    k_scale: Tensor | None = None,
     squares: Tensor | None = None,
 ) -> None:
     # Imported here because a CPU machine may have no triton.
@@ -155,17 +144,17 @@ def score_with_triton(
         lse,
         out,
         out if squares is None else squares,
-        lse if k_scale is None else k_scale.contiguous(),
-        counted,
+        lse if args.k_scale is None else args.k_scale.contiguous(),
+        counts,
         batch.query_start,
         batch.seq_lens,
         batch.block_tables,
         columns,
         batch.block_tables.stride(0),
         *query.stride(),
-        window or 0,
-        scale,
-        softcap or 0.0,
+        args.window or 0,
+        args.scale,
+        args.softcap or 0.0,
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -173,9 +162,9 @@ def score_with_triton(
         BLOCK_SIZE=block_size,
         ROWS=few if batch.max_query_len == 1 or wide else max(few, 64),
         TILE_KEYS=tile_keys,
-        HAS_WINDOW=window is not None,
-        HAS_SOFTCAP=softcap is not None,
-        QUANTIZED=k_scale is not None,
+        HAS_WINDOW=args.window is not None,
+        HAS_SOFTCAP=args.softcap is not None,
+        QUANTIZED=args.k_scale is not None,
         SQUARES=squares is not None,
         WIDEN=query.is_cpu,
         num_warps=4,

@@ -36,7 +36,7 @@ class Group(ctypes.Structure):
     _fields_ = (("slots", c_void_p), ("tables", c_void_p), ("width", c_int64), ("window", c_int64))
 
 
-class Counted(ctypes.Structure):
+class Scored(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("sequence", "rows", "keys")),
         *((name, c_void_p) for name in ("weights", "squares", "totals")),
@@ -51,7 +51,7 @@ class Batch(ctypes.Structure):
         ("group", POINTER(Group)),
         *((name, c_void_p) for name in ("rows", "slot_numbers")),
         ("entries", c_int64),
-        ("counted", POINTER(Counted)),
+        ("scored", POINTER(Scored)),
         ("invariant", c_int64),
     )
 

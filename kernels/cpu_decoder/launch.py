@@ -11,6 +11,8 @@ from torch import Tensor
 
 from kernels.checks import check_caches, check_contiguous, check_dtype, check_shape
 from kernels.cpu_decoder import abi
+from kernels.scores import SequenceScores
+from kernels.weights import LayerWeights, Weights
 
 DTYPES = (torch.float32, torch.bfloat16)
 # Share of its bytes up to which a matrix stays squeezed: else unpacking gains too little.
@@ -20,81 +22,12 @@ KINDS = ("rest", "qkv", "rotary and store", "attention", "attention output", "ga
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """One layer: RMSNorm, attention, RMSNorm, gated SiLU, each half added to what came in.
-
-    input_norm, post_norm: [H]. q_norm, k_norm: [D], per head, before the rotation. qkv: [(Hq + 2 Hkv) D, H], with its
-    bias; out: [H, Hq D]; gate_up: [2 I, H], the gate above; down: [H, I]. group: whose block tables it uses.
-    """
-
-    input_norm: Tensor
-    post_norm: Tensor
-    qkv: Tensor
-    out: Tensor
-    gate_up: Tensor
-    down: Tensor
-    group: int = 0
-    qkv_bias: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A model. embedding: [V, H], None when it is the output matrix `head` [V, H]. final_norm: [H].
-
-    frequencies: [D / 2], radians per position; cosine and sine are multiplied with rotary_scale, logits of the
-    attention with attention_scale.
-    """
-
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    epsilon: float
-    attention_scale: float
-    rotary_scale: float
-    frequencies: Tensor
-    embedding: Tensor | None
-    head: Tensor
-    final_norm: Tensor
-    layers: Sequence[LayerWeights]
-
-
-@dataclass(frozen=True)
 class TokenGroup:
     """What layers with one kind of window need. slots: [T] int64, -1 for nowhere; tables: [S, M] int32."""
 
     slots: Tensor
     tables: Tensor
     window: int | None = None
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Where weights are added up: [L, 1 or Hkv, S] float32 contiguous, S at least the sequence's slots after the step.
-
-    To a slot from `first` on is added the largest of `width` neighbours, this one first; with one row per layer, of the
-    weights summed over KV heads.
-    """
-
-    sums: Tensor
-    first: int = 0
-    width: int = 1
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Where the softmax weights of a sequence's last `rows` tokens go, summed over them and each KV head's query heads.
-
-    A sequence has one at most. weights: [L, Hkv, T] float32, T the sequence's slots after the step. squares: like it,
-    for the squares of the weights. totals: what the weights are added to.
-    """
-
-    sequence: int
-    rows: int
-    weights: Tensor
-    squares: Tensor | None = None
-    totals: Totals | None = None
 
 
 def obstacle(library: ctypes.CDLL, weights: Weights, dtype: torch.dtype) -> str:
@@ -227,7 +160,7 @@ class Decoder:
         query_start: Tensor,
         groups: Sequence[TokenGroup],
         rows: Tensor,
-        sums: Sequence[Sums] = (),
+        scores: Sequence[SequenceScores] = (),
         *,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -237,7 +170,8 @@ class Decoder:
         slot_numbers: [T] int64, where a token stands along its block tables; a sequence's are one apart, and its tokens
         attend to all slots up to their own. query_start: [S + 1] int32; sequence s has the tokens query_start[s] to
         query_start[s + 1], at least one. groups: per group of layers. rows: [R] int64.
-        sums: which sequences' attention is counted, and where; only of models whose layers attend to all tokens.
+        scores: of which sequences the attention scores are computed, at most once each, and where they go; only for
+        models without a window.
         out: [R, V] float32 contiguous, which takes the logits; None for new ones.
         Raises ValueError naming the argument whose shape or dtype is wrong. Ids, slots and tables are not checked.
         """
@@ -260,9 +194,9 @@ class Decoder:
             check_contiguous("tables", group.tables)
         if not self._model.block_size:
             raise ValueError("no caches are bound")
-        if sums and any(group.window for group in groups):
-            raise ValueError("sums: attention is not counted where it has a window")
-        counted = [self._counted(one, slot_numbers, query_start) for one in sums]
+        if scores and any(group.window for group in groups):
+            raise ValueError("scores: attention is not scored where it has a window")
+        scored = [self._scored(entry, slot_numbers, query_start) for entry in scores]
         shape = [rows.shape[0], self.vocabulary]
         logits = torch.empty(shape) if out is None else out
         check_shape("out", logits, shape, "[R, V]")
@@ -284,8 +218,8 @@ class Decoder:
                 (abi.Group * len(groups))(*entries),
                 rows.data_ptr(),
                 slot_numbers.data_ptr(),
-                len(counted),
-                (abi.Counted * len(counted))(*counted),
+                len(scored),
+                (abi.Scored * len(scored))(*scored),
                 self.invariant,
             )
             kinds = self._dtype == torch.bfloat16, self._products
@@ -293,32 +227,33 @@ class Decoder:
             self._library.decoder_step(*inputs, logits.data_ptr(), self._team, self._seconds, *kinds)
         return logits
 
-    def _counted(self, sums: Sums, slot_numbers: Tensor, query_start: Tensor) -> abi.Counted:
-        first, end = query_start[sums.sequence : sums.sequence + 2].tolist()
-        if not 1 <= sums.rows <= end - first:
-            raise ValueError(f"sums: expected 1 to {end - first} rows, got {sums.rows}")
+    def _scored(self, scores: SequenceScores, slot_numbers: Tensor, query_start: Tensor) -> abi.Scored:
+        first, end = query_start[scores.sequence : scores.sequence + 2].tolist()
+        if not 1 <= scores.rows <= end - first:
+            raise ValueError(f"scores: expected 1 to {end - first} rows, got {scores.rows}")
         keys = int(slot_numbers[end - 1]) + 1
-        for name, tensor in (("weights", sums.weights), ("squares", sums.squares)):
+        for name, tensor in (("weights", scores.weights), ("squares", scores.squares)):
             if tensor is not None:
                 shape = [len(self._layers), self._cache_shape[0], keys]
-                check_shape(f"sums.{name}", tensor, shape, "[L, Hkv, T]")
-                check_dtype(f"sums.{name}", tensor, torch.float32)
-                check_contiguous(f"sums.{name}", tensor)
-        squares = None if sums.squares is None else sums.squares.data_ptr()
-        counted = abi.Counted(sums.sequence, sums.rows, keys, sums.weights.data_ptr(), squares)
-        if (totals := sums.totals) is not None:
-            heads = self._cache_shape[0]
-            check_shape("totals", totals.sums, [len(self._layers), None, None], "[L, 1 or Hkv, S]")
-            check_dtype("totals", totals.sums, torch.float32)
-            check_contiguous("totals", totals.sums)
-            if totals.sums.shape[1] not in (1, heads) or totals.sums.shape[2] < keys:
-                raise ValueError(f"totals: expected [L, 1 or {heads}, at least {keys}], got {list(totals.sums.shape)}")
-            if totals.first < 0 or totals.width < 1:
-                raise ValueError(f"totals: first and width cannot be {totals.first} and {totals.width}")
-            counted.totals = totals.sums.data_ptr()
-            counted.heads, counted.room = totals.sums.shape[1:]
-            counted.first, counted.width = totals.first, totals.width
-        return counted
+                check_shape(f"scores.{name}", tensor, shape, "[L, Hkv, T]")
+                check_dtype(f"scores.{name}", tensor, torch.float32)
+                check_contiguous(f"scores.{name}", tensor)
+        squares = None if scores.squares is None else scores.squares.data_ptr()
+        scored = abi.Scored(scores.sequence, scores.rows, keys, scores.weights.data_ptr(), squares)
+        if (accumulator := scores.accumulator) is not None:
+            heads, sums = self._cache_shape[0], accumulator.sums
+            check_shape("accumulator", sums, [len(self._layers), None, None], "[L, 1 or Hkv, S]")
+            check_dtype("accumulator", sums, torch.float32)
+            check_contiguous("accumulator", sums)
+            if sums.shape[1] not in (1, heads) or sums.shape[2] < keys:
+                raise ValueError(f"accumulator: expected [L, 1 or {heads}, at least {keys}], got {list(sums.shape)}")
+            first, width = accumulator.first, accumulator.width
+            if first < 0 or width < 1:
+                raise ValueError(f"accumulator: first and width cannot be {first} and {width}")
+            scored.totals = sums.data_ptr()
+            scored.heads, scored.room = sums.shape[1:]
+            scored.first, scored.width = first, width
+        return scored
 
     def _layer(self, weights: LayerWeights) -> abi.Layer:
         half = self._library.decoder_tile() // 2

@@ -1,4 +1,4 @@
-"""The metadata of one step's sequences, shared by all layers of a group."""
+"""What attention is called with: the sequences of a step, shared by the layers of a group, and a layer's arguments."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -8,8 +8,39 @@ import torch
 from torch import Tensor
 
 from kernels.checks import check_device, check_dtype, check_shape
+from kernels.quantization import check_quantization
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionArgs:
+    """What attention of one layer computes, whatever the step.
+
+    scale: factor of the logits, more than 0. window: tokens that a query sees, itself included; None for all before it.
+    softcap: logits become softcap * tanh(logits / softcap). sinks: [Hq] logits that join the softmax without a value.
+    k_scale, v_scale: [Hkv] float32, factors of the keys and values in int8 or float8_e4m3fn caches.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    def check(self, query: Tensor, k_cache: Tensor) -> None:
+        """Raises ValueError naming what is out of range or does not fit query [T, Hq, D] and cache [N, B, Hkv, D]."""
+        check_quantization("query", query, k_cache, self.k_scale, self.v_scale)
+        if self.scale <= 0:
+            raise ValueError(f"scale: expected more than 0, got {self.scale}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window: expected at least 1, got {self.window}")
+        if self.softcap is not None and self.softcap <= 0:
+            raise ValueError(f"softcap: expected more than 0, got {self.softcap}")
+        if self.sinks is not None:
+            check_shape("sinks", self.sinks, query.shape[1:2], "[Hq]")
+            check_device("sinks", self.sinks, "query", query)
 
 
 @dataclass(frozen=True, eq=False)

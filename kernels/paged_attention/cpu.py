@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.paged_attention.batch import PagedBatch
+from kernels.paged_attention.batch import AttentionArgs, PagedBatch
 from kernels.quantization import dequantize
 
 # More keys per call spill out of the processor's cache, fewer make the calls themselves expensive.
@@ -68,29 +68,23 @@ def attend(
     k_cache: Tensor,
     v_cache: Tensor,
     batch: PagedBatch,
+    args: AttentionArgs,
     out: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
     lse: Tensor | None,
 ) -> None:
     """Write the attention of every sequence's rows to `out`; arguments as in `launch.paged_attention`."""
     block_size, kv_heads, head_dim = k_cache.shape[1:]
-    group = query.shape[1] // kv_heads
+    group, window, sinks = query.shape[1] // kv_heads, args.window, args.sinks
     tiles = batch.once(("tiles", window, block_size, query.dtype), lambda: plan(batch, window, block_size, query.dtype))
     most = max((tile.blocks.shape[0] for tile in tiles), default=0)
     scratch = batch.once(
         ("scratch", most, k_cache.dtype, k_cache.shape[1:]), lambda: k_cache.new_empty(2, most, *k_cache.shape[1:])
     )
-    explicitly = softcap is not None or sinks is not None or lse is not None or k_scale is not None
+    explicitly = args.softcap is not None or sinks is not None or lse is not None or args.k_scale is not None
 
     def compute(tile: Tile) -> tuple[Tensor, Tensor | None]:
-        keys = _gather(k_cache, tile, scratch[0], k_scale)
-        values = _gather(v_cache, tile, scratch[1], v_scale)
+        keys = _gather(k_cache, tile, scratch[0], args.k_scale)
+        values = _gather(v_cache, tile, scratch[1], args.v_scale)
         queries = tile.mask.shape[2]
         rows = query.index_select(0, tile.rows).view(tile.sequences, queries, kv_heads, group, head_dim)
         if queries == 1:
@@ -104,9 +98,10 @@ def attend(
             keys, values = (one.expand(group, -1, -1, -1) for one in (keys, values))
             tile_sinks = None if sinks is None else sinks.view(kv_heads, group).t()[:, :, None]
         if explicitly:
-            result, total = _attend_explicitly(packed, keys, values, tile.mask, scale, softcap, tile_sinks)
+            result, total = _attend_explicitly(packed, keys, values, tile.mask, args, tile_sinks)
         else:
-            result, total = F.scaled_dot_product_attention(packed, keys, values, attn_mask=tile.mask, scale=scale), None
+            result = F.scaled_dot_product_attention(packed, keys, values, attn_mask=tile.mask, scale=args.scale)
+            total = None
         if queries > 1:
             result = result.permute(2, 1, 0, 3)
             total = None if total is None else total.permute(2, 1, 0)
@@ -148,15 +143,15 @@ def _gather(cache: Tensor, tile: Tile, into: Tensor, scale: Tensor | None) -> Te
 
 
 def _attend_explicitly(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, args: AttentionArgs, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """What the dense call does not know, in float32: attention, and the logarithm of each row's sum of exp(logits).
 
     sinks fit [sequences, Hkv, queries].
     """
-    logits = (query.float() @ keys.float().transpose(-1, -2)) * scale
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
+    logits = (query.float() @ keys.float().transpose(-1, -2)) * args.scale
+    if args.softcap is not None:
+        logits = torch.tanh(logits / args.softcap) * args.softcap
     logits = logits + mask
     total = torch.logsumexp(logits, -1)
     if sinks is not None:

@@ -1,11 +1,9 @@
 """Attention of a step's packed queries over the paged cache: Triton on CUDA, dense torch calls on a CPU.
 
-Prefill chunks and single new tokens go through one call; a sequence is nothing but a number of queries at the end of a
-number of cached tokens.
+Prefill chunks and decodes go through one call: a sequence is a number of queries at the end of its cached tokens.
 """
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,18 +11,16 @@ from torch import Tensor
 from kernels.checks import (
     check_caches,
     check_contiguous,
-    check_device,
     check_like,
     check_lse,
     check_query,
     check_shape,
 )
-from kernels.paged_attention import cpu as host
-from kernels.paged_attention.batch import PagedBatch
+from kernels.paged_attention import cpu
+from kernels.paged_attention.batch import AttentionArgs, PagedBatch
 from kernels.paged_attention.tiling import TileSizes, choose_sizes, power_of_two
-from kernels.quantization import check_quantization
 
-__all__ = ["PagedBatch", "paged_attention"]
+__all__ = ["AttentionArgs", "PagedBatch", "paged_attention"]
 
 
 def paged_attention(
@@ -32,14 +28,9 @@ def paged_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     batch: PagedBatch,
+    args: AttentionArgs,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     out: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
     lse: Tensor | None = None,
     sizes: TileSizes | None = None,
 ) -> Tensor:
@@ -48,27 +39,14 @@ def paged_attention(
     query: [T, Hq, D] packed, any strides, Hq a multiple of Hkv, the caches' dtype unless these are quantized;
         query i of a sequence is its token seq_len - query_len + i.
     k_cache, v_cache: [N, B, Hkv, D] contiguous, one layer of the pool, this step's tokens stored.
-    scale: factor of the logits, more than 0. window: a token sees itself and the window - 1 before it.
-    softcap: logits become softcap * tanh(logits / softcap).
-    sinks: [Hq] logits that join the softmax and carry no value.
     out: [T, Hq, D] contiguous, like query; rows that belong to no sequence are left as they are.
-    k_scale, v_scale: [Hkv] float32 of int8 or float8_e4m3fn caches; what these hold is multiplied by them.
     lse: [T, Hq] float32 contiguous, gets the logarithm of each row's sum of exp(logits), the sink's among them.
-    sizes: how the Triton kernel cuts its work, for measurements; choose_sizes says when there are none.
+    sizes: how the Triton kernel cuts its work, for measurements; None for those of choose_sizes.
     Raises ValueError naming the argument that is wrong. Block numbers are not checked on CUDA.
     """
     check_caches(k_cache, v_cache, "[N, B, Hkv, D]")
     check_query(query, *k_cache.shape[2:])
-    check_quantization("query", query, k_cache, k_scale, v_scale)
-    if scale <= 0:
-        raise ValueError(f"scale: expected more than 0, got {scale}")
-    if window is not None and window < 1:
-        raise ValueError(f"window: expected at least 1, got {window}")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap: expected more than 0, got {softcap}")
-    if sinks is not None:
-        check_shape("sinks", sinks, query.shape[1:2], "[Hq]")
-        check_device("sinks", sinks, "query", query)
+    args.check(query, k_cache)
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     check_shape("out", out, query.shape, "[T, Hq, D]")
@@ -79,19 +57,10 @@ def paged_attention(
     batch.check("query", query, k_cache.shape[1])
     if query.shape[0] == 0 or batch.seq_lens.shape[0] == 0:
         return out
-    options: dict[str, Any] = {
-        "scale": scale,
-        "window": window,
-        "softcap": softcap,
-        "sinks": sinks,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "lse": lse,
-    }
     if query.is_cuda:
-        attend_with_triton(query, k_cache, v_cache, batch, out, sizes=sizes, **options)
+        attend_with_triton(query, k_cache, v_cache, batch, args, out, lse, sizes)
     else:
-        host.attend(query, k_cache, v_cache, batch, out, **options)
+        cpu.attend(query, k_cache, v_cache, batch, args, out, lse)
     return out
 
 
@@ -100,14 +69,8 @@ def attend_with_triton(
     k_cache: Tensor,
     v_cache: Tensor,
     batch: PagedBatch,
+    args: AttentionArgs,
     out: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
     lse: Tensor | None = None,
     sizes: TileSizes | None = None,
 ) -> None:
@@ -131,7 +94,7 @@ def attend_with_triton(
             cache_element_size=k_cache.element_size(),
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
-            window=window,
+            window=args.window,
         )
     one_tile = batch.max_query_len == 1
     tiles = sequences if one_tile else rows // sizes.tokens + sequences
@@ -147,9 +110,9 @@ def attend_with_triton(
         v_cache,
         parts,
         out if parts_lse is None else parts_lse,
-        out if sinks is None else sinks.contiguous(),
-        out if k_scale is None else k_scale.contiguous(),
-        out if v_scale is None else v_scale.contiguous(),
+        out if args.sinks is None else args.sinks.contiguous(),
+        out if args.k_scale is None else args.k_scale.contiguous(),
+        out if args.v_scale is None else args.v_scale.contiguous(),
         batch.query_start,
         batch.seq_lens,
         batch.block_tables,
@@ -157,9 +120,9 @@ def attend_with_triton(
         sizes.splits,
         batch.block_tables.stride(0),
         *query.stride(),
-        window or 0,
-        scale,
-        softcap or 0.0,
+        args.window or 0,
+        args.scale,
+        args.softcap or 0.0,
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -169,10 +132,10 @@ def attend_with_triton(
         TILE_TOKENS=sizes.tokens,
         TILE_KEYS=sizes.keys,
         ONE_TILE=one_tile,
-        HAS_WINDOW=window is not None,
-        HAS_SOFTCAP=softcap is not None,
-        HAS_SINKS=sinks is not None,
-        QUANTIZED=k_scale is not None,
+        HAS_WINDOW=args.window is not None,
+        HAS_SOFTCAP=args.softcap is not None,
+        HAS_SINKS=args.sinks is not None,
+        QUANTIZED=args.k_scale is not None,
         STORE_LSE=parts_lse is not None,
         WIDEN=query.is_cpu,
         num_warps=sizes.num_warps,

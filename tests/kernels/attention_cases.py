@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.paged_attention import reference
-from kernels.paged_attention.launch import PagedBatch, attend_with_triton, paged_attention
+from kernels.paged_attention.launch import AttentionArgs, PagedBatch, attend_with_triton, paged_attention
 from kernels.paged_attention.tiling import TileSizes
 from kernels.quantization import quantize
 
@@ -70,6 +70,10 @@ class Problem:
             host_seq_lens=case.lengths,
         )
 
+    def args(self, case: Case, device: str = "cpu") -> AttentionArgs:
+        tensors = [None if x is None else x.to(device) for x in (self.sinks, self.k_scale, self.v_scale)]
+        return AttentionArgs(self.scale, case.window, case.softcap, *tensors)
+
 
 def build(case: Case, seed: int = 0) -> Problem:
     generator = torch.Generator().manual_seed(seed)
@@ -115,16 +119,12 @@ def attend_and_keep(backend: str, case: Case, problem: Problem, lse: bool = Fals
     query, k_cache, v_cache = (one.to(device) for one in (problem.query, problem.k_cache, problem.v_cache))
     out = torch.full(query.shape, NAN, dtype=case.dtype, device=device)
     kept = torch.full(query.shape[:2], NAN, device=device)
-    options: dict[str, Any] = {"window": case.window, "softcap": case.softcap, "scale": problem.scale}
-    options |= {"sizes": case.sizes, "lse": kept if lse else None}
-    for name in ("sinks", "k_scale", "v_scale"):
-        tensor = getattr(problem, name)
-        options[name] = None if tensor is None else tensor.to(device)
-    batch = problem.batch(case, device)
+    options: dict[str, Any] = {"sizes": case.sizes, "lse": kept if lse else None}
+    batch, args = problem.batch(case, device), problem.args(case, device)
     if backend == "interpreter":
-        attend_with_triton(query, k_cache, v_cache, batch, out, **options)
+        attend_with_triton(query, k_cache, v_cache, batch, args, out, **options)
     else:
-        paged_attention(query, k_cache, v_cache, batch, out=out, **options)
+        paged_attention(query, k_cache, v_cache, batch, args, out=out, **options)
     return out.cpu(), kept.cpu()
 
 
@@ -137,13 +137,8 @@ def exact(case: Case, problem: Problem, lse: Tensor | None = None) -> Tensor:
         list(case.queries),
         list(case.lengths),
         problem.tables,
-        scale=problem.scale,
-        window=case.window,
-        softcap=case.softcap,
-        sinks=problem.sinks,
-        k_scale=problem.k_scale,
-        v_scale=problem.v_scale,
-        lse=lse,
+        problem.args(case),
+        lse,
     )[: sum(case.queries)]
 
 

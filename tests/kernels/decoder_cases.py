@@ -11,7 +11,9 @@ from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from kernels.cpu_decoder import build
-from kernels.cpu_decoder.launch import LayerWeights, Sums, TokenGroup, Weights
+from kernels.cpu_decoder.launch import TokenGroup
+from kernels.scores import SequenceScores
+from kernels.weights import LayerWeights, Weights
 from tests.stack import model_cache
 
 BARS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -215,10 +217,12 @@ def error_of(computed: Tensor, expected: Tensor) -> float:
     return float((computed.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
-def sums_of(case: Case, dtype: torch.dtype) -> list[Sums]:
+def scores_of(case: Case, dtype: torch.dtype) -> list[SequenceScores]:
     """Places for what a case counts, full of what is no number."""
     return [
-        Sums(number, rows, *torch.full((2, case.layers, case.kv_heads, case.lengths[number]), torch.nan, dtype=dtype))
+        SequenceScores(
+            *torch.full((2, case.layers, case.kv_heads, case.lengths[number]), torch.nan, dtype=dtype), rows, number
+        )
         for number, rows in enumerate(case.counted)
         if rows
     ]

@@ -13,8 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.cpu_decoder.launch import Decoder, Totals, obstacle
-from tests.kernels.decoder_cases import BARS, CASES, COUNTED, KINDS, Case, build_world, error_of, quantized, sums_of
+from kernels.cpu_decoder.launch import Decoder, obstacle
+from kernels.scores import ScoreAccumulator
+from tests.kernels.decoder_cases import BARS, CASES, COUNTED, KINDS, Case, build_world, error_of, quantized, scores_of
 
 # A step that begins while threads are late in the one before is the hardest to get right.
 STEPS = 3
@@ -42,11 +43,11 @@ def outputs(
     decoder.invariant = invariant
     decoder.bind(world.caches)
     sums = [
-        replace(one, totals=Totals(torch.zeros(case.layers, 1, one.weights.shape[2] + 5), 3, 7))
-        for one in sums_of(case, torch.float32)
+        replace(one, accumulator=ScoreAccumulator(torch.zeros(case.layers, 1, one.weights.shape[2] + 5), 3, 7))
+        for one in scores_of(case, torch.float32)
     ]
     logits = [decoder.step(*world.arguments, sums) for _ in range(STEPS)]
-    return logits + [one.weights for one in sums] + [one.totals.sums for one in sums if one.totals]
+    return logits + [one.weights for one in sums] + [one.accumulator.sums for one in sums if one.accumulator]
 
 
 def main(instrumented: str, plain: str) -> None:

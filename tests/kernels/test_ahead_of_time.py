@@ -14,7 +14,7 @@ import torch
 from kernels.attention_scores.launch import score_with_triton
 from kernels.compact_kv.launch import compact_with_triton
 from kernels.copy_blocks.launch import copy_with_triton
-from kernels.paged_attention.launch import PagedBatch, attend_with_triton
+from kernels.paged_attention.launch import AttentionArgs, PagedBatch, attend_with_triton
 from kernels.paged_attention.tiling import choose_sizes
 from kernels.rms_norm.launch import norm_with_triton
 from kernels.rotary_store.launch import rotate_with_triton
@@ -173,19 +173,8 @@ def attend_on_nothing(case: Attention, dtype: torch.dtype, capability: int) -> N
         max_seq_len=case.max_seq_len,
         window=case.window,
     )
-    options = {"window": case.window, "softcap": case.softcap, "sinks": sinks, "lse": lse}
-    attend_with_triton(
-        query,
-        cache,
-        cache,
-        batch,
-        torch.empty_like(query),
-        scale=0.125,
-        k_scale=scale,
-        v_scale=scale,
-        sizes=sizes,
-        **options,
-    )
+    args = AttentionArgs(0.125, case.window, case.softcap, sinks, scale, scale)
+    attend_with_triton(query, cache, cache, batch, args, torch.empty_like(query), lse, sizes)
 
 
 def score_on_nothing(dtype: torch.dtype, queries: int, cache_dtype: torch.dtype, with_squares: bool) -> None:
@@ -196,8 +185,8 @@ def score_on_nothing(dtype: torch.dtype, queries: int, cache_dtype: torch.dtype,
         batch = PagedBatch(*ints[:3], max_query_len=queries, max_seq_len=1024)
         scale = torch.empty(8) if cache_dtype != dtype else None
         lse, out = torch.empty(query.shape[:2]), torch.empty(2, 8, 1024)
-    options = {"scale": 0.1, "window": 99, "softcap": 30.0, "k_scale": scale}
-    score_with_triton(query, cache, batch, lse, ints[3], out, squares=out if with_squares else None, **options)
+    args = AttentionArgs(0.1, window=99, softcap=30.0, k_scale=scale)
+    score_with_triton(query, cache, batch, lse, ints[3], args, out, out if with_squares else None)
 
 
 def store_nothing(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:

@@ -1,6 +1,6 @@
 """A wrong argument is refused by name before anything is written."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 from kernels.attention_scores.launch import attention_scores
 from kernels.compact_kv.launch import compact_kv
 from kernels.copy_blocks.launch import copy_blocks
-from kernels.paged_attention.launch import paged_attention
+from kernels.paged_attention.launch import AttentionArgs, paged_attention
 from kernels.rms_norm.launch import rms_norm
 from kernels.rotary_store.launch import rotary_store
 from kernels.rotate_keys.launch import rotate_keys
@@ -154,9 +154,12 @@ ATTENTION: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("wrong", "message"), ATTENTION, ids=[message for _, message in ATTENTION])
 def test_paged_attention_names_the_wrong_argument(wrong: dict[str, Any], message: str) -> None:
-    right = {"query": PROBLEM.query, "k_cache": PROBLEM.k_cache, "v_cache": PROBLEM.v_cache, "scale": 1.0}
+    of_args = {field.name for field in fields(AttentionArgs)}
+    args = AttentionArgs(**{"scale": 1.0} | {name: value for name, value in wrong.items() if name in of_args})
+    right = {"query": PROBLEM.query, "k_cache": PROBLEM.k_cache, "v_cache": PROBLEM.v_cache, "args": args}
+    others = {name: value for name, value in wrong.items() if name not in of_args}
     with pytest.raises(ValueError, match=f"^{message}"):
-        paged_attention(batch=PROBLEM.batch(CASE, "cpu"), **{**right, **wrong})
+        paged_attention(batch=PROBLEM.batch(CASE, "cpu"), **{**right, **others})
 
 
 ROTATE: list[tuple[dict[str, Any], str]] = [
@@ -192,7 +195,7 @@ def test_rotary_store_names_the_wrong_argument(wrong: dict[str, Any], message: s
 SCORES: list[tuple[dict[str, Any], str]] = [
     ({"lse": torch.zeros(6, 5)}, "lse: expected"),
     ({"lse": torch.zeros(6, 6).double()}, "lse: expected torch.float32"),
-    ({"counted": torch.ones(2)}, "counted: expected torch.int32"),
+    ({"counts": torch.ones(2)}, "counts: expected torch.int32"),
     ({"out": torch.zeros(2, 2, 8)}, "out: expected at least 9 columns, got 8"),
     ({"squares": torch.zeros(2, 2, 8)}, "squares: expected"),
     ({"query": PROBLEM.query[:, :5]}, "query: expected a multiple of 2 heads, got 5"),
@@ -201,8 +204,8 @@ SCORES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("wrong", "message"), SCORES, ids=[message for _, message in SCORES])
 def test_attention_scores_names_the_wrong_argument(wrong: dict[str, Any], message: str) -> None:
-    right = {"query": PROBLEM.query, "k_cache": PROBLEM.k_cache, "lse": torch.zeros(6, 6), "scale": 1.0}
-    right |= {"counted": torch.ones(2, dtype=torch.int32)}
+    right = {"query": PROBLEM.query, "k_cache": PROBLEM.k_cache, "lse": torch.zeros(6, 6)}
+    right |= {"args": AttentionArgs(1.0), "counts": torch.ones(2, dtype=torch.int32)}
     with pytest.raises(ValueError, match=f"^{message}"):
         attention_scores(batch=PROBLEM.batch(CASE, "cpu"), **{**right, **wrong})
 
@@ -225,4 +228,4 @@ BATCH: list[tuple[dict[str, Any], str]] = [
 def test_paged_attention_names_what_is_wrong_in_the_batch(wrong: dict[str, Any], message: str) -> None:
     batch = replace(PROBLEM.batch(CASE, "cpu"), **wrong)
     with pytest.raises(ValueError, match=f"^{message}"):
-        paged_attention(PROBLEM.query, PROBLEM.k_cache, PROBLEM.v_cache, batch, scale=1.0)
+        paged_attention(PROBLEM.query, PROBLEM.k_cache, PROBLEM.v_cache, batch, AttentionArgs(1.0))

@@ -44,12 +44,9 @@ def score(backend: str, case: Case, counted: tuple[int, ...], problem: Problem) 
         problem.batch(case, device),
         lse.float().to(device),
         counts,
+        problem.args(case, device),
         out=out,
         squares=squares,
-        scale=problem.scale,
-        window=case.window,
-        softcap=case.softcap,
-        k_scale=None if problem.k_scale is None else problem.k_scale.to(device),
     )
     return out.cpu(), squares.cpu()
 
@@ -73,11 +70,7 @@ def test_weights_of_the_counted_queries_are_summed(
         problem.tables,
         list(counted),
         columns(case),
-        scale=problem.scale,
-        window=case.window,
-        softcap=case.softcap,
-        sinks=problem.sinks,
-        k_scale=problem.k_scale,
+        problem.args(case),
     )
     got, squares = run_on(score, case, counted, problem)
     for values, truth in zip((got, squares), truths, strict=True):
@@ -93,6 +86,6 @@ def test_scores_have_a_column_per_key_when_no_place_is_given() -> None:
     lse = torch.zeros(problem.query.shape[:2])
     counted = torch.zeros(len(MIXED.lengths), dtype=torch.int32)
     batch = problem.batch(MIXED, "cpu")
-    scores = attention_scores(problem.query, problem.k_cache, batch, lse, counted, scale=problem.scale)
+    scores = attention_scores(problem.query, problem.k_cache, batch, lse, counted, problem.args(MIXED))
     assert scores.shape == (len(MIXED.lengths), MIXED.kv_heads, max(MIXED.lengths))
     assert not scores.any()

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.cpu_decoder.launch import Decoder, Totals, obstacle
+from kernels.cpu_decoder.launch import Decoder, obstacle
 from kernels.cpu_decoder.reference import step
-from tests.kernels.decoder_cases import BARS, COUNTED, KINDS, Case, build_world, error_of, library, sums_of
+from kernels.scores import ScoreAccumulator
+from tests.kernels.decoder_cases import BARS, COUNTED, KINDS, Case, build_world, error_of, library, scores_of
 
 __all__ = ["library"]
 
@@ -19,7 +20,7 @@ def test_attention_is_counted(library: ctypes.CDLL, case: Case, dtype: torch.dty
     world = build_world(case, dtype)
     if reason := obstacle(library, world.weights, dtype):
         pytest.skip(reason)
-    expected, sums = sums_of(case, torch.float64), sums_of(case, torch.float32)
+    expected, sums = scores_of(case, torch.float64), scores_of(case, torch.float32)
     logits = step(world.weights, *world.arguments, [(k.double(), v.double()) for k, v in world.caches], expected)
     decoder = Decoder(library, world.weights, dtype, case.threads, products=products)
     decoder.bind(world.caches)
@@ -36,13 +37,13 @@ def test_attention_is_counted(library: ctypes.CDLL, case: Case, dtype: torch.dty
 @pytest.mark.parametrize("case", COUNTED.values(), ids=COUNTED.keys())
 def test_counting_changes_nothing_else_and_is_the_same_every_time(library: ctypes.CDLL, case: Case) -> None:
     case = replace(case, shared=0)
-    world, sums = build_world(case, torch.float32), sums_of(case, torch.float32)
+    world, sums = build_world(case, torch.float32), scores_of(case, torch.float32)
     decoder = Decoder(library, world.weights, torch.float32, case.threads)
     decoder.bind(world.caches)
     uncounted = decoder.step(*world.arguments)
     assert torch.equal(decoder.step(*world.arguments, sums), uncounted)
     for _ in range(20):
-        again = [replace(one, squares=None) for one in sums_of(case, torch.float32)]
+        again = [replace(one, squares=None) for one in scores_of(case, torch.float32)]
         decoder.step(*world.arguments, again)
         assert all(torch.equal(one.weights, other.weights) for one, other in zip(again, sums, strict=True))
 
@@ -50,7 +51,7 @@ def test_counting_changes_nothing_else_and_is_the_same_every_time(library: ctype
 def test_counting_a_long_context_changes_no_more_than_rounding(library: ctypes.CDLL) -> None:
     """Its keys are divided among threads, unless they are counted."""
     case = Case((1, 2), (1200, 900), counted=(1, 0), threads=5)
-    world, sums = build_world(case, torch.float32), sums_of(case, torch.float32)
+    world, sums = build_world(case, torch.float32), scores_of(case, torch.float32)
     decoder = Decoder(library, world.weights, torch.float32, case.threads)
     decoder.bind(world.caches)
     uncounted = decoder.step(*world.arguments)
@@ -65,14 +66,14 @@ def test_counting_a_long_context_changes_no_more_than_rounding(library: ctypes.C
 def test_what_is_counted_is_added_up_where_that_is_wanted(
     library: ctypes.CDLL, case: Case, first: int, width: int, alike: bool
 ) -> None:
-    world, sums = build_world(case, torch.float32), sums_of(case, torch.float32)
+    world, sums = build_world(case, torch.float32), scores_of(case, torch.float32)
     before = [torch.rand(case.layers, 1 if alike else case.kv_heads, one.weights.shape[2] + 5) for one in sums]
     totals = [one.clone() for one in before]
     # One of them only looks.
-    wanting = [Totals(one, first, width) if number else None for number, one in enumerate(totals)]
+    wanting = [ScoreAccumulator(one, first, width) if number else None for number, one in enumerate(totals)]
     decoder = Decoder(library, world.weights, torch.float32, case.threads)
     decoder.bind(world.caches)
-    decoder.step(*world.arguments, [replace(one, totals=to) for one, to in zip(sums, wanting, strict=True)])
+    decoder.step(*world.arguments, [replace(one, accumulator=to) for one, to in zip(sums, wanting, strict=True)])
     for one, total, old, to in zip(sums, totals, before, wanting, strict=True):
         expected = old.clone()
         weights = one.weights.sum(1, keepdim=True) if alike else one.weights
@@ -83,18 +84,18 @@ def test_what_is_counted_is_added_up_where_that_is_wanted(
 
 def test_wrong_totals_are_named(library: ctypes.CDLL) -> None:
     case = next(iter(COUNTED.values()))
-    world, (one, *_) = build_world(case, torch.float32), sums_of(case, torch.float32)
+    world, (one, *_) = build_world(case, torch.float32), scores_of(case, torch.float32)
     decoder = Decoder(library, world.weights, torch.float32, 1)
     decoder.bind(world.caches)
     slots = one.weights.shape[2]
-    for totals in (
-        Totals(torch.zeros(case.layers, 1, slots - 1)),
-        Totals(torch.zeros(case.layers, case.kv_heads + 1, slots)),
-        Totals(torch.zeros(case.layers + 1, 1, slots)),
-        Totals(torch.zeros(case.layers, 1, slots, dtype=torch.float64)),
-        Totals(torch.zeros(case.layers, 1, 2 * slots)[..., :slots]),
-        Totals(torch.zeros(case.layers, 1, slots), first=-1),
-        Totals(torch.zeros(case.layers, 1, slots), width=0),
+    for accumulator in (
+        ScoreAccumulator(torch.zeros(case.layers, 1, slots - 1)),
+        ScoreAccumulator(torch.zeros(case.layers, case.kv_heads + 1, slots)),
+        ScoreAccumulator(torch.zeros(case.layers + 1, 1, slots)),
+        ScoreAccumulator(torch.zeros(case.layers, 1, slots, dtype=torch.float64)),
+        ScoreAccumulator(torch.zeros(case.layers, 1, 2 * slots)[..., :slots]),
+        ScoreAccumulator(torch.zeros(case.layers, 1, slots), first=-1),
+        ScoreAccumulator(torch.zeros(case.layers, 1, slots), width=0),
     ):
-        with pytest.raises(ValueError, match="totals"):
-            decoder.step(*world.arguments, [replace(one, totals=totals)])
+        with pytest.raises(ValueError, match="accumulator"):
+            decoder.step(*world.arguments, [replace(one, accumulator=accumulator)])

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu_decoder.launch import Decoder, Weights
+from kernels.cpu_decoder.launch import Decoder
 from kernels.cpu_decoder.reference import step
+from kernels.weights import Weights
 from tests.kernels.decoder_cases import BARS, KINDS, Case, World, build_world, error_of, library, quantized
 
 __all__ = ["library"]

@@ -32,7 +32,7 @@ sys.modules["triton"] = None
 import torch
 from kernels.compact_kv.launch import compact_kv
 from kernels.copy_blocks.launch import copy_blocks
-from kernels.paged_attention.launch import PagedBatch, paged_attention
+from kernels.paged_attention.launch import AttentionArgs, PagedBatch, paged_attention
 from kernels.attention_scores.launch import attention_scores
 from kernels.rms_norm.launch import rms_norm
 from kernels.rotary_store.launch import rotary_store
@@ -47,8 +47,8 @@ rotate_keys(cache[1:], slots, slots, torch.zeros(4))
 one = torch.tensor([1], dtype=torch.int32)
 batch = PagedBatch(torch.tensor([0, 1], dtype=torch.int32), one, one[:, None], 1, 1, (1,), (1,))
 lse = torch.zeros(1, 2)
-print(paged_attention(torch.ones(1, 2, 8), *cache, batch, scale=1.0, lse=lse).eq(1).all().item())
-print(attention_scores(torch.ones(1, 2, 8), cache[0], batch, lse, one, scale=1.0).tolist())
+print(paged_attention(torch.ones(1, 2, 8), *cache, batch, AttentionArgs(1.0), lse=lse).eq(1).all().item())
+print(attention_scores(torch.ones(1, 2, 8), cache[0], batch, lse, one, AttentionArgs(1.0)).tolist())
 print(rms_norm(torch.ones(1, 8), torch.ones(8), 0.0).sum().item())
 turn = torch.ones(1, 8)
 rotary_store(*torch.ones(3, 1, 1, 8), turn, turn, torch.tensor([0]), torch.tensor([0]), *cache)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.paged_attention import cpu as host
+from kernels.paged_attention import cpu
 from kernels.paged_attention.launch import PagedBatch, paged_attention
 from kernels.paged_attention.tiling import TileSizes
 from kernels.quantization import LARGEST
@@ -167,9 +167,8 @@ def test_a_sequence_gets_the_same_result_alone_as_in_company(run_on: Callable[..
 def test_out_is_made_when_none_is_given() -> None:
     case = Case((2,), (6,))
     problem = build(case)
-    made = paged_attention(
-        problem.query, problem.k_cache, problem.v_cache, problem.batch(case, "cpu"), scale=problem.scale
-    )
+    batch, args = problem.batch(case, "cpu"), problem.args(case)
+    made = paged_attention(problem.query, problem.k_cache, problem.v_cache, batch, args)
     assert torch.equal(made[:2], attend("torch", case, problem)[:2])
 
 
@@ -177,7 +176,7 @@ def test_lengths_are_read_from_the_device_when_the_host_has_none() -> None:
     problem = build(MIXED)
     full = problem.batch(MIXED, "cpu")
     batch = PagedBatch(full.query_start, full.seq_lens, full.block_tables, full.max_query_len, full.max_seq_len)
-    out = paged_attention(problem.query, problem.k_cache, problem.v_cache, batch, scale=problem.scale)
+    out = paged_attention(problem.query, problem.k_cache, problem.v_cache, batch, problem.args(MIXED))
     rows = sum(MIXED.queries)
     assert torch.equal(out[:rows], attend("torch", MIXED, problem)[:rows])
 
@@ -190,27 +189,27 @@ def test_layers_of_a_step_share_what_is_derived_from_the_batch() -> None:
 
 def test_blocks_outside_the_window_are_not_gathered() -> None:
     case = Case((1, 30), (100, 90), window=9)
-    tiles = host.plan(build(case).batch(case, "cpu"), case.window, case.block_size, torch.float32)
+    tiles = cpu.plan(build(case).batch(case, "cpu"), case.window, case.block_size, torch.float32)
     # Of the first sequence the keys 91 to 99, of the second 52 to 89; blocks of four.
     assert sorted(tile.columns for tile in tiles) == [3 * 4, 10 * 4]
 
 
 def test_sequences_of_similar_length_share_a_call_and_others_do_not() -> None:
     case = Case((1,) * 6, (100, 10, 97, 9, 300, 10))
-    tiles = host.plan(build(case).batch(case, "cpu"), None, case.block_size, torch.float32)
+    tiles = cpu.plan(build(case).batch(case, "cpu"), None, case.block_size, torch.float32)
     assert sorted(tile.sequences for tile in tiles) == [1, 2, 3]
 
 
 def test_sequences_of_one_prefix_share_a_call_and_its_keys_once() -> None:
     case = Case((1, 1, 3), (90, 85, 92), shared=20)
-    (tile,) = host.plan(build(case).batch(case, "cpu"), None, case.block_size, torch.float32)
+    (tile,) = cpu.plan(build(case).batch(case, "cpu"), None, case.block_size, torch.float32)
     assert sorted(tile.rows.tolist()) == [0, 1, 2, 3, 4]
     assert tile.columns == (20 + 3 + 2 + 3) * case.block_size
 
 
 def test_sequences_share_no_call_where_it_would_cost_more_than_it_saves() -> None:
     case = Case((1,) * 8, (100,) * 8, shared=9)
-    tiles = host.plan(build(case).batch(case, "cpu"), None, case.block_size, torch.float32)
+    tiles = cpu.plan(build(case).batch(case, "cpu"), None, case.block_size, torch.float32)
     assert [(tile.sequences, tile.columns) for tile in tiles] == [(8, 100)]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from executor.cache.pool import KvPools, Pool
-from executor.cache.tiers.slot_file import Bytes
+from executor.cache.tiers.layout import Bytes
 
 log = structlog.get_logger()
 

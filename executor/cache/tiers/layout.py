@@ -1,16 +1,10 @@
-"""Where things lie in a lower tier's file: a header, a table of what the slots hold, then the slots group by group."""
+"""The layout of a lower tier's file: a header, a table with an entry per slot, then the slots group by group."""
 
-import hashlib
-import json
-import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-
-from executor.cache.pool import KvPools
 
 PAGE = 4096
 MAGIC = b"kvkeep\r\n"
@@ -19,14 +13,15 @@ VERSION = 1
 # Per slot: the ticket of the copy that filled it, 0 for none; the checksum of its bytes.
 ENTRY = np.dtype([("generation", "<u8"), ("checksum", "<u8")])
 _HEADER = struct.Struct("<8sIIQ32s32s")
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# Bytes of a block, [bytes] uint8, contiguous.
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Of one file. block_bytes: per layer group. slots: of each group. identity: SHA-256 of what decides the bytes.
+    """Layout of one file. block_bytes: per layer group. slots: of each group. identity: SHA-256 over model and shapes.
 
-    boot: what the file is good for, 32 bytes; zeros when its checksums find what a crash of the machine tore.
+    boot: 32 bytes that name the boot of the machine in which the file is valid; zeros where checksums find torn blocks.
     """
 
     block_bytes: tuple[int, ...]
@@ -36,7 +31,7 @@ class FileLayout:
 
     @property
     def header(self) -> bytes:
-        """What a file of this layout begins with."""
+        """The first bytes of a file of this layout."""
         return _HEADER.pack(MAGIC, VERSION, len(self.block_bytes), self.slots, self.identity, self.boot)
 
     @property
@@ -54,8 +49,8 @@ class FileLayout:
         before = sum(padded(count) for count in self.block_bytes[:group])
         return PAGE + padded(self.table_bytes) + self.slots * before
 
-    def place(self, group: int, slot: int) -> int:
-        """Where a slot begins; slots are numbered from 1."""
+    def offset(self, group: int, slot: int) -> int:
+        """Where a slot begins in the file; slots are numbered from 1."""
         return self.start(group) + (slot - 1) * padded(self.block_bytes[group])
 
     def entry(self, group: int, slot: int) -> int:
@@ -77,17 +72,3 @@ def slots_within(size: int, block_bytes: Sequence[int]) -> int:
 def least_size(block_bytes: Sequence[int]) -> int:
     """Bytes of a file with one slot per group."""
     return 2 * PAGE + sum(padded(count) + ENTRY.itemsize for count in block_bytes)
-
-
-def layout_of(pools: KvPools, fingerprint: bytes, size: int, *, checksums: bool) -> FileLayout:
-    """How blocks of these pools lie in a file of at most this size. fingerprint: of the model, 32 bytes."""
-    groups = [(*pool.k[:, 0].shape, str(pool.k.dtype), pool.group.shape.window) for pool in pools.pools]
-    identity = hashlib.sha256(json.dumps([fingerprint.hex(), pools.block_size, groups]).encode()).digest()
-    block_bytes = tuple(pool.block_bytes for pool in pools.pools)
-    # What reached the disk when the machine went down is told by checksums only.
-    boot = bytes(32) if checksums else hashlib.sha256(_boot_id()).digest()
-    return FileLayout(block_bytes, slots_within(size, block_bytes), identity, boot)
-
-
-def _boot_id() -> bytes:
-    return _BOOT_ID.read_bytes() if _BOOT_ID.exists() else os.urandom(32)

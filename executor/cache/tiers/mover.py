@@ -9,7 +9,8 @@ import xxhash
 
 from executor import metrics
 from executor.cache.tiers.device import DeviceBlocks
-from executor.cache.tiers.slot_file import Bytes, CacheSlotError, SlotFile
+from executor.cache.tiers.layout import Bytes
+from executor.cache.tiers.slot_file import CacheSlotError, SlotFile
 from executor.step import Copy, Tier
 
 # Weight of the newest measurement in what a block takes.

@@ -6,11 +6,9 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from executor.cache.tiers.layout import ENTRY, PAGE, FileLayout
+from executor.cache.tiers.layout import ENTRY, PAGE, Bytes, FileLayout
 from executor.step import Tier
 
-# Bytes of a block or of room for one, [bytes] uint8, contiguous.
-Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 Generations = np.ndarray[tuple[int, int], np.dtype[np.uint64]]
 
 
@@ -93,7 +91,7 @@ class HostFile(SlotFile):
 
     def room(self, group: int, slot: int, staging: Bytes) -> Bytes:  # noqa: ARG002
         """As in SlotFile."""
-        start = self.layout.place(group, slot)
+        start = self.layout.offset(group, slot)
         return self.memory[start : start + self.layout.block_bytes[group]]
 
     def store(self, group: int, slot: int, data: Bytes) -> None:
@@ -139,12 +137,12 @@ class DiskFile(SlotFile):
 
     def store(self, group: int, slot: int, data: Bytes) -> None:
         """As in SlotFile."""
-        self._write(data, self.layout.place(group, slot))
+        self._write(data, self.layout.offset(group, slot))
 
     def fetch(self, group: int, slot: int, staging: Bytes) -> Bytes:
         """As in SlotFile."""
         data = self.room(group, slot, staging)
-        self._read(data, self.layout.place(group, slot))
+        self._read(data, self.layout.offset(group, slot))
         return data
 
     def close(self) -> None:

@@ -1,7 +1,11 @@
 """The tiers below the device, and the copies between all of them."""
 
+import hashlib
+import json
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import structlog
@@ -9,7 +13,7 @@ import structlog
 from executor.cache.pool import KvPools
 from executor.cache.tiers.copier import Copier, Ended
 from executor.cache.tiers.device import blocks_of
-from executor.cache.tiers.layout import layout_of
+from executor.cache.tiers.layout import FileLayout, slots_within
 from executor.cache.tiers.mover import Mover
 from executor.cache.tiers.opening import FileSettings, file_name, open_file
 from executor.cache.tiers.order import Place
@@ -18,6 +22,8 @@ from executor.errors import BrokenStorageError
 from executor.step import Copy, Tier
 
 log = structlog.get_logger()
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -117,3 +123,17 @@ def open_tiers(
                 # Blocks are computed that could have been read; to end would serve nobody.
                 log.error("a tier is left out", tier=name, cause=str(error))
     return Tiers(pools, files, checksums=checksums)
+
+
+def layout_of(pools: KvPools, fingerprint: bytes, size: int, *, checksums: bool) -> FileLayout:
+    """The layout of these pools' blocks in a file of at most `size` bytes. fingerprint: of the model, 32 bytes."""
+    groups = [(*pool.k[:, 0].shape, str(pool.k.dtype), pool.group.shape.window) for pool in pools.pools]
+    identity = hashlib.sha256(json.dumps([fingerprint.hex(), pools.block_size, groups]).encode()).digest()
+    block_bytes = tuple(pool.block_bytes for pool in pools.pools)
+    # After a crash of the machine, only checksums tell which blocks reached the disk.
+    boot = bytes(32) if checksums else hashlib.sha256(_boot_id()).digest()
+    return FileLayout(block_bytes, slots_within(size, block_bytes), identity, boot)
+
+
+def _boot_id() -> bytes:
+    return _BOOT_ID.read_bytes() if _BOOT_ID.exists() else os.urandom(32)

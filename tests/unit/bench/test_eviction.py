@@ -16,7 +16,7 @@ from bench.eviction.outputs import Outputs
 from bench.eviction.policies import POLICIES, policy
 from bench.eviction.rouge import rouge_2, rouge_l
 from executor.models.files import ModelFiles
-from executor.models.load import Model
+from executor.models.forward import Model
 from tests.unit.executor.conftest import load, save_model
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, VOCAB
 
@@ -100,11 +100,11 @@ def test_counted_again_attention_is_what_one_pass_counts(model: Model) -> None:
     known = cache.engine.positions(kept)
     other = Cache(model, 128)
     sequence = other.sequence(TEXT[:100], policy("SNAPKV", 64, cache.layout))
-    counted = other.engine.counted([sequence], [100])
+    counted = other.engine.scored([sequence], [100])
     attention = other.compute(sequence, TEXT[:100], counted).attention
     assert attention is not None
     assert attention.rows == 8
-    other.engine.observe([sequence], [100], counted, [attention])
+    other.engine.observe([sequence], [100], [attention])
     other.evict(sequence, other.private)
     assert torch.equal(other.engine.positions(sequence), known)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,15 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from executor.cache.pool import KvPools
 from executor.cache.shares import Shares
 from executor.cache.tiers.tiers import Tiers
-from executor.core.runner import Runner
+from executor.core.runner import NoEvents, Runner, StepEvents
 from executor.models.attention import NAME
-from executor.models.cuda import fused
+from executor.models.cuda import CudaGraphRunner
 from executor.models.files import find
-from executor.models.forward import TorchForward
-from executor.models.load import Model, load_model
-from executor.step import Joining, Outcome, Sampled, Sampling, Step
+from executor.models.forward import Forward, Model
+from executor.models.llama import with_fallback
+from executor.models.load import load_model
+from executor.models.torch import TorchForward
+from executor.step import NewSequence, SampledToken, Sampling, Step, StepOutput
 from tests.kernels.conftest import interpreter
 from tests.stack import model_cache
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS
@@ -75,7 +78,13 @@ def load_fused(folder: Path) -> Model:
     """The model as the executor loads it on a CUDA device, but for the graphs."""
     model = on_torch(folder)
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=NAME)
-    return replace(model, forward=fused(TorchForward(module.eval()), module, model.groups, model.max_positions))
+    return replace(model, forward=fused(TorchForward(module.eval()), module, model))
+
+
+def fused(forward: Forward, module: Any, model: Model, kind: type[CudaGraphRunner] = CudaGraphRunner) -> Forward:
+    """The fused layers of a model where its probe allows them, else `forward`."""
+    groups, positions = model.groups, model.max_positions
+    return with_fallback(forward, module, groups, lambda weights: kind(weights, groups, positions), "fused decoder")
 
 
 # Every path that may serve a Llama: the compiled decoder, torch, and the fused layers of a CUDA device.
@@ -102,6 +111,7 @@ class Driver:
     num_blocks: int | Shares = 200
     block_size: int = BLOCK_SIZE
     tiers: Callable[[KvPools], Tiers] = Tiers
+    events: StepEvents = field(default_factory=NoEvents)
     runner: Runner = field(init=False)
     lengths: dict[int, int] = field(default_factory=dict)
     tables: dict[int, list[list[int]]] = field(default_factory=dict)
@@ -113,7 +123,7 @@ class Driver:
             # What nobody wrote must not matter.
             pool.k[:, 1:].fill_(torch.nan)
             pool.v[:, 1:].fill_(torch.nan)
-        self.runner = Runner(self.model, pools, self.tiers(pools))
+        self.runner = Runner(self.model, pools, self.tiers(pools), self.events)
         # Out of order, so that slot and position differ.
         self.free = [[1 + (slot * 77) % slots for slot in range(slots)] for slots in pools.shares.slots]
 
@@ -122,7 +132,7 @@ class Driver:
         count = -(-tokens // self.block_size)
         return tuple(tuple(free.pop() for _ in range(count)) for free in self.free)
 
-    def joining(
+    def new_sequence(
         self,
         sequence: int,
         tokens: list[int],
@@ -130,24 +140,24 @@ class Driver:
         *,
         prompt: int | None = None,
         room: int = 64,
-    ) -> Joining:
+    ) -> NewSequence:
         """A new sequence with blocks for itself and `room` more tokens."""
-        return Joining(sequence, tuple(tokens), prompt or len(tokens), 0, self.blocks(len(tokens) + room), sampling)
+        return NewSequence(sequence, tuple(tokens), prompt or len(tokens), 0, self.blocks(len(tokens) + room), sampling)
 
-    def step(self, **changes: object) -> Outcome:
+    def step(self, **changes: object) -> StepOutput:
         """Runs the next step."""
         return self.runner.launch(Step(self.runner.last_step + 1, **changes)).result()  # type: ignore[arg-type]
 
     def generate(
         self, sequence: int, tokens: list[int], count: int, sampling: Sampling = GREEDY, chunk: int = 1000
-    ) -> list[Sampled]:
+    ) -> list[SampledToken]:
         """Runs one sequence alone, from joining to leaving."""
         left, sampled = len(tokens), []
-        joining: tuple[Joining, ...] = (self.joining(sequence, tokens, sampling, room=count),)
+        new: tuple[NewSequence, ...] = (self.new_sequence(sequence, tokens, sampling, room=count),)
         while len(sampled) < count:
             granted = {sequence: min(chunk, left)} if left > 0 else {}
-            outcome = self.step(joining=joining, chunks=granted)
-            joining, left = (), left - chunk
+            outcome = self.step(new_sequences=new, chunks=granted)
+            new, left = (), left - chunk
             sampled.extend(outcome.sampled)
             if sampled and sampled[-1].stopped:
                 break

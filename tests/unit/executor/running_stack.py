@@ -13,12 +13,13 @@ from google.protobuf.duration_pb2 import Duration
 
 from executor.cache.pool import KvPools
 from executor.cache.tiers.tiers import Tiers
+from executor.core.outbox import Outbox
 from executor.core.runner import Runner
 from executor.core.watchdog import Watchdog
 from executor.core.worker import Worker
-from executor.models.load import Model
+from executor.models.forward import Model
 from executor.models.tokenizer import TokenizerFiles
-from executor.rpc.manager_client import Announcement, ManagerClient
+from executor.rpc.manager_client import Announcement, ManagerClient, TransferLog
 from executor.rpc.service import SERVICE, ExecutorServicer, Identity
 from protos.execution.v1 import execution_pb2 as pb
 from protos.execution.v1 import execution_pb2_grpc as rpc
@@ -204,14 +205,12 @@ async def running(model: Model, tmp_path: Path, tiers: Callable[[KvPools], Tiers
         {"kvcache.v1.CacheManagerService": lambda s: kv_rpc.add_CacheManagerServiceServicer_to_server(manager, s)},
     )
     pools = KvPools(model.groups, 200, BLOCK_SIZE, torch.float32, torch.device("cpu"))
-    runner = Runner(model, pools, tiers(pools))
+    loop, made = asyncio.get_running_loop(), tiers(pools)
+    transfers = TransferLog(loop)
+    outbox = Outbox(transfers, made.block_times)
+    runner = Runner(model, pools, made, outbox)
     server = Server("executor", drain_seconds=0)
-    loop = asyncio.get_running_loop()
-    worker = Worker(
-        runner,
-        lambda done, failed: loop.call_soon_threadsafe(client.confirm, done, failed) and None,
-        lambda: None,
-    )
+    worker = Worker(runner, outbox, lambda: None)
     given_up = asyncio.Event()
     watchdog = Watchdog(worker, server.set_serving, given_up.set)
     client = ManagerClient(
@@ -219,8 +218,8 @@ async def running(model: Model, tmp_path: Path, tiers: Callable[[KvPools], Tiers
         Announcement("executor-0", EPOCH, "tiny", b"f" * 32, plain_rotary=True),
         runner.pools,
         runner.tiers,
-        worker.transfer,
-        lambda: runner.last_step,
+        worker,
+        transfers,
         watchdog.set_registered,
     )
     servicer = ExecutorServicer(

@@ -28,7 +28,7 @@ from transformers import (
 
 from bench import families
 from executor.errors import ModelError
-from executor.models.forward import TorchForward
+from executor.models.torch import TorchForward
 from tests.unit.executor.conftest import load, on_torch, save_model
 from tests.unit.executor.tiny_models import _SIZES, CONFIGS, VOCAB
 

@@ -1,6 +1,7 @@
 """When compiled code takes the place of torch, and when it must not."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import torch
 from structlog.testing import capture_logs
 from transformers import LlamaConfig
 
-from executor.models.cpu import CpuDecoder
+from executor.models.cpu import CpuModel
 from executor.models.files import find
-from executor.models.forward import Scores, TorchForward
+from executor.models.forward import ForwardOutput
 from executor.models.llama import probe
 from executor.models.load import load_model, multiplies_bfloat16
+from executor.models.torch import TorchForward
 from tests.kernels.decoder_cases import compiled_decoder
 from tests.stack import model_cache
 from tests.unit.executor.conftest import Driver, load, on_torch, save_model
@@ -29,7 +31,7 @@ def _compiler() -> None:
 
 @pytest.mark.parametrize("name", sorted(COMPILED_CONFIGS))
 def test_a_family_that_it_knows_is_compiled(name: str, model_folder: Callable[[str], Path]) -> None:
-    assert isinstance(load(model_folder(name)).forward, CpuDecoder)
+    assert isinstance(load(model_folder(name)).forward, CpuModel)
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
@@ -49,7 +51,7 @@ def test_others_run_on_torch_and_the_log_says_why(name: str, model_folder: Calla
         ({"attention_bias": True}, "self_attn.o_proj.bias"),
     ],
 )
-def test_what_a_configuration_adds_keeps_iton_torch(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_what_a_configuration_adds_keeps_it_on_torch(changes: dict[str, object], words: str, tmp_path: Path) -> None:
     base = COMPILED_CONFIGS["llama, compiled"]().to_dict()
     with capture_logs() as logs:
         model = load(save_model(LlamaConfig(**(base | changes)), tmp_path / "model"))
@@ -67,7 +69,7 @@ def test_a_decoder_that_computes_something_else_is_not_used(
     assert any("is off by" in entry.get("cause", "") for entry in logs)
 
 
-def test_without_a_compiler_it_runson_torch(
+def test_without_a_compiler_it_runs_on_torch(
     model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -83,7 +85,7 @@ def test_bfloat16_is_close_to_float32(model_folder: Callable[[str], Path]) -> No
     folder = model_folder("llama, compiled")
     exact = load(folder)
     model = load_model(find(str(folder), folder), torch.device("cpu"), "auto", compiled_folder=FOLDER)
-    assert (model.dtype, type(model.forward)) == (torch.bfloat16, CpuDecoder)
+    assert (model.dtype, type(model.forward)) == (torch.bfloat16, CpuModel)
     logits, expected = (probe(one.forward, one.groups, one.vocab_size, one.dtype, one.device) for one in (model, exact))
     assert (logits - expected).square().mean().sqrt() < 0.03 * expected.square().mean().sqrt()
 
@@ -101,23 +103,21 @@ def test_a_second_runner_gets_pools_of_its_own(model_folder: Callable[[str], Pat
     assert [one.token_id for one in first.generate(2, prompts[1], 6)] == alone[1]
 
 
-def test_all_steps_leave_their_logits_in_one_place(
-    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_steps_leave_their_logits_in_one_place(model_folder: Callable[[str], Path]) -> None:
     model = load(model_folder("llama, compiled"))
-    compute, places = model.forward.scores, []
+    places = []
 
-    def scores(*arguments: Any) -> Scores:
-        result = compute(*arguments)
-        places.append((result.logits.data_ptr(), len(result.logits)))
-        return result
+    class Noting:
+        def __call__(self, *arguments: Any) -> ForwardOutput:
+            result = model.forward(*arguments)
+            places.append((result.logits.data_ptr(), len(result.logits)))
+            return result
 
-    monkeypatch.setattr(model.forward, "scores", scores)
-    driver = Driver(model)
-    first = tuple(driver.joining(number, [3, 1, 4, number]) for number in range(1, 6))
-    driver.step(joining=first, chunks={one.sequence: 4 for one in first})
+    driver = Driver(replace(model, forward=Noting()))  # type: ignore[arg-type]
+    first = tuple(driver.new_sequence(number, [3, 1, 4, number]) for number in range(1, 6))
+    driver.step(new_sequences=first, chunks={one.sequence: 4 for one in first})
     driver.step(removed=(2, 3))
-    driver.step(joining=(driver.joining(6, [9, 2]), driver.joining(7, [5, 3])), chunks={6: 2, 7: 2})
+    driver.step(new_sequences=(driver.new_sequence(6, [9, 2]), driver.new_sequence(7, [5, 3])), chunks={6: 2, 7: 2})
     assert [rows for _, rows in places] == [5, 3, 5]
     assert len({place for place, _ in places}) == 1
 

@@ -12,18 +12,17 @@ from structlog.testing import capture_logs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from executor.batch import Batch, Work, pack
+from executor.batch import DeviceBatch, HostBatch, SequenceState, build_batch
 from executor.cache.pool import KvPools
-from executor.core.state import RunningSet
 from executor.models import cuda as cuda_decoder
 from executor.models.attention import NAME
-from executor.models.cuda import SIZES, Buffers, CudaDecoder, fused
-from executor.models.forward import Scores, TorchForward
-from executor.models.llama import FAMILIES, faster
-from executor.models.load import Model
-from executor.step import Growth, Joining
+from executor.models.cuda import SIZES, CudaGraphRunner, GraphBuffers
+from executor.models.forward import ForwardOutput, Model
+from executor.models.llama import FAMILIES
+from executor.models.torch import TorchForward
+from executor.step import BlockTableUpdate, NewSequence
 from tests.support.reference import first_mismatch, greedy
-from tests.unit.executor.conftest import BLOCK_SIZE, Driver, load_fused, on_torch, save_model
+from tests.unit.executor.conftest import BLOCK_SIZE, Driver, fused, load_fused, on_torch, save_model
 from tests.unit.executor.test_token_eviction import PROMPT, VARIANTS, policy_of, run
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS, VOCAB
 
@@ -33,28 +32,28 @@ KNOWN = [name for name in sorted(CONFIGS | COMPILED_CONFIGS) if name.startswith(
 class Both:
     """Runs every step through two ways over the same pools, and keeps by how much their logits differ at most."""
 
-    def __init__(self, first: CudaDecoder, second: TorchForward) -> None:
+    def __init__(self, first: CudaGraphRunner, second: TorchForward) -> None:
         self._first, self._second = first, second
         self.worst = 0.0
 
-    def prepare(self, pools: KvPools, last_tokens: Tensor) -> None:
-        self._first.prepare(pools, last_tokens)
+    def warmup(self, pools: KvPools, last_tokens: Tensor) -> None:
+        self._first.warmup(pools, last_tokens)
 
-    def scores(self, work: Work, pools: KvPools, placed: Callable[[], None]) -> Scores:
-        expected = self._second.scores(work, pools).logits.float().clone()
-        scores = self._first.scores(work, pools, placed)
-        assert scores.best is not None
-        assert torch.equal(scores.best, scores.logits.argmax(-1))
-        assert len(scores.logits) == len(work.rows)
+    def __call__(self, batch: HostBatch, pools: KvPools) -> ForwardOutput:
+        expected = self._second(batch, pools).logits.float().clone()
+        output = self._first(batch, pools)
+        assert output.best is not None
+        assert torch.equal(output.best, output.logits.argmax(-1))
+        assert len(output.logits) == len(batch.rows)
         if len(expected):
-            self.worst = max(self.worst, float((scores.logits - expected).abs().max() / expected.abs().max()))
-        return scores
+            self.worst = max(self.worst, float((output.logits - expected).abs().max() / expected.abs().max()))
+        return output
 
 
 def both(folder: Path) -> Model:
     """A model with these two ways."""
     model, other = load_fused(folder), on_torch(folder)
-    assert isinstance(model.forward, CudaDecoder)
+    assert isinstance(model.forward, CudaGraphRunner)
     assert isinstance(other.forward, TorchForward)
     return replace(model, forward=Both(model.forward, other.forward))
 
@@ -64,8 +63,8 @@ def test_logits_are_those_of_transformers(name: str, model_folder: Callable[[str
     model = both(model_folder(name))
     driver = Driver(model, num_blocks=400)
     # Prompts in chunks beside decoding, chunks of one token that is not the last one, sequences that sit out.
-    joining = tuple(driver.joining(i, [(7 * i + place) % VOCAB for place in range(3 + i)]) for i in range(7))
-    driver.step(joining=joining, chunks={0: 3, 1: 4, 2: 1, 3: 1})
+    joining = tuple(driver.new_sequence(i, [(7 * i + place) % VOCAB for place in range(3 + i)]) for i in range(7))
+    driver.step(new_sequences=joining, chunks={0: 3, 1: 4, 2: 1, 3: 1})
     driver.step(chunks={2: 1, 3: 1})
     driver.step(chunks={2: 3, 3: 4, 4: 7, 5: 1, 6: 2})
     driver.step(chunks={5: 1, 6: 1}, idle=frozenset({1}))
@@ -83,8 +82,8 @@ def test_padding_changes_nothing(count: int, model_folder: Callable[[str], Path]
     outputs = []
     for model in (load_fused(folder), on_torch(folder)):
         driver = Driver(model, num_blocks=2 * count + 2)
-        joining = tuple(driver.joining(i, prompt, room=4) for i, prompt in enumerate(prompts))
-        outcomes = [driver.step(joining=joining, chunks=dict.fromkeys(range(count), 2))]
+        joining = tuple(driver.new_sequence(i, prompt, room=4) for i, prompt in enumerate(prompts))
+        outcomes = [driver.step(new_sequences=joining, chunks=dict.fromkeys(range(count), 2))]
         outcomes += [driver.step(), driver.step()]
         outputs.append([[one.token_id for one in outcome.sampled] for outcome in outcomes])
     assert outputs[0] == outputs[1]
@@ -103,17 +102,17 @@ def test_tables_grow_while_sequences_join_and_leave(model_folder: Callable[[str]
         for i in ended:
             del lengths[i]
         growth = tuple(
-            Growth(i, group, slots)
+            BlockTableUpdate(i, group, slots)
             for i, length in lengths.items()
             if length % BLOCK_SIZE == 0
             for group, slots in enumerate(driver.blocks(1))
         )
-        joining: tuple[Joining, ...] = ()
+        joining: tuple[NewSequence, ...] = ()
         if clock % 3 == 0 and clock // 3 < len(prompts):
             # Not one block more than the prompt needs.
-            joining = (driver.joining(clock // 3, prompts[clock // 3], room=0),)
+            joining = (driver.new_sequence(clock // 3, prompts[clock // 3], room=0),)
         chunks = {one.sequence: len(one.token_ids) for one in joining}
-        outcome = driver.step(removed=ended, joining=joining, chunks=chunks, growth=growth)
+        outcome = driver.step(removed=ended, new_sequences=joining, chunks=chunks, table_updates=growth)
         lengths |= chunks
         for sampled in outcome.sampled:
             lengths[sampled.sequence] += sampled.sequence not in chunks
@@ -121,10 +120,10 @@ def test_tables_grow_while_sequences_join_and_leave(model_folder: Callable[[str]
     assert [outputs[i] for i in range(len(prompts))] == expected
 
 
-class Replaying(CudaDecoder):
+class Replaying(CudaGraphRunner):
     """Repeats each size's first step as a CUDA graph does: on the same tensors, and all else as it was then."""
 
-    def _run(self, buffers: Buffers, batch: Batch, size: int) -> None:
+    def _run(self, buffers: GraphBuffers, batch: DeviceBatch, size: int) -> None:
         first: Any = self._graphs.setdefault(size, batch)  # type: ignore[arg-type]
         self._launch(buffers, first, size)
 
@@ -147,18 +146,12 @@ def replaying(folder: Path) -> Iterator[Model]:
         return out
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention.host, "attend", attention.attend_with_triton)
+        patch.setattr(attention.cpu, "attend", attention.attend_with_triton)
         patch.setattr(rotary, "rotate_with_torch", rotary.rotate_with_triton)
         patch.setattr(cuda_decoder, "rms_norm", rms_norm)
         module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=NAME).eval()
         model = on_torch(folder)
-        forward = faster(
-            TorchForward(module),
-            module,
-            model.groups,
-            lambda weights: Replaying(weights, model.groups, model.max_positions),
-            "decoder that repeats itself",
-        )
+        forward = fused(TorchForward(module), module, model, Replaying)
         assert isinstance(forward, Replaying)
         yield replace(model, forward=forward)
 
@@ -170,9 +163,9 @@ def replayed(folder: Path, prompts: list[list[int]], count: int) -> tuple[list[l
         outputs: list[list[int]] = [[] for _ in prompts]
         for clock in range(len(prompts) + count - 1):
             ended = tuple(i for i, output in enumerate(outputs) if clock == i + count and len(output) == count)
-            joining = (driver.joining(clock, prompts[clock], room=count),) if clock < len(prompts) else ()
+            joining = (driver.new_sequence(clock, prompts[clock], room=count),) if clock < len(prompts) else ()
             chunks = {one.sequence: len(one.token_ids) for one in joining}
-            for sampled in driver.step(removed=ended, joining=joining, chunks=chunks).sampled:
+            for sampled in driver.step(removed=ended, new_sequences=joining, chunks=chunks).sampled:
                 outputs[sampled.sequence].append(sampled.token_id)
     return outputs, sorted(model.forward._graphs)  # type: ignore[attr-defined]
 
@@ -252,7 +245,7 @@ def test_joined_weights_take_no_second_place(model_folder: Callable[[str], Path]
     module = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32, attn_implementation=NAME)
     before = {name: one.clone() for name, one in module.named_parameters()}
     model = on_torch(model_folder("llama"))
-    assert isinstance(fused(TorchForward(module), module, model.groups, 256), CudaDecoder)
+    assert isinstance(fused(TorchForward(module), module, model), CudaGraphRunner)
     for layer in module.model.layers:
         places = [getattr(layer.self_attn, f"{name}_proj").weight.untyped_storage().data_ptr() for name in "qkv"]
         assert len(set(places)) == 1
@@ -264,19 +257,20 @@ def test_a_size_has_one_place_whatever_the_work(size: int, model_folder: Callabl
     model = on_torch(model_folder("mistral"))
     pools = KvPools(model.groups, 4, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     last_tokens = torch.zeros(300, dtype=torch.int64)
-    buffers = Buffers(pools, last_tokens, model.max_positions, torch.zeros(SIZES[-1], VOCAB))
+    buffers = GraphBuffers(pools, last_tokens, model.max_positions, torch.zeros(SIZES[-1], VOCAB))
     seen = set()
     for sequences, computed in ((0, 0), (1, 7), (size, model.max_positions - 1), (max(1, size // 2), 3)):
-        running = RunningSet()
+        states = []
         blocks = (tuple(range(model.max_positions // BLOCK_SIZE)),)
         for number in range(sequences):
-            running.add(Joining(number, (1,) * (computed + 1), 1, computed, blocks))
-        work = pack(list(running), [1] * sequences, last_tokens, BLOCK_SIZE, 1)
-        batch = buffers.place(work, size)
+            new = NewSequence(number, (1,) * (computed + 1), 1, computed, blocks)
+            states.append(SequenceState.of(new, number))
+        work = build_batch(states, [1] * sequences, last_tokens, BLOCK_SIZE, 1)
+        batch = buffers.to_device(work, size)
         (paged,) = batch.paged
         tensors = (
             batch.token_ids,
-            batch.sources,
+            batch.input_token_rows,
             batch.positions,
             *batch.slot_mappings,
             paged.query_start,
@@ -295,7 +289,7 @@ def test_a_size_has_one_place_whatever_the_work(size: int, model_folder: Callabl
 
 def test_preparing_for_all_sizes_writes_nothing(model_folder: Callable[[str], Path]) -> None:
     driver = Driver(load_fused(model_folder("llama")))
-    driver.runner.prepare()
+    driver.runner.warmup()
     pool = driver.runner.pools.pools[0]
     assert bool(pool.k[:, 1:].isnan().all())
     assert bool((pool.k[:, 0] == 0).all())

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from executor.models.cuda import CudaDecoder
+from executor.models.cuda import CudaGraphRunner
+from executor.models.forward import Model
 from executor.models.llama import FAMILIES
-from executor.models.load import Model
 from tests.support.reference import first_mismatch, greedy
 from tests.unit.executor.conftest import Driver, load, load_fused
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS, VOCAB
@@ -32,12 +32,12 @@ def _run_all(driver: Driver, prompts: list[list[int]], chunk: int) -> list[list[
     while len(done) < len(prompts):
         ended = tuple(i for i, output in enumerate(outputs) if len(output) == OUTPUT and i not in done)
         done.update(ended)
-        joining = tuple(driver.joining(i, prompts[i], room=OUTPUT) for i in range(len(prompts)) if clock == 2 * i)
+        joining = tuple(driver.new_sequence(i, prompts[i], room=OUTPUT) for i in range(len(prompts)) if clock == 2 * i)
         live = [i for i in range(len(prompts)) if 2 * i <= clock and i not in done]
         # Every third step another sequence sits out.
         idle = {i for i in live if left[i] <= 0 and (clock + i) % 7 == 0}
         chunks = {i: min(chunk + i % 2, left[i]) for i in live if left[i] > 0}
-        outcome = driver.step(removed=ended, joining=joining, chunks=chunks, idle=frozenset(idle))
+        outcome = driver.step(removed=ended, new_sequences=joining, chunks=chunks, idle=frozenset(idle))
         for i, count in chunks.items():
             left[i] -= count
         for sampled in outcome.sampled:
@@ -57,7 +57,7 @@ def test_greedy_output_equals_generate(name: str, model_folder: Callable[[str], 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(FAMILIES)])
 def test_greedy_output_of_fused_layers_equals_generate(name: str, model_folder: Callable[[str], Path]) -> None:
     model = load_fused(model_folder(name))
-    assert isinstance(model.forward, CudaDecoder)
+    assert isinstance(model.forward, CudaGraphRunner)
     _check(name, model_folder(name), model)
 
 

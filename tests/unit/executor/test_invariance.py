@@ -8,10 +8,11 @@ import torch
 
 from executor.cache.pool import KvPools
 from executor.core.runner import Runner
-from executor.models.cpu import CpuDecoder
+from executor.models.cpu import CpuModel
 from executor.models.files import find
-from executor.models.load import Model, load_model
-from executor.step import Joining, Logprobs, Sampling, Step
+from executor.models.forward import Model
+from executor.models.load import load_model
+from executor.step import Logprobs, NewSequence, Sampling, Step
 from tests.kernels.decoder_cases import compiled_decoder
 from tests.stack import model_cache
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, VOCAB
@@ -38,10 +39,10 @@ class Engine:
         self._free = list(range(1, 401))
         self._groups = len(model.groups)
 
-    def _joining(self, handle: int, prompt: list[int], cached: tuple[int, ...] = ()) -> Joining:
+    def _joining(self, handle: int, prompt: list[int], cached: tuple[int, ...] = ()) -> NewSequence:
         count = -(-(len(prompt) + OUTPUT) // BLOCK) - len(cached)
         table, self._free = cached + tuple(self._free[:count]), self._free[count:]
-        return Joining(handle, tuple(prompt), len(prompt), len(cached) * BLOCK, (table,) * self._groups, SAMPLING)
+        return NewSequence(handle, tuple(prompt), len(prompt), len(cached) * BLOCK, (table,) * self._groups, SAMPLING)
 
     def run(self, prompts: list[list[int]], chunk: int = 1000, cached: tuple[int, ...] = ()) -> list[Output]:
         """All together, the first blocks of each being these."""
@@ -52,7 +53,7 @@ class Engine:
         while any(len(output) < OUTPUT for output in outputs):
             chunks = {handle: min(chunk, count) for handle, count in left.items() if count > 0}
             idle = frozenset(i for i, output in enumerate(outputs) if len(output) == OUTPUT)
-            step = Step(self._runner.last_step + 1, joining=joining, chunks=chunks, idle=idle)
+            step = Step(self._runner.last_step + 1, new_sequences=joining, chunks=chunks, idle=idle)
             for sampled in self._runner.launch(step).result().sampled:
                 outputs[sampled.sequence].append((sampled.token_id, sampled.logprobs))
             joining = ()
@@ -68,7 +69,7 @@ def load(folder: Path, dtype: str, threads: int) -> Model:
         model = load_model(find(str(folder), folder), torch.device("cpu"), dtype, compiled_folder=FOLDER)
     finally:
         torch.set_num_threads(before)
-    assert isinstance(model.forward, CpuDecoder)
+    assert isinstance(model.forward, CpuModel)
     model.forward.be_invariant()
     return model
 

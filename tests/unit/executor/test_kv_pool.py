@@ -6,11 +6,10 @@ from random import Random
 import pytest
 import torch
 
-from executor.cache.pool import KvPools
+from executor.cache.pool import KvPools, LayerGroup, LayerShape
 from executor.cache.shares import Shares
 from executor.cache.tiers.tiers import Tiers
 from executor.errors import ModelError
-from executor.models.layers import LayerGroup, LayerShape
 from executor.rpc.manager_client import Announcement
 from protos.kvcache.v1 import kvcache_pb2 as kv
 

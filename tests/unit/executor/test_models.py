@@ -11,13 +11,14 @@ import pytest
 import torch
 from transformers import Gemma2Config, LlamaConfig, MambaConfig, MambaForCausalLM, Phi3Config
 
+from executor.cache.pool import LayerShape
 from executor.errors import FamilyError, ModelError
-from executor.launch import settings_from
 from executor.models.attention import paged
 from executor.models.files import find
 from executor.models.fingerprint import fingerprint
-from executor.models.layers import LayerShape, Recorder, check_layers
+from executor.models.layers import Recorder, check_layers
 from executor.models.load import choose_device, load_model, refuse_other_kernels
+from executor.settings import settings_from
 from tests.unit.executor.conftest import load, save_model
 from tests.unit.executor.tiny_models import CONFIGS
 

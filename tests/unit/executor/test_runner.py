@@ -8,8 +8,8 @@ import torch
 
 from executor.cache.pool import KvPools, count_blocks
 from executor.core.runner import disjoint_runs
-from executor.models.load import Model
-from executor.step import Copy, Joining, Sampling
+from executor.models.forward import Model
+from executor.step import Copy, NewSequence, Sampling
 from tests.unit.executor.conftest import BLOCK_SIZE, PATHS, Driver, on_torch
 
 PROMPT = [5, 60, 7, 80, 9, 10, 11, 3, 44]
@@ -30,7 +30,7 @@ def _ids(driver: Driver, sequence: int, tokens: list[int], count: int, sampling:
 def test_recomputation_after_a_preemption_draws_the_same_tokens(driver: Driver) -> None:
     whole = _ids(driver, 1, PROMPT, 20, RANDOM)
     known = PROMPT + whole[:8]
-    driver.step(joining=(driver.joining(2, known, RANDOM, prompt=len(PROMPT)),), chunks={2: 6})
+    driver.step(new_sequences=(driver.new_sequence(2, known, RANDOM, prompt=len(PROMPT)),), chunks={2: 6})
     rest = [driver.step(chunks={2: len(known) - 6}).sampled[0].token_id]
     rest += [driver.step().sampled[0].token_id for _ in range(11)]
     assert rest == whole[8:]
@@ -40,12 +40,12 @@ def test_recomputation_after_a_preemption_draws_the_same_tokens(driver: Driver) 
 def test_company_in_the_batch_changes_nothing(driver: Driver) -> None:
     alone = _ids(driver, 1, PROMPT, 12, RANDOM)
     others = tuple(
-        driver.joining(10 + i, [i + 1] * (i + 2), sampling)
+        driver.new_sequence(10 + i, [i + 1] * (i + 2), sampling)
         for i, sampling in enumerate([Sampling(), Sampling(temperature=1.0, seed=5), Sampling(repetition_penalty=2.0)])
     )
     together = []
     outcome = driver.step(
-        joining=(*others, driver.joining(2, PROMPT, RANDOM)), chunks={2: len(PROMPT), 10: 2, 11: 3, 12: 4}
+        new_sequences=(*others, driver.new_sequence(2, PROMPT, RANDOM)), chunks={2: len(PROMPT), 10: 2, 11: 3, 12: 4}
     )
     for turn in range(12):
         together += [one.token_id for one in outcome.sampled if one.sequence == 2]
@@ -60,21 +60,23 @@ def test_a_stopped_sequence_is_silent_until_it_is_removed(driver: Driver) -> Non
     first = outputs.index(outputs[3])
     assert [one.token_id for one in sampled] == outputs[: first + 1]
     assert [one.stopped for one in sampled] == [False] * first + [True]
-    driver.step(joining=(driver.joining(3, PROMPT, Sampling(stop_token_ids=frozenset(outputs))),), chunks={3: 9})
+    driver.step(
+        new_sequences=(driver.new_sequence(3, PROMPT, Sampling(stop_token_ids=frozenset(outputs))),), chunks={3: 9}
+    )
     silent = driver.step()
     assert (silent.sampled, silent.num_tokens) == ((), 0)
     assert driver.runner.num_sequences == 1
 
 
 def test_a_copied_block_serves_a_second_sequence(driver: Driver) -> None:
-    joining = driver.joining(1, PROMPT)
-    expected = driver.step(joining=(joining,), chunks={1: len(PROMPT)}).sampled[0].token_id
+    joining = driver.new_sequence(1, PROMPT)
+    expected = driver.step(new_sequences=(joining,), chunks={1: len(PROMPT)}).sampled[0].token_id
     source, shared = joining.tables[0][1], joining.tables[0][0]
     target, last = driver.blocks(2 * BLOCK_SIZE)[0]
     outcome = driver.step(
         removed=(1,),
         # Seven tokens are there: a shared block, and three tokens of a copied one.
-        joining=(Joining(2, tuple(PROMPT), len(PROMPT), 7, ((shared, target, last),)),),
+        new_sequences=(NewSequence(2, tuple(PROMPT), len(PROMPT), 7, ((shared, target, last),)),),
         chunks={2: 2},
         copies=(Copy(77, 0, source, target),),
     )
@@ -84,9 +86,9 @@ def test_a_copied_block_serves_a_second_sequence(driver: Driver) -> None:
 
 
 def test_the_last_write_of_every_slot_is_noted(driver: Driver) -> None:
-    joining = driver.joining(1, PROMPT, room=8)
+    joining = driver.new_sequence(1, PROMPT, room=8)
     slots = joining.tables[0]
-    driver.step(joining=(joining,), chunks={1: 6})
+    driver.step(new_sequences=(joining,), chunks={1: 6})
     driver.step(chunks={1: 3})
     spare = driver.blocks(BLOCK_SIZE)[0][0]
     driver.step(copies=(Copy(1, 0, slots[0], spare),), idle=frozenset({1}))
@@ -97,18 +99,18 @@ def test_the_last_write_of_every_slot_is_noted(driver: Driver) -> None:
 
 
 def test_clearing_keeps_what_the_pools_hold(driver: Driver) -> None:
-    joining = driver.joining(1, PROMPT)
-    expected = driver.step(joining=(joining,), chunks={1: len(PROMPT)}).sampled[0].token_id
+    joining = driver.new_sequence(1, PROMPT)
+    expected = driver.step(new_sequences=(joining,), chunks={1: len(PROMPT)}).sampled[0].token_id
     driver.runner.clear()
     assert driver.runner.num_sequences == 0
-    again = Joining(1, tuple(PROMPT), len(PROMPT), len(PROMPT) - 1, joining.tables)
-    assert driver.step(joining=(again,)).sampled[0].token_id == expected
+    again = NewSequence(1, tuple(PROMPT), len(PROMPT), len(PROMPT) - 1, joining.tables)
+    assert driver.step(new_sequences=(again,)).sampled[0].token_id == expected
 
 
 def test_many_sequences_may_join_at_once(tiny: Model) -> None:
     driver = Driver(tiny, num_blocks=600)
-    joining = tuple(driver.joining(i, [i % 90, 3], room=4) for i in range(200))
-    first = driver.step(joining=joining, chunks=dict.fromkeys(range(200), 2))
+    joining = tuple(driver.new_sequence(i, [i % 90, 3], room=4) for i in range(200))
+    first = driver.step(new_sequences=joining, chunks=dict.fromkeys(range(200), 2))
     second = driver.step()
     assert len(first.sampled) == len(second.sampled) == 200
     alone = Driver(tiny).generate(1, [7, 3], 2)
@@ -116,8 +118,8 @@ def test_many_sequences_may_join_at_once(tiny: Model) -> None:
 
 
 def test_logprobs_come_only_for_those_who_ask(driver: Driver) -> None:
-    asking = driver.joining(1, PROMPT, Sampling(num_logprobs=3))
-    outcome = driver.step(joining=(asking, driver.joining(2, PROMPT)), chunks={1: 9, 2: 9})
+    asking = driver.new_sequence(1, PROMPT, Sampling(num_logprobs=3))
+    outcome = driver.step(new_sequences=(asking, driver.new_sequence(2, PROMPT)), chunks={1: 9, 2: 9})
     logprobs = outcome.sampled[0].logprobs
     assert logprobs is not None
     assert logprobs.top_ids[0] == outcome.sampled[0].token_id
@@ -132,21 +134,21 @@ def test_an_empty_step_computes_nothing(driver: Driver) -> None:
 
 
 def test_times_of_a_step_are_told(driver: Driver) -> None:
-    driver.step(joining=(driver.joining(1, PROMPT),), chunks={1: 9})
+    driver.step(new_sequences=(driver.new_sequence(1, PROMPT),), chunks={1: 9})
     outcome = driver.step()
     assert outcome.compute_time > 0
     assert outcome.idle_time >= 0
 
 
 def test_a_step_that_fails_leaves_no_span_to_the_next_session(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver.step(joining=(driver.joining(1, PROMPT),), chunks={1: len(PROMPT)})
+    driver.step(new_sequences=(driver.new_sequence(1, PROMPT),), chunks={1: len(PROMPT)})
     with monkeypatch.context() as failing:
         failing.setattr(driver.runner.pools, "mark_written", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             driver.step()
     # As the worker does behind a failed step. The time since a span without an end cannot be asked for on CUDA.
     driver.runner.clear()
-    assert driver.step(joining=(driver.joining(2, PROMPT),), chunks={2: len(PROMPT)}).idle_time == 0
+    assert driver.step(new_sequences=(driver.new_sequence(2, PROMPT),), chunks={2: len(PROMPT)}).idle_time == 0
 
 
 def test_copies_that_build_on_each_other_run_one_after_the_other() -> None:

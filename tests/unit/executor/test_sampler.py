@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from executor.core.sampler import Row, TokenCounts, sample, uniform
-from executor.step import Sampling
+from executor.core.sampler import SamplingRow, TokenCounts, sample
+from executor.step import Sampling, uniform
 
 VOCAB = 40
 
@@ -19,7 +19,7 @@ def _logits(rows: int, vocab: int = VOCAB, seed: int = 0, scale: float = 2.0) ->
 
 def _draws(logits: torch.Tensor, sampling: Sampling, count: int) -> Counter[int]:
     """`count` draws of one distribution, a seed each."""
-    rows = [Row(replace(sampling, seed=seed), 0) for seed in range(count)]
+    rows = [SamplingRow(replace(sampling, seed=seed), 0) for seed in range(count)]
     return Counter(sample(logits.expand(count, -1).clone(), rows).ids.tolist())
 
 
@@ -79,7 +79,7 @@ def test_a_wide_nucleus_is_not_cut_at_the_candidates() -> None:
 
 def test_a_row_does_not_depend_on_the_rest_of_the_batch() -> None:
     samplings = [*FILTERS.values(), Sampling(), Sampling(temperature=0.9, top_k=700, top_p=0.99)]
-    rows = [Row(replace(sampling, seed=11 * i), i) for i, sampling in enumerate(samplings)]
+    rows = [SamplingRow(replace(sampling, seed=11 * i), i) for i, sampling in enumerate(samplings)]
     logits = _logits(len(rows), vocab=3000)
     together = sample(logits.clone(), rows).ids.tolist()
     alone = [sample(logits[i : i + 1].clone(), [row]).ids.item() for i, row in enumerate(rows)]
@@ -90,8 +90,8 @@ def test_a_row_does_not_depend_on_the_rest_of_the_batch() -> None:
 def test_the_choice_changes_with_seed_and_with_position() -> None:
     logits = _logits(1).expand(200, -1)
     sampling = Sampling(temperature=1.5, seed=3)
-    by_position = sample(logits.clone(), [Row(sampling, i) for i in range(200)]).ids
-    by_seed = sample(logits.clone(), [Row(replace(sampling, seed=i), 3) for i in range(200)]).ids
+    by_position = sample(logits.clone(), [SamplingRow(sampling, i) for i in range(200)]).ids
+    by_seed = sample(logits.clone(), [SamplingRow(replace(sampling, seed=i), 3) for i in range(200)]).ids
     assert len(set(by_position.tolist())) > 5
     assert len(set(by_seed.tolist())) > 5
     assert by_position.tolist() != by_seed.tolist()
@@ -107,7 +107,7 @@ def test_uniform_numbers_are_uniform_over_seeds_and_positions() -> None:
 
 def test_rows_without_temperature_take_the_best() -> None:
     logits = _logits(3)
-    assert sample(logits.clone(), [Row(Sampling(), 0)] * 3).ids.tolist() == logits.argmax(-1).tolist()
+    assert sample(logits.clone(), [SamplingRow(Sampling(), 0)] * 3).ids.tolist() == logits.argmax(-1).tolist()
 
 
 def _penalised(logits: list[float], prompt: list[int], output: list[int], sampling: Sampling) -> list[float]:
@@ -136,7 +136,7 @@ def test_penalties_equal_their_naive_form(sampling: Sampling) -> None:
     counts.add(torch.tensor(output[-1:]))
     asking = replace(sampling, num_logprobs=VOCAB)
     logits = _logits(2)
-    choice = sample(logits.clone(), [Row(Sampling(), 0), Row(asking, 4, counts)])
+    choice = sample(logits.clone(), [SamplingRow(Sampling(), 0), SamplingRow(asking, 4, counts)])
     expected = torch.tensor(_penalised(logits[1].tolist(), prompt, output, sampling))
     assert choice.ids.tolist() == [int(logits[0].argmax()), int(expected.argmax())]
     assert choice.top_ids is not None
@@ -149,9 +149,9 @@ def test_penalties_equal_their_naive_form(sampling: Sampling) -> None:
 def test_logprobs_are_those_before_temperature_and_filters() -> None:
     logits = _logits(3)
     rows = [
-        Row(Sampling(temperature=2.0, top_k=3, seed=1, num_logprobs=2), 0),
-        Row(Sampling(), 0),
-        Row(Sampling(num_logprobs=0), 0),
+        SamplingRow(Sampling(temperature=2.0, top_k=3, seed=1, num_logprobs=2), 0),
+        SamplingRow(Sampling(), 0),
+        SamplingRow(Sampling(num_logprobs=0), 0),
     ]
     choice = sample(logits.clone(), rows)
     expected = logits.log_softmax(-1)
@@ -168,5 +168,5 @@ def test_logprobs_are_those_before_temperature_and_filters() -> None:
 def test_the_coldest_temperatures_take_the_best(temperature: float, filters: dict[str, float]) -> None:
     logits = _logits(3, scale=30.0)
     best = logits.argmax(-1)
-    rows = [Row(Sampling(temperature=temperature, seed=seed, **filters), 0, None) for seed in range(3)]  # type: ignore[arg-type]
+    rows = [SamplingRow(Sampling(temperature=temperature, seed=seed, **filters), 0, None) for seed in range(3)]  # type: ignore[arg-type]
     assert torch.equal(sample(logits, rows).ids, best)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,11 @@ import pytest
 import torch
 from supervisor import is_serving
 
-from executor.core.worker import Session, Worker
+from executor.core.outbox import Outbox, Session
+from executor.core.runner import Runner
+from executor.core.worker import Worker
 from executor.errors import StoppingError
-from executor.models.load import Model
+from executor.models.forward import Model
 from executor.models.tokenizer import TokenizerFiles
 from executor.rpc import service
 from executor.rpc.convert import parse_step
@@ -218,11 +220,22 @@ async def test_a_failing_model_ends_the_session_and_not_the_process(
         assert list((await stream.run(**join(1))).sequences) == [1]
 
 
+@dataclass
+class Failed:
+    """Keeps the tickets of failed copies."""
+
+    tickets: list[int]
+
+    def confirm(self, done: tuple[int, ...], failed: tuple[int, ...]) -> None:
+        self.tickets.extend(failed)
+
+
 async def test_stopping_ends_the_session_behind_the_steps_that_were_submitted(stack: Stack) -> None:
     told: list[Any] = []
     failed: list[int] = []
     # Not started before all is submitted.
-    worker = Worker(stack.runner, lambda _, tickets: failed.extend(tickets), lambda: None)
+    outbox = Outbox(Failed(failed), {})
+    worker = Worker(Runner(stack.runner.model, stack.runner.pools, events=outbox), outbox, lambda: None)
     session = Session(told.append)
     worker.open(session)
     worker.submit(session, parse_step(pb.Step(step=1, **join(1)), stack.runner.layout))
@@ -235,7 +248,7 @@ async def test_stopping_ends_the_session_behind_the_steps_that_were_submitted(st
     opened, first, second, error = told
     assert (opened, first.number, second.number, type(error)) == (1, 1, 2, StoppingError)
     assert failed == [7]
-    assert stack.runner.last_step == 2
+    assert worker.last_step == 2
 
 
 async def test_one_that_stops_ends_its_session_and_opens_no_other(stack: Stack) -> None:

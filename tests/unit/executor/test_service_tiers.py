@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor.models.load import Model
+from executor.models.forward import Model
 from executor.step import Tier
 from protos.execution.v1 import execution_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2 as kv

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from executor.errors import CapacityExceededError, InvalidStepError, UnknownSequenceError
-from executor.models.load import Model
+from executor.models.forward import Model
 from executor.step import Evicted, Step
 from protos.kvcommon.eviction import AREAS, Kind, Policy, parse
 from protos.kvcommon.v1 import kvcommon_pb2 as common
@@ -74,7 +74,7 @@ class Client:
         """What the next step says of it."""
         changes: dict[str, Any] = {}
         if not self.computed:
-            changes["joining"] = replace(driver.joining(self.handle, tokens, room=OUTPUT), policy=self.policy)
+            changes["joining"] = replace(driver.new_sequence(self.handle, tokens, room=OUTPUT), policy=self.policy)
         left = self.policy.kept_after(self.kept, self.computed, len(tokens))
         if left < self.kept and not self.evicts:
             self.evicts = True
@@ -111,11 +111,11 @@ def run(model: Model, prompts: dict[int, list[int]], policies: dict[int, Policy 
                 chunks |= {handle: changes["chunk"]} if "chunk" in changes else {}
                 evicting |= {handle: changes["evicting"]} if "evicting" in changes else {}
             elif plain[handle]:
-                joining += [driver.joining(handle, tokens, room=OUTPUT)] if plain[handle] == len(tokens) else []
+                joining += [driver.new_sequence(handle, tokens, room=OUTPUT)] if plain[handle] == len(tokens) else []
                 chunks[handle] = min(9, plain[handle])
                 plain[handle] -= chunks[handle]
         step += 1
-        made = Step(step, joining=tuple(joining), chunks=chunks, idle=frozenset(idle), evicting=evicting)
+        made = Step(step, new_sequences=tuple(joining), chunks=chunks, idle=frozenset(idle), evicting=evicting)
         outcome = driver.runner.launch(made).result()
         evicted += outcome.evicted
         for sampled in outcome.sampled:
@@ -216,7 +216,7 @@ def test_compacted_positions_are_those_of_the_kept_tokens_alone(tmp_path: Path, 
         steps += 1
         made = Step(
             steps,
-            joining=(changes["joining"],) if "joining" in changes else (),
+            new_sequences=(changes["joining"],) if "joining" in changes else (),
             chunks={1: changes["chunk"]} if "chunk" in changes else {},
             evicting={1: changes["evicting"]} if "evicting" in changes else {},
         )
@@ -234,7 +234,7 @@ def test_compacted_positions_are_those_of_the_kept_tokens_alone(tmp_path: Path, 
 
 def kept_positions(driver: Driver, kept: int) -> list[int]:
     """Which tokens a sequence keeps, in order, as its policy's state says."""
-    positions = driver.runner._eviction.positions(driver.runner._running.get(1))
+    positions = driver.runner._eviction.positions(next(iter(driver.runner._sequences)))
     assert positions.shape[-1] == kept
     return positions[0, 0].sort().values.tolist()
 
@@ -248,7 +248,7 @@ def test_only_compacted_positions_go_beyond_the_models_length(tiny: Model, compa
         changes = client.next(driver, PROMPT)
         made = Step(
             step,
-            joining=(changes["joining"],) if "joining" in changes else (),
+            new_sequences=(changes["joining"],) if "joining" in changes else (),
             chunks={1: changes["chunk"]} if "chunk" in changes else {},
             evicting={1: changes["evicting"]} if "evicting" in changes else {},
         )
@@ -264,8 +264,8 @@ def test_only_compacted_positions_go_beyond_the_models_length(tiny: Model, compa
 def test_steps_that_evict_wrongly_are_refused_and_change_nothing(tiny: Model) -> None:
     driver = Driver(tiny)
     chosen = policy_of(tiny, small(Kind.SLIDING_WINDOW))
-    with_policy = replace(driver.joining(1, PROMPT), policy=chosen)
-    driver.step(joining=(with_policy, driver.joining(2, PROMPT)), chunks={1: 37, 2: 37})
+    with_policy = replace(driver.new_sequence(1, PROMPT), policy=chosen)
+    driver.step(new_sequences=(with_policy, driver.new_sequence(2, PROMPT)), chunks={1: 37, 2: 37})
     blocks = driver.blocks(24)[0]
     for evicting, error, field in (
         ({3: blocks}, UnknownSequenceError, "evicting_sequences"),

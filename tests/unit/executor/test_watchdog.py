@@ -11,7 +11,7 @@ import pytest
 from supervisor import is_serving
 
 from executor.core import watchdog, worker
-from executor.models.load import Model
+from executor.models.forward import Model
 from protos.rpc.errors import RemoteError
 from scheduler.core import loop
 from tests.unit.executor.running_stack import Stack, join, running
@@ -26,13 +26,13 @@ class Hanging:
         self.goes_on.set()
         self.hangs = threading.Event()
 
-    def prepare(self, *arguments: Any) -> None:
-        self._forward.prepare(*arguments)
+    def warmup(self, *arguments: Any) -> None:
+        self._forward.warmup(*arguments)
 
-    def scores(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any) -> Any:
         self.hangs.set()
         assert self.goes_on.wait(20)
-        return self._forward.scores(*arguments)
+        return self._forward(*arguments)
 
 
 @pytest.fixture

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.eviction.policy import Attention, Contents, Evictor, Space, counted_rows
-from executor.eviction.registry import evictor
+from executor.eviction.base import Evictor, KvShape, KvView, scored_rows
+from executor.eviction.engine import EVICTORS
+from kernels.scores import SequenceScores
 from protos.kvcommon.eviction import Kind, Layout, Policy, parse
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 
@@ -53,18 +54,18 @@ class World:
 
     def __init__(self, length: int, layers: int = 2, kv_heads: int = 2, group: int = 3, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.length, self.space, self.group = length, Space(layers, kv_heads, CPU), group
+        self.length, self.space, self.group = length, KvShape(layers, kv_heads, CPU), group
         logits = 3 * torch.randn(layers, kv_heads * group, length, length, generator=generator)
         mask = torch.ones(length, length).triu(1).bool()
         # Multiples of a power of two: their sums are exact in any order.
         self.weights = (logits.masked_fill(mask, -torch.inf).softmax(-1) * 65536).round() / 65536
         self.keys = torch.randn(layers, kv_heads, length, 8, generator=generator)
 
-    def attention(self, first: int, last: int, positions: Tensor) -> Attention:
+    def attention(self, first: int, last: int, positions: Tensor) -> SequenceScores:
         """Of the queries from first to last - 1, over the tokens at positions [L, Hkv, T]."""
         rows = self.weights[:, :, first:last].unflatten(1, (-1, self.group))
         sums, squares = rows.sum((2, 3)), rows.square().sum((2, 3))
-        return Attention(sums.gather(-1, positions), squares.gather(-1, positions), last - first)
+        return SequenceScores(sums.gather(-1, positions), squares.gather(-1, positions), last - first)
 
 
 class Driven:
@@ -75,18 +76,18 @@ class Driven:
 
     def __init__(self, chosen: Policy, world: World, prompt: int, *, shuffle: bool = False) -> None:
         self.policy, self.world, self.prompt = chosen, world, prompt
-        self.evictor: Evictor = evictor(chosen, world.space)
+        self.evictor: Evictor = EVICTORS[chosen.kind](chosen, world.space)
         self.positions = torch.empty(world.space.layers, world.space.kv_heads, 0, dtype=torch.int64)
         self.computed = 0
         # What each eviction kept, token numbers in ascending order, [L, Hkv, n].
         self.kept: list[Tensor] = []
         self._shuffle = torch.Generator().manual_seed(7) if shuffle else None
 
-    def contents(self) -> Contents:
+    def contents(self) -> KvView:
         """What the slots hold."""
         size = self.world.keys.shape[-1]
         index = self.positions[..., None].expand(*self.positions.shape, size)
-        return Contents(self.positions, self.computed, lambda: self.world.keys.gather(2, index))
+        return KvView(self.positions, self.computed, lambda: self.world.keys.gather(2, index))
 
     def evict(self) -> Tensor | None:
         """What `keep` answers, if anything is to go."""
@@ -99,7 +100,7 @@ class Driven:
         if self._shuffle is not None and not self.evictor.ordered:
             index = index.gather(-1, torch.rand(index.shape, generator=self._shuffle).argsort(-1))
         index = index.expand(*self.positions.shape[:-1], -1)
-        self.evictor.follow(index)
+        self.evictor.reindex(index)
         self.positions = self.positions.gather(-1, index)
         self.kept.append(self.positions.sort(-1).values)
         return kept
@@ -109,7 +110,7 @@ class Driven:
         first, last = self.computed, self.computed + count
         more = torch.arange(first, last).expand(*self.positions.shape[:-1], -1)
         self.positions = torch.cat([self.positions, more], -1)
-        rows = counted_rows(self.policy, self.prompt, first, count)
+        rows = scored_rows(self.policy, self.prompt, first, count)
         self.evictor.observe(self.world.attention(last - rows, last, self.positions) if rows else None, count)
         self.computed = last
 

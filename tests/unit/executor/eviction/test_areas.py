@@ -5,9 +5,10 @@ from collections import deque
 import pytest
 import torch
 
-from executor.eviction.adaptive_rkv import key_diversity
 from executor.eviction.areas import Areas, without
-from executor.eviction.policy import Attention, Contents, Space, counted_rows
+from executor.eviction.base import KvShape, KvView, scored_rows
+from executor.eviction.rkv import key_diversity
+from kernels.scores import SequenceScores
 from protos.kvcommon.eviction import AREAS, Anchor, Kind, Policy
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.unit.executor.eviction.driving import CPU, Driven, World, policy
@@ -138,7 +139,7 @@ def check(chosen: Policy, prompt: int, chunk: int, seed: int) -> int:
         for layer in slow:
             if count < slots:
                 layer.evict((slots - count) // chosen.block_size)
-            layer.compute(first, driven.computed, counted_rows(chosen, prompt, first, driven.computed - first))
+            layer.compute(first, driven.computed, scored_rows(chosen, prompt, first, driven.computed - first))
             assert driven.positions[layer.layer, 0].tolist() == layer.tokens, f"at {first}"
             if isinstance(driven.evictor, Areas) and layer.counts:
                 counts = driven.evictor.counts(driven.contents())[layer.layer, chosen.start :]
@@ -190,11 +191,11 @@ def test_only_whole_blocks_between_the_areas_can_go(kind: Kind) -> None:
 
 
 def test_a_step_without_counted_rows_is_no_registration() -> None:
-    made = Areas(policy(Kind.NORM_SUM, score_window_tokens=2), Space(1, 1, CPU))
+    made = Areas(policy(Kind.NORM_SUM, score_window_tokens=2), KvShape(1, 1, CPU))
     made.observe(None, 20)
-    made.observe(Attention(torch.zeros(1, 1, 24), None, 0), 4)
-    made.observe(Attention(torch.zeros(1, 1, 30), None, 2), 6)
-    contents = Contents(torch.arange(30)[None, None], 30, lambda: torch.zeros(1))
+    made.observe(SequenceScores(torch.zeros(1, 1, 24), None, 0), 4)
+    made.observe(SequenceScores(torch.zeros(1, 1, 30), None, 2), 6)
+    contents = KvView(torch.arange(30)[None, None], 30, lambda: torch.zeros(1))
     assert made.counts(contents)[0, -3:].tolist() == [2, 2, 1]
 
 
@@ -209,5 +210,5 @@ def test_diversity_takes_keys_of_any_length_alike() -> None:
 
 
 def test_start_and_recent_area_are_not_evictable() -> None:
-    made = Areas(policy(Kind.SUM, start_tokens=8, recent_tokens=12), Space(1, 1, CPU))
+    made = Areas(policy(Kind.SUM, start_tokens=8, recent_tokens=12), KvShape(1, 1, CPU))
     assert made.evictable(47) == range(2, 8)

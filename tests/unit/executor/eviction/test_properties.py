@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.eviction.policy import counted_rows
-from executor.eviction.registry import evictor
+from executor.eviction.base import scored_rows
+from executor.eviction.engine import EVICTORS
 from protos.kvcommon.eviction import AREAS, Kind
 from tests.unit.executor.eviction.driving import KINDS, Driven, World, policy
 
@@ -82,13 +82,13 @@ def test_the_share_of_the_scores_is_that_of_the_slots(kind: Kind) -> None:
     driven = Driven(policy(kind), World(40), 40)
     driven.compute(40)
     kept = driven.evictor.keep(driven.contents(), driven.policy.kept_after(40, 40, 40))
-    mass = driven.evictor.mass(kept)
+    mass = driven.evictor.kept_mass(kept)
     if not driven.policy.uses_scores:
         assert mass is None
     else:
         assert mass is not None
         assert 0 < mass < 1
-        whole = driven.evictor.mass(torch.arange(40).expand(1, 1, -1))
+        whole = driven.evictor.kept_mass(torch.arange(40).expand(1, 1, -1))
         assert whole == pytest.approx(1)
 
 
@@ -98,12 +98,12 @@ def test_there_is_no_share_when_nothing_was_counted(kind: Kind) -> None:
     driven.evictor.observe(None, 10)
     driven.positions = torch.arange(10).expand(2, 2, -1)
     driven.computed = 10
-    assert driven.evictor.mass(driven.evictor.keep(driven.contents(), 10)) is None
+    assert driven.evictor.kept_mass(driven.evictor.keep(driven.contents(), 10)) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_evictors_say_what_they_need(kind: Kind) -> None:
-    made = evictor(policy(kind), World(1).space)
+    made = EVICTORS[kind](policy(kind), World(1).space)
     assert made.ordered == (kind in AREAS)
     assert made.uses_squares == (kind is Kind.ROCO)
 
@@ -126,4 +126,4 @@ def test_evictors_say_what_they_need(kind: Kind) -> None:
     ],
 )
 def test_queries_that_count(kind: Kind, early: bool, computed: int, new: int, rows: int) -> None:
-    assert counted_rows(policy(kind, during_prefill=early), 40, computed, new) == rows
+    assert scored_rows(policy(kind, during_prefill=early), 40, computed, new) == rows

@@ -5,20 +5,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.eviction.rotation import turns
-from executor.models.load import Model
+from executor.eviction.engine import rotation_deltas
+from executor.models.forward import Model
 from tests.support.rotary import frequencies
 
 
 @given(st.lists(st.integers(0, 500), unique=True, max_size=60))
 def test_places_are_counted_in_the_order_of_the_tokens(angles: list[int]) -> None:
-    after, places = turns(torch.tensor(angles, dtype=torch.int64))
+    after, places = rotation_deltas(torch.tensor(angles, dtype=torch.int64))
     assert after.tolist() == [sorted(angles).index(angle) for angle in angles]
     assert (after + places).tolist() == angles
 
 
 def test_layers_and_heads_turn_by_themselves() -> None:
-    after, places = turns(torch.tensor([[[0, 3, 5], [4, 1, 2]]]))
+    after, places = rotation_deltas(torch.tensor([[[0, 3, 5], [4, 1, 2]]]))
     assert after.tolist() == [[[0, 1, 2], [2, 0, 1]]]
     assert places.tolist() == [[[0, 2, 3], [2, 1, 1]]]
 

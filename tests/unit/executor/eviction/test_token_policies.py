@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from executor.eviction.policy import Attention, Contents, Space
-from executor.eviction.random_choice import source
-from executor.eviction.ranked import lowest
-from executor.eviction.registry import evictor
+from executor.eviction.base import KvShape, KvView
+from executor.eviction.engine import EVICTORS
+from executor.eviction.scoring import generator, lowest
+from kernels.scores import SequenceScores
 from protos.kvcommon.eviction import Kind, Policy
 from tests.unit.executor.eviction.driving import CPU, Driven, World, policy
 
@@ -151,12 +151,12 @@ def test_an_extreme_policy_keeps_one_token_behind_the_prompt_and_whenever_it_is_
     assert [kept.tolist()[0][0] for kept in driven.kept] == [[7], [10]]
 
 
-def observed(kind: Kind, weights: list[float], **fields: Any) -> tuple[Any, Contents]:
+def observed(kind: Kind, weights: list[float], **fields: Any) -> tuple[Any, KvView]:
     """An evictor of one head that saw these weights in one step."""
-    made = evictor(policy(kind, **fields), Space(1, 1, CPU))
+    made = EVICTORS[kind](policy(kind, **fields), KvShape(1, 1, CPU))
     values, slots = torch.tensor([[weights]]), len(weights)
-    made.observe(Attention(values, values.square(), 1), slots)
-    return made, Contents(torch.arange(slots)[None, None], slots, lambda: torch.ones(1, 1, slots, 2))
+    made.observe(SequenceScores(values, values.square(), 1), slots)
+    return made, KvView(torch.arange(slots)[None, None], slots, lambda: torch.ones(1, 1, slots, 2))
 
 
 def test_of_equal_scores_the_earlier_goes() -> None:
@@ -174,8 +174,8 @@ def test_zeros_of_either_sign_are_equal() -> None:
 def test_what_negative_scores_keep() -> None:
     """Minus a cosine goes from -1 to 1."""
     keys = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [1.0, 0.0]])[None, None]
-    made = evictor(policy(Kind.KEYDIFF, start_tokens=0, recent_tokens=0), Space(1, 1, CPU))
-    contents = Contents(torch.arange(5)[None, None], 5, lambda: keys)
+    made = EVICTORS[Kind.KEYDIFF](policy(Kind.KEYDIFF, start_tokens=0, recent_tokens=0), KvShape(1, 1, CPU))
+    contents = KvView(torch.arange(5)[None, None], 5, lambda: keys)
     assert made.keep(contents, 2).tolist() == [[[1, 3]]]
 
 
@@ -195,7 +195,7 @@ def test_weights_of_the_window_do_not_lift_the_tokens_before_it() -> None:
 
 def test_only_the_last_query_counts() -> None:
     made, contents = observed(Kind.TOVA, [9.0, 9.0, 0.0, 0.0, 0.0, 0.0], start_tokens=0, recent_tokens=0)
-    made.observe(Attention(torch.tensor([[[0.1, 0.2, 0.9, 0.8, 0.7, 0.6]]]), None, 1), 0)
+    made.observe(SequenceScores(torch.tensor([[[0.1, 0.2, 0.9, 0.8, 0.7, 0.6]]]), None, 1), 0)
     assert made.keep(contents, 4).tolist() == [[[2, 3, 4, 5]]]
 
 
@@ -203,26 +203,28 @@ def test_what_varies_most_stays_where_a_mean_lets_it_go() -> None:
     """Token 1 was attended to once, and strongly: its mean is the lowest, its deviation the highest."""
     sums = torch.tensor([[[1.2, 0.9, 1.3, 1.1, 1.4, 1.25]]])
     squares = torch.tensor([[[0.1, 0.81, 0.1, 0.1, 0.3, 0.1]]])
-    contents = Contents(torch.arange(100, 106)[None, None], 1000, lambda: torch.ones(1, 1, 6, 2))
+    contents = KvView(torch.arange(100, 106)[None, None], 1000, lambda: torch.ones(1, 1, 6, 2))
     kept = {}
     for kind in (Kind.ROCO, Kind.AVERAGE):
-        made = evictor(policy(kind, start_tokens=0, recent_tokens=1), Space(1, 1, CPU))
-        made.observe(Attention(sums, squares, 7), 6)
+        made = EVICTORS[kind](policy(kind, start_tokens=0, recent_tokens=1), KvShape(1, 1, CPU))
+        made.observe(SequenceScores(sums, squares, 7), 6)
         kept[kind] = made.keep(contents, 4).flatten().tolist()
     assert kept == {Kind.ROCO: [1, 2, 4, 5], Kind.AVERAGE: [0, 2, 4, 5]}
 
 
 def test_squares_are_asked_for() -> None:
-    made = evictor(policy(Kind.ROCO), Space(1, 1, CPU))
+    made = EVICTORS[Kind.ROCO](policy(Kind.ROCO), KvShape(1, 1, CPU))
     with pytest.raises(ValueError, match="squares"):
-        made.observe(Attention(torch.ones(1, 1, 3), None, 1), 3)
+        made.observe(SequenceScores(torch.ones(1, 1, 3), None, 1), 3)
 
 
 def test_chance_depends_on_the_seed_and_the_length_and_on_nothing_else() -> None:
     kept = []
     for seed, length in ((1, 60), (1, 60), (1 << 40, 60), (2, 60), (1, 61)):
-        made = evictor(policy(Kind.RANDOM, start_tokens=0, recent_tokens=0, seed=seed), Space(2, 2, CPU))
-        contents = Contents(torch.arange(60).expand(2, 2, -1), length, lambda: torch.ones(2, 2, 60, 2))
+        made = EVICTORS[Kind.RANDOM](
+            policy(Kind.RANDOM, start_tokens=0, recent_tokens=0, seed=seed), KvShape(2, 2, CPU)
+        )
+        contents = KvView(torch.arange(60).expand(2, 2, -1), length, lambda: torch.ones(2, 2, 60, 2))
         kept.append(made.keep(contents, 30))
     assert torch.equal(kept[0], kept[1])
     assert not any(torch.equal(kept[0], other) for other in kept[2:])
@@ -230,5 +232,5 @@ def test_chance_depends_on_the_seed_and_the_length_and_on_nothing_else() -> None
 
 
 def test_draws_are_spread_evenly() -> None:
-    drawn = torch.cat([torch.rand(64, generator=source(policy(Kind.RANDOM), computed)) for computed in range(64)])
+    drawn = torch.cat([torch.rand(64, generator=generator(policy(Kind.RANDOM), computed)) for computed in range(64)])
     assert float(drawn.mean()) == pytest.approx(0.5, abs=0.03)

@@ -8,18 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.eviction.adaptive_rkv import (
-    AdaptiveRkv,
-    filtered,
-    heaviest,
-    key_diversity,
-    least_diverse,
-    least_needed,
-)
-from executor.eviction.areas import Areas, Blocks, pool, without
-from executor.eviction.kvcrush import anchor_of, distances, important, spared
-from executor.eviction.policy import Attention, Contents, Space, counted_rows
-from executor.eviction.rotation import turns
+from executor.eviction.areas import Areas, Blocks, anchor_of, distances, important, pool, spared, without
+from executor.eviction.base import KvShape, KvView, scored_rows
+from executor.eviction.engine import rotation_deltas
+from executor.eviction.rkv import AdaptiveRkv, filtered, heaviest, key_diversity, least_diverse, least_needed
+from kernels.scores import SequenceScores
 from protos.kvcommon.eviction import Anchor, Kind, Layout, Policy, parse
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import InvalidField
@@ -52,13 +45,13 @@ def made(kind: Kind, sizes: list[int], layers: int = 1, pooled: int = 0, **more:
         "seed": 0,
     }
     chosen = Policy(kind, size, start, recent, maximum, size, **{**fields, **more})
-    return (AdaptiveRkv if kind is Kind.ADAPTIVE_RKV else Areas)(chosen, Space(layers, 1, CPU), pooled)
+    return (AdaptiveRkv if kind is Kind.ADAPTIVE_RKV else Areas)(chosen, KvShape(layers, 1, CPU), pooled)
 
 
-def contents(slots: int, layers: int = 1) -> Contents:
+def contents(slots: int, layers: int = 1) -> KvView:
     """Of a sequence that has evicted nothing; it has no keys."""
     positions = torch.arange(slots).expand(layers, 1, -1)
-    return Contents(positions, slots, lambda: torch.empty(layers, 1, 0, 4))
+    return KvView(positions, slots, lambda: torch.empty(layers, 1, 0, 4))
 
 
 def close(found: Tensor, expected: Any) -> None:
@@ -78,7 +71,7 @@ def register(blocks: Blocks, slots: int, scores: list[list[float]], missing: lis
         blocks.pooled = 0
     spread = torch.zeros(*weights.shape[:-1], now)
     spread[..., present] = weights
-    blocks.observe(Attention(spread, None, now if not slots else now - slots), now - slots)
+    blocks.observe(SequenceScores(spread, None, now if not slots else now - slots), now - slots)
     blocks.pooled = width
     return now
 
@@ -98,8 +91,8 @@ def test_scores(case: dict[str, Any]) -> None:
             gone = case["evicted"][layer]
             index = torch.tensor([[[slot for slot in range(slots) if slot // size not in gone]]])
             assert float(blocks.scores(slots).abs().sum()) > 0
-            blocks.follow(index)
-            held, now = Contents(held.positions.gather(-1, index), slots, held.keys), index.shape[-1]
+            blocks.reindex(index)
+            held, now = KvView(held.positions.gather(-1, index), slots, held.keys), index.shape[-1]
         close(blocks.scores(now)[0, start:], expected)
         if "counts" in case:
             assert isinstance(blocks, Areas)
@@ -112,7 +105,7 @@ def test_counts(case: dict[str, Any]) -> None:
     assert isinstance(blocks, Areas)
     before = 0
     for slots, rows in case["steps"]:
-        blocks.observe(Attention(torch.ones(1, 1, slots), None, rows), slots - before)
+        blocks.observe(SequenceScores(torch.ones(1, 1, slots), None, rows), slots - before)
         before = slots
     assert blocks.counts(contents(before))[0].tolist() == case["counts"]
 
@@ -120,7 +113,7 @@ def test_counts(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", cases("rows"))
 def test_rows(case: dict[str, Any]) -> None:
     chosen = made(Kind.NORM_SUM, [2, 2, 100, 2], score_window=case["window"]).policy
-    assert counted_rows(chosen, case["prompt"], case["computed"], case["new"]) == case["rows"]
+    assert scored_rows(chosen, case["prompt"], case["computed"], case["new"]) == case["rows"]
 
 
 @pytest.mark.parametrize("case", cases("areas"))
@@ -169,7 +162,7 @@ class Sequence:
         assert chosen is not None
         layers = case["layers"]
         made_of = AdaptiveRkv if kind is Kind.ADAPTIVE_RKV else Areas
-        self.blocks = made_of(chosen, Space(layers, 1, CPU), pooled=0)
+        self.blocks = made_of(chosen, KvShape(layers, 1, CPU), pooled=0)
         self.positions = torch.empty(layers, 1, 0, dtype=torch.int64)
         self.computed = self.prompt = 0
 
@@ -182,7 +175,7 @@ class Sequence:
         self.computed += new
         self.prompt = self.prompt or self.computed
         scores = torch.stack([scores_of(text, slots, size) for text in step["scores"]])
-        self.blocks.observe(Attention(scores[:, None].expand(layers, -1, -1), None, new), new)
+        self.blocks.observe(SequenceScores(scores[:, None].expand(layers, -1, -1), None, new), new)
 
     def evict(self, diversity: list[float] | None) -> list[list[int]]:
         """Blocks that go of each layer."""
@@ -193,9 +186,9 @@ class Sequence:
             return [[] for _ in range(layers)]
         if diversity is not None:
             return self.least_needed(torch.tensor(diversity), (slots - count) // size)
-        held = Contents(self.positions, self.computed, contents(slots, layers).keys)
+        held = KvView(self.positions, self.computed, contents(slots, layers).keys)
         index = self.blocks.keep(held, count)
-        self.blocks.follow(index)
+        self.blocks.reindex(index)
         self.positions = self.positions.gather(-1, index)
         stays = [set(layer[0]) for layer in index.tolist()]
         lost = [sorted(set(range(slots)) - kept) for kept in stays]
@@ -251,7 +244,7 @@ def test_rotation(case: dict[str, Any]) -> None:
     def turned() -> tuple[Tensor, Tensor, Tensor]:
         """Block numbers, places and radians per place of the blocks that stay; a row per token."""
         slots = without(torch.tensor([case["evicted"]]), case["blocks"] * size, size)[0]
-        after, places = turns(slots)
+        after, places = rotation_deltas(slots)
         return after, places, frequencies(case["head_dim"], case["theta"])
 
     if case.get("error"):

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from executor.cache.tiers import opening
-from executor.cache.tiers.layout import PAGE, layout_of, slots_within
+from executor.cache.tiers.layout import PAGE, slots_within
 from executor.cache.tiers.opening import file_name, open_file
 from executor.cache.tiers.slot_file import DiskFile, HostFile, SlotFile
-from executor.cache.tiers.tiers import open_tiers
+from executor.cache.tiers.tiers import layout_of, open_tiers
 from executor.errors import CacheFileError
 from executor.step import Tier
 from tests.unit.executor.tiers.world import FINGERPRINT, held, make_file, make_pools, put, settings, size_for
@@ -40,7 +40,7 @@ def test_blocks_lie_on_pages_and_beside_each_other(kind: type[SlotFile], tmp_pat
     places = [(group, slot) for group in (0, 1) for slot in range(1, 5)]
     written = {place: put(file, *place, 1, seed=10 * place[0] + place[1]) for place in places}
     assert {place: held(file, *place) for place in written} == written
-    assert all(file.layout.place(*place) % PAGE == 0 for place in written)
+    assert all(file.layout.offset(*place) % PAGE == 0 for place in written)
     file.close()
 
 
@@ -70,7 +70,7 @@ def test_without_checksums_a_file_is_good_until_the_machine_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     boot = tmp_path / "boot_id"
-    monkeypatch.setattr("executor.cache.tiers.layout._BOOT_ID", boot)
+    monkeypatch.setattr("executor.cache.tiers.tiers._BOOT_ID", boot)
     found = []
     for life in ("one", "one", "two"):
         boot.write_text(life)

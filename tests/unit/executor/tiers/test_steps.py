@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from executor.errors import InvalidStepError
-from executor.models.load import Model
-from executor.step import Copy, Joining, Outcome, Step, Tier
+from executor.models.forward import Model
+from executor.step import Copy, NewSequence, Step, StepOutput, Tier
 from protos.kvcommon.eviction import Kind, parse
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.unit.executor.conftest import PATHS, Driver, load
@@ -28,6 +28,18 @@ def tiny(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) ->
     return PATHS[request.param](model_folder("llama, compiled"))
 
 
+class Events(Ends):
+    """How copies ended; may do something while the device computes."""
+
+    idle: Callable[[], object] = staticmethod(lambda: None)
+
+    def on_idle(self) -> None:
+        self.idle()
+
+    def copy_ended(self, copy: Copy, good: bool) -> None:
+        self(copy, good)
+
+
 @pytest.fixture
 def gate() -> Gate:
     return Gate()
@@ -36,22 +48,28 @@ def gate() -> Gate:
 @pytest.fixture
 def slow(tiny: Model, gate: Gate, tmp_path: Path) -> Iterator[Driver]:
     """A driver whose host tier has a gate."""
-    driver = Driver(tiny, tiers=lambda pools: gate.tiers(pools, tmp_path))
+    driver = Driver(tiny, tiers=lambda pools: gate.tiers(pools, tmp_path), events=Events())
     yield driver
     gate.open.set()
     shut(driver.runner.tiers)
 
 
-def offloaded(driver: Driver, prompt: list[int] = PROMPT) -> tuple[Joining, list[int]]:
+def ends_of(driver: Driver) -> dict[int, bool]:
+    """How copies ended, by their tickets."""
+    assert isinstance(driver.events, Events)
+    return driver.events.of
+
+
+def offloaded(driver: Driver, prompt: list[int] = PROMPT) -> tuple[NewSequence, list[int]]:
     """Computes a prompt and leaves; what joined, and what it generates."""
     expected = [one.token_id for one in driver.generate(90, prompt, 8)]
-    joining = driver.joining(91, prompt)
-    driver.step(joining=(joining,), chunks={91: len(prompt)})
+    joining = driver.new_sequence(91, prompt)
+    driver.step(new_sequences=(joining,), chunks={91: len(prompt)})
     driver.step(removed=(91,))
     return joining, expected
 
 
-def goes_on(driver: Driver, first: Outcome, sequence: int, count: int) -> list[int]:
+def goes_on(driver: Driver, first: StepOutput, sequence: int, count: int) -> list[int]:
     """The tokens of a step, and of those that follow."""
     outcomes = [first] + [driver.step() for _ in range(count - 1)]
     return [one.token_id for outcome in outcomes for one in outcome.sampled if one.sequence == sequence]
@@ -62,9 +80,9 @@ def test_a_block_that_went_down_and_came_up_continues_to_the_same_tokens(
     name: str, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = load(model_folder(name))
-    driver = Driver(model, tiers=lambda pools: make_tiers(pools, tmp_path, host=6, disk=6))
+    driver = Driver(model, tiers=lambda pools: make_tiers(pools, tmp_path, host=6, disk=6), events=Events())
     joining, expected = offloaded(driver)
-    groups, ends = range(len(model.groups)), Ends()
+    groups = range(len(model.groups))
     # The first block goes to the host, the second to the disk; the same step overwrites both on the device.
     copies = [
         down(10 * group + index + 1, joining.tables[group][index], index + 1, tier, group)
@@ -72,19 +90,19 @@ def test_a_block_that_went_down_and_came_up_continues_to_the_same_tokens(
         for index, tier in enumerate((HOST, DISK))
     ]
     tables = tuple(table[:2] + new for table, new in zip(joining.tables, driver.blocks(40), strict=True))
-    other = Joining(2, tuple(OTHER), len(OTHER), 0, tables)
-    step = Step(driver.runner.last_step + 1, joining=(other,), chunks={2: 9}, copies=tuple(copies))
-    driver.runner.launch(step, ended=ends).result()
+    other = NewSequence(2, tuple(OTHER), len(OTHER), 0, tables)
+    step = Step(driver.runner.last_step + 1, new_sequences=(other,), chunks={2: 9}, copies=tuple(copies))
+    driver.runner.launch(step).result()
     fresh = driver.blocks(60)
     copies = [
         up(100 + copy.ticket, copy.target, fresh[copy.group][copy.target - 1], copy.target_tier, copy.group)
         for copy in copies
     ]
     # Nobody waits for them: a step that needs them does.
-    again = Joining(3, tuple(PROMPT), len(PROMPT), 8, fresh)
-    first = driver.step(removed=(2,), copies=tuple(copies), joining=(again,), chunks={3: 1})
+    again = NewSequence(3, tuple(PROMPT), len(PROMPT), 8, fresh)
+    first = driver.step(removed=(2,), copies=tuple(copies), new_sequences=(again,), chunks={3: 1})
     assert goes_on(driver, first, 3, 8) == expected
-    assert set(ends.of.values()) == {True}
+    assert set(ends_of(driver).values()) == {True}
     assert first.tickets == ()
     shut(driver.runner.tiers)
 
@@ -92,15 +110,15 @@ def test_a_block_that_went_down_and_came_up_continues_to_the_same_tokens(
 def test_steps_go_on_while_copies_of_other_slots_run(slow: Driver, gate: Gate) -> None:
     joining, expected = offloaded(slow)
     gate.open.clear()
-    ends, begin = Ends(), time.monotonic()
+    begin = time.monotonic()
     step = Step(slow.runner.last_step + 1, copies=(down(1, joining.tables[0][0], 1),))
-    slow.runner.launch(step, ended=ends).result()
+    slow.runner.launch(step).result()
     # It reads the slot that is being copied, and writes others.
     table = joining.tables[0][:2] + slow.blocks(60)[0]
-    outcome = slow.step(joining=(Joining(2, tuple(PROMPT), 9, 8, (table,)),))
+    outcome = slow.step(new_sequences=(NewSequence(2, tuple(PROMPT), 9, 8, (table,)),))
     assert goes_on(slow, outcome, 2, 8) == expected
     assert time.monotonic() - begin < 5
-    assert ends.of == {}
+    assert ends_of(slow) == {}
     assert slow.runner.tiers.busy
 
 
@@ -109,9 +127,9 @@ def test_a_step_does_not_overwrite_what_is_still_being_copied(slow: Driver, gate
     slot, pools = joining.tables[0][0], slow.runner.pools
     before = block(pools, 0, slot)
     gate.opens_in(SHUT)
-    other = Joining(2, tuple(OTHER), 9, 0, ((slot, *slow.blocks(40)[0]),))
+    other = NewSequence(2, tuple(OTHER), 9, 0, ((slot, *slow.blocks(40)[0]),))
     begin = time.monotonic()
-    outcome = slow.step(copies=(down(1, slot, 1),), joining=(other,), chunks={2: 9})
+    outcome = slow.step(copies=(down(1, slot, 1),), new_sequences=(other,), chunks={2: 9})
     took = time.monotonic() - begin
     assert block(pools, 0, slot) != before
     # Time in which the device could not work is not the step's work.
@@ -130,14 +148,14 @@ def test_a_sequence_that_joins_too_early_waits_for_its_blocks(slow: Driver, gate
     gate.opens_in(SHUT)
     slow.step(copies=(up(2, 1, fresh[0]),))
     table = (fresh[0], joining.tables[0][1], *fresh[1:])
-    outcome = slow.step(joining=(Joining(2, tuple(PROMPT), 9, 8, (table,)),))
+    outcome = slow.step(new_sequences=(NewSequence(2, tuple(PROMPT), 9, 8, (table,)),))
     assert goes_on(slow, outcome, 2, 8) == expected
 
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_copies_within_the_device_keep_their_place_in_the_order(reads: bool, slow: Driver, gate: Gate) -> None:
-    joining, pools = slow.joining(1, PROMPT), slow.runner.pools
-    slow.step(joining=(joining,), chunks={1: 9})
+    joining, pools = slow.new_sequence(1, PROMPT), slow.runner.pools
+    slow.step(new_sequences=(joining,), chunks={1: 9})
     first, second, third = joining.tables[0][:3]
     before = [block(pools, 0, slot) for slot in (first, second)]
     gate.opens_in(SHUT)
@@ -162,8 +180,8 @@ def test_what_evicts_tokens_does_not_overwrite_what_is_being_copied(
         kind=Kind.KNORM.value, max_cache_tokens=8, start_tokens=1, recent_tokens=2, period_tokens=4
     )
     policy = parse(wish, driver.runner.layout, "policy")
-    joining = replace(driver.joining(1, PROMPT * 2), policy=policy)
-    driver.step(joining=(joining,), chunks={1: 18})
+    joining = replace(driver.new_sequence(1, PROMPT * 2), policy=policy)
+    driver.step(new_sequences=(joining,), chunks={1: 18})
     own = driver.blocks(40)[0] if moves else ()
     slots = own[:2] if moves else joining.tables[0][:2]
     before = [block(driver.runner.pools, 0, slot) for slot in slots]
@@ -185,26 +203,26 @@ def test_slots_that_copies_fill_are_noted_as_written_by_their_step(slow: Driver)
     slow.step(copies=(up(2, 1, fresh),))
     assert int(slow.runner.pools.pools[0].last_write_steps[fresh]) == step
     # What the manager itself asks for can come when nobody plans a step.
-    other, ends = slow.blocks(4)[0][0], Ends()
-    slow.runner.transfer((up(3, 1, fresh), Copy(4, 0, 0, other)), ends)
+    other = slow.blocks(4)[0][0]
+    slow.runner.transfer((up(3, 1, fresh), Copy(4, 0, 0, other)))
     assert slow.runner.tiers.wait(reads=[(Tier.DEVICE, 0, fresh)]) < 5
     assert [int(slow.runner.pools.pools[0].last_write_steps[slot]) for slot in (fresh, other)] == [step + 1] * 2
 
 
 def test_zeros_wait_for_what_is_being_copied(slow: Driver, gate: Gate) -> None:
     joining, _ = offloaded(slow)
-    slot, pools, ends = joining.tables[0][0], slow.runner.pools, Ends()
+    slot, pools = joining.tables[0][0], slow.runner.pools
     before = block(pools, 0, slot)
     gate.opens_in(SHUT)
     fresh = slow.blocks(4)[0][0]
     # In their order; a slot of a tier that is not here, and one beyond it, are told at once.
     impossible = (Copy(4, 0, 0, 1, DISK, DISK), up(5, 7, fresh), Copy(6, 3, 0, 1))
-    slow.runner.transfer((down(1, slot, 1), Copy(2, 0, 0, slot), up(3, 1, fresh), *impossible), ends)
+    slow.runner.transfer((down(1, slot, 1), Copy(2, 0, 0, slot), up(3, 1, fresh), *impossible))
     assert not any(block(pools, 0, slot))
     slow.runner.tiers.wait(reads=[(Tier.DEVICE, 0, fresh)])
     assert block(pools, 0, fresh) == before
     until_idle(slow.runner.tiers)
-    assert ends.of == {1: True, 2: True, 3: True, 4: False, 5: False, 6: False}
+    assert ends_of(slow) == {1: True, 2: True, 3: True, 4: False, 5: False, 6: False}
 
 
 BAD_COPIES: dict[str, tuple[Copy, str]] = {
@@ -221,32 +239,35 @@ BAD_COPIES: dict[str, tuple[Copy, str]] = {
 @pytest.mark.parametrize("name", BAD_COPIES)
 def test_a_copy_that_is_not_possible_names_its_field_and_changes_nothing(name: str, slow: Driver) -> None:
     copy, field = BAD_COPIES[name]
-    ends = Ends()
     with pytest.raises(InvalidStepError) as caught:
-        slow.runner.launch(Step(1, copies=(down(9, 1, 1), copy)), ended=ends)
+        slow.runner.launch(Step(1, copies=(down(9, 1, 1), copy)))
     assert list(caught.value.fields) == [field]
-    assert (slow.runner.last_step, slow.runner.tiers.busy, ends.of) == (0, False, {})
+    assert (slow.runner.last_step, slow.runner.tiers.busy, ends_of(slow)) == (0, False, {})
 
 
 def test_every_copy_is_told_of_when_the_step_fails(slow: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("the device says no")
 
-    ends, copies = Ends(), (down(1, 1, 1), Copy(2, 0, 3, 4), down(3, 5, 2))
+    copies = (down(1, 1, 1), Copy(2, 0, 3, 4), down(3, 5, 2))
     with monkeypatch.context() as patch:
         patch.setattr("executor.core.runner.copy_blocks", broken)
         with pytest.raises(RuntimeError):
-            slow.runner.launch(Step(1, copies=copies), ended=ends)
+            slow.runner.launch(Step(1, copies=copies))
     until_idle(slow.runner.tiers)
     # The second is within the device: whoever launches knows of it.
-    assert ends.of == {1: True, 3: False}
+    assert ends_of(slow) == {1: True, 3: False}
 
 
 def test_tokens_of_a_step_are_told_before_it_waits(slow: Driver, gate: Gate) -> None:
     joining, _ = offloaded(slow)
     gate.open.clear()
-    other = Joining(2, tuple(OTHER), 9, 0, (joining.tables[0],))
-    step = Step(slow.runner.last_step + 1, copies=(down(1, joining.tables[0][0], 1),), joining=(other,), chunks={2: 9})
+    other = NewSequence(2, tuple(OTHER), 9, 0, (joining.tables[0],))
+    step = Step(
+        slow.runner.last_step + 1, copies=(down(1, joining.tables[0][0], 1),), new_sequences=(other,), chunks={2: 9}
+    )
     begin = time.monotonic()
-    slow.runner.launch(step, gate.open.set).result()
+    assert isinstance(slow.events, Events)
+    slow.events.idle = gate.open.set
+    slow.runner.launch(step).result()
     assert time.monotonic() - begin < 5

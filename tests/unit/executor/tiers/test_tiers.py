@@ -67,11 +67,11 @@ def path_of(folder: Path, tier: Tier) -> Path:
 
 def flip(folder: Path, tier: Tier, pools: KvPools, group: int, slot: int) -> None:
     """One bit of a block in a file."""
-    from executor.cache.tiers.layout import layout_of
+    from executor.cache.tiers.tiers import layout_of
 
     layout = layout_of(pools, b"f" * 32, size_for(pools, 4), checksums=True)
     with path_of(folder, tier).open("r+b") as file:
-        file.seek(layout.place(group, slot) + layout.block_bytes[group] // 2)
+        file.seek(layout.offset(group, slot) + layout.block_bytes[group] // 2)
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 4]))

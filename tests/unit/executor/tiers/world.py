@@ -6,12 +6,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from executor.cache.pool import KvPools
-from executor.cache.tiers.layout import FileLayout, layout_of, least_size
+from executor.cache.pool import KvPools, LayerGroup, LayerShape
+from executor.cache.tiers.layout import FileLayout, least_size
 from executor.cache.tiers.opening import FileSettings, open_file
 from executor.cache.tiers.slot_file import SlotFile
-from executor.cache.tiers.tiers import Tiers, open_tiers
-from executor.models.layers import LayerGroup, LayerShape
+from executor.cache.tiers.tiers import Tiers, layout_of, open_tiers
 from executor.step import Copy, Tier
 
 FINGERPRINT = b"f" * 32

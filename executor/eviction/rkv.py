@@ -10,24 +10,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from executor.eviction.areas import POOLED, Blocks, pool
-from executor.eviction.policy import Attention, Contents, Space
+from executor.eviction.base import KvShape, KvView
+from kernels.scores import SequenceScores
 from protos.kvcommon.eviction import Policy
 
 
 class AdaptiveRkv(Blocks):
     """Keeps blocks until they have the share of the attention that the policy asks for, then by diversity of keys."""
 
-    def __init__(self, policy: Policy, space: Space, pooled: int = POOLED) -> None:
-        super().__init__(policy, space, pooled)
+    def __init__(self, policy: Policy, shape: KvShape, pooled: int = POOLED) -> None:
+        super().__init__(policy, shape, pooled)
         self._recent: deque[Tensor] = deque(maxlen=policy.mass_steps)
 
-    def observe(self, attention: Attention | None, new: int) -> None:
+    def observe(self, scores: SequenceScores | None, new: int) -> None:
         """Remembers the step's scores, and forgets those of the oldest step."""
         del new
-        if attention is not None:
-            self._recent.append(self.tracked(attention))
+        if scores is not None:
+            self._recent.append(self.tracked(scores))
 
-    def follow(self, index: Tensor) -> None:
+    def reindex(self, index: Tensor) -> None:
         """Takes all remembered scores along."""
         start = self.policy.start
         kept = index[:, :1, start:] - start
@@ -38,16 +39,16 @@ class AdaptiveRkv(Blocks):
     def scores(self, slots: int) -> Tensor:
         """[L, slots] float32: the mean of the remembered steps, 0 where a token was not there yet."""
         start = self.policy.start
-        total = torch.zeros(self.space.layers, 1, max(slots, start), device=self.space.device)
+        total = torch.zeros(self.shape.layers, 1, max(slots, start), device=self.shape.device)
         for scores in self._recent:
             total[..., start : start + scores.shape[-1]] += scores
         total[..., start:] = pool(total[..., start:] / max(len(self._recent), 1), self.pooled)
         return total[:, 0, :slots]
 
-    def least(self, contents: Contents, area: range, count: int) -> Tensor:
+    def least(self, view: KvView, area: range, count: int) -> Tensor:
         """[L, count] int64. Raises ValueError when there are not keys for all slots."""
-        slots = contents.positions.shape[-1]
-        keys = contents.keys()
+        slots = view.positions.shape[-1]
+        keys = view.keys()
         if keys.shape[-2] != slots:
             raise ValueError(f"there are keys for {keys.shape[-2]} of {slots} slots, and diversity needs all")
         size = self.policy.block_size

@@ -1,0 +1,248 @@
+"""The policies that fit on a screen: each ranks single tokens by a score and keeps the first and the last ones."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from executor.eviction.base import Evictor, KvShape, KvView
+from executor.eviction.scoring import SlotScores, complement, generator, lowest
+from kernels.scores import ScoreAccumulator, SequenceScores
+from protos.kvcommon.eviction import Policy
+
+# Of SnapKV's experiments, section 5.
+_KERNEL = 7
+
+
+class Ranked(Evictor):
+    """Evicts the tokens with the lowest scores, but for the first and the last ones; of equal ones the earlier."""
+
+    @abstractmethod
+    def scores(self, view: KvView) -> Tensor:
+        """[1 or L, 1 or Hkv, T] float32, alike where the choice is."""
+        ...
+
+    def keep(self, view: KvView, count: int) -> Tensor:
+        """[1 or L, 1 or Hkv, count] int64, ascending."""
+        scores = self.scores(view)
+        layers, heads, slots = scores.shape
+        positions = view.positions[:layers, :heads]
+        last = view.computed - self.policy.recent
+        protected = (positions < self.policy.start) | (positions >= last)
+        worth = self.worth(view, scores, protected, slots - count)
+        return complement(lowest(worth, positions, slots - count), slots)
+
+    def worth(self, view: KvView, scores: Tensor, protected: Tensor, evicted: int) -> Tensor:
+        """[.., T] float32: the `evicted` lowest go. protected: [.., T] bool, the tokens that always stay."""
+        del view, evicted
+        return scores.masked_fill(protected, torch.inf)
+
+
+class AttentionRanked(Ranked):
+    """Ranks by attention that is summed up over all counted queries, each KV head on its own."""
+
+    def __init__(self, policy: Policy, shape: KvShape) -> None:
+        super().__init__(policy, shape)
+        self.sums = SlotScores(shape, shape.kv_heads)
+
+    def accumulator(self, slots: int) -> ScoreAccumulator | None:
+        """The sums."""
+        return ScoreAccumulator(self.sums.room(slots))
+
+    def observe(self, scores: SequenceScores | None, new: int) -> None:
+        """Adds the weights that no forward pass has added."""
+        del new
+        if scores is not None and scores.accumulator is None:
+            self.sums.add(scores.weights)
+
+    def scores(self, view: KvView) -> Tensor:
+        """[L, Hkv, T] float32."""
+        return self.sums.values(view.positions.shape[-1])
+
+    def reindex(self, index: Tensor) -> None:
+        """Takes the sums along."""
+        self.sums.reindex(index)
+
+    def kept_mass(self, index: Tensor) -> float | None:
+        """Share of the sums."""
+        return self.sums.share(index)
+
+
+class SlidingWindow(Ranked):
+    """Keeps the first tokens and the newest ones.
+
+    Xiao et al. 2023, StreamingLLM, section 3.2.
+    """
+
+    def scores(self, view: KvView) -> Tensor:
+        """[1, 1, T] float32. Of positions that a float cannot tell apart the earlier goes all the same."""
+        return view.positions[:1, :1].to(torch.float32)
+
+
+class Last(SlidingWindow):
+    """Keeps the newest token: a window of one, that a sequence leaves again and again.
+
+    Metel et al. 2025, Batch-Max, section 4.
+    """
+
+
+class H2O(AttentionRanked):
+    """Keeps the tokens with the most attention, summed over all queries, beside a recent half.
+
+    Zhang et al. 2023, H2O, section 4.
+    """
+
+
+class AverageAttention(AttentionRanked):
+    """Evicts the tokens with the lowest attention per query that could see them.
+
+    Metel, Chen and Rezagholizadeh 2025, Batch-Max, algorithm 1.
+    """
+
+    def scores(self, view: KvView) -> Tensor:
+        """[L, Hkv, T] float32."""
+        return super().scores(view) / (view.computed - view.positions)
+
+
+class SnapKV(AttentionRanked):
+    """Keeps what the observation window attended to most, together with its neighbours.
+
+    Li et al. 2024, SnapKV, section 4.
+
+    Neighbours share the maximum, as in the paper's experiments. An average, which other implementations take, spreads a
+    single strong token thin, and then neither it nor what it stands in may stay.
+    """
+
+    def scores(self, view: KvView) -> Tensor:
+        """[L, Hkv, T] float32."""
+        order = view.positions.argsort(-1)
+        weights = super().scores(view).gather(-1, order)
+        # The window always stays; its own weights would only lift the tokens before it.
+        window = view.positions.gather(-1, order) >= view.computed - self.policy.score_window
+        pooled = F.max_pool1d(weights.masked_fill(window, 0.0), _KERNEL, stride=1, padding=_KERNEL // 2)
+        return torch.empty_like(pooled).scatter_(-1, order, pooled)
+
+
+class Tova(Ranked):
+    """Evicts what the last query attended to least, on average over all heads of a layer.
+
+    Oren et al. 2024, Transformers are Multi-State RNNs, section 3.2: TOVA.
+
+    An eviction reindexes nothing: the next step's query replaces this one.
+    """
+
+    def __init__(self, policy: Policy, shape: KvShape) -> None:
+        super().__init__(policy, shape)
+        self._weights = SlotScores(shape, 1)
+
+    def observe(self, scores: SequenceScores | None, new: int) -> None:
+        """Forgets the query before."""
+        del new
+        self._weights.clear()
+        if scores is not None:
+            # The sum over heads is ordered as their mean is.
+            self._weights.add(scores.weights.sum(1, keepdim=True))
+
+    def scores(self, view: KvView) -> Tensor:
+        """[L, 1, T] float32."""
+        return self._weights.values(view.positions.shape[-1])
+
+    def kept_mass(self, index: Tensor) -> float | None:
+        """Share of the last query's weights."""
+        return self._weights.share(index)
+
+
+class RoCo(AttentionRanked):
+    """Evicts, of the tokens whose attention varies least over the queries that saw them, those with the lowest mean.
+
+    Ren and Zhu 2024, On the Efficacy of Eviction Policy, section 4: RoCo.
+
+    As many tokens are kept for how much they vary as for being recent: in the paper they take the recent ones' place.
+    """
+
+    uses_squares: ClassVar[bool] = True
+
+    def __init__(self, policy: Policy, shape: KvShape) -> None:
+        super().__init__(policy, shape)
+        self._squares = SlotScores(shape, shape.kv_heads)
+        self._query_heads: Tensor | None = None
+
+    def observe(self, scores: SequenceScores | None, new: int) -> None:
+        """Adds weights and squares. Raises ValueError without squares."""
+        super().observe(scores, new)
+        if scores is None:
+            return
+        if scores.squares is None:
+            raise ValueError("attention has no squares, which this policy needs")
+        self._squares.add(scores.squares)
+        if self._query_heads is None:
+            # All weights of a query head and row sum to 1.
+            layers, kv_heads, _ = scores.weights.shape
+            self._query_heads = (scores.weights.sum() / (scores.rows * layers * kv_heads)).round()
+
+    def scores(self, view: KvView) -> Tensor:
+        """[L, Hkv, T] float32: the mean over queries and query heads, but for a factor that is the same for all."""
+        return super().scores(view) / (view.computed - view.positions)
+
+    def worth(self, view: KvView, scores: Tensor, protected: Tensor, evicted: int) -> Tensor:
+        """[L, Hkv, T] float32: the score where a token varies little, else infinite."""
+        slots = scores.shape[-1]
+        variation = self._variation(view, scores).masked_fill(protected, torch.inf)
+        steady = lowest(variation, view.positions, max(evicted, slots - self.policy.start - 2 * self.policy.recent))
+        return torch.full_like(scores, torch.inf).scatter_(-1, steady, scores.gather(-1, steady))
+
+    def reindex(self, index: Tensor) -> None:
+        """Takes sums and squares along."""
+        super().reindex(index)
+        self._squares.reindex(index)
+
+    def _variation(self, view: KvView, means: Tensor) -> Tensor:
+        """[L, Hkv, T] float32: what orders tokens as the standard deviation does."""
+        squares = self._squares.values(means.shape[-1]) / (view.computed - view.positions)
+        if self._query_heads is None:
+            return squares
+        # With G query heads, squares / G - (means / G)^2, times G^2.
+        return squares * self._query_heads - means * means
+
+
+class KeyDiff(Ranked):
+    """Evicts the tokens whose keys point most in the direction of the mean of all normalised keys.
+
+    Park et al. 2025, KeyDiff, section 4.
+    """
+
+    def scores(self, view: KvView) -> Tensor:
+        """[L, Hkv, T] float32: minus the cosine."""
+        keys = F.normalize(view.keys().float(), dim=-1)
+        # In float64, so that the order of the slots does not matter.
+        mean = F.normalize(keys.mean(-2, keepdim=True, dtype=torch.float64), dim=-1).float()
+        return -(keys * mean).sum(-1)
+
+
+class Knorm(Ranked):
+    """Evicts the tokens with the longest keys.
+
+    Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy, section 3.
+    """
+
+    def scores(self, view: KvView) -> Tensor:
+        """[L, Hkv, T] float32: minus the norm."""
+        norms: Tensor = torch.linalg.vector_norm(view.keys().float(), dim=-1)
+        return -norms
+
+
+class RandomTokens(Ranked):
+    """Evicts tokens that are drawn, in each KV head others.
+
+    Any other policy must do better.
+    """
+
+    def scores(self, view: KvView) -> Tensor:
+        """[L, Hkv, T] float32; a token's number does not depend on its slot."""
+        drawn = torch.rand(view.positions.shape, generator=generator(self.policy, view.computed))
+        ranks = view.positions.argsort(-1).argsort(-1)
+        return drawn.to(ranks.device).gather(-1, ranks)

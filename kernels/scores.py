@@ -1,0 +1,34 @@
+"""Attention scores of one sequence: the softmax weights that its slots got in a step, and where they add up."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ScoreAccumulator:
+    """Where weights are added up: [L, 1 or Hkv, S] float32 contiguous, S at least the sequence's slots after the step.
+
+    A slot from `first` on gets the maximum of itself and the `width` - 1 slots behind it. With one row per layer, that
+    is the maximum of the weights summed over KV heads.
+    """
+
+    sums: Tensor
+    first: int = 0
+    width: int = 1
+
+
+@dataclass(frozen=True)
+class SequenceScores:
+    """The softmax weights of a sequence's last `rows` queries of a step, over all T slots in use after the step.
+
+    weights: [L, Hkv, T] float32, summed over these queries and over the query heads of a KV head. squares: likewise
+    the sums of the squared weights; None where no policy asks. sequence: its index in the batch.
+    accumulator: where the forward pass adds the weights up itself; None where it does not.
+    """
+
+    weights: Tensor
+    squares: Tensor | None
+    rows: int
+    sequence: int = 0
+    accumulator: ScoreAccumulator | None = None
