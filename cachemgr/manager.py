@@ -1,9 +1,8 @@
-"""The cache manager: decides about every block of every executor. Synchronous, single-threaded, no clock of its own."""
+"""The cache manager decides about every block of every executor. It is synchronous and has no clock of its own."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 
 from cachemgr import steps
 from cachemgr.blocks.block_pool import BlockPool
@@ -71,16 +70,15 @@ from cachemgr.types import (
 from cachemgr.validation import check_id
 from protos.errors import InvalidField
 
-# Of lost blocks, by each call of `expire`: some milliseconds.
+# Entries of lost executors that one call of `expire` frees: some milliseconds.
 FREED_AT_A_TIME = 20_000
 
 
 class CacheManager:
-    """Calls of executors and schedulers; `queries` has those that read, and `operators` those of operators.
+    """The calls of executors and schedulers. `queries` has all calls that read, `operators` those of operators.
 
-    Every call is all or nothing: after a ServiceError nothing has changed.
-
-    Any other error is a fault of this program and may leave half of a call: `Operations` ends the process then.
+    Every call is all or nothing: after a ServiceError nothing has changed. Any other error is a fault of this program
+    and may leave half of a call; the process ends then.
     """
 
     def __init__(
@@ -108,7 +106,7 @@ class CacheManager:
 
     @property
     def begun(self) -> int:
-        """Calls that have begun to change something."""
+        """Calls that have begun to change the state."""
         return self._state.begun
 
     @property
@@ -118,32 +116,20 @@ class CacheManager:
 
     @property
     def is_behind(self) -> bool:
-        """Whether so much is to be done at once that `expire` is due again now."""
+        """Whether `expire` is due again at once."""
         is_held = any(executor.holds.is_behind for executor in self._state.executors.values())
         is_paid = not any(pool.device.may_pay for pool in self._state.pools())
         return is_held or bool(self._state.unfinished_slices) or self._state.leases.is_behind or not is_paid
 
     def go_on(self) -> None:
-        """A call that is carried out in steps takes the next one: leases have ended meanwhile."""
+        """Begins the next slice of a call: leases have ended meanwhile."""
         self._state.begin()
-
-    def _next_number(self) -> int:
-        self._state.number += 1
-        return self._state.number
-
-    def _number_after(self, spec: ExecutorSpec) -> None:
-        """Gives no number again by which a slot of a lower tier is known: the clock may be behind that of the epoch."""
-        for slots in chain(spec.host_generations, spec.disk_generations):
-            newest = max(slots, default=0)
-            if newest >= 1 << 63:
-                newest = max((number for number in slots if number < 1 << 63), default=0)
-            self._state.number = max(self._state.number, newest)
 
     # Executors
 
     @property
     def scheduler_came(self) -> bool:
-        """Whether blocks of an earlier manager can be believed to be written no more."""
+        """Whether no sequence of an earlier manager can still write into its blocks."""
         return self._state.scheduler_came
 
     def register_executor(
@@ -154,19 +140,20 @@ class CacheManager:
         *,
         later: bool = False,
     ) -> Restored:
-        """Registers an executor, or registers it again; returns the cached blocks that count after it.
+        """Registers an executor, or registers it again; returns its cached blocks that stay.
 
-        A newer epoch has an empty device, and of lower tiers what it tells of. `remembered` is what the store has for
-        this epoch, or of lower tiers for an older one, and `pins` of them; they are used when the executor is
-        false, checked entry by entry, and what does not hold is reported to the journals as removed. With `later` they
-        come in calls of `put_back`, and `end_recovery` is the last.
-        Raises InvalidField, StaleExecutorError, PoolSpecError, and SchedulerFirstError when there may be something to
-        remember and sequences of an earlier manager may still be writing.
+        A new epoch has an empty device; of lower tiers stays what `spec` lists. `remembered` and `pins` come from the
+        store: those of this epoch, or of lower tiers for an older one. They count for an executor that is not
+        registered; each record is checked, and a record that does not hold is reported to the journals as removed. With
+        `later` they come in calls of `put_back`, and `end_recovery` is the last.
+
+        Raises InvalidField, StaleExecutorError, PoolSpecError. Raises SchedulerFirstError when blocks may be restored
+        and sequences of an earlier manager may still write into them.
         """
         now = self._state.begin()
         check_spec(spec)
         known = self._state.executors.get(spec.executor_id)
-        # The epoch ends with the lease: the clock that epochs are taken from may go back between two starts.
+        # The epoch ends with the lease: the clock behind epochs may go back between two starts.
         if known is not None and spec.executor_epoch < known.epoch:
             raise StaleExecutorError(
                 f"executor {spec.executor_id} has started again since", fields={"executor_epoch": "is an older one"}
@@ -184,7 +171,7 @@ class CacheManager:
         if not remembered and not later:
             self._journal.cleared(spec.executor_id, spec.executor_epoch)
         executor = self._enter_executor(spec, known, deadline)
-        # Taken in any case: neither means what comes later.
+        # Taken out in any case: neither applies to later blocks.
         to_zero = self._state.forgotten.to_zero(spec.executor_id)
         purged = self._state.forgotten.purged(spec.executor_id)
         if remembered or later or to_zero:
@@ -198,7 +185,7 @@ class CacheManager:
         executor.spec = spec.without_contents()
         if remembered:
             self.put_back(spec.executor_id, spec.executor_epoch, sorted(remembered, key=lambda record: record.depth))
-        # Before pins come back: their budget is a share of the pool.
+        # Before pins are restored: their budget is a share of the pool.
         divide_device_memory(executor, spec, self._state.shares)
         if not later:
             self._end_recovery(executor, pins)
@@ -206,7 +193,7 @@ class CacheManager:
         return executor.cached()
 
     def _enter_executor(self, spec: ExecutorSpec, known: Executor | None, deadline: float) -> Executor:
-        """A new epoch, with the pools of the one before where these outlive it."""
+        """Enters a new epoch, with the pools of the last epoch where its lower tiers survive."""
         before = known if known is not None and lower_tiers_survive(known.spec, spec) else None
         if known is not None and before is None:
             known.holds.end_pins()
@@ -226,9 +213,9 @@ class CacheManager:
         return executor
 
     def is_too_large_to_carry_over(self, spec: ExecutorSpec) -> bool:
-        """Whether an executor has started again, and to register it would hold everybody up: `end_epoch` helps.
+        """Whether a restarted executor has too many slots to carry over in one call: then `end_epoch` comes first.
 
-        Not while the store has less than the index, and not where holds would be lost that are in no store.
+        False while the store has less than the index, and where holds would be lost that are in no store.
         """
         known = self._state.executors.get(spec.executor_id)
         if known is None or spec.executor_epoch <= known.epoch or not lower_tiers_survive(known.spec, spec):
@@ -238,9 +225,9 @@ class CacheManager:
         return not can_carry_over(known, spec)
 
     def end_epoch(self, executor_id: str, executor_epoch: int) -> None:
-        """The executor has started again since: it is lost now, as it is when its lease ends.
+        """Ends an epoch whose executor has restarted, as the end of its lease does.
 
-        Blocks of its lower tiers come back from the store when the executor registers.
+        Blocks of its lower tiers are restored from the store when the executor registers.
         """
         self._state.begin()
         executor = self._state.executors.get(executor_id)
@@ -249,19 +236,19 @@ class CacheManager:
             del self._state.executors[executor_id]
 
     def is_recovering(self, executor_id: str) -> bool:
-        """Whether remembered blocks of an executor are still to come."""
+        """Whether blocks of an executor are still to be restored."""
         executor = self._state.executors.get(executor_id)
         return executor is not None and executor.recovery is not None
 
     def cached_blocks(self, executor_id: str) -> Restored:
-        """Cached blocks of an executor, none of an unknown one."""
+        """Cached blocks of an executor; none of an unknown executor."""
         executor = self._state.executors.get(executor_id)
         return Restored(0, 0) if executor is None else executor.cached()
 
     def put_back(self, executor_id: str, executor_epoch: int, remembered: Iterable[BlockRecord]) -> None:
-        """Takes a part of what the store remembers: all parents come before their children, over all calls.
+        """Restores a part of the remembered blocks: all parents come before their children, over all calls.
 
-        Blocks that do not hold are reported to the journal as removed. Of an epoch that is gone nothing is taken.
+        Blocks that do not hold are reported to the journal as removed. Blocks of an earlier epoch are ignored.
         """
         self._state.begin()
         executor = self._state.executors.get(executor_id)
@@ -271,7 +258,7 @@ class CacheManager:
             executor.recovery.put_back(record)
 
     def end_recovery(self, executor_id: str, executor_epoch: int, pins: Iterable[PinRecord] = ()) -> None:
-        """The store has told everything: `pins` are made again, as far as their blocks have come back."""
+        """Ends the restoring of blocks, and restores `pins` as far as their blocks are cached again."""
         self._state.begin()
         executor = self._state.executors.get(executor_id)
         if executor is not None and executor.epoch == executor_epoch and executor.recovery is not None:
@@ -284,7 +271,7 @@ class CacheManager:
         executor.holds.restore_pins(pins, executor.pools, self._state.leases.now)
 
     def _lose(self, executor: Executor) -> None:
-        # What is remembered of it was used before whatever comes next.
+        # Remembered blocks of this executor were used before all later blocks.
         self._state.uses = max(self._state.uses, *(pool.lru_clock for pool in executor.pools)) + MAX_SLOTS
         if executor.recovery is None:
             self._state.forgotten.lost(executor.executor_id)
@@ -294,9 +281,9 @@ class CacheManager:
         lose(executor, self._state.events, self._state.leftovers)
 
     def renew_executor(self, executor_id: str, executor_epoch: int, manager_epoch: int) -> None:
-        """Keeps the lease, and begins backups.
+        """Renews the lease, and begins backups.
 
-        Raises ExecutorLeaseError or ManagerRestartedError when it must register again.
+        Raises ExecutorLeaseError or ManagerRestartedError when the executor must register again.
         """
         now = self._state.begin()
         if manager_epoch != self.epoch:
@@ -320,7 +307,7 @@ class CacheManager:
         failed_tickets: Sequence[int],
         step: int = 0,
     ) -> int:
-        """Ends tickets, of copies that no step behind this one has written for; returns how many were not open.
+        """Ends copies by their tickets; returns how many tickets were not open. No later step has written for them.
 
         Raises UnknownExecutorError, StaleExecutorError.
         """
@@ -336,9 +323,9 @@ class CacheManager:
     # Schedulers and sequences
 
     def register_scheduler(self, scheduler_id: str, scheduler_epoch: int) -> None:
-        """Registers a scheduler; a newer epoch frees what the older held, very many blocks in later calls of `expire`.
+        """Registers a scheduler; a newer epoch releases the sequences of the older one.
 
-        Raises InvalidField, StaleSchedulerError.
+        Very many blocks are released in later calls of `expire`. Raises InvalidField, StaleSchedulerError.
         """
         now = self._state.begin()
         check_id("scheduler_id", scheduler_id)
@@ -361,7 +348,7 @@ class CacheManager:
         self._state.scheduler_came = True
 
     def admit(self, request: AdmitRequest) -> Admission:
-        """Matches, claims and allocates; renews the scheduler's lease. The same content gives the same answer.
+        """Matches, claims and allocates; renews the lease of the scheduler. Equal content gives the same answer.
 
         Raises InvalidField, UnknownExecutorError, UnknownSchedulerError, StaleSchedulerError, SequenceExistsError,
         SequenceTooLongError.
@@ -385,7 +372,7 @@ class CacheManager:
         return admission
 
     def sync(self, request: SyncRequest) -> SyncAnswer:
-        """Takes progress and gives capacity. Repeating the last number gives its answer again.
+        """Takes progress and gives capacity. A repeat of the last number gets the same answer.
 
         Raises InvalidField, UnknownSchedulerError, StaleSchedulerError, ManagerRestartedError, SyncNumberError.
         """
@@ -412,16 +399,15 @@ class CacheManager:
         self._state.evicted.update(sync.evicted)
         for sequence in sync.released:
             del self._state.sequences[sequence.sequence_id]
-        # Together and last: a repeat gets the answer of this number or none.
+        # Both together and last: a repeat gets the answer of this number or none.
         scheduler.sync_number, scheduler.sync_answer = request.sync_number, answer
         return answer
 
     def extend(self, caller: SchedulerEpoch, sequence_id: str, capacity_tokens: int) -> Extension:
-        """Grows one sequence, by no more than its eviction policy lets it use.
+        """Allocates blocks for a sequence, up to the bound of its eviction policy.
 
-        As all calls that name a sequence, it is for the scheduler that admitted it, under its newest epoch.
-        Raises UnknownSchedulerError, StaleSchedulerError, UnknownSequenceError, VoidSequenceError,
-        SequenceTooLongError.
+        As all calls that name a sequence, it is for the scheduler that admitted it, under its newest epoch. Raises
+        UnknownSchedulerError, StaleSchedulerError, UnknownSequenceError, VoidSequenceError, SequenceTooLongError.
         """
         self._state.begin()
         sequence = self._state.live_sequence(caller, sequence_id)
@@ -431,7 +417,7 @@ class CacheManager:
         start = sequence.num_blocks
         wanted = max(start, blocks_for(usable, executor.block_size))
         account = sequence.scope.account
-        # What runs goes on beyond its ceiling, at the cost of its own cached blocks first.
+        # A running sequence may exceed its ceiling; cached blocks of its account are evicted first.
         free = [pool.device.free_for(account, within_ceiling=False) for pool in executor.pools]
         short = sum(max(0, wanted - start - one) for one in free)
         if short:
@@ -440,7 +426,7 @@ class CacheManager:
         return Extension(True, 0, sequence.slots(start), sequence.capacity, sequence.take_transfers())
 
     def truncate(self, caller: SchedulerEpoch, sequence_id: str, num_tokens: int) -> Freed:
-        """Forgets tokens from a length on. All that was computed must have been reported before.
+        """Drops the tokens of a sequence from a length on. All computed tokens must have been reported before.
 
         Raises UnknownSchedulerError, StaleSchedulerError, InvalidField, SharedBlockError, WindowPassedError,
         VoidSequenceError, SequenceEvictsError.
@@ -452,7 +438,7 @@ class CacheManager:
     def fork(
         self, caller: SchedulerEpoch, parent_sequence_id: str, sequence_id: str, num_tokens: int | None = None
     ) -> Admission:
-        """Starts a second sequence with the first one's tokens, or so many of them, and blocks.
+        """Starts a second sequence that shares the blocks of the first for its first `num_tokens` tokens, or all.
 
         Raises UnknownSchedulerError, StaleSchedulerError, InvalidField, UnknownSequenceError, SequenceExistsError,
         VoidSequenceError, SequenceUnsettledError, WindowPassedError, SequenceEvictsError.
@@ -467,10 +453,10 @@ class CacheManager:
         return self._enter(fork(parent, sequence_id, num_tokens, self.config, self._state.next_number))
 
     def hold(self, caller: SchedulerEpoch, sequence_id: str, owner: str, duration: float) -> int:
-        """Keeps a sequence's blocks for `duration` seconds from its release on; returns how many.
+        """Keeps the blocks of a sequence for `duration` seconds from its release on; returns how many.
 
-        Of one that has evicted tokens it keeps what it computed before, as far as that is cached.
-        Raises UnknownSchedulerError, StaleSchedulerError, InvalidField, UnknownSequenceError.
+        Of a sequence that has evicted tokens it keeps the blocks that were cached before. Raises UnknownSchedulerError,
+        StaleSchedulerError, InvalidField, UnknownSequenceError.
         """
         self._state.begin()
         check_id("owner", owner)
@@ -482,7 +468,7 @@ class CacheManager:
         return sum(block is not None for table in sequence.tables for block in table.blocks)
 
     def release(self, caller: SchedulerEpoch, sequence_id: str) -> Freed:
-        """Gives a sequence's blocks back. Raises UnknownSchedulerError, StaleSchedulerError."""
+        """Releases the blocks of a sequence. Raises UnknownSchedulerError, StaleSchedulerError."""
         now = self._state.begin()
         sequence = self._state.own_sequence(caller, sequence_id)
         if sequence is None:
@@ -493,9 +479,8 @@ class CacheManager:
     def expire(self, late: float = 0.0) -> None:
         """Ends leases and holds whose time is over. Call it a few times per lease.
 
-        `late` is for how many seconds longer than planned the manager has not run: it could hear no renewal meanwhile,
-        so the leases of schedulers and executors last longer by that time. Holds and retention durations do not:
-        callers ask for those in time that passes whether the manager runs or not.
+        `late`: for how many seconds longer than planned the manager has not run. It could receive no renewal meanwhile,
+        so the leases of schedulers and executors last longer by that time. Holds and retention durations do not.
         """
         now = self._state.begin()
         if self._state.unfinished_slices:
@@ -529,14 +514,8 @@ class CacheManager:
             forgetting.came(sequence)
         return sequence.admission
 
-    def _run_in_slices(self, call: Steps[None]) -> None:
-        """Takes a step now; calls of `expire` take the others."""
-        for _ in call:
-            self._state.unfinished_slices.append(call)
-            return
-
     def _release_all(self, scheduler: Scheduler) -> None:
-        """Frees what a scheduler held that is gone, very many blocks in steps. No call can name its sequences."""
+        """Releases the sequences of a lost scheduler in slices. From now on no call can name them."""
         for sequence in scheduler.sequences.values():
             del self._state.sequences[sequence.sequence_id]
         self._state.run_in_slices(self._release_in_steps(scheduler))
@@ -544,7 +523,7 @@ class CacheManager:
     def _release_in_steps(self, scheduler: Scheduler) -> Steps[None]:
         touched = 0
         sequences = list(scheduler.sequences.values())[::-1]
-        # None stays: a million blocks that are freed together hold everybody up.
+        # To free a million blocks in one call would stall all other calls.
         while sequences:
             sequence = sequences.pop()
             if touched >= steps.LOOKS:

@@ -1,4 +1,4 @@
-"""What operators do to a manager: rules, quotas, pins, shares, purging and forgetting."""
+"""Commands of operators: rules, quotas, pins, shares of pools, purging and forgetting."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _KINDS = {RetentionRule: Kind.RULE, Quota: Kind.QUOTA, PoolShare: Kind.SHARE}
 
 
 class OperatorCommands:
-    """All calls of operators that change something. Those that may touch very many blocks yield between slices."""
+    """All calls of operators that change something. Calls that may touch very many blocks yield between slices."""
 
     def __init__(self, state: ManagerState, queries: Queries, journal: OperatorJournal) -> None:
         self._state = state
@@ -69,7 +69,7 @@ class OperatorCommands:
         self._journal = journal
 
     def _report(self, entry: RetentionRule | Quota | PoolShare) -> None:
-        """Tells the journal of an entry that has changed or is gone."""
+        """Tells the journal that an entry has changed or is gone."""
         self._journal.operator_changed(_KINDS[type(entry)], entry_name(entry))
 
     # Blocks
@@ -246,7 +246,7 @@ class OperatorCommands:
         return len(leased)
 
     def _matching(self, rule: Rule) -> Steps[set[Block]]:
-        """Cached blocks that a rule is about."""
+        """Cached blocks that a rule matches."""
         match = rule.spec.match
         found: set[Block] = set()
         for executor in list(self._state.executors.values()):
@@ -329,7 +329,7 @@ class OperatorCommands:
         check_hints("hints", hints)
         executors = self._queries.check_prefix("prefix", prefix)
         if session_id is None:
-            # It holds the leases: senders without one would end each other's.
+            # The message id names the holder of the leases: without it senders would end the leases of each other.
             check_id("hints.message_id", hints.message_id)
         else:
             check_id("session_id", session_id)
@@ -365,11 +365,10 @@ class OperatorCommands:
     # What an earlier manager knew
 
     def restore(self, rules: Iterable[RetentionRule], quotas: Iterable[Quota], shares: Iterable[PoolShare]) -> None:
-        """Puts back what an earlier manager knew. What this one has heard since is newer and stays.
+        """Restores the entries of an earlier manager. Entries that have changed since are newer and stay.
 
         Rules and quotas apply from now on; very many cached blocks come to count against new quotas in later calls of
-        `expire`. A share of a pool that is there already applies when it fits, else from the
-        executor's next registration on.
+        `expire`. A share applies at once to a pool of its size, else from the next registration of its executor on.
         """
         self._state.begin()
         for spec in rules:
@@ -381,7 +380,7 @@ class OperatorCommands:
             self._state.run_in_slices(self._change_accounts([Account(quota).key for quota in new]))
         new_shares = {share.pool_id: share for share in shares if share.pool_id not in self._state.shares}
         self._state.shares |= new_shares
-        # What one pool gives up is what another gets.
+        # Pools that shrink come first: their memory is what other pools get.
         known = [(pool, new_shares[pool.pool_id]) for pool in self._state.pools() if pool.pool_id in new_shares]
         for pool, share in sorted(known, key=lambda pair: pair[1].total_blocks - pair[0].device.total):
             if self._may_have(pool, share):
@@ -396,9 +395,8 @@ class OperatorCommands:
         return fits(pool, share) and possible and (memory is None or need <= memory)
 
     def _change_accounts(self, keys: list[AccountKey]) -> Steps[None]:
-        """Accounts have come or gone."""
         changing = [executor.change_accounts(keys) for executor in self._state.executors.values()]
-        # All first steps together: from then on nothing counts against the quotas of before.
+        # All first slices together: from then on no new block counts against a quota of before.
         for change in changing:
             next(change, None)
         for change in changing:
@@ -407,7 +405,7 @@ class OperatorCommands:
 
 
 def _beginning(pool: BlockPool, packed: bytes) -> Steps[list[Block]]:
-    """Blocks that hold a part of these tokens, which all that leads to them begins with, as far as it is there."""
+    """Cached blocks whose tokens, with those of their ancestors, are the beginning of these tokens."""
     found: list[Block] = []
     nodes: list[Node] = list(pool.tree.tombstones.values())
     while nodes:

@@ -1,4 +1,4 @@
-"""Why a prompt is found or not: block by block where it is, and at the first that is missing what became of it."""
+"""Why a prompt is cached or not: where each block is, and the reason for the first missing block."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from cachemgr.sequences.clients import Executor
     from cachemgr.types import ExtraKey
 
-# Roots of other salts and adapters that are looked at for a block that is missing under its own.
+# Roots of other salts and adapters that are searched for a missing block.
 _MAX_ROOTS = 1000
-# Blocks that are hashed for that, in groups whose blocks may outlive those before them.
+# Blocks that are hashed for it in groups with a window, whose blocks may outlive their ancestors.
 _MAX_HASHED = 4096
 
 
 def explain(executor: Executor, pool: BlockPool, prefix: Prefix, cached_tokens: int, leases: LeaseBook) -> Explanation:
-    """Looks a prompt's full blocks up in one pool, without touching them."""
+    """Looks the full blocks of a prompt up in one pool, without touching them."""
     found = Explanation(executor.executor_id, cached_tokens)
     for place, key in enumerate(keys_of(executor, prefix)):
         block = pool.tree.by_key.get(key)
@@ -54,8 +54,7 @@ def _explain_miss(
 def _elsewhere(executor: Executor, pool: BlockPool, prefix: Prefix, place: int) -> MissReason:
     """Whether the same tokens are cached under another salt or for another adapter.
 
-    With full attention the tokens are followed down each tree as far as they agree, which hashes nothing: most trees
-    differ in the first block.
+    With full attention the tokens are followed down each tree without hashing: most trees differ in the first block.
     """
     size = executor.block_size
     packed = packed_bytes(pack(prefix.token_ids[: (place + 1) * size]))

@@ -1,4 +1,4 @@
-"""Forgetting on demand: out of the index and of Redis, and no byte outlives its last use."""
+"""Forgetting on demand: blocks leave the index and Redis, and no byte outlives its last use."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ if TYPE_CHECKING:
 class Forgetting:
     """A call of ForgetBlocks while it runs.
 
-    What is in the index when it begins goes. A sequence that comes meanwhile and is meant counts as one of before:
-    nothing that it computes stays. What another session has come to use by then stays, as if it always had.
+    It removes blocks that are in the index when it begins. A matching sequence that is admitted meanwhile counts as an
+    earlier one: nothing that it computes stays. Blocks that another session has come to use by then stay.
     """
 
     def __init__(
         self, executors: list[Executor], target: ForgetTarget, events: EventLog, registered: Mapping[str, Executor]
     ) -> None:
-        """`registered` are all executors by name, as they come and go: one may start again and keep its pools."""
+        """`registered` are all executors by name, also later ones: an executor may start again and keep its pools."""
         self._executors = executors
         self._registered = registered
         self._target = target
         self._events = events
         self._receipt = Forgotten({})
-        # By executor: keys of what goes and, for a prefix, of what was lost before.
+        # By executor: keys of blocks to remove and, for a prefix, of blocks that were lost before.
         self._gone: dict[str, set[bytes]] = {}
         # Blocks that other sessions use.
         self._used: set[Block] = set()
         self._came: set[Sequence] = set()
 
     def came(self, sequence: Sequence) -> None:
-        """A sequence begins meanwhile."""
+        """Notes a sequence that is admitted meanwhile."""
         executor, prefix = sequence.executor, self._target.prefix
         if executor.executor_id not in self._gone:
             if prefix is not None and prefix.executor_id not in ("", executor.executor_id):
                 return
-            # It has registered meanwhile.
+            # The executor has registered meanwhile.
             self._begin(executor)
         self._came.add(sequence)
         if self._target.session_id not in (None, sequence.scope.session_id):
@@ -65,19 +65,19 @@ class Forgetting:
             _leave_nothing(sequence)
 
     def steps(self, *, validate_only: bool) -> Steps[Forgotten]:
-        """Takes blocks out of the index; free ones are overwritten now, used ones when they are given back."""
+        """Takes blocks out of the index. Free blocks are overwritten now, used blocks when they are released."""
         receipt = self._receipt
         there = [(one, [(pool, list(pool.tree.by_key)) for pool in one.pools]) for one in self._executors]
         for executor in self._executors:
             self._begin(executor)
-            # From here on nothing of what is meant comes into the index.
+            # From here on no matching block enters the index.
             for sequence in () if validate_only else executor.sequences.values():
                 self._mark(sequence)
         plans: list[tuple[Executor, RemovalPlan]] = []
         for executor, indexed in there:
             plans.append((executor, (yield from self._plan(executor, indexed))))
         for executor, plan in plans:
-            # What keeps blocks in place ends with them: forgetting is not put off by a pin.
+            # Holds of these blocks end: a pin does not delay forgetting.
             holds = yield from _holds_of(executor, plan)
             held = Counter(block for hold in holds for _, block in hold.blocks)
             if validate_only:
@@ -92,7 +92,7 @@ class Forgetting:
         return receipt
 
     def _begin(self, executor: Executor) -> None:
-        # Of a prompt's blocks that were lost before there may be events.
+        # There may be events about blocks of the prompt that were lost before.
         prefix = self._target.prefix
         self._gone[executor.executor_id] = set() if prefix is None else set(keys_of(executor, prefix))
 
@@ -125,7 +125,7 @@ class Forgetting:
             for key, pools in keyed:
                 self._take_out(key, pools, held)
             yield
-        # Behind it: what is in the index may give way to a longer block when it is let go.
+        # Afterwards: an indexed block may be replaced by a longer one when its reference is released.
         for hold in holds:
             if executor.holds.get(hold.name) is hold:
                 executor.holds.release(hold)
@@ -134,12 +134,12 @@ class Forgetting:
     def _find(
         self, executor: Executor, pool: BlockPool, keys: list[bytes], lost: set[bytes]
     ) -> Steps[dict[Block, None]]:
-        """The blocks of a pool that are meant. `lost` are the keys that groups of full attention lose by this."""
+        """The blocks of a pool that the target matches. `lost` are the keys that groups of full attention lose."""
         target = self._target
         if target.prefix is not None:
             blocks = _of_prefix(executor, pool, target)
             if pool.window is not None:
-                # Behind a gap they are nobody's descendants.
+                # Behind a tombstone they have no ancestor block.
                 blocks += [block for key in lost if (block := pool.tree.by_key.get(key)) is not None]
             return (yield from with_descendants(blocks))
         mine: dict[Block, None] = {}
@@ -163,9 +163,9 @@ class Forgetting:
     def _of_other_sessions(
         self, executor: Executor, pool: BlockPool, mine: dict[Block, None], lost: set[bytes]
     ) -> Steps[set[Block]]:
-        """Of a session's blocks those that other sessions use, or have stored a descendant of.
+        """Blocks of a session that other sessions use, or have stored a descendant of.
 
-        What is lost in another group, and what stands on that, can never match again and needs nothing.
+        A block whose ancestors are lost in another group can never match again, and needs no ancestors.
         """
         found: set[Block] = set()
         by_depth: dict[int, list[Block]] = {}
@@ -204,7 +204,7 @@ class Forgetting:
             _leave_nothing(sequence)
 
     def _is_meant(self, sequence: Sequence) -> bool:
-        """Whether what a live sequence holds, or will compute, comes from what is forgotten."""
+        """Whether blocks that a live sequence has, or will compute, come from the forgotten ones."""
         target = self._target
         if target.salt is not None:
             return sequence.scope.salt == target.salt
@@ -214,7 +214,7 @@ class Forgetting:
         return any(key in gone for key in sequence.keys)
 
     def _take_out(self, key: bytes, pools: tuple[BlockPool, ...], held: Counter[Block]) -> None:
-        """Takes the blocks of a key out of the index, with what has come to stand on them since they were found."""
+        """Takes the blocks of a key out of the index, with their present descendants."""
         found: list[tuple[BlockPool, Block]] = []
         for pool in pools:
             block = pool.tree.by_key.get(key)
@@ -263,7 +263,7 @@ def _count(receipt: Forgotten, pool: BlockPool, block: Block, held: Counter[Bloc
 
 
 def _stored(scope: Scope | None, target: ForgetTarget) -> bool:
-    """Whether the salt or session that is meant stored what lies under a scope."""
+    """Whether the salt or session of the target stored the blocks of a scope."""
     if scope is None:
         return False
     if target.salt is not None:
@@ -272,7 +272,7 @@ def _stored(scope: Scope | None, target: ForgetTarget) -> bool:
 
 
 def _holds_of(executor: Executor, plan: RemovalPlan) -> Steps[list[Hold]]:
-    """Holds that keep some of these blocks: of equal keys in another group a hold may keep what stays."""
+    """Holds that have some of these blocks; of equal keys in another group a hold may keep blocks that stay."""
     holds = []
     for hold in executor.holds:
         if any(block.parent is not None and plan.means(pool, block) for pool, block in hold.blocks):
@@ -282,7 +282,7 @@ def _holds_of(executor: Executor, plan: RemovalPlan) -> Steps[list[Hold]]:
 
 
 def _of_prefix(executor: Executor, pool: BlockPool, target: ForgetTarget) -> list[Block]:
-    """A prompt's blocks and, where one is lost, what stood on it."""
+    """The blocks of a prompt and, where a block is lost, its descendants."""
     assert target.prefix is not None
     found = last_parts(executor, pool, target.prefix)
     for key in keys_of(executor, target.prefix):
@@ -302,23 +302,21 @@ def _leave_nothing(sequence: Sequence) -> None:
                 del table.pool.pending[sequence.keys[place]]
 
 
-# Targets that are kept, and tokens of their prefixes, together.
+# Kept targets and the tokens of their prefixes, together.
 MOST_KEPT = 1 << 16
-# Executors that have gone whose last call is known. Of others all targets that are kept are forgotten again.
+# Lost executors whose last call is known. To others all kept targets apply again.
 MOST_REACHED = 1 << 14
-# Slots of lost executors that are kept, all together, and lost executors whose purges are.
+# Kept slots of lost executors, all together, and lost executors whose purges are kept.
 MOST_SLOTS = 1 << 16
 MOST_PURGED = 1 << 10
 
-# Group, tier, and number.
-
 
 class ForgetHistory:
-    """A target applies to all that was remembered of an executor before the call ended, and to the slots of an executor
-    that was lost before it had overwritten them.
+    """Targets of ForgetBlocks, for blocks that are restored later and slots that were not yet overwritten.
 
-    Calls are numbered. Beyond `MOST_KEPT` the oldest targets go; of executors that have been away for longer than that
-    all remembered blocks are forgotten.
+    A target applies to all blocks that the store had of an executor before the call ended, and to the slots of an
+    executor that was lost before it had overwritten them. Calls are numbered. Beyond `MOST_KEPT` the oldest targets are
+    dropped; of executors that have been away for longer all remembered blocks are forgotten.
     """
 
     def __init__(self) -> None:
@@ -327,16 +325,16 @@ class ForgetHistory:
         self._size = 0
         self._number = 0
         self._running: set[int] = set()
-        # The last call whose target has gone.
+        # The last call whose target was dropped.
         self._dropped = 0
-        # By executor: the last call that has reached all that the store remembers of it.
+        # By executor: the last call that has reached all its remembered blocks.
         self._reached: dict[str, int] = {}
         self._slots: dict[str, list[Slot]] = {}
         self._num_slots = 0
         self._purged: dict[str, list[IsMeant]] = {}
 
     def begin(self, target: ForgetTarget) -> int:
-        """A call begins; returns its number."""
+        """Notes the target of a call that begins; returns the number of the call."""
         if target.prefix is not None:
             # Of a request, they are a list.
             target = ForgetTarget(prefix=replace(target.prefix, token_ids=tuple(target.prefix.token_ids)))
@@ -356,16 +354,16 @@ class ForgetHistory:
         self._running.discard(number)
 
     def lost(self, executor_id: str) -> None:
-        """An executor is gone whose blocks were all in the index: calls that have ended need not reach them again."""
+        """An executor is lost whose blocks were all in the index: calls that have ended need not reach them again."""
         self._reached.pop(executor_id, None)
         self._reached[executor_id] = min(self._running, default=self._number + 1) - 1
         if len(self._reached) > MOST_REACHED:
             del self._reached[next(iter(self._reached))]
 
     def not_zeroed(self, executor_id: str, slots: Iterable[Slot]) -> None:
-        """An executor is gone before these slots were overwritten. Beyond `MOST_SLOTS` those of the oldest loss go."""
+        """An executor is lost before these slots were overwritten. Beyond `MOST_SLOTS` the oldest are dropped."""
         known = self._slots.pop(executor_id, [])
-        # One that is lost again in its recovery.
+        # The executor may be lost again in its recovery.
         found = list(dict.fromkeys(chain(islice(slots, MOST_SLOTS), known)))[:MOST_SLOTS]
         self._num_slots += len(found) - len(known)
         if found:
@@ -374,24 +372,24 @@ class ForgetHistory:
             self._num_slots -= len(self._slots.pop(next(iter(self._slots))))
 
     def lost_in_recovery(self, executor_id: str, purged: list[IsMeant]) -> None:
-        """An executor is gone before all that was purged was read."""
+        """An executor is lost before all purged blocks were read."""
         if purged:
             self._purged[executor_id] = purged
         if len(self._purged) > MOST_PURGED:
             del self._purged[next(iter(self._purged))]
 
     def purged(self, executor_id: str) -> list[IsMeant]:
-        """What was purged of an executor that comes back; it is told once."""
+        """Takes out the purges of an executor that registers again."""
         return self._purged.pop(executor_id, [])
 
     def to_zero(self, executor_id: str) -> list[Slot]:
-        """Slots of an executor that comes back; they are told once."""
+        """Takes out the slots of an executor that registers again."""
         found = self._slots.pop(executor_id, [])
         self._num_slots -= len(found)
         return found
 
     def of(self, executor: Executor) -> ForgottenBefore:
-        """What the targets mean of the remembered blocks of an executor that registers."""
+        """The filter of remembered blocks for an executor that registers."""
         reached = self._reached.get(executor.executor_id, 0)
         found = ForgottenBefore(executor, everything=reached < self._dropped)
         for target, number in self._targets.items():
@@ -401,9 +399,9 @@ class ForgetHistory:
 
 
 class ForgottenBefore:
-    """Which remembered blocks of an executor are to be forgotten, those behind them aside.
+    """Remembered blocks of an executor that are to be forgotten, without their descendants.
 
-    A session's go also where another session stands on them: nothing is known of the blocks that are yet to be read.
+    Blocks of a session are forgotten also where another session has descendants: the other records are yet to be read.
     """
 
     def __init__(self, executor: Executor, *, everything: bool = False) -> None:
@@ -416,7 +414,7 @@ class ForgottenBefore:
         self._beginnings: dict[tuple[str | None, int | None], list[bytes]] = {}
 
     def add(self, target: ForgetTarget) -> None:
-        """One more target; it may mean another executor."""
+        """Adds a target, which may be about another executor."""
         prefix = target.prefix
         if target.salt is not None:
             self._salts.add(target.salt)
@@ -430,7 +428,7 @@ class ForgottenBefore:
                 self._beginnings.setdefault((prefix.salt, prefix.adapter_id), []).append(tokens)
 
     def means(self, record: BlockRecord) -> bool:
-        """Whether a block that the store remembers is meant."""
+        """Whether a remembered block is to be forgotten."""
         return (
             self._everything
             or record.salt in self._salts
@@ -441,7 +439,7 @@ class ForgottenBefore:
         )
 
     def _begins(self, record: BlockRecord) -> bool:
-        """Whether a prompt of less than a block is the beginning of a first block, or goes on behind it."""
+        """Whether a prompt of less than a block and a first block begin with the same tokens."""
         prompts = self._beginnings.get((record.salt, record.adapter_id), ())
         return any(record.tokens.startswith(prompt) or prompt.startswith(record.tokens) for prompt in prompts)
 

@@ -30,12 +30,12 @@ Result = tuple[HintOutcome, str, int]
 
 PROTOCOL_VERSION = ACTION_VERSION = "0.1"
 MAX_ACTIONS = 64
-# Blocks that the pins of one envelope go over before it makes no more, each counted once per pin: some 30 ms of work.
+# Blocks of all pins of one envelope together, beyond which it makes no more pins: some 30 ms of work.
 MAX_PINNED_BLOCKS = 1 << 15
 
 
 def check(path: str, hints: Hints) -> None:
-    """Raises InvalidField for an envelope that cannot be read; what an action says is answered action by action."""
+    """Raises InvalidField for an envelope that cannot be read; each action is answered by itself."""
     if hints.protocol_version != PROTOCOL_VERSION:
         raise InvalidField(f"{path}.protocol_version", f'must be "{PROTOCOL_VERSION}"')
     if not hints.actions:
@@ -47,7 +47,7 @@ def check(path: str, hints: Hints) -> None:
 
 
 def with_retention(request: AdmitRequest) -> AdmitRequest:
-    """A request with what its hints ask for its blocks, where it asks for nothing itself. Raises InvalidField."""
+    """The request with the retention that its hints ask for, unless it has a retention. Raises InvalidField."""
     if request.hints is None:
         return request
     check("hints", request.hints)
@@ -55,7 +55,7 @@ def with_retention(request: AdmitRequest) -> AdmitRequest:
 
 
 def _retention(hints: Hints) -> Retention:
-    """What the first Retain asks for all blocks of a request, also those that are still to be computed."""
+    """The retention that the first Retain asks for, also for blocks that are still to be computed."""
     for action in hints.actions:
         if action.action_type == "Retain" and action.action_version == ACTION_VERSION:
             try:
@@ -71,11 +71,11 @@ def _retention(hints: Hints) -> Retention:
 
 
 class PayloadError(ValueError):
-    """A payload does not say what its action needs."""
+    """A payload lacks a value that its action needs, or has an invalid one."""
 
 
 class HintRunner:
-    """Carries out hints about one prefix. `transfers` are the copies that this began."""
+    """Carries out hints about one prefix. `transfers` are the copies that it began."""
 
     def __init__(
         self,
@@ -85,8 +85,9 @@ class HintRunner:
         now: float,
         tenant_id: str | None = None,
     ) -> None:
-        """prefixes: per executor the keys of the prefix's full blocks there, which are hashed once for all actions.
-        holder: of leases; pins have the owners that hints name, as those of the tenant.
+        """`prefixes`: per executor the keys of the full blocks of the prefix, hashed once for all actions.
+
+        `holder` holds the leases; pins have the owners that hints name, as owners of the tenant.
         """
         self._owners = HINT if tenant_id is None else f"{HINT}{tenant_id}/"
         self._prefixes = prefixes
@@ -94,21 +95,21 @@ class HintRunner:
         self._config = config
         self._now = now
         self._is_last_request = True
-        # To walk a long prompt for each of very many actions takes long. What is cached of the prefix, until an action
-        # moves blocks, and what types of actions came to that moved none, until one changes anything.
+        # Cached blocks of the prefix, until an action moves blocks, and results of moves that moved no block, until an
+        # action changes anything: to look a long prompt up for each of very many actions takes long.
         self._found: Blocks | None = None
-        # By executor: what of these a pin may keep.
+        # By executor: the blocks that a pin may keep.
         self._pinnable: list[tuple[Executor, Blocks]] | None = None
         self._futile: dict[str, Result] = {}
         self._num_pinned = 0
         self.transfers: list[Transfer] = []
 
     def run(self, hints: Hints, *, later: bool = False) -> list[HintAnswer]:
-        """One answer per action, in order. `later`: what is retained and not there is about to be computed."""
+        """One answer per action, in order. `later`: blocks that are retained and missing are about to be computed."""
         requests = [index for index, action in enumerate(hints.actions) if _is_request(action)]
         answers = []
         for index, action in enumerate(hints.actions):
-            # Each takes the place of the one before: only the last is worth a lease of every block.
+            # Each request replaces the one before: only the last one is granted on every block.
             self._is_last_request = index == requests[-1] if requests else False
             answers.append(self._answer(action))
         if not later:
@@ -152,7 +153,7 @@ class HintRunner:
         return self._found
 
     def _moved(self, kind: str, move: Callable[[Blocks], Result], blocks: Blocks) -> Result:
-        """What moving blocks comes to: what it came to before, when it moved none and nothing has changed since."""
+        """The result of a move of blocks: an earlier one, if that moved no block and nothing has changed since."""
         if kind not in self._futile:
             result = move(blocks)
             if result[2]:
@@ -180,7 +181,7 @@ class HintRunner:
         return (HintOutcome.CLIPPED if clipped else HintOutcome.ACCEPTED), "; ".join(clipped), count
 
     def _grant(self, request: RetentionRequest, blocks: Blocks) -> int:
-        """How many of the blocks have the request, or had until the next action's took its place."""
+        """Grants a request; returns how many blocks have it, or had it until a later action replaced it."""
         if not self._is_last_request:
             return len(blocks)
         self._futile.clear()
@@ -208,7 +209,7 @@ class HintRunner:
             ]
         self._num_pinned += sum(len(mine) for _, mine in self._pinnable)
         for executor, mine in self._pinnable:
-            # Whoever may send a hint may not push aside what an operator has pinned, nor pin in an operator's name.
+            # A hint may neither displace the pins of operators nor pin in the name of an operator.
             pinned = executor.holds.pin(mine, self._owners + owner, self._now, granted, displace=False)
             count += pinned.receipt.num_blocks
             names.append(pinned.name)
@@ -238,7 +239,7 @@ class HintRunner:
 
     @staticmethod
     def _move_down(blocks: Blocks) -> Result:
-        # Leaves first: a block can only go down when nothing on the device stands on it.
+        # Leaves first: a block can only be offloaded when it has no child on the device.
         movable = [(pool, block) for pool, block in reversed(blocks) if pool.is_on_device(block)]
         count = sum(block.lru_prev is not None and pool.offloader.demote(block) for pool, block in movable)
         if count < len(movable):
@@ -256,7 +257,7 @@ class HintRunner:
         begun: list[Transfer] = []
         for executor, keys in self._prefixes:
             for pool in executor.pools:
-                # Looked up again: room for one group's blocks may have been made by losing others of the prefix.
+                # Looked up again: blocks of the prefix may have been evicted for those of another group.
                 begun += executor.copies.fetch(pool, chain(pool, keys))
         self.transfers += begun
         if not begun:
@@ -271,7 +272,7 @@ class HintRunner:
 
 
 def _is_request(action: HintAction) -> bool:
-    """Whether an action that can be carried out gives the holder's request for the blocks."""
+    """Whether an action can be carried out and gives the retention request of the holder."""
     payload = action.payload
     try:
         if action.action_version != ACTION_VERSION:

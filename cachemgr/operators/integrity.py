@@ -22,17 +22,17 @@ from cachemgr.sequences.transfers import Purpose
 from cachemgr.steps import drained
 from cachemgr.types import PoolViolation
 
-# Each gives its contradictions, with None behind each small step. Nothing may change between its steps.
+# Yields contradictions, and None after each small step. The state must not change between the steps.
 Part = Callable[[], Iterator[PoolViolation | None]]
 
 
 def check(executor: Executor, pools: list[BlockPool]) -> list[PoolViolation]:
-    """All contradictions in those of the pools that are this executor's."""
+    """All contradictions in the pools of this executor among these."""
     return [found for part in parts(executor, pools) for found in part() if found is not None]
 
 
 def parts(executor: Executor, pools: list[BlockPool]) -> list[Part]:
-    """As `check`, in parts that may be of different moments: each looks at something else."""
+    """As `check`, in parts that may run at different moments: each checks another aspect."""
     return [
         partial(_Check(executor, pool).run, part)
         for pool in executor.pools
@@ -60,7 +60,7 @@ class _Check:
         self._violations: list[PoolViolation] = []
 
     def run(self, part: Callable[[_Check], Iterator[None]]) -> Iterator[PoolViolation | None]:
-        """Runs one part, from its beginning."""
+        """Runs one part from its beginning."""
         self._blocks, self._violations = [], []
         places = self._pool.blocks
         for start in range(0, len(places), 512):
@@ -69,7 +69,7 @@ class _Check:
         for _ in part(self):
             yield None
         yield from self._violations
-        # Not all at once, and not those of all parts together.
+        # A few at a time, part by part: to free very many at once takes long.
         for _ in drained(self._blocks):
             yield None
 
@@ -100,7 +100,7 @@ class _Check:
                     yield from sequence.private
         for hold in self._executor.holds:
             yield from (block for pool, block in hold.blocks if pool is self._pool)
-        # Those that wait for others of their kind hold what they have, too.
+        # Tickets that wait for others of their kind keep their references.
         groups = (ticket.together for ticket in self._executor.tickets.values() if ticket.pool is self._pool)
         for ticket in {ticket for group in groups for ticket in group}:
             if ticket.purpose is Purpose.CLEAR:
@@ -110,12 +110,12 @@ class _Check:
                 yield ticket.source
 
     def counters(self) -> Iterator[None]:
-        """The counters of tiers and quotas are what a count gives."""
+        """The counters of tiers and quotas match a count."""
         pool = self._pool
         for tier in pool.tiers:
             name = tier.kind.name.lower()
             used = cached = indexed = 0
-            # Slots that are met, and blocks in all and in use by account.
+            # Slots that were met, and by account all blocks and blocks in use.
             seen = bytearray(tier.size + 1)
             accounts = {account: [0, 0] for account in tier.shares}
             backups = pool.backups.indexes.values() if tier is pool.backups.tier else ()
@@ -163,7 +163,7 @@ class _Check:
             self._report(tier.first_of_shares() is best, 0, f"would lose another {name} block than the first")
 
     def places(self) -> Iterator[None]:
-        """Each block is where it says, and has a reason to be."""
+        """Each block is at its index, and is in use or cached."""
         for place, at in enumerate(self._pool.blocks):
             yield
             if at is not None:
@@ -173,7 +173,7 @@ class _Check:
     @staticmethod
     def _mark(tier: Tier, seen: bytearray, place: int) -> None:
         slot = place - tier.offset
-        # The entry 0 is for slots that the tier does not have.
+        # Entry 0 is for slots that the tier does not have.
         seen[slot if 1 <= slot <= tier.size else 0] += seen[slot if 1 <= slot <= tier.size else 0] < 2
 
     def backups(self) -> Iterator[None]:
@@ -199,7 +199,7 @@ class _Check:
             self._report(left, below.index, "is to be inherited and not in use")
 
     def order(self) -> Iterator[None]:
-        """What may be lost is in its order of loss, and nothing else."""
+        """Evictable blocks are in the eviction order, and no others."""
         pool, listed = self._pool, set()
         for tier in pool.tiers:
             owned = [(None, tier.order), *((account, share.order) for account, share in tier.shares.items())]
@@ -249,7 +249,7 @@ class _Check:
             self._report(not waiting or block.refs > 0, block.index, "can be taken, and the clock of a lease stands")
 
     def keys(self) -> Iterator[None]:
-        """Each block that says so is in the index, and no other."""
+        """Indexed blocks are in the index, and no others."""
         pool = self._pool
         indexed = 0
         for block in self._blocks:
@@ -260,7 +260,7 @@ class _Check:
         self._report(len(pool.tree.by_key) == indexed, 0, "index and blocks do not agree")
 
     def index(self) -> Iterator[None]:
-        """The index is a tree of what the keys say."""
+        """The index is the tree that the keys say."""
         pool = self._pool
         parents: dict[Block, Node] = {}
         for node in itertools.chain(pool.tree.tombstones.values(), pool.tree.by_key.values()):
@@ -296,7 +296,7 @@ class _Check:
                     block.index,
                     f"counts {block.children_in_tier} children near it, {near} are",
                 )
-        # To let go of a million entries at once takes long.
+        # To free a million entries at once takes long.
         while parents:
             parents.popitem()
             yield
@@ -311,13 +311,13 @@ class _Check:
             higher = pool.tier_of(parent).kind <= pool.tier_of(block).kind
             self._report(higher, block.index, "lies in a higher tier than its parent")
         else:
-            # What lies in a lower tier may outlive what it stands on, and waits for that to be computed again.
+            # A block of a lower tier may outlive its parent, until that is computed again.
             is_first = block.scope is not None and parent is not None and parent.key == block.scope.key
             outlived = block.depth > 0 and not is_first and not self._pool.is_on_device(block)
             self._report(outlived or (is_first and block.depth == 0), block.index, "has lost its parent")
 
     def pending(self) -> Iterator[None]:
-        """What is promised is promised by somebody who writes it."""
+        """Pending blocks have a live sequence that fills them."""
         for key, block in self._pool.pending.items():
             yield
             writer = block.writer
@@ -335,7 +335,7 @@ class _Check:
             self._report(promised, block.index, "is promised under a key that its writer does not have")
 
     def writers(self) -> Iterator[None]:
-        """Whatever a sequence may still write to is its own and nobody can find it."""
+        """A block that a sequence may still write belongs to it alone and is not indexed."""
         owners: dict[Block, int] = {}
         for sequence in self._executor.sequences.values():
             lengths = {len(table.blocks) for table in sequence.tables}

@@ -1,4 +1,4 @@
-"""What outlives a manager beside its blocks: rules, quotas, shares of pools, and pins."""
+"""The entries of operators that outlive a manager: rules, quotas, shares of pools, and pins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cachemgr.types import PinRecord, PoolShare, Quota, RetentionRule
 
 
 class Kind(enum.Enum):
-    """What there is."""
+    """The kinds of entries."""
 
     RULE = "rules"
     QUOTA = "quotas"
@@ -21,7 +21,7 @@ Entry = RetentionRule | Quota | PoolShare | PinRecord
 
 
 def entry_name(entry: Entry) -> str:
-    """The field of its hash."""
+    """The name of an entry among those of its kind."""
     if isinstance(entry, Quota):
         field = "tenant_id" if entry.tenant_id is not None else "salt"
         return f"{field}/{getattr(entry, field)}"
@@ -29,10 +29,10 @@ def entry_name(entry: Entry) -> str:
 
 
 class OperatorJournal(Protocol):
-    """Hears of every change of what operators said, at once. Must not fail or block."""
+    """Is told at once of every change of an entry. Must not fail or block."""
 
     def operator_changed(self, kind: Kind, name: str, executor_id: str = "") -> None:
-        """The entry of this name is new, another, or gone. `executor_id` is set for pins."""
+        """The entry of this name is new, changed, or gone. `executor_id` is set for pins."""
 
 
 class NoOperatorJournal:

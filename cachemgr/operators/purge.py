@@ -1,4 +1,4 @@
-"""Selecting cached blocks by filter, and dropping them."""
+"""Selecting cached blocks by a filter, and purging them."""
 
 from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.block_pool import BlockPool
@@ -11,7 +11,7 @@ from cachemgr.types import BlockFilter, Purged, RemovalCause
 
 
 def matches(pool: BlockPool, block: Block, selected: BlockFilter) -> bool:
-    """Whether a filter means a block, its prefix aside."""
+    """Whether a filter matches a block, its prefix aside."""
     scope = block.scope
     if scope is None:
         wanted = (selected.salt, selected.adapter_id, selected.session_id, selected.tenant_id)
@@ -30,7 +30,7 @@ def matches(pool: BlockPool, block: Block, selected: BlockFilter) -> bool:
 
 
 def is_remembered(selected: BlockFilter, record: BlockRecord) -> bool:
-    """Whether a filter may mean a block that the store remembers: its tier and its priority are not known yet."""
+    """Whether a filter may match a remembered block: its tier and its priority are not known yet."""
     return (
         selected.salt in (None, record.salt)
         and selected.adapter_id in (None, record.adapter_id)
@@ -46,11 +46,10 @@ def purge(
     validate_only: bool,
     skip_used: bool,
 ) -> Steps[Purged]:
-    """Drops matching blocks that nobody uses, with all that stands on them; or only counts them.
+    """Drops matching blocks that are not in use, with their descendants; or only counts them.
 
-    Pools come with the only blocks that are meant, None for all. What has come to be used since they were found, or
-    has something new behind it, stays. Raises BlocksInUseError, with nothing changed, when some are in use and need not
-    be skipped.
+    Each pool comes with the only blocks to consider, None for all. Blocks that have come into use since, or have a new
+    child, stay. Raises BlocksInUseError, with nothing changed, when some are in use and must not be skipped.
     """
     plans, used = yield from _plan(pools, selected)
     if validate_only or (used and not skip_used):
@@ -71,7 +70,7 @@ def purge(
                 purged += len(free)
                 used += len(found) - len(free)
                 for pool, block in free:
-                    # With a block of full attention those of windows may have gone already.
+                    # A block of a window may have been removed with one of full attention.
                     if block.parent is not None:
                         pool.discard(block, RemovalCause.PURGED)
             yield
@@ -81,7 +80,7 @@ def purge(
 def _plan(
     pools: list[tuple[Executor, BlockPool, set[Block] | None]], selected: BlockFilter
 ) -> Steps[tuple[list[RemovalPlan], int]]:
-    """What goes of each executor, and how many blocks are meant and stay."""
+    """The blocks to remove from each executor, and how many matching blocks stay."""
     indexed = [(executor, pool, list(pool.tree.by_key), among) for executor, pool, among in pools]
     plans = {executor: RemovalPlan() for executor, _, _, _ in indexed}
     used = 0
@@ -100,7 +99,7 @@ def _is_free(pool: BlockPool, block: Block) -> bool:
 
 
 def _add_useless(plan: RemovalPlan, pool: BlockPool) -> Steps[None]:
-    """What a window has of blocks that full attention loses: it goes with them."""
+    """Adds the blocks of a window whose keys groups of full attention lose."""
     for keys in looks(plan.of_full_attention()):
         for key in keys:
             useless = pool.tree.by_key.get(key)
@@ -112,9 +111,9 @@ def _add_useless(plan: RemovalPlan, pool: BlockPool) -> Steps[None]:
 def _select(
     pool: BlockPool, keys: list[bytes], among: set[Block] | None, selected: BlockFilter
 ) -> Steps[tuple[list[Block], int]]:
-    """Blocks that go, without what stands on them, and how many are meant and stay. It uses the keys up."""
+    """Matching blocks without their descendants, and how many matching blocks stay. It uses the keys up."""
     meant: list[Block] = []
-    # Blocks in use, and with full attention what they stand on. What is copied to or from a lower tier is in use, too.
+    # Blocks in use, and with full attention their ancestors. Sources and targets of copies are in use, too.
     stay: set[Block] = set()
     for part in drained(keys):
         for key in part:

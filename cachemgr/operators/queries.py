@@ -1,4 +1,4 @@
-"""What operators, watchers and the store read of a manager."""
+"""All calls that read a manager."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -59,12 +59,12 @@ from cachemgr.validation import check_extra_keys, check_id
 from protos.errors import InvalidField
 from protos.kvcommon.eviction import Kind
 
-# So many copies come with an executor's renewal at most: a message holds 4 MB.
+# Copies in the answer to a renewal at most: a message holds 4 MB.
 MAX_TRANSFERS = 10_000
 
 
 class Queries:
-    """All calls that read. Nothing here changes anything."""
+    """Calls that change nothing."""
 
     def __init__(self, state: ManagerState) -> None:
         self._state = state
@@ -75,7 +75,7 @@ class Queries:
         return [violation for executor in self._state.executors.values() for violation in check(executor, pools)]
 
     def check_pool_in_parts(self, pool_id: str = "") -> list[Callable[[], Iterator[PoolViolation | None]]]:
-        """As `check_pool`, part by part, with None behind each small step.
+        """As `check_pool`, part by part, with None after each small step.
 
         `fingerprint` must not change between the steps of a part, and may between two parts.
         """
@@ -87,14 +87,14 @@ class Queries:
         ]
 
     def _check_part(self, executor: Executor, part: Part) -> Iterator[PoolViolation | None]:
-        # One that has gone meanwhile has nothing to contradict itself; its pools may be another epoch's.
+        # An executor may have been lost meanwhile; its pools may belong to another epoch.
         if self._state.executors.get(executor.executor_id) is executor:
             yield from part()
 
     def fingerprint(self) -> object:
-        """Another one once a block or lease is another than before; time and renewals leave it as it is.
+        """A value that changes with every block and lease, but not with time and renewals.
 
-        So do the tokens of a sequence that goes on within its last block: else it would change with every step.
+        Nor with the tokens of a sequence within its last block: else it would change with every step.
         """
         return (
             self._state.number,
@@ -129,7 +129,7 @@ class Queries:
         return (None if block is None else (block.index, pool.listed(block)) for block in _from(pool, after_place))
 
     def filtered_blocks(self, selected: BlockFilter, after_place: int = 0) -> Iterator[tuple[int, BlockView] | None]:
-        """Blocks of one pool that a filter means, None for others.
+        """Blocks of one pool that a filter matches, None for others.
 
         Raises UnknownPoolError, InvalidField, UnknownExecutorError.
         """
@@ -141,7 +141,7 @@ class Queries:
                     yield None
 
     def prefixes(self, selected: BlockFilter, after_place: int = 0) -> Iterator[PrefixView | None]:
-        """Cached chains of one pool whose last block a filter means, None for other blocks.
+        """Cached chains of one pool whose last block a filter matches, None for other blocks.
 
         Raises as `filtered_blocks`.
         """
@@ -156,7 +156,7 @@ class Queries:
     def leases(
         self, pool_id: str, holder: str, after_place: int = 0
     ) -> Iterator[tuple[int, BlockView, LeaseView] | None]:
-        """Leases of a pool by place, with None behind each slot; with a name those of one holder.
+        """Leases of a pool by index of their block, with None after each slot; with a name those of one holder.
 
         Raises UnknownPoolError.
         """
@@ -183,7 +183,7 @@ class Queries:
     def executor_transfers(self, executor_id: str) -> list[Transfer]:
         """Open copies that no scheduler sends, in the order in which they must run: as many as a message holds.
 
-        None while steps of sequences of before may read and write slots that have been free since.
+        None while steps of void sequences may read and write slots that have been freed since.
         """
         executor = self._state.executors.get(executor_id)
         if executor is None or any(one.has_void_sequences_in(executor) for one in self._state.schedulers.values()):
@@ -196,7 +196,7 @@ class Queries:
         return list(self._state.schedulers)
 
     def rules(self) -> list[RetentionRule]:
-        """Rules in the order in which they are asked."""
+        """Rules in their order."""
         return [rule.spec for rule in self._state.rules]
 
     def rule(self, name: str) -> RetentionRule:
@@ -223,7 +223,7 @@ class Queries:
         return executor_id in self._state.executors
 
     def entries(self, kind: EntryKind, executor_id: str = "") -> Iterator[Entry]:
-        """All entries of a kind; pins only of one executor, oldest first."""
+        """All entries of a kind; of pins those of one executor, oldest first."""
         match kind:
             case EntryKind.RULE:
                 yield from self.rules()
@@ -238,7 +238,7 @@ class Queries:
                         yield _pin_record(hold, self._state.leases.now)
 
     def entry(self, kind: EntryKind, name: str, executor_id: str = "") -> Entry | None:
-        """One entry as it is now, None when there is none."""
+        """One present entry, None when there is none."""
         match kind:
             case EntryKind.RULE:
                 return self.rule(name) if name in self._state.rules else None
@@ -254,11 +254,11 @@ class Queries:
                 return None if hold is None else _pin_record(hold, self._state.leases.now)
 
     def tiers(self, pool_id: str) -> list[Tier]:
-        """The tiers of a pool, with what happened in them. Raises UnknownPoolError."""
+        """The tiers of a pool with their counters. Raises UnknownPoolError."""
         return [tier for tier in self._state.pool(pool_id).tiers if tier.size]
 
     def backups(self, pool_id: str) -> int:
-        """Blocks of a pool's device that lie one tier below, too. Raises UnknownPoolError."""
+        """Blocks of a device that are also in the tier below. Raises UnknownPoolError."""
         return len(self._state.pool(pool_id).backups.indexes)
 
     def meter(self, pool_id: str) -> TokenMeter:
@@ -271,18 +271,18 @@ class Queries:
         return self._state.leases.now
 
     def ghosts(self, executor_id: str, since: float | None = None) -> tuple[GhostReport, PoolView] | None:
-        """What ghost caches tell from about a time on, and of which pool; None without. Raises UnknownExecutorError."""
+        """The report of ghost caches since a time, and their pool; None without. Raises UnknownExecutorError."""
         executor = self._state.executor(executor_id)
         ghosts = executor.ghosts
         return None if ghosts is None else (ghosts.report(since), pool_view(ghosts.pool))
 
     def lease_counts(self, pool_id: str) -> tuple[int, int]:
-        """Leases of a pool that ended as they should, and that broke. Raises UnknownPoolError."""
+        """Leases of a pool that ended in time, and that broke. Raises UnknownPoolError."""
         pool = self._state.pool(pool_id)
         return pool.honoured_leases, pool.broken_leases
 
     def explain(self, prefix: Prefix, group: int) -> list[Explanation]:
-        """What is known of a prompt. Raises InvalidField, UnknownExecutorError."""
+        """Where the blocks of a prompt are, in each executor. Raises InvalidField, UnknownExecutorError."""
         found = []
         for executor in self.check_prefix("prefix", prefix):
             if group >= len(executor.pools):
@@ -316,7 +316,7 @@ class Queries:
         return dict(self._state.evicted)
 
     def preview(self, request: AdmitRequest, max_new_tokens: int) -> Preview:
-        """What an admission would do; changes nothing. Raises as `admit`, but for sequences that exist."""
+        """The outcome of an admission; changes nothing. Raises as `admit`, but for sequences that exist."""
         tokens = check_request(request)
         request = with_retention(request)
         scheduler = self._state.scheduler(request.scheduler_id, request.scheduler_epoch)
@@ -326,7 +326,7 @@ class Queries:
     def estimate(
         self, caller: SchedulerEpoch, sequence_id: str, step_tokens: int | None, max_new_tokens: int
     ) -> list[BlockEstimate]:
-        """Blocks that a live sequence takes from now on.
+        """Blocks that a live sequence allocates from now on.
 
         Raises UnknownSchedulerError, StaleSchedulerError, InvalidField, UnknownSequenceError, VoidSequenceError.
         """
@@ -349,7 +349,7 @@ class Queries:
             self.check_prefix("filter.prefix", selected.prefix)
 
     def filtered(self, selected: BlockFilter, field: str = "pool_id") -> list[tuple[BlockPool, set[Block] | None]]:
-        """Pools that a filter is about, each with the only blocks that its prefix leaves."""
+        """Pools that a filter selects, each with the only blocks that its prefix leaves."""
         found: list[tuple[BlockPool, set[Block] | None]] = []
         self.check_filter(selected)
         pools = self._state.pools(selected.pool_id, field)
@@ -364,7 +364,7 @@ class Queries:
         return found
 
     def check_prefix(self, path: str, prefix: Prefix) -> list[Executor]:
-        """The executors that a prefix may lie in. Raises InvalidField, UnknownExecutorError."""
+        """The executors that may have a prefix. Raises InvalidField, UnknownExecutorError."""
         if not prefix.token_ids:
             raise InvalidField(f"{path}.token_ids", "must not be empty")
         try:
@@ -379,21 +379,21 @@ class Queries:
         return [self._state.executor(prefix.executor_id, f"{path}.executor_id")]
 
     def records(self, executor_id: str) -> Iterator[BlockRecord]:
-        """Every indexed block of an executor by place, as it is when it is asked for; nothing for an unknown one."""
+        """Every indexed block of an executor by index, at the moment of its turn; none of an unknown executor."""
         executor = self._state.executors.get(executor_id)
         for pool in executor.pools if executor is not None else ():
             yield from pool.records()
 
     def state(self) -> Iterator[str]:
-        """Everything that decides what happens next, as lines of JSON."""
+        """The state that decides about later calls, as lines of JSON."""
         for part in self.state_outline():
             yield from (part,) if isinstance(part, str) else part
 
     def state_outline(self) -> Iterator[str | Iterator[str]]:
-        """As `state`, with iterators in the places of what may be long.
+        """As `state`, with iterators for its long parts.
 
-        The whole outline is taken at one moment. What its iterators give is the state of that moment as long as the
-        `fingerprint` does not change.
+        The outline is taken at one moment. Its iterators give the state of that moment as long as `fingerprint` does
+        not change.
         """
         yield line(
             "manager",
@@ -419,18 +419,18 @@ class Queries:
         return self._state.events.last
 
     def snapshot(self) -> SnapshotReader:
-        """Reads the cache for a watcher, slice by slice."""
+        """A reader of the whole cache, slice by slice."""
         return SnapshotReader(self._state.events, self._state.leases, self._state.pools)
 
     def events_after(self, number: int, limit: int = 1000) -> list[Event]:
-        """Events number+1, number+2, … as many as there are. Raises EventsGoneError."""
+        """Up to `limit` events with the next numbers. Raises EventsGoneError."""
         return self._state.events.after(number, limit)
 
 
 def _pin_record(hold: Hold, now: float) -> PinRecord:
     ((owner, end),) = hold.owners.items()
     blocks = tuple((pool.spec.group, block.key) for pool, block in hold.blocks)
-    # Below 0 until it is noticed that the time is over: its end is what it was.
+    # Below 0 until `expire` ends the pin.
     return PinRecord(hold.name, owner, end - now, blocks)
 
 

@@ -1,4 +1,4 @@
-"""Which blocks of an executor a purge or a forget takes out of the index."""
+"""The blocks of an executor that a purge or a forget takes out of the index."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cachemgr.steps import LOOKS, Steps
 
 
 class RemovalPlan:
-    """Blocks of one executor that are to leave the index, by their keys: until their turn they may go or move."""
+    """Blocks of one executor to remove, by their keys: until their turn they may be evicted or moved."""
 
     def __init__(self) -> None:
         # By depth and key the number of the pools: a dictionary of bytes and numbers is nothing that a garbage
@@ -21,7 +21,7 @@ class RemovalPlan:
         self._numbers: dict[tuple[int, BlockPool], int] = {}
 
     def add(self, pool: BlockPool, block: Block) -> bool:
-        """One of them. False when it was one already."""
+        """Adds a block. False when the plan has it already."""
         keyed = self._by_depth.setdefault(block.depth, {})
         number = keyed.get(block.key, 0)
         if pool in self._holders[number]:
@@ -30,7 +30,10 @@ class RemovalPlan:
         return True
 
     def add_all(self, pool: BlockPool, blocks: list[Block]) -> Steps[None]:
-        """These that are still there, with full attention and all that stands on them. It uses the list up."""
+        """Adds those of these blocks that are still indexed, with full attention also their descendants.
+
+        It uses the list up.
+        """
         at = 0
         while blocks:
             rest = [blocks.pop()]
@@ -43,7 +46,7 @@ class RemovalPlan:
                     yield
 
     def of_full_attention(self) -> Iterator[bytes]:
-        """Keys of those that a pool with full attention loses; values of known keys may be added meanwhile."""
+        """Keys of blocks of pools with full attention; pools of known keys may be added meanwhile."""
         for keyed in self._by_depth.values():
             for key, number in keyed.items():
                 if any(pool.window is None for pool in self._holders[number]):
@@ -56,11 +59,11 @@ class RemovalPlan:
         return self._numbers[number, pool]
 
     def means(self, pool: BlockPool, block: Block) -> bool:
-        """Whether a block is one of them, in this pool."""
+        """Whether the plan has a block of this pool."""
         return pool in self._holders[self._by_depth.get(block.depth, {}).get(block.key, 0)]
 
     def blocks(self) -> Iterator[tuple[BlockPool, Block]]:
-        """Those that are still there."""
+        """The blocks that are still indexed."""
         for found in self._by_depth.values():
             for key, number in found.items():
                 for pool in self._holders[number]:
@@ -69,18 +72,18 @@ class RemovalPlan:
                         yield pool, block
 
     def deepest_first(self) -> Iterator[tuple[bytes, tuple[BlockPool, ...]]]:
-        """All, once: what stands on a block comes before it."""
+        """All keys, once: descendants come before their ancestors."""
         for depth in sorted(self._by_depth, reverse=True):
             for key, number in self._by_depth.pop(depth).items():
                 yield key, self._holders[number]
 
 
 def with_descendants(blocks: Iterable[Block]) -> Steps[dict[Block, None]]:
-    """These blocks and all that stands on them when they are met."""
+    """These blocks and their present descendants."""
     found: dict[Block, None] = {}
     at = 0
     for first in blocks:
-        # Not all of them: a list of a million that is made at once is young, and the next collections walk all of it.
+        # Not all at once: a new list of a million entries is young, and the next collections walk all of it.
         rest = [first]
         while rest:
             block = rest.pop()

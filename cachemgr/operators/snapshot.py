@@ -1,4 +1,4 @@
-"""The cache at one event number, read while it changes: what changes behind the reader is read again."""
+"""The cache at one event number, read while it changes: blocks that change behind the reader are read again."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 class _Seen(NamedTuple):
     view: BlockView
-    # With its deadline, None while the clock of a lease stands.
+    # With the deadline, None while the clock of a lease stands still.
     leases: list[tuple[LeaseView, float | None]]
 
 
 class SnapshotReader:
     """Every change of a block is an event, or a quiet change of its leases.
 
-    So a reader that looks again at all blocks that have changed behind it has, in the end, what a look at everything at
-    once would have shown. Only reference counts may be older.
+    So a reader that reads changed blocks again ends with the same result as a reader that reads all blocks at one
+    moment. Only reference counts may be older.
     """
 
     def __init__(self, events: EventLog, leases: LeaseBook, pools: Callable[[], list[BlockPool]]) -> None:
@@ -38,14 +38,14 @@ class SnapshotReader:
         events.quiet.append(self._touch)
 
     def close(self) -> None:
-        """Hears of no more changes."""
+        """Stops listening for changes."""
         self._events.quiet.remove(self._touch)
 
     def _touch(self, pool_id: str, key: bytes) -> None:
         self._touched[pool_id, key] = None
 
     def steps(self) -> Iterator[None]:
-        """Reads a block per step; others may change the cache in between, and `catch_up` must follow each time."""
+        """Reads a block per step; the cache may change in between, and `catch_up` must follow each time."""
         for pool in self._pools():
             for place in range(len(pool.blocks)):
                 block = pool.blocks[place] if place < len(pool.blocks) else None
@@ -54,7 +54,7 @@ class SnapshotReader:
                 yield
 
     def catch_up(self) -> None:
-        """Reads again what has changed. Raises EventsGoneError when too much has, to know all of it."""
+        """Reads changed blocks again. Raises EventsGoneError when more has changed than the log keeps."""
         pools = {pool.pool_id: pool for pool in self._pools()}
         while self.number < self._events.last:
             for event in self._events.after(self.number, 1000):
@@ -80,7 +80,7 @@ class SnapshotReader:
         for pool_id, found in self._seen.items():
             yield Event(self.number, EventKind.CREATED, BlockView.of_pool(pool_id))
             by_depth: dict[int, list[_Seen]] = {}
-            # Taken from the end and given back in the first order; to let go of all at once would take long.
+            # Taken from the end, and reversed again: to free all at once would take long.
             while found:
                 _, seen = found.popitem()
                 by_depth.setdefault(seen.view.depth, []).append(seen)

@@ -1,4 +1,4 @@
-"""What the façade, the queries and the commands of one manager share."""
+"""The state that the manager, its queries and its commands share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class ManagerState:
-    """Everything that a manager knows, and how its parts are found by their names."""
+    """Executors, schedulers, sequences and rules, and how calls find them by their names."""
 
     def __init__(self, epoch: int, clock: Callable[[], float], config: ManagerConfig) -> None:
         self.epoch = epoch
@@ -43,7 +43,7 @@ class ManagerState:
         self.config = config
         # Numbers of handles and tickets, never given twice, also not by a later manager process.
         self.number = epoch << 20 if epoch < 1 << 43 else epoch
-        # The first number of a use in a new pool: behind all that may be remembered, of as many blocks as there can be.
+        # The first LRU time of a new pool: after those of all blocks that may be remembered.
         self.uses = self.number + MAX_SLOTS
         # Calls that have begun to change something.
         self.begun = 0
@@ -51,27 +51,27 @@ class ManagerState:
         self.leases = LeaseBook(self.events)
         self.rules = RuleBook(self.next_number)
         self.accounts = Accounts()
-        # By pool: what operators changed at run time.
+        # By pool: shares that operators have set.
         self.shares: dict[str, PoolShare] = {}
         self.allocator = Allocator(config, self.rules, self.next_number)
         self.executors: dict[str, Executor] = {}
         self.schedulers: dict[str, Scheduler] = {}
-        # A scheduler registers once none of its steps can write into blocks that an earlier manager gave it.
+        # A scheduler registers once none of its steps can write into blocks of an earlier manager.
         self.scheduler_came = False
         # Live sequences by id, in the order of their handles.
         self.sequences: dict[str, Sequence] = {}
         # Sequences that have begun to evict tokens.
         self.evicted: Counter[Kind] = Counter()
         self.leftovers = Leftovers(self.leases)
-        # What calls have begun that did not wait for its end: each call of `expire` takes a step.
+        # Calls that have not ended: each call of `expire` runs a slice.
         self.unfinished_slices: deque[Steps[None]] = deque()
-        # Calls that forget, while they run.
+        # Running calls of ForgetBlocks.
         self.forgetting: list[Forgetting] = []
-        # And what they meant, for blocks that come back later.
+        # Targets of earlier calls, for blocks that are restored later.
         self.forgotten = ForgetHistory()
 
     def begin(self) -> float:
-        """The time, once leases that it ends have ended: each call that changes something begins with it."""
+        """The time, after the leases that end by it. Each call that changes something begins with it."""
         self.begun += 1
         self.leases.advance(self.clock())
         return self.leases.now
@@ -82,7 +82,7 @@ class ManagerState:
         return self.number
 
     def number_after(self, spec: ExecutorSpec) -> None:
-        """Gives no number again by which a slot of a lower tier is known: the clock may be behind that of the epoch."""
+        """Skips the numbers of filled slots in lower tiers: the clock behind the epoch may have gone back."""
         for slots in chain(spec.host_generations, spec.disk_generations):
             newest = max(slots, default=0)
             if newest >= 1 << 63:
@@ -90,7 +90,7 @@ class ManagerState:
             self.number = max(self.number, newest)
 
     def run_in_slices(self, call: Steps[None]) -> None:
-        """Takes a step now; calls of `expire` take the others."""
+        """Runs the first slice of a call now; calls of `expire` run the others."""
         for _ in call:
             self.unfinished_slices.append(call)
             return
@@ -133,7 +133,7 @@ class ManagerState:
         return scheduler
 
     def own_sequence(self, caller: SchedulerEpoch, sequence_id: str) -> Sequence | None:
-        """A sequence of the caller; None for one that is not known, or another scheduler's.
+        """A sequence of the caller; None for an unknown sequence, or one of another scheduler.
 
         Raises UnknownSchedulerError, StaleSchedulerError.
         """

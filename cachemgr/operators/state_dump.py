@@ -28,7 +28,7 @@ _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 def state_hash(lines: Iterable[str]) -> str:
-    """SHA-256 over a state."""
+    """SHA-256 over the lines of a state."""
     digest = StateDigest()
     digest.add(lines)
     return digest.hexdigest()
@@ -41,22 +41,19 @@ class StateDigest:
         self._digest = sha256()
 
     def add(self, lines: Iterable[str]) -> None:
-        """Takes the next lines."""
         for line in lines:
             self._digest.update(line.encode() + b"\n")
 
     def hexdigest(self) -> str:
-        """The digest of all lines."""
         return self._digest.hexdigest()
 
 
 def line(kind: str, **facts: Any) -> str:
-    """One fact with its kind."""
+    """One line of a state."""
     return _encode({"kind": kind, **facts})
 
 
 def scheduler_state(scheduler: Scheduler) -> str:
-    """A registered scheduler."""
     return line(
         "scheduler",
         id=scheduler.scheduler_id,
@@ -69,7 +66,7 @@ def scheduler_state(scheduler: Scheduler) -> str:
 
 
 def rule_state(spec: RetentionRule) -> str:
-    """A rule; of its tokens only what tells them from others."""
+    """A rule; of its tokens only a digest."""
     facts = asdict(spec)
     prefix = facts["match"].pop("prefix_token_ids")
     wish = spec.action.eviction_policy
@@ -78,7 +75,7 @@ def rule_state(spec: RetentionRule) -> str:
 
 
 def executor_state(executor: Executor) -> Iterator[str | Iterator[str]]:
-    """A registered executor with its pools, sequences, copies and holds; an iterator for the blocks of each pool."""
+    """An executor with its pools, sequences, copies and holds; an iterator for the blocks of each pool."""
     yield line(
         "executor",
         id=executor.executor_id,
@@ -100,7 +97,7 @@ def executor_state(executor: Executor) -> Iterator[str | Iterator[str]]:
 
 
 def _numbers(numbers: Iterable[int]) -> list[int | str]:
-    """How many there are, and a digest of them in their order: there may be millions."""
+    """How many numbers there are, and a digest of them in their order: there may be millions."""
     packed = array("Q", numbers)
     return [len(packed), sha256(packed.tobytes()).hexdigest()]
 
