@@ -406,10 +406,7 @@ class RandomLife:
         calls: list[tuple[object, Callable[[], Any]]] = [
             (forgotten, lambda: manager.operators.forget(forgotten, validate_only=False)),
             (forgotten, lambda: manager.operators.forget(forgotten, validate_only=False)),
-            (
-                BlockFilter(),
-                lambda: manager.operators.purge(BlockFilter(), validate_only=False, skip_used=True),
-            ),
+            (BlockFilter(), lambda: manager.operators.purge(BlockFilter(), validate_only=False, skip_used=True)),
             (QUOTA, lambda: manager.operators.set_quota(choose([QUOTA, TENANT_QUOTA]), validate_only=False)),
             (quota, lambda: manager.operators.delete_quota(quota)),
             (rule, lambda: change(rule, validate_only=False)),

@@ -1,9 +1,7 @@
 """Empty slots of a tier: added in portions, and allocated once each."""
 
 from cachemgr.blocks.tier import Tier
-from cachemgr.manager import CacheManager
-from cachemgr.types import ExecutorSpec, PoolSpec, TierKind
-from tests.support.work import work_of
+from cachemgr.types import TierKind
 
 SLOTS = 10_000
 
@@ -29,19 +27,6 @@ def test_the_last_slots_are_withheld_first_also_after_releases():
     tier.withhold(8000)
     assert (tier.total, tier.num_empty) == (1000, 1000)
     assert len({*tier.withheld, *tier.all_empty()}) == SLOTS
-
-
-def test_a_registration_does_not_look_at_each_slot():
-    def cost(slots: int) -> int:
-        manager = CacheManager(1, lambda: 0.0)
-        manager.register_scheduler("s", 1)
-        half = slots // 2
-        pools = [PoolSpec(0, slots, host_blocks=slots, block_bytes=1, share_blocks=half)]
-        told = {"last_write_steps": [[1] * half + [0] * half], "host_generations": [[7] * slots]}
-        spec = ExecutorSpec("e", 1, "m", b"f" * 32, 16, pools, memory_bytes=slots // 2, **told)
-        return work_of(lambda: manager.register_executor(spec, later=True))
-
-    assert cost(80_000) < 2 * cost(20_000)
 
 
 def test_slots_set_aside_for_a_recovery_are_all_empty_after_it():

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from cachemgr.types import ExtraKey, MissReason, Prefix
 from tests.support.in_process_manager import World
-from tests.support.work import work_of
 
 # Two blocks of text, then placeholders of an image, then text.
 PROMPT = [1, 2, 3, 4, 5, 6, 9, 9, 9, 9, 7, 8, 1]
@@ -111,13 +110,3 @@ def test_a_prompt_with_an_image_is_explained():
     assert (len(found.blocks), found.miss_reason) == (3, MissReason.NONE)
     (found,) = world.queries.explain(Prefix(tuple(PROMPT), extra_keys=image(DOG)), 0)
     assert (len(found.blocks), found.miss_reason) == (1, MissReason.NEVER_STORED)
-
-
-def test_the_keys_of_a_prompt_with_many_images_cost_its_blocks_and_not_their_square():
-    def cost(images: int) -> int:
-        world = World(images + 4)
-        tokens = list(range(images * 4 + 1))
-        options = {"extra_keys": tuple(ExtraKey(4 * index, 2, CAT) for index in range(images))}
-        return work_of(lambda: world.manager.admit(world.request(tokens, **options)))
-
-    assert cost(400) < 2.5 * cost(200)

@@ -74,7 +74,7 @@ def test_the_end_of_a_lease_keeps_the_time_of_last_use():
     for count in (8, 12, 16):
         world.admit([99] * count, f"n{count}", no_store=True)
         world.manager.release(world.caller, f"n{count}")
-        lost.append({block.token_ids[0] for block in world.queries.records("e")})
+        lost.append(world.first_tokens())
     assert lost == [{20, 30}, {30}, set()]
 
 

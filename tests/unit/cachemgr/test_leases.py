@@ -244,29 +244,6 @@ def test_a_request_for_blocks_with_too_many_leases_is_clipped():
     world.check()
 
 
-def test_the_leases_of_rules_are_neither_shared_nor_the_first_to_break():
-    block, model = OneBlock(), AllLeases()
-    rules = [Wished(f"rule/{number}", 5 + number, None, None) for number in range(3)]
-    for one in rules + [Wished(f"session/{number}", 20 + number, None, 100.0 - number) for number in range(50)]:
-        block.grant(one)
-        model.grant(one)
-        assert block.state() == model.state()
-    kept = {lease.request.holder for lease in leases_of(block.block)}
-    assert {one.holder for one in rules} <= kept
-
-
-def test_a_session_cannot_lower_the_leases_of_others():
-    world = patient()
-    for count in range(3 * MAX_LEASES):
-        world.cache(PROMPT, session_id=str(count), retention=wish(80, 100.0))
-    for count in range(3 * MAX_LEASES):
-        world.cache(PROMPT, session_id=str(count), retention=wish(10, 1.0))
-    assert priority(world) == 80
-    world.now = 100.0
-    assert priority(world) == 35
-    world.check()
-
-
 def test_an_endless_lease_of_a_session_ends_a_day_after_its_last_request():
     world = patient()
     admission = world.cache(PROMPT, session_id="chat", retention=wish(80))

@@ -8,7 +8,6 @@ from cachemgr.errors import UnknownHoldError
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import Outcome, Prefix
 from tests.support.in_process_manager import CONFIG, World
-from tests.support.work import work_of
 
 PROMPT = list(range(10, 18))
 OTHER = list(range(50, 58))
@@ -26,7 +25,7 @@ def pin(world: World, tokens: list[int] = PROMPT, owner: str = "ops", seconds: f
 
 
 def cached(world: World, tokens: list[int] = PROMPT) -> int:
-    return world.queries.explain(Prefix(tuple(tokens)), 0)[0].cached_tokens
+    return world.found(tokens)
 
 
 def flood(world: World, blocks: int, **options: object) -> bool:
@@ -140,15 +139,3 @@ def test_a_pinned_host_block_is_not_evicted():
         world.cache(list(range(first, first + 16)))
         world.check()
     assert cached(world) == 8
-
-
-def test_the_work_of_a_pin_is_linear_in_its_blocks():
-    def cost(blocks: int) -> int:
-        world = roomy(blocks + 10, budget=1.0)
-        prompt = list(range(4 * blocks))
-        world.cache(prompt)
-        work = work_of(lambda: world.operators.pin_prefix(Prefix(tuple(prompt)), "ops", 5.0, validate_only=False))
-        world.check()
-        return work
-
-    assert cost(160) < 5 * cost(40)

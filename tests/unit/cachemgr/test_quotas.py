@@ -14,7 +14,6 @@ from cachemgr.steps import at_once
 from cachemgr.types import ForgetTarget, Quota, TierKind
 from tests.support.in_process_manager import World
 from tests.support.random_operations import small_steps
-from tests.support.work import work_of
 
 
 def quota(world: World, **fields: object) -> None:
@@ -208,29 +207,6 @@ def test_quotas_change_and_go_while_blocks_are_cached_and_used():
     at_once(world.operators.delete_quota(Quota(tenant_id="u")))
     world.check()
     assert world.admit([9] * 48).admitted
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"device_floor": 1}, {"device_ceiling": 40}], ids=["plain", "floor", "ceiling"]
-)
-def test_an_admission_costs_the_same_however_many_have_quotas_and_blocks(options):
-    def work(tenants: int) -> int:
-        world = World(tenants + 60)
-        for number in range(tenants):
-            at_once(world.operators.set_quota(Quota(tenant_id=f"t{number}", **options), validate_only=False))
-        at_once(world.operators.set_quota(Quota(tenant_id="me"), validate_only=False))
-        for number in range(tenants):
-            world.cache([number, 1, 2, 3], tenant_id=f"t{number}")
-        prompt = list(range(50_000, 50_080))
-        world.cache(prompt, tenant_id="me")
-        world.cache(list(range(60_000, 60_160)), tenant_id="me")
-        world.check()
-        spent = work_of(lambda: world.admit([*prompt, *range(100)], "a", tenant_id="me"))
-        assert world.live["a"]
-        world.check()
-        return spent
-
-    assert work(400) < 1.3 * work(20)
 
 
 def test_a_truncated_block_counts_against_the_quota_of_the_sequence():

@@ -138,21 +138,3 @@ def test_no_copy_overwrites_slots_of_sequences_that_still_run_in_a_late_executor
     world.run_executor_copies()
     world.check()
     assert world.free == 8
-
-
-def test_a_shorter_block_that_a_longer_one_covers_is_not_restored():
-    world = World(8)
-    world.cache([1, 2])
-    world.admit([1, 2, 3, 4, 5], "a")
-    # While it is copied from, the shorter block stays beside the longer one.
-    world.step(20)
-    world.sync()
-    world.forget(world.live["a"])
-    world.journal.removed = lambda executor_id, *place: None
-    remembered = list(world.journal.blocks.values())
-    world.manager.confirm_transfers("e", 1, list(world.done), [])
-    remembered += [block for block in world.journal.blocks.values() if block not in remembered]
-    assert sorted(len(block.token_ids) for block in remembered) == [2, 4]
-    del world.journal.removed
-    assert restart(world, remembered) == 1
-    world.check()

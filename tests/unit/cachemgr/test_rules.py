@@ -19,7 +19,6 @@ from cachemgr.types import (
 )
 from protos.errors import InvalidField
 from tests.support.in_process_manager import World, wish
-from tests.support.work import work_of
 
 PROMPT = list(range(10, 19))
 
@@ -257,17 +256,6 @@ def test_rules_are_found_by_what_prompts_begin_with_in_their_order():
     moved = RetentionRule("r0", 10, RuleMatch(prefix_token_ids=(11,)), RuleAction(priority=0))
     at_once(world.operators.update_rule(moved, ("match",), validate_only=False))
     assert found() == ["r5", "r1"]
-
-
-def test_the_cost_of_an_admission_is_independent_of_rules_for_others():
-    def cost(rules: int) -> int:
-        world = World(12)
-        for number in range(rules):
-            make(world, f"p{number}", RuleMatch(prefix_token_ids=(number + 100,) * 8), priority=1)
-            make(world, f"s{number}", RuleMatch(salt=f"s{number}"), priority=1)
-        return work_of(lambda: world.manager.admit(world.request(PROMPT)))
-
-    assert cost(200) < 1.2 * cost(10)
 
 
 def test_there_are_few_rules_about_the_same_prompts():

@@ -3,7 +3,6 @@
 import pytest
 
 from cachemgr.errors import BlocksInUseError
-from cachemgr.sequences.prefix_match import chain, keys_of
 from cachemgr.steps import at_once
 from cachemgr.types import BlockFilter, EventKind, Prefix, RemovalCause, Retention, RetentionRange, TierKind
 from tests.support.in_process_manager import BLOCK, World, wish
@@ -24,10 +23,10 @@ def test_blocks_in_flight_are_not_matched():
     world = World(4, host_blocks=4)
     world.cache(list(range(9)))
     world.admit([*range(100, 116)], "b")
-    assert world.queries.explain(Prefix(tuple(range(9))), 0)[0].cached_tokens == 0
+    assert world.found(list(range(9))) == 0
     world.step()
     world.confirm()
-    assert world.queries.explain(Prefix(tuple(range(9))), 0)[0].cached_tokens == 9
+    assert world.found(list(range(9))) == 9
     world.check()
 
 
@@ -38,14 +37,14 @@ def test_a_host_block_is_evicted_only_for_a_block_later_in_eviction_order():
     # The one at 40 goes first; its copy is called off for the one at 50.
     assert len(fill(world, 100, "b", retention=wish(45)).transfers) == 1
     world.finish("b")
-    assert world.queries.explain(Prefix((0, 1, 2, 3)), 0)[0].cached_tokens == 0
-    assert world.queries.explain(Prefix((50, 51, 52, 53)), 0)[0].cached_tokens == 4
+    assert world.found([0, 1, 2, 3]) == 0
+    assert world.found([50, 51, 52, 53]) == 4
     # 45 does not displace 50.
     assert fill(world, 200, "c", retention=wish(60)).transfers == ()
     world.finish("c")
     # 60 does.
     assert len(fill(world, 300, "d").transfers) == 1
-    assert world.queries.explain(Prefix((50, 51, 52, 53)), 0)[0].cached_tokens == 0
+    assert world.found([50, 51, 52, 53]) == 0
     world.check()
 
 
@@ -56,7 +55,7 @@ def test_a_parent_of_offloaded_blocks_is_offloaded_at_any_priority():
     fill(world, 100, "b")
     # The head has priority 5 and would be dropped, but what stands on it is worth 90.
     assert world.queries.explain(Prefix(tuple(range(8))), 0)[0].blocks[0][0].tier is TierKind.HOST
-    assert world.queries.explain(Prefix(tuple(range(8))), 0)[0].cached_tokens == 8
+    assert world.found(list(range(8))) == 8
     world.check()
 
 
@@ -69,7 +68,7 @@ def test_a_failed_copy_down_loses_the_block_and_all_behind_it():
     world.confirm()
     removed = [event for event in world.queries.events_after(before) if event.kind is EventKind.REMOVED]
     assert {event.cause for event in removed} <= {RemovalCause.COPY_FAILED, RemovalCause.PARENT_LOST}
-    assert world.queries.explain(Prefix(tuple(range(8))), 0)[0].cached_tokens == 0
+    assert world.found(list(range(8))) == 0
     world.check()
     (device,) = (tier for tier in world.queries.tiers("e/0") if tier.kind is TierKind.DEVICE)
     assert device.counters.failed_copies == 3
@@ -106,25 +105,6 @@ def test_a_slot_with_an_open_offload_is_not_allocated():
     world.manager.release(world.caller, "b")
     assert world.queries.pools()[0].free_blocks == 0
     world.check()
-
-
-def test_blocks_of_one_prefetch_stay_reserved_until_its_last_copy_has_ended():
-    world = World(4, host_blocks=4)
-    world.cache(list(range(12)))
-    fill(world, 100, "b")
-    world.finish("b")
-    executor = world.manager._state.executors["e"]
-    (pool,) = executor.pools
-    begun = executor.copies.fetch(pool, chain(pool, keys_of(executor, Prefix(tuple(range(12))))))
-    for copy in world.queries.executor_transfers("e"):
-        world.copy(copy, False)
-    world.manager.confirm_transfers("e", 1, [begun[0].ticket], [])
-    world.check()
-    world.confirm()
-    world.check()
-    assert {view.tier for view, _, _ in world.queries.explain(Prefix(tuple(range(12))), 0)[0].blocks} == {
-        TierKind.DEVICE
-    }
 
 
 def test_a_purge_of_a_block_in_flight_is_refused():
