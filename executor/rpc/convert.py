@@ -7,9 +7,9 @@ from datetime import timedelta
 from executor.errors import InvalidStepError
 from executor.step import BlockTableUpdate, Copy, NewSequence, Sampling, Step, StepOutput, Tier
 from protos.execution.v1 import execution_pb2 as pb
+from protos.kvcommon.columns import cut
 from protos.kvcommon.eviction import Layout, Policy, parse
 from protos.kvcommon.v1 import kvcommon_pb2 as common
-from protos.rpc.columns import cut
 from protos.rpc.errors import InvalidField
 
 

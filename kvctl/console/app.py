@@ -11,11 +11,11 @@ from pathlib import Path
 import grpc
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvctl.console.data import Cache, Read
 from kvctl.console.settings import ConsoleSettings
@@ -66,7 +66,7 @@ def create_app(channel: grpc.aio.Channel) -> Starlette:
         *(Route(f"/api/{name}", _endpoint(read), methods=["GET"]) for name, read in reads.items()),
         Mount("/", StaticFiles(directory=Path(__file__).parent / "static", html=True)),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(_Headers)])
+    return Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=_with_headers)])
 
 
 async def serve(settings: ConsoleSettings) -> None:
@@ -121,17 +121,7 @@ def _refusal(error: InvalidField | RemoteError) -> Response:
     return JSONResponse(body, _STATUSES.get(code, 502))
 
 
-class _Headers:
-    """Adds headers to every answer."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                added = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-                message["headers"] = [*message["headers"], *added]
-            await send(message)
-
-        await self._app(scope, receive, with_headers)
+async def _with_headers(request: Request, call_next: RequestResponseEndpoint) -> Response:
+    response = await call_next(request)
+    response.headers.update(HEADERS)
+    return response

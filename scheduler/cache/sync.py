@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
-from protos.rpc.columns import cut
+from protos.kvcommon.columns import cut
 from scheduler.bridge import CacheUpdate, SyncAnswer
 from scheduler.request import Tier
 from scheduler.sequence import Copy, Progress
