@@ -41,9 +41,9 @@ class RecallableOffloads(Protocol):
 
 
 class Node:
-    """A place in the prefix tree: a block, the root of a chain, or the gap that a lost block left.
+    """A node of the prefix tree: a block, the root of a chain, or the tombstone of a removed block.
 
-    `children` is None, the only child, or a list sorted by tokens; `siblings` is what reads and changes it.
+    `children` is None, the only child, or a list sorted by tokens, as the functions of `radix_tree` keep it.
     """
 
     __slots__ = ("children", "key")
@@ -56,7 +56,7 @@ class Node:
 class Block(Node):
     """A slot with its content. Indexed when it has a parent; then key, tokens, depth and scope are set.
 
-    `writer` is the sequence that fills it, as long as what it wrote is not proven to be there.
+    `writer` is the sequence that fills it, until the block is committed.
     """
 
     __slots__ = (
@@ -95,11 +95,11 @@ class Block(Node):
         # Children in its own tier, with full attention.
         self.children_in_tier = 0
         self.recency = 0
-        # Prompts that have found it since it entered the index.
+        # Prefix hits since it entered the prefix tree.
         self.hits = 0
         self.lru_prev: Block | None = None
         self.lru_next: Block | None = None
 
     def detach(self) -> None:
-        """Lets go of other blocks: they would hold each other until the next full garbage collection."""
+        """Drops its references to other blocks, which only a full garbage collection would free."""
         self.parent = self.children = self.lru_prev = self.lru_next = None

@@ -8,7 +8,7 @@ byte 1, u64. extra: for each piece of content that is no token and that a token 
 first token of the piece counted from the block's first, u32 tokens of the block that stand for it, u32 length, digest;
 nothing when there is none. Every part has a fixed or a stated length, so that no two inputs run together into the same
 bytes.
-`docs/keys.md` tells the same to those who compute keys elsewhere.
+`docs/keys.md` is the same specification for clients that compute keys.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHILD = b"kvkeep/block/2\0"
 
 
 class CacheScope:
-    """What many blocks have in common: who may share them, who stored them, and their extra bytes, mostly none.
+    """Salt, adapter, tenant and session that many blocks have in common, and their extra bytes, mostly none.
 
     Blocks are shared under equal `key`, that is by sequences of one model with equal salt and equal adapter.
     """
@@ -54,14 +54,14 @@ class CacheScope:
         self.session_id = session_id
         self.extra = extra
         self.key = root_key(fingerprint, salt, adapter_id)
-        # Whose quota its blocks count against.
+        # The account that its blocks count against.
         self.account: Account | None = None
         # What finds it when a quota comes or goes; it lives as long as the scope does.
         self.names: Sequence[object] = ()
 
 
 def root_key(fingerprint: bytes, salt: str | None, adapter_id: int | None) -> bytes:
-    """What stands before the first block of a chain."""
+    """The parent key of the first block of a chain."""
     encoded = b"" if salt is None else salt.encode()
     return sha256(
         b"".join(
@@ -82,7 +82,7 @@ def child_key(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
 
 
 def cut_extra_keys(extra_keys: Sequence[ExtraKey], num_tokens: int) -> tuple[ExtraKey, ...]:
-    """What lies within so many tokens; of a piece that reaches beyond them, the part that does."""
+    """The extra keys of the first `num_tokens` tokens, the last one cut off there."""
     return tuple(
         extra._replace(length=min(extra.length, num_tokens - extra.start))
         for extra in extra_keys
@@ -91,7 +91,7 @@ def cut_extra_keys(extra_keys: Sequence[ExtraKey], num_tokens: int) -> tuple[Ext
 
 
 def extra_bytes(extra_keys: Sequence[ExtraKey], start: int, end: int) -> bytes:
-    """What the tokens in [start, end) stand for besides themselves, as it enters the key of their block.
+    """The extra content of the tokens in [start, end), as it enters the key of their block.
 
     Nothing behind the block counts: a fork or a truncation within a piece leaves the keys of the blocks before it.
     """
@@ -111,7 +111,7 @@ def _end_of(extra: ExtraKey) -> int:
 
 
 def extend_chain(keys: list[bytes], root: bytes, packed: bytes, block_size: int) -> None:
-    """Appends the keys of all full blocks in `packed`, the tokens behind those that `keys` is about."""
+    """Appends the keys of all full blocks in `packed`, the tokens behind those of `keys`."""
     parent = keys[-1] if keys else root
     count = struct.pack("<I", block_size)
     width = block_size * TOKEN_BYTES
@@ -130,7 +130,7 @@ def prefix_keys(root: bytes, packed: bytes, block_size: int, extra_keys: Sequenc
 def extend_keys(
     keys: list[bytes], root: bytes, packed: bytes, block_size: int, extra_keys: Sequence[ExtraKey] = ()
 ) -> None:
-    """As `extend_chain`, with what tokens stand for besides themselves."""
+    """As `extend_chain`, with extra keys."""
     if not extra_keys:
         extend_chain(keys, root, packed, block_size)
         return

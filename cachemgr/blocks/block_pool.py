@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -41,7 +41,7 @@ _new = tuple.__new__
 _REPLACED = (RemovalCause.COVERED, RemovalCause.TAKEN_OVER, RemovalCause.TRUNCATED)
 _LOST = RemovalCause.EXECUTOR_LOST
 
-TAKEABLE = "every block without references may be taken: what a referenced block stands on is referenced too"
+_EVICTABLE = "every block without references is evictable: the ancestors of a referenced block are referenced, too"
 
 
 class PoolListener(Protocol):
@@ -57,7 +57,7 @@ class PoolListener(Protocol):
         """A copy to a lower tier is called off before a scheduler knows of it."""
 
     def superseded(self, pool: BlockPool, old: Block, block: Block) -> None:
-        """A device block has taken the index of an equal block in the index."""
+        """A device block has replaced an equal block in the prefix tree."""
 
     def zeroing(self, pool: BlockPool, block: Block) -> None:
         """The slot of a block, which has one reference, must be overwritten."""
@@ -69,10 +69,10 @@ class PoolListener(Protocol):
 class BlockPool:
     """Owns the blocks of one layer group of one executor.
 
-    A block is empty (no object, its index in a queue), used (references) or cached (indexed, no references). With full
-    attention a block is in the eviction order when no child lies in its own tier; children never lie in a higher one.
-    Callers keep every indexed ancestor of a referenced device block referenced, so that all cached blocks of the
-    device can be taken, leaf by leaf.
+    A slot is empty (no block, its index in a queue), used (references) or cached (in the prefix tree, no references).
+    With full attention a cached block is evictable when no child lies in its own tier; children never lie in a higher
+    one. Callers keep every ancestor of a referenced device block referenced, so that all cached blocks of the device
+    can be evicted, leaf by leaf.
     """
 
     def __init__(
@@ -97,15 +97,15 @@ class BlockPool:
         self.block_size = block_size
         self.offload_min_priority = offload_min_priority
         self.tree = RadixTree()
-        # Blocks that a sequence has promised to fill, by the key that they will have.
+        # Blocks that running sequences fill, by the keys that they will have.
         self.pending: dict[bytes, Block] = {}
-        # Blocks in use whose bytes must not outlive their use.
+        # Used blocks whose slots are overwritten before they are empty.
         self.zero_on_free: set[Block] = set()
         self.lost = LostBlocks(lost_blocks)
-        # Whether leases of its blocks mean nothing any more.
+        # Set once the executor is gone: leases of the blocks no longer count.
         self.is_lost = False
         self.tokens = TokenMeter()
-        # Leases that ended by time or by their holder, and leases whose block was lost before.
+        # Leases that ended by time or by their holder, and leases whose block was removed before.
         self.honoured_leases = self.broken_leases = 0
         # Counts changes of the pool's share of memory.
         self.share_number = 0
@@ -133,26 +133,18 @@ class BlockPool:
         self.backups = Backups(self, write_through=self._write_through)
         self.offloader = Offloader(self, listener)
 
-    @property
-    def free(self) -> int:
-        """Device blocks that may be taken."""
-        return self.device.free
-
     # Where blocks are
 
     def tier_of(self, block: Block) -> Tier:
-        """The tier that a block lies in."""
         device, host, disk = self.tiers
         if block.index <= device.size:
             return device
         return host if block.index <= disk.offset else disk
 
     def tier_at(self, index: int) -> Tier:
-        """The tier of an index."""
         return next(tier for tier in self.tiers if index <= tier.offset + tier.size)
 
     def is_on_device(self, block: Block) -> bool:
-        """Whether a step can use it where it is."""
         return block.index <= self.device.size
 
     def is_evictable(self, block: Block) -> bool:
@@ -160,7 +152,6 @@ class BlockPool:
         return self.window is not None or not block.children_in_tier
 
     def view(self, block: Block) -> BlockView:
-        """The block as seen from outside."""
         parent, depth, device = block.parent, block.depth, self.device
         tier = device if block.index <= device.size else self.tier_of(block)
         key = parent_key = tokens = b""
@@ -196,9 +187,9 @@ class BlockPool:
     # Slots and references
 
     def allocate(self, writer: Writer | None) -> Block:
-        """A device block with one reference and no content. Only call it when one is free.
+        """A device block with one reference and no content, for `writer`. Only call it when a block is free.
 
-        What it takes the index of moves to a lower tier or is lost, for the sake of `writer`.
+        The block that it replaces is offloaded or dropped.
         """
         device = self.device
         scope = None if writer is None else writer.scope
@@ -208,11 +199,11 @@ class BlockPool:
             block = Block(device.take_empty(), writer)
         else:
             victim = device.victim(account) if device.shares else device.order.first()
-            assert victim is not None, TAKEABLE
+            assert victim is not None, _EVICTABLE
             slot = victim.index
             way = self.evict(device, victim, writer)
             if way is _DROPPED:
-                # Its object serves again: to make one takes a tenth of an eviction.
+                # A new object would take a tenth of the eviction's time.
                 block = victim
                 block.writer = writer
             else:
@@ -230,7 +221,6 @@ class BlockPool:
         return block
 
     def acquire(self, block: Block) -> None:
-        """Adds a reference."""
         if not block.refs:
             tier, account = self.tier_of(block), account_of(block)
             tier.used += 1
@@ -242,7 +232,7 @@ class BlockPool:
         block.refs += 1
 
     def release(self, block: Block) -> None:
-        """Takes a reference back. The last one makes an indexed block cached and any other empty."""
+        """Removes a reference. The last one makes a block of the prefix tree cached, and any other slot empty."""
         block.refs -= 1
         if block.refs:
             return
@@ -256,11 +246,12 @@ class BlockPool:
             self._empty(tier, block)
             return
         tier.cached += 1
-        longer = self._longer(block)
-        if longer is not None:
-            # It was the longest when it entered the index, and in use when it no longer was.
-            self._pass_on(block, longer)
-            return
+        if len(block.tokens) < self.block_size * TOKEN_BYTES:
+            longer = longer_sibling(block.parent, block)
+            if longer is not None:
+                # The block was in use when the longer one came.
+                self._pass_on(block, longer)
+                return
         on_device = tier is self.device
         if on_device:
             self.lru_clock += 1
@@ -271,14 +262,8 @@ class BlockPool:
         if block.lease is not None and self._leases.start(block):
             self.write(block)
 
-    def _longer(self, block: Block) -> Block | None:
-        """A sibling that holds all that a partly filled block does."""
-        if len(block.tokens) == self.block_size * TOKEN_BYTES or block.parent is None:
-            return None
-        return longer_sibling(block.parent, block)
-
     def _pass_on(self, block: Block, longer: Block) -> None:
-        """Discards a cached block; a longer one takes over its leases."""
+        """Discards a partly filled cached block; a longer sibling takes over its leases."""
         had_leases = block.lease is not None
         self._leases.move(block, longer)
         self.discard(block, RemovalCause.COVERED)
@@ -289,7 +274,7 @@ class BlockPool:
             self._leases.announce(self, longer)
 
     def _empty(self, tier: Tier, block: Block) -> None:
-        """Gives the slot of a block back that is neither used nor in the index."""
+        """Frees the slot of a block that is neither used nor in the prefix tree."""
         if tier.shares:
             tier.count(account_of(block), blocks=-1)
         if self._has_lower:
@@ -306,14 +291,14 @@ class BlockPool:
         tier.empty.append(block.index)
 
     def zero(self, block: Block) -> None:
-        """Keeps the slot of a block that is neither used nor in the index until its bytes are overwritten."""
+        """Keeps the slot of a block that is neither used nor in the prefix tree until it is overwritten."""
         block.refs = 1
         block.scope = None
         self.tier_of(block).used += 1
         self._listener.zeroing(self, block)
 
     def evict(self, tier: Tier, victim: Block, writer: Writer | None) -> Eviction:
-        """Takes an evictable block from its slot: to a lower tier, or out of the cache."""
+        """Offloads or drops an evictable block."""
         if tier.shares:
             owner = account_of(victim)
             tier.delist(victim, owner)
@@ -321,11 +306,11 @@ class BlockPool:
         else:
             tier.order.remove(victim)
         tier.cached -= 1
-        # A mean needs no more than every eighth slot.
+        # The mean is that of every eighth slot.
         if victim.index & 7 == 1:
             tier.counters.note_reuse_gap(self._leases.now - self.use_times.at(victim.recency))
         if self._has_lower:
-            # Nothing may enter it into an order while its children move.
+            # Keeps the block out of the eviction order while its children move.
             victim.refs = 1
             way = self.offloader.offload(tier, victim, writer)
             if way is not _DROPPED:
@@ -337,65 +322,55 @@ class BlockPool:
         return _DROPPED
 
     def take_over(self, block: Block, writer: Writer) -> None:
-        """An unreferenced leaf on the device leaves the index and is the writer's, with what it holds."""
+        """Passes a cached leaf of the device on to a writer, with its content, out of the prefix tree."""
         self.acquire(block)
         self.unlink(block, RemovalCause.TAKEN_OVER, writer)
         self.own(block, writer)
 
     def own(self, block: Block, writer: Writer) -> None:
-        """A used block of the device that is not in the index is the writer's to fill, whoever stored it before."""
+        """Lets a writer fill a used device block that is not in the prefix tree."""
         self.device.count(account_of(block), blocks=-1, used=-1)
         block.writer, block.scope = writer, writer.scope
         self.device.count(account_of(block), blocks=1, used=1)
 
     # The share of memory
 
-    def resize(self, total: int, written: Iterable[int] | None = None) -> None:
-        """Changes how many device slots may be used; at most the free ones go, empty before cached.
+    def resize(self, total: int, written: Collection[int] | None = None) -> Steps[None]:
+        """Changes how many device slots may be used, at once; the others are withheld in steps, empty before cached.
 
-        Where pools share memory, slots that go are overwritten: of those in `written`, None for all.
+        At most the free ones may go. Where pools share memory, withheld slots are overwritten, or of the empty ones
+        those in `written`.
         """
-        self._owe(total)
-        device = self.device
-        self._withhold(min(device.num_empty, device.owed), written)
-        while device.may_pay:
-            self.pay()
-
-    def resize_in_steps(self, total: int) -> Steps[None]:
-        """As `resize`: no more slots than `total` can be taken from now on, and those that go are withheld in steps."""
-        self._owe(total)
-        while self.device.may_pay:
-            self.pay()
-            yield
-
-    def _owe(self, total: int) -> None:
         device = self.device
         if device.total < total:
             device.give_back(total - device.total)
         device.owed += device.total - total
         self.share_number += 1
+        while device.may_pay:
+            self.pay(written)
+            yield
 
-    def pay(self) -> None:
-        """Withholds a part of the slots that are owed, as far as they are not in use: empty before cached ones."""
+    def pay(self, written: Collection[int] | None = None) -> None:
+        """Withholds a part of the slots that are owed and not in use."""
         device = self.device
         most = steps.CHANGES if self.spec.share_blocks else steps.LOOKS
-        self._withhold(min(device.num_empty, device.owed, most))
+        self._withhold(min(device.num_empty, device.owed, most), written)
         for _ in range(steps.CHANGES):
             if device.num_empty or not device.may_pay:
                 break
             victim = device.victim(None)
-            assert victim is not None, TAKEABLE
+            assert victim is not None, _EVICTABLE
             self.discard_subtree(victim, RemovalCause.POOL_SHRUNK)
             self._withhold(min(device.num_empty, device.owed))
 
-    def _withhold(self, count: int, written: Iterable[int] | None = None) -> None:
+    def _withhold(self, count: int, written: Collection[int] | None = None) -> None:
         device = self.device
         before = len(device.withheld)
         device.owed -= count
         device.withhold(count)
         if self.spec.share_blocks:
             gone = device.withheld[before:]
-            for index in gone if written is None else sorted({*written}.intersection(gone)):
+            for index in gone if written is None else [index for index in sorted(gone) if index in written]:
                 self._clear(index)
 
     def _clear(self, index: int) -> None:
@@ -408,19 +383,19 @@ class BlockPool:
         if not done:
             self._clear(index)
 
-    # The index
+    # The prefix tree
 
     def store(
         self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, scope: CacheScope, step: int
     ) -> None:
-        """Enters a used block into the index; its request is set before. No other block may have the key."""
+        """Enters a used block into the prefix tree, after its lease is granted. No other block may have the key."""
         self._enter(block, key, parent_key, tokens, depth, scope, step)
         self.write(block)
 
     def adopt(
         self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, scope: CacheScope, step: int
     ) -> None:
-        """Enters a block that the journal knows as cached; its slot is free, and a parent on its device is there."""
+        """Enters a remembered block as cached; its slot is free, and the parent of a device block is there."""
         tier = self.tier_of(block)
         self.blocks[block.index] = block
         tier.cached += 1
@@ -429,7 +404,7 @@ class BlockPool:
         block.scope = scope
         self._enter(block, key, parent_key, tokens, depth, scope, step)
         if block.children is not None:
-            # They have outlived what it puts back.
+            # They came back before it.
             self.count_children_in_tier(block)
         if self.is_evictable(block):
             tier.enlist(block, scope.account, newest=False)
@@ -448,7 +423,7 @@ class BlockPool:
             # Quotas have come or gone since it was taken.
             self.rebook(block, scope)
         block.scope = scope
-        # Who took it over from the index and ended may have had no step of its own.
+        # A sequence that took the block over may have had no step of its own.
         block.stored_step = max(block.stored_step, step)
         block.hits = 0
         block.parent = parent
@@ -469,14 +444,14 @@ class BlockPool:
         tree.link(block, parent)
         self.tier_of(block).indexed += 1
         if self._has_lower:
-            self.backups.want(block)
+            self.backups.enqueue(block)
         self.lost.came_back(key)
         self._events.add(_STORED, self.view(block))
         if block.lease is not None:
             self._leases.announce(self, block)
 
     def rebook(self, block: Block, scope: CacheScope) -> None:
-        """A block counts against the account of this scope, which is its own but for that."""
+        """Counts a block against the account of this scope, which equals its own but for the account."""
         tier, before = self.tier_of(block), account_of(block)
         is_listed, is_used = block.lru_prev is not None, int(block.refs > 0)
         if is_listed:
@@ -489,7 +464,7 @@ class BlockPool:
         self.offloader.offer(block)
 
     def supersede(self, block: Block, old: Block, step: int) -> None:
-        """A used device block takes the index in the index of an equal one, with all it stands for."""
+        """Replaces a block of the prefix tree by an equal used one on the device, with its children and leases."""
         parent, tier, device = old.parent, self.tier_of(old), self.device
         assert parent is not None
         self.offloader.drained(block)
@@ -512,7 +487,7 @@ class BlockPool:
         block.priority = effective_priority(block)
         self._listener.superseded(self, old, block)
         if self._has_lower:
-            self.backups.pass_on(old, block)
+            self.backups.superseded(old, block)
         if not old.refs:
             if old.lru_prev is not None:
                 tier.delist(old, account_of(old))
@@ -529,11 +504,10 @@ class BlockPool:
             block.children_in_tier = sum([self.tier_of(child) is tier for child in children_of(block)])
 
     def updated(self, block: Block) -> None:
-        """Tells watchers of an indexed block that has changed."""
         self._events.add(_UPDATED, self.view(block))
 
     def child_left(self, parent: Block, tier: Tier) -> None:
-        """A child of this block has left the block's own tier, which is this one."""
+        """Updates a block, which lies in this tier, after a child has left the tier."""
         parent.children_in_tier -= 1
         if parent.children_in_tier:
             return
@@ -546,7 +520,7 @@ class BlockPool:
                 tier.order.insert(parent)
 
     def discard(self, block: Block, cause: RemovalCause) -> None:
-        """Takes a block out of the index; an unreferenced one becomes empty. With full attention it has no child."""
+        """Removes a block from the prefix tree; with full attention it has no child. A cached block's slot is freed."""
         tier = self.tier_of(block)
         if block.lru_prev is not None:
             tier.delist(block, account_of(block))
@@ -556,18 +530,17 @@ class BlockPool:
             self._empty(tier, block)
 
     def discard_subtree(self, block: Block, cause: RemovalCause) -> None:
-        """Takes a block out of the index, with full attention after all that stands on it."""
+        """As `discard`, with full attention after all descendants."""
         if self.window is None and block.children is not None:
             self.lose_children(block)
         self.discard(block, cause)
 
     def lose_children(self, block: Block) -> None:
-        """Discards all descendants of a block, which are worth nothing without it."""
         for child in self.tree.descendants(block):
             self.discard(child, RemovalCause.PARENT_LOST)
 
     def unlink(self, block: Block, cause: RemovalCause, writer: Writer | None) -> None:
-        """Takes a block out of the index, whatever becomes of its slot."""
+        """Removes a block from the prefix tree and leaves its slot to the caller."""
         view = self.view(block)
         device = self.device
         # Most pools have no other tier.
@@ -592,33 +565,27 @@ class BlockPool:
         self._events.add(_REMOVED, view, cause, None, for_sequence_id)
         self.leave(tier, block)
         if self._has_lower and tier is device:
-            self.backups.drop(block)
+            self.backups.end(block)
         if self._windowed and cause not in _REPLACED:
             for pool in self._windowed:
-                pool.discard_useless(block.key)
-
-    def discard_useless(self, key: bytes) -> None:
-        """The groups with full attention have lost this block: a window's own of the same key can never match."""
-        block = self.tree.by_key.get(key)
-        if block is not None and not block.refs:
-            self.discard(block, RemovalCause.PARENT_LOST)
+                # Without full attention's block of the same key it can never match.
+                useless = pool.tree.by_key.get(block.key)
+                if useless is not None and not useless.refs:
+                    pool.discard(useless, RemovalCause.PARENT_LOST)
 
     # Leases
 
     def grant(self, block: Block, request: RetentionRequest | None) -> bool:
-        """Gives a block that is in the index, or about to enter it, a lease. False when too many others outrank it."""
+        """Grants a block, in the prefix tree or about to enter it, a lease. False when too many others outrank it."""
         return request is None or self._leases.grant(self, block, request)
 
     def reprioritise(self, block: Block) -> BlockView:
-        """Gives an indexed block whose leases have changed the priority that these have now, and shows it.
-
-        Recency stays.
-        """
+        """Updates the priority of a block whose leases have changed; its recency stays."""
         priority = effective_priority(block)
         changed = priority != block.priority
         if changed:
             if self._has_lower and priority > block.priority:
-                self.backups.want(block)
+                self.backups.enqueue(block)
             if block.lru_prev is None:
                 block.priority = priority
                 self.offloader.offer(block)
@@ -636,21 +603,21 @@ class BlockPool:
     # The journal
 
     def write(self, block: Block) -> None:
-        """Tells the journal that a block has come to its index, or has changed there."""
+        """Reports to the journal that a block has come to its slot, or has changed."""
         device = self.device
         tier = device if block.index <= device.size else self.tier_of(block)
         for tell in self._events.quiet:
             tell(self.pool_id, block.key)
-        # Not the record itself: most blocks change again before it is wanted.
+        # Not the record itself: most blocks change again before it is read.
         current = partial(self.record, block)
         self._journal.stored(self.executor_id, self.spec.group, tier.kind, block.index - tier.offset, current)
 
     def leave(self, tier: Tier, block: Block) -> None:
-        """Tells the journal that a block leaves its index."""
+        """Reports to the journal that a block leaves its slot."""
         self._journal.removed(self.executor_id, self.spec.group, tier.kind, block.index - tier.offset)
 
     def record(self, block: Block) -> BlockRecord | None:
-        """A block as the store keeps it; None when it has left the index."""
+        """A block as the store keeps it; None when it has left the prefix tree."""
         if block.parent is None:
             return None
         scope, tier = block.scope, self.tier_of(block)
@@ -694,7 +661,7 @@ class BlockPool:
         )
 
     def records(self) -> Iterator[BlockRecord]:
-        """Every indexed block by index, as it is when it is asked for: blocks may change between two of them."""
+        """All blocks of the prefix tree by index; they may change meanwhile."""
         for block in self.blocks:
             record = None if block is None else self.record(block)
             if record is not None:
@@ -703,7 +670,7 @@ class BlockPool:
     # The end of the executor
 
     def forget_all(self) -> None:
-        """The executor is gone: every slot is empty. The journal keeps what may come back when it does."""
+        """The executor is gone: every slot is empty. The journal keeps the blocks that may come back with it."""
         for block in self.tree.by_key.values():
             self.lose(block)
         self.start_empty(self.spec, self._listener)
@@ -716,7 +683,6 @@ class BlockPool:
         self.start_empty(self.spec, self._listener)
 
     def lose(self, block: Block) -> None:
-        """An indexed block is gone with its executor."""
         view = self.view(block)
         if block.lease is not None:
             self._leases.break_all(block, view, _LOST)
@@ -726,7 +692,7 @@ class BlockPool:
         block.detach()
 
     def start_empty(self, spec: PoolSpec, listener: PoolListener) -> None:
-        """All slots hold nothing. Blocks that stay are entered again by the caller."""
+        """Makes all slots empty. The caller enters blocks that stay again."""
         for block in self.blocks:
             # Shared before it was computed: its leases were granted already.
             if block is not None and block.parent is None and block.lease is not None:

@@ -56,11 +56,11 @@ class BlockRecord(NamedTuple):
 
     @property
     def place(self) -> Slot:
-        """Where it is: no two blocks are in the same place."""
+        """Its group, tier and slot: no two blocks have the same."""
         return self.group, self.tier, self.slot
 
     def below(self) -> "BlockRecord | None":
-        """What is left of it without the device."""
+        """The record without the device: that of its backup, or None."""
         if self.tier is not TierKind.DEVICE or self.backup is None:
             return None if self.tier is TierKind.DEVICE else self
         return self._replace(**self.backup._asdict(), backup=None)
@@ -72,33 +72,33 @@ class BlockRecord(NamedTuple):
 
 
 class IndexJournal(Protocol):
-    """Hears of every change of the prefix index, at once and in order. Must not fail or block."""
+    """Gets every change of the prefix tree, at once and in order. Must not fail or block."""
 
     def cleared(self, executor_id: str, epoch: int) -> None:
-        """The executor starts an epoch with an empty index."""
+        """The executor starts an epoch with an empty tree."""
 
     def stored(
         self, executor_id: str, group: int, tier: TierKind, slot: int, current: Callable[[], BlockRecord | None]
     ) -> None:
-        """A block of the index came to this place, or the one there changed.
+        """A block of the tree has come to this slot, or has changed.
 
-        `current` tells what is there when it is called; None when the block is gone by then.
+        `current` gives its record when it is called; None when the block is gone by then.
         """
 
     def removed(self, executor_id: str, group: int, tier: TierKind, slot: int) -> None:
-        """The block at this place left it, or the index."""
+        """The block in this slot has left it, or the tree."""
 
 
 class NoJournal:
-    """Keeps nothing."""
+    """A journal without a store."""
 
     def cleared(self, executor_id: str, epoch: int) -> None:
-        """Forgets it."""
+        pass
 
     def stored(
         self, executor_id: str, group: int, tier: TierKind, slot: int, current: Callable[[], BlockRecord | None]
     ) -> None:
-        """Forgets it."""
+        pass
 
     def removed(self, executor_id: str, group: int, tier: TierKind, slot: int) -> None:
-        """Forgets it."""
+        pass

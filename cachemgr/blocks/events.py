@@ -29,7 +29,7 @@ class EventLog:
         self._capacity = capacity
         self._ring: list[Event] = []
         self.last = 0
-        # Called with the pool and key of a block whose lease has changed without an event: its clock has started.
+        # Called with the pool and key of a block that changes without an event: the clock of a lease has started.
         self.quiet: list[Callable[[str, bytes], None]] = []
 
     def add(
@@ -51,7 +51,7 @@ class EventLog:
         self.last = last + 1
 
     def skip(self, count: int) -> None:
-        """Stands for at least so many events that are not kept: who has not heard of them begins with a snapshot."""
+        """Skips at least so many numbers: watchers behind them begin with a snapshot."""
         # The next event comes to the beginning of the ring.
         self.last = -(-(self.last + count) // self._capacity) * self._capacity
         self._ring = []
@@ -68,12 +68,12 @@ class EventLog:
         return [self._ring[index % self._capacity] for index in range(number, end)]
 
     def scrub(self, gone: set[bytes], is_meant: Callable[[BlockView], bool]) -> Steps[None]:
-        """Takes the token ids of blocks out of all events that are kept: those meant, these, and what stood on them.
+        """Removes the token ids of blocks from all events: of those meant, those in `gone`, and their descendants.
 
-        The keys of all of these are in `gone` behind it.
+        The keys of all of these are added to `gone`.
         """
         number = self.last - len(self._ring)
-        # In the order of time, in which what a block stands on comes first; also what comes meanwhile.
+        # In the order of time, in which parents come first; also events that come meanwhile.
         while number < self.last:
             begin = max(number, self.last - len(self._ring))
             number = min(self.last, begin + steps.LOOKS)

@@ -1,4 +1,4 @@
-"""What a pool remembers of the past, within bounds: when blocks were used, and how blocks were lost."""
+"""A bounded history of a pool: when blocks were used, and how they were removed."""
 
 from __future__ import annotations
 
@@ -18,21 +18,19 @@ class LostBlocks:
 
     def __init__(self, capacity: int) -> None:
         self._half = capacity // 2
-        # The older half goes as a whole: to find the oldest entry of a dictionary again and again is slow.
+        # The older half is dropped as a whole: finding the oldest entry of a dictionary again and again is slow.
         self._older: dict[bytes, Removal] = {}
         self._newer: dict[bytes, Removal] = {}
 
     def add(self, key: bytes, cause: RemovalCause, time: float, for_sequence_id: str, priority: int) -> None:
-        """A block has left."""
         newer = self._newer
         if len(newer) >= self._half:
             self._older = newer
             newer = self._newer = {}
-        # A third of the time of Lost(...), for each block that goes.
+        # A third of the time of Removal(...), for each removed block.
         newer[key] = tuple.__new__(Removal, (cause, time, for_sequence_id, priority))
 
     def came_back(self, key: bytes) -> None:
-        """The block is in the index again."""
         self._newer.pop(key, None)
         self._older.pop(key, None)
 
@@ -47,7 +45,7 @@ class UseTimes:
     __slots__ = ("_begin", "_end", "_last", "_numbers", "_times")
 
     def __init__(self) -> None:
-        # The last answer, and for which numbers it holds: blocks go in the order of their uses.
+        # The last answer, and for which numbers it holds: blocks are evicted in the order of their uses.
         self._begin, self._end, self._last = 0, 0, 0.0
         self._numbers: list[int] = []
         self._times: list[float] = []
@@ -67,7 +65,11 @@ class UseTimes:
             return self._last
         if not self._times:
             return 0.0
-        place = bisect_right(self._numbers, number)
-        if 0 < place < len(self._numbers):
-            self._begin, self._end, self._last = self._numbers[place - 1], self._numbers[place], self._times[place - 1]
-        return self._times[max(0, place - 1)]
+        position = bisect_right(self._numbers, number)
+        if 0 < position < len(self._numbers):
+            self._begin, self._end, self._last = (
+                self._numbers[position - 1],
+                self._numbers[position],
+                self._times[position - 1],
+            )
+        return self._times[max(0, position - 1)]

@@ -10,7 +10,7 @@ from cachemgr.blocks.block import Block
 
 
 class EvictionQueue:
-    """Blocks that may be evicted now, in the order of their loss: by priority, within it least recently used first.
+    """The evictable blocks in eviction order: by priority, within it least recently used first.
 
     Per priority a ring in the order of use, and a heap for blocks that come back into the middle of it: when a lease
     ends, or when the last child of a block that lies between others is gone. A bit per priority that has blocks.
@@ -51,27 +51,21 @@ class EvictionQueue:
             self._bits &= ~(1 << block.priority)
 
     def first(self) -> Block | None:
-        """The block to lose next."""
+        """The block that is evicted next."""
         bits = self._bits
         return self._rings[(bits & -bits).bit_length() - 1].first() if bits else None
 
     @property
     def size(self) -> int:
-        """Blocks in it."""
         return sum(ring.size for ring in self._rings.values())
 
-    def rings(self) -> Iterator[tuple[int, bool, list[Block]]]:
-        """Priority, its bit and its blocks, oldest first, by priority; for checks."""
-        for priority, ring in sorted(self._rings.items()):
-            yield priority, bool(self._bits >> priority & 1), ring.blocks()
-
     def in_order(self) -> Iterator[Block]:
-        """All blocks, the next to lose first."""
+        """All blocks in eviction order."""
         for _, ring in sorted(self._rings.items()):
             yield from ring.in_order()
 
     def walk(self) -> Iterator[tuple[int, bool, Iterator[tuple[Block, bool]]]]:
-        """As `rings`, block by block: each with whether it is linked, oldest first; those in the heap come behind."""
+        """Priority, its bit and its blocks for checks: each with whether it is linked, those oldest first."""
         for priority, ring in sorted(self._rings.items()):
             yield priority, bool(self._bits >> priority & 1), ring.walk()
 
@@ -151,15 +145,6 @@ class _LruList:
         self._heap = list(self._reinserted)
         heapify(self._heap)
 
-    def blocks(self) -> list[Block]:
-        """All, oldest first."""
-        found = {*self._reinserted.values()}
-        block = self._end.lru_next
-        while block is not None and block is not self._end:
-            found.add(block)
-            block = block.lru_next
-        return sorted(found, key=_RECENCY)
-
     def in_order(self) -> Iterator[Block]:
         late = [self._reinserted[position] for position in sorted(self._reinserted)]
         return merge((block for block, is_linked in self.walk() if is_linked), late, key=_RECENCY)
@@ -191,12 +176,12 @@ _RECENCY = attrgetter("recency")
 
 
 def loss(block: Block) -> tuple[int, int]:
-    """Where a block stands in the order of loss."""
+    """The position of a block in the eviction order."""
     return block.priority, block.recency
 
 
 def goes_before(block: Block, other: Block) -> bool:
-    """Whether a block is lost before another."""
+    """Whether a block is evicted before another."""
     if block.priority != other.priority:
         return block.priority < other.priority
     return block.recency < other.recency

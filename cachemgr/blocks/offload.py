@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class Eviction(enum.Enum):
-    """How a block leaves its index."""
+    """How a block leaves its slot."""
 
-    DROPPED = "of the index"
-    OFFLOADED = "down, by a copy"
-    ALREADY_BELOW = "down, to where a copy of it lies already"
+    DROPPED = "dropped"
+    OFFLOADED = "offloaded by a copy"
+    ALREADY_BELOW = "offloaded to its backup"
 
 
 # Looked up once, not for each block that goes.
@@ -47,38 +47,38 @@ class CopyTicket(Protocol):
         """The number that the executor knows it by."""
 
     def offer(self) -> None:
-        """The target may be evicted at another time than before, if the copy can still be recalled."""
+        """The priority or the children of the target have changed: as long as the copy can be recalled, that counts."""
 
 
 class Offloader:
-    """Moves the evictable blocks of a pool down a tier, and knows which copies are under way."""
+    """Moves evictable blocks of a pool to the next lower tier, and tracks the copies in flight."""
 
     def __init__(self, pool: BlockPool, listener: PoolListener) -> None:
         self._pool = pool
         self._listener = listener
-        # Blocks in lower tiers whose bytes are on their way, with the copies; no sequence may count on them.
+        # Blocks in lower tiers whose copies are in flight; no sequence may match them.
         self.offloading: dict[Block, CopyTicket] = {}
-        # Blocks that are not computed yet, in slots that the bytes of others have yet to leave.
+        # Blocks that are not computed yet, in slots whose former bytes are still to be copied.
         self.draining: dict[Block | None, CopyTicket] = {}
 
     def offload(self, tier: Tier, victim: Block, writer: Writer | None) -> Eviction:
-        """Moves a block to the next tier that has slots; when it must be copied, its reference is the copy's."""
+        """Moves a block to the next tier with slots. If a copy is needed, the copy holds the block's reference."""
         pool, lower = self._pool, tier.below
         if lower is None:
             return _DROPPED
-        # Without it its children in lower tiers would be worth nothing: it goes with them, whatever its priority.
+        # Its children in lower tiers are useless without it: it is offloaded whatever its priority.
         carries = pool.window is None and victim.children is not None
         account = account_of(victim)
         closed = lower.is_closed(account)
         if not carries and victim.priority < offload_floor(victim, pool.offload_min_priority):
             return _DROPPED
         if tier is pool.device:
-            copied = None if closed else pool.backups.take(victim)
+            copied = None if closed else pool.backups.pop(victim)
             if copied is not None:
                 self._lie_below(lower, victim, copied)
                 return _ALREADY_BELOW
-            # A copy that is under way would come too late, and one that may not stay makes room.
-            pool.backups.drop(victim)
+            # A backup in flight would come too late, and one that may not stay makes room.
+            pool.backups.end(victim)
         moved: Block | None = None
         index = None if closed else self._empty_index(lower)
         if index is None:
@@ -102,28 +102,27 @@ class Offloader:
         return _OFFLOADED
 
     def begin(self, moved: Block, occupant: Block, writer: Writer | None) -> None:
-        """Opens the copy of a block that has moved, out of the slot that another block has now."""
+        """Opens the copy of a block that has moved; `occupant` has its old slot."""
         ticket = self._listener.offloading(self._pool, moved, occupant, writer)
         self.offloading[moved] = self.draining[occupant] = ticket
-        # The ticket tells its generation.
+        # The record has the ticket for its generation.
         self._pool.write(moved)
 
     def ended(self, ticket: CopyTicket) -> None:
-        """A copy has ended."""
         self.offloading.pop(ticket.target, None)
         if self.draining.get(ticket.source) is ticket:
             del self.draining[ticket.source]
 
     def drained(self, block: Block) -> None:
-        """A block is computed: the bytes that lay in its slot before are copied, whether that is confirmed or not.
+        """A block is computed: the former bytes of its slot are copied, confirmed or not.
 
-        From now on its slot is free as soon as nothing uses it, which decisions about room count on.
+        From now on its slot is free as soon as it has no references.
         """
         if self.draining:
             self.draining.pop(block, None)
 
     def reserve(self, block: Block) -> bool:
-        """Whether the bytes that lay in a block's slot before must leave it first: then their copy keeps the slot."""
+        """Reserves a block's slot for the copy of its former bytes. False if there is none."""
         if block not in self.draining:
             return False
         self.draining.pop(block).holds_source = True
@@ -131,13 +130,13 @@ class Offloader:
         return True
 
     def offer(self, block: Block) -> None:
-        """A block in use may be evicted at another time than before, if it is moving and its copy can be recalled."""
+        """Updates the eviction order of blocks whose copies can be recalled, if the block is one."""
         ticket = self.offloading.get(block) if self.offloading else None
         if ticket is not None:
             ticket.offer()
 
     def demote(self, block: Block) -> bool:
-        """Moves an evictable device block down now; its slot stays reserved for the copy. False when it may not."""
+        """Offloads an evictable device block now; the copy reserves its slot. False if it may not be offloaded."""
         pool, device, slot, account = self._pool, self._pool.device, block.index, account_of(block)
         device.delist(block, account)
         device.cached -= 1
@@ -162,14 +161,14 @@ class Offloader:
         return way is not _DROPPED
 
     def _empty_index(self, lower: Tier) -> int | None:
-        """An index of a lower tier that holds nothing, or nothing but a copy of what the device holds."""
+        """The index of an empty slot of a lower tier, or of a backup's slot."""
         if lower.empty or lower.unread:
             return lower.take_empty()
         backups = self._pool.backups
-        return backups.give_way() if lower is backups.tier else None
+        return backups.pop_newest() if lower is backups.tier else None
 
     def _lie_below(self, lower: Tier, block: Block, index: int) -> None:
-        """A device block that is evicted lies in its backup."""
+        """A device block moves to the slot of its backup, without a copy."""
         pool, account = self._pool, account_of(block)
         pool.device.counters.offloaded += 1
         pool.leave(pool.device, block)
@@ -182,8 +181,8 @@ class Offloader:
         pool.write(block)
 
     def _least(self, lower: Tier, account: Account | None, writer: Writer | None) -> Block | None:
-        """What a lower tier evicts next: a cached block, or one whose copy no scheduler knows of yet."""
-        # At its ceiling an account takes the index of its own blocks only.
+        """The block that a lower tier evicts next: a cached one, or one whose copy can be recalled."""
+        # At its ceiling an account replaces its own blocks only.
         shut = account is not None and lower.is_closed(account) and not lower.wants_own(account)
         least = None if shut else lower.victim(account) if lower.shares else lower.order.first()
         moving = None if writer is None else writer.opened.first(lower, account if shut else None)
@@ -192,7 +191,7 @@ class Offloader:
         return moving
 
     def _recall(self, lower: Tier, block: Block, writer: Writer | None) -> None:
-        """Loses a block whose copy down is called off."""
+        """Calls off the copy of a block and drops it."""
         assert writer is not None
         pool, ticket = self._pool, self.offloading.pop(block)
         del self.draining[ticket.source]
@@ -205,7 +204,7 @@ class Offloader:
         pool.unlink(block, RemovalCause.EVICTED, writer)
 
     def _move(self, tier: Tier, block: Block, lower: Tier, index: int) -> None:
-        """A block moves down from a tier to a lower one; its old slot is the caller's to fill."""
+        """Moves a block to a slot of a lower tier; the caller fills the old slot."""
         pool, parent = self._pool, block.parent
         pool.blocks[block.index] = None
         block.index = index
@@ -218,6 +217,6 @@ class Offloader:
             if isinstance(parent, Block) and (tier is pool.device or pool.tier_of(parent) is tier):
                 pool.child_left(parent, tier)
                 if tier is pool.device:
-                    # Its child below is worth nothing without it.
-                    pool.backups.want(parent)
+                    # Its child below is useless without it.
+                    pool.backups.enqueue(parent)
         pool.updated(block)

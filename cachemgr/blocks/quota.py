@@ -10,7 +10,7 @@ from cachemgr.types import AccountKey, Quota, TierKind
 
 
 class Account:
-    """A tenant or a salt with a quota: its blocks are counted, and lost in an order of their own."""
+    """A tenant or a salt with a quota: its blocks are counted, and have an eviction order of their own."""
 
     __slots__ = ("quota",)
 
@@ -19,21 +19,20 @@ class Account:
 
     @property
     def key(self) -> AccountKey:
-        """Whose it is."""
         quota = self.quota
         return ("salt", quota.salt or "") if quota.tenant_id is None else ("tenant_id", quota.tenant_id)
 
     def floor(self, kind: TierKind) -> int:
-        """Blocks that others leave it."""
+        """Blocks that other accounts cannot evict."""
         return {TierKind.DEVICE: self.quota.device_floor, TierKind.HOST: self.quota.host_floor}.get(kind, 0)
 
     def ceiling(self, kind: TierKind) -> int | None:
-        """Blocks that it may have; None for no bound."""
+        """The most blocks that it may have; None for no bound."""
         return {TierKind.DEVICE: self.quota.device_ceiling, TierKind.HOST: self.quota.host_ceiling}.get(kind)
 
 
 class Accounts(dict[AccountKey, Account]):
-    """All accounts, and what the floors of their quotas are together."""
+    """All accounts, and the sum of their floors."""
 
     def __init__(self) -> None:
         self.floors = {TierKind.DEVICE: 0, TierKind.HOST: 0}
@@ -50,7 +49,6 @@ class Accounts(dict[AccountKey, Account]):
         return known
 
     def remove(self, key: AccountKey) -> None:
-        """Forgets an account."""
         self._add(self.pop(key).quota, -1)
 
     def _add(self, quota: Quota, sign: int) -> None:
@@ -59,7 +57,7 @@ class Accounts(dict[AccountKey, Account]):
 
 
 class Share:
-    """What one account has of a tier."""
+    """The blocks of one account in a tier."""
 
     __slots__ = ("account", "ceiling", "count", "floor", "order", "used")
 
@@ -77,12 +75,12 @@ class Share:
 
     @property
     def is_full(self) -> bool:
-        """Whether what comes next takes the position of something of its own."""
+        """Whether its next block must replace one of its own."""
         return self.ceiling is not None and self.count >= self.ceiling
 
 
 class Shares:
-    """Which of very many shares loses a block next, of those with more blocks than their floor or of all.
+    """Finds the share, of very many, whose block is evicted next: of those above their floor, or of all.
 
     A heap in which a share stands at or before its first block: only what is found too early is put right.
     """
@@ -97,7 +95,7 @@ class Shares:
         self._pushes = 0
 
     def note(self, share: Share, at: tuple[int, int], most: int) -> None:
-        """A block of a share may be lost; there are at most so many shares."""
+        """A share has an evictable block at this position of the eviction order. There are at most `most` shares."""
         position = self._positions.get(share)
         if (position is not None and position <= at) or not self._may_lose(share):
             return
@@ -111,7 +109,6 @@ class Shares:
         return not self._floors_count or share.count > share.floor
 
     def first(self) -> Block | None:
-        """The first block of them all."""
         heap = self._heap
         while heap:
             priority, recency, _, share = heap[0]
@@ -135,6 +132,6 @@ class Shares:
 
 
 def account_of(block: Block) -> Account | None:
-    """Whose quota a block counts against."""
+    """The account that a block counts against."""
     scope = block.scope
     return None if scope is None else scope.account

@@ -1,4 +1,4 @@
-"""One tier of a pool: which of its slots are empty, which blocks may be lost next, and whose they are."""
+"""One tier of a pool: its empty slots, its evictable blocks, and the accounts that its blocks count against."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ class TierCounters:
 
     @property
     def evicted(self) -> int:
-        """Blocks lost to make room."""
         return self.removed[RemovalCause.EVICTED]
 
     @property
@@ -97,7 +96,7 @@ class UnreadSlots:
         self._begin = index = self._marks.find(_NEVER_FILLED, self._begin)
         if index < 0:
             self._begin = len(self._marks)
-            # A prompt took its slots in ascending order: the last ones hold what least stands on.
+            # A prompt took its slots in ascending order: the last ones have the fewest descendants.
             self._end = index = self._marks.rfind(_FILLED, 0, self._end)
         assert index >= 0, "no slot is left"
         self.commit_computed_blocks(index + 1)
@@ -129,8 +128,8 @@ class Tier:
     """Slots 1..size of one kind of memory.
 
     A pool numbers the slots of all its tiers in one row, its indexes; the first slot is at index `offset` + 1. `used`
-    counts blocks with references, `cached` those without. Slots that the pool may not use are `withheld`, or `owed`
-    until they are.
+    counts blocks with references, `cached` those without. Slots that the pool may not use are `withheld`, or `owed` as
+    long as they are in use.
     """
 
     def __init__(self, kind: TierKind, offset: int, size: int, below: Tier | None = None) -> None:
@@ -189,7 +188,6 @@ class Tier:
         return len(self.empty) + len(self._fresh) + len(self.unread or ())
 
     def all_empty(self) -> list[int]:
-        """The indexes of these slots."""
         rest = () if self.unread is None else self.unread.rest(self.offset)
         return [*self.empty, *self._fresh, *rest]
 
@@ -204,7 +202,6 @@ class Tier:
         return index
 
     def set_empty(self, indexes: Iterable[int]) -> None:
-        """Makes these indexes the empty ones."""
         self.empty = deque(indexes)
         self._fresh = range(0)
 
@@ -270,7 +267,7 @@ class Tier:
     def free_for(self, account: Account | None, *, claimed: Collection[Block] = (), within_ceiling: bool = True) -> int:
         """Slots that may be taken for an account: not what others' floors protect, and within its own ceiling.
 
-        `claimed` are cached blocks that somebody is about to use. Negative for who is beyond its ceiling.
+        `claimed` are cached blocks that are about to be used. Negative for an account beyond its ceiling.
         """
         free = self.free - len(claimed)
         if account is None and not self.shares:
@@ -295,7 +292,7 @@ class Tier:
         return self.shares.get(account) or Share(account, self.kind)
 
     def enlist(self, block: Block, account: Account | None, *, newest: bool) -> None:
-        """Puts a block into the order of loss, as the most recently used or where its recency belongs."""
+        """Adds a block to its eviction order, as the most recently used or by its recency."""
         share = self.shares.get(account) if account is not None else None
         order = self.order if share is None else share.order
         if newest:
@@ -306,12 +303,12 @@ class Tier:
             self._note(share, block)
 
     def delist(self, block: Block, account: Account | None) -> None:
-        """Takes a block out of the order of loss."""
+        """Removes a block from its eviction order."""
         share = self.shares.get(account) if account is not None else None
         (self.order if share is None else share.order).remove(block)
 
     def victim(self, account: Account | None) -> Block | None:
-        """The block to lose next for the sake of an account."""
+        """The block that is evicted next for an account."""
         if not self.shares:
             return self.order.first()
         first = self.order.first()
@@ -323,28 +320,27 @@ class Tier:
             if block is not None and _goes_before(block, best):
                 best = block
         if best is None and self.kind is TierKind.DEVICE:
-            # What a floor protects stands on what is needed: the floor gives way. Nobody needs a lower tier.
+            # Descendants of a block that is needed may be protected: the floor gives way, on the device only.
             best = self._holding.first()
         return best
 
     def first_of_shares(self) -> Block | None:
-        """The block to lose next of accounts that have more than their floor."""
+        """The block that is evicted next among accounts above their floor."""
         return self._losing.first()
 
     def wants_own(self, account: Account | None) -> bool:
-        """Whether an account is at its ceiling and has something to lose."""
+        """Whether an account is at its ceiling and has an evictable block."""
         share = self.shares.get(account) if self.shares and account is not None else None
         return share is not None and share.is_full and share.order.first() is not None
 
     def check_ceiling(self, account: Account | None, wanted: int) -> None:
-        """Raises SequenceTooLongError when an account may not have so many slots, whatever else ends."""
+        """Raises SequenceTooLongError for more slots than an account may have at any time."""
         share = self._share(account)
         if share is not None and share.ceiling is not None and wanted > share.ceiling:
             text = f"{wanted} blocks are more than the {share.ceiling} of its quota"
             raise SequenceTooLongError(text, fields={"token_ids": f"must take at most {share.ceiling} blocks"})
 
     def is_closed(self, account: Account | None) -> bool:
-        """Whether an account is at its ceiling."""
         if account is None:
             return False
         share = self._share(account)
@@ -368,12 +364,10 @@ class Tier:
             self._note(share, share.order.first())
 
     def blocks_of(self, account: Account) -> int:
-        """Blocks that an account has here."""
         share = self.shares.get(account)
         return 0 if share is None else share.count
 
     def set_quota(self, account: Account) -> None:
-        """An account's quota has changed."""
         share = self.shares.get(account)
         if share is None:
             return
@@ -383,23 +377,18 @@ class Tier:
         self._note(share, share.order.first())
 
     def _note(self, share: Share, block: Block | None) -> None:
-        """A share may have come to lose a block next, or to have more than its floor."""
+        """Notes that a share has a new first block, or has come above its floor."""
         if block is not None:
             for shares in (self._losing, self._holding):
                 shares.note(share, loss(block), len(self.shares))
 
     def orders(self) -> Iterator[EvictionQueue]:
-        """All orders of loss."""
         yield self.order
         for share in self.shares.values():
             yield share.order
 
-    def listed(self) -> list[Block]:
-        """All evictable blocks."""
-        return [block for order in self.orders() for _, _, ring in order.rings() for block in ring]
-
     def in_order(self) -> Iterator[Block]:
-        """All evictable blocks in the order of their loss, quotas aside; each takes little time when it is come to."""
+        """All evictable blocks in eviction order, quotas aside, sorted as they are read."""
         return merge(*[order.in_order() for order in self.orders()], key=loss)
 
 

@@ -1,4 +1,4 @@
-"""Copies of device blocks one tier below: with them an eviction needs no copy, and a device that is lost loses less."""
+"""Write-through: device blocks are copied to the next tier ahead of their eviction, and of the loss of the device."""
 
 from __future__ import annotations
 
@@ -17,62 +17,61 @@ if TYPE_CHECKING:
 
 
 class Backups:
-    """Which indexed blocks of a pool's device also lie in the next tier that has slots.
+    """Backups of device blocks in the next tier that has slots.
 
-    A backup lies there as long as nobody wants its slot: that counts as free, and against no quota. The one that was
-    made last goes first, so that no block loses its own while one that stands on it has one.
+    The slot of a backup counts as free, and against no quota. The newest backup gives way first, so that no block loses
+    its own before its descendants do.
     """
 
     def __init__(self, pool: BlockPool, *, write_through: bool) -> None:
         self._pool = pool
         self.tier: Tier | None = next((tier for tier in pool.tiers[1:] if tier.size), None)
-        # Place of each backup by its device block.
+        # Index of each backup by its device block.
         self.indexes: dict[Block, int] = {}
-        # Copies to new ones that are under way, by device block. Nothing is reserved for them but their target.
+        # Copies in flight, by device block. They have a reference to their target only.
         self.open: dict[Block, CopyTicket] = {}
-        # Copies under way, with those that are no longer wanted.
+        # Copies in flight, with those that make no backup any more.
         self.running = 0
-        # Blocks below that copies still use, and the device blocks that have taken their indexes in the index.
-        self.heirs: dict[Block, Block] = {}
-        # Device blocks that may have none, the most wanted last.
-        self.wanting: deque[Block] = deque(maxlen=pool.device.size if write_through and self.tier is not None else 0)
+        # Replaced blocks below that copies still use, with the device blocks that have replaced them.
+        self.successors: dict[Block, Block] = {}
+        # Device blocks that may have none, the next to get one last.
+        self.queue: deque[Block] = deque(maxlen=pool.device.size if write_through and self.tier is not None else 0)
 
     # What happens to blocks
 
-    def want(self, block: Block) -> None:
-        """A device block may have none."""
-        self.wanting.append(block)
+    def enqueue(self, block: Block) -> None:
+        self.queue.append(block)
 
-    def pass_on(self, old: Block, block: Block) -> None:
-        """A device block has taken the index of another block in the index: what was the other's copy is its own."""
+    def superseded(self, old: Block, block: Block) -> None:
+        """A device block has replaced an equal block, whose backup or slot below is its backup now."""
         if self._pool.is_on_device(old):
             index = self.indexes.pop(old, None)
             if index is not None:
                 self.indexes[block] = index
-            self._forsake(old)
+            self._cancel(old)
         else:
-            self.heirs[old] = block
-        self.want(block)
+            self.successors[old] = block
+        self.enqueue(block)
 
     def inherit(self, old: Block) -> bool:
-        """A slot below is neither used nor in the index: whether it stays, as the backup of who has taken its index."""
-        block, pool = self.heirs.pop(old, None), self._pool
+        """Keeps the slot of a replaced block below as the backup of its successor. False if that has no use for it."""
+        block, pool = self.successors.pop(old, None), self._pool
         if block is None or old in pool.zero_on_free or pool.tier_of(old) is not self.tier:
             return False
         if block.parent is None or block.key != old.key or not pool.is_on_device(block) or block in self.indexes:
             return False
-        self._forsake(block)
+        self._cancel(block)
         self.indexes[block] = old.index
         pool.blocks[old.index] = None
         pool.write(block)
         return True
 
-    def disown(self, old: Block) -> None:
-        """A block below does not hold what it should: nobody inherits its slot."""
-        self.heirs.pop(old, None)
+    def reject(self, old: Block) -> None:
+        """A block below does not hold its bytes: its slot becomes no backup."""
+        self.successors.pop(old, None)
 
-    def drop(self, block: Block) -> None:
-        """A block has left the device or the index. Of one whose bytes may not outlive it no copy does."""
+    def end(self, block: Block) -> None:
+        """A block has left the device or the prefix tree: frees its backup, or overwrites it as its own slot."""
         pool = self._pool
         doomed = block in pool.zero_on_free
         index = self.indexes.pop(block, None)
@@ -83,12 +82,12 @@ class Backups:
                 pool.zero(copy)
             else:
                 self.tier.empty.append(index)
-        self._forsake(block)
+        self._cancel(block)
         if doomed:
-            pool.zero_on_free.update(below for below, heir in self.heirs.items() if heir is block)
+            pool.zero_on_free.update(below for below, successor in self.successors.items() if successor is block)
 
-    def _forsake(self, block: Block) -> None:
-        """The copy of a block that is under way, if one is, will be nobody's."""
+    def _cancel(self, block: Block) -> None:
+        """A copy of a block that is in flight, if there is one, makes no backup."""
         ticket = self.open.pop(block, None)
         if ticket is not None:
             ticket.source = None
@@ -96,45 +95,46 @@ class Backups:
                 self._pool.zero_on_free.add(ticket.target)
 
     def copies(self, block: Block) -> list[int]:
-        """Places that may hold what a device block does, should the device be lost now: tickets tell."""
+        """Indexes of slots below that may hold a device block's bytes; their generations tell."""
         index, ticket = self.indexes.get(block), self.open.get(block)
         found = [] if index is None else [index]
         if ticket is not None:
             found.append(ticket.target.index)
-        return found + [below.index for below, heir in self.heirs.items() if heir is block and below.key == block.key]
+        return found + [
+            below.index for below, successor in self.successors.items() if successor is block and below.key == block.key
+        ]
 
     # Slots
 
-    def take(self, block: Block) -> int | None:
-        """The index of a block's backup, where it lies from now on."""
+    def pop(self, block: Block) -> int | None:
         return self.indexes.pop(block, None)
 
-    def give_way(self) -> int | None:
-        """The index of the backup that goes first; None when there is none."""
+    def pop_newest(self) -> int | None:
+        """The index of the newest backup, which ends; None when there is none."""
         if not self.indexes:
             return None
         block, index = self.indexes.popitem()
-        self.want(block)
+        self.enqueue(block)
         self._pool.write(block)
         return index
 
     # Making more
 
     def next(self, limit: int) -> list[Block]:
-        """Blocks to copy down now, at most so many, what others stand on first."""
+        """Blocks to copy down now, at most `limit`, parents before children."""
         found: dict[Block, None] = {}
-        # No backup is worth a slot that a remembered block may be in.
+        # A remembered block may be in an unread slot.
         known = self.tier is not None and self.tier.unread is None
         room = min(limit, self.tier.num_empty) if known and self.tier is not None else 0
-        while self.wanting and len(found) < room:
-            chain = self._chain(self.wanting[-1], found)
+        while self.queue and len(found) < room:
+            chain = self._chain(self.queue[-1], found)
             if len(found) + len(chain) <= room:
-                self.wanting.pop()
+                self.queue.pop()
             found.update(dict.fromkeys(chain[: room - len(found)]))
         return list(found)
 
     def _chain(self, block: Block, found: dict[Block, None]) -> list[Block]:
-        """A block and what it stands on, as far as that has no backup; empty for one that should have none."""
+        """A block and its ancestors that have no backup yet; empty for a block that should have none."""
         pool, chain = self._pool, list[Block]()
         if not self._deserves(block):
             return chain
@@ -150,17 +150,16 @@ class Backups:
             return False
         if block.priority >= offload_floor(block, pool.offload_min_priority):
             return True
-        # What lies below is worth nothing without it.
+        # Its children below are useless without it.
         return pool.window is None and any(not pool.is_on_device(child) for child in children_of(block))
 
     def begun(self, ticket: CopyTicket) -> None:
-        """A copy is under way."""
         assert ticket.source is not None
         self.open[ticket.source] = ticket
         self.running += 1
 
     def ended(self, ticket: CopyTicket, *, done: bool) -> None:
-        """A copy has ended, and lets go of its target next."""
+        """A copy has ended; the caller releases its target next."""
         self.running -= 1
         block = ticket.source
         if block is None:
@@ -170,4 +169,4 @@ class Backups:
             assert self.tier is not None
             self.tier.counters.backed_up += 1
             ticket.target.key = block.key
-            self.heirs[ticket.target] = block
+            self.successors[ticket.target] = block

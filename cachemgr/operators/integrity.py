@@ -194,7 +194,7 @@ class _Check:
         for block, ticket in backups.open.items():
             right = ticket.source is block and block.parent is not None and pool.is_on_device(block)
             self._report(right, block.index, "has a backup under way that it does not need")
-        for below in backups.heirs:
+        for below in backups.successors:
             left = below.parent is None and below.refs > 0 and pool.blocks[below.index] is below
             self._report(left, below.index, "is to be inherited and not in use")
 

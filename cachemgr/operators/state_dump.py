@@ -151,8 +151,8 @@ def _backups(backups: Backups) -> dict[str, Any]:
         "backups": [len(backups.indexes), _numbers(numbers)[1]],
         "backups_open": [[block.index, ticket.number] for block, ticket in backups.open.items()],
         "backups_running": backups.running,
-        "backups_wanted": _numbers(block.index for block in backups.wanting),
-        "heirs": [[below.index, heir.index] for below, heir in backups.heirs.items()],
+        "backups_wanted": _numbers(block.index for block in backups.queue),
+        "heirs": [[below.index, heir.index] for below, heir in backups.successors.items()],
     }
 
 

@@ -25,7 +25,7 @@ MOST_CARRIED_OVER = 8192
 
 def free_blocks(executor: Executor) -> int:
     """Blocks that may be taken, over all groups."""
-    return sum(pool.free for pool in executor.pools)
+    return sum(pool.device.free for pool in executor.pools)
 
 
 def release(sequence: Sequence, now: float) -> Freed:

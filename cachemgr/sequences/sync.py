@@ -88,8 +88,8 @@ class Sync:
         used = [self._executors[name] for name in self._scheduler.executors if name in self._executors]
         pools = [pool for executor in used for pool in executor.pools]
         if pools:
-            fullest = min(pools, key=lambda pool: pool.free)
-            self.answer.free_blocks, self.answer.total_blocks = fullest.free, fullest.device.total
+            fullest = min(pools, key=lambda pool: pool.device.free)
+            self.answer.free_blocks, self.answer.total_blocks = fullest.device.free, fullest.device.total
         return self.answer
 
     def _find(self, handle: int) -> Sequence | None:

@@ -196,7 +196,7 @@ class Ticket:
     def _lose(self, block: Block | None) -> None:
         if block is None:
             return
-        self.pool.backups.disown(block)
+        self.pool.backups.reject(block)
         if block.parent is not None:
             self.pool.discard_subtree(block, RemovalCause.COPY_FAILED)
 

@@ -20,7 +20,7 @@ def test_blocks_leave_by_priority_then_by_last_use(items):
         order.remove(block)
         left.append((block.priority, block.recency))
     assert left == sorted(items)
-    assert all(not bit for _, bit, _ in order.rings())
+    assert all(not bit for _, bit, _ in order.walk())
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["use", "take", 5, 35, 100])), max_size=200))
@@ -39,7 +39,7 @@ def test_blocks_keep_their_place_by_use_through_every_change_of_priority(operati
             order.insert(block)
         listed.update([block] if operation != "take" else [])
         expected = sorted(listed, key=lambda one: (one.priority, one.recency, one.index))
-        found = [one for _, _, ring in order.rings() for one in ring]
+        found = list(order.in_order())
         assert sorted(found, key=lambda one: (one.priority, one.recency, one.index)) == expected
         first = order.first()
         assert (first is None) == (not expected)
@@ -62,7 +62,7 @@ def test_a_block_that_has_changed_over_to_another_order_has_left_the_first(older
         if block.lru_prev is not None:
             here.remove(block)
             there.insert(block)
-    listed = [[block.recency for _, _, ring in order.rings() for block in ring] for order in (here, there)]
+    listed = [[block.recency for block in order.in_order()] for order in (here, there)]
     moved = sorted({older + 1, newer + 1})
     assert listed == [[0, *sorted({1, 2, 3, 4, 5, 6} - set(moved)), 100], [0, *moved, 100]]
 
