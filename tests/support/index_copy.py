@@ -71,3 +71,8 @@ class CopiedStore:
         self.copied.put_back_blocks = []
         await self.store.take_back(reading)
         return reading, self.copied.put_back_blocks
+
+
+def block(slot: int, depth: int = 0, group: int = 0, step: int = 3) -> BlockRecord:
+    salt = None if slot % 2 else "salt\x00ü"
+    return BlockRecord(group, slot, bytes([slot % 256] * 32), None, depth, bytes(12), salt, 0, step)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tests.support.cachemgr_client import NUM_BLOCKS
 from tests.unit.cachemgr_service.bad_requests import (
     ACCOUNTS,
     CACHED_TOKENS,
@@ -24,7 +25,6 @@ from tests.unit.cachemgr_service.bad_requests import (
     pages,
     unknown_pool,
 )
-from tests.unit.cachemgr_service.conftest import NUM_BLOCKS
 
 FILTERS_IN_POOL: list[Case] = [
     *at("filter", {}, FILTERS),

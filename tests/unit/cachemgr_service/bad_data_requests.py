@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tests.support.cachemgr_client import BLOCK_SIZE, EXECUTOR, NUM_BLOCKS, SCHEDULED, SCHEDULER
 from tests.unit.cachemgr_service.bad_requests import (
     BLOCK_BYTES,
     DURATIONS,
@@ -23,7 +24,6 @@ from tests.unit.cachemgr_service.bad_requests import (
     invalid,
     policy,
 )
-from tests.unit.cachemgr_service.conftest import BLOCK_SIZE, EXECUTOR, NUM_BLOCKS, SCHEDULED, SCHEDULER
 
 EPOCH = 7
 POOL = {

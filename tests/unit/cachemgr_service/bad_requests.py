@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from tests.unit.cachemgr_service.conftest import EXECUTOR
+from tests.support.cachemgr_client import EXECUTOR
 
 POOL_ID = f"{EXECUTOR}/0"
 BLOCK_BYTES = 512

@@ -9,12 +9,10 @@ from redis.asyncio import Redis
 
 from cachemgr.persistence.redis_client import open_redis
 from protos.kvcache.v1 import kvcache_pb2 as pb
-from tests.support.index_copy import Copied, CopiedStore
-from tests.unit.cachemgr_service.conftest import EXECUTOR, Client
-from tests.unit.cachemgr_service.managers import Managers, cached, sync_redis
-from tests.unit.cachemgr_service.servers import Server
-from tests.unit.cachemgr_service.test_redis_agrees import agreed
-from tests.unit.cachemgr_service.test_store import block
+from tests.support.cachemgr_client import EXECUTOR, Client
+from tests.support.index_copy import Copied, CopiedStore, block
+from tests.support.managers import Managers, agreed, cached, sync_redis
+from tests.support.redis_servers import Server
 
 HOUR = 3600.0
 NAMES = "kvkeep:{operators}:executors"

@@ -12,10 +12,10 @@ from cachemgr.process import CacheManagerProcess
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import RemoteError, from_rpc_error
+from tests.support.cachemgr_client import SCHEDULED, SCHEDULER, Client, settings_for
 from tests.unit.cachemgr_service.bad_admin_requests import ADMIN_METHODS
 from tests.unit.cachemgr_service.bad_data_requests import ADMISSION, DATA_METHODS, REGISTRATION, SYNC
 from tests.unit.cachemgr_service.bad_requests import CACHED_TOKENS, HOST_BLOCKS, STATUSES, Case, Known
-from tests.unit.cachemgr_service.conftest import SCHEDULED, SCHEDULER, Client, settings_for
 
 # A method of which nothing can be wrong, and why.
 NOTHING_WRONG = {

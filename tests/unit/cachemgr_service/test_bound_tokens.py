@@ -14,8 +14,8 @@ from protos.rpc.channel import open_channel
 from protos.rpc.errors import from_rpc_error
 from protos.rpc.identity import Role
 from protos.rpc.roles import roles_of
+from tests.support.cachemgr_client import EXECUTOR, SCHEDULED, SCHEDULER, Client, settings_for
 from tests.support.keyring import Keyring
-from tests.unit.cachemgr_service.conftest import EXECUTOR, SCHEDULED, SCHEDULER, Client, settings_for
 
 DATA = pb.DESCRIPTOR.services_by_name["CacheManagerService"]
 

@@ -9,7 +9,7 @@ import pytest
 
 from cachemgr.process import FAILED_STATE, CacheManagerProcess
 from protos.kvcache.v1 import kvcache_pb2 as pb
-from tests.unit.cachemgr_service.conftest import BLOCK_SIZE, EXECUTOR, NUM_BLOCKS, Client, settings_for
+from tests.support.cachemgr_client import BLOCK_SIZE, EXECUTOR, NUM_BLOCKS, Client, settings_for
 
 PROMPT = [987_654 + place for place in range(9)]
 

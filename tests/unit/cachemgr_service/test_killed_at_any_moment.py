@@ -13,11 +13,9 @@ import pytest
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
-from tests.unit.cachemgr_service.conftest import NUM_BLOCKS, Client, settings_for
-from tests.unit.cachemgr_service.managers import holds, leases, make_rule, pin, quotas, rules
-from tests.unit.cachemgr_service.servers import Server
-from tests.unit.cachemgr_service.test_process import environment, wait_until_serving
-from tests.unit.cachemgr_service.test_redis_agrees import agreed
+from tests.support.cachemgr_client import NUM_BLOCKS, Client, environment, settings_for, wait_until_serving
+from tests.support.managers import agreed, holds, leases, make_rule, pin, quotas, rules
+from tests.support.redis_servers import Server
 
 ROUNDS = int(os.environ.get("ROUNDS", "16"))
 # The clock in Redis is written this often, and the manager's own goes on in steps.

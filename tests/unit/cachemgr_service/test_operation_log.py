@@ -34,9 +34,8 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.channel import open_sync_channel
 from tests.stack import ROOT
+from tests.support.cachemgr_client import Client, environment, settings_for
 from tests.support.direct_calls import DirectCalls
-from tests.unit.cachemgr_service.conftest import Client, settings_for
-from tests.unit.cachemgr_service.test_process import environment
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

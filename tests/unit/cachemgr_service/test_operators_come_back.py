@@ -12,8 +12,8 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from cachemgr.oplog import replay
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
-from tests.unit.cachemgr_service.conftest import NUM_BLOCKS
-from tests.unit.cachemgr_service.managers import (
+from tests.support.cachemgr_client import NUM_BLOCKS
+from tests.support.managers import (
     Managers,
     cached,
     holds,
@@ -29,7 +29,7 @@ from tests.unit.cachemgr_service.managers import (
     sync_redis,
     written,
 )
-from tests.unit.cachemgr_service.servers import Server
+from tests.support.redis_servers import Server
 
 EVERYTHING = pb.RetentionRule(
     name="tenants.of-note_1",

@@ -7,13 +7,12 @@ import pytest
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
-from tests.support.shared_redis import empty_redis
-from tests.unit.cachemgr_service.managers import Managers, cached, pin
+from tests.support.managers import Managers, cached, pin
 
 
 @pytest.fixture
 def managers(tmp_path: Path) -> Managers:
-    return Managers(tmp_path, empty_redis())
+    return Managers(tmp_path, "")
 
 
 Read = Callable[[str], Awaitable[tuple[list[str], str]]]

@@ -1,7 +1,6 @@
 """The cache manager as a process: quick to start, light, and orderly at its end."""
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -11,37 +10,15 @@ from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from cachemgr.persistence.redis_client import open_redis
 from protos.kvcache.v1 import kvcache_pb2 as pb
-from protos.rpc.channel import open_sync_channel
 from protos.rpc.errors import from_rpc_error
+from tests.support.cachemgr_client import EXECUTOR, NUM_BLOCKS, Client, environment, settings_for, wait_until_serving
 from tests.support.local_redis import LocalRedis
-from tests.unit.cachemgr_service.conftest import EXECUTOR, NUM_BLOCKS, Client, settings_for
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
-
-
-def environment(folder: Path, **values: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")}
-    return {
-        **kept,
-        "KVKEEP_CACHEMGR_ADDRESS": f"unix:{folder}/data",
-        "KVKEEP_CACHEMGR_ADMIN_ADDRESS": f"unix:{folder}/admin",
-        "KVKEEP_CACHEMGR_METRICS_ADDRESS": "",
-        "KVKEEP_STATE_DIR": str(folder),
-        **values,
-    }
-
-
-def wait_until_serving(address: str, service: str) -> None:
-    with open_sync_channel(address) as channel:
-        grpc.channel_ready_future(channel).result(20)
-        stub = health_pb2_grpc.HealthStub(channel)
-        for answer in stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=20):
-            if answer.status == SERVING:
-                return
 
 
 def test_who_cannot_listen_everywhere_ends_with_the_setting(tmp_path: Path) -> None:
@@ -115,16 +92,16 @@ async def running(folder: Path, **values: str) -> AsyncIterator[asyncio.subproce
         await process.wait()
 
 
-async def test_after_a_kill_the_next_process_has_the_index_back(tmp_path: Path, redis_server: LocalRedis) -> None:
+async def test_after_a_kill_the_next_process_has_the_index_back(tmp_path: Path, server: LocalRedis) -> None:
     client = Client(settings_for(tmp_path))
-    async with running(tmp_path, KVKEEP_REDIS_URL=redis_server.url):
+    async with running(tmp_path, KVKEEP_REDIS_URL=server.url):
         await client.register()
         admitted = await client.admit("a", 9)
         await client.compute(admitted, 8, step=5)
-        async with open_redis(redis_server.url) as redis_client, asyncio.timeout(10):
+        async with open_redis(server.url) as redis_client, asyncio.timeout(10):
             while await redis_client.hlen(f"kvkeep:{{{EXECUTOR}}}:blocks") < 2:
                 await asyncio.sleep(0.01)
-    async with running(tmp_path, KVKEEP_REDIS_URL=redis_server.url):
+    async with running(tmp_path, KVKEEP_REDIS_URL=server.url):
         steps = [5 if slot in admitted.block_tables[0].slots else 0 for slot in range(1, NUM_BLOCKS + 1)]
         assert (await client.register(last_write_steps=tuple(steps))).restored_blocks == 2
         assert (await client.admit("b", 9)).cached_tokens == 8
@@ -132,10 +109,7 @@ async def test_after_a_kill_the_next_process_has_the_index_back(tmp_path: Path, 
     await client.close()
 
 
-async def test_a_redis_that_starts_seconds_after_the_process_costs_no_block(
-    tmp_path: Path, redis_server: LocalRedis
-) -> None:
-    server = redis_server
+async def test_a_redis_that_starts_seconds_after_the_process_costs_no_block(tmp_path: Path, server: LocalRedis) -> None:
     client, blocks = Client(settings_for(tmp_path)), 20
     async with running(tmp_path, KVKEEP_REDIS_URL=server.url):
         await client.register()
@@ -161,13 +135,11 @@ async def test_a_redis_that_starts_seconds_after_the_process_costs_no_block(
 
 
 async def test_on_sigterm_it_ends_its_watches_writes_what_is_pending_and_goes(
-    tmp_path: Path, redis_server: LocalRedis
+    tmp_path: Path, server: LocalRedis
 ) -> None:
     client = Client(settings_for(tmp_path))
     # So long that nothing would be written before the end.
-    async with running(
-        tmp_path, KVKEEP_REDIS_URL=redis_server.url, KVKEEP_CACHEMGR_REDIS_FLUSH_SECONDS="60"
-    ) as process:
+    async with running(tmp_path, KVKEEP_REDIS_URL=server.url, KVKEEP_CACHEMGR_REDIS_FLUSH_SECONDS="60") as process:
         await client.register()
         watch = client.events.WatchEvents(pb.WatchEventsRequest(), timeout=30)
         admitted = await client.admit("a", 9)
@@ -179,7 +151,7 @@ async def test_on_sigterm_it_ends_its_watches_writes_what_is_pending_and_goes(
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
         async with asyncio.timeout(10):
             assert await process.wait() == 0
-    async with running(tmp_path, KVKEEP_REDIS_URL=redis_server.url):
+    async with running(tmp_path, KVKEEP_REDIS_URL=server.url):
         steps = [5 if slot in admitted.block_tables[0].slots else 0 for slot in range(1, NUM_BLOCKS + 1)]
         assert (await client.register(last_write_steps=tuple(steps))).restored_blocks == 2
     await client.close()

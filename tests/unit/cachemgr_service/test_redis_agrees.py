@@ -9,10 +9,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
-from tests.unit.cachemgr_service import servers
-from tests.unit.cachemgr_service.conftest import EXECUTOR, Client
-from tests.unit.cachemgr_service.managers import POOL, Managers, cached, make_rule, pin, sync_redis
-from tests.unit.cachemgr_service.servers import Server
+from tests.support import redis_servers
+from tests.support.cachemgr_client import EXECUTOR, Client
+from tests.support.managers import POOL, Managers, agreed, cached, compared, make_rule, pin, sync_redis
+from tests.support.redis_servers import Server
 
 BLOCKS = f"kvkeep:{{{EXECUTOR}}}:blocks"
 PINS = f"kvkeep:{{{EXECUTOR}}}:pins"
@@ -20,26 +20,12 @@ RULES, QUOTAS = "kvkeep:{operators}:rules", "kvkeep:{operators}:quotas"
 
 
 @pytest.fixture
-def managers(tmp_path: Path, server: Server) -> Managers:
-    return Managers(tmp_path, server.url)
+def managers(tmp_path: Path, any_server: Server) -> Managers:
+    return Managers(tmp_path, any_server.url)
 
 
-one_server = pytest.mark.parametrize("server", servers.FAMILIES, indirect=True)
-cluster_only = pytest.mark.parametrize("server", servers.CLUSTERS, indirect=True)
-
-
-async def compared(client: Client, pool_id: str = "") -> list[str] | None:
-    """What the manager and Redis disagree about; None when they could not be compared."""
-    answer = await client.admin.CheckPool(pb.CheckPoolRequest(pool_id=pool_id, compare_with_store=True), timeout=30)
-    return [f"{one.pool_id} {one.slot}: {one.message}" for one in answer.violations] if answer.store_compared else None
-
-
-async def agreed(client: Client) -> None:
-    """Waits until both can be compared; then they agree."""
-    async with asyncio.timeout(30):
-        while (found := await compared(client)) is None:
-            await asyncio.sleep(0.05)
-    assert found == []
+one_server = pytest.mark.parametrize("any_server", redis_servers.FAMILIES, indirect=True)
+cluster_only = pytest.mark.parametrize("any_server", redis_servers.CLUSTERS, indirect=True)
 
 
 async def redis_health(client: Client) -> int:
@@ -147,11 +133,11 @@ async def test_every_difference_is_found(managers: Managers) -> None:
         assert (list(answer.violations), answer.store_compared) == ([], False)
 
 
-async def test_redis_away_is_told_and_changes_wait_for_it(managers: Managers, server: Server) -> None:
+async def test_redis_away_is_told_and_changes_wait_for_it(managers: Managers, any_server: Server) -> None:
     async with managers.run() as client:
         await furnish(client)
         assert await redis_health(client) == health_pb2.HealthCheckResponse.SERVING
-        server.stop()
+        any_server.stop()
         await becomes(client, health_pb2.HealthCheckResponse.NOT_SERVING)
         stub = health_pb2_grpc.HealthStub(client.admin_channel)
         assert (await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
@@ -160,7 +146,7 @@ async def test_redis_away_is_told_and_changes_wait_for_it(managers: Managers, se
         await make_rule(client, "s")
         forgotten = await client.admin.ForgetBlocks(pb.ForgetBlocksRequest(prefix=pb.PrefixSelector(token_ids=[9] * 4)))
         assert not forgotten.store_updated
-        server.start()
+        any_server.start()
         await becomes(client, health_pb2.HealthCheckResponse.SERVING)
         await agreed(client)
 
@@ -176,11 +162,11 @@ async def test_redis_away_is_told_and_changes_wait_for_it(managers: Managers, se
     ids=["full", "a read-only replica", "no permission"],
 )
 async def test_a_redis_that_takes_no_writes_loses_nothing(
-    managers: Managers, server: Server, trouble: tuple[str, ...], relief: tuple[str, ...], capsys
+    managers: Managers, any_server: Server, trouble: tuple[str, ...], relief: tuple[str, ...], capsys
 ) -> None:
     async with managers.run() as client:
         await furnish(client)
-        with sync_redis(server.url) as direct:
+        with sync_redis(any_server.url) as direct:
             direct.execute_command(*trouble)
             await becomes(client, health_pb2.HealthCheckResponse.NOT_SERVING)
             await make_rule(client, "s")
@@ -194,10 +180,10 @@ async def test_a_redis_that_takes_no_writes_loses_nothing(
 
 
 @one_server
-async def test_a_slow_redis_keeps_nobody_waiting_for_long(managers: Managers, server: Server) -> None:
+async def test_a_slow_redis_keeps_nobody_waiting_for_long(managers: Managers, any_server: Server) -> None:
     async with managers.run() as client:
         await furnish(client)
-        with sync_redis(server.url) as direct:
+        with sync_redis(any_server.url) as direct:
             direct.execute_command("CLIENT", "PAUSE", "6000", "ALL")
         begin = time.monotonic()
         await client.compute(await client.admit("b", [9] * 9), 8)
@@ -212,11 +198,11 @@ async def test_a_slow_redis_keeps_nobody_waiting_for_long(managers: Managers, se
 
 @one_server
 async def test_a_registration_waits_for_a_slow_redis_less_than_its_executor_does(
-    managers: Managers, server: Server
+    managers: Managers, any_server: Server
 ) -> None:
     async with managers.run() as client:
         await client.register()
-    with sync_redis(server.url) as direct:
+    with sync_redis(any_server.url) as direct:
         direct.execute_command("CLIENT", "PAUSE", "8000", "ALL")
     begin = time.monotonic()
     async with managers.run() as client:
@@ -228,8 +214,10 @@ async def test_a_registration_waits_for_a_slow_redis_less_than_its_executor_does
 
 
 @cluster_only
-async def test_a_url_without_cluster_that_leads_to_one_is_explained(managers: Managers, server: Server, capsys) -> None:
-    managers.url = f"redis://{server.url.partition('//')[2].partition(',')[0]}"
+async def test_a_url_without_cluster_that_leads_to_one_is_explained(
+    managers: Managers, any_server: Server, capsys
+) -> None:
+    managers.url = f"redis://{any_server.url.partition('//')[2].partition(',')[0]}"
     async with managers.run() as client:
         for name in "abcdef":
             await make_rule(client, name)
@@ -240,12 +228,12 @@ async def test_a_url_without_cluster_that_leads_to_one_is_explained(managers: Ma
 
 
 @cluster_only
-async def test_keys_that_move_to_another_node_are_followed(managers: Managers, server: Server) -> None:
+async def test_keys_that_move_to_another_node_are_followed(managers: Managers, any_server: Server) -> None:
     async with managers.run() as client:
         await furnish(client)
         await agreed(client)
         for key in (BLOCKS, "kvkeep:{operators}:rules"):
-            await asyncio.to_thread(server.move, key)
+            await asyncio.to_thread(any_server.move, key)
         await make_rule(client, "s")
         await client.compute(await client.admit("b", [9] * 9), 8)
         await agreed(client)
@@ -253,12 +241,12 @@ async def test_keys_that_move_to_another_node_are_followed(managers: Managers, s
 
 @one_server
 async def test_few_permissions_are_enough_and_the_password_stays_secret(
-    managers: Managers, server: Server, capsys
+    managers: Managers, any_server: Server, capsys
 ) -> None:
     commands = ["+get", "+set", "+del", "+hset", "+hdel", "+hscan", "+xadd"]
-    with sync_redis(server.url) as direct:
+    with sync_redis(any_server.url) as direct:
         direct.acl_setuser("kvkeep", enabled=True, passwords=["+s3cret"], keys=["kvkeep:*"], commands=commands)
-    path = urlsplit(server.url).path
+    path = urlsplit(any_server.url).path
     managers.url = f"unix://kvkeep:s3cret@{path}"
     async with managers.run() as client:
         await furnish(client)

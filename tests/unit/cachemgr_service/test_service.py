@@ -8,21 +8,7 @@ from cachemgr.rpc import convert
 from cachemgr.types import TierKind
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
-from protos.rpc.errors import from_rpc_error
-from tests.unit.cachemgr_service.conftest import EXECUTOR, NUM_BLOCKS, SCHEDULED, SCHEDULER, Client
-
-
-async def test_an_admission_gets_its_blocks_and_says_so_again_when_repeated(client: Client) -> None:
-    await client.register()
-    first = await client.admit("a", 10)
-    assert first.admitted
-    assert first.cached_tokens == 0
-    assert first.capacity_tokens >= 10
-    (table,) = first.block_tables
-    assert len(set(table.slots)) == len(table.slots) >= 3
-    assert all(1 <= slot <= NUM_BLOCKS for slot in table.slots)
-    assert await client.admit("a", 10) == first
-    await client.check()
+from tests.support.cachemgr_client import EXECUTOR, NUM_BLOCKS, SCHEDULED, Client
 
 
 async def test_a_full_salt_of_a_tenant_lets_its_other_salts_pass(client: Client) -> None:
@@ -68,17 +54,6 @@ async def test_several_admissions_end_with_the_first_that_must_wait(client: Clie
     await client.check()
 
 
-async def test_computed_blocks_are_found_by_the_next_sequence(client: Client) -> None:
-    await client.register()
-    await client.compute(await client.admit("a", 10), 10)
-    second = await client.admit("b", 10)
-    assert second.cached_tokens >= 8
-    pool = await client.pool()
-    assert pool.hit_tokens == second.cached_tokens
-    assert pool.used_blocks + pool.free_blocks == pool.total_blocks == NUM_BLOCKS
-    await client.check()
-
-
 async def test_a_fork_says_what_it_need_not_compute_and_may_be_shorter_than_its_first_sequence(client: Client) -> None:
     await client.register()
     first = await client.admit("a", 10)
@@ -102,14 +77,6 @@ async def test_a_fork_says_what_it_need_not_compute_and_may_be_shorter_than_its_
 )
 def test_the_lowest_tier_of_an_admission_is_the_one_that_it_says(said: pb.Tier, meant: TierKind) -> None:
     assert convert.admit_request(pb.AdmitSequenceRequest(lowest_tier=said)).lowest_tier is meant
-
-
-async def test_salts_keep_sequences_apart(client: Client) -> None:
-    await client.register()
-    await client.compute(await client.admit("a", 10, salt="x"), 10)
-    assert (await client.admit("b", 10)).cached_tokens == 0
-    assert (await client.admit("c", 10, salt="y")).cached_tokens == 0
-    assert (await client.admit("d", 10, salt="x")).cached_tokens >= 8
 
 
 async def test_a_released_sequence_is_unknown_to_the_next_sync(client: Client) -> None:
@@ -209,138 +176,3 @@ async def read_events(watch: grpc.aio.UnaryStreamCall, at_least: int) -> list[pb
     while len(found) < at_least:
         found += (await watch.read()).events
     return found
-
-
-async def refusal(call: grpc.aio.UnaryUnaryCall) -> tuple[grpc.StatusCode, list[str]]:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    error = from_rpc_error(caught.value)
-    assert error.reason
-    return error.code, sorted(error.fields)
-
-
-INVALID = grpc.StatusCode.INVALID_ARGUMENT
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"sequence_id": ""}, "sequence_id"),
-        ({"sequence_id": "x" * 257}, "sequence_id"),
-        ({"token_ids": []}, "token_ids"),
-        ({"token_ids": list(range(4 * NUM_BLOCKS + 1))}, "token_ids"),
-        ({"salt": ""}, "salt"),
-        ({"retention": pb.RetentionConfig(decode_retention_priority=101)}, "retention.decode_retention_priority"),
-        (
-            {"retention": pb.RetentionConfig(ranges=[common.RetentionRange(start=0, end=4, retention_priority=101)])},
-            "retention.ranges[0].retention_priority",
-        ),
-        (
-            {"retention": pb.RetentionConfig(ranges=[common.RetentionRange(start=4, end=4, retention_priority=1)])},
-            "retention.ranges[0].end",
-        ),
-        (
-            {
-                "retention": pb.RetentionConfig(
-                    ranges=[common.RetentionRange(retention_priority=1, retention_duration=Duration(seconds=-1))]
-                )
-            },
-            "retention.ranges[0].retention_duration",
-        ),
-        (
-            {"retention": pb.RetentionConfig(decode_retention_duration=Duration(seconds=1 << 62))},
-            "retention.decode_retention_duration",
-        ),
-        ({"session_id": ""}, "session_id"),
-        ({"request_id": ""}, "request_id"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-async def test_a_bad_admission_names_its_field_and_changes_nothing(
-    client: Client, changes: dict[str, object], field: str
-) -> None:
-    await client.register()
-    before = await client.pool()
-    request = client.admission("a", 6)
-    for name, value in changes.items():
-        request.ClearField(name)  # type: ignore[arg-type]
-        request.MergeFrom(pb.AdmitSequenceRequest(**{name: value}))  # type: ignore[arg-type]
-    assert await refusal(client.manager.AdmitSequence(request, timeout=5)) == (INVALID, [field])
-    assert await client.pool() == before
-    await client.check()
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        (lambda request: request.ClearField("executor_id"), "executor_id"),
-        (lambda request: setattr(request, "block_size", 3), "block_size"),
-        (lambda request: setattr(request, "block_size", 1), "block_size"),
-        (lambda request: request.ClearField("model_fingerprint"), "model_fingerprint"),
-        (lambda request: request.ClearField("pools"), "pools"),
-        (lambda request: setattr(request.pools[0], "num_blocks", 0), "pools[0].num_blocks"),
-        (lambda request: setattr(request.pools[0], "group", 1), "pools[0].group"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-async def test_a_bad_registration_names_its_field(client: Client, change, field: str) -> None:
-    request = client.registration()
-    change(request)
-    assert await refusal(client.manager.RegisterExecutor(request, timeout=5)) == (INVALID, [field])
-    assert not (await client.admin.ListPools(pb.ListPoolsRequest(), timeout=5)).pools
-
-
-async def test_operators_mistakes_are_named(client: Client) -> None:
-    await client.register()
-    admin = client.admin
-    assert await refusal(admin.ListPools(pb.ListPoolsRequest(page_size=-1), timeout=5)) == (INVALID, ["page_size"])
-    assert await refusal(admin.ListSequences(pb.ListSequencesRequest(page_token="x"), timeout=5)) == (
-        INVALID,
-        ["page_token"],
-    )
-    assert await refusal(admin.ListBlocks(pb.ListBlocksRequest(), timeout=5)) == (INVALID, ["pool_id"])
-    for call in (
-        admin.GetPool(pb.GetPoolRequest(pool_id="no/0"), timeout=5),
-        admin.CheckPool(pb.CheckPoolRequest(pool_id="no/0"), timeout=5),
-        admin.ListBlocks(pb.ListBlocksRequest(pool_id="no/0"), timeout=5),
-    ):
-        assert (await refusal(call))[0] is grpc.StatusCode.NOT_FOUND
-
-
-async def test_strangers_and_old_epochs_are_refused(client: Client) -> None:
-    manager, failed, unknown = client.manager, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.NOT_FOUND
-    admission = client.admission("a", 4)
-    assert await refusal(manager.AdmitSequence(admission, timeout=5)) == (failed, ["scheduler_id"])
-    await client.register()
-    renewal = pb.RenewExecutorRequest(executor_id=EXECUTOR, executor_epoch=6, manager_epoch=client.manager_epoch)
-    assert await refusal(manager.RenewExecutor(renewal, timeout=5)) == (failed, ["executor_epoch"])
-    renewal.manager_epoch = 1
-    assert await refusal(manager.RenewExecutor(renewal, timeout=5)) == (failed, ["manager_epoch"])
-    confirmation = pb.ConfirmTransfersRequest(executor_id=EXECUTOR, executor_epoch=6)
-    assert await refusal(manager.ConfirmTransfers(confirmation, timeout=5)) == (failed, ["executor_epoch"])
-    confirmation.executor_id = "stranger"
-    assert await refusal(manager.ConfirmTransfers(confirmation, timeout=5)) == (unknown, ["executor_id"])
-    other = client.admission("a", 4)
-    other.scheduler_epoch = 0
-    assert await refusal(manager.AdmitSequence(other, timeout=5)) == (failed, ["scheduler_epoch"])
-    stale = pb.SyncSequencesRequest(scheduler_id=SCHEDULER, scheduler_epoch=1, manager_epoch=1, sync_number=1)
-    assert await refusal(manager.SyncSequences(stale, timeout=5)) == (failed, ["manager_epoch"])
-    skipped = pb.SyncSequencesRequest(
-        scheduler_id=SCHEDULER, scheduler_epoch=1, manager_epoch=client.manager_epoch, sync_number=7
-    )
-    assert await refusal(manager.SyncSequences(skipped, timeout=5)) == (failed, ["sync_number"])
-    await client.admit("a", 4)
-    repeated = await refusal(manager.AdmitSequence(client.admission("a", 5), timeout=5))
-    assert repeated == (grpc.StatusCode.ALREADY_EXISTS, ["sequence_id"])
-    extend = pb.ExtendSequenceRequest(sequence_id="unknown", capacity_tokens=9, **SCHEDULED)
-    assert await refusal(manager.ExtendSequence(extend, timeout=5)) == (unknown, ["sequence_id"])
-
-
-async def test_columns_of_different_length_are_refused(client: Client) -> None:
-    await client.register()
-    request = pb.SyncSequencesRequest(
-        scheduler_id=SCHEDULER, scheduler_epoch=1, manager_epoch=client.manager_epoch, sync_number=1, handles=[1]
-    )
-    code, fields = await refusal(client.manager.SyncSequences(request, timeout=5))
-    assert code is INVALID
-    assert fields[0] == "computed_tokens"

@@ -10,21 +10,16 @@ from redis.asyncio import Redis
 from cachemgr.blocks.block_record import BackupRecord, BlockRecord
 from cachemgr.persistence.redis_client import open_redis
 from cachemgr.types import TierKind
-from tests.support.index_copy import Copied, CopiedStore
-from tests.unit.cachemgr_service.servers import Server
+from tests.support.index_copy import Copied, CopiedStore, block
+from tests.support.redis_servers import Server
 
 EXECUTOR = "gpu/0 {x}"
 KEYS = "kvkeep:{gpu%2F0%20%7Bx%7D}:"
 
 
-def block(slot: int, depth: int = 0, group: int = 0, step: int = 3) -> BlockRecord:
-    salt = None if slot % 2 else "salt\x00ü"
-    return BlockRecord(group, slot, bytes([slot % 256] * 32), None, depth, bytes(12), salt, 0, step)
-
-
 @pytest.fixture
-async def redis(server: Server) -> AsyncIterator[Redis]:
-    client = open_redis(server.url)
+async def redis(any_server: Server) -> AsyncIterator[Redis]:
+    client = open_redis(any_server.url)
     yield client
     await client.aclose()
 
@@ -98,43 +93,43 @@ async def test_blocks_of_an_unknown_version_are_left_out(life: CopiedStore, redi
     assert await loaded(life) == [block(1)]
 
 
-async def test_changes_made_while_redis_is_away_arrive_when_it_is_back(life: CopiedStore, server: Server) -> None:
+async def test_changes_made_while_redis_is_away_arrive_when_it_is_back(life: CopiedStore, any_server: Server) -> None:
     life.note(EXECUTOR, block(1))
     assert await life.store.flush()
-    server.stop()
+    any_server.stop()
     life.note(EXECUTOR, block(2))
     life.queue.removed(EXECUTOR, *block(1).place)
     assert not await life.store.flush()
     assert not life.store.up
     assert life.store.pending == 2
-    server.start()
+    any_server.start()
     assert await life.store.flush()
     assert life.store.up
     assert await loaded(life) == [block(2)]
 
 
-async def test_too_many_changes_become_a_copy_of_everything(life: CopiedStore, server: Server) -> None:
+async def test_too_many_changes_become_a_copy_of_everything(life: CopiedStore, any_server: Server) -> None:
     life.note(EXECUTOR, block(999))
     assert await life.store.flush()
-    server.stop()
+    any_server.stop()
     for slot in range(1, 701):
         life.copied.index[block(slot).place] = block(slot)
         life.note(EXECUTOR, block(slot))
         assert life.store.pending <= 50
         if slot % 100 == 0:
             assert not await life.store.flush()
-    server.start()
+    any_server.start()
     assert await life.store.flush()
     assert {one.slot for one in await loaded(life)} == set(range(1, 701))
 
 
 async def test_a_registration_while_redis_is_away_deletes_nothing_that_is_not_read(
-    life: CopiedStore, redis: Redis, server: Server
+    life: CopiedStore, redis: Redis, any_server: Server
 ) -> None:
     life.note(EXECUTOR, block(1))
     life.note(EXECUTOR, block(2))
     await life.store.flush()
-    server.stop()
+    any_server.stop()
     restarted = CopiedStore(redis)
     reading = await restarted.store.recall(EXECUTOR, 0.1)
     assert not reading.is_complete.is_set()
@@ -143,7 +138,7 @@ async def test_a_registration_while_redis_is_away_deletes_nothing_that_is_not_re
     for slot in range(2, 100):
         restarted.copied.index[block(slot).place] = block(slot, step=9)
         restarted.note(EXECUTOR, block(slot, step=9))
-    server.start()
+    any_server.start()
     await reading.is_complete.wait()
     for _ in range(3):
         assert await restarted.store.flush()

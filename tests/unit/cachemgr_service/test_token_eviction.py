@@ -12,8 +12,8 @@ from cachemgr.rpc.mutations import ManagerClock
 from cachemgr.types import ManagerConfig
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
+from tests.support.cachemgr_client import BLOCK_SIZE, EXECUTOR, SCHEDULER, Client
 from tests.support.direct_calls import DirectCalls
-from tests.unit.cachemgr_service.conftest import BLOCK_SIZE, EXECUTOR, SCHEDULER, Client
 
 WINDOW = common.EvictionPolicy(kind="EVICTION_KIND_SLIDING_WINDOW", start_tokens=1, recent_tokens=5)
 COMPACTED = common.EvictionPolicy(

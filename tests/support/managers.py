@@ -1,5 +1,6 @@
 """Cache managers one after the other, and what operators ask of them."""
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from cachemgr.process import CacheManagerProcess
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.settings import cluster_nodes
-from tests.unit.cachemgr_service.conftest import EXECUTOR, NUM_BLOCKS, Client, settings_for
+from tests.support.cachemgr_client import EXECUTOR, NUM_BLOCKS, Client, settings_for
 
 POOL = f"{EXECUTOR}/0"
 
@@ -115,3 +116,17 @@ async def state_of(client: Client, kind: str) -> list[str]:
     """Lines of the state of a kind."""
     dumped = [message async for message in client.admin.DumpState(pb.DumpStateRequest())]
     return [line for message in dumped for line in message.lines if f'"kind":"{kind}"' in line]
+
+
+async def compared(client: Client, pool_id: str = "") -> list[str] | None:
+    """What the manager and Redis disagree about; None when they could not be compared."""
+    answer = await client.admin.CheckPool(pb.CheckPoolRequest(pool_id=pool_id, compare_with_store=True), timeout=30)
+    return [f"{one.pool_id} {one.slot}: {one.message}" for one in answer.violations] if answer.store_compared else None
+
+
+async def agreed(client: Client) -> None:
+    """Waits until both can be compared; then they agree."""
+    async with asyncio.timeout(30):
+        while (found := await compared(client)) is None:
+            await asyncio.sleep(0.05)
+    assert found == []
