@@ -11,7 +11,7 @@ from kvctl import drain, follow, ghosts, limits, look, pool, quota, rules, steer
 from kvctl.console import command as console
 from kvctl.status import EXIT_STATUSES, CommandError, Status
 
-# Whatever is wrong with a command line; typer names only some of it.
+# The base of all usage errors, which typer does not export.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 

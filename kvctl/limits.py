@@ -124,7 +124,7 @@ def _caller(own: Security, token_file: Path | None) -> Security:
 
 
 def _cached_blocks(session: Session) -> int:
-    """What a load may evict, over all tiers. Raises CommandError where there is nothing to load."""
+    """Blocks that a load may evict, over all tiers. Raises CommandError without a pool."""
     admin = session.admin
     pools = admin.all_pages(admin.stub.ListPools, kvcache_pb2.ListPoolsRequest(), "pools").pools
     if not pools:

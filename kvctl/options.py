@@ -94,7 +94,7 @@ def block_filter(
     *,
     prompt: list[int] | None = None,
 ) -> pb.BlockFilter:
-    """What the options select; of a prompt, its blocks. Raises typer.BadParameter."""
+    """The blocks that the options select; of a prompt, its blocks. Raises typer.BadParameter."""
     return pb.BlockFilter(
         pool_id=pool,
         salt=salt,

@@ -55,7 +55,7 @@ def read(session: Session, metrics: Mapping[str, str]) -> Reading:
     """Asks all services. Raises CommandError when the cache manager does not answer; without others less is shown."""
     admin, trouble = session.admin, list[str]()
     pools = list(admin.all_pages(admin.stub.ListPools, pb.ListPoolsRequest(), "pools").pools)
-    # What is known of a single tenant is known since the start only.
+    # Counts of a single tenant are known since the start only.
     window = Duration(seconds=WINDOW_SECONDS) if sees_all(pools) else None
     stats = {
         pool.pool_id: admin.call(admin.stub.GetStats, pb.GetStatsRequest(pool_id=pool.pool_id, window=window))
@@ -82,7 +82,7 @@ def read(session: Session, metrics: Mapping[str, str]) -> Reading:
 
 
 def rates(before: Reading, now: Reading) -> dict[str, float | None]:
-    """What happened per second between two readings, and how long it took; None where nothing did, or is known."""
+    """Rates between two readings, and mean times; None where nothing happened, or is known."""
     elapsed = now.at - before.at
 
     def grown(name: str) -> float | None:

@@ -1,4 +1,4 @@
-"""What `kvctl top` draws."""
+"""The screen of `kvctl top`."""
 
 from __future__ import annotations
 

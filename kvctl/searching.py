@@ -99,7 +99,7 @@ def best(rounds: Sequence[Round]) -> int:
 
 @dataclass(frozen=True)
 class Load:
-    """What every request of a round has in common. Lengths in tokens, time in seconds."""
+    """The load of a round, the same for each request. Lengths in tokens, time in seconds."""
 
     prompt_tokens: int
     round_seconds: float

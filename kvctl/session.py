@@ -1,4 +1,4 @@
-"""What all verbs share: services, timeouts, and how answers are shown."""
+"""The common part of all verbs: services, timeouts, and how answers are shown."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Remote(Generic[S]):
             raise command_error(from_rpc_error(error), self.address) from None
 
     def messages(self, method: Callable[..., Any], request: Any, seconds: float | None, *, ends: bool) -> Iterator[Any]:
-        """What a stream brings within so many seconds. Raises CommandError. ends: that time over is no error."""
+        """Messages of a stream within so many seconds. Raises CommandError. ends: the end of the time is no error."""
         call, begun = method(request, timeout=seconds), False
         try:
             for message in call:
@@ -208,6 +208,6 @@ def confirm(question: str, *, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise typer.BadParameter("is needed where nobody can be asked", param_hint="--yes")
+        raise typer.BadParameter("is needed without a terminal", param_hint="--yes")
     if not typer.confirm(question, err=True):
         raise CommandError("not confirmed: nothing was changed", Status.REFUSED)

@@ -47,7 +47,7 @@ class CommandError(Exception):
 
 
 def command_error(error: RemoteError, place: str) -> CommandError:
-    """What a failed call means for people. place: the address that was called, or several in words."""
+    """The error of a failed call, for people. place: the address that was called, or several in words."""
     status = _STATUSES.get(error.code, Status.REFUSED)
     if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
         return CommandError(f"no answer at {place}: is the stack running?", status)

@@ -59,7 +59,7 @@ def top(
 
 
 def _again(session: Session, metrics: Mapping[str, str], before: Reading) -> Reading:
-    """A reading that shows what was seen last when nobody answers."""
+    """The next reading; the last one when no service answers."""
     try:
         return read(session, metrics)
     except CommandError as error:

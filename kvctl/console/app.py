@@ -109,7 +109,7 @@ def _metadata(request: Request) -> tuple[tuple[str, str], ...]:
     """The viewer's token and address, for the cache manager to check and to write down."""
     authorization = request.headers.get("authorization", "")
     forwarded = ((FORWARDED_KEY, peer_of(request)),)
-    # What gRPC would not send is no token.
+    # gRPC would not send other characters.
     if authorization.isascii() and authorization.isprintable() and authorization:
         return ((AUTHORIZATION_KEY, authorization), *forwarded)
     return forwarded

@@ -9,6 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 from kvctl.output import plain
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
+from protos.rpc.durations import seconds
 from protos.rpc.errors import InvalidField, from_rpc_error
 
 Json = dict[str, Any]
@@ -59,13 +60,13 @@ class Cache:
                 item.references,
                 item.retention_priority,
                 item.hits,
-                round(_seconds(item.last_use_age), 1),
+                round(seconds(item.last_use_age), 1),
                 owners.setdefault(_owner(item), len(owners)),
             )
             for item in page.blocks
         ]
-        told = [{"tenant": tenant, "salt": salt} for tenant, salt in owners]
-        return {"rows": rows, "owners": told, "next": page.next_page_token}
+        names = [{"tenant": tenant, "salt": salt} for tenant, salt in owners]
+        return {"rows": rows, "owners": names, "next": page.next_page_token}
 
     async def leases(self, query: Query, options: Options) -> Json:
         """A page of leases; those that differ in their block only are one, with the tier and slot of each block."""
@@ -74,7 +75,7 @@ class Cache:
         groups: dict[tuple[object, ...], Json] = {}
         for item in page.leases:
             lease = item.lease
-            left = round(_seconds(lease.remaining_duration)) if lease.HasField("remaining_duration") else None
+            left = round(seconds(lease.remaining_duration)) if lease.HasField("remaining_duration") else None
             group = {
                 "holder": lease.holder,
                 "priority": lease.retention_priority,
@@ -140,10 +141,6 @@ def _plain(message: Any) -> Json:
 
 def _pool(query: Query) -> str:
     return query.get("pool", "")
-
-
-def _seconds(duration: Duration) -> float:
-    return duration.seconds + duration.nanos / 1e9
 
 
 def _owner(block: pb.Block) -> tuple[str | None, str | None]:

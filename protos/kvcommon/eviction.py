@@ -1,4 +1,4 @@
-"""What a policy of token eviction makes of lengths: the one place for all who admit, plan and evict by it.
+"""Lengths of sequences under a policy of token eviction, for admission, planning and eviction alike.
 
 A sequence has three lengths that are never mixed: computed tokens, those of them that were evicted, and those that are
 kept, which is how many slots it uses.
@@ -80,7 +80,7 @@ class KvCrush:
 
 @dataclass(frozen=True)
 class Layout:
-    """What an executor's model can carry. windows: one per layer group, None for full attention."""
+    """The policies that an executor's model supports. windows: one per layer group, None for full attention."""
 
     block_size: int
     windows: Sequence[int | None]
@@ -178,7 +178,7 @@ class Policy:
     def reusable(self, known: int, prompt: int) -> int:
         """Of the known tokens, how many may come from the cache: the queries that count must be computed.
 
-        So must the last one before an eviction: nobody evicts in the step in which it joins.
+        So must the last one before an eviction: no sequence evicts in the step in which it joins.
         """
         most = max(0, self.clean_tokens(known, prompt) - 1)
         return most if self.kind in SCORELESS else min(max(0, prompt - self.counted_rows(prompt)), most)

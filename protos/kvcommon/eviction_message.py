@@ -1,4 +1,4 @@
-"""Eviction policies as messages: as a request or a rule asks for one, and as one with nothing open is told."""
+"""Eviction policies as messages: of a request or a rule, and with all defaults filled in."""
 
 from __future__ import annotations
 

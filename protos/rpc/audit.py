@@ -35,14 +35,14 @@ class Audit:
         self._file = file
         self._refusals = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._told: dict[tuple[Identity | None, str], float] = {}
+        self._written: dict[tuple[Identity | None, str], float] = {}
 
-    def was_told(self, identity: Identity | None, method: str) -> bool:
+    def was_written(self, identity: Identity | None, method: str) -> bool:
         """Whether a repeated read of this token was written a short while ago; if not, it counts as written now."""
         key, now = (identity, method), time.monotonic()
-        if now - self._told.get(key, -REPEAT_SECONDS) < REPEAT_SECONDS:
+        if now - self._written.get(key, -REPEAT_SECONDS) < REPEAT_SECONDS:
             return True
-        self._told[key] = now
+        self._written[key] = now
         return False
 
     def called(self, identity: Identity | None, method: str, peer: str, request: Any, outcome: str) -> None:

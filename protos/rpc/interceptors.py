@@ -133,7 +133,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         async def call(request: Any, context: Any) -> Any:
             self._begin(context, method)
             try:
-                with _observed(method, context, self._told(method, context, request)), self._holding(context)():
+                with _observed(method, context, self._recorder(method, context, request)), self._holding(context)():
                     return await behavior(self._checked(method, request), context)
             except ServiceError as error:
                 status = rpc_status.to_status(to_status(error))
@@ -147,12 +147,12 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
     def _generator(self, behavior: Behavior, method: str) -> Behavior:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
             self._begin(context, method)
-            told = self._told(method, context, request)
+            record = self._recorder(method, context, request)
             until = time.monotonic() + OPEN_WATCH_SECONDS if is_open(method) else None
             try:
                 if self._guard.audits(method):
-                    told("STARTED")
-                with _observed(method, context, told), self._watching(method):
+                    record("STARTED")
+                with _observed(method, context, record), self._watching(method):
                     holding = self._holding(context)
                     async with contextlib.aclosing(behavior(self._checked(method, request), context)) as responses:
                         while True:
@@ -167,7 +167,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             try:
                 await context.abort_with_status(status)
             finally:
-                del context, request, told
+                del context, request, record
 
         return call
 
@@ -186,12 +186,12 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         finally:
             self._watches[method] -= 1
 
-    def _told(self, method: str, context: Any, request: Any) -> Callable[[str], None]:
+    def _recorder(self, method: str, context: Any, request: Any) -> Callable[[str], None]:
         """Writes the end of a call into the audit log: operators' calls, and refusals of the service itself."""
         identity, audit, peer = current(), self._guard.audit, context.peer()
         if viewer := _text(context, FORWARDED_KEY)[:_MAX_FORWARDED]:
             peer = f"{peer} for {viewer}"
-        if self._guard.audits(method) and not (viewer and is_reading(method) and audit.was_told(identity, method)):
+        if self._guard.audits(method) and not (viewer and is_reading(method) and audit.was_written(identity, method)):
             return functools.partial(audit.called, identity, method, peer, request)
 
         def refused(outcome: str) -> None:
@@ -223,7 +223,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
 
 @contextlib.contextmanager
-def _observed(method: str, context: Any = None, told: Callable[[str], None] | None = None) -> Iterator[None]:
+def _observed(method: str, context: Any = None, record: Callable[[str], None] | None = None) -> Iterator[None]:
     """Counts a call and turns unexpected exceptions into UnexpectedError, with their traceback in the log."""
     code = grpc.StatusCode.OK
     started = time.monotonic()
@@ -251,8 +251,8 @@ def _observed(method: str, context: Any = None, told: Callable[[str], None] | No
         in_flight.dec()
         metrics.SECONDS.labels(method).observe(time.monotonic() - started)
         metrics.HANDLED.labels(method, code.name).inc()
-        if told is not None:
-            told(code.name)
+        if record is not None:
+            record(code.name)
 
 
 async def _next(responses: AsyncIterator[Any], until: float | None) -> Any:

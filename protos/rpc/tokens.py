@@ -140,7 +140,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m protos.rpc.tokens", description="Makes bearer tokens.")
     make = parser.add_subparsers(required=True).add_parser("new", help="make a token and its line for the tokens file")
     make.add_argument("--role", required=True, choices=[role.value for role in Role])
-    make.add_argument("--tenant", default="", help="whom a caller's, operator's or viewer's token is about")
+    make.add_argument("--tenant", default="", help="tenant of a caller's, operator's or viewer's token")
     make.add_argument("--salt", action="append", default=[], help="a salt that a caller may name, else all")
     make.add_argument("--id", action="append", default=[], help="an id of the executor or scheduler, else any")
     make.add_argument("--days", type=float, help="how long it holds, else for ever")

@@ -36,7 +36,7 @@ class Context:
 
 
 class Span:
-    """A service's part in a request, from when it is made to its end; this one is told to nobody."""
+    """A service's part in a request, from when it is made to its end; this one is sent nowhere."""
 
     traceparent = ""
 
@@ -48,7 +48,7 @@ OFF = Span()
 
 
 class Tracer(Protocol):
-    """What makes spans."""
+    """Makes spans."""
 
     def begin(self, name: str, parent: Context | None) -> Span:
         """A span of its own trace, or below a parent."""

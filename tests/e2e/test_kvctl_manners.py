@@ -143,7 +143,7 @@ def test_what_destroys_wants_a_yes(kvctl: Kvctl, name: str) -> None:
     # Nobody is asked about a pin, a rule or a quota that is not there.
     is_there = name not in ("unpin", "rules delete", "quota delete")
     assert done.status == (2 if is_there else 4), done
-    assert is_there == ("--yes: is needed where nobody can be asked" in done.err)
+    assert is_there == ("--yes: is needed without a terminal" in done.err)
 
 
 def ask(stack: Stack, answer: str, *line: str) -> Done:
