@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Scope(Protocol):
-    """Who may share a block, by salt and adapter, and who stored it."""
+    """The cache scope of a block, and its tenant and session."""
 
     salt: str | None
     adapter_id: int | None
@@ -23,34 +23,34 @@ class Scope(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ManagerConfig:
-    """Settings of the domain."""
+    """Settings of the manager."""
 
     lease_seconds: float = 10.0
     capacity_ahead_tokens: int = 32
     # Share of a pool that capacity ahead and admissions leave free.
     free_watermark: float = 0.01
     partial_reuse: bool = True
-    # Blocks of a lower priority are dropped rather than moved to a lower tier.
+    # Blocks of a lower priority are dropped rather than offloaded.
     secondary_offload_min_priority: int = 35
-    # Whether blocks of the device are copied to empty host slots before they must go.
+    # Whether device blocks are copied to empty host slots before they are evicted.
     write_through: bool = True
-    # Blocks lost that are remembered, to say why they are missing.
+    # Removed blocks that are remembered, to explain why they are missing.
     lost_blocks: int = 20_000
-    # Whether the beginning of a longer block is copied; else such a block is taken over when nobody uses it.
+    # Whether the beginning of a longer block is copied; else such a block is taken over if it has no reference.
     copy_on_partial_reuse: bool = True
-    # What a wish is granted at most; 0 seconds for no bound.
+    # Bounds of retention requests; 0 seconds for no bound.
     max_retention_priority: int = 100
     max_retention_seconds: float = 0.0
     # Share of a pool that pins may keep.
     pin_budget: float = 0.1
-    # Events that a consumer may be behind.
+    # Events that are kept for consumers.
     event_history: int = 100_000
-    # Blocks that ghost caches follow of as many as the device has; 0 for no ghost caches.
+    # Sampled blocks of a ghost cache of the size of the device; 0 for no ghost caches.
     ghost_sample: int = 0
 
 
 class TierKind(enum.IntEnum):
-    """Where a block's bytes are, fastest first."""
+    """The tiers, fastest first."""
 
     DEVICE = 0
     HOST = 1
@@ -76,10 +76,10 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorSpec:
-    """What an executor announces: settings, and what its memory holds.
+    """What an executor announces: settings, and the contents of its memory.
 
-    `last_write_steps[group]` has an entry per slot 1..num_blocks, or is empty; `generations` of a lower tier the same
-    for its slots: the ticket of the copy that filled each.
+    `last_write_steps[group]` has an entry per slot 1..num_blocks, or is empty; generations of a lower tier likewise:
+    the ticket of the copy that filled each slot.
     """
 
     executor_id: str
@@ -96,7 +96,7 @@ class ExecutorSpec:
 
     @property
     def has_contents(self) -> bool:
-        """Whether some slot holds what was written before the registration."""
+        """Whether some slot was filled before the registration."""
         return any(
             any(slots)
             for told in (self.last_write_steps, self.host_generations, self.disk_generations)
@@ -104,17 +104,16 @@ class ExecutorSpec:
         )
 
     def without_contents(self) -> ExecutorSpec:
-        """The settings alone."""
         return replace(self, last_write_steps=(), host_generations=(), disk_generations=())
 
     def generations(self, tier: TierKind, group: int) -> Sequence[int]:
-        """Of the slots 1, 2, … of a lower tier of a pool; empty when they are not known."""
+        """Generations of the slots 1, 2, … of a lower tier of a pool; empty when they are not known."""
         known = self.host_generations if tier is TierKind.HOST else self.disk_generations
         return known[group] if known else ()
 
 
 class Restored(NamedTuple):
-    """Cached blocks of an executor that count after a registration: on its device, and in its lower tiers."""
+    """Cached blocks of an executor after a registration: on its device, and in its lower tiers."""
 
     device_blocks: int
     lower_blocks: int
@@ -122,7 +121,7 @@ class Restored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RetentionRange:
-    """A wish for the blocks whose first token lies in [start, end); no end: to the end of the prompt."""
+    """A request for the blocks whose first token lies in [start, end); no end: to the end of the prompt."""
 
     start: int
     end: int | None
@@ -132,7 +131,7 @@ class RetentionRange:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What a request wishes for its blocks. Durations in seconds, None for no end."""
+    """The retention that a request asks for. Durations in seconds, None for no end."""
 
     ranges: tuple[RetentionRange, ...] = ()
     decode_priority: int | None = None
@@ -140,7 +139,7 @@ class Retention:
 
 
 class ExtraKey(NamedTuple):
-    """Content that is no token, for which the tokens in [start, start + length) stand."""
+    """Content other than text, for which the tokens in [start, start + length) stand."""
 
     start: int
     length: int
@@ -148,7 +147,7 @@ class ExtraKey(NamedTuple):
 
 
 class Outcome(enum.IntEnum):
-    """What became of a wish; numbers as in the message."""
+    """The outcome of a retention request; numbers as in the message."""
 
     GRANTED = 1
     CLIPPED = 2
@@ -156,7 +155,7 @@ class Outcome(enum.IntEnum):
 
 
 class Receipt(NamedTuple):
-    """Answer to one wish: what was granted instead, or why nothing."""
+    """The answer to one retention request: the granted values, or the reason of the rejection."""
 
     wish: str
     outcome: Outcome
@@ -167,19 +166,19 @@ class Receipt(NamedTuple):
 
 
 class SchedulerEpoch(NamedTuple):
-    """A scheduler, and which of its processes: every call about a sequence says it."""
+    """A scheduler process: every call about a sequence names it."""
 
     scheduler_id: str
     epoch: int
 
 
-# Of an account that quotas are about: "tenant_id" or "salt", and its name.
+# Of an account with a quota: "tenant_id" or "salt", and its name.
 AccountKey = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class AdmitRequest:
-    """A sequence that wants its blocks."""
+    """A sequence to admit."""
 
     sequence_id: str
     scheduler_id: str
@@ -198,7 +197,7 @@ class AdmitRequest:
     eviction_policy: EvictionPolicyRequest | None = None
     no_read: bool = False
     no_store: bool = False
-    # Of tiers below it nothing is used.
+    # Blocks of tiers below it are not used.
     lowest_tier: TierKind = TierKind.DISK
 
 
@@ -225,9 +224,9 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Answer to an admission or a fork. Not admitted: nothing was taken, `blocks_short` were missing.
+    """The answer to an admission or a fork. Not admitted: nothing was allocated, `blocks_short` were missing.
 
-    `full_account`: for the ceiling of this account alone, others have room.
+    `full_account`: the ceiling of this account alone was reached.
     """
 
     admitted: bool
@@ -268,7 +267,7 @@ class SyncRequest:
 
 @dataclass(slots=True)
 class SyncAnswer:
-    """What a sync brings back, in columns."""
+    """The answer to a sync, in columns."""
 
     extended_handles: list[int] = field(default_factory=list)
     extended_groups: list[int] = field(default_factory=list)
@@ -287,7 +286,7 @@ class SyncAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """Answer to an extension; not extended: nothing was taken."""
+    """The answer to an extension; not extended: nothing was allocated."""
 
     extended: bool
     blocks_short: int
@@ -298,7 +297,7 @@ class Extension:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Answer to a truncation or release. `freed_blocks`: blocks that may be taken now and could not before."""
+    """The answer to a truncation or release. `freed_blocks`: blocks that became free or evictable."""
 
     found: bool
     freed_blocks: int = 0
@@ -324,7 +323,7 @@ class PoolView:
 
 
 class TierUsage(NamedTuple):
-    """Slots of one tier, as in the pool that it belongs to."""
+    """Slots of one tier of a pool."""
 
     tier: TierKind
     total_blocks: int
@@ -334,7 +333,7 @@ class TierUsage(NamedTuple):
 
 
 class BlockView(NamedTuple):
-    """A block as seen from outside. Keys and tokens, packed, are empty where there are none."""
+    """A block in answers and events. Keys and packed tokens are empty where there are none."""
 
     pool_id: str
     slot: int
@@ -352,18 +351,17 @@ class BlockView(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens it holds."""
         return len(self.tokens) // 4
 
     @classmethod
     def of_pool(cls, pool_id: str) -> BlockView:
-        """What an event about a pool carries."""
+        """The view in an event about a pool."""
         return cls(pool_id, 0, b"", b"", b"", 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceView:
-    """A live sequence as seen from outside."""
+    """A live sequence in answers."""
 
     sequence_id: str
     sequence_handle: int
@@ -422,7 +420,7 @@ class LeaseView(NamedTuple):
 
 
 class Removal(NamedTuple):
-    """How a block left the index: why, at which time, for which sequence, and the priority that it had."""
+    """How a block left the index: the cause, the time, the sequence that needed room, and the priority of the block."""
 
     cause: RemovalCause
     time: float
@@ -432,7 +430,7 @@ class Removal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a tenant, or else a salt, keeps and may have of each tier of each pool, in blocks; None for no bound."""
+    """Blocks that a tenant, or else a salt, keeps and may have in each tier of each pool; None for no bound."""
 
     tenant_id: str | None = None
     salt: str | None = None
@@ -443,9 +441,9 @@ class Quota:
 
 
 class PoolShare(NamedTuple):
-    """How many device blocks an operator lets a pool use. `number` is the pool's etag.
+    """How many device blocks an operator lets a pool use. `number` is the etag of the pool.
 
-    It holds for a pool of `num_blocks` slots: with another number the executor was set up anew.
+    It is for a pool of `num_blocks` slots: with another number the executor was configured anew.
     """
 
     pool_id: str
@@ -464,13 +462,12 @@ class PinRecord(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Pins are numbered as they are made."""
         return int(self.name.partition("-")[2])
 
 
 @dataclass(frozen=True, slots=True)
 class RuleMatch:
-    """What a rule is about; what is set must all match. Blocks count by the position of their first token."""
+    """What a rule matches; all set fields must match. Blocks count by the position of their first token."""
 
     salt: str | None = None
     tenant_id: str | None = None
@@ -482,7 +479,7 @@ class RuleMatch:
 
 @dataclass(frozen=True, slots=True)
 class RuleAction:
-    """What a rule does; see the message of the same name."""
+    """The effects of a rule; see the message of the same name."""
 
     priority: int | None = None
     duration: float | None = None
@@ -494,7 +491,7 @@ class RuleAction:
 
 @dataclass(frozen=True, slots=True)
 class RetentionRule:
-    """An operator's rule; `etag` changes with every change."""
+    """A rule of an operator; `etag` changes with every change."""
 
     name: str
     order: int = 0
@@ -525,7 +522,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class BlockFilter:
-    """Selects cached blocks; what is set must all match."""
+    """Selects cached blocks; all set fields must match."""
 
     pool_id: str = ""
     salt: str | None = None
@@ -539,7 +536,7 @@ class BlockFilter:
 
 @dataclass(frozen=True, slots=True)
 class Purged:
-    """What a purge dropped or would drop, and matching blocks that stay because they are in use."""
+    """Blocks that a purge dropped or would drop, and matching blocks in use, which stay."""
 
     purged_blocks: int
     used_blocks: int
@@ -547,7 +544,7 @@ class Purged:
 
 @dataclass(frozen=True, slots=True)
 class ForgetTarget:
-    """What is to be forgotten; one of them is set."""
+    """The target of a forget; exactly one field is set."""
 
     salt: str | None = None
     session_id: str | None = None
@@ -556,7 +553,7 @@ class ForgetTarget:
 
 @dataclass(slots=True)
 class Forgotten:
-    """The receipt, in blocks: taken out of the index per tier; of these used; being overwritten; left for others."""
+    """The receipt, in blocks: removed per tier, and of these in use, being overwritten; shared ones that stay."""
 
     removed: dict[TierKind, int]
     used_blocks: int = 0
@@ -566,7 +563,7 @@ class Forgotten:
 
 @dataclass(frozen=True, slots=True)
 class HoldView:
-    """A hold or pin as seen from outside; `remaining` seconds. All its blocks are under one salt."""
+    """A hold or pin in answers; `remaining` seconds. All its blocks are under one salt."""
 
     name: str
     pin: bool
@@ -578,7 +575,7 @@ class HoldView:
 
 
 class BlockEstimate(NamedTuple):
-    """Blocks of one sequence in one group: cached ones it would use, those its next step takes, and all it takes."""
+    """Blocks of one sequence in one group: reusable cached ones, those of its next step, and those until its end."""
 
     group: int
     reusable: int
@@ -587,7 +584,7 @@ class BlockEstimate(NamedTuple):
 
 
 class PredictedEviction(NamedTuple):
-    """Cached blocks of one priority that would leave the device, and how many of them move down; quotas aside."""
+    """Cached blocks of one priority that would leave the device, and how many are offloaded; quotas aside."""
 
     group: int
     priority: int
@@ -597,7 +594,7 @@ class PredictedEviction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What an admission would do."""
+    """The outcome that an admission would have."""
 
     admitted: bool
     blocks_short: int
@@ -618,7 +615,7 @@ class HintAction:
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """The envelope."""
+    """The envelope of hints."""
 
     protocol_version: str
     message_id: str
@@ -636,7 +633,7 @@ class HintOutcome(enum.IntEnum):
 
 
 class HintAnswer(NamedTuple):
-    """What became of a hint, and how many blocks it was done to."""
+    """The outcome of a hint, and how many blocks it changed."""
 
     action_id: str
     outcome: HintOutcome
@@ -657,7 +654,10 @@ class MissReason(enum.IntEnum):
 
 @dataclass(slots=True)
 class Explanation:
-    """What one executor knows of a prompt. Ages in seconds; `blocks` with their leases and time since the last use."""
+    """The cached blocks of a prompt in one executor, and the reason for the first missing one.
+
+    Ages in seconds; `blocks` with their leases and the time since the last use.
+    """
 
     executor_id: str
     cached_tokens: int = 0
@@ -669,7 +669,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class PrefixView:
-    """A cached chain by its last block: tokens, blocks that are there per tier, and the least priority among them."""
+    """A cached chain by its last block: tokens, blocks per tier, and the least priority among them."""
 
     place: int
     last_block: BlockView
@@ -683,14 +683,14 @@ class GhostPolicy(enum.IntEnum):
 
     # Priorities, durations and leases, as pools have them.
     RETENTION = 1
-    # Nothing but the last use.
+    # Only the last use.
     LEAST_RECENTLY_USED = 2
     # The same, but a block that was found once is evicted after blocks that never were, for a while.
     REUSED_LAST = 3
 
 
 class GhostCache(NamedTuple):
-    """What one cache would have found."""
+    """The hits of one simulated cache."""
 
     policy: GhostPolicy
     total_blocks: int
@@ -699,7 +699,7 @@ class GhostCache(NamedTuple):
 
 
 class GhostReport(NamedTuple):
-    """All caches beside what was asked for and what the real pool found, and the share of blocks that is followed."""
+    """All simulated caches, the queries and hits of the real pool, and the share of blocks that is sampled."""
 
     caches: list[GhostCache]
     queried_blocks: int

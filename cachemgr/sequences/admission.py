@@ -1,4 +1,4 @@
-"""An admission: what it asks for, and matching, claiming and allocating for it in one go."""
+"""Admissions: checking a request, then matching, claiming and allocating blocks for it in one go."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from protos.errors import InvalidField
 
 
 def check_request(request: AdmitRequest) -> array[int]:
-    """Returns the packed tokens. Raises InvalidField for what is wrong without looking at any state."""
+    """Returns the packed tokens. Raises InvalidField for errors that need no state to be seen."""
     check_id("sequence_id", request.sequence_id)
     if not request.token_ids:
         raise InvalidField("token_ids", "must not be empty")
@@ -51,7 +51,7 @@ def check_request(request: AdmitRequest) -> array[int]:
 
 
 def content(request: AdmitRequest, tokens: array[int]) -> object:
-    """What two admissions with one id must have in common to be the same."""
+    """The content of a request: two admissions of one id must agree in it."""
     return (
         request.executor_id,
         sha256(packed_bytes(tokens)).digest(),
@@ -78,7 +78,7 @@ def holder(request: AdmitRequest) -> str:
 
 
 def watermark(pool: BlockPool, config: ManagerConfig) -> int:
-    """Blocks of a pool that are left free for sequences that run already."""
+    """Blocks of a pool that admissions leave free for running sequences."""
     return int(pool.device.total * config.free_watermark)
 
 
@@ -95,7 +95,7 @@ def _least_blocks(executor: Executor) -> int:
 
 
 def _check_size(sequence: Sequence, max_new_tokens: int = 0) -> None:
-    """Raises SequenceTooLongError when a new sequence can never have the blocks that it needs at once."""
+    """Raises SequenceTooLongError when a new sequence can never have all blocks that it needs at once."""
     executor, known, eviction = sequence.executor, len(sequence.tokens), sequence.eviction
     if eviction is None:
         check_length(executor, known, "token_ids")
@@ -111,9 +111,9 @@ def _check_size(sequence: Sequence, max_new_tokens: int = 0) -> None:
 
 
 def _lowest_tier(request: AdmitRequest, sequence: Sequence) -> TierKind | None:
-    """Down to where it uses what is cached; None when it uses nothing.
+    """The lowest tier whose blocks a sequence may use; None to use no cached block.
 
-    That is so where only a table of its own blocks leaves room to evict.
+    A sequence uses none where only a table of its own blocks leaves room to evict tokens.
     """
     eviction = sequence.eviction
     if request.no_read:
@@ -155,10 +155,10 @@ class GroupPlan:
 
 
 class Plan:
-    """The decision about an admission: `preview` tells it and `admit` carries it out as it is.
+    """The decision about an admission: `preview` reports it and `admit` carries it out as it is.
 
-    Making it changes nothing. Each table gets `needed` blocks for the known tokens and `ahead` behind them.
-    `missing_blocks` counts over all groups.
+    Making it changes nothing. Each table gets `needed` blocks for the known tokens and `ahead` more. `missing_blocks`
+    counts over all groups.
     """
 
     __slots__ = ("ahead", "groups", "match", "missing_blocks", "needed")
@@ -187,7 +187,7 @@ class Plan:
 
 
 class Allocator:
-    """Takes blocks for sequences. Numbers come from `next_number`, which never gives one twice."""
+    """Allocates blocks for new sequences. `next_number` never gives a number twice."""
 
     def __init__(self, config: ManagerConfig, rules: RuleBook, next_number: Callable[[], int]) -> None:
         self._config = config
@@ -197,7 +197,7 @@ class Allocator:
     def admit(
         self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor, now: float
     ) -> Sequence | Admission:
-        """The sequence with its blocks, or an answer that says what is missing, with nothing changed."""
+        """The sequence with its blocks, or an answer that says how many are missing, with nothing changed."""
         if scheduler.has_void_sequences_in(executor):
             return Admission(False, blocks_short=1)
         sequence = self._draft(request, tokens, scheduler, executor)
@@ -209,7 +209,7 @@ class Allocator:
         match = plan.match
         sequence.handle = self._next_number()
         sequence.content = content(request, tokens)
-        # Which block a beginning is of, before the block is taken over.
+        # The keys of the partly used blocks, before the blocks are taken over.
         sources = [block.key for block in match.sources]
         self._claim(sequence, plan)
         for pool in executor.pools:
@@ -230,7 +230,7 @@ class Allocator:
     def preview(
         self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor, max_new_tokens: int
     ) -> Preview:
-        """What `admit` would do now."""
+        """The outcome of `admit` now."""
         sequence = self._draft(request, tokens, scheduler, executor)
         plan = self._plan(request, sequence, max_new_tokens)
         short = 1 if scheduler.has_void_sequences_in(executor) else plan.missing_blocks
@@ -248,7 +248,7 @@ class Allocator:
         )
 
     def _draft(self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor) -> Sequence:
-        """The sequence as the request and the rules want it, without a number and without blocks."""
+        """The sequence for a request and its rules, without a number and without blocks."""
         scope = executor.scope(request.salt, request.adapter_id, request.tenant_id, request.session_id)
         rules = self._rules.for_request(request, tokens)
         no_store = request.no_store or any(rule.spec.action.no_store for rule in rules)
@@ -262,15 +262,15 @@ class Allocator:
         return sequence
 
     def _blocks_ahead(self, sequence: Sequence) -> int:
-        """A block's worth more than what is known, to carry it to its first sync."""
+        """Blocks that carry the sequence to its first sync, at most one more than its tokens need."""
         size = sequence.block_size
         ahead = min(size, self._config.capacity_ahead_tokens)
         return blocks_for(sequence.slots_for(len(sequence.tokens) + ahead), size)
 
     def _plan(self, request: AdmitRequest, sequence: Sequence, max_new_tokens: int = 0) -> Plan:
-        """What the sequence uses of what is cached, and takes besides.
+        """The cached blocks that the sequence uses, and those that it allocates.
 
-        Raises SequenceTooLongError when it can never have that, or its quota does not allow it, whatever else ends.
+        Raises SequenceTooLongError when the pool can never hold it, or its quota never allows it.
         """
         _check_size(sequence, max_new_tokens)
         plan = self._best_plan(sequence, _lowest_tier(request, sequence))
@@ -281,7 +281,7 @@ class Allocator:
 
     def _best_plan(self, sequence: Sequence, lowest: TierKind | None) -> Plan:
         needed = blocks_for(sequence.slots_for(len(sequence.tokens)), sequence.block_size)
-        # No more than carries it to its first sync: whole runways for all who come would leave none to admit.
+        # Only to its first sync: full capacity ahead for each new sequence would leave no block for the next.
         ahead = self._blocks_ahead(sequence) - needed
         if lowest is None:
             return Plan(sequence, prefix_match.no_match(sequence), needed, ahead, self._config)
@@ -289,7 +289,7 @@ class Allocator:
         if self._config.copy_on_partial_reuse:
             ways.insert(0, Partial.COPY if self._config.partial_reuse else Partial.EXACT)
         for way in ways:
-            # The source of a copy is kept besides the block that it is copied to: without room it is taken over.
+            # A copy needs its source and its target: without room for both the source is taken over.
             plan = Plan(sequence, prefix_match.find_longest_prefix(sequence, way, lowest), needed, ahead, self._config)
             if not plan.missing_blocks or (way is Partial.COPY and not plan.match.num_copied):
                 break
@@ -326,7 +326,7 @@ class Allocator:
 
 
 def _fetch(sequence: Sequence, table: GroupTable, blocks: list[Block | None]) -> None:
-    """Makes the matched blocks the table; those in lower tiers are copied to the device first."""
+    """Makes the matched blocks the table; blocks of lower tiers are copied to the device first."""
     pool, table.blocks = table.pool, blocks
     for block_index, block in enumerate(blocks):
         if block is not None and not pool.is_on_device(block):
@@ -335,7 +335,7 @@ def _fetch(sequence: Sequence, table: GroupTable, blocks: list[Block | None]) ->
 
 
 def copy_sources(sequence: Sequence, sources: list[Block], num_tokens: int) -> None:
-    """Appends a block to each table that begins with a copy of a source, whose reference passes to the copy."""
+    """Appends a block to each table that begins with a copy of a source. The copy takes the reference over."""
     for table, source in zip(sequence.tables, sources, strict=False):
         target = table.pool.allocate(sequence)
         block_index = len(table.blocks)
@@ -344,14 +344,14 @@ def copy_sources(sequence: Sequence, sources: list[Block], num_tokens: int) -> N
 
 
 def grow(sequence: Sequence, num_blocks: int) -> None:
-    """Appends empty blocks to every table until it has so many; they must be free."""
+    """Allocates blocks until every table has so many; they must be free."""
     for table in sequence.tables:
         allocate, blocks = table.pool.allocate, table.blocks
         blocks += [allocate(sequence) for _ in range(num_blocks - len(blocks))]
 
 
 def refusal(short: int, missing_without_ceiling: int, account: Account | None) -> Admission:
-    """For want of blocks; `short_in_all`: so many would be missing also if there were no ceiling."""
+    """The answer when blocks are missing; `short_in_all`: how many would be missing without a ceiling."""
     full = None if missing_without_ceiling or account is None else account.key
     return Admission(False, blocks_short=short, full_account=full)
 

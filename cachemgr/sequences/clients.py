@@ -46,13 +46,13 @@ _SCOPE = attrgetter("scope")
 
 
 def account_for(accounts: Mapping[AccountKey, Account], tenant_id: str | None, salt: str | None) -> Account | None:
-    """Whose quota blocks count against, None for nobody's: a tenant's quota goes before that of its salt."""
+    """The account that blocks count against, None for none: a quota of the tenant precedes that of the salt."""
     tenants = None if tenant_id is None else accounts.get(("tenant_id", tenant_id))
     return tenants or (None if salt is None else accounts.get(("salt", salt)))
 
 
 class AccountScopes:
-    """The scopes of one tenant or salt."""
+    """The cache scopes of one tenant or salt."""
 
     __slots__ = ("__weakref__", "scopes")
 
@@ -66,19 +66,19 @@ class GhostCaches(Protocol):
     pool: BlockPool
 
     def admitted(self, sequence: Sequence, now: float, *, is_read: bool, source: bytes) -> None:
-        """A sequence has its blocks; `is_read` if it has looked for cached ones.
+        """A sequence was admitted; `is_read` if it has looked for cached blocks.
 
         `source` is the key of the block whose beginning it copies or takes over, empty for none.
         """
 
     def stored(self, sequence: Sequence) -> int:
-        """Leading blocks of a sequence that hold what their keys say."""
+        """Leading blocks of a sequence that hold the tokens of their keys."""
 
     def released(self, sequence: Sequence, stored: int) -> None:
-        """A sequence has freed its blocks, of which so many were stored."""
+        """A sequence has released its blocks, of which so many were stored."""
 
     def report(self, since: float | None) -> GhostReport:
-        """What the caches would have found from about this time on, or from the beginning."""
+        """The hits of the caches since about a time, or since the beginning."""
 
 
 class Executor:
@@ -94,7 +94,7 @@ class Executor:
         accounts: Mapping[AccountKey, Account],
         before: Executor | None = None,
     ) -> None:
-        """`before` is the epoch whose pools it takes over."""
+        """`before` is the last epoch, whose pools it takes over."""
         self.spec = spec
         self.executor_id = spec.executor_id
         self.epoch = spec.executor_epoch
@@ -122,23 +122,23 @@ class Executor:
     # What its pools tell it. The writers of their blocks are sequences.
 
     def offloading(self, pool: BlockPool, block: Block, occupant: Block, writer: Writer | None) -> Ticket:
-        """Opens the copy of a block that moves to a lower tier."""
+        """Opens the copy of a block that is offloaded."""
         return self.copies.offload(pool, block, occupant, cast("Sequence | None", writer))
 
     def offload_recalled(self, ticket: CopyTicket, writer: Writer) -> None:
-        """A copy to a lower tier is called off."""
+        """Cancels an offload that was not sent."""
         self.copies.recall(ticket.number, cast("Sequence", writer))
 
     def zeroing(self, pool: BlockPool, block: Block) -> None:
-        """A slot must be overwritten before it is empty."""
+        """Opens the copy that overwrites a slot before it is empty."""
         self.copies.overwrite(pool, Purpose.ZERO, block)
 
     def withheld(self, pool: BlockPool, block: Block) -> None:
-        """A slot must be overwritten before other pools may have its memory."""
+        """Opens the copy that overwrites a slot before other pools may have its memory."""
         self.copies.overwrite(pool, Purpose.CLEAR, block)
 
     def superseded(self, pool: BlockPool, old: Block, block: Block) -> None:
-        """A device block has the place of an equal one: what stands on that one stands on it."""
+        """A device block replaces an equal one in the index, and gets its children."""
         for superseding in self._superseding:
             superseding.append((pool, block))
         if not old.refs:
@@ -157,7 +157,7 @@ class Executor:
         session_id: str | None = None,
         extra: bytes = b"",
     ) -> CacheScope:
-        """One object for all blocks that have so much in common, as long as there are any."""
+        """The cache scope of these values: the same object for all blocks, as long as there are any."""
         parts = (salt, adapter_id, tenant_id, session_id, extra)
         scope, account = self._scopes.get(parts), account_for(self._accounts, tenant_id, salt)
         # Where quotas have come or gone, another one takes its place.
@@ -178,18 +178,18 @@ class Executor:
         return named
 
     def with_extra(self, scope: CacheScope, extra: bytes) -> CacheScope:
-        """The scope of blocks of another's with these extra bytes."""
+        """The scope with these extra bytes instead."""
         if extra == scope.extra:
             return scope
         return self.scope(scope.salt, scope.adapter_id, scope.tenant_id, scope.session_id, extra)
 
     def cached(self) -> Restored:
-        """Its indexed blocks, in use or not."""
+        """Indexed blocks, in use or not."""
         device = sum(pool.device.indexed for pool in self.pools)
         return Restored(device, sum(len(pool.tree.by_key) for pool in self.pools) - device)
 
     def _renewed(self, scope: CacheScope) -> CacheScope:
-        """The scope itself, or the one that has its place since quotas have come or gone."""
+        """The scope itself, or the one that has replaced it since quotas have changed."""
         if not self._renews(scope):
             return scope
         return self.scope(scope.salt, scope.adapter_id, scope.tenant_id, scope.session_id, scope.extra)
@@ -198,9 +198,9 @@ class Executor:
         return scope.account is not account_for(self._accounts, scope.tenant_id, scope.salt)
 
     def change_accounts(self, changed: Iterable[AccountKey]) -> Steps[None]:
-        """Books the blocks anew that these quotas are about, which have come or gone.
+        """Books the blocks of these accounts anew, whose quotas are new or gone.
 
-        Until its turn comes, a block counts against the quota of before; what comes meanwhile counts against the new.
+        Until its turn a block counts against the quota of before; new blocks count against the new quota.
         """
         named = [one for key in changed if (one := self._named.get(key)) is not None]
         scopes = {scope for one in named for scope in one.scopes if self._renews(scope)}
@@ -228,7 +228,7 @@ class Executor:
             pool.rebook(block, self._renewed(block.scope))
 
     def scopes(self) -> Iterator[CacheScope]:
-        """All that blocks are stored under. None may come or go meanwhile."""
+        """All cache scopes. None may be added or freed meanwhile."""
         return iter(self._scopes.values())
 
 
@@ -247,9 +247,9 @@ class Scheduler:
         self.sync_answer = SyncAnswer()
 
     def has_void_sequences_in(self, executor: Executor) -> bool:
-        """Whether it has sequences in an earlier registration of the executor, whose slots are others' by now.
+        """Whether it has sequences in an earlier registration of the executor, whose slots others have by now.
 
-        Their steps stop when the scheduler has heard that they are void and has released them.
+        Their steps stop when the scheduler has received that they are void and has released them.
         """
         return bool(self.void) and any(
             sequence.executor is not executor and sequence.executor.executor_id == executor.executor_id
@@ -310,7 +310,7 @@ def _check_pools(spec: ExecutorSpec) -> None:
 
 
 def _check_contents(spec: ExecutorSpec, group: int, path: str) -> None:
-    """What its slots hold is told of every slot, or of none."""
+    """Generations are given for every slot, or for none."""
     pool = spec.pools[group]
     steps = spec.last_write_steps[group] if spec.last_write_steps else ()
     if steps and len(steps) != pool.num_blocks:
@@ -329,7 +329,7 @@ def new_pools(
     spec: ExecutorSpec,
     listener: PoolListener,
 ) -> list[BlockPool]:
-    """Empty pools as an executor announces them."""
+    """Empty pools of an executor."""
     windowed: list[BlockPool] = []
 
     def new_pool(pool: PoolSpec) -> BlockPool:
@@ -353,7 +353,7 @@ def new_pools(
 
 
 def lower_tiers_survive(before: ExecutorSpec, spec: ExecutorSpec) -> bool:
-    """Whether an executor that has started again may have blocks of before in its lower tiers; sizes may change."""
+    """Whether a restarted executor may have earlier blocks in its lower tiers; sizes may change."""
     told = any(len(slots) for tier in (spec.host_generations, spec.disk_generations) for slots in tier)
     same = (before.model_fingerprint, before.block_size) == (spec.model_fingerprint, spec.block_size)
     layouts = [
@@ -364,10 +364,7 @@ def lower_tiers_survive(before: ExecutorSpec, spec: ExecutorSpec) -> bool:
 
 
 def divide_device_memory(executor: Executor, spec: ExecutorSpec, shares: Mapping[str, PoolShare]) -> None:
-    """Gives every pool its first share of the memory that they have together, or what an operator gave it before.
-
-    `spec` tells what the slots hold.
-    """
+    """Gives every pool its first share of their common memory, or the share that an operator has set."""
     memory, pools = spec.memory_bytes, executor.pools
     given = {pool: shares[pool.pool_id] for pool in pools if fits(pool, shares.get(pool.pool_id))}
     totals = {pool: pool.spec.share_blocks or pool.spec.num_blocks for pool in pools}
@@ -383,5 +380,5 @@ def divide_device_memory(executor: Executor, spec: ExecutorSpec, shares: Mapping
 
 
 def fits(pool: BlockPool, share: PoolShare | None) -> bool:
-    """Whether an operator's share is about a pool as it is now."""
+    """Whether a share is for a pool of this size."""
     return share is not None and share.num_blocks == pool.spec.num_blocks and 0 < share.total_blocks <= share.num_blocks

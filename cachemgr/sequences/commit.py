@@ -1,4 +1,4 @@
-"""From computed tokens to findable blocks, and what happens when the tokens will not come."""
+"""Publishing pending blocks, committing computed blocks to the index, and retracting pending ones."""
 
 from cachemgr.blocks.block import Block
 from cachemgr.blocks.block_keys import child_key
@@ -28,11 +28,11 @@ def publish_pending(sequence: Sequence) -> None:
 
 
 def commit_computed_blocks(sequence: Sequence, *, leaves: bool = False) -> None:
-    """Enters what is computed into the index and gives back what left the window.
+    """Enters computed blocks into the index and releases those that left the window.
 
-    Nothing is settled while a copy into the sequence is open: until the executor has confirmed it, neither the
-    copied tokens nor what was computed behind them are known to be right. What lies before all of them is when the
-    sequence leaves. Nor once tokens were evicted: what comes behind them is not what its key would say.
+    Nothing is committed while a copy into the sequence is open: until the executor has confirmed it, neither the copied
+    tokens nor later ones are known to be right. Blocks before all copies are, at the release. Nothing is committed once
+    tokens were evicted: later blocks do not hold the tokens of their keys.
     """
     if sequence.void or sequence.has_evicted_tokens or (sequence.tickets and not leaves):
         return
@@ -46,10 +46,10 @@ def commit_computed_blocks(sequence: Sequence, *, leaves: bool = False) -> None:
             own = table.blocks[block_index]
             assert own is not None
             if equal.parent is None:
-                # It has left the index, and nothing stands on it any more.
+                # It has left the index, and has no child any more.
                 table.pool.release(table.duplicate_refs.pop(block_index))
             elif equal.refs == 1:
-                # Who else used it is gone.
+                # No other sequence uses it any more.
                 table.pool.supersede(own, table.duplicate_refs.pop(block_index), sequence.step)
                 table.pool.release(equal)
         window = table.pool.window
@@ -64,9 +64,9 @@ def commit_computed_blocks(sequence: Sequence, *, leaves: bool = False) -> None:
 
 
 def _filled(sequence: Sequence, full: int) -> int:
-    """How many of so many leading blocks no other sequence has yet to fill in any group.
+    """How many of so many leading blocks are filled by this sequence or indexed, in every group.
 
-    What is computed behind such a block depends on it in every group: each layer sees what all layers before it have.
+    A token depends on all blocks before it in every group: each layer sees what all layers before it have.
     """
     for table in sequence.tables:
         for block_index in range(table.committed, full):
@@ -78,7 +78,7 @@ def _filled(sequence: Sequence, full: int) -> int:
 
 
 def _commit_block(sequence: Sequence, table: GroupTable, block_index: int) -> None:
-    """Enters a block that is computed into the index, unless that has an equal one."""
+    """Enters a computed block into the index, unless the index has an equal one."""
     block = table.blocks[block_index]
     if block is None:
         return
@@ -92,17 +92,17 @@ def _commit_block(sequence: Sequence, table: GroupTable, block_index: int) -> No
     request = sequence.retention.at(block_index * sequence.block_size)
     equal = pool.tree.by_key.get(key)
     if equal is not None and not (equal.refs and pool.is_on_device(equal)):
-        # Two of a kind would be one too many in a pool that is just large enough.
+        # Two equal blocks would be one too many in a pool that is just large enough.
         pool.supersede(block, equal, sequence.step)
         pool.grant(block, request)
         return
     if equal is not None:
-        # Whoever of those that share it puts it into the index may not have come to a step by then.
+        # The sequence that commits it may have had no step by then.
         block.stored_step = max(block.stored_step, sequence.step)
         pool.grant(equal, request)
         refer_to_duplicate(table, block_index, equal)
         for dependent in sequence.dependents:
-            # What they share behind it stands on the equal one, too.
+            # Later blocks that they share are children of the equal one, too.
             theirs = dependent.tables[pool.spec.group]
             if block_index < len(theirs.blocks) and theirs.blocks[block_index] is block:
                 refer_to_duplicate(theirs, block_index, equal)
@@ -117,7 +117,7 @@ def _commit_block(sequence: Sequence, table: GroupTable, block_index: int) -> No
 
 
 def refer_to_duplicate(table: GroupTable, block_index: int, equal: Block) -> None:
-    """Keeps a block that equals the table's own one: what the table has behind it may stand on that."""
+    """Keeps an indexed block that equals a block of the table: later blocks of the table may be its children."""
     before = table.duplicate_refs.get(block_index)
     if table.pool.window is not None or before is equal:
         return
@@ -128,9 +128,9 @@ def refer_to_duplicate(table: GroupTable, block_index: int, equal: Block) -> Non
 
 
 def commit_last_block(sequence: Sequence) -> None:
-    """Enters the partly filled last block of a sequence that ends, unless a sibling covers it or none could be found.
+    """Enters the partly filled last block of a sequence that ends, unless a sibling begins with its tokens.
 
-    Its promises must be withdrawn before.
+    Pending blocks of the sequence must be retracted before.
     """
     if not sequence.executor.stores_partial:
         return
@@ -159,7 +159,7 @@ def commit_last_block(sequence: Sequence) -> None:
 
 
 def retract_pending(sequence: Sequence, start: int = 0) -> None:
-    """Takes back all promises from a place on; whoever relied on them is void."""
+    """Retracts the pending blocks from an index on; sequences that share them are void."""
     for table in sequence.tables:
         for block_index in range(max(start, table.committed), len(table.blocks)):
             if block_index >= len(sequence.keys):
@@ -172,7 +172,7 @@ def retract_pending(sequence: Sequence, start: int = 0) -> None:
 
 
 def void(sequence: Sequence) -> None:
-    """The sequence's content will not come. It keeps its blocks until it is released, and nothing of them is stored."""
+    """The content of the sequence will not be computed. It keeps its blocks until its release; none is indexed."""
     if sequence.void:
         return
     sequence.void = True

@@ -1,4 +1,4 @@
-"""How many blocks a sequence takes, exactly, and what its admission would evict, quotas aside."""
+"""How many blocks a sequence needs, exactly, and which blocks its admission would evict, quotas aside."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def before_admission(sequence: Sequence, match: Match, max_new_tokens: int) -> list[BlockEstimate]:
-    """For a sequence that is not admitted: its first step takes all blocks of its tokens.
+    """For a sequence that is not admitted: its first step allocates all blocks of its tokens.
 
-    What others hold costs nothing; what is cached and free is taken from those that are free. Who evicts tokens has all
-    that it had and all that it moves to at once.
+    Blocks in use cost nothing; cached blocks without a reference count as free ones. A sequence that evicts tokens has
+    both of its tables at once.
     """
     size, tokens = sequence.block_size, len(sequence.tokens)
     found = []
@@ -35,14 +35,14 @@ def before_admission(sequence: Sequence, match: Match, max_new_tokens: int) -> l
         step = blocks_for(sequence.slots_for(tokens), size) - held - absent
         last = sequence.peak_blocks(tokens + max_new_tokens) - held - absent
         if table.pool.window is not None:
-            # It has all blocks of its tokens at once; behind them those that leave the window pay for the next.
+            # It has all blocks of its tokens at once; later blocks are paid for by those that leave the window.
             last = min(last, max(step, _blocks_in_window(table.pool.window, tokens, tokens + max_new_tokens, size)))
         found.append(BlockEstimate(table.pool.spec.group, len(blocks) - absent, step, last))
     return found
 
 
 def while_running(sequence: Sequence, step_tokens: int, max_new_tokens: int) -> list[BlockEstimate]:
-    """For a live sequence: what its next step and all its steps take beyond what it has."""
+    """For a live sequence: the blocks that its next step and all its steps need beyond its present ones."""
     size = sequence.block_size
     known = len(sequence.tokens)
     found = []
@@ -52,7 +52,7 @@ def while_running(sequence: Sequence, step_tokens: int, max_new_tokens: int) -> 
         window = table.pool.window
         last = max(0, sequence.peak_blocks(known + max_new_tokens) - have)
         if window is not None:
-            # Every block that it takes from now on pays for itself with one that leaves the window, up to these.
+            # Every further block is paid for by one that leaves the window, up to these.
             present = sum(block is not None for block in table.blocks)
             need = _blocks_in_window(window, known, known + max_new_tokens, size)
             last = max(0, min(last, max(step, need - present)))
@@ -66,7 +66,7 @@ def _blocks_in_window(window: int, start: int, end: int, size: int) -> int:
 
 
 def evictions(groups: Iterable[tuple[BlockPool, set[Block], int]]) -> list[PredictedEviction]:
-    """What taking device slots would evict: by pool with the blocks that stay as they are used, and how many slots."""
+    """The evictions for so many allocations per pool, with the blocks that stay as they are claimed."""
     takings = [(_Taking(pool, claimed), count) for pool, claimed, count in groups]
     windowed = [taking for taking, _ in takings if taking.pool.window is not None]
     for taking, count in takings:
@@ -79,7 +79,7 @@ def evictions(groups: Iterable[tuple[BlockPool, set[Block], int]]) -> list[Predi
 
 
 class _Order:
-    """In which order a tier evicts blocks. `gone` are those that have left the cache, and `claimed` ones stay."""
+    """The eviction order of a tier. `gone` are blocks that have left the cache, and `claimed` ones stay."""
 
     def __init__(self, pool: BlockPool, tier: Tier, claimed: set[Block], gone: set[Block]) -> None:
         self._pool = pool
@@ -111,7 +111,7 @@ class _Order:
         return self._next
 
     def take_first(self) -> Block | None:
-        """Takes it out of the order; its parent may be next then."""
+        """Evicts the next block; its parent may be next then."""
         block = self.first()
         if block is None:
             return None
@@ -138,7 +138,7 @@ class _Order:
 
 
 class _Taking:
-    """Takes slots of one pool's device."""
+    """Simulates allocations in one pool."""
 
     def __init__(self, pool: BlockPool, claimed: set[Block]) -> None:
         self.pool = pool
@@ -159,12 +159,12 @@ class _Taking:
         self._evicted: dict[int, list[int]] = {}
 
     def evictions(self) -> list[PredictedEviction]:
-        """By priority."""
+        """Evictions by priority."""
         group = self.pool.spec.group
         return [PredictedEviction(group, priority, *counts) for priority, counts in sorted(self._evicted.items())]
 
     def take(self) -> None:
-        """Takes an empty slot, or that of the block which is evicted next."""
+        """Allocates an empty slot, or that of the next victim."""
         if self._empty:
             self._empty -= 1
             return
@@ -173,7 +173,7 @@ class _Taking:
             self._count(block, moves_down=self._move_down(block))
 
     def lose_useless(self, lost: set[Block]) -> None:
-        """A group with full attention has lost these: blocks of a window with the same keys can never match again."""
+        """Removes the blocks of a window whose keys a group with full attention has lost: they can never match."""
         for key in {block.key for block in lost}:
             block = self.pool.tree.by_key.get(key)
             if block is None or block.refs or block in self._claimed or block in self.gone:

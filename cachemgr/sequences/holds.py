@@ -1,4 +1,4 @@
-"""What keeps blocks in place beyond their sequences: holds that a scheduler asked for, and operators' pins."""
+"""Holds and pins: references that keep blocks beyond their sequences."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ T = TypeVar("T")
 
 _BLOCK: Callable[[tuple[BlockPool, Block]], Block] = itemgetter(1)
 
-# On one executor, beyond which callers' hints make no more: operators see all of them, and each is kept in Redis.
+# Pins of one executor beyond which hints make no more: operators see all, and each is kept in Redis.
 MAX_PINS = 1000
 
-# Blocks that holds whose time is over let go of in one call: one costs some microseconds.
+# Blocks of expired holds that one call releases: one costs some microseconds.
 LET_GO_AT_A_TIME = 2048
 
 
 class Hold:
-    """Referenced blocks, root first, and until when who wants them. A pin has one owner."""
+    """Referenced blocks, root first, with an end for each owner. A pin has one owner."""
 
     __slots__ = ("blocks", "name", "owners", "pin", "session_id")
 
@@ -39,14 +39,14 @@ class Hold:
     ) -> None:
         self.name = name
         self.blocks = blocks
-        # Owner to the time at which its hold ends.
+        # The end of the hold by owner.
         self.owners = owners
         self.pin = pin
         self.session_id = session_id
 
 
 class Pinned(NamedTuple):
-    """What a request for a pin led to: the pin's name, empty for none, and older pins that gave way."""
+    """The answer to a request for a pin: its name, empty for none, and older pins that were degraded."""
 
     name: str
     receipt: Receipt
@@ -57,7 +57,7 @@ class Holds:
     """The holds of one executor, oldest first. Pins together have a budget, a share of each pool."""
 
     def __init__(self, next_number: Callable[[], int], pin_budget: float, on_pin: Callable[[str], None]) -> None:
-        """`on_pin` is called with the name of a pin that is new, goes on for longer, or has ended."""
+        """`on_pin` is called with the name of a pin that is new, is extended, or has ended."""
         self._next_number = next_number
         self._pin_budget = pin_budget
         self._holds: dict[str, Hold] = {}
@@ -66,7 +66,7 @@ class Holds:
         self._pinned: Counter[Block] = Counter()
         self._pinned_in: Counter[BlockPool] = Counter()
         self._num_pins = 0
-        # Whether blocks of holds whose time is over are still held.
+        # Whether blocks of expired holds are still held.
         self.is_behind = False
         self._on_pin = on_pin
 
@@ -74,15 +74,14 @@ class Holds:
         return iter(list(self._holds.values()))
 
     def get(self, name: str) -> Hold | None:
-        """A hold by its name."""
         return self._holds.get(name)
 
     def keep(self, blocks: Kept, owners: dict[str, float], session_id: str | None) -> None:
-        """Holds blocks of a session's sequence for owners, each until a time."""
+        """Holds blocks of a released sequence for owners, each until a time."""
         self._add(Hold(f"hold-{self._next_number()}", blocks, owners, pin=False, session_id=session_id))
 
     def replace(self, pool: BlockPool, old: Block, block: Block) -> None:
-        """A block has taken the place of another in the index: what holds the one holds the other."""
+        """Moves all holds of a block to the one that replaces it in the index."""
         for hold in self if old in self._held else ():
             for index, (_, held) in enumerate(hold.blocks):
                 if held is old:
@@ -107,7 +106,7 @@ class Holds:
         displace: bool = True,
         validate_only: bool = False,
     ) -> Pinned:
-        """Pins blocks that `complete` gave, those nearest to the root when not all fit.
+        """Pins blocks that `complete` gave; those nearest to the root when not all fit.
 
         With `displace` older pins become leases where room is needed, else they leave so much less of the budget.
         """
@@ -136,7 +135,7 @@ class Holds:
             self._on_pin(same.name)
             return Pinned(same.name, receipt)
         name = f"pin-{self._next_number()}"
-        # Referenced before older pins let go of what they may have in common.
+        # Referenced before older pins release common blocks.
         self._add(Hold(name, list(fitting), {owner: now + duration}, pin=True))
         for hold in degraded:
             self._degrade(hold, now)
@@ -162,13 +161,13 @@ class Holds:
             self._degrade(hold, now)
 
     def end_pins(self) -> None:
-        """Reports all pins as ended: their blocks are about to be lost for good."""
+        """Reports all pins as ended: their blocks are about to be lost."""
         for hold in self:
             if hold.pin:
                 self._on_pin(hold.name)
 
     def release(self, hold: Hold) -> int:
-        """Ends a hold; returns the blocks that may be taken now and could not before."""
+        """Ends a hold; returns the blocks that became evictable."""
         self._remove(hold)
         if hold.pin:
             self._on_pin(hold.name)
@@ -183,9 +182,9 @@ class Holds:
         return freed
 
     def expire(self, now: float) -> None:
-        """Ends holds whose owners' times are all over; a later call ends what is too much for one.
+        """Ends holds of which all owners have expired, in several calls if they are long.
 
-        A hold that is too long for one call keeps its owners and its name until its last block has gone.
+        A hold that is too long for one call keeps its owners and its name until its last block is released.
         """
         left = LET_GO_AT_A_TIME
         self.is_behind = False
@@ -205,7 +204,7 @@ class Holds:
             self.release(hold)
 
     def clear(self) -> None:
-        """The blocks are gone."""
+        """Forgets all holds: their blocks are lost."""
         self._holds.clear()
         self._held.clear()
         self._pinned.clear()
@@ -214,11 +213,11 @@ class Holds:
         self.is_behind = False
 
     def held(self) -> Counter[Block]:
-        """References that each block has from here."""
+        """References of each block."""
         return Counter(self._held)
 
     def keep_cached(self) -> None:
-        """Blocks outside the index are gone; of the others stay those that have not lost what they stand on."""
+        """Keeps the holds of cached blocks whose ancestors are cached, and ends the others."""
         standing = _Standing(arrived=False)
         for hold in self:
             self._count(hold, hold.blocks, -1)
@@ -238,7 +237,6 @@ class Holds:
 
     def _add(self, hold: Hold) -> None:
         for pool, block in hold.blocks:
-            # Most have references, and need nothing else then.
             if block.refs:
                 block.refs += 1
             else:
@@ -255,7 +253,7 @@ class Holds:
         self._num_pins -= hold.pin
 
     def _count(self, hold: Hold, blocks: Kept, change: int) -> None:
-        """Counts blocks that the hold has, or has no longer. A pin has no block twice."""
+        """Counts blocks that a hold gets or loses. A pin has no block twice."""
         pinned = self._pinned
         if change > 0:
             self._held.update(map(_BLOCK, blocks))
@@ -272,7 +270,7 @@ class Holds:
         return int(pool.device.total * self._pin_budget)
 
     def _fitting(self, blocks: Kept, *, displace: bool) -> Kept:
-        # What several pin counts once.
+        # A block of several pins counts once.
         fresh = Counter(pool for pool, block in blocks if displace or block not in self._pinned)
         left = {pool: self._budget(pool) - (0 if displace else self._pinned_in[pool]) for pool in fresh}
         if all(count <= left[pool] for pool, count in fresh.items()):
@@ -287,7 +285,7 @@ class Holds:
         return fitting
 
     def _same(self, blocks: Kept, owner: str) -> Hold | None:
-        """A pin of these blocks that the owner has already."""
+        """The pin of these blocks that the owner has already."""
         alike = [
             hold
             for hold in self._holds.values()
@@ -298,7 +296,7 @@ class Holds:
         return next((hold for hold in alike if all(block in wanted for _, block in reversed(hold.blocks))), None)
 
     def _to_degrade(self, fresh: Kept) -> list[Hold]:
-        """Older pins that must give way, oldest first; a block that several pin counts once."""
+        """Older pins that exceed the budget, oldest first; a block of several pins counts once."""
         kept = {block for _, block in fresh}
         together = self._pinned_in + Counter(pool for pool, block in fresh if block not in self._pinned)
         over = +Counter({pool: count - self._budget(pool) for pool, count in together.items()})
@@ -327,7 +325,7 @@ class Holds:
 
 
 def _take_off(counter: Counter[T], keys: Iterable[T]) -> None:
-    """Counts down, without an entry for what there is none of."""
+    """Counts down, and deletes entries of 0."""
     for key in keys:
         count = counter[key] - 1
         if count:
@@ -337,16 +335,16 @@ def _take_off(counter: Counter[T], keys: Iterable[T]) -> None:
 
 
 class _Standing:
-    """Which blocks have arrived with all that they stand on; each block is looked at once, however many ask for it."""
+    """The blocks whose ancestors are all cached; each block is checked once."""
 
     def __init__(self, *, arrived: bool) -> None:
-        """arrived: whether a block whose bytes are on their way is left out, with what stands on it."""
+        """`arrived`: whether blocks with an open copy are left out, with their descendants."""
         self._arrived = arrived
         self.complete: dict[Block, BlockPool] = {}
         self._left_out: set[Block] = set()
 
     def add(self, pool: BlockPool, block: Block) -> bool:
-        """Whether nothing is lost that a block stands on: what lies in a lower tier may outlive that."""
+        """Whether all ancestors of a block are cached: a block of a lower tier may outlive them."""
         line: list[Block] = []
         node: Node | None = block
         is_complete = True
@@ -368,7 +366,7 @@ class _Standing:
 
 
 def complete(blocks: Kept) -> Kept:
-    """Indexed blocks that have arrived, root first, and under full attention all that they stand on."""
+    """Indexed blocks with their bytes in place, root first, and under full attention all their ancestors."""
     standing = _Standing(arrived=True)
     for pool, block in blocks:
         standing.add(pool, block)

@@ -1,4 +1,4 @@
-"""The blocks that hold a prompt, and how much of it is cached over all groups of an executor."""
+"""Matching a prompt against the cached blocks of all groups of an executor."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _START = attrgetter("start")
 
 
 class Partial(enum.Enum):
-    """What is done with a block that only begins as the prompt goes on."""
+    """How a block is used that only begins as the prompt goes on."""
 
     NONE = "nothing"
-    # It is copied when it ends where the prompt does: its key is an exact one.
+    # It is copied when it ends where the prompt does: its key is exact.
     EXACT = "exact key"
     # Its beginning is copied.
     COPY = "copy"
-    # It is taken from the cache, when nobody uses it and nothing stands on it.
+    # It is taken from the cache, if it has no reference and no child.
     TAKE_OVER = "take over"
 
 
 @dataclass(slots=True)
 class Match:
-    """`tokens` leading tokens are there. Per group: the whole blocks, None where the window needs none.
+    """`tokens` leading tokens are cached. Per group: the whole blocks, None where the window needs none.
 
     With `num_copied` the last of the tokens are the beginning of `sources[group]`, to be copied, or taken over when
     `in_place`. `writer` is the sequence that has yet to compute the end of the match.
@@ -57,7 +57,7 @@ class Match:
 def find_longest_prefix(sequence: Sequence, partial: Partial, lowest: TierKind = TierKind.DISK) -> Match:
     """The longest match in a tier and those above.
 
-    It leaves at least the last token to compute, and all whose attention counts.
+    It leaves at least the last token to compute, and all tokens whose scores count.
     """
     match = _Finder(sequence, partial, lowest, pending=True).find()
     if match.writer is not None and not _single_writer_covers(match):
@@ -67,7 +67,6 @@ def find_longest_prefix(sequence: Sequence, partial: Partial, lowest: TierKind =
 
 
 def no_match(sequence: Sequence) -> Match:
-    """No match."""
     return Match(blocks=[[] for _ in sequence.tables])
 
 
@@ -83,9 +82,9 @@ class _Finder:
             eviction = sequence.eviction
             self._limit = min(self._limit, eviction.policy.reusable(len(sequence.tokens), eviction.prompt))
         self._pools = [table.pool for table in sequence.tables]
-        # Per group: the indexed or promised block at each place, up to the first that full attention misses.
+        # Per group: the indexed or pending blocks, up to the first that full attention misses.
         self._found: list[list[Block | None]] = []
-        # Per windowed group and place: where the run of present blocks that ends there begins.
+        # Per group with a window: for each index the begin of the run of blocks that ends there.
         self._runs: list[list[int] | None] = []
         self._top = self._limit // self._size
 
@@ -126,7 +125,7 @@ class _Finder:
         return block
 
     def _is_usable(self, pool: BlockPool, block: Block) -> bool:
-        """Whether its bytes are there, and not too far down."""
+        """Whether the bytes of a block are in place, in a tier that may be used."""
         if pool.is_on_device(block):
             return True
         return block not in pool.offloader.offloading and pool.tier_of(block).kind <= self._lowest
@@ -146,14 +145,14 @@ class _Finder:
             self._runs.append(runs)
 
     def _is_covered(self, block_index: int, tokens: int) -> bool:
-        """Whether every windowed group has what the token behind `tokens` attends to before `place`."""
+        """Whether every group with a window has the blocks that the next token attends to."""
         for pool, runs in zip(self._pools, self._runs, strict=True):
             if runs is not None and runs[block_index] > first_needed(tokens, pool.window, self._size):
                 return False
         return True
 
     def _partial(self, block_index: int) -> tuple[list[Block], int]:
-        """The best beginning of a block that lies in every group, and how many of its tokens that is."""
+        """The blocks with the longest common beginning that is in every group, and its tokens."""
         start = block_index * self._size
         end = min(start + self._size, self._limit)
         parent_key = self._sequence.key(block_index - 1)
@@ -172,13 +171,13 @@ class _Finder:
         return best
 
     def _beginnings(self, start: int, end: int) -> Iterable[tuple[int, bytes]]:
-        """Ends of what may be common with a block, with the block's extra bytes then: of text, only the one.
+        """Ends of a possible common beginning, with the extra bytes of the cached block then; of plain text only one.
 
-        A block that ends before an image begins knows nothing of it, and the image of a block may be cut off earlier or
-        go on longer than the sequence's, which makes a difference only behind the shorter one's end.
+        A block that ends before an image has no key of it. The image of a cached block may end earlier or later than
+        that of the sequence, which matters only after the end of the shorter one.
         """
         own_keys = self._sequence.extra_keys
-        # Of what begins before the block only the last one may reach into it.
+        # Of the keys that begin before the block only the last may reach into it.
         first = max(0, bisect_left(own_keys, start, key=_START) - 1)
         keys = own_keys[first : bisect_left(own_keys, start + self._size, key=_START)]
         yield end, extra_bytes(keys, start, start + self._size)
@@ -192,7 +191,7 @@ class _Finder:
                 yield min(other, own), extra_bytes(cut, start, start + self._size)
 
     def _exact(self, block_index: int) -> tuple[list[Block], int]:
-        """The block of every group that holds just the rest of the prompt, and how many tokens that is."""
+        """The block of every group that holds just the rest of the prompt, and its tokens."""
         start, end = block_index * self._size, self._limit
         if not 0 < end - start < self._size:
             return [], 0
@@ -232,7 +231,7 @@ class _Finder:
 
 
 def _single_writer_covers(match: Match) -> bool:
-    """Whether the writer of the match's end itself waits for every other writer."""
+    """Whether the writer of the end of the match waits itself for every other writer."""
     assert match.writer is not None
     for table, blocks in zip(match.writer.tables, match.blocks, strict=True):
         for index, block in enumerate(blocks):
@@ -244,13 +243,13 @@ def _single_writer_covers(match: Match) -> bool:
 
 
 def keys_of(executor: Executor, prefix: Prefix) -> list[bytes]:
-    """Keys of a prompt's full blocks."""
+    """Keys of the full blocks of a prompt."""
     root = root_key(executor.spec.model_fingerprint, prefix.salt, prefix.adapter_id)
     return prefix_keys(root, packed_bytes(pack(prefix.token_ids)), executor.block_size, prefix.extra_keys)
 
 
 def chain(pool: BlockPool, keys: list[bytes]) -> list[Block]:
-    """Full blocks of these keys that can be matched: with full attention up to the first that is not cached."""
+    """Full blocks of these keys that can be matched: with full attention up to the first missing block."""
     found = []
     for key in keys:
         block = pool.tree.by_key.get(key)
@@ -262,13 +261,13 @@ def chain(pool: BlockPool, keys: list[bytes]) -> list[Block]:
 
 
 def all_of(executor: Executor, pool: BlockPool, prefix: Prefix) -> list[Block]:
-    """A prompt's full blocks that are cached, also those that have lost what they stand on."""
+    """Cached full blocks of a prompt, also those without their ancestors."""
     found = (pool.tree.by_key.get(key) for key in keys_of(executor, prefix))
     return [block for block in found if block is not None]
 
 
 def last_parts(executor: Executor, pool: BlockPool, prefix: Prefix) -> list[Block]:
-    """Blocks behind a prompt's full ones that hold its last tokens, or the first of them, or these and more."""
+    """Blocks after the full ones of a prompt that begin with its last tokens, or hold their beginning."""
     keys = keys_of(executor, prefix)
     rest = packed_bytes(pack(prefix.token_ids[len(keys) * executor.block_size :]))
     root = root_key(executor.spec.model_fingerprint, prefix.salt, prefix.adapter_id)

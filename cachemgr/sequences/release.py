@@ -1,4 +1,4 @@
-"""How sequences end or shrink, and how everything of an executor or scheduler that is gone ends."""
+"""How sequences end or shrink, and how all of a lost executor or scheduler ends."""
 
 from collections.abc import Iterable, Iterator
 
@@ -17,23 +17,23 @@ from cachemgr.sequences.transfers import Outcome, Purpose, Ticket
 from cachemgr.types import ExecutorSpec, Freed, RemovalCause, Slot, TierKind
 from protos.errors import InvalidField
 
-# Blocks of a lost executor that are told of one by one.
+# Blocks of a lost executor that are reported one by one.
 MOST_REPORTED = 4096
-# Slots of an executor that starts again whose blocks are carried over in one call: each takes some microseconds.
+# Slots of a restarted executor that one call carries over: each takes some microseconds.
 MOST_CARRIED_OVER = 8192
 
 
 def free_blocks(executor: Executor) -> int:
-    """Blocks that may be taken, over all groups."""
+    """Free blocks over all groups."""
     return sum(pool.device.free for pool in executor.pools)
 
 
 def release(sequence: Sequence, now: float) -> Freed:
-    """Stores what can be stored and gives all blocks back, or to a hold."""
+    """Commits the last blocks and releases all, or hands them to a hold."""
     executor = sequence.executor
     before = free_blocks(executor)
     commit_computed_blocks(sequence, leaves=True)
-    # Before the last block is stored: who was promised all of it gets less.
+    # Before the last block is committed: sequences that share it pending get less.
     retract_pending(sequence)
     commit_last_block(sequence)
     stored = 0 if executor.ghosts is None else executor.ghosts.stored(sequence)
@@ -63,10 +63,10 @@ def tickets_of(executor: Executor, scheduler: Scheduler) -> list[Ticket]:
 
 
 def end_ticket(executor: Executor, ticket: Ticket) -> None:
-    """Ends a copy of a scheduler that is gone, if it is still open.
+    """Ends a copy of a lost scheduler, if it is still open.
 
-    The executor ends the old session before it takes a step of another one, and runs steps in order: whoever gets
-    the slots writes to them after the last copy that could still come.
+    The executor ends the old session before it takes a step of another one, and runs steps in order: the next sequence
+    in the slots writes after the last copy that could still run.
     """
     if executor.tickets.pop(ticket.number, None) is not None:
         end_copy(ticket, Outcome.CANCELLED)
@@ -75,7 +75,7 @@ def end_ticket(executor: Executor, ticket: Ticket) -> None:
 def end_copies(executor: Executor, done: Iterable[int], failed: Iterable[int], step: int) -> int:
     """Ends copies that the executor reports, by their tickets; returns how many of them were not open.
 
-    Nothing was written for them behind this step.
+    No later step has written for them.
     """
     unknown = 0
     for numbers, outcome in ((failed, Outcome.FAILED), (done, Outcome.DONE)):
@@ -87,14 +87,14 @@ def end_copies(executor: Executor, done: Iterable[int], failed: Iterable[int], s
             if ticket.sequence is not None:
                 ticket.sequence.step = max(ticket.sequence.step, step)
             elif ticket.purpose is Purpose.PREFETCH:
-                # No step of a sequence will say later which step wrote it.
+                # No sequence will report later which step wrote it.
                 ticket.target.stored_step = max(ticket.target.stored_step, step)
             end_copy(ticket, outcome)
     return unknown
 
 
 def end_copy(ticket: Ticket, outcome: Outcome) -> None:
-    """Ends a copy that is no longer among the open ones, and what depends on it."""
+    """Ends a copy that is no longer open, with its effects on the sequence."""
     sequence = ticket.sequence
     ticket.end(outcome)
     if sequence is None:
@@ -106,7 +106,7 @@ def end_copy(ticket: Ticket, outcome: Outcome) -> None:
 
 
 def _keep(sequence: Sequence, now: float) -> None:
-    """Gives the blocks to those who hold them, and pins those that a rule pins."""
+    """Hands the blocks to their holds, and pins those that a rule pins."""
     executor = sequence.executor
     if sequence.has_evicted_tokens:
         kept = list(cached_before_eviction(sequence))
@@ -124,7 +124,7 @@ def _keep(sequence: Sequence, now: float) -> None:
 
 
 def to_zero(executor: Executor) -> Iterator[tuple[BlockPool, int]]:
-    """Places whose bytes were forgotten, as far as no copy has overwritten them yet. Its sequences end."""
+    """Indexes whose bytes were forgotten and not yet overwritten. The sequences of the executor end."""
     for sequence in executor.sequences.values():
         if sequence.forgotten:
             zero_on_free_of(sequence)
@@ -137,7 +137,7 @@ def to_zero(executor: Executor) -> Iterator[tuple[BlockPool, int]]:
 
 
 def slots_to_zero(executor: Executor) -> Iterator[Slot]:
-    """The same slots as an executor that comes back numbers them; lower tiers first, which outlive its process."""
+    """The same slots by tier; lower tiers first, which outlive the process of the executor."""
     on_device: list[Slot] = []
     for pool, block_index in to_zero(executor):
         tier = pool.tier_at(block_index)
@@ -150,9 +150,9 @@ def slots_to_zero(executor: Executor) -> Iterator[Slot]:
 
 
 def lose(executor: Executor, events: EventLog, leftovers: Leftovers) -> None:
-    """The executor is gone: nothing in it can be found or freed any more, and who lives in it is void.
+    """Ends an executor: its sequences are void, and its blocks can be neither found nor freed any more.
 
-    Watchers hear of each block; of too many they hear that they must begin again.
+    Watchers receive an event for each block; for too many blocks they must begin again with a snapshot.
     """
     _end_epoch(executor)
     executor.holds.clear()
@@ -167,16 +167,13 @@ def lose(executor: Executor, events: EventLog, leftovers: Leftovers) -> None:
 
 
 def can_carry_over(before: Executor, spec: ExecutorSpec) -> bool:
-    """Whether an executor that starts again has so few slots, before and now, that one call can carry blocks over."""
+    """Whether an executor has so few slots, before and now, that one call can carry its blocks over."""
     slots = sum(pool.num_blocks + pool.host_blocks + pool.disk_blocks for pool in spec.pools)
     return max(slots, sum(len(pool.blocks) for pool in before.pools)) <= MOST_CARRIED_OVER
 
 
 def carry_over(before: Executor, executor: Executor) -> None:
-    """An executor has started again: of its pools stays what it tells that lower tiers still hold.
-
-    What was to be overwritten there still is.
-    """
+    """Keeps the blocks of a restarted executor that its lower tiers still have, and slots to overwrite."""
     zeroing = list(to_zero(before))
     _end_epoch(before)
     held = before.holds.held()
@@ -188,7 +185,7 @@ def carry_over(before: Executor, executor: Executor) -> None:
 
 
 def _end_epoch(executor: Executor) -> None:
-    """Whoever lives in its device memory is void, and no copy comes to an end."""
+    """Voids the sequences of an executor, and drops its copies."""
     for sequence in executor.sequences.values():
         void(sequence)
         sequence.tickets.clear()
@@ -201,7 +198,7 @@ def _end_epoch(executor: Executor) -> None:
 
 
 def truncate(sequence: Sequence, num_tokens: int) -> Freed:
-    """Keeps the first `num_tokens` tokens. What is rejected is not findable, unless others rely on it."""
+    """Keeps the first `num_tokens` tokens. Rejected blocks leave the index, unless other sequences use them."""
     if num_tokens < 1:
         raise InvalidField("num_tokens", "must be at least 1")
     if num_tokens > len(sequence.tokens):
@@ -213,7 +210,7 @@ def truncate(sequence: Sequence, num_tokens: int) -> Freed:
         )
     check_in_place(sequence, "sequence_id")
     size = sequence.block_size
-    # The newest token's K and V do not count: the next step writes them, to `cut`.
+    # K and V of the newest token do not count: the next step writes them, to `cut`.
     computed = min(sequence.computed, num_tokens - 1)
     cut, keep = computed // size, blocks_for(num_tokens, size)
     rewritten = computed < sequence.computed
@@ -266,7 +263,7 @@ def _stands_alone(block: Block, discarded: list[Block]) -> bool:
 
 
 def _own(sequence: Sequence, table: GroupTable, cut: int) -> None:
-    """Makes the block at `cut` the sequence's to fill again."""
+    """Lets the sequence fill the block at `cut` again."""
     block = table.blocks[cut]
     assert block is not None
     table.pool.own(block, sequence)
@@ -277,7 +274,7 @@ def _own(sequence: Sequence, table: GroupTable, cut: int) -> None:
 
 
 def _void_copies_from(sequence: Sequence, cut: int, kept: int) -> None:
-    """A fork whose copy has not run would read what the sequence writes next."""
+    """Voids forks whose copy has not run and would read the next tokens of the sequence."""
     sources = {table.blocks[cut] for table in sequence.tables}
     for ticket in sequence.executor.tickets.values():
         if ticket.source in sources and ticket.num_tokens > kept and ticket.sequence is not None:

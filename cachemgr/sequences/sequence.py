@@ -38,12 +38,12 @@ class GroupTable:
         self.duplicate_refs: dict[int, Block] = {}
 
     def slots(self, start: int = 0) -> Table:
-        """The table from an index on."""
+        """The slots from an index on."""
         slots = tuple([0 if block is None else block.index for block in self.blocks[start:]])
         return Table(self.pool.spec.group, slots)
 
     def references(self, start: int = 0) -> Iterator[Block]:
-        """All blocks that it refers to from an index on, last ones first."""
+        """All referenced blocks from an index on, last ones first."""
         for index in range(len(self.blocks) - 1, start - 1, -1):
             block = self.blocks[index]
             if block is not None:
@@ -52,7 +52,7 @@ class GroupTable:
                 yield self.duplicate_refs[index]
 
     def cut(self, start: int) -> None:
-        """Gives back the blocks from an index on, tail first."""
+        """Releases the blocks from an index on, tail first."""
         for block in self.references(start):
             self.pool.release(block)
         del self.blocks[start:]
@@ -64,7 +64,7 @@ class GroupTable:
 class Sequence:
     """Lengths in tokens: computed <= known, and both <= capacity once the sequence is admitted or extended.
 
-    With an eviction policy the capacity is for what is kept.
+    With an eviction policy the capacity is for kept tokens.
     """
 
     __slots__ = (
@@ -108,7 +108,7 @@ class Sequence:
     ) -> None:
         self.sequence_id = sequence_id
         self.handle = handle
-        # None only for one that is looked up and never admitted.
+        # None only for a probe, which is never admitted.
         self.scheduler: Scheduler = scheduler  # type: ignore[assignment]
         self.executor = executor
         self.tokens = tokens
@@ -123,26 +123,26 @@ class Sequence:
         # Last executor step that may have written to its blocks.
         self.step = 0
         self.void = False
-        # Nothing that it wrote may outlive it.
+        # No byte of its blocks may outlive it.
         self.forgotten = False
         self.tables = [GroupTable(pool) for pool in executor.pools]
-        # None for one that keeps all its tokens.
+        # None for a sequence that keeps all its tokens.
         self.eviction: TokenEvictionState | None = None
         # Open copies into its blocks.
         self.tickets: set[Ticket] = set()
-        # Copies that its blocks made necessary and that nobody has been told of.
+        # Copies for its blocks that no scheduler has received yet.
         self.opened = OpenedCopies()
-        # Sequences that may share blocks this one has not filled, and those whose blocks this one shares.
+        # Sequences that may share blocks which this one has not filled, and those whose blocks this one shares.
         self.dependents: set[Sequence] = set()
         self.waits_on: set[Sequence] = set()
-        # Owner of a hold and its seconds from the release.
+        # Seconds from the release by owner of a hold.
         self.holds: dict[str, float] = {}
         self.content: object = None
         self.admission = Admission(False)
 
     @classmethod
     def probe(cls, executor: Executor, prefix: Prefix) -> Sequence:
-        """A sequence that is only looked up, with one token more, as the last is never matched."""
+        """A sequence for a look-up, with one token more, as the last token is never matched."""
         tokens = pack([*prefix.token_ids, 0])
         scope = executor.scope(prefix.salt, prefix.adapter_id)
         return cls("", 0, None, executor, tokens, scope, RetentionPlan(Retention(), 0, ""), True, prefix.extra_keys)
@@ -169,19 +169,19 @@ class Sequence:
 
     @property
     def private(self) -> list[Block]:
-        """Blocks that wait for its first eviction, besides those in its table."""
+        """Blocks for its first eviction, besides those in its table."""
         return [] if self.eviction is None else self.eviction.private
 
     @property
     def most_computed(self) -> int:
-        """Tokens that can be computed into its table; once it has moved its slots tell nothing of them."""
+        """Tokens that can be computed into its table; without a bound once it has evicted tokens."""
         eviction = self.eviction
         if eviction is None:
             return self.capacity
         return len(self.tokens) if eviction.has_begun else eviction.usable(self.capacity)
 
     def slots_for(self, tokens: int) -> int:
-        """Slots that it uses at most in its present table with so many known tokens."""
+        """Slots of its present table that so many known tokens use at most."""
         return tokens if self.eviction is None else self.eviction.slots_for(tokens)
 
     def peak_blocks(self, tokens: int) -> int:
@@ -204,11 +204,11 @@ class Sequence:
         return self.keys[index]
 
     def extra_of(self, start: int, end: int) -> bytes:
-        """What the tokens of a block stand for besides themselves."""
+        """Digests of content that the tokens of a block stand for."""
         return extra_bytes(self.extra_keys, start, end) if self.extra_keys else b""
 
     def block_scope(self, start: int, end: int) -> CacheScope:
-        """The scope that a block with these tokens is stored under."""
+        """The cache scope of a block with these tokens."""
         return self.executor.with_extra(self.scope, self.extra_of(start, end)) if self.extra_keys else self.scope
 
     def slots(self, start: int = 0) -> tuple[Table, ...]:
@@ -216,11 +216,10 @@ class Sequence:
         return tuple([table.slots(start) for table in self.tables])
 
     def take_transfers(self) -> tuple[Transfer, ...]:
-        """Copies to be told of, once, in the order in which they must run."""
+        """Copies to send, once, in the order in which they must run."""
         return self.opened.take()
 
     def view(self) -> SequenceView:
-        """The sequence as seen from outside."""
         return SequenceView(
             sequence_id=self.sequence_id,
             sequence_handle=self.handle,

@@ -31,11 +31,11 @@ class Sync:
         self._running: list[Sequence] = []
         self.answer = SyncAnswer()
         self.released: list[Sequence] = []
-        # Policies of those that have begun to evict.
+        # Policies of sequences that have begun to evict.
         self.evicted: list[Kind] = []
 
     def check(self) -> None:
-        """Raises InvalidField for columns that do not fit together or to what is known."""
+        """Raises InvalidField for columns that do not fit together or to the known state."""
         request = self._request
         _same_length("computed_tokens", request.computed_tokens, request.handles)
         _same_length("new_token_counts", request.new_token_counts, request.handles)
@@ -74,7 +74,7 @@ class Sync:
         return known
 
     def apply(self, now: float) -> SyncAnswer:
-        """Progress, then moves, releases, trims and cancellations, and what that leaves for those who run on."""
+        """Progress, then evictions, releases, trims and cancellations, and then capacity for running sequences."""
         self._progress()
         for handle in self._request.released_handles:
             sequence = self._find(handle)
@@ -118,7 +118,7 @@ class Sync:
             if sequence is not None and not sequence.void:
                 moved.append((sequence, computed))
                 self._advance(sequence, computed)
-        # Older sequences fill the blocks that younger ones share: they go first.
+        # Older sequences fill the blocks that younger ones share: they come first.
         self._running.sort(key=_handle)
         for sequence in self._running:
             commit_computed_blocks(sequence)
@@ -148,7 +148,7 @@ class Sync:
                 table.cut(keep)
 
     def _cancel(self) -> None:
-        """Only the scheduler that was told of a copy knows that it was never sent: of others nothing is cancelled."""
+        """Only the scheduler that has received a copy knows that it was never sent: only its copies are cancelled."""
         for number in self._request.cancelled_tickets:
             for executor in self._executors.values():
                 ticket = executor.tickets.get(number)
@@ -157,7 +157,7 @@ class Sync:
                     end_copy(ticket, Outcome.CANCELLED)
 
     def _extend(self) -> None:
-        """What the next two steps need comes before what is only ahead of need."""
+        """Capacity for the next two steps comes before capacity ahead of need."""
         trimmed = set(self._request.trimmed_handles)
         running = [sequence for sequence in self._running if not sequence.void and self._is_live(sequence)]
         before = [sequence.num_blocks for sequence in running]
@@ -175,7 +175,7 @@ class Sync:
                 self._report(sequence, start)
 
     def _grant(self) -> None:
-        """Blocks for those that are about to evict: each gets all that it needs for that, or none."""
+        """Blocks for sequences that are about to evict: each gets all of its blocks, or none."""
         for handle in sorted(self._request.evicting_handles):
             sequence = self._find(handle)
             if (
@@ -197,14 +197,14 @@ class Sync:
         return sequence.handle in self._scheduler.sequences
 
     def _grow(self, sequence: Sequence, tokens: int, *, above_watermark: bool) -> int:
-        """Gives blocks for so many tokens as far as they are there; returns how many are not."""
+        """Allocates blocks for so many tokens as far as they are free; returns how many are missing."""
         wanted = blocks_for(sequence.slots_for(tokens), sequence.block_size)
         have = sequence.num_blocks
         if wanted <= have:
             return 0
         pools = sequence.executor.pools
         account = sequence.scope.account
-        # What runs goes on beyond its ceiling, at the cost of its own cached blocks first.
+        # A running sequence may exceed its ceiling; cached blocks of its account are evicted first.
         spare = min(
             pool.device.free_for(account, within_ceiling=False)
             - (watermark(pool, self._config) if above_watermark else 0)

@@ -1,4 +1,4 @@
-"""How sequences evict tokens: by which policy, into which blocks, and what they leave behind for others."""
+"""Token eviction of a sequence: its policy, its private blocks, and the blocks that stay cached."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     from cachemgr.types import AdmitRequest, SyncRequest
 
 
-# A sync gives room for the next two steps.
+# A sync allocates for the next two steps.
 _STEPS_AHEAD = 2
 
 
 def resolve(request: AdmitRequest, rules: Iterable[Rule], executor: Executor) -> Policy | None:
-    """How a new sequence evicts: as it says itself, else as the first of its rules that says anything.
+    """The policy of a new sequence: its own, else that of the first rule with one.
 
-    Raises InvalidField for the request's own policy, and RulePolicyError for a rule's that the model cannot carry.
+    Raises InvalidField for the policy of the request, and RulePolicyError for one of a rule that the model cannot
+    carry.
     """
     windows = [pool.window for pool in executor.pools]
     layout = Layout(executor.block_size, windows, executor.spec.plain_rotary)
@@ -48,41 +49,41 @@ def resolve(request: AdmitRequest, rules: Iterable[Rule], executor: Executor) ->
 
 
 class TokenEvictionState:
-    """How one sequence evicts, and how far it has come. Lengths in tokens.
+    """The policy of one sequence and its progress. Lengths in tokens.
 
-    It fills the table that it was admitted with until its `first` eviction. For that it is granted another one,
-    `private`, or none when it may stay in its own. Once it has moved, later evictions change no table.
+    The sequence fills its admitted table until its `first` eviction. For that it is granted another table, `private`,
+    or none when it may keep its own. After the first eviction no eviction changes a table.
     """
 
     __slots__ = ("committed", "evicted", "first", "granted", "has_begun", "policy", "private", "prompt", "slots")
 
     def __init__(self, policy: Policy, prompt: int, *, ahead: int) -> None:
-        """`prompt`: tokens of the request's prompt. `ahead`: capacity ahead of need where a policy sets no bound."""
+        """`prompt`: tokens of the prompt. `ahead`: capacity ahead of need where a policy sets no bound."""
         self.policy = policy
         self.prompt = prompt
         self.first = policy.first_eviction(prompt)
-        # Of the table that it moves to.
+        # Of the private table.
         self.slots = policy.most_kept or min(prompt, policy.maximum) + max(_STEPS_AHEAD, ahead)
         self.granted = False
         self.private: list[Block] = []
         self.has_begun = False
-        # Tokens computed before it moved, and how many of them it dropped then.
+        # Tokens computed before the first eviction, and those of them that it dropped.
         self.committed = 0
         self.evicted = 0
 
     def usable(self, slots: int) -> int:
-        """Of so many slots, those that it may come to use before it moves, or behind that."""
+        """How many of so many slots the sequence may use in its present table."""
         most = self.first
         if self.has_begun:
             most = None if self.policy.most_kept is None else self.slots
         return slots if most is None else min(slots, most)
 
     def slots_for(self, tokens: int) -> int:
-        """Slots that it uses at most in its present table with so many known tokens."""
+        """Slots of the present table that so many known tokens use at most."""
         return self.usable(tokens - self.evicted)
 
     def peak_blocks(self, tokens: int, block_size: int, *, no_store: bool) -> int:
-        """Blocks that it has at once, at most, until it has so many tokens."""
+        """Blocks that the sequence has at once, at most, until it has so many tokens."""
         present = blocks_for(self.slots_for(tokens), block_size)
         if self.has_begun or self.first is None or tokens <= self.first:
             return present
@@ -90,20 +91,20 @@ class TokenEvictionState:
         if no_store and bounded:
             return max(present, blocks_for(self.slots, block_size))
         later = 0 if bounded else tokens - self.dropped(self.first)
-        # Both tables are there for a moment.
+        # The sequence has both tables for a moment.
         return max(present + blocks_for(self.slots, block_size), blocks_for(later, block_size))
 
     def past_first(self, tokens: int) -> int:
-        """So many tokens, or as many as lead it beyond its first eviction."""
+        """So many tokens, but at least those beyond the first eviction."""
         return tokens if self.first is None else max(tokens, self.first + 1)
 
     def dropped(self, computed: int) -> int:
-        """Tokens that go at the first eviction, with so many computed."""
+        """Tokens that the first eviction drops, with so many computed."""
         return computed - self.policy.kept_after(computed, computed, self.prompt)
 
 
 def check_columns(request: SyncRequest, sequences: Mapping[int, Sequence]) -> None:
-    """Raises InvalidField for evictions and moves that do not fit to what is known."""
+    """Raises InvalidField for eviction columns that do not fit to the known state."""
     for row, handle in enumerate(request.evicting_handles):
         sequence = sequences.get(handle)
         if sequence is None or sequence.void:
@@ -125,7 +126,7 @@ def check_columns(request: SyncRequest, sequences: Mapping[int, Sequence]) -> No
 
 
 def check_in_place(sequence: Sequence, field: str) -> None:
-    """Raises SequenceEvictsError when its slots are not those of its leading tokens, or may be so any moment."""
+    """Raises SequenceEvictsError when the slots do not hold the leading tokens, or may not at any moment."""
     eviction = sequence.eviction
     if eviction is not None and (eviction.has_begun or (eviction.granted and not eviction.private)):
         text = f"sequence {sequence.sequence_id} has evicted tokens: it cannot be forked or cut"
@@ -133,7 +134,7 @@ def check_in_place(sequence: Sequence, field: str) -> None:
 
 
 def may_evict(sequence: Sequence) -> bool:
-    """Whether all that it has is known to be right. What it keeps of a copy that fails nobody would find again."""
+    """Whether all its blocks are known to be right: a failed copy could not be repeated after an eviction."""
     (table,) = sequence.tables
     return not sequence.tickets and all(
         block is None or block.writer is None or block.writer is sequence for block in table.blocks
@@ -141,14 +142,14 @@ def may_evict(sequence: Sequence) -> bool:
 
 
 def grant(sequence: Sequence) -> int:
-    """Gives a sequence what it evicts into; returns how many blocks are missing for that, with nothing changed."""
+    """Allocates the blocks to evict into; returns how many are missing, with nothing changed."""
     eviction, (table,) = sequence.eviction, sequence.tables
     assert eviction is not None
     if eviction.granted:
         return 0
     if eviction.policy.most_kept is None or not _all_its_own(sequence):
         count = blocks_for(eviction.slots, sequence.block_size)
-        # What runs goes on beyond its ceiling, at the cost of its own cached blocks first.
+        # A running sequence may exceed its ceiling; cached blocks of its account are evicted first.
         short = count - table.pool.device.free_for(sequence.scope.account, within_ceiling=False)
         if short > 0:
             return short
@@ -158,7 +159,7 @@ def grant(sequence: Sequence) -> int:
 
 
 def _all_its_own(sequence: Sequence) -> bool:
-    """Whether nobody else can find or read any of its blocks, now or later."""
+    """Whether no other sequence can find or read any of its blocks, now or later."""
     (table,) = sequence.tables
     return (
         sequence.no_store
@@ -168,13 +169,13 @@ def _all_its_own(sequence: Sequence) -> bool:
 
 
 def move(sequence: Sequence) -> None:
-    """It has moved, and has computed what it had without evicting: that is settled, and stays for others.
+    """The sequence has evicted tokens for the first time. Its blocks of before are committed and stay cached.
 
-    Nothing that it computes from now on is: it sees a part of what its key would say.
+    Later blocks are not: they hold only a part of the tokens of their keys.
     """
     eviction, (table,) = sequence.eviction, sequence.tables
     assert eviction is not None
-    # Before the last block is stored: who was promised all of it gets less.
+    # Before the last block is committed: sequences that share it pending get less.
     retract_pending(sequence)
     commit_last_block(sequence)
     if sequence.forgotten:
@@ -194,9 +195,9 @@ def move(sequence: Sequence) -> None:
 
 
 def zero_on_free_of(sequence: Sequence) -> None:
-    """No byte of what it alone has may outlive its use."""
+    """No byte of blocks that only this sequence has may outlive their use."""
     for table in sequence.tables:
-        # What another has yet to fill is that one's.
+        # Blocks that another sequence has yet to fill are left to it.
         table.pool.zero_on_free.update(
             block
             for block in table.references()
@@ -206,7 +207,7 @@ def zero_on_free_of(sequence: Sequence) -> None:
 
 
 def cached_before_eviction(sequence: Sequence) -> Iterator[tuple[BlockPool, Block]]:
-    """Of a sequence that has moved: what it computed before and is still cached, from the root on."""
+    """Of a sequence that has evicted tokens: its earlier blocks that are still cached, from the root on."""
     eviction, (table,) = sequence.eviction, sequence.tables
     assert eviction is not None
     size = sequence.block_size

@@ -1,4 +1,4 @@
-"""Tickets for copies: source and target stay reserved until the executor answers or the scheduler cancels."""
+"""Tickets for copies: source and target stay referenced until the executor answers or the scheduler cancels."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from cachemgr.sequences.clients import Scheduler
     from cachemgr.sequences.sequence import GroupTable, Sequence
 
-# Backups that are copied at a time, over all pools of an executor.
+# Open backups at a time, over all pools of an executor.
 MAX_BACKUPS = 64
 
 
 class Purpose(enum.Enum):
-    """What a copy is for."""
+    """The purpose of a copy."""
 
-    # A block of a sequence that others have, in whole or in part.
+    # Into a block of a sequence, from a cached block or its beginning.
     ONBOARD = "onboard"
-    # A block moves to a lower tier; the source is the block that has its place now.
+    # To a lower tier; the source is the block that has the slot now.
     OFFLOAD = "offload"
-    # A block comes to the device before anybody asks for it.
+    # To the device, before a sequence needs the block.
     PREFETCH = "prefetch"
     # No source: the target is overwritten.
     ZERO = "zero"
-    # No source: the target is nobody's, a slot that its pool may no longer use.
+    # No source: the target is a slot that its pool may no longer use.
     CLEAR = "clear"
-    # What a device block holds comes to a lower tier, too. The source is nobody's to keep: None once it has gone.
+    # To a lower tier as well. The source has no reference of the copy: None once it is evicted.
     BACKUP = "backup"
 
 
@@ -44,7 +44,7 @@ _ONBOARD, _OFFLOAD, _PREFETCH = Purpose.ONBOARD, Purpose.OFFLOAD, Purpose.PREFET
 
 
 class Outcome(enum.Enum):
-    """How a copy ended. One that is cancelled was never sent to the executor."""
+    """How a copy ended. A cancelled copy was never sent to the executor."""
 
     DONE = "done"
     FAILED = "failed"
@@ -54,9 +54,9 @@ class Outcome(enum.Enum):
 class Ticket:
     """One open copy. It takes over a reference to its source and one to its target.
 
-    The source of a move is the block that got its place. That needs no reference as long as it is somebody's: whoever
-    computes it has run the copy before. It gets one, `holds_source`, when it would become empty.
-    Without a scheduler the executor gets it with its next renewal.
+    The source of an offload is the block that has its slot now. It needs no reference while a sequence has it: that
+    sequence runs the copy before it computes. It gets one, `holds_source`, when it would become empty. Without a
+    scheduler the executor receives the copy with its next renewal.
     """
 
     __slots__ = (
@@ -98,7 +98,7 @@ class Ticket:
         self.sequence: Sequence | None = None
         # As long as the copy may still be recalled.
         self.opened_by: OpenedCopies | None = None
-        # Place of the target in the sequence's table.
+        # Index of the target in the table of the sequence.
         self.index = 0
         self.held_ancestors: list[Block] = []
         self.fetch: Fetch | None = None
@@ -126,16 +126,16 @@ class Ticket:
 
     @property
     def together(self) -> list[Ticket]:
-        """The copies that let go of their blocks together: it and others, or it alone."""
+        """The copies that release their blocks together: those of its prefetch, or it alone."""
         return [self] if self.fetch is None else self.fetch.tickets
 
     def offer(self) -> None:
-        """The moving block may be evicted at another time than before: so far as it can be recalled, that counts."""
+        """The offloaded block may be evicted at another time than before."""
         if self.opened_by is not None:
             self.opened_by.offer(self)
 
     def detach(self, table: GroupTable) -> None:
-        """Lets the sequence go. What a device source stands on stays referenced: its parent could not be taken."""
+        """Separates the copy from its sequence. The ancestors of a device source stay referenced."""
         assert self.sequence is not None
         assert self.source is not None
         self.sequence.tickets.discard(self)
@@ -149,7 +149,7 @@ class Ticket:
                 self.held_ancestors.append(standing)
 
     def end(self, outcome: Outcome) -> None:
-        """Gives up everything that it reserves; a block whose bytes did not come is lost."""
+        """Releases its blocks; a block whose bytes were not copied is lost."""
         if self.sequence is not None:
             self.sequence.tickets.discard(self)
         if outcome is Outcome.FAILED:
@@ -163,7 +163,7 @@ class Ticket:
         elif self.purpose is Purpose.BACKUP:
             self.pool.backups.ended(self, done=outcome is Outcome.DONE)
         elif self.purpose is Purpose.ZERO and outcome is not Outcome.DONE:
-            # It is asked for again.
+            # It is requested again.
             self.pool.zero_on_free.add(self.target)
         elif self.purpose is Purpose.CLEAR:
             self.pool.cleared(self.target.index, done=outcome is Outcome.DONE)
@@ -176,9 +176,9 @@ class Ticket:
         self.give_up()
 
     def give_up(self) -> None:
-        """Drops all references."""
+        """Releases all references."""
         if self.holds_source and self.source in self.pool.zero_on_free and self.target.parent is None:
-            # What was forgotten meanwhile may have come there, too.
+            # Bytes that were forgotten meanwhile may have been copied there.
             self.pool.zero_on_free.add(self.target)
         self.pool.release(self.target)
         if self.source is not None and self.holds_source:
@@ -187,7 +187,7 @@ class Ticket:
             self.pool.release(block)
 
     def lose_source(self) -> None:
-        """What it was to bring cannot be read."""
+        """The bytes of the source cannot be read."""
         self._lose(self.source)
 
     def _is_below(self, block: Block | None) -> bool:
@@ -202,10 +202,10 @@ class Ticket:
 
 
 class OpenedCopies:
-    """The copies that a sequence has made necessary and that no scheduler has been told of, in their order.
+    """The copies for a sequence that no scheduler has received, in their order.
 
-    Until then a lower tier may evict the block that such a copy moves there: the copy is recalled. Finding the block
-    that goes first takes a heap per tier, as a long prompt beside full tiers opens a copy for each of its blocks.
+    Until then a lower tier may evict the block of an offload: the copy is recalled. The victims are in a heap per tier,
+    as a long prompt beside full tiers opens a copy for each of its blocks.
     """
 
     __slots__ = ("_heaps", "_tickets")
@@ -227,7 +227,7 @@ class OpenedCopies:
             self.offer(ticket)
 
     def offer(self, ticket: Ticket) -> None:
-        """The moving block may have become evictable, or is evicted at another time."""
+        """The offloaded block may have become evictable, or is evicted at another time."""
         block = ticket.target
         if block.children_in_tier:
             return
@@ -238,7 +238,7 @@ class OpenedCopies:
             heappush(self._heaps.setdefault((tier, account), []), entry)
 
     def first(self, tier: Tier, account: Account | None) -> Block | None:
-        """The moving block that a tier evicts first, of one account or of all."""
+        """The offloaded block that a tier evicts first, of one account or of all."""
         heap = self._heaps.get((tier, account))
         while heap:
             priority, _, _, ticket = heap[0]
@@ -250,18 +250,17 @@ class OpenedCopies:
         return None
 
     def recall(self, ticket: Ticket) -> None:
-        """A copy will not take place."""
+        """The copy will not run."""
         del self._tickets[ticket.number]
         ticket.opened_by = None
 
     def take(self) -> tuple[Transfer, ...]:
-        """The copies, for the scheduler: from now on none can be recalled."""
+        """The copies, to send: from now on none can be recalled."""
         transfers = tuple([ticket.transfer for ticket in self._tickets.values()])
         self.clear()
         return transfers
 
     def clear(self) -> None:
-        """Forgets the copies."""
         for ticket in self._tickets.values():
             ticket.opened_by = None
         self._tickets.clear()
@@ -269,7 +268,7 @@ class OpenedCopies:
 
 
 class Fetch:
-    """Copies of a chain to the device, for nobody: the blocks change places together, when all are there."""
+    """A prefetch: copies of a chain to the device. All blocks are replaced together, after the last copy."""
 
     def __init__(self, pool: BlockPool, tickets: list[Ticket]) -> None:
         self._pool = pool
@@ -280,7 +279,6 @@ class Fetch:
             ticket.fetch = self
 
     def ended(self, ticket: Ticket, *, failed: bool) -> None:
-        """One of the copies has ended."""
         self._open -= 1
         if failed:
             self._failed.add(ticket)
@@ -318,7 +316,7 @@ class Copies:
         return ticket
 
     def offload(self, pool: BlockPool, moved: Block, occupant: Block, sequence: Sequence | None) -> Ticket:
-        """A block has moved to a lower tier, for the sake of a sequence; `occupant` has the slot that it leaves."""
+        """A block was offloaded to make room for a sequence; `occupant` has its slot now."""
         scheduler = None if sequence is None else sequence.scheduler
         ticket = self._add(Ticket(self._next_number(), _OFFLOAD, pool, occupant, moved, scheduler=scheduler))
         if sequence is not None:
@@ -326,17 +324,17 @@ class Copies:
         return ticket
 
     def recall(self, number: int, sequence: Sequence) -> None:
-        """The copy of such a block is called off."""
+        """Cancels an offload that was not sent."""
         sequence.opened.recall(self._tickets.pop(number))
 
     def overwrite(self, pool: BlockPool, purpose: Purpose, block: Block) -> None:
-        """A slot is overwritten with zeros."""
+        """Overwrites a slot with zeros."""
         self._add(Ticket(self._next_number(), purpose, pool, None, block))
 
     def fill(
         self, sequence: Sequence, pool: BlockPool, source: Block, target: Block, index: int, num_tokens: int
     ) -> None:
-        """The target, at this place of the sequence's table, gets what the source holds, whose reference passes on."""
+        """Copies a source into a block of a sequence. The copy takes the reference of the source over."""
         pool.acquire(target)
         number = self._next_number()
         ticket = Ticket(
@@ -351,7 +349,7 @@ class Copies:
             tier.counters.copied_bytes += pool.spec.block_bytes
 
     def back_up(self, pools: list[BlockPool]) -> None:
-        """Begins copies of device blocks to empty slots below; the executor gets them with its next renewal."""
+        """Begins copies of device blocks to empty slots below; the executor receives them with its next renewal."""
         for pool in pools:
             backups, tier = pool.backups, pool.backups.tier
             for block in backups.next(MAX_BACKUPS // len(pools) - backups.running):
@@ -364,7 +362,7 @@ class Copies:
                 pool.device.counters.copied_bytes += pool.spec.block_bytes
 
     def fetch(self, pool: BlockPool, chain: list[Block]) -> list[Transfer]:
-        """Brings blocks of a chain, parents first, to the device, as far as there is room and up to one on its way."""
+        """Prefetches blocks of a chain, parents first, as far as there is room and up to one with an open copy."""
         here = [block for block in chain if pool.is_on_device(block)]
         below = [block for block in chain if not pool.is_on_device(block)]
         room = pool.device.free_for(None, claimed=[block for block in here if not block.refs])
@@ -385,7 +383,7 @@ class Copies:
             tier.counters.copied_bytes += pool.spec.block_bytes
             target = pool.allocate(None)
             tickets.append(self._add(Ticket(self._next_number(), Purpose.PREFETCH, pool, source, target)))
-        # What is on the device already stays until the rest stands on it.
+        # Device blocks of the chain stay until their children are on the device.
         tickets[0].held_ancestors = here
         Fetch(pool, tickets)
         return [ticket.transfer for ticket in tickets]
