@@ -1,4 +1,4 @@
-"""A short run of `python -m tests.fuzz`: odd requests to every route and every method leave nothing behind."""
+"""A short run of `python -m tests.fuzz`: odd requests to every gRPC method leave nothing behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from tests.fuzz.methods import discover
 from tests.fuzz.report import Report
-from tests.fuzz.run import fuzz_grpc, fuzz_http, fuzz_http_at_bounds
+from tests.fuzz.run import fuzz_grpc
 from tests.fuzz.stage import Stage
 from tests.support.generation import greedy_request
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.model
 
 # 2,048 tokens of 30 layers with keys and values of 192 floats each.
 POOL_BYTES = 2048 * 30 * 2 * 192 * 4
-HTTP_CALLS, GRPC_CALLS, BOUNDS_CALLS = 120, 1200, 300
+CALLS, BOUNDS_CALLS = 1200, 300
 
 
 @pytest.fixture
@@ -29,29 +29,15 @@ def stage() -> Iterator[Stage]:
         yield stage
 
 
-def test_odd_requests_over_http_are_answered_and_leave_nothing_behind(stage: Stage, tmp_path: Path) -> None:
-    report = Report(1, tmp_path)
-    fuzz_http(stage, report, HTTP_CALLS, print)
-    asyncio.run(stage.check(report))
-    print(report.text())
-    assert not report.num_faults
-    assert len(report.rows) > 15
-    assert report.rows["POST /v1/completions"].statuses["200"]
-
-
 def test_numbers_at_the_bounds_of_their_types_cost_little_and_leave_nothing_behind(
     stage: Stage, tmp_path: Path
 ) -> None:
     report = Report(1, tmp_path)
-    fuzz_http_at_bounds(stage, report, BOUNDS_CALLS, print)
-    asyncio.run(stage.check(report))
     asyncio.run(fuzz_grpc(stage, report, BOUNDS_CALLS, print, at_bounds=True))
     print(report.text())
     asyncio.run(stage.recover(report))
     assert not report.num_faults
-    row = report.rows["POST /v1/completions, at bounds"]
-    assert row.statuses["400"]
-    assert row.most_loop_seconds
+    assert max(row.most_loop_seconds for row in report.rows.values()) > 0
 
 
 def test_a_pool_that_fills_up_is_not_taken_for_a_leak(stage: Stage) -> None:
@@ -76,7 +62,7 @@ def test_odd_calls_of_every_method_are_answered_and_leave_nothing_behind(stage: 
     } < services
     assert {f"kvcache.v1.Cache{kind}Service" for kind in ("Manager", "Admin", "Event")} < services
     report = Report(1, tmp_path)
-    asyncio.run(fuzz_grpc(stage, report, GRPC_CALLS, print))
+    asyncio.run(fuzz_grpc(stage, report, CALLS, print))
     print(report.text())
     assert not report.num_faults
     assert set(methods) <= report.rows.keys()

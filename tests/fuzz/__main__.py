@@ -1,8 +1,8 @@
-"""Calls every route and every method of a real stack with requests that nobody would send: `python -m tests.fuzz`.
+"""Calls every gRPC method of a real stack with requests that no client would send: `python -m tests.fuzz`.
 
-Over HTTP with what the OpenAPI description allows and with broken bodies, of gRPC with messages made from descriptors,
-of every service on every address. It ends with status 1 when a process ended, a call hung or met an error of the
-server's own, an answer broke its description, or something was left behind. A folder keeps what led to it.
+Messages are made from descriptors, of every service on every address. It ends with status 1 when a process ended, a
+call hung or met an internal error, or something was left behind. A folder keeps what led to it. HTTP has
+tests/e2e/test_http_fuzz.py.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import grpc
 
 from bench.result import Result
 from tests.fuzz.calls import repeat
-from tests.fuzz.http_bodies import resend
 from tests.fuzz.methods import discover
 from tests.fuzz.report import Report
-from tests.fuzz.run import fuzz_grpc, fuzz_http, fuzz_http_at_bounds
+from tests.fuzz.run import fuzz_grpc
 from tests.fuzz.stage import Stage
 
 REPEAT_SECONDS = 60.0
@@ -31,11 +30,8 @@ REPEAT_SECONDS = 60.0
 def main() -> int:
     """Runs, and says what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--http", type=int, default=50_000, help="calls over HTTP")
-    parser.add_argument("--grpc", type=int, default=50_000, help="calls of gRPC")
-    parser.add_argument(
-        "--bounds", type=int, metavar="CALLS", help="instead: calls with numbers at their types' bounds, costs measured"
-    )
+    parser.add_argument("--calls", type=int, default=50_000)
+    parser.add_argument("--bounds", action="store_true", help="numbers at their types' bounds, and costs measured")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=Path, help="folder for calls that met a fault; a temporary one if absent")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results")
@@ -51,34 +47,21 @@ def main() -> int:
     report = Report(given.seed, given.faults or Path(tempfile.mkdtemp(prefix="kvkeep-fuzz-")))
     with Stage() as stage:
         tell("the stack serves")
-        if given.bounds:
-            fuzz_http_at_bounds(stage, report, given.bounds // 2, tell)
-            asyncio.run(stage.check(report))
-            asyncio.run(fuzz_grpc(stage, report, given.bounds - given.bounds // 2, tell, at_bounds=True))
-        elif given.http:
-            fuzz_http(stage, report, given.http, tell)
-            asyncio.run(stage.check(report))
-        if given.grpc and not given.bounds:
-            asyncio.run(fuzz_grpc(stage, report, given.grpc, tell))
-            if not stage.crashes():
-                tell("starting all processes again")
-                asyncio.run(stage.recover(report))
+        asyncio.run(fuzz_grpc(stage, report, given.calls, tell, at_bounds=given.bounds))
+        if not stage.crashes():
+            tell("starting all processes again")
+            asyncio.run(stage.recover(report))
     print(report.text())
     seconds = round(time.monotonic() - begin)
     print(f"seed {given.seed}, {seconds} s")
-    asked = {"seed": given.seed, "http": given.http, "grpc": given.grpc, "bounds": given.bounds}
+    asked = {"seed": given.seed, "calls": given.calls}
     Result("fuzz_bounds" if given.bounds else "fuzz", report.data() | {"seconds": seconds}, asked).write(given.json)
     return int(report.num_faults > 0)
 
 
 def _repeat(call: dict[str, object]) -> int:
     with Stage() as stage:
-        if "method" in call:
-            print(asyncio.run(_repeat_grpc(stage, call)))
-        elif "curl" in call:
-            print(f"send this to http://{stage.stack.http}:\n{call['curl']}\n{call['body']}")
-        else:
-            print(resend(stage.stack.http, call))
+        print(asyncio.run(_repeat_grpc(stage, call)))
         asyncio.run(stage.check(report := Report(0, Path())))
         print(report.text())
         return int(report.num_faults > 0)

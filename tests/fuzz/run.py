@@ -1,4 +1,4 @@
-"""One run: calls over HTTP, then of gRPC, on one stack, and what must be true of it afterwards."""
+"""One run: calls of gRPC on one stack, and what must be true of it afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
-from tests.fuzz import bounds, http_bodies, http_schema
+from tests.fuzz import bounds
 from tests.fuzz.calls import Caller
 from tests.fuzz.messages import Maker
 from tests.fuzz.meter import Meter
@@ -21,21 +21,8 @@ from tests.fuzz.stage import Stage
 
 CONCURRENCY = 12
 TELL_SECONDS = 5.0
-# Calls over HTTP whose bodies follow no description, beside so many that know it.
-BODIES_SHARE = 0.1
 
 Tell = Callable[[str], None]
-
-
-def fuzz_http(stage: Stage, report: Report, count: int, tell: Tell) -> None:
-    """So many calls over HTTP that know its description, and some more that do not."""
-    http_schema.fuzz(stage.stack.http, report, count, tell)
-    http_bodies.fuzz(stage.stack.http, report, int(count * BODIES_SHARE), tell)
-
-
-def fuzz_http_at_bounds(stage: Stage, report: Report, count: int, tell: Tell) -> None:
-    """So many calls over HTTP with numbers at the bounds of their types, one at a time."""
-    bounds.fuzz_http(stage.stack.http, report, count, Meter(stage, report), tell)
 
 
 async def fuzz_grpc(stage: Stage, report: Report, count: int, tell: Tell, *, at_bounds: bool = False) -> None:
