@@ -33,9 +33,9 @@ from cachemgr.types import ManagerConfig
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
-from tests.e2e.test_no_leak import commit_computed_blocks
 from tests.stack import MODULES, Stack, free_address, metrics
 from tests.support.generation import generate, greedy_request
+from tests.support.settled import settle
 
 SAMPLE_SECONDS = 10.0
 # Behind it allocators have what they need.
@@ -213,7 +213,7 @@ async def measure(stack: Stack, given: argparse.Namespace) -> Found:
     alone = [await bench.leave(by_http, f"alone-{number}") for number in range(ALONE_TIMES)]
     async with bench.grpc() as by_grpc:
         grpc_phase = await bench.phase(by_grpc, given.grpc_seconds, 2)
-    report = await commit_computed_blocks(stack.admin)
+    report = await settle(stack.admin)
     return Found(
         http,
         grpc_phase,

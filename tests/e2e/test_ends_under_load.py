@@ -13,9 +13,9 @@ import pytest
 
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
-from tests.e2e.test_no_leak import settle
 from tests.stack import Stack
 from tests.support.generation import Output, generate_all, greedy_request
+from tests.support.settled import settle
 
 REQUESTS = 4
 PROMPT_TOKENS = 96

@@ -12,8 +12,8 @@ import pytest_asyncio
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.rpc.channel import open_channel
-from tests.e2e.test_no_leak import settle
 from tests.stack import Stack
+from tests.support.settled import settle
 
 pytestmark = pytest.mark.model
 

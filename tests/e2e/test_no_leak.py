@@ -11,10 +11,9 @@ import pytest
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
-from protos.kvcache.v1 import kvcache_pb2 as kv
-from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from tests.stack import Stack
 from tests.support.generation import greedy_request
+from tests.support.settled import settle
 
 REQUESTS = 300
 VOCABULARY = 49_152
@@ -77,16 +76,6 @@ async def misbehave(stub: generation_rpc.GenerationServiceAsyncStub, address: st
     except grpc.aio.AioRpcError as error:
         return str(error.code().name)
     return "finished"
-
-
-async def settle(address: str) -> kv.CheckPoolResponse:
-    """Waits until no sequence is live, then recounts every pool."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub: kvcache_rpc.CacheAdminServiceAsyncStub = kvcache_rpc.CacheAdminServiceStub(channel)
-        async with asyncio.timeout(30):
-            while (await stub.ListSequences(kv.ListSequencesRequest(), timeout=5)).sequences:
-                await asyncio.sleep(0.1)
-        return await stub.CheckPool(kv.CheckPoolRequest(), timeout=30)
 
 
 @pytest.mark.model

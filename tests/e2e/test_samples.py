@@ -12,9 +12,9 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
-from tests.e2e.test_no_leak import settle
 from tests.stack import Stack
 from tests.support.generation import generate_samples, greedy_request
+from tests.support.settled import settle
 
 SAMPLES = 4
 BLOCK = 16

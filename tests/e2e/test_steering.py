@@ -14,9 +14,9 @@ from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from protos.kvcommon.v1 import kvcommon_pb2 as common
-from tests.e2e.test_no_leak import settle
 from tests.stack import Stack
 from tests.support.generation import greedy_request
+from tests.support.settled import settle
 
 RETAIN = common.HintAction(action_id="keep", action_type="Retain", action_version="0.1")
 RETAIN.payload.update({"priority": 70, "duration_seconds": 600})

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_no_leak import settle
 from tests.stack import Stack, free_address, metrics
 from tests.support.generation import Output, generate_all, greedy_request
+from tests.support.settled import settle
 from tests.support.tier_files import BLOCK_BYTES, flip_bytes, only_file
 
 PROMPT, OUTPUT, PROMPTS = 161, 8, 5

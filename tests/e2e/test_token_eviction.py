@@ -17,9 +17,9 @@ from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from protos.kvcommon.eviction import Layout, parse
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import from_rpc_error
-from tests.e2e.test_no_leak import settle
 from tests.stack import Stack
 from tests.support.generation import Output, generate_all, generate_samples, greedy_request
+from tests.support.settled import settle
 
 PROMPT, OUTPUT = 220, 20
 POLICIES: dict[str, dict[str, Any]] = {
