@@ -57,6 +57,18 @@ def updates(batch: RunningBatch, *, everything: bool = True) -> tuple[TokenBatch
     return tokens or TokenBatch(), update or CacheUpdate()
 
 
+class Updates:
+    """A listener that keeps everything."""
+
+    def __init__(self) -> None:
+        self.tokens: list[TokenBatch] = []
+        self.cache: list[CacheUpdate] = []
+
+    def publish(self, tokens: TokenBatch | None, cache: CacheUpdate | None) -> None:
+        self.tokens += [tokens] if tokens else []
+        self.cache += [cache] if cache else []
+
+
 def synced(*copies: Copy, released: Seq[int] = (), missing_blocks: int = 0, session: int = 1) -> SyncAnswer:
     """A sync's answer without blocks."""
     return SyncAnswer([], [], missing_blocks, released, [], copies=copies, session=session)

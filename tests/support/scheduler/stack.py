@@ -2,14 +2,17 @@
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
+import grpc
+import pytest
 from prometheus_client import CollectorRegistry
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc
+from protos.rpc.errors import RemoteError, from_rpc_error
 from scheduler.app import Scheduler
 from tests.support.generation import Output, generate
 from tests.support.scheduler.fake_executor import FakeExecutor
@@ -50,6 +53,13 @@ def prompt_of(length: int, seed: int = 1) -> list[int]:
 async def run(stack: Stack, *messages: pb.StreamGenerateRequest) -> list[Output]:
     """Runs requests at once."""
     return await asyncio.gather(*[generate(stack.stub, message, 30) for message in messages])
+
+
+async def refusal(call: Awaitable[object]) -> RemoteError:
+    """The error that a call ends with."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return from_rpc_error(caught.value)
 
 
 async def waiting(stack: Stack, count: int) -> None:

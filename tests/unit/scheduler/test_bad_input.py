@@ -14,9 +14,7 @@ from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import from_rpc_error
 from scheduler.generate import summary
 from tests.support.generation import generate
-from tests.support.scheduler.fake_executor import FakeExecutor
-from tests.support.scheduler.real_manager import RealManager
-from tests.support.scheduler.stack import StackFactory
+from tests.support.scheduler.stack import StackFactory, refusal
 
 Range = common.RetentionRange
 
@@ -56,6 +54,11 @@ def kept(*places: tuple[int, int], seconds: int = 1, **fields: object) -> pb.Str
     return request
 
 
+def hinted(*actions: common.HintAction, version: str = "0.1") -> pb.StreamGenerateRequest:
+    return cache(kv_hints=common.KvHints(protocol_version=version, actions=actions))
+
+
+ACTION = common.HintAction(action_id="a", action_type="Share", action_version="0.1")
 BAD = {
     "input": pb.StreamGenerateRequest(),
     "text": pb.StreamGenerateRequest(text=""),
@@ -106,6 +109,10 @@ BAD = {
     "cache.retention_ranges[0].retention_priority": cache(retention_ranges=[Range(retention_priority=101)]),
     "cache.retention_ranges[0].end": cache(retention_ranges=[Range(start=5, end=5)]),
     "cache.retention_ranges[0].start": cache(retention_ranges=[Range(start=3, end=9), Range(start=0, end=4)]),
+    # The cache manager checks these.
+    "cache.kv_hints.protocol_version": hinted(ACTION, version="7"),
+    "cache.kv_hints.actions": hinted(),
+    "cache.kv_hints.actions[1].action_id": hinted(ACTION, common.HintAction()),
     "cache.retention_ranges[1].start": cache(retention_ranges=[Range(start=0), Range(start=7, end=9)]),
 }
 
@@ -113,13 +120,13 @@ BAD = {
 async def test_every_wrong_field_is_named_and_nothing_changes(run_stack: StackFactory) -> None:
     async with run_stack() as stack:
         for field, message in BAD.items():
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await generate(stack.stub, message, 30)
-            error = from_rpc_error(caught.value)
+            error = await refusal(generate(stack.stub, message, 30))
             assert error.code is grpc.StatusCode.INVALID_ARGUMENT, field
             assert list(error.fields) == [field.strip()]
         assert stack.manager.admitted_ids == []
         assert (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests == 0
+        error = await refusal(generate(stack.stub, ids(1, model="other"), 30))
+        assert (error.code, list(error.fields)) == (grpc.StatusCode.NOT_FOUND, ["model"])
 
 
 async def test_the_error_of_a_long_prompt_names_the_bound(run_stack: StackFactory) -> None:
@@ -142,9 +149,7 @@ async def test_an_invalid_request_is_not_tokenized(run_stack: StackFactory) -> N
                     request.text = BAD[field].text
                 case "chat":
                     request.chat.CopyFrom(BAD[field].chat)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stack.stub.TokenizePrompt(request, timeout=5)
-            error = from_rpc_error(caught.value)
+            error = await refusal(stack.stub.TokenizePrompt(request, timeout=5))
             assert (error.code, list(error.fields)) == (grpc.StatusCode.INVALID_ARGUMENT, [field.strip()])
         # Whether it fits is what callers count tokens for.
         long = await stack.stub.TokenizePrompt(pb.TokenizePromptRequest(text=BAD["text "].text), timeout=5)
@@ -162,10 +167,9 @@ async def test_an_impossible_rule_fails_only_its_own_requests(run_stack: StackFa
 
 
 async def test_a_request_that_never_fits_is_refused(run_stack: StackFactory) -> None:
-    executor = FakeExecutor()
     # 100 blocks of 4: a whole prompt and the table that it moves to do not fit in beside each other.
     policy = common.EvictionPolicy(kind="EVICTION_KIND_KEYDIFF", max_cache_tokens=300)  # type: ignore[arg-type]
-    async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
+    async with run_stack() as stack:
         with pytest.raises(grpc.aio.AioRpcError, match="100") as caught:
             await generate(stack.stub, ids(*[1] * 390, max_tokens=2, eviction_policy=policy), 30)
         error = from_rpc_error(caught.value)
@@ -186,31 +190,6 @@ async def test_a_rules_policy_that_needs_more_blocks_than_there_are_is_an_operat
             await generate(stack.stub, request, 30)
         error = from_rpc_error(caught.value)
         assert (error.code, error.reason, error.fields) == (grpc.StatusCode.FAILED_PRECONDITION, "RULE_POLICY", {})
-
-
-async def test_hints_that_the_cache_manager_cannot_read_are_the_callers_fault(run_stack: StackFactory) -> None:
-    executor = FakeExecutor()
-    action = common.HintAction(action_id="a", action_type="Share", action_version="0.1")
-    for field, hints in {
-        "cache.kv_hints.protocol_version": common.KvHints(protocol_version="7", actions=[action]),
-        "cache.kv_hints.actions": common.KvHints(protocol_version="0.1"),
-        "cache.kv_hints.actions[1].action_id": common.KvHints(
-            protocol_version="0.1", actions=[action, common.HintAction()]
-        ),
-    }.items():
-        async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await generate(stack.stub, ids(1, 2, max_tokens=2, cache=pb.CacheOptions(kv_hints=hints)), 30)
-            error = from_rpc_error(caught.value)
-            assert (error.code, list(error.fields)) == (grpc.StatusCode.INVALID_ARGUMENT, [field])
-
-
-async def test_an_unknown_model_is_not_found(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await generate(stack.stub, ids(1, model="other"), 30)
-        error = from_rpc_error(caught.value)
-        assert (error.code, list(error.fields)) == (grpc.StatusCode.NOT_FOUND, ["model"])
 
 
 async def test_a_call_without_deadline_is_served(run_stack: StackFactory) -> None:
@@ -260,15 +239,6 @@ def test_the_client_reports_a_missing_server_in_one_line() -> None:
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "make run-stack" in done.stderr
-
-
-def test_the_scheduler_imports_neither_torch_nor_transformers_nor_its_neighbours() -> None:
-    code = (
-        "import sys, scheduler.__main__, scheduler.generate;"
-        "print({'torch', 'transformers', 'cachemgr', 'executor', 'kernels'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
 
 
 def test_the_command_line_client_says_where_cached_tokens_were() -> None:

@@ -8,14 +8,13 @@ import pytest
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
-from protos.rpc.errors import from_rpc_error
 from scheduler.core import loop
 from scheduler.request import MAX_FAILURES
 from tests.support.generation import generate
 from tests.support.generation import greedy_request as request
 from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.real_manager import RealManager
-from tests.support.scheduler.stack import StackFactory, prompt_of, run, waiting
+from tests.support.scheduler.stack import StackFactory, prompt_of, refusal, run, waiting
 from tests.support.scheduler.tokenizers import EOS, space_prefix_tokenizer
 
 
@@ -78,9 +77,7 @@ async def test_beyond_the_bound_of_the_queue_requests_are_refused_with_a_time_to
         await waiting(stack, 0)
         tasks += [asyncio.create_task(run(stack, request([i], 2))) for i in range(2, 4)]
         await waiting(stack, 2)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await run(stack, request([9], 2))
-        error = from_rpc_error(caught.value)
+        error = await refusal(run(stack, request([9], 2)))
         assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
         assert error.retry_after
         stack.executor.gate.set()
@@ -118,9 +115,7 @@ async def test_a_request_id_can_be_used_again_when_its_request_has_ended(run_sta
     async with run_stack() as stack:
         call = stack.stub.StreamGenerate(request([1], 300, request_id="same"), timeout=30)
         await call.read()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await run(stack, request([2], 2, request_id="same"))
-        assert from_rpc_error(caught.value).reason == "REQUEST_EXISTS"
+        assert (await refusal(run(stack, request([2], 2, request_id="same")))).reason == "REQUEST_EXISTS"
         call.cancel()
         await stack.manager.settled()
         [output] = await run(stack, request([2], 2, request_id="same"))
@@ -138,9 +133,7 @@ async def test_a_request_that_kills_the_executor_fails_alone(run_stack: StackFac
         good = [asyncio.create_task(generate(stack.stub, request(prompt, 40), 60)) for prompt in prompts[:3]]
         bad = asyncio.create_task(run(stack, request([executor.chokes_on] * 20, 5)))
         good += [asyncio.create_task(generate(stack.stub, request(prompt, 40), 60)) for prompt in prompts[3:]]
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await bad
-        error = from_rpc_error(caught.value)
+        error = await refusal(bad)
         assert (error.code, error.reason) == (grpc.StatusCode.INTERNAL, "EXECUTOR_FAILS")
         for prompt, task in zip(prompts, good, strict=True):
             assert (await task).token_ids == executor.expected(prompt, 40)
@@ -200,9 +193,7 @@ async def test_requests_of_a_changed_executor_may_be_retried(
         await stack.manager.admitted(1)
         stack.executor.chat_template = "another"
         stack.executor.restart()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await running
-        error = from_rpc_error(caught.value)
+        error = await refusal(running)
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "EXECUTOR_REPLACED")
 
 

@@ -1,6 +1,6 @@
 """Token eviction in the step loop: what is planned is what an executor finds when it follows the same policy."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import given
@@ -10,13 +10,11 @@ from protos.execution.v1 import execution_pb2 as pb
 from protos.kvcommon.eviction import Layout, Policy, parse
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from scheduler.bridge import SyncAnswer
-from scheduler.core.batch import RunningBatch
 from scheduler.core.step_message import InFlightStep, build_step
-from scheduler.request import AdmissionAttempt, Request
 from scheduler.sequence import Eviction, Sequence
-from tests.support.scheduler.sequences import depths, updates
+from tests.support.scheduler.sequences import BLOCK, batch_of, depths, updates
+from tests.support.scheduler.sequences import sequence as make_sequence
 
-BLOCK = 4
 LAYOUT = Layout(BLOCK, (None,), plain_rotary=True)
 HANDLE = 7
 
@@ -35,6 +33,11 @@ def policy(fields: dict[str, Any]) -> Policy:
     parsed = parse(common.EvictionPolicy(**fields), LAYOUT)
     assert parsed is not None
     return parsed
+
+
+def evicting(chosen: Policy, prompt: int, output: int, **fields: Any) -> Sequence:
+    """A sequence with a policy."""
+    return make_sequence(HANDLE, prompt, max_tokens=output, eviction=Eviction(chosen, prompt), **fields)
 
 
 @dataclass
@@ -102,21 +105,12 @@ def test_an_executor_that_follows_the_policy_has_slots_for_every_planned_token(
     depth: int,
 ) -> None:
     chosen = policy(fields)
-    request = Request("r", tuple(range(prompt)), output, pb.SamplingParams(), 1, 0.0)
     # What an earlier attempt generated is computed again, and evicts as it did.
     known = prompt + min(before, output - 1)
     most = chosen.first_eviction(prompt) or prompt + output
     first = -(-min(most, known) // BLOCK)
-    sequence = Sequence(
-        AdmissionAttempt(request, tuple(range(known))),
-        HANDLE,
-        cached_tokens=0,
-        tables=[list(range(1, first + 1))],
-        block_size=BLOCK,
-        eviction=Eviction(chosen, prompt),
-    )
-    batch, executor = RunningBatch(), Executor(chosen, prompt)
-    batch.admit(sequence)
+    sequence = evicting(chosen, prompt, output, blocks=first, generated=known - prompt)
+    batch, executor = batch_of(sequence), Executor(chosen, prompt)
     flights: list[tuple[InFlightStep, pb.StepResult]] = []
     asked_at = settled_at = moved = None
     given_own, moves, number, evicted, most_kept = False, 0, 0, 0, 0
@@ -140,7 +134,7 @@ def test_an_executor_that_follows_the_policy_has_slots_for_every_planned_token(
             batch.commit(flight, result)
         tokens, update = updates(batch)
         evicted += sum(tokens for _, tokens, _ in tokens.evicted)
-        most_kept = tokens.most_kept.get(request.arrival, most_kept)
+        most_kept = tokens.most_kept.get(HANDLE, most_kept)
         if update.evicting and asked_at is None:
             assert update.evicting == {HANDLE: True}
             asked_at = turn
@@ -179,12 +173,7 @@ def test_an_executor_that_follows_the_policy_has_slots_for_every_planned_token(
 
 def test_the_score_window_is_computed_in_one_step() -> None:
     chosen = policy({"kind": "EVICTION_KIND_SNAPKV", "max_cache_tokens": 12, "score_window_tokens": 4})
-    request = Request("r", tuple(range(20)), 5, pb.SamplingParams(), 1, 0.0)
-    batch = RunningBatch()
-    for handle, eviction in ((HANDLE, Eviction(chosen, 20)), (HANDLE + 1, None)):
-        candidate = AdmissionAttempt(replace(request, arrival=handle), request.prompt_ids)
-        tables = [list(range(1, 8))]
-        batch.admit(Sequence(candidate, handle, cached_tokens=0, tables=tables, block_size=BLOCK, eviction=eviction))
+    batch = batch_of(evicting(chosen, 20, 5, blocks=7), make_sequence(HANDLE + 1, 20, blocks=7))
     counts = []
     for step in range(1, 4):
         plan = batch.plan(18)
@@ -195,19 +184,8 @@ def test_the_score_window_is_computed_in_one_step() -> None:
 
 
 def test_a_sequence_that_waits_for_private_blocks_skips_steps() -> None:
-    chosen = policy(POLICIES[0])
-    request = Request("r", tuple(range(20)), 5, pb.SamplingParams(), 1, 0.0)
-    tables = [list(range(1, 8))]
-    sequence = Sequence(
-        AdmissionAttempt(request, request.prompt_ids),
-        HANDLE,
-        cached_tokens=0,
-        tables=tables,
-        block_size=BLOCK,
-        eviction=Eviction(chosen, 20),
-    )
-    batch = RunningBatch()
-    batch.admit(sequence)
+    sequence = evicting(policy(POLICIES[0]), 20, 5, blocks=7)
+    batch = batch_of(sequence)
     plan = batch.plan(100)
     _, flight = build_step(1, plan, [])
     assert updates(batch)[1].evicting == {}
@@ -227,25 +205,15 @@ def test_a_sequence_that_waits_for_private_blocks_skips_steps() -> None:
     batch.commit(flight, result)
     tokens, update = updates(batch)
     assert update.relocated == {HANDLE: 20}
-    assert tokens.evicted == [(1, 9, -1)]
+    assert tokens.evicted == [(HANDLE, 9, -1)]
 
 
 @given(st.sampled_from(POLICIES), st.integers(1, 20), depths)
 def test_a_sequence_that_stops_before_its_first_eviction_has_not_moved(
     fields: dict[str, Any], stop_at: int, depth: int
 ) -> None:
-    chosen = policy(fields)
-    request = Request("r", tuple(range(5)), 40, pb.SamplingParams(), 1, 0.0)
-    sequence = Sequence(
-        AdmissionAttempt(request, request.prompt_ids),
-        HANDLE,
-        cached_tokens=0,
-        tables=[list(range(1, 20))],
-        block_size=BLOCK,
-        eviction=Eviction(chosen, 5),
-    )
-    batch = RunningBatch()
-    batch.admit(sequence)
+    sequence = evicting(policy(fields), 5, 40, blocks=19)
+    batch = batch_of(sequence)
     flights: list[InFlightStep] = []
     sampled = number = 0
     while len(batch):

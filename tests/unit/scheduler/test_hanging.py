@@ -9,6 +9,7 @@ from scheduler.bridge import CommandQueue
 from scheduler.core import loop
 from tests.support.generation import generate
 from tests.support.generation import greedy_request as request
+from tests.support.scheduler.sequences import Updates
 from tests.support.scheduler.stack import StackFactory
 
 
@@ -80,13 +81,6 @@ async def test_requests_leave_while_the_executor_hangs(
         assert (await first).token_ids == executor.expected([1, 2], 30)
 
 
-class Ignored:
-    """A listener."""
-
-    def publish(self, tokens: object, cache: object) -> None:
-        pass
-
-
 class Hung:
     """An executor that opens sessions and answers nothing; every wait for it takes longer than was asked."""
 
@@ -104,7 +98,7 @@ def test_a_pause_of_the_scheduler_is_no_silence_of_the_executor(monkeypatch: pyt
     """A process that was stopped finds its clock far ahead: each wait counts for a second at most."""
     hung = Hung(pause=60.0)
     monkeypatch.setattr(loop.time, "monotonic", lambda: hung.now)
-    steps = loop.StepLoop(hung, CommandQueue(), Ignored(), None, max_batched_tokens=1, budget=None)  # type: ignore[arg-type]
+    steps = loop.StepLoop(hung, CommandQueue(), Updates(), None, max_batched_tokens=1, budget=None)  # type: ignore[arg-type]
     with pytest.raises(loop.ExecutorLostError, match="within 30 seconds"):
         steps._answer(hung.receive, 0.1, "step 1 was not answered")
     assert hung.asked == loop.LOST_SECONDS / loop.LONGEST_TURN_SECONDS

@@ -8,24 +8,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from protos.execution.v1 import execution_pb2 as pb
-from scheduler.bridge import Admitted, CacheUpdate, CommandQueue, Stop, TokenBatch
+from scheduler.bridge import Admitted, CommandQueue, Stop, TokenBatch
 from scheduler.core.loop import StepLoop
 from scheduler.core.prefill_budget import PrefillBudget
 from scheduler.metrics import StepTimes
-from tests.support.scheduler.sequences import sequence, synced
+from tests.support.scheduler.sequences import Updates, sequence, synced
 from tests.unit.scheduler.test_copies import down
-
-
-class Updates:
-    """A listener that keeps everything."""
-
-    def __init__(self) -> None:
-        self.tokens: list[TokenBatch] = []
-        self.cache: list[CacheUpdate] = []
-
-    def publish(self, tokens: TokenBatch | None, cache: CacheUpdate | None) -> None:
-        self.tokens += [tokens] if tokens else []
-        self.cache += [cache] if cache else []
 
 
 def step_loop(executor: object, commands: CommandQueue, updates: Updates) -> StepLoop:

@@ -12,11 +12,11 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from protos.generation.v1 import generation_pb2 as pb
-from protos.rpc.errors import from_rpc_error
 from tests.stack import free_address
 from tests.support.generation import generate
 from tests.support.generation import greedy_request as request
 from tests.support.scheduler.process import SERVING, scheduler
+from tests.support.scheduler.stack import refusal
 
 
 async def test_the_process_serves_once_its_neighbours_do_and_finishes_requests_before_it_ends(tmp_path: Path) -> None:
@@ -34,9 +34,7 @@ async def test_the_process_serves_once_its_neighbours_do_and_finishes_requests_b
         await manager.admitted(1)
         running.process.send_signal(signal.SIGTERM)
         assert (await watch.read()).status != SERVING
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await generate(running.stub, request([3], 1), 5)
-        error = from_rpc_error(caught.value)
+        error = await refusal(generate(running.stub, request([3], 1), 5))
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
         executor.gate.set()
         assert (await request_running).token_ids == executor.expected([1, 2], 5)
@@ -115,9 +113,7 @@ async def test_a_request_that_does_not_end_in_time_fails_and_frees_its_blocks(tm
         call = running.stub.StreamGenerate(request([1, 2], 390), timeout=30)
         await call.read()
         running.process.send_signal(signal.SIGTERM)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await rest(call)
-        error = from_rpc_error(caught.value)
+        error = await refusal(rest(call))
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
         assert await running.end() == 0
         assert running.manager.live == []
@@ -130,9 +126,7 @@ async def test_an_executor_that_does_not_answer_does_not_keep_the_process(tmp_pa
         call = running.stub.StreamGenerate(request([1, 2], 5), timeout=30)
         await running.manager.admitted(1)
         running.process.send_signal(signal.SIGTERM)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()
-        assert from_rpc_error(caught.value).reason == "DRAINING"
+        assert (await refusal(call.read())).reason == "DRAINING"
         assert await running.end() == 0
 
 
