@@ -13,7 +13,7 @@ from cachemgr.blocks.block import Block, Node
 from cachemgr.tokens import TOKEN_BYTES
 
 _ORDER = attrgetter("scope.extra", "tokens")
-# On each side, when those next to where the tokens would stand cannot be used.
+# On each side, when the nearest children cannot be used.
 _MOST_LOOKED_AT = 32
 
 
@@ -96,7 +96,6 @@ def adopt_children(node: Node, old: Node) -> None:
 
 
 def children_of(node: Node) -> tuple[Block, ...]:
-    """All children."""
     children = node.children
     if children is None:
         return ()
@@ -104,7 +103,6 @@ def children_of(node: Node) -> tuple[Block, ...]:
 
 
 def add_child(node: Node, block: Block) -> None:
-    """Adds a child."""
     children = node.children
     if children is None:
         node.children = block
@@ -115,7 +113,6 @@ def add_child(node: Node, block: Block) -> None:
 
 
 def remove_child(node: Node, block: Block) -> None:
-    """Removes a child."""
     children = node.children
     if children is block:
         node.children = None
@@ -134,9 +131,9 @@ def closest_child(
 ) -> tuple[Block | None, int]:
     """The usable child with the longest common prefix, and that prefix in tokens; (None, 0) when there is none.
 
-    The further a child is from where the tokens would stand, the less it has in common with them: the search goes
-    outward from there, and ends where nothing better can come. Under a root as many may be in use as sequences run,
-    so it looks at no more than a few: a shorter match, or none, costs less than to look at all.
+    The common prefix shrinks with the distance from the position of the tokens: the search goes outward from there, and
+    ends where no longer prefix follows. Under a root very many children may be in use, so it looks at a few only: a
+    shorter match, or none, costs less than a look at all of them.
     """
     children = node.children
     if children is None or not tokens:
@@ -160,19 +157,20 @@ def closest_child(
 
 def covering_child(node: Node, tokens: bytes, extra: bytes = b"") -> Block | None:
     """A child that begins with these tokens."""
-    if node.children is not None:
-        for block in _neighbours(node.children, tokens, extra):
-            if block.tokens.startswith(tokens):
-                return block
+    children = node.children if isinstance(node.children, list) else children_of(node)
+    index = bisect_left(children, (extra, tokens), key=_ORDER)
+    for block in children[index : index + 1]:
+        if _ORDER(block)[0] == extra and block.tokens.startswith(tokens):
+            return block
     return None
 
 
 def longer_sibling(node: Node, block: Block) -> Block | None:
-    """Another child that begins with all of this one's tokens."""
+    """A sibling that begins with all tokens of this block."""
     children = node.children
     if not isinstance(children, list):
         return None
-    # It would stand right behind: whatever begins with these tokens comes directly after them.
+    # Siblings that begin with these tokens come directly after them.
     index = bisect_right(children, _ORDER(block), key=_ORDER)
     if index < len(children):
         other = children[index]
@@ -182,13 +180,13 @@ def longer_sibling(node: Node, block: Block) -> Block | None:
 
 
 def covered_children(node: Node, tokens: bytes, extra: bytes = b"") -> list[Block]:
-    """Children whose tokens are a true beginning of these, longest first."""
+    """Children whose tokens are a proper prefix of these, longest first."""
     children = [node.children] if isinstance(node.children, Block) else node.children or []
     found: list[Block] = []
     beginning = tokens
     index = bisect_left(children, (extra, beginning), key=_ORDER)
     while index > 0 and _ORDER(children[index - 1])[0] == extra:
-        # Whatever begins `beginning` stands between the last child before it and itself, or is that child.
+        # A prefix of `beginning` is its last predecessor, or lies between that one's common prefix and itself.
         block = children[index - 1]
         common = _common_tokens(block.tokens, beginning) * TOKEN_BYTES
         beginning = tokens[:common]
@@ -200,15 +198,6 @@ def covered_children(node: Node, tokens: bytes, extra: bytes = b"") -> list[Bloc
         else:
             index = bisect_right(children, (extra, beginning), key=_ORDER)
     return found
-
-
-def _neighbours(children: Block | list[Block], tokens: bytes, extra: bytes) -> list[Block]:
-    if isinstance(children, list):
-        index = bisect_left(children, (extra, tokens), key=_ORDER)
-        near = children[max(0, index - 1) : index + 1]
-    else:
-        near = [children]
-    return [block for block in near if _ORDER(block)[0] == extra]
 
 
 def _common_tokens(one: bytes, other: bytes) -> int:

@@ -1,4 +1,4 @@
-"""What becomes of a pool whose executor is gone or starts again, and of the blocks that a store remembers of it."""
+"""Blocks after the loss or restart of their executor: freed, carried over in lower tiers, or put back from a store."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class ForgottenBlocks(Protocol):
 
 
 class Leftovers:
-    """What lost executors had: blocks that nothing can reach any more, but leases whose time is not over.
+    """Blocks of lost executors that only running leases refer to.
 
-    It is freed a part at a time: to free a million blocks at once would take too long.
+    They are freed in parts: freeing a million blocks at once would take too long.
     """
 
     def __init__(self, leases: LeaseBook) -> None:
@@ -71,7 +71,7 @@ class Leftovers:
         return sum(len(blocks) + len(index) for blocks, index in self._rest)
 
     def add(self, blocks: list[Block | None], index: dict[bytes, Block]) -> None:
-        """The indexes and the index of a pool, which uses them no longer."""
+        """`blocks` and `index` of a pool that no longer uses them."""
         self._rest.append((blocks, index))
 
     def let_go(self, count: int) -> None:
@@ -136,7 +136,7 @@ def restart(
 
 
 def _slot_below(pool: BlockPool, block: Block, filled: Mapping[TierKind, Sequence[int]]) -> _LowerSlot | None:
-    """Where the bytes of a block are without the device."""
+    """The slot of a lower tier that holds a block's bytes."""
     for index in (block.index, *pool.backups.copies(block)):
         tier = pool.tier_at(index)
         slot, generation = index - tier.offset, tier.generation(index)
@@ -147,7 +147,7 @@ def _slot_below(pool: BlockPool, block: Block, filled: Mapping[TierKind, Sequenc
 
 
 def _move_in(pool: BlockPool, block: Block, index: _LowerSlot, held: int) -> None:
-    """Puts a block where its bytes are, with one reference more than it keeps."""
+    """Moves a block to the slot that holds its bytes, with one reference more than it keeps."""
     kind, slot, generation = index
     tier = pool.tiers[kind]
     block.detach()
@@ -161,7 +161,6 @@ def _move_in(pool: BlockPool, block: Block, index: _LowerSlot, held: int) -> Non
 
 
 def _link_again(pool: BlockPool, parents: Mapping[Block, bytes]) -> None:
-    """Makes the tree again from the keys of the parents."""
     pool.tree.by_key.update((block.key, block) for block in parents)
     for block, key in parents.items():
         pool.tree.link(block, pool.tree.parent(key))
@@ -170,7 +169,6 @@ def _link_again(pool: BlockPool, parents: Mapping[Block, bytes]) -> None:
 
 
 def _zero_again(pool: BlockPool, slots: Iterable[tuple[TierKind, int]]) -> None:
-    """Overwrites slots of lower tiers that hold no block."""
     for kind, slot in slots:
         tier = pool.tiers[kind]
         if slot <= tier.size and pool.blocks[tier.offset + slot] is None:
@@ -178,7 +176,6 @@ def _zero_again(pool: BlockPool, slots: Iterable[tuple[TierKind, int]]) -> None:
 
 
 def _find_empty(pool: BlockPool) -> None:
-    """Makes all slots empty that hold nothing."""
     for tier in pool.tiers:
         indexes = range(tier.offset + 1, tier.offset + tier.size + 1)
         tier.set_empty(index for index in indexes if pool.blocks[index] is None)
@@ -193,9 +190,8 @@ def _zero(pool: BlockPool, tier: Tier, slot: int) -> None:
 class Recovery:
     """Puts back remembered blocks one by one, parents before children, while sequences use the pools already.
 
-    A remembered block counts if its slot is still as the executor has told it at its registration, and has not been
-    allocated since: `Tier.unread` has the slots of which both is true. The journal hears of each block that is not
-    where it has it.
+    A remembered block counts if its slot has kept its content until the registration of the executor, and has not been
+    allocated since: `Tier.unread` has these slots. Every difference from the record is reported to the journal.
     """
 
     def __init__(
@@ -208,42 +204,41 @@ class Recovery:
         forgotten: ForgottenBlocks,
         purged: list[Callable[[BlockRecord], bool]],
     ) -> None:
-        """`spec` tells what the slots hold. `is_deleted_rule` says of a lease's holder that its rule is gone.
+        """`spec` has the contents of the slots. `is_deleted_rule` takes the holder of a lease.
 
-        `purged` means blocks that were dropped before they were read, and grows with `purge`.
+        `purged` has filters for blocks that were purged before they were read.
         """
         self._executor = executor
         self._spec = spec
         self._journal = journal
         self._leases = leases
         self._is_deleted_rule = is_deleted_rule
-        # Blocks that were forgotten, or purged, before they were read.
         self.forgotten = forgotten
         self.purged = purged
         self._forgotten_keys: set[bytes] = set()
-        # All uses since are later ones. Blocks without a known time of use count down from here.
+        # All uses since are later ones. The recency of blocks that were on the device counts down from here.
         self._last_uses = [pool.lru_clock for pool in executor.pools]
         for pool in executor.pools:
             group = pool.spec.group
             steps = spec.last_write_steps[group] if spec.last_write_steps else ()
             for tier in pool.tiers:
                 filled = steps if tier is pool.device else spec.generations(tier.kind, group)
-                # Nothing is told of a tier, or something of each slot.
+                # The spec has the contents of all slots of a tier, or of none.
                 if len(filled):
                     tier.await_remembered(filled)
 
     def purge(self, is_meant: Callable[[BlockRecord], bool]) -> None:
-        """Remembered blocks that are meant, and what stands on them, are overwritten instead of put back."""
+        """Remembered blocks that are meant, and their descendants, are overwritten instead of put back."""
         self.purged.append(is_meant)
 
     def overwrite(self, slots: Iterable[Slot]) -> None:
-        """Zeroes slots that were forgotten before the executor was lost: nobody got them since."""
+        """Overwrites slots that were forgotten before the executor was lost, unless they are in use again."""
         for group, kind, slot in slots:
             if group >= len(self._executor.pools):
                 continue
             pool = self._executor.pools[group]
             tier = pool.tiers[kind]
-            # The device of a new process has nothing of before.
+            # The device of a new process holds none of the former bytes.
             if tier.is_unread(slot) and (tier is not pool.device or self._spec.last_write_steps[group][slot - 1]):
                 self._zero(pool, tier, slot)
 
@@ -253,7 +248,7 @@ class Recovery:
         pools = self._executor.pools
         pool = pools[record.group] if record.group < len(pools) else None
         if pool is not None and self._is_forgotten(record):
-            # What stands on it goes, too, also where its own bytes are lost.
+            # Its descendants are forgotten, too, also where its own bytes are lost.
             self._forgotten_keys.add(record.key)
             self._leave(record)
             self._overwrite(pool, record)
@@ -271,31 +266,29 @@ class Recovery:
         for lease in leases_of(block):
             if self._is_deleted_rule(lease.request.holder):
                 self._leases.revoke(pool, block, lease.request.holder, RemovalCause.RULE_CHANGED)
-        # It may lie where its copy was, and its leases may run now, be covered, or come from a block that it covers.
+        # It may lie in its backup's slot, and its leases may run now, be covered, or come from a block that it covers.
         stored = pool.record(block)
         if stored is None or _timeless(stored) != _timeless(record):
             self._journal.stored(executor_id, *found.place, partial(pool.record, block))
 
     def end(self) -> None:
-        """No remembered block will come any more: slots in which none was are empty."""
+        """No remembered block follows: the other slots are empty."""
         for pool in self._executor.pools:
             for tier in pool.tiers:
                 tier.end_remembered()
 
     def _leave(self, record: BlockRecord) -> None:
-        """The store's block is not there any more. Of what is there now the journal has heard."""
-        pools, index = self._executor.pools, None
-        if record.group < len(pools):
-            pool = pools[record.group]
+        """Reports a record as removed, unless another block in its slot is reported already."""
+        if record.group < len(self._executor.pools):
+            pool = self._executor.pools[record.group]
             tier = pool.tiers[record.tier]
-            index = tier.offset + record.slot if 1 <= record.slot <= tier.size else None
-            block = None if index is None else pool.blocks[index]
+            block = pool.blocks[tier.offset + record.slot] if 1 <= record.slot <= tier.size else None
             if block is not None and block.parent is not None:
                 return
         self._journal.removed(self._executor.executor_id, *record.place)
 
     def _overwrite(self, pool: BlockPool, record: BlockRecord) -> None:
-        """Zeroes what a remembered block may have left, whether it could be put back or not."""
+        """Overwrites the slots that may hold the bytes of a remembered block."""
         group = record.group
         if record.key not in pool.tree.by_key:
             pool.lost.add(record.key, RemovalCause.FORGOTTEN, self._leases.now, "", DEFAULT_PRIORITY)
@@ -310,7 +303,7 @@ class Recovery:
 
     def _zero(self, pool: BlockPool, tier: Tier, slot: int) -> None:
         assert tier.unread is not None
-        tier.unread.commit_computed_blocks(slot)
+        tier.unread.exclude(slot)
         _zero(pool, tier, slot)
 
     def _is_forgotten(self, record: BlockRecord) -> bool:
@@ -319,7 +312,7 @@ class Recovery:
         return any(is_meant(record) for is_meant in self.purged)
 
     def _believed(self, record: BlockRecord) -> BlockRecord | None:
-        """the record with the slot where its bytes are; None when they are gone, or it cannot be right."""
+        """The record with the slot that holds its bytes; None when they are gone, or the record is unsound."""
         if not self._is_sound(record):
             return None
         below = record.below()
@@ -332,7 +325,7 @@ class Recovery:
         return record if is_backed_up else record._replace(backup=None)
 
     def _is_sound(self, record: BlockRecord) -> bool:
-        """Whether it can be true: its key is that of its tokens behind the parent, and so on."""
+        """Whether the key is that of the tokens behind the parent, and the block fits into the tree."""
         pool = self._executor.pools[record.group]
         if any(not NO_PRIORITY <= lease.priority <= MAX_PRIORITY for lease in record.leases):
             return False
@@ -360,7 +353,7 @@ class Recovery:
         return child_key(parent_key, record.tokens, record.extra) == record.key
 
     def _is_on_device(self, record: BlockRecord) -> bool:
-        """Whether no step has written to the slot since, and what it stands on is on the device, too."""
+        """Whether no step has written to the slot since, and the parent is on the device, too."""
         pool = self._executor.pools[record.group]
         if not pool.device.is_unread(record.slot):
             return False
@@ -371,10 +364,7 @@ class Recovery:
         return self._spec.last_write_steps[record.group][record.slot - 1] <= record.stored_step
 
     def _is_filled(self, record: BlockRecord) -> bool:
-        """Whether a lower slot was filled by the copy that is remembered, and may hold this block.
-
-        What it stands on may be lost: that is computed again by whoever needs it.
-        """
+        """Whether a lower slot was filled by the remembered copy, and may hold this block. Its parent may be lost."""
         pool = self._executor.pools[record.group]
         if not pool.tiers[record.tier].is_unread(record.slot):
             return False
@@ -396,7 +386,7 @@ class Recovery:
         for at in (record, record.backup):
             unread = None if at is None else pool.tiers[at.tier].unread
             if at is not None and unread is not None:
-                unread.commit_computed_blocks(at.slot)
+                unread.exclude(at.slot)
         tier.fill(block.index, record.generation)
         # The newest comes first in a record, and in a list that grows at its beginning.
         for lease in reversed(record.leases):
@@ -412,7 +402,7 @@ class Recovery:
 
 
 def _timeless(record: BlockRecord) -> BlockRecord:
-    """What a store must be told of: not that time passes, but whether a lease's clock runs."""
+    """The record without the passing of time: a lease's clock runs or stands."""
     if not record.leases:
         return record
     leases = [lease._replace(remaining=None if lease.remaining is None else 0.0) for lease in record.leases]

@@ -53,12 +53,12 @@ class TierCounters:
 _PORTION = 4096
 
 # What is known of a slot whose remembered block is not read yet, by slot - 1.
-_NEVER_FILLED, _FILLED, _SETTLED = range(3)
+_NEVER_FILLED, _FILLED, _EXCLUDED = range(3)
 
 
-def _settled(mark: int) -> bytes:
-    """A table that makes slots with this mark settled ones, and leaves others."""
-    return bytes(_SETTLED if number == mark else number for number in range(256))
+def _excluded(mark: int) -> bytes:
+    """A table that makes slots with this mark excluded ones, and keeps others."""
+    return bytes(_EXCLUDED if number == mark else number for number in range(256))
 
 
 class UnreadSlots:
@@ -72,23 +72,23 @@ class UnreadSlots:
         """`filled` has a number for each slot 1, 2, …, 0 where nothing was written; `free` is None for all slots."""
         marks = bytearray(map(bool, filled))
         if free is not None:
-            told, marks = marks, bytearray([_SETTLED]) * len(marks)
+            told, marks = marks, bytearray([_EXCLUDED]) * len(marks)
             for slot in free:
                 marks[slot - 1] = told[slot - 1]
         self._marks = marks
         # Slots that were never filled lie behind the one, filled ones before the other.
         self._begin, self._end = 0, len(marks)
-        self._count = len(marks) - marks.count(_SETTLED)
+        self._count = len(marks) - marks.count(_EXCLUDED)
 
     def __len__(self) -> int:
         return self._count
 
     def __contains__(self, slot: int) -> bool:
-        return self._marks[slot - 1] != _SETTLED
+        return self._marks[slot - 1] != _EXCLUDED
 
-    def commit_computed_blocks(self, slot: int) -> None:
+    def exclude(self, slot: int) -> None:
         """The slot is no longer free, or it is known that no remembered block is in it."""
-        self._marks[slot - 1] = _SETTLED
+        self._marks[slot - 1] = _EXCLUDED
         self._count -= 1
 
     def take(self) -> int:
@@ -99,7 +99,7 @@ class UnreadSlots:
             # A prompt took its slots in ascending order: the last ones have the fewest descendants.
             self._end = index = self._marks.rfind(_FILLED, 0, self._end)
         assert index >= 0, "no slot is left"
-        self.commit_computed_blocks(index + 1)
+        self.exclude(index + 1)
         return index + 1
 
     def take_many(self, count: int) -> list[int]:
@@ -107,10 +107,10 @@ class UnreadSlots:
         marks = self._marks
         taken = list(islice(self._marked(_NEVER_FILLED), count))
         if taken:
-            marks[: taken[-1]] = marks[: taken[-1]].translate(_settled(_NEVER_FILLED))
+            marks[: taken[-1]] = marks[: taken[-1]].translate(_excluded(_NEVER_FILLED))
         if len(taken) < count:
             filled = list(self._marked(_FILLED))[len(taken) - count :]
-            marks[filled[0] - 1 :] = marks[filled[0] - 1 :].translate(_settled(_FILLED))
+            marks[filled[0] - 1 :] = marks[filled[0] - 1 :].translate(_excluded(_FILLED))
             taken += filled
         self._count -= len(taken)
         return taken

@@ -1,15 +1,15 @@
-"""RetentionPlan for blocks as leases: their holder, their priority, their time.
+"""Leases: granted retention requests, each of one holder for one block.
 
-A block has the largest priority among its leases, or the default one. The clock of a lease starts when its block can
-be taken for the first time, and runs on from then, whether the block is used again or not.
+A block has the largest priority among its leases, or the default one. The clock of a lease starts when its block is
+without references for the first time, and runs on from then, whether the block is used again or not.
 
-A block that very many share has few leases all the same. One lease covers another when it lasts at least as long, with
-at least its priority: then the other changes nothing, as long as the first cannot be taken back. So the first becomes
-a `SHARED` lease, which no later request replaces, and the other is dropped: the block has the same priority at every
-time as with both. Requests' leases, which are hardly ever replaced, are shared as soon as one covers another.
-Sessions' leases stay as they are, to be renewed and replaced, until a block has more than `MAX_LEASES`. Then they
-are shared, the oldest first, until enough of them cover each other. Only where that is not enough does the lease of
-the lowest priority break. A rule's lease ends with its rule: it is never shared, and breaks after those of callers.
+A block shared by very many sequences has few leases all the same. One lease covers another when it lasts at least as
+long, with at least its priority: then the other changes nothing, as long as the first cannot be taken back. So the
+first becomes a `SHARED` lease, which no later request replaces, and the other is dropped: the block has the same
+priority at every time as with both. Requests' leases, which are hardly ever replaced, are shared as soon as one covers
+another. Sessions' leases stay as they are, to be renewed and replaced, until a block has more than `MAX_LEASES`. Then
+they are shared, the oldest first, until enough of them cover each other. Only where that is not enough does the lease
+of the lowest priority break. A rule's lease ends with its rule: it is never shared, and breaks after those of callers.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _EXPIRED, _NONE = EventKind.LEASE_EXPIRED, RemovalCause.NONE
 
 
 def shown_priority(request: RetentionRequest) -> int:
-    """What a request comes to by itself."""
+    """The priority of a request without others."""
     return DEFAULT_PRIORITY if request.priority == NO_PRIORITY else request.priority
 
 
@@ -104,7 +104,7 @@ def leases_of(block: LeasedBlock) -> Iterator[Lease]:
     """All leases of a block, the newest first."""
     lease = block.lease
     while lease is not None:
-        # Taken first: whoever walks may end the lease.
+        # Read first: the caller may end the lease.
         following = lease.next
         yield lease
         lease = following
@@ -176,7 +176,7 @@ class Deadlines:
                 del queues[seconds]
 
     def _drop_ended(self) -> None:
-        """Leases that a later request or a lost block has ended would wait for their time, however long it is."""
+        """Drops leases that have ended before their time, which would otherwise stay until then."""
         for seconds, queue in list(self._queues.items()):
             alive = deque(lease for lease in queue if lease.block is not None)
             if alive:
@@ -206,7 +206,7 @@ class LeaseBook:
         self._of_rules: dict[str, dict[Lease, None]] = {}
 
     def advance(self, now: float) -> None:
-        """Ends leases whose time is over, the earliest first; a later call ends what is too many for one."""
+        """Ends leases whose time is over, the earliest first, and at most `ENDED_AT_A_TIME`."""
         self.now = max(now, self.now)
         for lease in self._deadlines.due(self.now, ENDED_AT_A_TIME):
             if lease.block is not None and not lease.pool.is_lost:
@@ -218,10 +218,7 @@ class LeaseBook:
         return self._deadlines.is_due(self.now)
 
     def grant(self, pool: LeasedPool, block: LeasedBlock, request: RetentionRequest) -> bool:
-        """Adds a lease, or puts it in the place of the holder's older one.
-
-        False when the block has nothing of it, because of too many others with a higher priority.
-        """
+        """Adds a lease, which replaces the holder's older one. False when too many others have a higher priority."""
         lease = Lease(pool, block, request)
         if not self._end_older(lease, block) and not _is_rule(lease) and self._is_covered(lease, block):
             return True
@@ -233,18 +230,18 @@ class LeaseBook:
             block.priority = effective_priority(block)
             return not is_refused
         view = pool.reprioritise(block)
-        self._tell_broken(broken, lease, view)
+        self._announce_broken(broken, lease, view)
         if is_kept:
             granted = LeaseView(request.holder, shown_priority(request), request.duration)
             self._events.add(EventKind.LEASE_GRANTED, view, lease=granted)
         return not is_refused
 
     def start(self, block: LeasedBlock) -> bool:
-        """The block can be taken: clocks that do not run yet begin to. Whether there were any."""
+        """Starts the clocks of a block that has no references. Whether there were any to start."""
         started = [lease for lease in leases_of(block) if lease.deadline is None and lease.request.duration is not None]
         for lease in started:
             assert lease.request.duration is not None
-            self._run(lease, lease.request.duration)
+            self._deadlines.add(lease, self.now, lease.request.duration)
         for lease in started:
             # Only now it is known which of them ends first.
             if lease.block is not None and _folds(lease):
@@ -252,11 +249,11 @@ class LeaseBook:
         return bool(started)
 
     def restore(self, pool: LeasedPool, block: LeasedBlock, request: RetentionRequest, remaining: float | None) -> None:
-        """Gives a block that is being put back a lease of before; its clock runs on, or starts."""
+        """Adds a remembered lease to a block that is put back; its clock runs on, or starts."""
         lease = Lease(pool, block, request)
         seconds = request.duration if remaining is None else remaining
         if seconds is not None:
-            self._run(lease, seconds)
+            self._deadlines.add(lease, self.now, seconds)
         self._end_older(lease, block)
         self._add(lease, block)
         block.priority = effective_priority(block)
@@ -269,27 +266,27 @@ class LeaseBook:
         """
         for lease in leases_of(source):
             self._unlink(lease, source)
-            # What the target's own holder requests is newer.
+            # The request of the target's own holder is newer.
             if lease.request.holder == SHARED or _held_by(target, lease.request.holder) is None:
                 broken = self._add(lease, target)
                 if broken:
-                    self._tell_broken(broken, None, lease.pool.view(target))
+                    self._announce_broken(broken, None, lease.pool.view(target))
 
     def announce(self, pool: LeasedPool, block: LeasedBlock) -> None:
-        """Tells of the leases of a block that has just entered the index."""
+        """Announces the leases of a block that has just entered the prefix tree."""
         view = pool.view(block)
         for lease in leases_of(block):
             self._events.add(EventKind.LEASE_GRANTED, view, lease=self.view(lease))
 
     def forget(self, block: LeasedBlock) -> None:
-        """Ends all leases of a block that never entered the index; nobody has heard of them."""
+        """Ends all leases of a block that never entered the prefix tree, which were never announced."""
         for lease in leases_of(block):
             self._unlink(lease, block)
         # Its slot may have to wait for a copy.
         block.priority = DEFAULT_PRIORITY
 
     def break_all(self, block: LeasedBlock, view: BlockView, cause: RemovalCause) -> None:
-        """Ends all leases of a block that leaves the index, `view` being how it was seen last."""
+        """Ends all leases of a block that leaves the prefix tree; `view` is its last one."""
         for lease in leases_of(block):
             lease.pool.broken_leases += 1
             self._events.add(EventKind.LEASE_BROKEN, view, cause, self.view(lease))
@@ -331,7 +328,7 @@ class LeaseBook:
         while len(leases := list(leases_of(block))) > MAX_LEASES:
             named = [one for one in reversed(leases) if one.request.holder != SHARED and not _is_rule(one)]
             if named:
-                # A session may still want to change its request, a request hardly ever does.
+                # A session may still replace its lease, a request hardly ever does.
                 oldest = next(filter(_folds, named), named[0])
                 if self._is_covered(oldest, block):
                     self._unlink(oldest, block)
@@ -354,7 +351,7 @@ class LeaseBook:
             self._share(lease, block)
 
     def _share(self, lease: Lease, block: LeasedBlock) -> None:
-        """From now on no request takes the place of this lease; callers' leases that it covers are dropped."""
+        """No later request replaces this lease; callers' leases that it covers are dropped."""
         lease.request = lease.request._replace(holder=SHARED)
         for other in leases_of(block):
             if other is not lease and not _is_rule(other) and _covers(lease, other, self.now):
@@ -369,7 +366,7 @@ class LeaseBook:
         remaining = lease.remaining(self.now)
         return inf if remaining is None else remaining
 
-    def _tell_broken(self, broken: list[Lease], refused: Lease | None, view: BlockView) -> None:
+    def _announce_broken(self, broken: list[Lease], refused: Lease | None, view: BlockView) -> None:
         for lease in broken:
             if lease is not refused:
                 lease.pool.broken_leases += 1
@@ -380,7 +377,7 @@ class LeaseBook:
         older = None if lease.request.holder == SHARED else _held_by(block, lease.request.holder)
         if older is None:
             return False
-        # It lasted until its holder wished something else.
+        # It lasted until its holder replaced it.
         older.pool.honoured_leases += 1
         self._unlink(older, block)
         return True
@@ -405,9 +402,6 @@ class LeaseBook:
             del leases[lease]
             if not leases:
                 del self._of_rules[lease.request.holder]
-
-    def _run(self, lease: Lease, seconds: float) -> None:
-        self._deadlines.add(lease, self.now, seconds)
 
     def _expire(self, lease: Lease, block: LeasedBlock) -> None:
         self._unlink(lease, block)

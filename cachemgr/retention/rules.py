@@ -6,7 +6,7 @@ import re
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from hashlib import sha256
 from itertools import product
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _Scope = tuple[str | None, str | None, int | None]
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-# Rules about the same prompts, block ranges aside: an admission asks each of them about each of its blocks.
+# Rules for the same prompts, block ranges aside: an admission asks each of them about each of its blocks.
 MAX_ALIKE = 64
 FIELDS = ("order", "match", "action")
 
@@ -43,11 +43,11 @@ class Rule:
 
     @property
     def holder(self) -> str:
-        """Who holds the leases that it gives."""
+        """The holder of its leases."""
         return RULE + self.spec.name
 
     def covers(self, position: int) -> bool:
-        """Whether it is about a block that begins at this position."""
+        """Whether it applies to a block that begins at this position, in tokens."""
         match = self.spec.match
         if self.deleted or position < match.start:
             return False
@@ -64,13 +64,13 @@ class Rule:
         return RetentionRequest(self.holder, priority, action.duration, action.offload_min_priority)
 
 
-def _place(rule: Rule) -> tuple[int, str]:
-    """Where it stands among all: the first that says something counts."""
+def _position(rule: Rule) -> tuple[int, str]:
+    """The position among all rules: the first one with an action counts."""
     return rule.spec.order, rule.spec.name
 
 
 class _Group:
-    """Rules about the same salt, tenant and adapter, by the digest of the prefix that prompts must have."""
+    """Rules for the same salt, tenant and adapter, by the digest of the prefix that prompts must have."""
 
     __slots__ = ("by_prefix", "lengths")
 
@@ -95,7 +95,7 @@ class _Group:
                 del self.lengths[len(prefix)]
 
     def about(self, packed: memoryview) -> Iterator[Rule]:
-        """Rules about a prompt. It is hashed once, and looked up once per length that prefixes have."""
+        """Rules for a prompt, which is hashed once and looked up once per length of prefixes."""
         digest, end = sha256(), 0
         for length in sorted(self.lengths):
             if length > len(packed):
@@ -106,7 +106,7 @@ class _Group:
 
 
 class RuleBook:
-    """All rules, in the order in which they are asked, and those about a request without a look at all.
+    """All rules in order, and those for a request without a look at all of them.
 
     `next_number` gives numbers that no earlier manager gave: an etag is never that of another state of a rule.
     """
@@ -134,20 +134,20 @@ class RuleBook:
         return rule
 
     def is_deleted(self, holder: str) -> bool:
-        """Whether a lease's holder is a rule that is gone: blocks may have been remembered before."""
+        """Whether a lease's holder is a deleted rule, which remembered blocks may still have."""
         return holder.startswith(RULE) and holder.removeprefix(RULE) not in self._rules
 
     def for_request(self, request: AdmitRequest, tokens: array[int]) -> list[Rule]:
-        """Rules that are about a request with these tokens, in order."""
+        """Rules for a request with these tokens, in order."""
         if not self._groups:
             return []
         packed = memoryview(packed_bytes(tokens))
         scopes = {*product((None, request.salt), (None, request.tenant_id), (None, request.adapter_id))}
         groups = filter(None, map(self._groups.get, scopes))
-        return sorted((rule for group in groups for rule in group.about(packed)), key=_place)
+        return sorted((rule for group in groups for rule in group.about(packed)), key=_position)
 
     def new(self, spec: RetentionRule) -> Rule:
-        """Checks a rule that is to be made. Raises InvalidField, RuleExistsError."""
+        """A checked rule that is not in force yet. Raises InvalidField, RuleExistsError."""
         check_spec(spec)
         if spec.name in self._rules:
             raise RuleExistsError(f"there is a rule {spec.name}", fields={"rule.name": "is in use"})
@@ -155,12 +155,12 @@ class RuleBook:
         return Rule(spec)
 
     def add(self, rule: Rule) -> None:
-        """Makes a checked rule."""
+        """Puts a checked rule in force."""
         self._stamp(rule, rule.spec)
         self._enter(rule)
 
     def restore(self, spec: RetentionRule) -> None:
-        """Puts a rule back as it was, with its etag; one of that name that is there already stays."""
+        """Puts a remembered rule in force with its etag, unless there is one of its name."""
         if spec.name not in self._rules:
             self._enter(Rule(spec))
 
@@ -177,7 +177,7 @@ class RuleBook:
         return result
 
     def update(self, spec: RetentionRule) -> None:
-        """Puts a checked change in place."""
+        """Puts a checked change in force."""
         rule = self._rules[spec.name]
         self._take_out(rule)
         self._stamp(rule, spec)
@@ -190,7 +190,6 @@ class RuleBook:
         return rule
 
     def remove(self, rule: Rule) -> None:
-        """Deletes a rule."""
         rule.deleted = True
         self._take_out(rule)
 
@@ -205,13 +204,13 @@ class RuleBook:
 
     def _enter(self, rule: Rule) -> None:
         self._rules[rule.spec.name] = rule
-        insort(self._ordered, rule, key=_place)
+        insort(self._ordered, rule, key=_position)
         scope, prefix = _prompt_of(rule.spec.match)
         self._groups.setdefault(scope, _Group()).add(rule, prefix)
 
     def _take_out(self, rule: Rule) -> None:
         del self._rules[rule.spec.name]
-        del self._ordered[bisect_left(self._ordered, _place(rule), key=_place)]
+        del self._ordered[bisect_left(self._ordered, _position(rule), key=_position)]
         scope, prefix = _prompt_of(rule.spec.match)
         group = self._groups[scope]
         group.remove(rule, prefix)
@@ -220,7 +219,6 @@ class RuleBook:
 
 
 def _prompt_of(match: RuleMatch) -> tuple[_Scope, bytes]:
-    """What a rule says of the prompts that it is about."""
     return (match.salt, match.tenant_id, match.adapter_id), packed_bytes(pack(match.prefix_token_ids))
 
 
@@ -240,29 +238,16 @@ def _with_field(known: RetentionRule, given: RetentionRule, path: str, index: in
 
 
 # Fields as messages name them, and as they are named here.
+_IN_MESSAGES = {"priority": "retention_priority", "duration": "retention_duration"}
 _PARTS = {
-    "match": {
-        "salt": "salt",
-        "tenant_id": "tenant_id",
-        "adapter_id": "adapter_id",
-        "prefix_token_ids": "prefix_token_ids",
-        "start": "start",
-        "end": "end",
-    },
-    "action": {
-        "retention_priority": "priority",
-        "retention_duration": "duration",
-        "pin_duration": "pin_duration",
-        "no_store": "no_store",
-        "offload_min_priority": "offload_min_priority",
-        "eviction_policy": "eviction_policy",
-    },
+    whole: {_IN_MESSAGES.get(field.name, field.name): field.name for field in fields(part)}
+    for whole, part in (("match", RuleMatch), ("action", RuleAction))
 }
 ALL_PATHS = (*FIELDS, *(f"{whole}.{part}" for whole, parts in _PARTS.items() for part in parts))
 
 
 def check_spec(spec: RetentionRule) -> None:
-    """Raises InvalidField for a rule that means nothing."""
+    """Raises InvalidField for a contradictory rule."""
     if not _NAME.fullmatch(spec.name):
         raise InvalidField("rule.name", "must be 1 to 64 letters, digits, '-', '_' or '.'")
     match, action = spec.match, spec.action

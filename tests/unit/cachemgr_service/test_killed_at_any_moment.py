@@ -115,7 +115,7 @@ class Life:
             await asyncio.sleep(self.random.choice((0.1, 2.5)))
             self.server.signal(signal.SIGCONT)
 
-    async def commit_computed_blocks(self) -> None:
+    async def settle(self) -> None:
         """Redis has everything: what operators find from now on is no older than this."""
         if self.redis_runs:
             await agreed(self.client)
@@ -155,15 +155,15 @@ class Life:
         await self.note()
         for _ in range(ROUNDS):
             (what,) = self.random.choices(
-                (self.compute, self.operate, self.commit_computed_blocks, self.restart, self.trouble_redis),
+                (self.compute, self.operate, self.settle, self.restart, self.trouble_redis),
                 (8, 6, 2, 1.5, 1.5),
             )
             await what()
             await self.client.check()
-            self.is_settled = what == self.commit_computed_blocks and self.redis_runs
+            self.is_settled = what == self.settle and self.redis_runs
         if not self.redis_runs:
             await self.trouble_redis()
-        await self.commit_computed_blocks()
+        await self.settle()
         await self.restart()
         await agreed(self.client)
 
