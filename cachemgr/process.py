@@ -41,9 +41,9 @@ EVENT_SERVICE = "kvcache.v1.CacheEventService"
 # Asked of the admin address; all services go on without it.
 REDIS_HEALTH = "redis"
 OPERATION_LOG_HEALTH = "operation_log"
-# A stall is seen as shorter by so much at most.
+# A stall seems shorter by so much at most.
 _BEAT_SECONDS = 0.02
-# In the state folder, what the manager held when a call failed inside.
+# In the state folder: the manager's state when a call failed inside.
 FAILED_STATE = "cachemgr-failed.jsonl"
 # Written in about a second.
 _MAX_STATE_LINES = 100_000
@@ -124,7 +124,7 @@ class CacheManagerProcess:
         return server
 
     async def start(self) -> None:
-        """Reads what operators said, listens, and is healthy. Raises AddressError."""
+        """Reads operators' settings, listens, and is healthy. Raises AddressError."""
         if self._store is not None:
             await self._store.start()
         else:

@@ -25,17 +25,21 @@ class CachemgrSettings(ProcessSettings):
     partial_reuse: bool = Field(True, description="Reuse blocks that only begin as a prompt goes on.")
     copy_on_partial_reuse: bool = Field(
         True,
-        description="Copy the beginning of such a block; else take it over when nobody uses it. Without partial reuse, "
+        description="Copy the beginning of such a block; else take it over when no sequence uses it. Without partial reuse, "
         "find a partly filled block by its whole content only; with neither, none is stored.",
     )
     secondary_offload_min_priority: int = Field(
-        35, ge=0, le=100, description="Blocks of a lower priority are dropped, not moved to a lower tier."
+        35, ge=0, le=100, description="Blocks of a lower priority are dropped, not offloaded to a lower tier."
     )
     write_through: bool = Field(
         True, description="Copy cached blocks to empty host slots in the background, so that a dead device loses less."
     )
-    max_retention_priority: int = Field(100, ge=0, le=100, description="Highest priority that a wish is granted.")
-    max_retention_seconds: float = Field(0.0, ge=0, description="Longest time that a wish is granted; 0 is no bound.")
+    max_retention_priority: int = Field(
+        100, ge=0, le=100, description="Highest priority that a retention request is granted."
+    )
+    max_retention_seconds: float = Field(
+        0.0, ge=0, description="Longest time that a retention request is granted; 0 is no bound."
+    )
     pin_budget: float = Field(0.1, ge=0, le=1, description="Share of a pool that pins may keep.")
     ghost_sample: int = Field(
         2048, ge=0, description="Blocks that ghost caches follow, of as many as a device has; 0 is no ghost caches."
@@ -54,7 +58,7 @@ class CachemgrSettings(ProcessSettings):
     @field_validator("redis_url")
     @classmethod
     def _check_redis_url(cls, url: str, info: ValidationInfo) -> str:
-        """What lies in Redis was asked by all tenants: it goes to other machines as what servers here answer does."""
+        """Redis holds the prompts of all tenants: it needs TLS where an answer of a server here does."""
         # Absent when it is at fault itself.
         if url and not info.data.get("insecure", True) and (address := without_tls(url)):
             raise ValueError(

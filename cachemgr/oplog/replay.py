@@ -1,4 +1,4 @@
-"""Runs an operation log again and says what state it leads to, so that a bug report is a file."""
+"""Runs an operation log again and prints the state that it leads to, so that a bug report is a file."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError, Message
 from prometheus_client import Gauge
 
 from cachemgr.blocks.block_record import BlockRecord
-from cachemgr.persistence.records import RecordError, decode_block, encode_block, encode_place, pin_message, pin_of
+from cachemgr.persistence.records import RecordError, decode_block, encode_block, encode_slot, pin_message, pin_of
 from cachemgr.types import ManagerConfig, PinRecord
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
@@ -85,7 +85,7 @@ class OperationLog:
             method=method,
             request=b"" if request is None else request.SerializeToString(),
             remembered=[
-                pb.RememberedBlock(place=encode_place(*block.place), record=encode_block(block)) for block in remembered
+                pb.RememberedBlock(place=encode_slot(*block.place), record=encode_block(block)) for block in remembered
             ],
             pins=[pin_message(pin) for pin in pins],
             later=later,
@@ -107,7 +107,7 @@ class OperationLog:
         ENDED.set(1)
         log.error("the operation log ends here: an entry could not be written", error=error.strerror)
         with contextlib.suppress(OSError):
-            # The rest of an entry would be all that a replay stumbles over.
+            # A replay must not meet a part of an entry.
             self._file.truncate(self._end)
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ def settings_of(start: pb.LoggedOperation) -> tuple[int, ManagerConfig]:
 
 
 def remembered_blocks(entry: pb.LoggedOperation) -> list[BlockRecord]:
-    """What the store remembered of an executor. Raises OperationLogError."""
+    """Blocks that the store remembered of an executor. Raises OperationLogError."""
     try:
         return [decode_block(block.place, block.record) for block in entry.remembered]
     except RecordError as error:

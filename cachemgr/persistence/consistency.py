@@ -1,14 +1,13 @@
-"""Where Redis and the manager disagree, once Redis has taken all changes."""
+"""Differences between Redis and the manager, once Redis has acknowledged all changes."""
 
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import NamedTuple
 
 from cachemgr.blocks.block_record import BlockRecord, LeaseRecord
 from cachemgr.operators.operator_journal import Entry, entry_name
-from cachemgr.persistence.records import RecordError, decode_block, encode_place
-from cachemgr.persistence.write_queue import Place
+from cachemgr.persistence.records import RecordError, decode_block, encode_slot
 from cachemgr.slices import sliced
-from cachemgr.types import PinRecord
+from cachemgr.types import PinRecord, Slot
 
 # Seconds: times are sums of others.
 _TOLERANCE = 0.001
@@ -27,17 +26,17 @@ async def compare_blocks(
     executor_id: str,
     stored: AsyncIterator[tuple[bytes, bytes]],
     indexed: Iterable[BlockRecord],
-    is_pending: Callable[[Place], bool],
+    is_pending: Callable[[Slot], bool],
 ) -> list[Difference]:
-    """Compares fields and values of a hash with records at rest.
+    """Compares fields and values of a hash with records as they are stored.
 
     Whatever is pending when it is looked at has changed since the comparison began, and is left out.
     """
     expected: dict[bytes, BlockRecord] = {}
     async for part in sliced(indexed):
-        expected.update((encode_place(*record.place), record) for record in part)
+        expected.update((encode_slot(*record.place), record) for record in part)
     found = []
-    # A hash that grows meanwhile may tell a field twice.
+    # A hash that grows meanwhile may give a field twice.
     seen: set[bytes] = set()
     async for field, value in stored:
         if field in seen:
@@ -67,7 +66,7 @@ def compare_entries(
     is_pending: Callable[[str], bool],
     executor_id: str = "",
 ) -> list[Difference]:
-    """The same for what operators said; pins are at rest."""
+    """The same for operators' entries; pins have their end."""
     have = {entry_name(entry): entry for entry in stored}
     want = {entry_name(entry): entry for entry in present}
     names = [name for name in {**have, **want} if not is_pending(name)]

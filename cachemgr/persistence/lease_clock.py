@@ -1,4 +1,4 @@
-"""What time it is for an executor's leases and pins: a clock that runs while a manager does.
+"""The time of an executor's leases and pins: a clock that runs while a manager does.
 
 Redis keeps its time beside the records. These say when on this clock something ends: what remains is the difference,
 so that nothing need be written as time passes but the clock, and no two hosts' clocks are compared.
@@ -30,14 +30,14 @@ class StoreClocks:
         self._zero.pop(executor_id, None)
 
     def time(self, executor_id: str) -> float:
-        """What the clock shows."""
+        """The time of an executor's clock."""
         if executor_id not in self._zero:
             self.start(executor_id)
         return self._source.now - self._zero[executor_id]
 
 
 def at_rest(record: BlockRecord, time: float) -> BlockRecord:
-    """A record whose leases say when they end, for one whose leases say what remains."""
+    """The record with the ends of its leases instead of the time that is left of them."""
     if not record.leases:
         return record
     leases = (
@@ -48,7 +48,7 @@ def at_rest(record: BlockRecord, time: float) -> BlockRecord:
 
 
 def awake(record: BlockRecord, time: float) -> BlockRecord:
-    """The reverse; what should have ended is about to."""
+    """The reverse; a lease that should have ended is about to."""
     if not record.leases:
         return record
     leases = (

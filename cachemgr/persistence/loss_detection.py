@@ -1,4 +1,4 @@
-"""Writes to Redis that find out when it has lost what it had acknowledged.
+"""Writes that find out when Redis has lost acknowledged data.
 
 It does when it comes back empty, from an older file, or as a replica that did not have everything yet.
 """
@@ -12,26 +12,26 @@ from redis.asyncio.client import Pipeline
 from cachemgr.persistence.lease_clock import StoreClocks
 from cachemgr.persistence.redis_client import executor_key, operators_key
 
-# What owns the keys that belong to no executor.
+# The owner of keys that belong to no executor.
 OPERATORS = ""
 
 
 class MarkedWrites:
     """Sends pipelines with the owner's clock behind all else, and asks for the time that was there before.
 
-    All keys of an owner lie on one node, which loses what came last. Whoever finds the last acknowledged time there
-    finds everything that was acknowledged; else `lost` is told the owner.
+    All keys of an owner lie on one node, which loses the newest writes. With the last acknowledged time every
+    acknowledged write is there; without it `lost` is called with the owner.
     """
 
     def __init__(self, redis: Redis, clocks: StoreClocks, lost: Callable[[str], None]) -> None:
         self._redis = redis
         self._clocks = clocks
         self._lost = lost
-        # What may be there: the time that was acknowledged last, and those sent since without an answer.
+        # Times that may be there: the last acknowledged one, and those sent since without an answer.
         self._possible: dict[str, set[bytes | None]] = {}
 
     def found(self, owner: str, time: bytes | None) -> None:
-        """Redis was read when its time of the owner was this: when it is not at the first write, something is lost."""
+        """Redis was read at this time of the owner: another time at the first write means a loss."""
         self._possible.setdefault(owner, set()).add(time)
 
     def forget(self, owner: str) -> None:

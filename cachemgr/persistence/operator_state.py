@@ -1,4 +1,4 @@
-"""What operators said, in Redis: rules, quotas, shares of pools, and pins. Written behind, read before all else."""
+"""Operators' settings in Redis: rules, quotas, shares of pools, and pins. Written behind, read before all else."""
 
 from collections.abc import Container, Iterable, Iterator
 from functools import partial
@@ -57,7 +57,7 @@ class OperatorStore:
                 self._queue.rewrite(kind)
 
     async def read(self) -> None:
-        """Hands what Redis knows and nobody has changed since to the manager; only the first time. Raises UNAVAILABLE.
+        """Hands remembered entries that have not changed since to the manager; only the first time. Raises UNAVAILABLE.
 
         Without an await between the last look at what has changed and the call.
         """
@@ -85,8 +85,8 @@ class OperatorStore:
         return [entry for entry in entries if isinstance(entry, PinRecord)]
 
     async def stored(self, kind: Kind, executor_id: str = "") -> list[Entry]:
-        """What a hash holds; of pins what remains is not worked out. Raises UNAVAILABLE."""
-        # A hash that grows meanwhile may tell an entry twice.
+        """The entries of a hash; pins have their end, not the time that is left. Raises UNAVAILABLE."""
+        # A hash that grows meanwhile may give an entry twice.
         found: dict[str, Entry] = {}
         unreadable = 0
         async for field, value in self._redis.hscan_iter(_key(kind, executor_id), count=_CHUNK):
@@ -100,7 +100,7 @@ class OperatorStore:
         return list(found.values())
 
     async def compare(self, executor_ids: Iterable[str]) -> list[Difference]:
-        """Where Redis disagrees with what is, of pins those of these executors. Raises UNAVAILABLE."""
+        """Differences between Redis and the manager, of pins those of these executors. Raises UNAVAILABLE."""
         found = []
         for kind, executor_id in [*((kind, "") for kind in _SHARED), *((Kind.PIN, one) for one in executor_ids)]:
             stored = await self.stored(kind, executor_id)

@@ -1,4 +1,4 @@
-"""What Redis keeps: a message of kvcache.proto for each block, and for each rule, quota, share and pin.
+"""The values in Redis: a message of kvcache.proto for each block, and for each rule, quota, share and pin.
 
 Those of operators have a byte with the version before them. Times of leases and pins are those of the executor's clock,
 as in `cachemgr/persistence/lease_clock.py`.
@@ -22,23 +22,23 @@ from protos.kvcommon.eviction_message import EvictionPolicyRequest
 from protos.rpc.durations import duration, seconds
 
 # group, tier, slot
-_PLACE = struct.Struct("<IBI")
+_SLOT = struct.Struct("<IBI")
 _VERSION = b"\x01"
 _DIGEST_BYTES = 32
 _PIN_NAME = re.compile(r"pin-[0-9]{1,19}")
 
 
 class RecordError(ValueError):
-    """Bytes in Redis are no record of this version; whoever reads them leaves them out."""
+    """Bytes in Redis are no record of this version: their reader leaves them out."""
 
 
-def encode_place(group: int, tier: TierKind, slot: int) -> bytes:
-    """The hash field of a block: where it is, so that a new block in a slot replaces the old one."""
-    return _PLACE.pack(group, tier, slot)
+def encode_slot(group: int, tier: TierKind, slot: int) -> bytes:
+    """The hash field of a block is its slot, so that a new block in a slot replaces the old one."""
+    return _SLOT.pack(group, tier, slot)
 
 
 def encode_block(record: BlockRecord) -> bytes:
-    """The hash value of a block; its place is in the field."""
+    """The hash value of a block; its slot is the field."""
     message = pb.BlockRecord(
         depth=record.depth,
         key=record.key,
@@ -74,7 +74,7 @@ def depth_of(value: bytes) -> int:
         return 0
 
 
-def decode_block(place: bytes, value: bytes) -> BlockRecord:
+def decode_block(field: bytes, value: bytes) -> BlockRecord:
     """Reads a record back. Raises RecordError for anything that `encode_block` did not write."""
     try:
         message = pb.BlockRecord.FromString(value)
@@ -84,7 +84,7 @@ def decode_block(place: bytes, value: bytes) -> BlockRecord:
     if len(key) != _DIGEST_BYTES or len(parent_key) not in (0, _DIGEST_BYTES) or len(tokens) % TOKEN_BYTES:
         raise RecordError("record cannot be read")
     try:
-        group, tier, slot = _PLACE.unpack(place)
+        group, tier, slot = _SLOT.unpack(field)
         backup = message.backup if has("backup") else None
         return BlockRecord(
             group,
@@ -135,7 +135,7 @@ def to_message(entry: Entry) -> Message:
 
 def _rule(spec: RetentionRule) -> pb.RetentionRule:
     message = rule_message(spec)
-    # What clients are shown ends with microseconds.
+    # The message for clients ends with microseconds.
     for field, value in (
         ("retention_duration", spec.action.duration),
         ("pin_duration", spec.action.pin_duration),

@@ -28,10 +28,10 @@ from cachemgr.persistence.lease_clock import StoreClocks, at_rest, awake, pin_aw
 from cachemgr.persistence.loss_detection import OPERATORS, MarkedWrites, clock_key
 from cachemgr.persistence.operator_state import OperatorStore
 from cachemgr.persistence.ports import Restoring, Source
-from cachemgr.persistence.records import RecordError, decode_block, depth_of, encode_block, encode_place
+from cachemgr.persistence.records import RecordError, decode_block, depth_of, encode_block, encode_slot
 from cachemgr.persistence.redis_client import UNAVAILABLE, executor_key, operators_key, reason
-from cachemgr.persistence.write_queue import Changes, Current, Place, WriteQueue
-from cachemgr.types import PinRecord
+from cachemgr.persistence.write_queue import Changes, Current, WriteQueue
+from cachemgr.types import PinRecord, Slot
 
 UP = Gauge("kvkeep_redis_up", "Whether the last exchange with Redis succeeded.")
 PENDING = Gauge("kvkeep_redis_pending_blocks", "Blocks whose change is not in Redis yet.")
@@ -40,14 +40,13 @@ RESYNCS = Counter("kvkeep_redis_resyncs", "Times that an executor's whole index 
 RECOVERING = Gauge("kvkeep_recovering_executors", "Executors whose remembered blocks are not all back yet.")
 
 SCHEMA = b"2"
-# How long others wait for Redis, at most: a start, and whoever needs what it holds or has written.
+# Bounds of waiting for Redis: a start, calls that need its content or its acknowledgement, and a comparison of all.
 START_SECONDS = 1.0
 WAIT_SECONDS = 3.0
-# And who wants all of it compared.
 COMPARE_SECONDS = 60.0
-# At least so often the clocks are written.
+# Longest time between two writes of the clocks.
 BEAT_SECONDS = 1.0
-# Redis may still carry out what it was sent before an answer did not come; by then it has.
+# Redis may carry out a write whose answer did not come for so long.
 _SETTLE_SECONDS = 1.0
 # Blocks that are written, and read, at a time.
 _CHUNK, _READ = 256, 1024
@@ -59,18 +58,18 @@ KEPT_SECONDS = 24 * 3600.0
 LOOK_SECONDS = 3600.0
 
 T = TypeVar("T")
-# Places with what is there.
-Chunk = list[tuple[Place, BlockRecord | None]]
+# Slots with their blocks.
+Chunk = list[tuple[Slot, BlockRecord | None]]
 log = structlog.get_logger()
 
 
 class IndexStore:
-    """Brings the changes of a queue to Redis, and what Redis remembers back to the manager."""
+    """Brings the changes of a queue to Redis, and the remembered blocks back to the manager."""
 
     def __init__(
         self, redis: Redis, queue: WriteQueue, source: Source, calls: Restoring, *, interval: float = 0.05
     ) -> None:
-        """`interval` is for how many seconds changes gather before a write."""
+        """`interval`: seconds that changes gather before a write."""
         self._redis = redis
         self._queue = queue
         self._source = source
@@ -80,9 +79,9 @@ class IndexStore:
         self._absences = Absences(redis, self._clocks, self._is_here)
         self._operators = OperatorStore(redis, self._clocks, self._writes, queue.entries, source, calls)
         self._interval = interval
-        # Of executors whose copy is not taken back yet.
+        # Of executors whose copy is not restored yet.
         self._readings: dict[str, Reading] = {}
-        # Those of registered executors, in the order in which they are taken back.
+        # Those of registered executors, in the order in which they are restored.
         self._registered: asyncio.Queue[Reading] = asyncio.Queue()
         self._recovering: set[Reading] = set()
         self._one_at_a_time = asyncio.Lock()
@@ -105,7 +104,7 @@ class IndexStore:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_writing())
             while True:
-                group.create_task(self.take_back(await self._registered.get()))
+                group.create_task(self.restore(await self._registered.get()))
 
     async def _keep_writing(self) -> None:
         """Flushes for ever: soon after a change, at once when there are many, and slower while Redis is away."""
@@ -138,15 +137,15 @@ class IndexStore:
             return reached
 
     async def start(self) -> None:
-        """Reads what operators said, if Redis can be asked in a short time; else `run` does it later."""
+        """Reads operators' settings, if Redis answers in a short time; else `run` does it later."""
         await self.flush_soon(START_SECONDS)
 
     async def flush_soon(self, seconds: float | None = WAIT_SECONDS) -> bool:
-        """As `flush`, but after this time it goes on alone and the answer is no."""
+        """As `flush`; after this time the answer is no and the flush goes on in the background."""
         return await self._run_bounded(self.flush(), seconds) or False
 
     async def _run_bounded(self, work: Coroutine[None, None, T], seconds: float | None) -> T | None:
-        """What work leads to, None when that takes too long; it goes on then, also when the caller is cancelled.
+        """The result of the work, None when it takes too long; it goes on then, also when the caller is cancelled.
 
         An exchange with Redis is never cancelled: its outcome would not be known. And Redis's client may forget that
         it was, as it uses wait_for, which does so in Python 3.11.
@@ -186,7 +185,7 @@ class IndexStore:
         return self._set_up(True)
 
     async def _beat(self) -> list[str]:
-        """Writes what time it is, and who has come; tells who these are."""
+        """Writes the clocks, and which executors have registered; returns those."""
         owners = list(dict.fromkeys((OPERATORS, *self._clocks)))
         came = list(self._queue.arrived)
 
@@ -198,9 +197,9 @@ class IndexStore:
         return came
 
     async def _forget_absent(self) -> None:
-        """Deletes what nobody will take back. Who registers meanwhile reads all of it or finds out at its first write.
+        """Deletes copies of absent executors. An executor that registers meanwhile reads all of its copy, or none.
 
-        That one's clock is deleted with the rest, and so is not what was read.
+        Its first write finds the clock missing then, and all of its index is written again.
         """
         for executor_id in await self._absences.look():
             if self._absences.is_here(executor_id):
@@ -224,14 +223,14 @@ class IndexStore:
             self._queue.replace(owner, self._queue.epochs[owner])
 
     async def _write(self, executor_id: str, changes: Changes) -> None:
-        # Asked for chunk by chunk: whatever changes meanwhile is noted again, and wins.
-        blocks: Iterable[tuple[Place, BlockRecord | None]] = (
-            (place, self._current(executor_id, current)) for place, current in changes.blocks.items()
+        # Read chunk by chunk: a block that changes meanwhile is noted again.
+        blocks: Iterable[tuple[Slot, BlockRecord | None]] = (
+            (slot, self._current(executor_id, current)) for slot, current in changes.blocks.items()
         )
         if changes.resync:
             RESYNCS.inc()
             now = self._clocks.time(executor_id)
-            # Read chunk by chunk, too: whatever changes behind the reader is noted again.
+            # So are these.
             blocks = ((block.place, at_rest(block, now)) for block in self._source.records(executor_id))
             log.info("writing the whole index again", executor=executor_id)
         key = executor_key(executor_id, "blocks")
@@ -299,15 +298,15 @@ class IndexStore:
         clock = await self._redis.get(clock_key(executor_id))
         epoch = await self._redis.get(executor_key(executor_id, "epoch"))
         if epoch is not None:
-            async for place, value in self._redis.hscan_iter(executor_key(executor_id, "blocks"), count=count):
-                reading.add(place, value)
+            async for field, value in self._redis.hscan_iter(executor_key(executor_id, "blocks"), count=count):
+                reading.add(field, value)
             reading.pins = await self._operators.stored_pins(executor_id)
             reading.epoch = int(epoch) if epoch.isdigit() else 0
         reading.time = _time(clock) or 0.0
         self._writes.found(executor_id, clock if isinstance(clock, bytes) else None)
 
     def registered(self, executor_id: str, epoch: int) -> None:
-        """The manager has accepted an epoch; its changes are written once its remembered blocks are taken back."""
+        """The manager has accepted an epoch; its changes are written once its remembered blocks are restored."""
         self._queue.registered(executor_id, epoch)
         reading = self._readings.get(executor_id)
         if reading is not None and reading.is_spent:
@@ -319,16 +318,16 @@ class IndexStore:
         return self._queue.epochs.get(executor_id, 0)
 
     async def recover(self, reading: Reading, seconds: float) -> None:
-        """The executor is registered: what is read, or will be, comes into the index. Waits for that for this time."""
+        """The executor is registered: what is read, or will be, comes into the index. Waits `seconds` for that."""
         if reading not in self._recovering:
             self._recovering.add(reading)
             RECOVERING.set(len(self._recovering))
             self._registered.put_nowait(reading)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await reading.has_been_taken.wait()
+                await reading.has_been_restored.wait()
 
-    async def take_back(self, reading: Reading) -> None:
+    async def restore(self, reading: Reading) -> None:
         """Brings a reading into the index, once it is complete, and lets changes of its executor be written then."""
         executor_id, calls = reading.executor_id, self._calls
         await reading.is_complete.wait()
@@ -344,14 +343,14 @@ class IndexStore:
         if not self._is_wanted(reading):
             # Redis keeps what it has for when the executor comes back.
             reading.is_spent = True
-            reading.has_been_taken.set()
+            reading.has_been_restored.set()
             log.info("an executor is gone before its remembered blocks are back", executor=executor_id)
             return
         now = self._clocks.time(executor_id)
         restored = calls.end_recovery(
             executor_id, self.epoch_of(executor_id), [pin_awake(pin, now) for pin in reading.pins]
         )
-        self._taken_back(reading)
+        self._restored(reading)
         log.info(
             "remembered blocks are back",
             executor=executor_id,
@@ -371,7 +370,7 @@ class IndexStore:
         """The blocks of a complete reading, as `Reading.parts` tells them; the executor's clock goes on."""
         executor_id = reading.executor_id
         if executor_id not in self._clocks:
-            # What remained of leases when the manager died remains of them now.
+            # Leases have as much time left as when the manager died.
             self._clocks.start(executor_id, reading.time)
         return reading.parts(lambda: self.epoch_of(executor_id), lambda: self._clocks.time(executor_id))
 
@@ -380,13 +379,13 @@ class IndexStore:
         reading = self._readings.get(executor_id)
         return self._source.knows_executor(executor_id) or (reading is not None and not reading.is_spent)
 
-    def _taken_back(self, reading: Reading) -> None:
-        """All that was read is in the index, or cannot be: changes are written from now on."""
+    def _restored(self, reading: Reading) -> None:
+        """Every readable block is in the index or rejected: changes are written from now on."""
         executor_id = reading.executor_id
         del self._readings[executor_id]
         if reading.is_stale or not reading.is_of(self.epoch_of(executor_id)):
             self._queue.replace(executor_id, self.epoch_of(executor_id))
-        reading.has_been_taken.set()
+        reading.has_been_restored.set()
         self._queue.note()
 
     async def compare(self, executor_ids: Iterable[str]) -> list[Difference] | None:
@@ -438,7 +437,7 @@ class IndexStore:
 
 
 def _chunks(
-    blocks: Iterable[tuple[Place, BlockRecord | None]],
+    blocks: Iterable[tuple[Slot, BlockRecord | None]],
 ) -> Iterable[Chunk]:
     """At least one chunk, which may be empty: an epoch is written also without blocks."""
     rest = iter(blocks)
@@ -448,8 +447,8 @@ def _chunks(
 
 
 def _add(pipeline: Pipeline, key: str, chunk: Chunk) -> None:
-    stored: dict[Any, Any] = {encode_place(*place): encode_block(block) for place, block in chunk if block is not None}
-    removed = [encode_place(*place) for place, block in chunk if block is None]
+    stored: dict[Any, Any] = {encode_slot(*slot): encode_block(block) for slot, block in chunk if block is not None}
+    removed = [encode_slot(*slot) for slot, block in chunk if block is None]
     if stored:
         pipeline.hset(key, mapping=stored)
     if removed:
@@ -470,7 +469,7 @@ class Absences:
         self._next_look = 0.0
 
     async def begin(self) -> None:
-        """Reads what time it was for the manager before, if that is not known yet. Raises UNAVAILABLE."""
+        """Reads the time of the manager before, if that is not known yet. Raises UNAVAILABLE."""
         if OPERATORS in self._clocks:
             return
         time = _time(await self._redis.get(operators_key("time"))) or 0.0
@@ -478,7 +477,7 @@ class Absences:
         self._next_look = time + LOOK_SECONDS
 
     async def look(self) -> list[str]:
-        """Notes who is here when that is due, and tells who has been away for too long. Raises UNAVAILABLE."""
+        """Notes registered executors when that is due, and returns those absent for too long. Raises UNAVAILABLE."""
         now = self._clocks.time(OPERATORS)
         if now < self._next_look:
             return []
@@ -502,23 +501,23 @@ class Absences:
         await self._redis.hdel(operators_key("executors"), executor_id)
 
     def note(self, pipeline: Pipeline, executor_ids: Collection[str]) -> None:
-        """Writes that these are here now."""
+        """Writes that these executors are registered now."""
         if executor_ids:
             time = repr(self._clocks.time(OPERATORS))
             pipeline.hset(operators_key("executors"), mapping=dict.fromkeys(executor_ids, time))
 
 
 class Reading:
-    """The copy of one executor. Blocks stay packed until they are taken: a million of them are in memory at once."""
+    """The copy of one executor. Blocks stay encoded until they are restored: a million are in memory at once."""
 
     def __init__(self, executor_id: str, *, is_stale: bool) -> None:
         """`is_stale` says that changes which Redis lacks are not known any more."""
         self.executor_id = executor_id
         self.is_stale = is_stale
-        # Whether parts were handed out, or nobody waits for them any more.
+        # Whether parts were handed out, or are not wanted any more.
         self.is_spent = False
         self.is_complete = asyncio.Event()
-        self.has_been_taken = asyncio.Event()
+        self.has_been_restored = asyncio.Event()
         self.clear()
 
     def clear(self) -> None:
@@ -529,19 +528,19 @@ class Reading:
         self.num_blocks = 0
         self._by_depth: dict[int, list[tuple[bytes, bytes]]] = {}
 
-    def add(self, place: bytes, value: bytes) -> None:
-        """A field of the hash of blocks; one that is told twice is taken twice."""
-        self._by_depth.setdefault(depth_of(value), []).append((place, value))
+    def add(self, field: bytes, value: bytes) -> None:
+        """Adds a field of the hash of blocks; a field may come twice."""
+        self._by_depth.setdefault(depth_of(value), []).append((field, value))
         self.num_blocks += 1
 
     def is_of(self, epoch: int) -> bool:
-        """Whether what lies on the device was written in this epoch."""
+        """Whether the device's blocks were written in this epoch."""
         return self.epoch == epoch
 
     def parts(self, epoch: Callable[[], int], time: Callable[[], float]) -> Iterator[list[BlockRecord]]:
         """Blocks, parents before children, with the time that remains of their leases; each part is handed out once.
 
-        Both callables are asked at each part. For another epoch only what lies in lower tiers is told.
+        Both callables are asked at each part. For another epoch only blocks of lower tiers are handed out.
         """
         self.is_spent = True
         unreadable = 0
@@ -549,9 +548,9 @@ class Reading:
             packed = self._by_depth.pop(depth)
             while packed:
                 records, is_current, now = [], self.is_of(epoch()), time()
-                for place, value in packed[-_PART:]:
+                for field, value in packed[-_PART:]:
                     try:
-                        record = decode_block(place, value)
+                        record = decode_block(field, value)
                     except RecordError:
                         unreadable += 1
                         continue
@@ -565,7 +564,7 @@ class Reading:
 
 
 def _time(value: bytes | str | None) -> float | None:
-    """What a manager wrote, None when it cannot be a time."""
+    """A time that a manager wrote, None for any other value."""
     try:
         time = float(value or b"")
     except ValueError:

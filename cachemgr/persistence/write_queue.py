@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.operators.operator_journal import Kind
-from cachemgr.types import TierKind
+from cachemgr.types import Slot, TierKind
 
-# Group, tier and slot.
-Place = tuple[int, TierKind, int]
-# Gives the block of a place when it is called; None when there is none.
+# Gives the block of a slot when it is called; None when there is none.
 Current = Callable[[], BlockRecord | None]
 # A hash of operators' entries: their kind, and for pins the executor.
 Hash = tuple[Kind, str]
@@ -22,14 +20,14 @@ FLUSH_AT = 2_000
 class Changes:
     """What one executor's hash in Redis lacks.
 
-    `blocks` maps places to who tells what is there, None where a block left the index. With `cleared` the hash
+    `blocks` maps slots to functions that give their block, None where a block left the index. With `cleared` the hash
     is emptied first and takes `epoch`. With `resync` the changes are incomplete: everything must be written again.
     """
 
     epoch: int
     cleared: bool = False
     resync: bool = False
-    blocks: dict[Place, Current | None] = field(default_factory=dict)
+    blocks: dict[Slot, Current | None] = field(default_factory=dict)
 
 
 class BlockQueue:
@@ -45,29 +43,29 @@ class BlockQueue:
         """Blocks waiting to be written."""
         return self._pending
 
-    def is_pending(self, executor_id: str, place: Place) -> bool:
-        """Whether what is at a place has yet to be written."""
+    def is_pending(self, executor_id: str, slot: Slot) -> bool:
+        """Whether a slot's block is not written yet."""
         changes = self._changes.get(executor_id)
-        return changes is not None and (changes.cleared or place in changes.blocks)
+        return changes is not None and (changes.cleared or slot in changes.blocks)
 
     def clear(self, executor_id: str, epoch: int) -> None:
         """The executor has no indexed block, and this epoch."""
         self._drop(executor_id)
         self._changes[executor_id] = Changes(epoch, cleared=True)
 
-    def put(self, executor_id: str, epoch: int, place: Place, current: Current | None) -> None:
-        """A block entered the index at a place, or left it (None)."""
+    def put(self, executor_id: str, epoch: int, slot: Slot, current: Current | None) -> None:
+        """A block entered the index in a slot, or left it (None)."""
         changes = self._changes.setdefault(executor_id, Changes(epoch))
         if changes.resync:
             return
-        if place not in changes.blocks:
+        if slot not in changes.blocks:
             self._pending += 1
-        changes.blocks[place] = current
+        changes.blocks[slot] = current
         if self._pending > self._bound:
             self.resync(executor_id, epoch)
 
     def resync(self, executor_id: str, epoch: int) -> None:
-        """Forgets the executor's changes; what is written next is everything."""
+        """Drops the executor's changes: its whole index is written next."""
         self._drop(executor_id)
         self._changes[executor_id] = Changes(epoch, cleared=True, resync=True)
 
@@ -87,7 +85,7 @@ class BlockQueue:
         return executor_id, changes
 
     def give_back(self, executor_id: str, failed: Changes) -> None:
-        """Takes back changes that were not written; what happened since then is newer and wins."""
+        """Takes back changes that were not written; changes since then are newer and win."""
         newer = self._changes.get(executor_id)
         if newer is not None and newer.cleared:
             return
@@ -132,12 +130,12 @@ class EntryQueue:
             self.rewrite(kind, executor_id)
 
     def rewrite(self, kind: Kind, executor_id: str = "") -> None:
-        """Whatever Redis holds gives way to what is, soon."""
+        """The hash is written as a whole, soon."""
         self._changed.pop((kind, executor_id), None)
         self._whole.add((kind, executor_id))
 
     def is_pending(self, kind: Kind, name: str, executor_id: str = "") -> bool:
-        """Whether Redis need not have the present state of an entry."""
+        """Whether an entry is not written yet."""
         return name in self._changed.get((kind, executor_id), ()) or (kind, executor_id) in self._whole
 
     def take(self, hash_: Hash) -> list[str] | None:
@@ -185,21 +183,21 @@ class WriteQueue:
         self.arrived.add(executor_id)
 
     def stored(self, executor_id: str, group: int, tier: TierKind, slot: int, current: Current) -> None:
-        """A block came to a place, or the one there changed; what it is then is asked for when it is written."""
+        """A block entered a slot, or the block there changed; it is read when it is written."""
         self._put(executor_id, (group, tier, slot), current)
 
     def removed(self, executor_id: str, group: int, tier: TierKind, slot: int) -> None:
-        """The block at this place left it, or the index."""
+        """The block left its slot or the index."""
         self._put(executor_id, (group, tier, slot), None)
 
     def operator_changed(self, kind: Kind, name: str, executor_id: str = "") -> None:
-        """What an operator said is new, another, or gone. Written at once: it is seldom, and missed when it is lost."""
+        """An operator's entry is new, another, or gone. Written at once: it is seldom, and missed when it is lost."""
         self.entries.put(kind, name, executor_id)
         self.has_changed.set()
         self.is_large.set()
 
     def replace(self, executor_id: str, epoch: int) -> None:
-        """Whatever Redis holds of an executor gives way to what the manager has, soon."""
+        """All of an executor is written again, soon."""
         self.epochs[executor_id] = epoch
         self.blocks.resync(executor_id, epoch)
         self.entries.rewrite(Kind.PIN, executor_id)
@@ -211,6 +209,6 @@ class WriteQueue:
         if self.blocks.pending >= self._flush_at:
             self.is_large.set()
 
-    def _put(self, executor_id: str, place: Place, current: Current | None) -> None:
-        self.blocks.put(executor_id, self.epochs.get(executor_id, 0), place, current)
+    def _put(self, executor_id: str, slot: Slot, current: Current | None) -> None:
+        self.blocks.put(executor_id, self.epochs.get(executor_id, 0), slot, current)
         self.note()

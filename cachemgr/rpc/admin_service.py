@@ -33,14 +33,14 @@ T = TypeVar("T")
 
 
 class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
-    """The operator's view and hand."""
+    """Queries and commands of operators."""
 
     def __init__(self, context: ServiceContext) -> None:
         self.context = context
         self._manager = context.manager
 
     async def CheckPool(self, request: pb.CheckPoolRequest, context: Any) -> pb.CheckPoolResponse:
-        """Recounts; what Redis holds is read only for who asks for it."""
+        """Recounts the blocks; Redis is compared only on request."""
         manager = self._manager
         found = [
             one
@@ -69,16 +69,16 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         rest = (view for view in self._manager.queries.pools() if view.pool_id > after)
         page, token = paging.cut(rest, limit, "pools", lambda view: view.pool_id)
         return pb.ListPoolsResponse(
-            pools=[tenancy.pool_seen(convert.pool(view)) for view in page], next_page_token=token
+            pools=[tenancy.redact_pool(convert.pool(view)) for view in page], next_page_token=token
         )
 
     async def GetPool(self, request: pb.GetPoolRequest, context: Any) -> pb.GetPoolResponse:
         """One pool."""
         found = convert.pool(self._manager.queries.pool(_required_pool(request.pool_id)))
-        return pb.GetPoolResponse(pool=tenancy.pool_seen(found))
+        return pb.GetPoolResponse(pool=tenancy.redact_pool(found))
 
     async def ListBlocks(self, request: pb.ListBlocksRequest, context: Any) -> pb.ListBlocksResponse:
-        """Blocks of a pool by place."""
+        """Blocks of a pool by slot."""
         limit = paging.page_limit(request.page_size)
         after = paging.decode_number("blocks", request.page_token)
         pool_id = _required_pool(request.pool_id)
@@ -88,12 +88,12 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         else:
             rest = self._manager.queries.blocks(pool_id, after)
         seen = (item if item is not None and tenancy.sees(item[1].scope) else None for item in rest)
-        page, token = await paging.cut_in_slices(seen, limit, "blocks", _place)
+        page, token = await paging.cut_in_slices(seen, limit, "blocks", _slot)
         blocks = [convert.block(view, token_ids=request.include_token_ids) for _, view in page]
         return pb.ListBlocksResponse(blocks=blocks, next_page_token=token)
 
     async def ListPrefixes(self, request: pb.ListPrefixesRequest, context: Any) -> pb.ListPrefixesResponse:
-        """Chains by the place of their last block."""
+        """Chains by the slot of their last block."""
         limit = paging.page_limit(request.page_size)
         after = paging.decode_number("prefixes", request.page_token)
         rest = self._manager.queries.prefixes(_in_pool(request.filter, _required_pool(request.pool_id)), after)
@@ -104,7 +104,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         )
 
     async def ListLeases(self, request: pb.ListLeasesRequest, context: Any) -> pb.ListLeasesResponse:
-        """Leases by the place of their block; a page ends with all leases of its last block."""
+        """Leases by the slot of their block; a page ends with all leases of its last block."""
         limit = paging.page_limit(request.page_size)
         after = paging.decode_number("leases", request.page_token)
         found: list[pb.BlockLease] = []
@@ -139,7 +139,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
 
     async def GetRetentionRule(self, request: pb.GetRetentionRuleRequest, context: Any) -> pb.GetRetentionRuleResponse:
         """One rule."""
-        rule = tenancy.rule_seen(self._manager.queries.rule(request.name))
+        rule = tenancy.visible_rule(self._manager.queries.rule(request.name))
         return pb.GetRetentionRuleResponse(rule=rule_message(rule))
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
@@ -153,7 +153,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         return pb.ListQuotasResponse(quotas=quotas, next_page_token=token)
 
     async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:
-        """Why a prompt is found or not."""
+        """Why a prompt is a prefix hit or not."""
         match request.WhichOneof("subject"):
             case "prefix":
                 found = self._manager.queries.explain(convert_admin.prefix(request.prefix), request.group)
@@ -165,13 +165,13 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
             case _:
                 raise InvalidField("subject", "must be a prefix or a sequence_id")
         return pb.ExplainPrefixResponse(
-            explanations=[convert_admin.explanation(tenancy.explanation_seen(one)) for one in found]
+            explanations=[convert_admin.explanation(tenancy.redact_explanation(one)) for one in found]
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
-        """What happened in a pool."""
+        """Counters of a pool."""
         pool_id = _required_pool(request.pool_id)
-        meter = tenancy.meter_seen(self._manager.queries.meter(pool_id))
+        meter = tenancy.visible_lookups(self._manager.queries.meter(pool_id))
         since = _begin(request, self._manager.queries.now)
         tokens = meter.total if since is None else meter.since(since)
         if not tenancy.sees_all():
@@ -181,7 +181,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         )
 
     async def GetGhostCaches(self, request: pb.GetGhostCachesRequest, context: Any) -> pb.GetGhostCachesResponse:
-        """What other caches would find."""
+        """Hits of caches of other sizes and policies."""
         if not request.executor_id:
             raise InvalidField("executor_id", "must name a registered executor")
         since = _begin(request, self._manager.queries.now)
@@ -368,14 +368,14 @@ def _in_pool(selected: pb.BlockFilter, pool_id: str) -> BlockFilter:
     return replace(convert_admin.block_filter(selected), pool_id=pool_id)
 
 
-def _place(item: tuple[int, BlockView]) -> int:
+def _slot(item: tuple[int, BlockView]) -> int:
     return item[0]
 
 
 async def _keyed(
     items: Iterable[T], key: Callable[[T], tuple[Any, ...]], kinds: tuple[type, ...], request: Any, listing: str
 ) -> tuple[list[T], str]:
-    """A page of a listing in the order of keys: what comes or goes between two pages moves no other item."""
+    """A page of a listing in the order of keys: an item that comes or goes between two pages moves no other."""
     limit = paging.page_limit(request.page_size)
     after = paging.decode_key(listing, request.page_token, *kinds)
     rest = (item if key(item) > after else None for item in items)

@@ -22,7 +22,7 @@ _CAUSES = {cause: f"REMOVAL_CAUSE_{cause.name if cause else 'UNSPECIFIED'}" for 
 
 
 def executor_spec(request: pb.RegisterExecutorRequest) -> types.ExecutorSpec:
-    """What an executor announces."""
+    """An executor's registration."""
     return types.ExecutorSpec(
         executor_id=request.executor_id,
         executor_epoch=request.executor_epoch,
@@ -55,7 +55,7 @@ def _pool_spec(pool: pb.PoolSpec) -> types.PoolSpec:
 
 
 def admit_request(request: pb.AdmitSequenceRequest) -> types.AdmitRequest:
-    """A sequence that wants its blocks."""
+    """An admission."""
     lowest = tier("lowest_tier", request.lowest_tier)
     return types.AdmitRequest(
         sequence_id=request.sequence_id,
@@ -90,7 +90,7 @@ def tier(field: str, number: int) -> types.TierKind | None:
 
 
 def extra_keys(keys: Iterable[pb.ExtraKey]) -> tuple[types.ExtraKey, ...]:
-    """Content that is no token."""
+    """Keys of content that is no token."""
     return tuple(types.ExtraKey(key.start, key.length, key.digest) for key in keys)
 
 
@@ -206,7 +206,7 @@ def sync_request(request: pb.SyncSequencesRequest) -> types.SyncRequest:
 
 
 def sync_response(manager_epoch: int, answer: types.SyncAnswer, lease: Duration) -> pb.SyncSequencesResponse:
-    """What a sync brings back."""
+    """Answer to a sync."""
     return pb.SyncSequencesResponse(
         manager_epoch=manager_epoch,
         extended_handles=answer.extended_handles,
@@ -333,7 +333,7 @@ def event(happened: Event, *, snapshot: bool, token_ids: bool = False) -> pb.Eve
 
 
 def receipt(given: types.Receipt) -> common.RetentionReceipt:
-    """Answer to a wish."""
+    """Answer to a retention request."""
     return common.RetentionReceipt(
         wish=given.wish,
         outcome=f"OUTCOME_{given.outcome.name}",

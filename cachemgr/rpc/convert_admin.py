@@ -26,7 +26,7 @@ def prefix(selector: pb.PrefixSelector) -> types.Prefix:
 
 
 def block_filter(selected: pb.BlockFilter) -> types.BlockFilter:
-    """Which blocks an operator means. Raises InvalidField for a tier that is none."""
+    """The blocks that an operator selects. Raises InvalidField for a tier that is none."""
     has_priority = selected.HasField("max_retention_priority")
     return types.BlockFilter(
         pool_id=selected.pool_id,
@@ -41,7 +41,7 @@ def block_filter(selected: pb.BlockFilter) -> types.BlockFilter:
 
 
 def forget_target(request: pb.ForgetBlocksRequest) -> types.ForgetTarget:
-    """What is to be forgotten."""
+    """The blocks to forget."""
     target = request.WhichOneof("target")
     return types.ForgetTarget(
         salt=request.salt if target == "salt" else None,
@@ -65,7 +65,7 @@ def _tier_counts(counts: dict[types.TierKind, int]) -> list[pb.TierCount]:
 
 
 def account(request: pb.DeleteQuotaRequest) -> types.Quota:
-    """Whose quota."""
+    """The account of a quota."""
     which = request.WhichOneof("account")
     return types.Quota(
         tenant_id=request.tenant_id if which == "tenant_id" else None, salt=request.salt if which == "salt" else None
@@ -73,7 +73,7 @@ def account(request: pb.DeleteQuotaRequest) -> types.Quota:
 
 
 def pinned(found: list[Pinned]) -> pb.PinPrefixResponse:
-    """Answer for all executors: what the one that pinned most says, with all names."""
+    """Answer for all executors: the receipt of the executor that pinned most, with all names."""
     best = max(found, key=lambda one: one.receipt.num_blocks, default=None)
     if best is None:
         return pb.PinPrefixResponse(
@@ -115,7 +115,7 @@ def cached_prefix(view: types.PrefixView) -> pb.CachedPrefix:
 
 
 def explanation(found: types.Explanation) -> pb.Explanation:
-    """What an executor knows of a prompt."""
+    """An executor's blocks of a prompt."""
     lost = found.removal
     return pb.Explanation(
         executor_id=found.executor_id,
@@ -137,7 +137,7 @@ def explanation(found: types.Explanation) -> pb.Explanation:
 
 
 def stats(tiers: list[Tier], meter: TokenMeter, tokens: TokenCount, leases: tuple[int, int]) -> pb.GetStatsResponse:
-    """What happened in a pool."""
+    """Counters of a pool."""
     salts = sorted(meter.salts.items(), key=lambda item: -item[1].queried)
     per_salt = [pb.SaltStats(salt=salt, tokens=_tokens(count)) for salt, count in salts]
     if meter.others.queried:
@@ -152,7 +152,7 @@ def stats(tiers: list[Tier], meter: TokenMeter, tokens: TokenCount, leases: tupl
 
 
 def ghost_caches(found: tuple[GhostReport, types.PoolView] | None) -> pb.GetGhostCachesResponse:
-    """What other caches would find."""
+    """Hits of caches of other sizes and policies."""
     if found is None:
         return pb.GetGhostCachesResponse()
     report, pool = found
@@ -202,7 +202,7 @@ def _tier_stats(tier: Tier) -> pb.TierStats:
 
 
 def preview(found: types.Preview) -> pb.PreviewAdmissionResponse:
-    """What an admission would do."""
+    """The outcome that an admission would have."""
     return pb.PreviewAdmissionResponse(
         admitted=found.admitted,
         blocks_short=found.blocks_short,

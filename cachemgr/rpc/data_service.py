@@ -21,7 +21,7 @@ from protos.rpc.durations import duration, seconds
 # ruff: noqa: N802, ARG002
 
 
-# Others wait for so many at most.
+# Admissions of one call: other calls wait for them.
 MAX_ADMISSIONS = 256
 
 
@@ -33,15 +33,15 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         self._manager = context.manager
 
     async def RegisterExecutor(self, request: pb.RegisterExecutorRequest, context: Any) -> pb.RegisterExecutorResponse:
-        """Brings back what the store remembers, when the manager itself does not know the executor."""
+        """Restores remembered blocks, when the manager itself does not know the executor."""
         store = self.context.store
         spec = convert.executor_spec(request)
         check_spec(spec)
         if store is not None and self._manager.is_too_large_to_carry_over(spec):
             await self._end_epoch(spec, store)
         known = self._manager.queries.knows_executor(spec.executor_id)
-        # Asked before the wait: the request tells what was written up to now, and a scheduler that comes meanwhile may
-        # have given up steps that wrote after it.
+        # Read before the wait: the request knows writes up to now, and a scheduler that registers meanwhile may have
+        # given up steps that wrote later.
         scheduler_came = self._manager.scheduler_came
         if store is None:
             answer = self.register(request, spec)
@@ -72,8 +72,8 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         )
 
     async def _end_epoch(self, spec: ExecutorSpec, store: IndexStore) -> None:
-        """An executor has started again with very many blocks: what outlives its device is read from the store."""
-        # Else Redis lacks what the index has: to hold everybody up is better than to lose it.
+        """An executor has started again with very many blocks: those of lower tiers are read from the store."""
+        # Else Redis lacks blocks of the index: a long call is better than their loss.
         is_stored = await store.flush_soon()
         if is_stored and self._manager.is_too_large_to_carry_over(spec):
             self.context.mutations.end_epoch(spec.executor_id, store.epoch_of(spec.executor_id))
@@ -81,9 +81,9 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
     async def _recall(
         self, request: pb.RegisterExecutorRequest, spec: ExecutorSpec, store: IndexStore, *, scheduler_came: bool
     ) -> pb.RegisterExecutorResponse:
-        """Registers an executor; it waits a moment for what the store remembers, which comes into the index later then.
+        """Registers an executor; it waits a moment for its remembered blocks, which come into the index later then.
 
-        Raises SchedulerFirstError when there may be something, and sequences of an earlier manager may be writing yet.
+        Raises SchedulerFirstError when there may be blocks, and sequences of an earlier manager may be writing yet.
         """
         executor_id, begin = spec.executor_id, monotonic()
         reading = await store.recall(executor_id)
@@ -120,7 +120,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
 
     @mutation
     def AdmitSequence(self, request: pb.AdmitSequenceRequest) -> pb.AdmitSequenceResponse:
-        """Asked again and again while it waits for blocks, a request has a span for the time that it got them."""
+        """Admits a sequence. A request that polls for blocks has one span: for the call that allocates them."""
         span = tracing.join("kvcache.v1.CacheManagerService/AdmitSequence", request.traceparent)
         admission = self._manager.admit(convert.admit_request(request))
         if admission.admitted and span is not tracing.OFF:
@@ -218,7 +218,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         )
 
     async def PreviewAdmission(self, request: pb.PreviewAdmissionRequest, context: Any) -> pb.PreviewAdmissionResponse:
-        """Looks without touching."""
+        """The outcome of an admission, which changes nothing."""
         try:
             admission = convert.admit_request(request.admission)
             found = self._manager.queries.preview(admission, request.max_new_tokens)
@@ -231,7 +231,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         return convert_admin.preview(found)
 
     async def EstimateSequence(self, request: pb.EstimateSequenceRequest, context: Any) -> pb.EstimateSequenceResponse:
-        """Counts without touching."""
+        """Blocks that a sequence will need."""
         step = request.step_tokens if request.HasField("step_tokens") else None
         found = self._manager.queries.estimate(_caller(request), request.sequence_id, step, request.max_new_tokens)
         return pb.EstimateSequenceResponse(estimates=[convert_admin.estimate(one) for one in found])

@@ -1,4 +1,4 @@
-"""Wakes those who watch events, whenever a call may have caused some."""
+"""Wakes the watchers of events whenever a call may have caused some."""
 
 import asyncio
 

@@ -27,7 +27,7 @@ _KEPT = 16
 
 
 class Wanted(NamedTuple):
-    """What a watcher gets to see. Equal ones get equal messages."""
+    """The events that a watcher gets. Equal watchers get equal messages."""
 
     pool_id: str
     salt: str | None
@@ -36,13 +36,13 @@ class Wanted(NamedTuple):
 
     @classmethod
     def of(cls, request: pb.WatchEventsRequest) -> Wanted:
-        """What the caller being served asks for, and may see."""
+        """Those that the caller being served asks for, and may see."""
         identity = current()
         salt = request.salt if request.HasField("salt") else None
         return cls(request.pool_id, salt, request.include_token_ids, "" if identity is None else identity.tenant)
 
     def includes(self, event: Event) -> bool:
-        """Whether the watcher is told of an event."""
+        """Whether the watcher gets an event."""
         block = event.block
         if self.pool_id and block.pool_id != self.pool_id:
             return False
@@ -93,7 +93,7 @@ class Batches:
 
 
 class CacheEventService(pb_grpc.CacheEventServiceServicer):
-    """List, then watch."""
+    """The events' service."""
 
     def __init__(self, context: ServiceContext) -> None:
         self._manager = context.manager

@@ -28,7 +28,7 @@ from cachemgr.types import PinRecord, Restored
 from protos.errors import ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
-# Between two looks at what has ended by time.
+# Seconds between two looks for expired leases.
 EXPIRE_SECONDS = 0.5
 # Entries of the log that are no method of a service.
 EXPIRE, GO_ON, END_EPOCH, PUT_BACK, END_RECOVERY = "Expire", "GoOn", "EndEpoch", "PutBack", "EndRecovery"
@@ -165,7 +165,7 @@ class Mutations:
         return False
 
     def end_epoch(self, executor_id: str, executor_epoch: int) -> None:
-        """The executor has started again with more than one call can keep of this epoch: the store tells it again."""
+        """The executor has started again with more than one call can keep of this epoch: the store has it."""
         self._note(END_EPOCH, pb.RecoveringExecutor(executor_id=executor_id, executor_epoch=executor_epoch))
         self._whole(END_EPOCH, lambda: self.manager.end_epoch(executor_id, executor_epoch))
 
@@ -197,9 +197,9 @@ class Mutations:
         )
 
     def expire(self) -> None:
-        """Does what time alone does; due every EXPIRE_SECONDS.
+        """Ends what is over by time; due every EXPIRE_SECONDS.
 
-        A call that comes later tells of a pause of the process, or of a long call. It follows from the times in the
+        A later call means a pause of the process, or a long call. It follows from the times in the
         log, so a replay sees the same pauses.
         """
         self._note(EXPIRE)
@@ -233,7 +233,7 @@ class Mutations:
     ) -> None:
         if self.failed:
             raise ManagerFailedError("an earlier call has failed inside: the cache manager ends and starts again")
-        # What a store tells is as of the time that the clock shows: the time since would come on top of each lease.
+        # Remembered leases are as of the time that the clock shows: the time since would prolong each of them.
         now = self._clock.now if method in (PUT_BACK, END_RECOVERY) else self._clock.advance()
         if self._log is not None:
             self._log.write(now, method, request, remembered, pins, later=later)
@@ -241,7 +241,7 @@ class Mutations:
 
 @dataclass(frozen=True)
 class ServiceContext:
-    """What all servicers share. Without Redis there is no store."""
+    """The parts that all servicers share. Without Redis there is no store."""
 
     mutations: Mutations
     feed: EventFeed
@@ -258,7 +258,7 @@ class ServiceContext:
 
 
 class Servicer(Protocol):
-    """What has mutations among its methods."""
+    """A service with mutations among its methods."""
 
     @property
     def context(self) -> ServiceContext:
@@ -304,7 +304,7 @@ def long_mutation(handler: Callable[[Service, Request], Steps[Answer]]) -> Metho
 
 
 def kept(call: Method[Request, Answer]) -> Method[Request, Answer]:
-    """What an operator says is in Redis with the answer, if that can be reached: a death must not take it back."""
+    """A change by an operator is in Redis with its answer, if Redis can be reached: a death must not undo it."""
     method: Callable[[Servicer, Request], Awaitable[Answer]] = cast("Any", call)
 
     @functools.wraps(call)

@@ -1,4 +1,4 @@
-"""What an operator whose token has a tenant may ask for, and see of the answers; without one all of it."""
+"""Requests and answers that a token with a tenant allows; a token without one allows all."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from protos.rpc.identity import Identity, PermissionDeniedError, Role, current
 
 
 def check(method: str, request: Any) -> None:
-    """Refuses what is about others, before the call is served, whether there is such a thing or not.
+    """Refuses requests about other tenants before the call is served, whether there is such a thing or not.
 
     Raises PermissionDeniedError, InvalidField.
     """
@@ -27,7 +27,7 @@ def check(method: str, request: Any) -> None:
         return
     name = method.rpartition("/")[2]
     if name not in _CHECKS:
-        # How the cache is divided between tenants is for those who see all of them.
+        # The division of the cache between tenants is for tokens that see all of them.
         raise PermissionDeniedError("this method is about all tenants, and the token about one")
     _CHECKS[name](identity, request)
 
@@ -52,8 +52,8 @@ def _named(request: Any) -> Iterable[tuple[str, Any]]:
         yield from ((f"admissions[{index}].", admission) for index, admission in enumerate(request.admissions))
 
 
-def _nothing(_identity: Identity, _request: Any) -> None:
-    """All that such a request can name is its own answer's filter."""
+def _allow(_identity: Identity, _request: Any) -> None:
+    """Nothing in such a request names a tenant."""
 
 
 def _check_name(identity: Identity, message: Any, field: str, path: str) -> None:
@@ -113,22 +113,22 @@ def _check_stats(_identity: Identity, request: pb.GetStatsRequest) -> None:
 
 
 _CHECKS: Mapping[str, Callable[[Identity, Any], None]] = {
-    "ListPools": _nothing,
-    "GetPool": _nothing,
+    "ListPools": _allow,
+    "GetPool": _allow,
     "GetStats": _check_stats,
     "ListBlocks": _check_filter,
     "ListPrefixes": _check_filter,
     "ListSequences": _check_salt,
-    "ListLeases": _nothing,
-    "ListHolds": _nothing,
-    "ReleaseHold": _nothing,
+    "ListLeases": _allow,
+    "ListHolds": _allow,
+    "ReleaseHold": _allow,
     "PinPrefix": _check_pin,
     "ExplainPrefix": _check_explain,
     "PurgeBlocks": _check_purge,
     "ForgetBlocks": _check_forget,
-    "GetRetentionRule": _nothing,
-    "ListRetentionRules": _nothing,
-    "ListQuotas": _nothing,
+    "GetRetentionRule": _allow,
+    "ListRetentionRules": _allow,
+    "ListQuotas": _allow,
     "WatchEvents": _check_salt,
 }
 
@@ -140,7 +140,7 @@ def sees_all() -> bool:
 
 
 def sees(scope: Scope | None) -> bool:
-    """Whether the caller may see what lies in a cache scope."""
+    """Whether the caller may see a cache scope."""
     return sees_all() or (scope is not None and _owns(scope.salt))
 
 
@@ -159,7 +159,7 @@ def sees_rule(rule: RetentionRule) -> bool:
     return sees_all() or any(_owns(name) for name in (rule.match.salt, rule.match.tenant_id))
 
 
-def rule_seen(rule: RetentionRule) -> RetentionRule:
+def visible_rule(rule: RetentionRule) -> RetentionRule:
     """The rule. Raises UnknownRuleError as if there were none, where there is one of others."""
     if not sees_rule(rule):
         raise UnknownRuleError(f"no rule {rule.name}", fields={"name": "is not known"})
@@ -183,7 +183,7 @@ def check_sequence(sequence_id: str, scope: Scope | None) -> None:
         raise UnknownSequenceError(f"no sequence {sequence_id}", fields={"sequence_id": "is not known"})
 
 
-def explanation_seen(found: Explanation) -> Explanation:
+def redact_explanation(found: Explanation) -> Explanation:
     """An explanation that says nothing of others' prompts."""
     if not sees_all():
         if found.miss_reason is MissReason.OTHER_SALT:
@@ -193,15 +193,15 @@ def explanation_seen(found: Explanation) -> Explanation:
     return found
 
 
-def pool_seen(pool: pb.Pool) -> pb.Pool:
+def redact_pool(pool: pb.Pool) -> pb.Pool:
     """A pool without what all tenants together do in it."""
     if sees_all():
         return pool
     return pb.Pool(pool_id=pool.pool_id, spec=pool.spec, block_size=pool.block_size, total_blocks=pool.total_blocks)
 
 
-def meter_seen(meter: TokenMeter) -> TokenMeter:
-    """What the caller's salts looked up."""
+def visible_lookups(meter: TokenMeter) -> TokenMeter:
+    """The lookups of the caller's salts."""
     if sees_all():
         return meter
     seen = TokenMeter()

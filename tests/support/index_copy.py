@@ -8,8 +8,8 @@ from redis.asyncio import Redis
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.operators.operator_journal import Entry, Kind
 from cachemgr.persistence.redis_index import IndexStore, Reading
-from cachemgr.persistence.write_queue import Place, WriteQueue
-from cachemgr.types import PinRecord, Restored
+from cachemgr.persistence.write_queue import WriteQueue
+from cachemgr.types import PinRecord, Restored, Slot
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
 
@@ -17,7 +17,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 class Copied:
     """An index that is copied; what is put back comes into it. Every executor is registered unless `here` has some."""
 
-    index: dict[Place, BlockRecord] = field(default_factory=dict)
+    index: dict[Slot, BlockRecord] = field(default_factory=dict)
     now: float = 100.0
     here: set[str] | None = None
     # Whether a registered executor still waits for its blocks.
@@ -69,7 +69,7 @@ class CopiedStore:
         assert reading.is_complete.is_set()
         self.store.registered(executor_id, epoch)
         self.copied.put_back_blocks = []
-        await self.store.take_back(reading)
+        await self.store.restore(reading)
         return reading, self.copied.put_back_blocks
 
 

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import redis
@@ -106,7 +107,7 @@ async def refusal(call: Awaitable[object]) -> grpc.StatusCode | None:
     return None
 
 
-def sync_redis(url: str) -> redis.Redis:
+def sync_redis(url: str) -> Any:
     """A client of the server or cluster."""
     first, nodes = cluster_nodes(url)
     return redis.RedisCluster.from_url(first) if nodes else redis.Redis.from_url(url)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachemgr.blocks.block_record import BackupRecord, BlockRecord, LeaseRecord
-from cachemgr.persistence.records import RecordError, decode_block, encode_block, encode_place
+from cachemgr.persistence.records import RecordError, decode_block, encode_block, encode_slot
 from cachemgr.tokens import pack
 from cachemgr.types import TierKind
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -49,7 +49,7 @@ RECORDS = st.builds(
 
 @given(RECORDS)
 def test_a_record_is_read_as_it_was_written(record: BlockRecord) -> None:
-    assert decode_block(encode_place(*record.place), encode_block(record)) == record
+    assert decode_block(encode_slot(*record.place), encode_block(record)) == record
 
 
 @given(st.binary(max_size=80), st.binary(max_size=10))
@@ -61,7 +61,7 @@ def test_any_bytes_are_a_record_or_refused(value: bytes, place: bytes) -> None:
 def test_a_record_has_room_for_any_number_of_leases() -> None:
     leases = tuple(LeaseRecord(f"session/{number}", 60, None, None) for number in range(65_536))
     record = BlockRecord(0, 1, bytes(32), None, 0, bytes(4), None, None, 0, leases)
-    assert decode_block(encode_place(*record.place), encode_block(record)) == record
+    assert decode_block(encode_slot(*record.place), encode_block(record)) == record
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ def test_a_record_has_room_for_any_number_of_leases() -> None:
 )
 def test_what_no_manager_of_this_schema_wrote_is_refused(value: bytes) -> None:
     with pytest.raises(RecordError):
-        decode_block(encode_place(0, TierKind.DEVICE, 1), value)
+        decode_block(encode_slot(0, TierKind.DEVICE, 1), value)
 
 
 def test_a_place_in_a_tier_that_is_none_is_refused() -> None:
     record = BlockRecord(0, 1, bytes(32), None, 0, bytes(4), None, None, 0)
-    place = encode_place(0, TierKind.DISK, 1).replace(b"\x02", b"\x07")
+    place = encode_slot(0, TierKind.DISK, 1).replace(b"\x02", b"\x07")
     with pytest.raises(RecordError):
         decode_block(place, encode_block(record))
 

@@ -143,7 +143,7 @@ async def test_a_registration_while_redis_is_away_deletes_nothing_that_is_not_re
     for _ in range(3):
         assert await restarted.store.flush()
     assert await redis.hlen(f"{KEYS}blocks") == 2
-    await restarted.store.take_back(reading)
+    await restarted.store.restore(reading)
     assert {one.slot for one in restarted.copied.put_back_blocks} == {1, 2}
     assert await restarted.store.flush()
     assert {one.slot: one.stored_step for one in await loaded(restarted)} == {1: 3} | dict.fromkeys(range(2, 100), 9)
