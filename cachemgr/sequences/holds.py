@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -29,20 +30,16 @@ MAX_PINS = 1000
 LET_GO_AT_A_TIME = 2048
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Hold:
     """Referenced blocks, root first, with an end for each owner. A pin has one owner."""
 
-    __slots__ = ("blocks", "name", "owners", "pin", "session_id")
-
-    def __init__(
-        self, name: str, blocks: Kept, owners: dict[str, float], *, pin: bool, session_id: str | None = None
-    ) -> None:
-        self.name = name
-        self.blocks = blocks
-        # The end of the hold by owner.
-        self.owners = owners
-        self.pin = pin
-        self.session_id = session_id
+    name: str
+    blocks: Kept
+    # The end of the hold by owner.
+    owners: dict[str, float]
+    pin: bool
+    session_id: str | None = None
 
 
 class Pinned(NamedTuple):

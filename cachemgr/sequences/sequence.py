@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from cachemgr.blocks.block_keys import CacheScope, extend_keys, extra_bytes
 from cachemgr.retention.priority import RetentionPlan
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from cachemgr.sequences.transfers import Ticket
 
 
+_NOT_ADMITTED = Admission(False)
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class GroupTable:
     """The blocks of one sequence in one pool; None where the window does not need one.
 
@@ -28,14 +33,11 @@ class GroupTable:
     and that other sequences use: the references keep them until their children are evicted.
     """
 
-    __slots__ = ("blocks", "committed", "duplicate_refs", "pool", "window_start")
-
-    def __init__(self, pool: BlockPool) -> None:
-        self.pool = pool
-        self.blocks: list[Block | None] = []
-        self.committed = 0
-        self.window_start = 0
-        self.duplicate_refs: dict[int, Block] = {}
+    pool: BlockPool
+    blocks: list[Block | None] = field(default_factory=list)
+    committed: int = 0
+    window_start: int = 0
+    duplicate_refs: dict[int, Block] = field(default_factory=dict)
 
     def slots(self, start: int = 0) -> Table:
         """The slots from an index on."""
@@ -61,91 +63,57 @@ class GroupTable:
         self.window_start = min(self.window_start, start)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """Lengths in tokens: computed <= known, and both <= capacity once the sequence is admitted or extended.
 
     With an eviction policy the capacity is for kept tokens.
     """
 
-    __slots__ = (
-        "admission",
-        "cached_tokens",
-        "computed",
-        "content",
-        "dependents",
-        "eviction",
-        "executor",
-        "extra_keys",
-        "forgotten",
-        "handle",
-        "holds",
-        "keys",
-        "no_store",
-        "opened",
-        "retention",
-        "scheduler",
-        "scope",
-        "sequence_id",
-        "step",
-        "tables",
-        "tickets",
-        "tokens",
-        "void",
-        "waits_on",
-    )
+    sequence_id: str
+    handle: int
+    scheduler: Scheduler
+    executor: Executor
+    tokens: array[int]
+    scope: CacheScope
+    retention: RetentionPlan
+    no_store: bool
+    extra_keys: tuple[ExtraKey, ...] = ()
+    computed: int = 0
+    cached_tokens: int = 0
+    # Keys of its full blocks, as far as they were needed.
+    keys: list[bytes] = field(default_factory=list)
+    # Last executor step that may have written to its blocks.
+    step: int = 0
+    void: bool = False
+    # No byte of its blocks may outlive it.
+    forgotten: bool = False
+    tables: list[GroupTable] = field(init=False)
+    # None for a sequence that keeps all its tokens.
+    eviction: TokenEvictionState | None = None
+    # Open copies into its blocks.
+    tickets: set[Ticket] = field(default_factory=set)
+    # Copies for its blocks that no scheduler has received yet.
+    opened: OpenedCopies = field(default_factory=OpenedCopies)
+    # Sequences that may share blocks which this one has not filled, and those whose blocks this one shares.
+    dependents: set[Sequence] = field(default_factory=set)
+    waits_on: set[Sequence] = field(default_factory=set)
+    # Seconds from the release by owner of a hold.
+    holds: dict[str, float] = field(default_factory=dict)
+    content: object = None
+    admission: Admission = _NOT_ADMITTED
 
-    def __init__(
-        self,
-        sequence_id: str,
-        handle: int,
-        scheduler: Scheduler | None,
-        executor: Executor,
-        tokens: array[int],
-        scope: CacheScope,
-        retention: RetentionPlan,
-        no_store: bool,
-        extra_keys: tuple[ExtraKey, ...] = (),
-    ) -> None:
-        self.sequence_id = sequence_id
-        self.handle = handle
-        # None only for a probe, which is never admitted.
-        self.scheduler: Scheduler = scheduler  # type: ignore[assignment]
-        self.executor = executor
-        self.tokens = tokens
-        self.scope = scope
-        self.retention = retention
-        self.no_store = no_store
-        self.extra_keys = extra_keys
-        self.computed = 0
-        self.cached_tokens = 0
-        # Keys of its full blocks, as far as they were needed.
-        self.keys: list[bytes] = []
-        # Last executor step that may have written to its blocks.
-        self.step = 0
-        self.void = False
-        # No byte of its blocks may outlive it.
-        self.forgotten = False
-        self.tables = [GroupTable(pool) for pool in executor.pools]
-        # None for a sequence that keeps all its tokens.
-        self.eviction: TokenEvictionState | None = None
-        # Open copies into its blocks.
-        self.tickets: set[Ticket] = set()
-        # Copies for its blocks that no scheduler has received yet.
-        self.opened = OpenedCopies()
-        # Sequences that may share blocks which this one has not filled, and those whose blocks this one shares.
-        self.dependents: set[Sequence] = set()
-        self.waits_on: set[Sequence] = set()
-        # Seconds from the release by owner of a hold.
-        self.holds: dict[str, float] = {}
-        self.content: object = None
-        self.admission = Admission(False)
+    def __post_init__(self) -> None:
+        self.tables = [GroupTable(pool) for pool in self.executor.pools]
 
     @classmethod
     def probe(cls, executor: Executor, prefix: Prefix) -> Sequence:
         """A sequence for a look-up, with one token more, as the last token is never matched."""
         tokens = pack([*prefix.token_ids, 0])
         scope = executor.scope(prefix.salt, prefix.adapter_id)
-        return cls("", 0, None, executor, tokens, scope, RetentionPlan(Retention(), 0, ""), True, prefix.extra_keys)
+        no_scheduler: Any = None
+        retention = RetentionPlan(Retention(), 0, "")
+        return cls("", 0, no_scheduler, executor, tokens, scope, retention, True, prefix.extra_keys)
 
     @property
     def block_size(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,7 @@ class Outcome(enum.Enum):
     CANCELLED = "cancelled"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Ticket:
     """One open copy. It takes over a reference to its source and one to its target.
 
@@ -59,49 +61,25 @@ class Ticket:
     scheduler the executor receives the copy with its next renewal.
     """
 
-    __slots__ = (
-        "fetch",
-        "held_ancestors",
-        "holds_source",
-        "index",
-        "num_tokens",
-        "number",
-        "opened_by",
-        "pool",
-        "purpose",
-        "scheduler",
-        "sequence",
-        "source",
-        "target",
-        "transfer",
-    )
+    number: int
+    purpose: Purpose
+    pool: BlockPool
+    source: Block | None
+    target: Block
+    num_tokens: int = 0
+    scheduler: Scheduler | None = None
+    holds_source: bool = False
+    sequence: Sequence | None = None
+    # As long as the copy may still be recalled.
+    opened_by: OpenedCopies | None = None
+    # Index of the target in the table of the sequence.
+    index: int = 0
+    held_ancestors: list[Block] = field(default_factory=list)
+    fetch: Fetch | None = None
+    transfer: Transfer = field(init=False)
 
-    def __init__(
-        self,
-        number: int,
-        purpose: Purpose,
-        pool: BlockPool,
-        source: Block | None,
-        target: Block,
-        *,
-        num_tokens: int = 0,
-        scheduler: Scheduler | None = None,
-    ) -> None:
-        self.number = number
-        self.purpose = purpose
-        self.pool = pool
-        self.source = source
-        self.target = target
-        self.num_tokens = num_tokens
-        self.scheduler = scheduler
-        self.holds_source = purpose is _ONBOARD or purpose is _PREFETCH
-        self.sequence: Sequence | None = None
-        # As long as the copy may still be recalled.
-        self.opened_by: OpenedCopies | None = None
-        # Index of the target in the table of the sequence.
-        self.index = 0
-        self.held_ancestors: list[Block] = []
-        self.fetch: Fetch | None = None
+    def __post_init__(self) -> None:
+        self.holds_source = self.purpose is _ONBOARD or self.purpose is _PREFETCH
         self.transfer = self._transfer()
 
     def _transfer(self) -> Transfer:
