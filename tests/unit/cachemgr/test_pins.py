@@ -130,6 +130,15 @@ def test_only_as_many_pins_as_needed_become_leases_oldest_first():
     assert [hold.name for hold in world.queries.holds()][:2] == names[1:]
 
 
+def test_a_pin_whose_blocks_a_newer_pin_shares_frees_no_budget():
+    world = roomy(budget=0.3)
+    longer = [*PROMPT, 1, 2, 3, 4]
+    for prompt in (longer, OTHER[:4]):
+        world.cache(prompt)
+    older = [pin(world, prompt).name for prompt in (PROMPT, OTHER[:4])]
+    assert pin(world, longer).degraded == tuple(older)
+
+
 def test_a_pinned_host_block_is_not_evicted():
     world = roomy(4, budget=0.5, host_blocks=4)
     world.cache(PROMPT)

@@ -68,10 +68,18 @@ def test_a_block_taken_over_by_a_sequence_that_computes_nothing_is_restored():
 
 def test_a_block_that_was_written_after_its_commit_is_dropped_with_its_children():
     world = cached()
-    slot = next(block.slot for block in world.journal.blocks.values() if block.depth == 1)
-    world.device.written[0, slot] = 100
+    (block,) = [block for block in world.journal.blocks.values() if block.depth == 1]
+    world.device.written[0, block.slot] = block.stored_step + 1
     assert restart(world) == 1
     world.check()
+
+
+def test_blocks_read_for_another_epoch_are_not_restored():
+    world = cached()
+    records = list(world.journal.blocks.values())
+    world.begin_recovery()
+    world.manager.put_back("e", world.executor_epoch + 1, records)
+    assert list(world.queries.records("e")) == []
 
 
 def drop_parent(blocks):
