@@ -25,8 +25,8 @@ class CachemgrSettings(ProcessSettings):
     partial_reuse: bool = Field(True, description="Reuse blocks that only begin as a prompt goes on.")
     copy_on_partial_reuse: bool = Field(
         True,
-        description="Copy the beginning of such a block; else take it over when no sequence uses it. Without partial reuse, "
-        "find a partly filled block by its whole content only; with neither, none is stored.",
+        description="Copy the beginning of such a block; else take it over when no sequence uses it. Without partial "
+        "reuse, find a partly filled block by its whole content only; with neither, none is stored.",
     )
     secondary_offload_min_priority: int = Field(
         35, ge=0, le=100, description="Blocks of a lower priority are dropped, not offloaded to a lower tier."

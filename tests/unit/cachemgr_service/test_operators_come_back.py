@@ -86,15 +86,6 @@ async def test_a_rule_made_again_never_has_an_etag_of_before(managers: Managers)
     assert len(etags) == 9
 
 
-async def test_a_rule_acts_on_the_first_request_after_a_restart(managers: Managers) -> None:
-    async with managers.run() as client:
-        await make_rule(client, retention_priority=77)
-    async with managers.run() as client:
-        await client.register()
-        admitted = await client.admit("a", 9)
-        assert [receipt.retention_priority for receipt in admitted.receipts] == [77]
-
-
 async def test_quotas_come_back_as_they_were(managers: Managers) -> None:
     async with managers.run() as client:
         for quota in (*QUOTAS, pb.Quota(salt="gone", device_floor_blocks=1)):

@@ -78,18 +78,6 @@ async def offload_two_blocks(client: Client) -> list[int]:
     return generations
 
 
-async def test_blocks_that_nobody_wrote_since_are_found_again(tmp_path: Path, redis_url: str) -> None:
-    epoch, slots = await store_two_blocks(tmp_path, redis_url)
-    async with manager(tmp_path, redis_url) as client:
-        answer = await client.register(last_write_steps=steps(slots, 5, 5))
-        assert answer.manager_epoch > epoch
-        assert answer.restored_blocks == 2
-        again = await client.admit("b", 9)
-        assert again.cached_tokens == 8
-        assert tuple(again.block_tables[0].slots[:2]) == slots[:2]
-        await client.check()
-
-
 async def test_a_block_written_after_it_was_stored_is_not_believed(tmp_path: Path, redis_url: str) -> None:
     _, slots = await store_two_blocks(tmp_path, redis_url)
     async with manager(tmp_path, redis_url) as client:
@@ -114,25 +102,6 @@ async def test_remembered_blocks_are_not_believed_before_the_scheduler_has_given
         assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "SCHEDULER_FIRST")
         # What the scheduler's last steps wrote is known when the executor comes again.
         assert (await client.register(last_write_steps=steps(slots, 5, 6))).restored_blocks == 1
-        await client.check()
-
-
-async def test_a_newer_epoch_of_the_executor_starts_empty(tmp_path: Path, redis_url: str) -> None:
-    _, slots = await store_two_blocks(tmp_path, redis_url)
-    async with manager(tmp_path, redis_url, epoch=8) as client:
-        assert (await client.register(last_write_steps=steps(slots))).restored_blocks == 0
-    async with manager(tmp_path, redis_url, epoch=7) as client:
-        assert (await client.register(last_write_steps=steps(slots, 5, 5))).restored_blocks == 0
-
-
-async def test_registering_again_with_a_living_manager_keeps_everything(tmp_path: Path, redis_url: str) -> None:
-    async with manager(tmp_path, redis_url) as client:
-        await client.register()
-        admitted = await client.admit("a", 9)
-        await client.compute(admitted, 8, step=5)
-        slots = tuple(admitted.block_tables[0].slots)
-        await client.register(last_write_steps=steps(slots, 5, 5))
-        assert (await client.admit("b", 9)).cached_tokens == 8
         await client.check()
 
 
