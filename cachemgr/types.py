@@ -671,7 +671,7 @@ class Explanation:
 class PrefixView:
     """A cached chain by its last block: tokens, blocks per tier, and the least priority among them."""
 
-    place: int
+    index: int
     last_block: BlockView
     num_tokens: int
     blocks: dict[TierKind, int]

@@ -27,10 +27,10 @@ _MAX_HASHED = 4096
 def explain(executor: Executor, pool: BlockPool, prefix: Prefix, cached_tokens: int, leases: LeaseBook) -> Explanation:
     """Looks the full blocks of a prompt up in one pool, without touching them."""
     found = Explanation(executor.executor_id, cached_tokens)
-    for place, key in enumerate(keys_of(executor, prefix)):
+    for block_index, key in enumerate(keys_of(executor, prefix)):
         block = pool.tree.by_key.get(key)
         if block is None:
-            _explain_miss(executor, pool, prefix, place, key, leases, found)
+            _explain_miss(executor, pool, prefix, block_index, key, leases, found)
             return found
         age = 0.0 if block.refs else max(0.0, leases.now - pool.use_times.at(block.recency))
         found.blocks.append((pool.view(block), [leases.view(lease) for lease in leases_of(block)], age))
@@ -38,7 +38,13 @@ def explain(executor: Executor, pool: BlockPool, prefix: Prefix, cached_tokens: 
 
 
 def _explain_miss(
-    executor: Executor, pool: BlockPool, prefix: Prefix, place: int, key: bytes, leases: LeaseBook, found: Explanation
+    executor: Executor,
+    pool: BlockPool,
+    prefix: Prefix,
+    block_index: int,
+    key: bytes,
+    leases: LeaseBook,
+    found: Explanation,
 ) -> None:
     if key in pool.pending:
         found.miss_reason = MissReason.BEING_COMPUTED
@@ -48,17 +54,17 @@ def _explain_miss(
         found.miss_reason, found.removal = MissReason.REMOVED, lost
         found.removal_age = max(0.0, leases.now - lost.time)
         return
-    found.miss_reason = _elsewhere(executor, pool, prefix, place)
+    found.miss_reason = _elsewhere(executor, pool, prefix, block_index)
 
 
-def _elsewhere(executor: Executor, pool: BlockPool, prefix: Prefix, place: int) -> MissReason:
+def _elsewhere(executor: Executor, pool: BlockPool, prefix: Prefix, block_index: int) -> MissReason:
     """Whether the same tokens are cached under another salt or for another adapter.
 
     With full attention the tokens are followed down each tree without hashing: most trees differ in the first block.
     """
     size = executor.block_size
-    packed = packed_bytes(pack(prefix.token_ids[: (place + 1) * size]))
-    most = _MAX_ROOTS if pool.window is None else _MAX_HASHED // (place + 1) + 1
+    packed = packed_bytes(pack(prefix.token_ids[: (block_index + 1) * size]))
+    most = _MAX_ROOTS if pool.window is None else _MAX_HASHED // (block_index + 1) + 1
     roots: set[bytes] = set()
     reason = MissReason.NEVER_STORED
     for scope in executor.scopes():

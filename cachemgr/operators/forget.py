@@ -297,9 +297,9 @@ def _of_prefix(executor: Executor, pool: BlockPool, target: ForgetTarget) -> lis
 def _leave_nothing(sequence: Sequence) -> None:
     sequence.no_store = sequence.forgotten = True
     for table in sequence.tables:
-        for place in range(table.committed, min(len(sequence.keys), len(table.blocks))):
-            if table.pool.pending.get(sequence.keys[place]) is table.blocks[place]:
-                del table.pool.pending[sequence.keys[place]]
+        for index in range(table.committed, min(len(sequence.keys), len(table.blocks))):
+            if table.pool.pending.get(sequence.keys[index]) is table.blocks[index]:
+                del table.pool.pending[sequence.keys[index]]
 
 
 # Kept targets and the tokens of their prefixes, together.

@@ -244,7 +244,7 @@ class HintRunner:
         count = sum(block.lru_prev is not None and pool.offloader.demote(block) for pool, block in movable)
         if count < len(movable):
             outcome = HintOutcome.CLIPPED if count else HintOutcome.REJECTED
-            return outcome, f"{len(movable) - count} blocks are in use or have no place to go", count
+            return outcome, f"{len(movable) - count} blocks are in use or find no room in a lower tier", count
         return HintOutcome.ACCEPTED, "", count
 
     def _prefetch(self, _payload: Mapping[str, Any], blocks: Blocks) -> Result:

@@ -40,12 +40,12 @@ def parts(executor: Executor, pools: list[BlockPool]) -> list[Part]:
         for part in (
             _Check.references,
             _Check.counters,
-            _Check.places,
+            _Check.slots,
             _Check.backups,
             _Check.order,
             _Check.leases,
             _Check.keys,
-            _Check.index,
+            _Check.tree,
             _Check.pending,
             _Check.writers,
         )
@@ -62,9 +62,9 @@ class _Check:
     def run(self, part: Callable[[_Check], Iterator[None]]) -> Iterator[PoolViolation | None]:
         """Runs one part from its beginning."""
         self._blocks, self._violations = [], []
-        places = self._pool.blocks
-        for start in range(0, len(places), 512):
-            self._blocks += filter(None, places[start : start + 512])
+        blocks = self._pool.blocks
+        for start in range(0, len(blocks), 512):
+            self._blocks += filter(None, blocks[start : start + 512])
             yield None
         for _ in part(self):
             yield None
@@ -119,8 +119,8 @@ class _Check:
             seen = bytearray(tier.size + 1)
             accounts = {account: [0, 0] for account in tier.shares}
             backups = pool.backups.indexes.values() if tier is pool.backups.tier else ()
-            for place in itertools.chain(tier.all_empty(), tier.withheld, backups):
-                self._mark(tier, seen, place)
+            for index in itertools.chain(tier.all_empty(), tier.withheld, backups):
+                self._mark(tier, seen, index)
                 yield
             for block in self._blocks:
                 yield
@@ -135,10 +135,10 @@ class _Check:
                     accounts[owner][0] += 1
                     accounts[owner][1] += block.refs > 0
             tickets = [ticket for ticket in self._executor.tickets.values() if ticket.purpose is Purpose.CLEAR]
-            places = sorted(
+            indexes = sorted(
                 one.target.index for one in tickets if one.pool is pool and pool.tier_of(one.target) is tier
             )
-            self._report(places == sorted(tier.clearing), 0, f"asks for other {name} slots than it waits for")
+            self._report(indexes == sorted(tier.clearing), 0, f"asks for other {name} slots than it waits for")
             possible = tier.used + tier.cached + tier.num_empty
             self._report(0 <= tier.owed <= possible, 0, f"owes more {name} slots than it has")
             self._report(tier.clearing.issubset(tier.withheld), 0, f"has a {name} slot overwritten that is in use")
@@ -160,43 +160,43 @@ class _Check:
                     best = first
             right = tier.protected == protected
             self._report(right, 0, f"protects another number of {name} blocks than its shares do")
-            self._report(tier.first_of_shares() is best, 0, f"would lose another {name} block than the first")
+            self._report(tier.first_of_shares() is best, 0, f"would evict another {name} block than the first")
 
-    def places(self) -> Iterator[None]:
+    def slots(self) -> Iterator[None]:
         """Each block is at its index, and is in use or cached."""
-        for place, at in enumerate(self._pool.blocks):
+        for index, at in enumerate(self._pool.blocks):
             yield
             if at is not None:
-                self._report(at.index == place, place, f"holds a block that says place {at.index}")
-                self._report(bool(at.refs) or at.parent is not None, place, "is neither used, cached nor empty")
+                self._report(at.index == index, index, f"holds a block of index {at.index}")
+                self._report(bool(at.refs) or at.parent is not None, index, "is neither used, cached nor empty")
 
     @staticmethod
-    def _mark(tier: Tier, seen: bytearray, place: int) -> None:
-        slot = place - tier.offset
+    def _mark(tier: Tier, seen: bytearray, index: int) -> None:
+        slot = index - tier.offset
         # Entry 0 is for slots that the tier does not have.
         seen[slot if 1 <= slot <= tier.size else 0] += seen[slot if 1 <= slot <= tier.size else 0] < 2
 
     def backups(self) -> Iterator[None]:
         """Backups are of device blocks that need one."""
         pool, backups = self._pool, self._pool.backups
-        for block, place in backups.indexes.items():
+        for block, index in backups.indexes.items():
             yield
             on_device = block.parent is not None and pool.is_on_device(block)
             self._report(on_device and block not in backups.open, block.index, "has a backup that it does not need")
-            filled = pool.tier_at(place) is backups.tier and backups.tier.generation(place) != 0
-            self._report(filled, place, "is a backup and was never filled")
+            filled = pool.tier_at(index) is backups.tier and backups.tier.generation(index) != 0
+            self._report(filled, index, "is a backup and was never filled")
         running = [ticket for ticket in self._executor.tickets.values() if ticket.purpose is Purpose.BACKUP]
         mine = {ticket.number for ticket in running if ticket.pool is pool}
         wanted = {ticket.number for ticket in running if ticket.pool is pool and ticket.source is not None}
         awaited = {ticket.number for ticket in backups.open.values()}
-        self._report(backups.running == len(mine), 0, "counts backups that nobody makes")
-        self._report(awaited == wanted, 0, "waits for a backup that nobody makes")
+        self._report(backups.running == len(mine), 0, "counts backups without a copy")
+        self._report(awaited == wanted, 0, "waits for a backup without a copy")
         for block, ticket in backups.open.items():
             right = ticket.source is block and block.parent is not None and pool.is_on_device(block)
             self._report(right, block.index, "has a backup under way that it does not need")
         for below in backups.successors:
             left = below.parent is None and below.refs > 0 and pool.blocks[below.index] is below
-            self._report(left, below.index, "is to be inherited and not in use")
+            self._report(left, below.index, "has an heir and is not in use")
 
     def order(self) -> Iterator[None]:
         """Evictable blocks are in the eviction order, and no others."""
@@ -215,7 +215,7 @@ class _Check:
                         listed.add(block)
                         whose = account_of(block) if account_of(block) in tier.shares else None
                         right = block.priority == priority and pool.tier_of(block) is tier and whose is account
-                        self._report(right, block.index, "is in another's order of loss")
+                        self._report(right, block.index, "is in the eviction order of another tier or account")
                     self._report(bit == some, 0, f"the bit of priority {priority} is wrong")
         for block in self._blocks:
             yield
@@ -233,7 +233,9 @@ class _Check:
         for block in self._blocks:
             yield
             leases = list(leases_of(block))
-            self._report(block.priority == effective_priority(block), block.index, "has not its leases' priority")
+            self._report(
+                block.priority == effective_priority(block), block.index, "has another priority than its leases"
+            )
             self._report(
                 all(lease.block is block and lease.pool is self._pool for lease in leases),
                 block.index,
@@ -246,7 +248,9 @@ class _Check:
                 not leases or bool(block.refs) or block.parent is not None, block.index, "has leases and is empty"
             )
             waiting = any(lease.deadline is None and lease.request.duration is not None for lease in leases)
-            self._report(not waiting or block.refs > 0, block.index, "can be taken, and the clock of a lease stands")
+            self._report(
+                not waiting or block.refs > 0, block.index, "is evictable, and the clock of a lease stands still"
+            )
 
     def keys(self) -> Iterator[None]:
         """Indexed blocks are in the index, and no others."""
@@ -259,7 +263,7 @@ class _Check:
                 self._report(pool.tree.by_key.get(block.key) is block, block.index, "is not in the index under its key")
         self._report(len(pool.tree.by_key) == indexed, 0, "index and blocks do not agree")
 
-    def index(self) -> Iterator[None]:
+    def tree(self) -> Iterator[None]:
         """The index is the tree that the keys say."""
         pool = self._pool
         parents: dict[Block, Node] = {}
@@ -284,10 +288,10 @@ class _Check:
                 child_key(parent.key, block.tokens, block.scope.extra) == key, block.index, "has a key of other tokens"
             )
             self._report(parents.get(block) is parent, block.index, "is not among its parent's children")
-            self._report(pool.tree.node(parent.key) is parent, block.index, "stands on a node that cannot be found")
+            self._report(pool.tree.node(parent.key) is parent, block.index, "has a parent that cannot be found")
             self._report(block.writer is None, block.index, "is in the index and still being written")
             waits = block in pool.offloader.draining and block not in pool.offloader.offloading
-            self._report(not waits, block.index, "is computed and waits for a copy out of its slot")
+            self._report(not waits, block.index, "is computed and has an open copy out of its slot")
             if pool.window is None:
                 self._standing(block)
                 near = sum(pool.tier_of(child) is pool.tier_of(block) for child in children_of(block))
@@ -307,7 +311,7 @@ class _Check:
             pool = self._pool
             self._report(parent.depth == block.depth - 1, block.index, "has a parent of another depth")
             free_parent = block.refs > 0 and pool.is_on_device(block) and not parent.refs
-            self._report(not free_parent, block.index, "is used and its parent is not")
+            self._report(not free_parent, block.index, "is in use and its parent is not")
             higher = pool.tier_of(parent).kind <= pool.tier_of(block).kind
             self._report(higher, block.index, "lies in a higher tier than its parent")
         else:
@@ -322,17 +326,17 @@ class _Check:
             yield
             writer = block.writer
             if not isinstance(writer, Sequence):
-                self._report(False, block.index, "is promised by nobody")
+                self._report(False, block.index, "is pending without a sequence that fills it")
                 continue
             alive = self._executor.sequences.get(writer.handle) is writer and not writer.void and not writer.no_store
-            self._report(alive, block.index, "is promised by a sequence that will not write it")
-            places = [table.blocks for table in writer.tables if table.pool is self._pool]
+            self._report(alive, block.index, "is pending for a sequence that will not fill it")
+            tables = [table.blocks for table in writer.tables if table.pool is self._pool]
             promised = any(
-                place < len(writer.keys) and writer.keys[place] == key and mine is block
-                for blocks in places
-                for place, mine in enumerate(blocks)
+                index < len(writer.keys) and writer.keys[index] == key and mine is block
+                for blocks in tables
+                for index, mine in enumerate(blocks)
             )
-            self._report(promised, block.index, "is promised under a key that its writer does not have")
+            self._report(promised, block.index, "is pending under a key that its writer does not have")
 
     def writers(self) -> Iterator[None]:
         """A block that a sequence may still write belongs to it alone and is not indexed."""

@@ -123,30 +123,30 @@ class Queries:
         """One pool. Raises UnknownPoolError."""
         return pool_view(self._state.pool(pool_id))
 
-    def blocks(self, pool_id: str, after_place: int = 0) -> Iterator[tuple[int, BlockView] | None]:
+    def blocks(self, pool_id: str, after_index: int = 0) -> Iterator[tuple[int, BlockView] | None]:
         """Blocks in use and cached, with their indexes; None for empty slots. Raises UnknownPoolError."""
         pool = self._state.pool(pool_id)
-        return (None if block is None else (block.index, pool.listed(block)) for block in _from(pool, after_place))
+        return (None if block is None else (block.index, pool.listed(block)) for block in _from(pool, after_index))
 
-    def filtered_blocks(self, selected: BlockFilter, after_place: int = 0) -> Iterator[tuple[int, BlockView] | None]:
+    def filtered_blocks(self, selected: BlockFilter, after_index: int = 0) -> Iterator[tuple[int, BlockView] | None]:
         """Blocks of one pool that a filter matches, None for others.
 
         Raises UnknownPoolError, InvalidField, UnknownExecutorError.
         """
         for pool, among in self.filtered(selected):
-            for block in _from(pool, after_place):
+            for block in _from(pool, after_index):
                 if block is not None and (among is None or block in among) and matches(pool, block, selected):
                     yield block.index, pool.listed(block)
                 else:
                     yield None
 
-    def prefixes(self, selected: BlockFilter, after_place: int = 0) -> Iterator[PrefixView | None]:
+    def prefixes(self, selected: BlockFilter, after_index: int = 0) -> Iterator[PrefixView | None]:
         """Cached chains of one pool whose last block a filter matches, None for other blocks.
 
         Raises as `filtered_blocks`.
         """
         for pool, among in self.filtered(selected):
-            for block in _from(pool, after_place):
+            for block in _from(pool, after_index):
                 is_last = block is not None and block.parent is not None and block.children is None
                 if block is None or not is_last or (among is not None and block not in among):
                     yield None
@@ -154,14 +154,14 @@ class Queries:
                     yield _prefix_view(pool, block) if matches(pool, block, selected) else None
 
     def leases(
-        self, pool_id: str, holder: str, after_place: int = 0
+        self, pool_id: str, holder: str, after_index: int = 0
     ) -> Iterator[tuple[int, BlockView, LeaseView] | None]:
         """Leases of a pool by index of their block, with None after each slot; with a name those of one holder.
 
         Raises UnknownPoolError.
         """
         pool = self._state.pool(pool_id)
-        for block in _from(pool, after_place):
+        for block in _from(pool, after_index):
             if block is not None:
                 for lease in leases_of(block):
                     if holder in ("", lease.request.holder):
@@ -434,10 +434,10 @@ def _pin_record(hold: Hold, now: float) -> PinRecord:
     return PinRecord(hold.name, owner, end - now, blocks)
 
 
-def _from(pool: BlockPool, after_place: int) -> Iterator[Block | None]:
+def _from(pool: BlockPool, after_index: int) -> Iterator[Block | None]:
     # By index, as blocks may come and go between two of them, and a copy of the list takes as long as many calls.
-    for place in range(after_place + 1, len(pool.blocks)):
-        yield pool.blocks[place] if place < len(pool.blocks) else None
+    for index in range(after_index + 1, len(pool.blocks)):
+        yield pool.blocks[index] if index < len(pool.blocks) else None
 
 
 def _prefix_view(pool: BlockPool, last: Block) -> PrefixView:

@@ -47,8 +47,8 @@ class SnapshotReader:
     def steps(self) -> Iterator[None]:
         """Reads a block per step; the cache may change in between, and `catch_up` must follow each time."""
         for pool in self._pools():
-            for place in range(len(pool.blocks)):
-                block = pool.blocks[place] if place < len(pool.blocks) else None
+            for index in range(len(pool.blocks)):
+                block = pool.blocks[index] if index < len(pool.blocks) else None
                 if block is not None and block.parent is not None:
                     self._read(pool, block)
                 yield

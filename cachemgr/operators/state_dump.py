@@ -142,9 +142,9 @@ def _backups(backups: Backups) -> dict[str, Any]:
     tier = backups.tier
     numbers = (
         number
-        for block, place in backups.indexes.items()
+        for block, index in backups.indexes.items()
         if tier is not None
-        for number in (block.index, place, tier.generation(place))
+        for number in (block.index, index, tier.generation(index))
     )
     return {
         # In the order in which they were made.
@@ -227,7 +227,7 @@ def _table(table: GroupTable) -> dict[str, Any]:
         "slots": table.slots().slots,
         "settled": table.committed,
         "first": table.window_start,
-        "anchors": {place: block.index for place, block in sorted(table.duplicate_refs.items())},
+        "anchors": {index: block.index for index, block in sorted(table.duplicate_refs.items())},
     }
 
 

@@ -98,7 +98,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         after = paging.decode_number("prefixes", request.page_token)
         rest = self._manager.queries.prefixes(_in_pool(request.filter, _required_pool(request.pool_id)), after)
         seen = (view if view is not None and tenancy.sees(view.last_block.scope) else None for view in rest)
-        page, token = await paging.cut_in_slices(seen, limit, "prefixes", lambda view: view.place)
+        page, token = await paging.cut_in_slices(seen, limit, "prefixes", lambda view: view.index)
         return pb.ListPrefixesResponse(
             prefixes=[convert_admin.cached_prefix(view) for view in page], next_page_token=token
         )

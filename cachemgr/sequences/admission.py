@@ -168,16 +168,16 @@ class Plan:
         self.needed = needed
         self.groups = [GroupPlan(pool, match, group, needed) for group, pool in enumerate(sequence.executor.pools)]
         spare = [group.spare(sequence.scope.account, config) for group in self.groups]
-        self.missing_blocks = self._missing_blocks(sequence, spare, config)
+        self.missing_blocks = self._count_missing(sequence, spare, config)
         self.ahead = max(0, min(blocks_ahead, *spare))
 
     def missing_without_ceiling(self, sequence: Sequence, config: ManagerConfig) -> int:
         """Blocks that would be missing without a ceiling, too."""
         account = sequence.scope.account
         spare = [group.spare(account, config, within_ceiling=False) for group in self.groups]
-        return self._missing_blocks(sequence, spare, config)
+        return self._count_missing(sequence, spare, config)
 
-    def _missing_blocks(self, sequence: Sequence, spare: list[int], config: ManagerConfig) -> int:
+    def _count_missing(self, sequence: Sequence, spare: list[int], config: ManagerConfig) -> int:
         """Missing blocks. A sequence that is alone on its executor may go below the watermark."""
         alone = not sequence.executor.sequences
         return sum(
