@@ -23,7 +23,7 @@ from tests.kernels.decoder_cases import (
     compiled_decoder,
     error_of,
     library,
-    sums_of,
+    scores_of,
 )
 from tests.stack import model_cache
 
@@ -118,7 +118,7 @@ def test_wrong_arguments_are_named(library: ctypes.CDLL) -> None:
     world = build_world(Case(), torch.float32)
     decoder = Decoder(library, world.weights, torch.float32, 1)
     ids, positions, slot_numbers, starts, groups, rows = world.arguments
-    sums = sums_of(Case(counted=(1,)), torch.float32)[0]
+    scores = scores_of(Case(counted=(1,)), torch.float32)[0]
     with pytest.raises(ValueError, match="no caches"):
         decoder.step(*world.arguments)
     with pytest.raises(ValueError, match=r"k_cache.*float32"):
@@ -134,12 +134,12 @@ def test_wrong_arguments_are_named(library: ctypes.CDLL) -> None:
         decoder.step(ids, positions, slot_numbers, starts, [replace(groups[0], slots=positions[1:])], rows)
     with pytest.raises(ValueError, match="tables"):
         decoder.step(ids, positions, slot_numbers, starts, [replace(groups[0], tables=groups[0].tables[1:])], rows)
-    with pytest.raises(ValueError, match=r"sums.weights: expected \[L, Hkv, T\]"):
-        decoder.step(*world.arguments, [replace(sums, weights=sums.weights[:, :, 1:])])
-    with pytest.raises(ValueError, match="sums: expected 1 to 1 rows, got 2"):
-        decoder.step(*world.arguments, [replace(sums, rows=2)])
-    with pytest.raises(ValueError, match="sums: attention is not counted"):
-        decoder.step(ids, positions, slot_numbers, starts, [replace(groups[0], window=9)], rows, [sums])
+    with pytest.raises(ValueError, match=r"scores.weights: expected \[L, Hkv, T\]"):
+        decoder.step(*world.arguments, [replace(scores, weights=scores.weights[:, :, 1:])])
+    with pytest.raises(ValueError, match="scores: expected 1 to 1 rows, got 2"):
+        decoder.step(*world.arguments, [replace(scores, rows=2)])
+    with pytest.raises(ValueError, match="scores: attention is not counted"):
+        decoder.step(ids, positions, slot_numbers, starts, [replace(groups[0], window=9)], rows, [scores])
     with pytest.raises(ValueError, match="out"):
         decoder.step(*world.arguments, out=torch.empty(len(rows) + 1, decoder.vocabulary))
 
