@@ -191,7 +191,9 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         identity, audit, peer = current(), self._guard.audit, context.peer()
         if viewer := _text(context, FORWARDED_KEY)[:_MAX_FORWARDED]:
             peer = f"{peer} for {viewer}"
-        if self._guard.audits(method) and not (viewer and is_reading(method) and audit.was_written(identity, method)):
+        # A console never asks for prompts: a call that does has a line each time.
+        polled = viewer and is_reading(method) and not getattr(request, "include_token_ids", False)
+        if self._guard.audits(method) and not (polled and audit.was_written(identity, method)):
             return functools.partial(audit.called, identity, method, peer, request)
 
         def refused(outcome: str) -> None:

@@ -286,3 +286,15 @@ def test_a_token_is_made_by_a_command(tmp_path: Path) -> None:
     assert token not in file.read_text()
     with pytest.raises(UnauthenticatedError):
         known.identify(f"Bearer {token[:-1]}")
+
+
+async def test_a_forwarded_read_of_prompts_is_written_each_time(keys: Keyring) -> None:
+    forwarded = (("x-forwarded-for", "10.1.2.3:4"),)
+    async with serving(keys) as address, open_channel(address, keys.add(Role.OPERATOR)) as channel:
+        admin: pb_grpc.CacheAdminServiceAsyncStub = pb_grpc.CacheAdminServiceStub(channel)
+        for prompts in (False, False, True, True):
+            request = pb.ListBlocksRequest(pool_id="p", include_token_ids=prompts)
+            await admin.ListBlocks(request, timeout=10, metadata=forwarded).code()
+    lines = [json.loads(line) for line in (keys.folder / "audit").read_text().splitlines()]
+    assert [line["request"].get("include_token_ids", False) for line in lines] == [False, True, True]
+    assert all(line["peer"].endswith(" for 10.1.2.3:4") for line in lines)
