@@ -121,7 +121,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         # By group, tier, slot and offset.
         self._memory: dict[tuple[int, int, int, int], int] = {}
         self._under_way: list[Copy] = []
-        # Copies to the device that have ended, and whether well, that no result has told of.
+        # Ended onloads that no result has reported, and whether they succeeded.
         self._ended: dict[int, bool] = {}
         self._copied = asyncio.Event()
         self._copier: asyncio.Task[None] | None = None
@@ -287,7 +287,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             assert handle in self.running, f"table of {handle} grows though it is not running"
             self.running[handle].tables[group] += step.table_slots[start : start + count]
             start += count
-        assert start == len(step.table_slots), "slots that belong to nobody"
+        assert start == len(step.table_slots), "slots of no sequence"
         assert set(step.idle_sequences) <= set(self.running), "an idle sequence that is not running"
         for copy in _copies(step):
             busy = [place for other in self._under_way for place in (other.source, other.target)]

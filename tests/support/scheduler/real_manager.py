@@ -123,7 +123,7 @@ class RealManager(rpc.CacheManagerServiceServicer):
         return answer
 
     def rule(self, salt: str, policy: common.EvictionPolicy) -> None:
-        """An operator's: who has this salt evicts so."""
+        """An operator gives a salt this eviction policy."""
         action = RuleAction(eviction_policy=EvictionPolicyRequest.of(policy))
         at_once(
             self._manager.operators.create_rule(
@@ -132,7 +132,7 @@ class RealManager(rpc.CacheManagerServiceServicer):
         )
 
     def bound(self, salt: str, blocks: int) -> None:
-        """An operator's: who has this salt may have so many blocks of the device."""
+        """An operator gives a salt so many blocks of the device."""
         at_once(self._manager.operators.set_quota(Quota(salt=salt, device_ceiling=blocks), validate_only=False))
 
     def register_scheduler(self, name: str, epoch: int) -> None:
@@ -140,7 +140,7 @@ class RealManager(rpc.CacheManagerServiceServicer):
         self._manager.register_scheduler(name, epoch)
 
     def shrink(self, total_blocks: int) -> None:
-        """An operator's: the pool has so many blocks."""
+        """An operator resizes the pool."""
         at_once(self._manager.operators.update_pool("executor/0", total_blocks, "", validate_only=False))
 
     def confirm(self, ticket: int) -> None:

@@ -37,7 +37,7 @@ class Stack:
         return value
 
     def check(self) -> None:
-        """Nobody complained."""
+        """The executor found no fault."""
         assert self.executor.faults == []
 
 

@@ -23,12 +23,12 @@ def test_a_range_before_several_breakpoints_gets_the_best_retention() -> None:
         Breakpoint(1, 2, 20, seconds(60)),
         Breakpoint(1, 9, 20, None),
     ]
-    wishes = _breakpoint_ranges(places[:3], [4, 9, 20])
-    made = [(one.start, one.end, one.retention_priority, one.retention_duration.seconds) for one in wishes]
+    ranges = _breakpoint_ranges(places[:3], [4, 9, 20])
+    made = [(kept.start, kept.end, kept.retention_priority, kept.retention_duration.seconds) for kept in ranges]
     assert made == [(0, 4, 80, 300), (4, 9, 80, 300), (9, 20, 20, 60)]
-    assert not any(wish.HasField("retention_duration") for wish in _breakpoint_ranges(places, [4, 9, 20, 30]))
-    # Two places within one token.
-    assert [(wish.start, wish.end) for wish in _breakpoint_ranges(places[:3], [4, 4, 20])] == [(0, 4), (4, 20)]
+    assert not any(kept.HasField("retention_duration") for kept in _breakpoint_ranges(places, [4, 9, 20, 30]))
+    # Two places within kept token.
+    assert [(kept.start, kept.end) for kept in _breakpoint_ranges(places[:3], [4, 4, 20])] == [(0, 4), (4, 20)]
     assert _breakpoint_ranges(places[:1], [0]) == []
 
 
@@ -59,8 +59,8 @@ async def test_breakpoints_become_retention_ranges(run_stack: StackFactory) -> N
         await generate(stack.stub, request, 30)
         [admission] = stack.manager.admissions
     tokens = byte_level_tokenizer()
-    known = [tokens.decode(list(admission.token_ids[: wish.end]), skip_special_tokens=False)
-             for wish in admission.retention.ranges]  # fmt: skip
+    known = [tokens.decode(list(admission.token_ids[: kept.end]), skip_special_tokens=False)
+             for kept in admission.retention.ranges]  # fmt: skip
     assert known == ["<system>the cat sat on the mat", "<system>the cat sat on the mat<eos>\n<user>日本語"]
-    assert [wish.start for wish in admission.retention.ranges] == [0, admission.retention.ranges[0].end]
-    assert [wish.retention_priority for wish in admission.retention.ranges] == [80, 50]
+    assert [kept.start for kept in admission.retention.ranges] == [0, admission.retention.ranges[0].end]
+    assert [kept.retention_priority for kept in admission.retention.ranges] == [80, 50]

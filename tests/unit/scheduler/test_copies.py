@@ -28,13 +28,13 @@ def down(ticket: int, source: int = 101) -> Copy:
 
 
 def onloading(handle: int, *copies: Copy, **fields: object) -> Sequence:
-    """A sequence whose first two blocks come from below, unless said otherwise."""
+    """A sequence whose first two blocks are onloaded, unless `copies` says otherwise."""
     fields = {"cached_tokens": 2 * BLOCK} | fields
     return sequence(handle, copies=copies or (up(10 * handle), up(10 * handle + 1)), **fields)
 
 
 def joined(message: pb.Step) -> list[int]:
-    """Who begins with a step."""
+    """Handles of the sequences that join with a step."""
     return [new.sequence for new in message.new_sequences]
 
 
@@ -120,7 +120,7 @@ def test_a_late_sequence_restarts_with_the_blocks_on_the_device() -> None:
     tokens, update = updates(batch)
     assert (tokens.late, update.released) == ([1], [1])
     assert tokens.retried[0].lowest_tier is Tier.DEVICE
-    # Its block comes after all, and concerns nobody.
+    # A late block is ignored.
     run(batch, 2, copied=[11, 20, 21])
     assert joined(run(batch, 3)) == [2]
 
@@ -204,7 +204,7 @@ def test_a_preempted_onloading_sequence_frees_blocks_when_its_copies_have_ended(
     run(batch, 3, copied=[31])
     assert updates(batch)[0].preempted == []
     run(batch, 4, copied=[30])
-    # Only the next sync tells what is short by now.
+    # The next sync says how many blocks are missing.
     run(batch, 5)
     assert updates(batch)[0].preempted == []
     batch.apply(synced(missing_blocks=1))

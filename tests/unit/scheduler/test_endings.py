@@ -1,4 +1,4 @@
-"""However a request ends, and whatever dies beside it, its blocks come back and nobody else notices."""
+"""However a request ends, its blocks are freed and other requests go on."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""An executor that lives and answers nothing: requests wait, leave and come back, and health tells the truth."""
+"""An executor that does not answer: requests wait, leave and restart, and health says so."""
 
 import asyncio
 from collections.abc import Callable

@@ -170,10 +170,10 @@ async def test_the_answers_id_is_that_of_the_line(
         asked |= {"messages": [{"role": "user", "content": asked.pop("prompt")}]}
     async with run_stack(access_log=file) as stack, serve(stack.scheduler.service) as address:
         answer = await ask(address, "POST", path, json.dumps(asked))
-        [told] = set(re.findall(r'"id": ?"([^"]+)"', answer.body))
+        [answered_id] = set(re.findall(r'"id": ?"([^"]+)"', answer.body))
         line = await line_in(file)
-        assert told.startswith(prefix)
-        assert told == line["generation"] == f"{prefix}{answer.headers['x-request-id']}"
+        assert answered_id.startswith(prefix)
+        assert answered_id == line["generation"] == f"{prefix}{answer.headers['x-request-id']}"
         assert line["request_id"] == answer.headers["x-request-id"]
         assert (line["method"], line["route"], line["status"]) == (f"POST {path}", path, 200)
         assert (line["finish_reason"], line["event"]) == ("length", "request ended")
@@ -184,10 +184,10 @@ async def test_the_answers_id_is_that_of_the_line(
             named = await ask(
                 address, "POST", path, json.dumps(asked | {"request_id": name}), JSON | {"X-Request-Id": "again"}
             )
-            [told] = set(re.findall(r'"id": ?"([^"]+)"', named.body))
+            [answered_id] = set(re.findall(r'"id": ?"([^"]+)"', named.body))
             line = await line_in(file, number)
-            assert (line["request_id"], line["generation"]) == ("again", told)
-            assert told == "mine" if name else re.fullmatch(f"{prefix}[0-9a-f]{{16}}", told)
+            assert (line["request_id"], line["generation"]) == ("again", answered_id)
+            assert answered_id == "mine" if name else re.fullmatch(f"{prefix}[0-9a-f]{{16}}", answered_id)
 
 
 async def test_a_line_names_the_caller(run_stack: StackFactory, tmp_path: Path) -> None:

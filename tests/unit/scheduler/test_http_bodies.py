@@ -1,4 +1,4 @@
-"""BodyLimits on their way to the HTTP API: whose are read, for how long, and how much of them."""
+"""Bodies on their way to the HTTP API: bounds of their callers, time and size."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ async def sending(address: str, body: bytes, length: int) -> AsyncIterator[async
     try:
         yield reader
     finally:
-        # What nobody has read of it is not waited for.
+        # Closes without waiting for unread bytes.
         writer.transport.abort()
 
 

@@ -133,8 +133,8 @@ def test_parts_are_joined_and_have_breakpoints() -> None:
 def test_the_cache_key_is_a_session_and_its_retention_covers_everything() -> None:
     cache = completion(prompt_cache_key="k", prompt_cache_retention="24h").cache
     assert cache.session_id == "k"
-    [wish] = cache.retention_ranges
-    assert (wish.start, wish.HasField("end"), wish.retention_duration.seconds) == (0, False, 86_400)
+    [kept] = cache.retention_ranges
+    assert (kept.start, kept.HasField("end"), kept.retention_duration.seconds) == (0, False, 86_400)
     assert cache.decode_retention_duration.seconds == 86_400
     assert not completion(prompt_cache_retention="in_memory").cache.retention_ranges
 
@@ -236,7 +236,7 @@ def test_the_tokens_of_a_request_can_be_counted_as_it_is() -> None:
             translate.tokenize(TokenizeRequest(messages=HELLO, **{field: value}))
 
 
-# Of llama.cpp, TGI, TensorRT-LLM, Ollama and transformers; nobody can list them all.
+# Of llama.cpp, TGI, TensorRT-LLM, Ollama and transformers.
 @pytest.mark.parametrize(
     "field",
     ["adapter_id", "bad_words_ids", "do_sample", "enable_thinking", "extra_body", "grammar", "guided_decoding", "input",

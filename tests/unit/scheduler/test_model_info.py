@@ -70,7 +70,7 @@ async def test_the_event_loop_runs_while_a_long_prompt_is_tokenized() -> None:
         lambda: served.decode(ids),
     ):
         count, seconds = await turns(work)
-        # Alone it would be a thousand in a second; where nobody else has a turn it is one or two.
+        # A free loop turns a thousand times per second, a blocked one once or twice.
         assert count > 20 * seconds, (count, seconds)
 
 

@@ -1,8 +1,9 @@
 """Requests whose blocks come from lower tiers, between the cache manager itself and a fake executor."""
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
@@ -36,12 +37,20 @@ async def one(
     return output
 
 
-async def move_down(stack: Stack, prompt: Sequence[int] = PROMPT) -> None:
+async def offload(stack: Stack, prompt: Sequence[int] = PROMPT) -> None:
     """Leaves a prompt's blocks in the host tier."""
     await one(stack, prompt)
     for filler in FILLERS:
         await one(stack, filler)
     await stack.manager.settled()
+
+
+@contextlib.asynccontextmanager
+async def offloaded(run_stack: StackFactory, executor: FakeExecutor, **settings: object) -> AsyncIterator[Stack]:
+    """A stack with PROMPT's blocks in host memory."""
+    async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=60), **settings) as stack:
+        await offload(stack)
+        yield stack
 
 
 async def begin(stack: Stack, prompt: Sequence[int] = PROMPT, **fields: object) -> asyncio.Task[Output]:
@@ -56,8 +65,7 @@ async def begin(stack: Stack, prompt: Sequence[int] = PROMPT, **fields: object) 
 async def test_blocks_in_host_memory_are_onloaded_and_counted_in_the_usage(
     run_stack: StackFactory, executor: FakeExecutor
 ) -> None:
-    async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=60)) as stack:
-        await move_down(stack)
+    async with offloaded(run_stack, executor) as stack:
         output = await one(stack, PROMPT)
         assert output.usage.cached_tokens >= 68
         assert output.usage.host_tokens >= 60
@@ -67,7 +75,7 @@ async def test_blocks_in_host_memory_are_onloaded_and_counted_in_the_usage(
 
 async def test_blocks_on_disk_are_onloaded(run_stack: StackFactory, executor: FakeExecutor) -> None:
     async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=24, disk_blocks=60)) as stack:
-        await move_down(stack)
+        await offload(stack)
         await one(stack, prompt_of(75, seed=13))
         await stack.manager.settled()
         output = await one(stack, PROMPT)
@@ -76,8 +84,7 @@ async def test_blocks_on_disk_are_onloaded(run_stack: StackFactory, executor: Fa
 
 
 async def test_other_sequences_run_while_blocks_are_onloaded(run_stack: StackFactory, executor: FakeExecutor) -> None:
-    async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=60)) as stack:
-        await move_down(stack)
+    async with offloaded(run_stack, executor) as stack:
         waiting = await begin(stack)
         await one(stack, prompt_of(20, seed=5), 20)
         assert not waiting.done()
@@ -88,8 +95,7 @@ async def test_other_sequences_run_while_blocks_are_onloaded(run_stack: StackFac
 async def test_nothing_else_to_do_the_loop_waits_with_the_executor_and_hears_its_mail(
     run_stack: StackFactory, executor: FakeExecutor
 ) -> None:
-    async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=60)) as stack:
-        await move_down(stack)
+    async with offloaded(run_stack, executor) as stack:
         waiting = await begin(stack)
         await executor.stepped(len(executor.steps) + 3)
         waiting.cancel()
@@ -105,8 +111,7 @@ async def test_nothing_else_to_do_the_loop_waits_with_the_executor_and_hears_its
 async def test_a_sequence_whose_onloads_are_late_computes_its_blocks(
     run_stack: StackFactory, executor: FakeExecutor
 ) -> None:
-    async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=60)) as stack:
-        await move_down(stack)
+    async with offloaded(run_stack, executor) as stack:
         output = await (await begin(stack, patience=Duration(nanos=50_000_000)))
         assert (output.usage.cached_tokens, output.usage.host_tokens) == (0, 0)
         tiers = [admission.lowest_tier for admission in stack.manager.admissions[-2:]]
@@ -117,9 +122,7 @@ async def test_a_sequence_whose_onloads_are_late_computes_its_blocks(
 
 
 async def test_the_usual_time_to_wait_is_a_setting(run_stack: StackFactory, executor: FakeExecutor) -> None:
-    manager = RealManager(executor, host_blocks=60)
-    async with run_stack(executor=executor, manager=manager, onboarding_timeout_seconds=0.05) as stack:
-        await move_down(stack)
+    async with offloaded(run_stack, executor, onboarding_timeout_seconds=0.05) as stack:
         await (await begin(stack))
         assert stack.metric("onboarding_timeouts_total") == 1
         executor.copying.set()
@@ -127,8 +130,7 @@ async def test_the_usual_time_to_wait_is_a_setting(run_stack: StackFactory, exec
 
 
 async def test_a_block_that_does_not_come_is_computed(run_stack: StackFactory, executor: FakeExecutor) -> None:
-    async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=60)) as stack:
-        await move_down(stack)
+    async with offloaded(run_stack, executor) as stack:
         failed: list[int] = []
         executor.fails = lambda copy: len(executor.onboarded) > 4 and not failed and not failed.append(copy.ticket)
         output = await one(stack, PROMPT)
@@ -139,8 +141,7 @@ async def test_a_block_that_does_not_come_is_computed(run_stack: StackFactory, e
 async def test_a_sequence_that_shares_an_onloading_prompt_waits_too(
     run_stack: StackFactory, executor: FakeExecutor
 ) -> None:
-    async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=60)) as stack:
-        await move_down(stack)
+    async with offloaded(run_stack, executor) as stack:
         executor.copying.clear()
         longer = [*PROMPT, *prompt_of(20, seed=6)]
         tasks = [asyncio.create_task(one(stack, prompt)) for prompt in (longer, longer[:-1])]
@@ -153,9 +154,8 @@ async def test_a_sequence_that_shares_an_onloading_prompt_waits_too(
 async def test_whatever_breaks_while_blocks_are_on_their_way_the_answer_comes(
     run_stack: StackFactory, executor: FakeExecutor, what: str
 ) -> None:
-    manager = RealManager(executor, host_blocks=60)
-    async with run_stack(executor=executor, manager=manager) as stack:
-        await move_down(stack)
+    async with offloaded(run_stack, executor) as stack:
+        manager = stack.manager
         waiting = await begin(stack)
         match what:
             case "executor":
@@ -187,7 +187,7 @@ async def test_a_preempted_sequence_returns_by_copies_where_these_are_cheaper(
 ) -> None:
     executor.token_seconds, executor.host_block_seconds = 1e-3, 1e-4
     async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=100)) as stack:
-        await move_down(stack)
+        await offload(stack)
         await one(stack, PROMPT)
         outputs = await preempt(stack)
         assert stack.metric("swaps_total") > 0
@@ -200,7 +200,7 @@ async def test_a_preempted_sequence_recomputes_where_copies_are_slower(
 ) -> None:
     executor.token_seconds, executor.host_block_seconds = 1e-3, 0.1
     async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=100)) as stack:
-        await move_down(stack)
+        await offload(stack)
         # What is not known is tried once.
         assert (await one(stack, PROMPT)).usage.host_tokens > 0
         outputs = await preempt(stack)

@@ -88,8 +88,8 @@ def test_the_budget_follows_a_machine_that_becomes_faster_or_slower(machine: Mac
 
 
 @given(st.lists(st.floats(-1, 100), min_size=1, max_size=30), st.floats(0, 1), st.integers(1, 64))
-def test_a_prompt_is_delayed_for_a_few_steps_only(told: list[float], target: float, decoding: int) -> None:
-    prefills, seconds = PrefillBudget(target), itertools.cycle(told)
+def test_a_prompt_is_delayed_for_a_few_steps_only(times: list[float], target: float, decoding: int) -> None:
+    prefills, seconds = PrefillBudget(target), itertools.cycle(times)
     held = 0
     for _ in range(4 * REFRESH_STEPS):
         tokens = prefills.max_prefill_tokens(decoding, decoding, 1)
@@ -107,9 +107,9 @@ def test_a_prompt_is_delayed_for_a_few_steps_only(told: list[float], target: flo
     depths,
 )
 def test_every_sequence_ends_within_the_budget(
-    told: list[float], requests: list[tuple[int, int]], target: float, budget: int, depth: int
+    times: list[float], requests: list[tuple[int, int]], target: float, budget: int, depth: int
 ) -> None:
-    batch, prefills, seconds = RunningBatch(), PrefillBudget(target), itertools.cycle(told)
+    batch, prefills, seconds = RunningBatch(), PrefillBudget(target), itertools.cycle(times)
     waiting = [
         sequence(handle, prompt, max_tokens=output, blocks=(prompt + output) // 4 + 1)
         for handle, (prompt, output) in enumerate(requests, 1)
@@ -119,7 +119,7 @@ def test_every_sequence_ends_within_the_budget(
     released: list[int] = []
     number = 0
     while waiting or len(batch):
-        # Somebody arrives while the others run.
+        # A request arrives while others run.
         if waiting and number % 3 == 0:
             batch.admit(waiting.pop(0))
         plan = batch.plan(budget, prefills)

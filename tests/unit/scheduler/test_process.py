@@ -44,7 +44,7 @@ async def test_the_process_serves_once_its_neighbours_do_and_finishes_requests_b
 
 
 async def test_an_executor_that_waits_for_a_scheduler_gets_one(tmp_path: Path) -> None:
-    """After all processes ended, the cache manager gives what it remembers to nobody before a scheduler has come."""
+    """After all processes ended, the cache manager restores no blocks before a scheduler has registered."""
     async with scheduler(tmp_path) as running:
         await running.neighbours.start()
         running.neighbours.set_serving(True, "kvcache.v1.CacheManagerService")
@@ -169,8 +169,8 @@ async def test_a_stream_of_a_killed_process_breaks(tmp_path: Path) -> None:
     async with scheduler(tmp_path, http_address=http) as running:
         await running.begin()
         running.executor.step_seconds = 0.02
-        told = running.stub.StreamGenerate(request([1, 2], 390), timeout=30)
-        await told.read()
+        stream = running.stub.StreamGenerate(request([1, 2], 390), timeout=30)
+        await stream.read()
         connection = HTTPConnection(http, timeout=30)
         body = json.dumps({"prompt": [3, 4], "max_tokens": 390, "stream": True})
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
@@ -187,7 +187,7 @@ async def test_a_stream_of_a_killed_process_breaks(tmp_path: Path) -> None:
             await asyncio.to_thread(answer.read)
         connection.close()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await rest(told)
+            await rest(stream)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         _, said = await client.communicate()
         assert client.returncode == 1

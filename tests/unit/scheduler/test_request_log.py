@@ -1,4 +1,4 @@
-"""What is told of requests at their end, and that nothing is counted twice."""
+"""Metrics of ended requests: nothing is counted twice."""
 
 import asyncio
 

@@ -12,7 +12,7 @@ from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.stack import Stack, StackFactory, prompt_of, waiting
 
 SEED = 77
-# Output tokens, so many that nobody has ended when the last one is forked.
+# Output tokens: no sample ends before the last one is forked.
 LONG = 60
 
 

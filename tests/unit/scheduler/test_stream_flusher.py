@@ -31,8 +31,8 @@ def feed(taking: list[Stream], now: float) -> None:
         stream.generations[0].feed(LETTER, now)
 
 
-async def told(taking: list[Stream]) -> list[int]:
-    """Which streams have been told; takes their tokens."""
+async def notified(taking: list[Stream]) -> list[int]:
+    """Indexes of the notified streams; takes their tokens."""
     result = []
     for index, stream in enumerate(taking):
         try:
@@ -56,14 +56,14 @@ async def test_many_streams_are_notified_a_few_at_a_time_and_all_in_turn(
     heard: list[list[int]] = []
     feed(taking, 0.0)
     order.flush()
-    assert await told(taking) == list(range(6)), "after a long silence there is time for everybody"
+    assert await notified(taking) == list(range(6)), "after a long silence there is time for everybody"
     for step in range(1, 8):
         now += 45
         feed(taking, float(step))
         order.flush()
-        heard.append(await told(taking))
+        heard.append(await notified(taking))
         assert len(heard[-1]) == 2
-    # Everybody's turn comes again when all others have had theirs.
+    # The turns go round.
     in_turn = [index for turn in heard for index in turn]
     assert in_turn == [place % 6 for place in range(len(in_turn))]
 
@@ -75,7 +75,7 @@ async def test_a_removed_stream_is_not_notified(model: ModelInfo) -> None:
     order.remove(taking[1].generations[0])
     feed(taking, 0.0)
     order.flush()
-    assert await told(taking) == [0, 2]
+    assert await notified(taking) == [0, 2]
 
 
 async def test_a_waiting_stream_is_notified_also_when_no_tokens_follow(
@@ -88,7 +88,7 @@ async def test_a_waiting_stream_is_notified_also_when_no_tokens_follow(
     order.flush()
     feed(taking, 0.0)
     order.flush()
-    assert await told(taking) == []
+    assert await notified(taking) == []
     async with asyncio.timeout(10):
         await asyncio.gather(*[stream.next() for stream in taking])
 
@@ -144,5 +144,5 @@ async def test_no_stream_is_notified_out_of_turn_while_tokens_follow(
         feed(taking, float(step))
         order.flush()
         await asyncio.sleep(0.02)
-        heard += len(await told(taking))
+        heard += len(await notified(taking))
     assert 2 <= heard <= 1 + (time.monotonic() - began) / 0.05

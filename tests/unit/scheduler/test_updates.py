@@ -1,4 +1,4 @@
-"""What the batch set tells of progress, and when."""
+"""When the running batch reports progress."""
 
 from collections import defaultdict
 
@@ -31,7 +31,7 @@ def test_all_progress_is_reported_once(sequences: list[Sequence], budget: int, d
             assert progress.computed > computed.get(handle, 0)
             computed[handle] = progress.computed
             tokens[handle] += progress.token_ids
-        # What is released must be told before, or with it.
+        # The progress of a released sequence is reported with it at the latest.
         assert set(update.released) <= computed.keys()
     for item in sequences:
         assert computed[item.handle] == item.computed
@@ -49,15 +49,15 @@ def reports(item: Sequence, steps: int) -> list[CacheUpdate]:
 
 
 def test_progress_that_is_not_urgent_is_gathered() -> None:
-    told = [bool(one.progress) for one in reports(sequence(1, 8, max_tokens=100, blocks=50), 3 * GATHER_STEPS)]
-    # With the first token the prompt can be shared: that is told at once.
-    assert told == [step % GATHER_STEPS == 0 for step in range(3 * GATHER_STEPS)]
+    reported = [bool(one.progress) for one in reports(sequence(1, 8, max_tokens=100, blocks=50), 3 * GATHER_STEPS)]
+    # With the first token the prompt can be shared: this is reported at once.
+    assert reported == [step % GATHER_STEPS == 0 for step in range(3 * GATHER_STEPS)]
 
 
 def test_progress_is_reported_at_once_when_blocks_run_out() -> None:
-    told = [bool(one.progress) for one in reports(sequence(1, 8, max_tokens=100, blocks=8), 8 * BLOCK - 8)]
-    assert all(told[-4:])
-    assert not all(told)
+    reported = [bool(one.progress) for one in reports(sequence(1, 8, max_tokens=100, blocks=8), 8 * BLOCK - 8)]
+    assert all(reported[-4:])
+    assert not all(reported)
 
 
 def test_the_last_progress_comes_with_the_release() -> None:
