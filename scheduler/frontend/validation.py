@@ -28,6 +28,13 @@ MAX_STOPS = 16
 MAX_STOP_BYTES = 1024
 MAX_STOP_IDS = 256
 MAX_LOGPROBS = 20
+# Beyond these, logits leave the range of float32.
+SAMPLING_BOUNDS = {
+    "temperature": (0, 100),
+    "repetition_penalty": (0.01, 100),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+}
 MAX_RANGES = 64
 MAX_BREAKPOINTS = 4
 MAX_PRIORITY = 100
@@ -244,19 +251,13 @@ def _sampling(sampling: pb.SamplingParams, stop_token_ids: list[int]) -> executi
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(63),
         stop_token_ids=stop_token_ids,
     )
-    if not 0 <= resolved.temperature <= 100:
-        raise InvalidField("sampling.temperature", "must be between 0 and 100")
+    for name, (low, high) in SAMPLING_BOUNDS.items():
+        if not low <= getattr(resolved, name) <= high:
+            raise InvalidField(f"sampling.{name}", f"must be between {low} and {high}")
     if not 0 < resolved.top_p <= 1:
         raise InvalidField("sampling.top_p", "must be greater than 0 and at most 1")
     if not 0 <= resolved.min_p < 1:
         raise InvalidField("sampling.min_p", "must be at least 0 and less than 1")
-    # Beyond these, logits leave the range of float32.
-    if not 0.01 <= resolved.repetition_penalty <= 100:
-        raise InvalidField("sampling.repetition_penalty", "must be between 0.01 and 100")
-    if not -2 <= resolved.presence_penalty <= 2:
-        raise InvalidField("sampling.presence_penalty", "must be between -2 and 2")
-    if not -2 <= resolved.frequency_penalty <= 2:
-        raise InvalidField("sampling.frequency_penalty", "must be between -2 and 2")
     if sampling.HasField("num_logprobs"):
         if sampling.num_logprobs > MAX_LOGPROBS:
             raise InvalidField("sampling.num_logprobs", f"must be at most {MAX_LOGPROBS}")

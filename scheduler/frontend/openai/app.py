@@ -2,7 +2,7 @@
 
 import asyncio
 import importlib.metadata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import prometheus_client
@@ -195,30 +195,19 @@ def _usage(request: Generation) -> dict[str, bool]:
 def _add_handlers(app: FastAPI) -> None:
     """Every exception becomes an error in OpenAI's shape."""
 
-    def answer(error: errors.ApiError) -> JSONResponse:
-        note(error=error.reason)
-        return error.response()
+    def add(kind: type[Exception], convert: Callable[[Any], errors.ApiError]) -> None:
+        async def answer(_request: Request, raised: Any) -> JSONResponse:
+            error = convert(raised)
+            note(error=error.reason)
+            return error.response()
 
-    async def api(_request: Request, error: Any) -> JSONResponse:
-        return answer(error)
+        app.add_exception_handler(kind, answer)
 
-    async def service(_request: Request, error: Any) -> JSONResponse:
-        return answer(errors.from_service(error, translate.NAMES))
-
-    async def validation(_request: Request, error: Any) -> JSONResponse:
-        return answer(errors.from_validation(error))
-
-    async def http(_request: Request, error: Any) -> JSONResponse:
-        return answer(errors.from_http(error))
-
-    async def unexpected(_request: Request, _error: Exception) -> JSONResponse:
-        return answer(errors.unexpected())
-
-    app.add_exception_handler(errors.ApiError, api)
-    app.add_exception_handler(ServiceError, service)
-    app.add_exception_handler(RequestValidationError, validation)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, unexpected)
+    add(errors.ApiError, lambda error: error)
+    add(ServiceError, lambda error: errors.from_service(error, translate.NAMES))
+    add(RequestValidationError, errors.from_validation)
+    add(HTTPException, errors.from_http)
+    add(Exception, lambda _: errors.unexpected())
 
 
 def _version() -> str:

@@ -11,6 +11,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    JsonValue,
     SkipValidation,
     WithJsonSchema,
 )
@@ -141,6 +142,10 @@ def _of_text(kind: object) -> object:
     return kind
 
 
+def _sampling(name: str) -> dict[str, JsonValue]:
+    return bounds(*validation.SAMPLING_BOUNDS[name])
+
+
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -262,17 +267,19 @@ class Generation(LenientModel):
         json_schema_extra={"maxItems": validation.MAX_STOPS, "minLength": 1},
     )
     max_tokens: Uint32 | None = Field(None, json_schema_extra={"minimum": 1})
-    temperature: float | None = Field(None, description="1 when absent; 0 is greedy.", json_schema_extra=bounds(0, 100))
+    temperature: float | None = Field(
+        None, description="1 when absent; 0 is greedy.", json_schema_extra=_sampling("temperature")
+    )
     top_p: float | None = Field(None, json_schema_extra=bounds(1e-6, 1))
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
-    presence_penalty: float | None = Field(None, json_schema_extra=bounds(-2, 2))
-    frequency_penalty: float | None = Field(None, json_schema_extra=bounds(-2, 2))
+    presence_penalty: float | None = Field(None, json_schema_extra=_sampling("presence_penalty"))
+    frequency_penalty: float | None = Field(None, json_schema_extra=_sampling("frequency_penalty"))
     # Other servers' fields.
     top_k: Annotated[int, Field(ge=-1, lt=1 << 32)] | None = Field(
         None, description="0 and -1 are the whole vocabulary."
     )
     min_p: float | None = Field(None, json_schema_extra=bounds(0, 0.999999))
-    repetition_penalty: float | None = Field(None, json_schema_extra=bounds(0.01, 100))
+    repetition_penalty: float | None = Field(None, json_schema_extra=_sampling("repetition_penalty"))
     ignore_eos: bool | None = None
     stop_token_ids: Items[Uint32] | None = Field(None, json_schema_extra={"maxItems": validation.MAX_STOP_IDS})
     request_id: Text | None = Field(None, description="Names the request; unique among running ones.")
