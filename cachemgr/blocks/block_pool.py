@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from cachemgr import steps
 from cachemgr.blocks.block import Block
 from cachemgr.blocks.block_record import USED_LAST, BackupRecord, BlockRecord, LeaseRecord
-from cachemgr.blocks.eviction_history import LostBlocks, UseTimes
+from cachemgr.blocks.eviction_history import RemovalHistory, UseTimes
 from cachemgr.blocks.hit_counters import TokenMeter
 from cachemgr.blocks.offload import Eviction, Offloader
 from cachemgr.blocks.quota import account_of
@@ -101,7 +101,7 @@ class BlockPool:
         self.pending: dict[bytes, Block] = {}
         # Used blocks whose slots are overwritten before they are empty.
         self.zero_on_free: set[Block] = set()
-        self.lost = LostBlocks(lost_blocks)
+        self.removals = RemovalHistory(lost_blocks)
         # Set once the executor is gone: leases of the blocks no longer count.
         self.is_lost = False
         self.tokens = TokenMeter()
@@ -260,7 +260,7 @@ class BlockPool:
         if self.is_evictable(block):
             tier.enlist(block, account, newest=on_device)
         if block.lease is not None and self._leases.start(block):
-            self.write(block)
+            self.report_stored(block)
 
     def _pass_on(self, block: Block, longer: Block) -> None:
         """Discards a partly filled cached block; a longer sibling takes over its leases."""
@@ -390,7 +390,7 @@ class BlockPool:
     ) -> None:
         """Enters a used block into the prefix tree, after its lease is granted. No other block may have the key."""
         self._enter(block, key, parent_key, tokens, depth, scope, step)
-        self.write(block)
+        self.report_stored(block)
 
     def adopt(
         self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, scope: CacheScope, step: int
@@ -445,7 +445,7 @@ class BlockPool:
         self.tier_of(block).indexed += 1
         if self._has_lower:
             self.backups.enqueue(block)
-        self.lost.came_back(key)
+        self.removals.discard(key)
         self._events.add(_STORED, self.view(block))
         if block.lease is not None:
             self._leases.announce(self, block)
@@ -468,7 +468,7 @@ class BlockPool:
         parent, tier, device = old.parent, self.tier_of(old), self.device
         assert parent is not None
         self.offloader.drained(block)
-        self.leave(tier, old)
+        self.report_removed(tier, old)
         # From now on it counts against the quota of the account whose block it replaces.
         device.count(account_of(block), blocks=-1, used=-1)
         block.key, block.tokens, block.depth, block.scope = old.key, old.tokens, old.depth, old.scope
@@ -494,8 +494,8 @@ class BlockPool:
             tier.cached -= 1
             self._empty(tier, old)
         old.priority = DEFAULT_PRIORITY
-        self.updated(block)
-        self.write(block)
+        self.report_updated(block)
+        self.report_stored(block)
 
     def count_children_in_tier(self, block: Block) -> None:
         """Counts the children in the block's own tier, with full attention."""
@@ -503,7 +503,7 @@ class BlockPool:
             tier = self.tier_of(block)
             block.children_in_tier = sum([self.tier_of(child) is tier for child in children_of(block)])
 
-    def updated(self, block: Block) -> None:
+    def report_updated(self, block: Block) -> None:
         self._events.add(_UPDATED, self.view(block))
 
     def child_left(self, parent: Block, tier: Tier) -> None:
@@ -561,9 +561,9 @@ class BlockPool:
         block.priority = DEFAULT_PRIORITY
         for_sequence_id = "" if writer is None else writer.sequence_id
         tier.counters.removed[cause] += 1
-        self.lost.add(block.key, cause, self._leases.now, for_sequence_id, view.priority)
+        self.removals.add(block.key, cause, self._leases.now, for_sequence_id, view.priority)
         self._events.add(_REMOVED, view, cause, None, for_sequence_id)
-        self.leave(tier, block)
+        self.report_removed(tier, block)
         if self._has_lower and tier is device:
             self.backups.end(block)
         if self._windowed and cause not in _REPLACED:
@@ -597,12 +597,12 @@ class BlockPool:
         view = self.view(block)
         if changed:
             self._events.add(_UPDATED, view)
-        self.write(block)
+        self.report_stored(block)
         return view
 
     # The journal
 
-    def write(self, block: Block) -> None:
+    def report_stored(self, block: Block) -> None:
         """Reports to the journal that a block has come to its slot, or has changed."""
         device = self.device
         tier = device if block.index <= device.size else self.tier_of(block)
@@ -612,7 +612,7 @@ class BlockPool:
         current = partial(self.record, block)
         self._journal.stored(self.executor_id, self.spec.group, tier.kind, block.index - tier.offset, current)
 
-    def leave(self, tier: Tier, block: Block) -> None:
+    def report_removed(self, tier: Tier, block: Block) -> None:
         """Reports to the journal that a block leaves its slot."""
         self._journal.removed(self.executor_id, self.spec.group, tier.kind, block.index - tier.offset)
 
@@ -669,14 +669,14 @@ class BlockPool:
 
     # The end of the executor
 
-    def forget_all(self) -> None:
+    def lose_all(self) -> None:
         """The executor is gone: every slot is empty. The journal keeps the blocks that may come back with it."""
         for block in self.tree.by_key.values():
             self.lose(block)
         self.start_empty(self.spec, self._listener)
 
     def abandon(self, leftovers: Leftovers) -> None:
-        """As `forget_all`, in constant time and without an event for each block."""
+        """As `lose_all`, in constant time and without an event for each block."""
         self.is_lost = True
         leftovers.add(self.blocks, self.tree.by_key)
         self.blocks, self.tree = [], RadixTree()
@@ -687,7 +687,7 @@ class BlockPool:
         if block.lease is not None:
             self._leases.break_all(block, view, _LOST)
         self.tier_of(block).counters.removed[_LOST] += 1
-        self.lost.add(block.key, _LOST, self._leases.now, "", view.priority)
+        self.removals.add(block.key, _LOST, self._leases.now, "", view.priority)
         self._events.add(EventKind.REMOVED, view, _LOST)
         block.detach()
 

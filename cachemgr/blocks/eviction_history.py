@@ -11,7 +11,7 @@ _RESOLUTION_SECONDS = 0.1
 _MAX_MARKS = 36_000
 
 
-class LostBlocks:
+class RemovalHistory:
     """The last keys that left an index and have not come back: at least `capacity` / 2 of them, at most `capacity`."""
 
     __slots__ = ("_half", "_newer", "_older")
@@ -30,7 +30,7 @@ class LostBlocks:
         # A third of the time of Removal(...), for each removed block.
         newer[key] = tuple.__new__(Removal, (cause, time, for_sequence_id, priority))
 
-    def came_back(self, key: bytes) -> None:
+    def discard(self, key: bytes) -> None:
         self._newer.pop(key, None)
         self._older.pop(key, None)
 

@@ -92,7 +92,7 @@ class Offloader:
                 moved = other
         tier.counters.offloaded += 1
         tier.counters.copied_bytes += pool.spec.block_bytes
-        pool.leave(tier, victim)
+        pool.report_removed(tier, victim)
         self._move(tier, victim, lower, index)
         lower.used += 1
         if account is not None:
@@ -106,7 +106,7 @@ class Offloader:
         ticket = self._listener.offloading(self._pool, moved, occupant, writer)
         self.offloading[moved] = self.draining[occupant] = ticket
         # The record has the ticket for its generation.
-        self._pool.write(moved)
+        self._pool.report_stored(moved)
 
     def ended(self, ticket: CopyTicket) -> None:
         self.offloading.pop(ticket.target, None)
@@ -171,14 +171,14 @@ class Offloader:
         """A device block moves to the slot of its backup, without a copy."""
         pool, account = self._pool, account_of(block)
         pool.device.counters.offloaded += 1
-        pool.leave(pool.device, block)
+        pool.report_removed(pool.device, block)
         self._move(pool.device, block, lower, index)
         block.refs = 0
         lower.cached += 1
         lower.count(account, blocks=1)
         if pool.is_evictable(block):
             lower.enlist(block, account, newest=False)
-        pool.write(block)
+        pool.report_stored(block)
 
     def _least(self, lower: Tier, account: Account | None, writer: Writer | None) -> Block | None:
         """The block that a lower tier evicts next: a cached one, or one whose copy can be recalled."""
@@ -219,4 +219,4 @@ class Offloader:
                 if tier is pool.device:
                     # Its child below is useless without it.
                     pool.backups.enqueue(parent)
-        pool.updated(block)
+        pool.report_updated(block)

@@ -127,12 +127,12 @@ def restart(
     _find_empty(pool)
     for block, (kind, _, _) in staying.items():
         pool.tiers[kind].counters.restored += 1
-        pool.write(block)
+        pool.report_stored(block)
     for block in sorted(staying, key=_RECENCY):
         pool.release(block)
     for block in was_on_device:
         if block.parent is not None:
-            pool.updated(block)
+            pool.report_updated(block)
 
 
 def _slot_below(pool: BlockPool, block: Block, filled: Mapping[TierKind, Sequence[int]]) -> _LowerSlot | None:
@@ -291,7 +291,7 @@ class Recovery:
         """Overwrites the slots that may hold the bytes of a remembered block."""
         group = record.group
         if record.key not in pool.tree.by_key:
-            pool.lost.add(record.key, RemovalCause.FORGOTTEN, self._leases.now, "", DEFAULT_PRIORITY)
+            pool.removals.add(record.key, RemovalCause.FORGOTTEN, self._leases.now, "", DEFAULT_PRIORITY)
         for at in (record, record.backup):
             tier = None if at is None else pool.tiers[at.tier]
             if at is None or tier is None or tier.unread is None or not tier.is_unread(at.slot):

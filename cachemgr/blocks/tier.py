@@ -49,16 +49,11 @@ class TierCounters:
         self.reuse_gap_seconds += seconds
 
 
-# Places that were never taken, at a time.
+# Indexes that were never allocated, at a time.
 _PORTION = 4096
 
 # What is known of a slot whose remembered block is not read yet, by slot - 1.
 _NEVER_FILLED, _FILLED, _EXCLUDED = range(3)
-
-
-def _excluded(mark: int) -> bytes:
-    """A table that makes slots with this mark excluded ones, and keeps others."""
-    return bytes(_EXCLUDED if number == mark else number for number in range(256))
 
 
 class UnreadSlots:
@@ -102,26 +97,10 @@ class UnreadSlots:
         self.exclude(index + 1)
         return index + 1
 
-    def take_many(self, count: int) -> list[int]:
-        """As `take` so many times, but filled slots come in ascending order."""
-        marks = self._marks
-        taken = list(islice(self._marked(_NEVER_FILLED), count))
-        if taken:
-            marks[: taken[-1]] = marks[: taken[-1]].translate(_excluded(_NEVER_FILLED))
-        if len(taken) < count:
-            filled = list(self._marked(_FILLED))[len(taken) - count :]
-            marks[filled[0] - 1 :] = marks[filled[0] - 1 :].translate(_excluded(_FILLED))
-            taken += filled
-        self._count -= len(taken)
-        return taken
-
-    def rest(self, offset: int = 0) -> Iterator[int]:
-        """All that are left, ascending, each as so much more."""
-        return self._marked(_NEVER_FILLED, _FILLED, offset=offset)
-
-    def _marked(self, *marks: int, offset: int = 0) -> Iterator[int]:
-        wanted = bytes(mark in marks for mark in range(256))
-        return compress(range(offset + 1, offset + len(self._marks) + 1), self._marks.translate(wanted))
+    def __iter__(self) -> Iterator[int]:
+        """All that are left, ascending."""
+        left = self._marks.translate(bytes(mark != _EXCLUDED for mark in range(256)))
+        return compress(range(1, len(self._marks) + 1), left)
 
 
 class Tier:
@@ -140,29 +119,29 @@ class Tier:
         self.size = size
         self.used = 0
         self.cached = 0
-        # Blocks of the index, in use or not.
+        # Blocks of the prefix tree, in use or not.
         self.indexed = 0
         self.withheld: list[int] = []
-        # How many more of its slots the pool may no longer use: they are withheld once they are empty.
+        # How many of its slots are withheld once they are free.
         self.owed = 0
         # Of those withheld, indexes that the executor has yet to overwrite.
         self.clearing: set[int] = set()
         self.counters = TierCounters()
         # By slot of a lower tier: the ticket of the copy that filled it. Steps fill those of the device.
         self.generations = array("Q", bytes(0 if kind is TierKind.DEVICE else 8 * (size + 1)))
-        # Empty indexes, those given back first to be taken first. Places that were never taken come in portions, as
-        # a registration would take long to list millions: some are here as long as there are any.
+        # Indexes of empty slots, longest empty first. Indexes that were never allocated come in portions, as listing
+        # millions would delay a registration: some are here as long as there are any.
         self.empty: deque[int] = deque()
         self._fresh = range(offset + 1, offset + size + 1)
         self._refill()
         # Set while remembered blocks are read: free slots beside the empty ones.
         self.unread: UnreadSlots | None = None
-        # Evictable blocks of nobody with a quota.
+        # Evictable blocks of accounts without a quota.
         self.order = EvictionQueue()
         # Of accounts that have blocks here.
         self.shares: dict[Account, Share] = {}
         self._losing, self._holding = Shares(floors_count=True), Shares(floors_count=False)
-        # Sum of what the shares protect.
+        # Cached blocks that the floors of all shares protect.
         self.protected = 0
 
     @property
@@ -172,7 +151,7 @@ class Tier:
 
     @property
     def free(self) -> int:
-        """Slots that may be taken: empty ones and those of cached blocks."""
+        """Slots that can be allocated: empty ones and those of cached blocks."""
         free = self.size - len(self.withheld) - self.owed - self.used
         # Pins and overwriting need no free slot: more than the total may be in use while slots are owed.
         return free if free > 0 else 0
@@ -184,12 +163,11 @@ class Tier:
 
     @property
     def num_empty(self) -> int:
-        """Slots that hold nothing, as far as is known."""
+        """Slots that hold no block, as far as is known."""
         return len(self.empty) + len(self._fresh) + len(self.unread or ())
 
     def all_empty(self) -> list[int]:
-        rest = () if self.unread is None else self.unread.rest(self.offset)
-        return [*self.empty, *self._fresh, *rest]
+        return [*self.empty, *self._fresh, *map(self.offset.__add__, self.unread or ())]
 
     def take_empty(self, *, newest: bool = False) -> int:
         """The index that has been empty for longest, or for the shortest time. Only call it when one is empty."""
@@ -210,16 +188,13 @@ class Tier:
         self._fresh = self._fresh[_PORTION:]
 
     def withhold(self, count: int) -> None:
-        """Lets no more than its other slots be used. So many must be empty."""
+        """Withholds so many slots, which must be empty."""
         goal = len(self.withheld) + count
         fresh = self._fresh[max(0, len(self._fresh) - count) :]
         self._fresh = self._fresh[: len(self._fresh) - len(fresh)]
         self.withheld.extend(reversed(fresh))
-        for _ in range(min(len(self.empty), count - len(fresh))):
+        while len(self.withheld) < goal:
             self.withheld.append(self.take_empty(newest=True))
-        if len(self.withheld) < goal:
-            assert self.unread is not None
-            self.withheld.extend(map(self.offset.__add__, self.unread.take_many(goal - len(self.withheld))))
 
     @property
     def num_ready(self) -> int:
@@ -227,7 +202,7 @@ class Tier:
         return len(self.withheld) - len(self.clearing) + self.owed
 
     def give_back(self, count: int) -> None:
-        """Lets so many more slots be used; those that are owed come first. Only call it when so many are ready."""
+        """Makes so many more slots usable; those that are owed come first. Only call it when so many are ready."""
         kept = min(self.owed, count)
         self.owed -= kept
         count -= kept
@@ -250,9 +225,9 @@ class Tier:
         return self.unread is not None and 1 <= slot <= self.size and slot in self.unread
 
     def end_remembered(self) -> None:
-        """No remembered block will come any more."""
+        """No remembered block follows."""
         if self.unread is not None:
-            self.empty.extend(self.unread.rest(self.offset))
+            self.empty.extend(map(self.offset.__add__, self.unread))
             self.unread = None
 
     def generation(self, index: int) -> int:
@@ -265,7 +240,7 @@ class Tier:
             self.generations[index - self.offset] = generation
 
     def free_for(self, account: Account | None, *, claimed: Collection[Block] = (), within_ceiling: bool = True) -> int:
-        """Slots that may be taken for an account: not what others' floors protect, and within its own ceiling.
+        """Slots that can be allocated for an account, within the floors of others and its own ceiling.
 
         `claimed` are cached blocks that are about to be used. Negative for an account beyond its ceiling.
         """

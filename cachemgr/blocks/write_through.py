@@ -63,7 +63,7 @@ class Backups:
         self._cancel(block)
         self.indexes[block] = old.index
         pool.blocks[old.index] = None
-        pool.write(block)
+        pool.report_stored(block)
         return True
 
     def reject(self, old: Block) -> None:
@@ -73,17 +73,17 @@ class Backups:
     def end(self, block: Block) -> None:
         """A block has left the device or the prefix tree: frees its backup, or overwrites it as its own slot."""
         pool = self._pool
-        doomed = block in pool.zero_on_free
+        zeroed = block in pool.zero_on_free
         index = self.indexes.pop(block, None)
         if index is not None:
             assert self.tier is not None
-            if doomed:
+            if zeroed:
                 copy = pool.blocks[index] = Block(index)
                 pool.zero(copy)
             else:
                 self.tier.empty.append(index)
         self._cancel(block)
-        if doomed:
+        if zeroed:
             pool.zero_on_free.update(below for below, successor in self.successors.items() if successor is block)
 
     def _cancel(self, block: Block) -> None:
@@ -115,7 +115,7 @@ class Backups:
             return None
         block, index = self.indexes.popitem()
         self.enqueue(block)
-        self._pool.write(block)
+        self._pool.report_stored(block)
         return index
 
     # Making more

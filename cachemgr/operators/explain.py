@@ -49,7 +49,7 @@ def _explain_miss(
     if key in pool.pending:
         found.miss_reason = MissReason.BEING_COMPUTED
         return
-    lost = pool.lost.get(key)
+    lost = pool.removals.get(key)
     if lost is not None:
         found.miss_reason, found.removal = MissReason.REMOVED, lost
         found.removal_age = max(0.0, leases.now - lost.time)

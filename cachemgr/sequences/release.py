@@ -163,7 +163,7 @@ def lose(executor: Executor, events: EventLog, leftovers: Leftovers) -> None:
         if count > MOST_REPORTED:
             pool.abandon(leftovers)
         else:
-            pool.forget_all()
+            pool.lose_all()
 
 
 def can_carry_over(before: Executor, spec: ExecutorSpec) -> bool:
