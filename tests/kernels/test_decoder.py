@@ -138,7 +138,7 @@ def test_wrong_arguments_are_named(library: ctypes.CDLL) -> None:
         decoder.step(*world.arguments, [replace(scores, weights=scores.weights[:, :, 1:])])
     with pytest.raises(ValueError, match="scores: expected 1 to 1 rows, got 2"):
         decoder.step(*world.arguments, [replace(scores, rows=2)])
-    with pytest.raises(ValueError, match="scores: attention is not counted"):
+    with pytest.raises(ValueError, match="scores: attention is not scored"):
         decoder.step(ids, positions, slot_numbers, starts, [replace(groups[0], window=9)], rows, [scores])
     with pytest.raises(ValueError, match="out"):
         decoder.step(*world.arguments, out=torch.empty(len(rows) + 1, decoder.vocabulary))
