@@ -42,8 +42,8 @@ from cachemgr.sequences.release import (
     can_carry_over,
     carry_over,
     end_copies,
+    end_executor,
     end_ticket,
-    lose,
     release,
     slots_to_zero,
     tickets_of,
@@ -128,9 +128,9 @@ class CacheManager:
     # Executors
 
     @property
-    def scheduler_came(self) -> bool:
+    def old_writers_fenced(self) -> bool:
         """Whether no sequence of an earlier manager can still write into its blocks."""
-        return self._state.scheduler_came
+        return self._state.old_writers_fenced
 
     def register_executor(
         self,
@@ -166,7 +166,7 @@ class CacheManager:
             return known.cached()
         remembered = [] if known is not None else list(remembered)
         later = later or (known is not None and known.recovery is not None)
-        if (remembered or (later and spec.has_contents)) and not self._state.scheduler_came:
+        if (remembered or (later and spec.has_contents)) and not self._state.old_writers_fenced:
             raise SchedulerFirstError
         if not remembered and not later:
             self._journal.cleared(spec.executor_id, spec.executor_epoch)
@@ -197,7 +197,7 @@ class CacheManager:
         before = known if known is not None and lower_tiers_survive(known.spec, spec) else None
         if known is not None and before is None:
             known.holds.end_pins()
-            self._lose(known)
+            self._end_executor(known)
         make_pools = partial(new_pools, self.config, self._state.events, self._state.leases, self._journal)
         report_pin = partial(self._operator_journal.operator_changed, EntryKind.PIN, executor_id=spec.executor_id)
         holds = before.holds if before else Holds(self._state.next_number, self.config.pin_budget, report_pin)
@@ -232,7 +232,7 @@ class CacheManager:
         self._state.begin()
         executor = self._state.executors.get(executor_id)
         if executor is not None and executor.epoch == executor_epoch:
-            self._lose(executor)
+            self._end_executor(executor)
             del self._state.executors[executor_id]
 
     def is_recovering(self, executor_id: str) -> bool:
@@ -270,7 +270,7 @@ class CacheManager:
             executor.recovery = None
         executor.holds.restore_pins(pins, executor.pools, self._state.leases.now)
 
-    def _lose(self, executor: Executor) -> None:
+    def _end_executor(self, executor: Executor) -> None:
         # Remembered blocks of this executor were used before all later blocks.
         self._state.uses = max(self._state.uses, *(pool.lru_clock for pool in executor.pools)) + MAX_SLOTS
         if executor.recovery is None:
@@ -278,7 +278,7 @@ class CacheManager:
         else:
             self._state.forgotten.lost_in_recovery(executor.executor_id, executor.recovery.purged)
         self._state.forgotten.not_zeroed(executor.executor_id, slots_to_zero(executor))
-        lose(executor, self._state.events, self._state.leftovers)
+        end_executor(executor, self._state.events, self._state.leftovers)
 
     def renew_executor(self, executor_id: str, executor_epoch: int, manager_epoch: int) -> None:
         """Renews the lease, and begins backups.
@@ -345,7 +345,7 @@ class CacheManager:
         if known is not None:
             self._release_all(known)
         self._state.schedulers[scheduler_id] = Scheduler(scheduler_id, scheduler_epoch, deadline)
-        self._state.scheduler_came = True
+        self._state.old_writers_fenced = True
 
     def admit(self, request: AdmitRequest) -> Admission:
         """Matches, claims and allocates; renews the lease of the scheduler. Equal content gives the same answer.
@@ -495,7 +495,7 @@ class CacheManager:
         for executor_id, executor in list(self._state.executors.items()):
             executor.holds.expire(now)
             if executor.deadline < now:
-                self._lose(executor)
+                self._end_executor(executor)
                 del self._state.executors[executor_id]
         self._state.leftovers.let_go(FREED_AT_A_TIME)
         for pool in self._state.pools():
@@ -511,7 +511,7 @@ class CacheManager:
         sequence.executor.sequences[sequence.handle] = sequence
         sequence.scheduler.sequences[sequence.handle] = sequence
         for forgetting in self._state.forgetting:
-            forgetting.came(sequence)
+            forgetting.sequence_admitted(sequence)
         return sequence.admission
 
     def _release_all(self, scheduler: Scheduler) -> None:

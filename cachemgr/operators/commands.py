@@ -25,8 +25,8 @@ from cachemgr.operators.queries import pool_view
 from cachemgr.retention.priority import HINT, SESSION, check_duration
 from cachemgr.retention.rules import Rule
 from cachemgr.sequences.clients import fits
-from cachemgr.sequences.holds import Pinned, complete
-from cachemgr.sequences.prefix_match import chain, keys_of
+from cachemgr.sequences.holds import Pinned, with_ancestors
+from cachemgr.sequences.prefix_match import cached_chain, keys_of
 from cachemgr.steps import Steps, at_once, changes, looks
 from cachemgr.tokens import TOKEN_BYTES, pack, packed_bytes
 from cachemgr.types import (
@@ -253,7 +253,7 @@ class OperatorCommands:
             for pool in executor.pools:
                 meant: Iterable[Block]
                 if match.prefix_token_ids:
-                    meant = yield from _beginning(pool, packed_bytes(pack(match.prefix_token_ids)))
+                    meant = yield from _blocks_of_prefix(pool, packed_bytes(pack(match.prefix_token_ids)))
                 else:
                     keys = list(pool.tree.by_key)
                     yield
@@ -349,8 +349,8 @@ class OperatorCommands:
         pinned = []
         for executor in executors:
             keys = keys_of(executor, prefix)
-            blocks = [(pool, block) for pool in executor.pools for block in chain(pool, keys)]
-            pinned.append(executor.holds.pin(complete(blocks), owner, now, duration, validate_only=validate_only))
+            blocks = [(pool, block) for pool in executor.pools for block in cached_chain(pool, keys)]
+            pinned.append(executor.holds.pin(with_ancestors(blocks), owner, now, duration, validate_only=validate_only))
         return pinned
 
     def release_hold(self, name: str) -> int:
@@ -404,7 +404,7 @@ class OperatorCommands:
             yield from change
 
 
-def _beginning(pool: BlockPool, packed: bytes) -> Steps[list[Block]]:
+def _blocks_of_prefix(pool: BlockPool, packed: bytes) -> Steps[list[Block]]:
     """Cached blocks whose tokens, with those of their ancestors, are the beginning of these tokens."""
     found: list[Block] = []
     nodes: list[Node] = list(pool.tree.tombstones.values())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from cachemgr.blocks.block import Block
 from cachemgr.blocks.radix_tree import children_of
 from cachemgr.operators.removal_plan import RemovalPlan, with_descendants
-from cachemgr.sequences.prefix_match import keys_of, last_parts
+from cachemgr.sequences.prefix_match import keys_of, partial_blocks
 from cachemgr.steps import Steps, changes, looks
 from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import ForgetTarget, Forgotten, RemovalCause, Scope, Slot
@@ -49,7 +49,7 @@ class Forgetting:
         self._used: set[Block] = set()
         self._came: set[Sequence] = set()
 
-    def came(self, sequence: Sequence) -> None:
+    def sequence_admitted(self, sequence: Sequence) -> None:
         """Notes a sequence that is admitted meanwhile."""
         executor, prefix = sequence.executor, self._target.prefix
         if executor.executor_id not in self._gone:
@@ -61,7 +61,7 @@ class Forgetting:
         if self._target.session_id not in (None, sequence.scope.session_id):
             for table in sequence.tables:
                 self._used.update(table.references())
-        elif self._is_meant(sequence):
+        elif self._matches_sequence(sequence):
             _leave_nothing(sequence)
 
     def steps(self, *, validate_only: bool) -> Steps[Forgotten]:
@@ -180,13 +180,13 @@ class Forgetting:
                     if any(child in found or (child not in mine and child.key not in lost) for child in children):
                         found.add(block)
                 yield
-        yield from self._see_other_sessions(executor, pool)
+        yield from self._note_other_sessions(executor, pool)
         for some in looks(mine):
             found.update(block for block in some if block in self._used)
             yield
         return found
 
-    def _see_other_sessions(self, executor: Executor, pool: BlockPool) -> Steps[None]:
+    def _note_other_sessions(self, executor: Executor, pool: BlockPool) -> Steps[None]:
         """Notes the blocks that other sessions use."""
         session_id = self._target.session_id
         for hold in executor.holds:
@@ -200,10 +200,10 @@ class Forgetting:
                 yield
 
     def _mark(self, sequence: Sequence) -> None:
-        if self._is_meant(sequence):
+        if self._matches_sequence(sequence):
             _leave_nothing(sequence)
 
-    def _is_meant(self, sequence: Sequence) -> bool:
+    def _matches_sequence(self, sequence: Sequence) -> bool:
         """Whether blocks that a live sequence has, or will compute, come from the forgotten ones."""
         target = self._target
         if target.salt is not None:
@@ -284,7 +284,7 @@ def _holds_of(executor: Executor, plan: RemovalPlan) -> Steps[list[Hold]]:
 def _of_prefix(executor: Executor, pool: BlockPool, target: ForgetTarget) -> list[Block]:
     """The blocks of a prompt and, where a block is lost, its descendants."""
     assert target.prefix is not None
-    found = last_parts(executor, pool, target.prefix)
+    found = partial_blocks(executor, pool, target.prefix)
     for key in keys_of(executor, target.prefix):
         node = pool.tree.node(key)
         if isinstance(node, Block):
@@ -388,17 +388,17 @@ class ForgetHistory:
         self._num_slots -= len(found)
         return found
 
-    def of(self, executor: Executor) -> ForgottenBefore:
+    def of(self, executor: Executor) -> ForgottenRecords:
         """The filter of remembered blocks for an executor that registers."""
         reached = self._reached.get(executor.executor_id, 0)
-        found = ForgottenBefore(executor, everything=reached < self._dropped)
+        found = ForgottenRecords(executor, everything=reached < self._dropped)
         for target, number in self._targets.items():
             if number > reached:
                 found.add(target)
         return found
 
 
-class ForgottenBefore:
+class ForgottenRecords:
     """Remembered blocks of an executor that are to be forgotten, without their descendants.
 
     Blocks of a session are forgotten also where another session has descendants: the other records are yet to be read.

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cachemgr.retention.priority import HINT, MAX_DURATION, MAX_PRIORITY, RetentionRequest, bounded
-from cachemgr.sequences.holds import complete
-from cachemgr.sequences.prefix_match import chain
+from cachemgr.sequences.holds import with_ancestors
+from cachemgr.sequences.prefix_match import cached_chain
 from cachemgr.types import HintAction, HintAnswer, HintOutcome, Hints, Outcome, Retention, RetentionRange, Transfer
 from cachemgr.validation import MAX_ID_BYTES, check_id
 from protos.errors import InvalidField
@@ -148,7 +148,7 @@ class HintRunner:
                 (pool, block)
                 for executor, keys in self._prefixes
                 for pool in executor.pools
-                for block in chain(pool, keys)
+                for block in cached_chain(pool, keys)
             ]
         return self._found
 
@@ -204,7 +204,7 @@ class HintRunner:
         count, clipped, names = 0, [] if granted == seconds else [f"for {granted:g} s"], []
         if self._pinnable is None:
             self._pinnable = [
-                (executor, complete([(pool, block) for pool, block in blocks if pool in executor.pools]))
+                (executor, with_ancestors([(pool, block) for pool, block in blocks if pool in executor.pools]))
                 for executor, _ in self._prefixes
             ]
         self._num_pinned += sum(len(mine) for _, mine in self._pinnable)
@@ -258,7 +258,7 @@ class HintRunner:
         for executor, keys in self._prefixes:
             for pool in executor.pools:
                 # Looked up again: blocks of the prefix may have been evicted for those of another group.
-                begun += executor.copies.fetch(pool, chain(pool, keys))
+                begun += executor.copies.prefetch(pool, cached_chain(pool, keys))
         self.transfers += begun
         if not begun:
             return HintOutcome.REJECTED, "there is no room on the device, or copies of it are under way", 0

@@ -28,7 +28,7 @@ from cachemgr.sequences.admission import check_request
 from cachemgr.sequences.clients import Executor, account_for
 from cachemgr.sequences.estimates import while_running
 from cachemgr.sequences.holds import Hold
-from cachemgr.sequences.prefix_match import all_of
+from cachemgr.sequences.prefix_match import cached_blocks_of
 from cachemgr.sequences.sequence import Sequence
 from cachemgr.tokens import pack
 from cachemgr.types import (
@@ -360,7 +360,7 @@ class Queries:
                 if selected.prefix is None:
                     found.append((pool, None))
                 elif selected.prefix.executor_id in ("", executor.executor_id):
-                    found.append((pool, set(all_of(executor, pool, selected.prefix))))
+                    found.append((pool, set(cached_blocks_of(executor, pool, selected.prefix))))
         return found
 
     def check_prefix(self, path: str, prefix: Prefix) -> list[Executor]:
@@ -401,7 +401,7 @@ class Queries:
             now=self._state.leases.now,
             number=self._state.number,
             last_event=self._state.events.last,
-            scheduler_came=self._state.scheduler_came,
+            scheduler_came=self._state.old_writers_fenced,
         )
         yield (rule_state(spec) for spec in self.rules())
         quotas = [account.quota for _, account in sorted(self._state.accounts.items())]

@@ -57,7 +57,7 @@ class ManagerState:
         self.executors: dict[str, Executor] = {}
         self.schedulers: dict[str, Scheduler] = {}
         # A scheduler registers once none of its steps can write into blocks of an earlier manager.
-        self.scheduler_came = False
+        self.old_writers_fenced = False
         # Live sequences by id, in the order of their handles.
         self.sequences: dict[str, Sequence] = {}
         # Sequences that have begun to evict tokens.

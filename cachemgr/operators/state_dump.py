@@ -69,8 +69,8 @@ def rule_state(spec: RetentionRule) -> str:
     """A rule; of its tokens only a digest."""
     facts = asdict(spec)
     prefix = facts["match"].pop("prefix_token_ids")
-    wish = spec.action.eviction_policy
-    facts["action"]["eviction_policy"] = None if wish is None else wish.encoded.hex()
+    requested = spec.action.eviction_policy
+    facts["action"]["eviction_policy"] = None if requested is None else requested.encoded.hex()
     return line("rule", prefix=sha256(packed_bytes(pack(prefix))).hexdigest(), **facts)
 
 

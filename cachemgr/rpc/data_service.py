@@ -42,14 +42,14 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         known = self._manager.queries.knows_executor(spec.executor_id)
         # Read before the wait: the request knows writes up to now, and a scheduler that registers meanwhile may have
         # given up steps that wrote later.
-        scheduler_came = self._manager.scheduler_came
+        old_writers_fenced = self._manager.old_writers_fenced
         if store is None:
             answer = self.register(request, spec)
         elif known:
             answer = self.register(request, spec)
             store.registered(spec.executor_id, spec.executor_epoch)
         else:
-            answer = await self._recall(request, spec, store, scheduler_came=scheduler_came)
+            answer = await self._recall(request, spec, store, old_writers_fenced=old_writers_fenced)
         self.context.feed.notify()
         return answer
 
@@ -79,7 +79,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
             self.context.mutations.end_epoch(spec.executor_id, store.epoch_of(spec.executor_id))
 
     async def _recall(
-        self, request: pb.RegisterExecutorRequest, spec: ExecutorSpec, store: IndexStore, *, scheduler_came: bool
+        self, request: pb.RegisterExecutorRequest, spec: ExecutorSpec, store: IndexStore, *, old_writers_fenced: bool
     ) -> pb.RegisterExecutorResponse:
         """Registers an executor; it waits a moment for its remembered blocks, which come into the index later then.
 
@@ -88,7 +88,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         executor_id, begin = spec.executor_id, monotonic()
         reading = await store.recall(executor_id)
         is_empty = reading.is_complete.is_set() and not reading.num_blocks
-        if not scheduler_came and not is_empty and (reading.is_complete.is_set() or spec.has_contents):
+        if not old_writers_fenced and not is_empty and (reading.is_complete.is_set() or spec.has_contents):
             raise SchedulerFirstError
         answer = self.register(request, spec, later=not is_empty)
         store.registered(executor_id, spec.executor_epoch)

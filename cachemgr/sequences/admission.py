@@ -331,7 +331,7 @@ def _fetch(sequence: Sequence, table: GroupTable, blocks: list[Block | None]) ->
     for block_index, block in enumerate(blocks):
         if block is not None and not pool.is_on_device(block):
             target = blocks[block_index] = pool.allocate(sequence)
-            sequence.executor.copies.fill(sequence, pool, block, target, block_index, 0)
+            sequence.executor.copies.onboard(sequence, pool, block, target, block_index, 0)
 
 
 def copy_sources(sequence: Sequence, sources: list[Block], num_tokens: int) -> None:
@@ -339,7 +339,7 @@ def copy_sources(sequence: Sequence, sources: list[Block], num_tokens: int) -> N
     for table, source in zip(sequence.tables, sources, strict=False):
         target = table.pool.allocate(sequence)
         block_index = len(table.blocks)
-        sequence.executor.copies.fill(sequence, table.pool, source, target, block_index, num_tokens)
+        sequence.executor.copies.onboard(sequence, table.pool, source, target, block_index, num_tokens)
         table.blocks.append(target)
 
 

@@ -67,14 +67,14 @@ def _blocks_in_window(window: int, start: int, end: int, size: int) -> int:
 
 def evictions(groups: Iterable[tuple[BlockPool, set[Block], int]]) -> list[PredictedEviction]:
     """The evictions for so many allocations per pool, with the blocks that stay as they are claimed."""
-    takings = [(_Taking(pool, claimed), count) for pool, claimed, count in groups]
+    takings = [(_Allocations(pool, claimed), count) for pool, claimed, count in groups]
     windowed = [taking for taking, _ in takings if taking.pool.window is not None]
     for taking, count in takings:
         for _ in range(count):
             taking.take()
         if taking.pool.window is None:
             for other in windowed:
-                other.lose_useless(taking.gone)
+                other.drop_unmatchable(taking.gone)
     return [eviction for taking, _ in takings for eviction in taking.evictions()]
 
 
@@ -137,7 +137,7 @@ class _Order:
             heappush(self._others, (block.priority, block.recency, block.index, block))
 
 
-class _Taking:
+class _Allocations:
     """Simulates allocations in one pool."""
 
     def __init__(self, pool: BlockPool, claimed: set[Block]) -> None:
@@ -172,7 +172,7 @@ class _Taking:
         if block is not None:
             self._count(block, moves_down=self._move_down(block))
 
-    def lose_useless(self, lost: set[Block]) -> None:
+    def drop_unmatchable(self, lost: set[Block]) -> None:
         """Removes the blocks of a window whose keys a group with full attention has lost: they can never match."""
         for key in {block.key for block in lost}:
             block = self.pool.tree.by_key.get(key)

@@ -149,7 +149,7 @@ class Holds:
                 for group, key in pin.blocks
                 if group < len(pools) and (block := pools[group].tree.by_key.get(key)) is not None
             ]
-            blocks = complete(cached) if pin.remaining > 0 else []
+            blocks = with_ancestors(cached) if pin.remaining > 0 else []
             if blocks:
                 self._add(Hold(pin.name, blocks, {pin.owner: now + pin.remaining}, pin=True))
             else:
@@ -215,7 +215,7 @@ class Holds:
 
     def keep_cached(self) -> None:
         """Keeps the holds of cached blocks whose ancestors are cached, and ends the others."""
-        standing = _Standing(arrived=False)
+        standing = _Ancestors(arrived=False)
         for hold in self:
             self._count(hold, hold.blocks, -1)
             kept: Kept = []
@@ -258,10 +258,10 @@ class Holds:
                 self._pinned_in.update([pool for pool, block in blocks if block not in pinned])
                 pinned.update(map(_BLOCK, blocks))
             return
-        _take_off(self._held, map(_BLOCK, blocks))
+        _count_down(self._held, map(_BLOCK, blocks))
         if hold.pin:
-            _take_off(pinned, map(_BLOCK, blocks))
-            _take_off(self._pinned_in, [pool for pool, block in blocks if block not in pinned])
+            _count_down(pinned, map(_BLOCK, blocks))
+            _count_down(self._pinned_in, [pool for pool, block in blocks if block not in pinned])
 
     def _budget(self, pool: BlockPool) -> int:
         return int(pool.device.total * self._pin_budget)
@@ -308,7 +308,7 @@ class Holds:
             for pool, block in hold.blocks:
                 gone[block] += 1
                 if pool in over and gone[block] == self._pinned[block] and block not in kept:
-                    _take_off(over, (pool,))
+                    _count_down(over, (pool,))
         return degraded
 
     def _degrade(self, hold: Hold, now: float) -> None:
@@ -321,7 +321,7 @@ class Holds:
         self.release(hold)
 
 
-def _take_off(counter: Counter[T], keys: Iterable[T]) -> None:
+def _count_down(counter: Counter[T], keys: Iterable[T]) -> None:
     """Counts down, and deletes entries of 0."""
     for key in keys:
         count = counter[key] - 1
@@ -331,13 +331,13 @@ def _take_off(counter: Counter[T], keys: Iterable[T]) -> None:
             del counter[key]
 
 
-class _Standing:
+class _Ancestors:
     """The blocks whose ancestors are all cached; each block is checked once."""
 
     def __init__(self, *, arrived: bool) -> None:
         """`arrived`: whether blocks with an open copy are left out, with their descendants."""
         self._arrived = arrived
-        self.complete: dict[Block, BlockPool] = {}
+        self.with_ancestors: dict[Block, BlockPool] = {}
         self._left_out: set[Block] = set()
 
     def add(self, pool: BlockPool, block: Block) -> bool:
@@ -345,7 +345,7 @@ class _Standing:
         line: list[Block] = []
         node: Node | None = block
         is_complete = True
-        while isinstance(node, Block) and node not in self.complete:
+        while isinstance(node, Block) and node not in self.with_ancestors:
             line.append(node)
             if node in self._left_out or (self._arrived and node in pool.offloader.offloading):
                 is_complete = False
@@ -356,18 +356,18 @@ class _Standing:
                 is_complete = not node.depth
             node = node.parent
         if is_complete:
-            self.complete.update(dict.fromkeys(reversed(line), pool))
+            self.with_ancestors.update(dict.fromkeys(reversed(line), pool))
         else:
             self._left_out.update(line)
         return is_complete
 
 
-def complete(blocks: Kept) -> Kept:
+def with_ancestors(blocks: Kept) -> Kept:
     """Indexed blocks with their bytes in place, root first, and under full attention all their ancestors."""
-    standing = _Standing(arrived=True)
+    standing = _Ancestors(arrived=True)
     for pool, block in blocks:
         standing.add(pool, block)
-    return sorted(((pool, block) for block, pool in standing.complete.items()), key=_depth)
+    return sorted(((pool, block) for block, pool in standing.with_ancestors.items()), key=_depth)
 
 
 def _depth(kept: tuple[BlockPool, Block]) -> int:

@@ -59,9 +59,9 @@ def find_longest_prefix(sequence: Sequence, partial: Partial, lowest: TierKind =
 
     It leaves at least the last token to compute, and all tokens whose scores count.
     """
-    match = _Finder(sequence, partial, lowest, pending=True).find()
+    match = _Matcher(sequence, partial, lowest, pending=True).find()
     if match.writer is not None and not _single_writer_covers(match):
-        match = _Finder(sequence, partial, lowest, pending=False).find()
+        match = _Matcher(sequence, partial, lowest, pending=False).find()
     match.in_place = partial is Partial.TAKE_OVER and match.num_copied > 0
     return match
 
@@ -70,7 +70,7 @@ def no_match(sequence: Sequence) -> Match:
     return Match(blocks=[[] for _ in sequence.tables])
 
 
-class _Finder:
+class _Matcher:
     def __init__(self, sequence: Sequence, partial: Partial, lowest: TierKind, *, pending: bool) -> None:
         self._sequence = sequence
         self._lowest = lowest
@@ -248,7 +248,7 @@ def keys_of(executor: Executor, prefix: Prefix) -> list[bytes]:
     return prefix_keys(root, packed_bytes(pack(prefix.token_ids)), executor.block_size, prefix.extra_keys)
 
 
-def chain(pool: BlockPool, keys: list[bytes]) -> list[Block]:
+def cached_chain(pool: BlockPool, keys: list[bytes]) -> list[Block]:
     """Full blocks of these keys that can be matched: with full attention up to the first missing block."""
     found = []
     for key in keys:
@@ -260,13 +260,13 @@ def chain(pool: BlockPool, keys: list[bytes]) -> list[Block]:
     return found
 
 
-def all_of(executor: Executor, pool: BlockPool, prefix: Prefix) -> list[Block]:
+def cached_blocks_of(executor: Executor, pool: BlockPool, prefix: Prefix) -> list[Block]:
     """Cached full blocks of a prompt, also those without their ancestors."""
     found = (pool.tree.by_key.get(key) for key in keys_of(executor, prefix))
     return [block for block in found if block is not None]
 
 
-def last_parts(executor: Executor, pool: BlockPool, prefix: Prefix) -> list[Block]:
+def partial_blocks(executor: Executor, pool: BlockPool, prefix: Prefix) -> list[Block]:
     """Blocks after the full ones of a prompt that begin with its last tokens, or hold their beginning."""
     keys = keys_of(executor, prefix)
     rest = packed_bytes(pack(prefix.token_ids[len(keys) * executor.block_size :]))

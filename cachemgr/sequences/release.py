@@ -10,7 +10,7 @@ from cachemgr.blocks.recovery import Leftovers, restart
 from cachemgr.errors import SharedBlockError, VoidSequenceError, WindowPassedError
 from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.commit import commit_computed_blocks, commit_last_block, retract_pending, void
-from cachemgr.sequences.holds import complete
+from cachemgr.sequences.holds import with_ancestors
 from cachemgr.sequences.sequence import GroupTable, Sequence, blocks_for, first_needed
 from cachemgr.sequences.token_eviction import cached_before_eviction, check_in_place, zero_on_free_of
 from cachemgr.sequences.transfers import Outcome, Purpose, Ticket
@@ -40,7 +40,7 @@ def release(sequence: Sequence, now: float) -> Freed:
     for ticket in list(sequence.tickets):
         ticket.detach(sequence.tables[ticket.pool.spec.group])
     if not sequence.void:
-        _keep(sequence, now)
+        _hand_to_holds(sequence, now)
     if sequence.forgotten:
         zero_on_free_of(sequence)
     for block in reversed(sequence.private):
@@ -105,7 +105,7 @@ def end_copy(ticket: Ticket, outcome: Outcome) -> None:
         void(sequence)
 
 
-def _keep(sequence: Sequence, now: float) -> None:
+def _hand_to_holds(sequence: Sequence, now: float) -> None:
     """Hands the blocks to their holds, and pins those that a rule pins."""
     executor = sequence.executor
     if sequence.has_evicted_tokens:
@@ -120,7 +120,7 @@ def _keep(sequence: Sequence, now: float) -> None:
         rule, duration = found
         size = executor.block_size
         pinned = [(pool, block) for pool, block in kept if block.parent is not None and rule.covers(block.depth * size)]
-        executor.holds.pin(complete(pinned), rule.holder, now, duration)
+        executor.holds.pin(with_ancestors(pinned), rule.holder, now, duration)
 
 
 def to_zero(executor: Executor) -> Iterator[tuple[BlockPool, int]]:
@@ -149,7 +149,7 @@ def slots_to_zero(executor: Executor) -> Iterator[Slot]:
     yield from on_device
 
 
-def lose(executor: Executor, events: EventLog, leftovers: Leftovers) -> None:
+def end_executor(executor: Executor, events: EventLog, leftovers: Leftovers) -> None:
     """Ends an executor: its sequences are void, and its blocks can be neither found nor freed any more.
 
     Watchers receive an event for each block; for too many blocks they must begin again with a snapshot.
@@ -227,7 +227,7 @@ def truncate(sequence: Sequence, num_tokens: int) -> Freed:
         for block in blocks:
             table.pool.discard(block, RemovalCause.TRUNCATED)
         if rewritten:
-            _own(sequence, table, cut)
+            _make_writable(sequence, table, cut)
         table.cut(keep)
     del sequence.tokens[num_tokens:]
     sequence.extra_keys = cut_extra_keys(sequence.extra_keys, num_tokens)
@@ -262,7 +262,7 @@ def _stands_alone(block: Block, discarded: list[Block]) -> bool:
     return children is None or (isinstance(children, Block) and bool(discarded) and children is discarded[-1])
 
 
-def _own(sequence: Sequence, table: GroupTable, cut: int) -> None:
+def _make_writable(sequence: Sequence, table: GroupTable, cut: int) -> None:
     """Lets the sequence fill the block at `cut` again."""
     block = table.blocks[cut]
     assert block is not None

@@ -36,11 +36,11 @@ def resolve(request: AdmitRequest, rules: Iterable[Rule], executor: Executor) ->
     if request.eviction_policy is not None:
         return request.eviction_policy.policy(layout, "eviction_policy")
     for rule in rules:
-        wish = rule.spec.action.eviction_policy
-        if wish is None:
+        requested = rule.spec.action.eviction_policy
+        if requested is None:
             continue
         try:
-            return wish.policy(layout, "eviction_policy")
+            return requested.policy(layout, "eviction_policy")
         except InvalidField as error:
             name, where = rule.spec.name, executor.executor_id
             text = f"executor {where} cannot evict as rule {name} says: {error.message}"

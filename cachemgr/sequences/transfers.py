@@ -75,7 +75,7 @@ class Ticket:
     # Index of the target in the table of the sequence.
     index: int = 0
     held_ancestors: list[Block] = field(default_factory=list)
-    fetch: Fetch | None = None
+    prefetch: Prefetch | None = None
     transfer: Transfer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class Ticket:
     @property
     def together(self) -> list[Ticket]:
         """The copies that release their blocks together: those of its prefetch, or it alone."""
-        return [self] if self.fetch is None else self.fetch.tickets
+        return [self] if self.prefetch is None else self.prefetch.tickets
 
     def offer(self) -> None:
         """The offloaded block may be evicted at another time than before."""
@@ -148,8 +148,8 @@ class Ticket:
             return
         elif self.purpose is Purpose.ONBOARD and outcome is Outcome.FAILED and self._is_below(self.source):
             self._lose(self.source)
-        if self.fetch is not None:
-            self.fetch.ended(self, failed=outcome is not Outcome.DONE)
+        if self.prefetch is not None:
+            self.prefetch.ended(self, failed=outcome is not Outcome.DONE)
             return
         self.give_up()
 
@@ -245,7 +245,7 @@ class OpenedCopies:
         self._heaps.clear()
 
 
-class Fetch:
+class Prefetch:
     """A prefetch: copies of a chain to the device. All blocks are replaced together, after the last copy."""
 
     def __init__(self, pool: BlockPool, tickets: list[Ticket]) -> None:
@@ -254,7 +254,7 @@ class Fetch:
         self._open = len(tickets)
         self._failed: set[Ticket] = set()
         for ticket in tickets:
-            ticket.fetch = self
+            ticket.prefetch = self
 
     def ended(self, ticket: Ticket, *, failed: bool) -> None:
         self._open -= 1
@@ -309,7 +309,7 @@ class Copies:
         """Overwrites a slot with zeros."""
         self._add(Ticket(self._next_number(), purpose, pool, None, block))
 
-    def fill(
+    def onboard(
         self, sequence: Sequence, pool: BlockPool, source: Block, target: Block, index: int, num_tokens: int
     ) -> None:
         """Copies a source into a block of a sequence. The copy takes the reference of the source over."""
@@ -339,7 +339,7 @@ class Copies:
                 backups.begun(self._add(Ticket(self._next_number(), Purpose.BACKUP, pool, block, target)))
                 pool.device.counters.copied_bytes += pool.spec.block_bytes
 
-    def fetch(self, pool: BlockPool, chain: list[Block]) -> list[Transfer]:
+    def prefetch(self, pool: BlockPool, chain: list[Block]) -> list[Transfer]:
         """Prefetches blocks of a chain, parents first, as far as there is room and up to one with an open copy."""
         here = [block for block in chain if pool.is_on_device(block)]
         below = [block for block in chain if not pool.is_on_device(block)]
@@ -363,5 +363,5 @@ class Copies:
             tickets.append(self._add(Ticket(self._next_number(), Purpose.PREFETCH, pool, source, target)))
         # Device blocks of the chain stay until their children are on the device.
         tickets[0].held_ancestors = here
-        Fetch(pool, tickets)
+        Prefetch(pool, tickets)
         return [ticket.transfer for ticket in tickets]
