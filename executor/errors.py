@@ -1,4 +1,4 @@
-"""Everything that can go wrong in the executor, and the status its callers see."""
+"""The errors of the executor, and the status that callers get."""
 
 import grpc
 
@@ -24,21 +24,21 @@ class UnsuitableError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, for a message of one line; its type where it says nothing."""
+    """The first line of an exception for a message of one line; its type where there is none."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].strip().rstrip('.;:')}" if lines else type(error).__name__
 
 
 class CacheFileError(Exception):
-    """A lower tier's file cannot be had; the message is one sentence for people and names the setting."""
+    """A lower tier's file cannot be opened; the message is one sentence for people and names the setting."""
 
 
 class BrokenStorageError(CacheFileError):
-    """The storage under a tier takes no writes any more; what else there is can serve without it."""
+    """The storage under a tier accepts no writes any more; the executor can serve without it."""
 
 
 class ExecutorError(ServiceError):
-    """Base of what a session can be told."""
+    """Base of the errors that end a session."""
 
 
 class InvalidStepError(ExecutorError):

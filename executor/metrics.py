@@ -1,4 +1,4 @@
-"""What the executor tells Prometheus."""
+"""The metrics of the executor."""
 
 from collections.abc import Callable, Iterator
 
@@ -24,7 +24,7 @@ WEIGHT_BYTES = Gauge("kvkeep_executor_weight_bytes", "Bytes that a CPU's compile
 
 
 class KindSeconds(Collector):
-    """What the time of steps goes to, asked for when somebody looks: counting costs a step nothing."""
+    """Time of steps by phase, read when Prometheus asks: steps pay nothing for it."""
 
     def __init__(self, seconds: Callable[[], dict[str, float]], registry: CollectorRegistry = REGISTRY) -> None:
         self._seconds = seconds

@@ -52,7 +52,7 @@ async def _serve(settings: ExecutorSettings) -> int:
 
     from executor.cache.pool import KvPools, block_bytes, count_blocks, free_memory
     from executor.cache.shares import share_memory
-    from executor.cache.tiers.opening import FileSettings, check_room
+    from executor.cache.tiers.files import FileSettings, check_room
     from executor.cache.tiers.tiers import open_tiers
     from executor.core.outbox import Outbox
     from executor.core.runner import Runner

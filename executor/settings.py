@@ -11,7 +11,7 @@ from protos.rpc.settings import MetricsAddress, ProcessSettings, load
 
 
 class ExecutorSettings(ProcessSettings):
-    """What to run, where, and how much memory the pools may take."""
+    """Model, device and memory of an executor."""
 
     process: ClassVar[str] = "executor"
     listens_on: ClassVar[tuple[str, ...]] = ("executor_address", "metrics_address")

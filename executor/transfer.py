@@ -1,4 +1,4 @@
-"""Copies between host and device that wait for nothing: through pinned memory, in the order of the device's work."""
+"""Asynchronous copies between host and device: through pinned memory, in the order of the device's work."""
 
 from collections.abc import Sequence
 
@@ -6,28 +6,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Of each array in a buffer, bytes.
+# Alignment of each array in a buffer, bytes.
 ALIGNMENT = 16
 _DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
 def to_device(values: Sequence[float] | np.ndarray, device: torch.device) -> Tensor:
-    """Numbers as a tensor of the device; the host's memory itself on a CPU."""
+    """A tensor on the device; on a CPU it shares the memory of `values`."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy that can be read once the device has come this far; a CPU's tensor itself."""
+    """A copy on the host, readable once the device has come this far; on a CPU the tensor itself."""
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def send(arrays: Sequence[np.ndarray], device: torch.device, into: Tensor | None = None) -> list[Tensor]:
-    """All of them in one copy, int32 or int64 each; on a CPU they share memory that nobody else writes.
+    """Sends arrays of int32 or int64 in one copy; on a CPU the tensors share the memory of that copy.
 
-    into: [bytes] uint8 on the device that takes them, at places that only their sizes decide; None for new memory.
+    into: [bytes] uint8 on the device, written at offsets that depend on the sizes alone; None for new memory.
     """
     starts = np.cumsum([0] + [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
     host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")

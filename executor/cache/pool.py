@@ -13,7 +13,7 @@ from torch import Tensor
 from executor.cache.shares import Shares
 from executor.errors import ModelError
 
-# What a CPU executor takes when nobody says more: a laptop survives it.
+# Most bytes of the pools on a CPU unless a setting says more: a laptop survives it.
 CPU_BYTES = 4 << 30
 MEMINFO = Path("/proc/meminfo")
 
@@ -42,7 +42,7 @@ class Pool:
     """k, v: [layers, num_blocks + 1, block_size, kv_heads, head_dim]; slot 0 is the null block.
 
     last_write_steps: [num_blocks + 1] uint64 on the host, per slot the last step that wrote it, 0 for never.
-    pages: what gives the memory of slots back that are not in use; None where all of it is there for good.
+    pages: releases the memory of slots that are not in use; None where it is allocated for good.
     """
 
     group: LayerGroup
@@ -98,20 +98,20 @@ class KvPools:
         return group, pool.k[index], pool.v[index]
 
     def zero(self, group: int, slot: int, step: int) -> None:
-        """Overwrites a block with zeros, after this step. Its memory is given back where that can be done."""
+        """Overwrites a block with zeros, after this step, and releases its memory where that is possible."""
         pool = self.pools[group]
         pool.k[:, slot].zero_()
         pool.v[:, slot].zero_()
         self.mark_written(group, [slot], step)
         if pool.pages is not None:
-            pool.pages.give_back(slot)
+            pool.pages.release(slot)
 
     def mark_written(self, group: int, slots: Sequence[int] | Slots, step: int) -> None:
         """Notes that a step writes these slots."""
         pool, places = self.pools[group], np.asarray(slots, dtype=np.int64)
         pool.last_write_steps[places] = step
         if pool.pages is not None:
-            pool.pages.take(places)
+            pool.pages.use(places)
 
 
 def _allocate(group: LayerGroup, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Pool:
@@ -123,7 +123,7 @@ def _allocate(group: LayerGroup, num_blocks: int, block_size: int, dtype: torch.
 
 
 def _reserve(group: LayerGroup, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Pool:
-    """A pool in the host's memory, of which only what is written takes any."""
+    """A pool in the host's memory, whose pages are allocated when they are written."""
     assert device.type == "cpu"
     shape = _shape(group, num_blocks, block_size)
     size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
@@ -144,7 +144,7 @@ def _shape(group: LayerGroup, num_blocks: int, block_size: int) -> tuple[int, ..
 
 
 class Pages:
-    """The memory of a pool on a CPU, of which pages that hold nothing are given back to the system.
+    """The memory of a pool on a CPU; pages without blocks in use are released to the system.
 
     Not thread-safe: called by the thread that works on the device.
     """
@@ -157,12 +157,12 @@ class Pages:
         self._size = len(memories[0]) // (layers * slots)
         self._is_free = np.zeros(slots, dtype=np.bool_)
 
-    def take(self, slots: Slots) -> None:
-        """These slots are about to be written, and stay until `give_back`."""
+    def use(self, slots: Slots) -> None:
+        """These slots are about to be written, and are in use until `release`."""
         self._is_free[slots] = False
 
-    def give_back(self, slot: int) -> None:
-        """What a slot holds is needed no more: its pages go, but for those that it shares with slots in use."""
+    def release(self, slot: int) -> None:
+        """Frees the pages of a slot, but for pages that it shares with slots in use."""
         self._is_free[slot] = True
         for layer in range(self._layers):
             start, stop = self._free_pages(layer * self._slots, slot)
@@ -230,7 +230,7 @@ def free_memory(device: torch.device, meminfo: Path = MEMINFO) -> int:
 
 
 def available_memory(meminfo: Path = MEMINFO) -> int:
-    """Bytes of the host's memory that nobody uses; without a word from the kernel more than there can be."""
+    """Bytes of the host's memory that are available; 2^62 where the kernel does not report them."""
     for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":

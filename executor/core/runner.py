@@ -12,7 +12,7 @@ from torch import Tensor
 
 from executor.batch import HostBatch, SequenceState, build_batch
 from executor.cache.pool import KvPools
-from executor.cache.tiers.order import Place
+from executor.cache.tiers.hazards import SlotRef
 from executor.cache.tiers.tiers import Tiers
 from executor.core.sampler import SampleResult, SamplingRow, TokenCounts, sample
 from executor.core.state import SequenceTable, tokens_due
@@ -296,7 +296,7 @@ class Runner:
             raise
         return waited
 
-    def _wait(self, reads: Iterable[Place], writes: Iterable[Place]) -> float:
+    def _wait(self, reads: Iterable[SlotRef], writes: Iterable[SlotRef]) -> float:
         self._events.on_idle()
         return self.tiers.wait(reads, writes)
 
@@ -331,13 +331,13 @@ def disjoint_runs(copies: Sequence[Copy]) -> list[list[Copy]]:
     return runs
 
 
-def _slots_of(copies: Sequence[Copy]) -> tuple[list[Place], list[Place]]:
+def _slots_of(copies: Sequence[Copy]) -> tuple[list[SlotRef], list[SlotRef]]:
     """The slots that copies within the device read and write."""
     reads = [(Tier.DEVICE, copy.group, copy.source) for copy in copies if copy.source]
     return reads, [(Tier.DEVICE, copy.group, copy.target) for copy in copies]
 
 
-def _joining_reads(step: Step, block_size: int) -> list[Place]:
+def _joining_reads(step: Step, block_size: int) -> list[SlotRef]:
     """Blocks that sequences have computed when they join."""
     return [
         (Tier.DEVICE, group, slot)
@@ -347,7 +347,7 @@ def _joining_reads(step: Step, block_size: int) -> list[Place]:
     ]
 
 
-def _evicting_writes(step: Step, sequences: Sequence[SequenceState]) -> list[Place]:
+def _evicting_writes(step: Step, sequences: Sequence[SequenceState]) -> list[SlotRef]:
     """Blocks that sequences may move kept tokens to; models with policies have one layer group."""
     return [
         (Tier.DEVICE, 0, slot)
@@ -357,7 +357,7 @@ def _evicting_writes(step: Step, sequences: Sequence[SequenceState]) -> list[Pla
     ]
 
 
-def _written(batch: HostBatch) -> list[Place]:
+def _written(batch: HostBatch) -> list[SlotRef]:
     """Blocks that get new tokens."""
     groups = enumerate(np.unique(slots).tolist() for slots in batch.written_slots)
     return [(Tier.DEVICE, group, slot) for group, slots in groups for slot in slots]

@@ -1,4 +1,4 @@
-"""How long the device worked on a step and how long it had nothing to do before."""
+"""The time of a step's work on the device, and the idle time before it."""
 
 import time
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ class Clock:
         self._last: Any = None
 
     def clear(self) -> None:
-        """Forgets the last span: that of a step which failed has no end."""
+        """Forgets the last span: the span of a failed step has no end."""
         self._last = None
 
     def start(self) -> Span:

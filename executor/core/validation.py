@@ -103,7 +103,7 @@ def _check_new(new: NewSequence, limits: Limits) -> None:
     if len(new.tables) != len(limits.windows):
         raise _invalid("new_sequences.block_tables", handle, f"must be {len(limits.windows)}, one per layer group")
     for slots, window, num_blocks in zip(new.tables, limits.windows, limits.num_blocks, strict=True):
-        # Blocks before this one are out of every later token's sight.
+        # No later token attends to the blocks before this one.
         needed = 0 if window is None else max(0, new.num_computed_tokens - window + 1) // limits.block_size
         _check_slots("new_sequences.block_tables.slots", handle, slots, num_blocks, null_until=needed)
         if len(slots) * limits.block_size < new.num_computed_tokens:
@@ -127,7 +127,7 @@ def _check_evicting(step: Step, future: dict[int, _Future], limits: Limits) -> N
             raise _unknown("evicting_sequences", handle)
         if sequence.policy is None or sequence.evicts:
             raise _invalid("evicting_sequences", handle, "must have a policy and not evict by it yet")
-        # Policies go with one layer group.
+        # Models with policies have one layer group.
         _check_slots("evicting_slots", handle, table, limits.num_blocks[0])
         sequence.evicts = True
         if table:
@@ -143,7 +143,7 @@ def _check_slots(field: str, handle: int, slots: tuple[int, ...], num_blocks: in
 
 
 def check_copies(copies: Iterable[Copy], limits: Limits, *, zeros: bool = False) -> None:
-    """Raises InvalidStepError when there is no such source or target. zeros: source 0 may stand for them."""
+    """Raises InvalidStepError when a source or target does not exist. zeros: whether source 0 is allowed."""
     for copy in copies:
         if copy.group >= len(limits.windows):
             raise _invalid_copy(copy, "copy_groups", f"must be below {len(limits.windows)}")

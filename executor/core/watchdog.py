@@ -1,4 +1,4 @@
-"""Says whether the executor is of use: the cache manager knows it, and its device moves."""
+"""Decides whether the executor serves: the cache manager has registered it, and its device makes progress."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from executor.core.worker import Worker
 log = structlog.get_logger()
 
 TICK_SECONDS = 1.0
-# Ticks in which the device's thread may stand still: at least so many, and so many times what the longest of the last
-# steps took. Before a step has ended nothing is known: devices compile and load at first. The scheduler calls a step
-# late by the same measure. A tick is counted when it is over: to a process that was stopped, its pause is one tick.
+# Ticks in which the device's thread may stand still: at least STILL_TICKS, and STILL_TIMES the longest of the last
+# steps. The first step may take longer, as devices compile and load. The scheduler calls a step late by the same
+# measure. A tick counts when it is over: for a process that was stopped, its pause is one tick.
 STILL_TICKS, STILL_TIMES, FIRST_STEP_TICKS = 10, 5, 75
-# And ticks behind the end of the session that it works for. Its scheduler has given it up then, by a bound that knows
-# what steps take, and only another process helps.
+# Ticks after the end of the session that the device works for: its scheduler has given it up, and only another process
+# helps.
 ABANDONED_TICKS = 30
 
 
@@ -30,7 +30,7 @@ class Watchdog:
     """Looks at the device's thread from the asyncio loop."""
 
     def __init__(self, worker: Worker, set_serving: Callable[[bool], None], give_up: Callable[[], None]) -> None:
-        """set_serving: called with whether the executor is of use. give_up: called once when it never will be."""
+        """set_serving: called with whether the executor can serve. give_up: called once when it never can again."""
         self._worker = worker
         self._set_serving = set_serving
         self._give_up = give_up
@@ -40,7 +40,7 @@ class Watchdog:
     def set_registered(self, registered: bool) -> None:
         """Whether the cache manager knows the executor."""
         self._registered = registered
-        self._tell()
+        self._report()
 
     async def run(self) -> None:
         """Watches until it is cancelled, or has given up."""
@@ -54,7 +54,7 @@ class Watchdog:
             moves = still < still_ticks(self._worker.longest_step)
             if self._moves != moves:
                 self._moves = moves
-                self._tell()
+                self._report()
                 if self._moves:
                     log.info("the device moves again")
                 else:
@@ -62,5 +62,5 @@ class Watchdog:
         log.error("the device does not come back: the process ends")
         self._give_up()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         self._set_serving(self._registered and self._moves)

@@ -1,4 +1,4 @@
-"""The thread that owns the runner. Everything reaches it through one queue."""
+"""The thread that owns the runner. All work reaches it through one queue."""
 
 import queue
 import threading

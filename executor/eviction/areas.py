@@ -35,7 +35,7 @@ class Blocks(Evictor):
         self._slots = 0
 
     def evictable(self, slots: int) -> range:
-        """Blocks that may go of so many slots: neither start nor recent area, and never the partly filled last one."""
+        """Evictable blocks of `slots` slots: not in the start or recent area, and not the partly filled last block."""
         size = self.policy.block_size
         return range(self.policy.start // size, slots // size - self.policy.recent // size)
 
@@ -53,7 +53,7 @@ class Blocks(Evictor):
         return without(gone, slots, size)[:, None]
 
     def kept_mass(self, index: Tensor) -> float | None:
-        """Share of the scores behind the start area; of the slots that there were when `keep` was asked."""
+        """Share of the scores behind the start area, of the slots when `keep` was called."""
         return share(self.scores(self._slots)[:, None], index)
 
     @abstractmethod
@@ -63,7 +63,7 @@ class Blocks(Evictor):
 
     @abstractmethod
     def least(self, view: KvView, area: range, count: int) -> Tensor:
-        """[L, count] int64: which blocks of the area go, as their numbers within it."""
+        """[L, count] int64: the evicted blocks of the area, as their numbers within it."""
         ...
 
     def tracked(self, scores: SequenceScores) -> Tensor:
@@ -82,7 +82,7 @@ class Areas(Blocks):
     def __init__(self, policy: Policy, shape: KvShape, pooled: int = POOLED) -> None:
         super().__init__(policy, shape, pooled)
         self._sums = SlotScores(shape, 1)
-        # Place of the first query that counted; all later ones do.
+        # Position of the first scored query; all later queries are scored.
         self._first: int | None = None
 
     def accumulator(self, slots: int) -> ScoreAccumulator:
@@ -97,13 +97,13 @@ class Areas(Blocks):
         if self._first is None:
             if not scores.rows:
                 return
-            # Nothing is evicted before, so slots are places.
+            # No token is evicted before, so slots are positions.
             self._first = scores.weights.shape[-1] - scores.rows
         if scores.accumulator is None:
             self._sums.add(pool(self.tracked(scores), self.pooled), self.policy.start)
 
     def reindex(self, index: Tensor) -> None:
-        """Takes the sums along."""
+        """As in Evictor."""
         self._sums.reindex(index[:, :1])
 
     def scores(self, slots: int) -> Tensor:
@@ -111,7 +111,7 @@ class Areas(Blocks):
         return self._sums.values(slots)[:, 0]
 
     def counts(self, view: KvView) -> Tensor:
-        """[L, T] int64: counted queries that saw each token."""
+        """[L, T] int64: scored queries that saw each token."""
         return view.computed - view.positions[:, 0].clamp(min=self._first or 0)
 
     def least(self, view: KvView, area: range, count: int) -> Tensor:
@@ -126,7 +126,7 @@ class Areas(Blocks):
         return self._crushed(going, self.of_blocks(scores, area), crush, view.computed)
 
     def _crushed(self, going: Tensor, scores: Tensor, crush: KvCrush, computed: int) -> Tensor:
-        """[L, n - budget]: what is left of the blocks about to go, [L, n] ascending. scores: [L, N, B]."""
+        """[L, n - budget]: the blocks that are evicted of `going` [L, n], ascending. scores: [L, N, B]."""
         bits = important(scores.flatten(1)).view_as(scores)
         anchor = anchor_of(crush.anchor, bits, generator(self.policy, computed))
         kept = spared(distances(bits, anchor).gather(-1, going), crush.budget)
@@ -141,8 +141,10 @@ def pool(values: Tensor, width: int) -> Tensor:
 
 
 def without(gone: Tensor, slots: int, size: int) -> Tensor:
-    """[.., slots - n * size] int64, ascending: slots of what stays when whole blocks go, [.., n]; the last one may be
-    partly filled. On a CPU, raises RuntimeError for a block that there is not."""
+    """[.., slots - n * size] int64, ascending: the slots that stay when blocks `gone` [.., n] are evicted.
+
+    The last block may be partly filled. On a CPU, raises RuntimeError for a block that does not exist.
+    """
     blocks = complement(gone, slots // size)
     kept = (blocks[..., None] * size + torch.arange(size, device=gone.device)).flatten(-2)
     tail = torch.arange(slots - slots % size, slots, device=gone.device)

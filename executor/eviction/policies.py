@@ -37,13 +37,13 @@ class Ranked(Evictor):
         return complement(lowest(worth, positions, slots - count), slots)
 
     def worth(self, view: KvView, scores: Tensor, protected: Tensor, evicted: int) -> Tensor:
-        """[.., T] float32: the `evicted` lowest go. protected: [.., T] bool, the tokens that always stay."""
+        """[.., T] float32: the `evicted` lowest are evicted. protected: [.., T] bool, the tokens that always stay."""
         del view, evicted
         return scores.masked_fill(protected, torch.inf)
 
 
 class AttentionRanked(Ranked):
-    """Ranks by attention that is summed up over all counted queries, each KV head on its own."""
+    """Ranks by attention that is summed up over all scored queries, each KV head on its own."""
 
     def __init__(self, policy: Policy, shape: KvShape) -> None:
         super().__init__(policy, shape)
@@ -64,7 +64,7 @@ class AttentionRanked(Ranked):
         return self.sums.values(view.positions.shape[-1])
 
     def reindex(self, index: Tensor) -> None:
-        """Takes the sums along."""
+        """As in Evictor."""
         self.sums.reindex(index)
 
     def kept_mass(self, index: Tensor) -> float | None:
@@ -79,12 +79,12 @@ class SlidingWindow(Ranked):
     """
 
     def scores(self, view: KvView) -> Tensor:
-        """[1, 1, T] float32. Of positions that a float cannot tell apart the earlier goes all the same."""
+        """[1, 1, T] float32. Of positions that are equal as floats, the earlier is evicted."""
         return view.positions[:1, :1].to(torch.float32)
 
 
 class Last(SlidingWindow):
-    """Keeps the newest token: a window of one, that a sequence leaves again and again.
+    """Keeps the newest token: a window of one token.
 
     Metel et al. 2025, Batch-Max, section 4.
     """
@@ -113,8 +113,8 @@ class SnapKV(AttentionRanked):
 
     Li et al. 2024, SnapKV, section 4.
 
-    Neighbours share the maximum, as in the paper's experiments. An average, which other implementations take, spreads a
-    single strong token thin, and then neither it nor what it stands in may stay.
+    Neighbours share the maximum, as in the paper's experiments. An average, as in other implementations, spreads a
+    single strong token thin, and then neither the token nor its neighbours may stay.
     """
 
     def scores(self, view: KvView) -> Tensor:
@@ -161,7 +161,7 @@ class RoCo(AttentionRanked):
 
     Ren and Zhu 2024, On the Efficacy of Eviction Policy, section 4: RoCo.
 
-    As many tokens are kept for how much they vary as for being recent: in the paper they take the recent ones' place.
+    As many tokens are kept for how much they vary as for being recent: in the paper they replace the recent tokens.
     """
 
     uses_squares: ClassVar[bool] = True
@@ -196,7 +196,7 @@ class RoCo(AttentionRanked):
         return torch.full_like(scores, torch.inf).scatter_(-1, steady, scores.gather(-1, steady))
 
     def reindex(self, index: Tensor) -> None:
-        """Takes sums and squares along."""
+        """As in Evictor."""
         super().reindex(index)
         self._squares.reindex(index)
 

@@ -1,5 +1,4 @@
-"""Blocks that matter of late, and of the others those least alike (Adaptive R-KV, as in OpenVINO GenAI; after Cai et
-al. 2025, R-KV, section 3)."""
+"""Adaptive R-KV, as in OpenVINO GenAI (after Cai et al. 2025, R-KV, section 3)."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ class AdaptiveRkv(Blocks):
         self._recent: deque[Tensor] = deque(maxlen=policy.mass_steps)
 
     def observe(self, scores: SequenceScores | None, new: int) -> None:
-        """Remembers the step's scores, and forgets those of the oldest step."""
+        """Keeps the scores of the last steps."""
         del new
         if scores is not None:
             self._recent.append(self.tracked(scores))
 
     def reindex(self, index: Tensor) -> None:
-        """Takes all remembered scores along."""
+        """As in Evictor."""
         start = self.policy.start
         kept = index[:, :1, start:] - start
         tracked = self._slots - start
@@ -69,13 +68,13 @@ def key_diversity(keys: Tensor, size: int) -> Tensor:
 
 
 def least_needed(worth: Tensor, diversity: Tensor, mass: float, count: int) -> Tensor:
-    """[L, count] int64: blocks that go. worth: [L, N]; diversity: [L, N, N * B]."""
+    """[L, count] int64: the evicted blocks. worth: [L, N]; diversity: [L, N, N * B]."""
     certain = heaviest(worth, mass, worth.shape[-1] - count)
     return least_diverse(filtered(diversity, ~certain), certain, count)
 
 
 def heaviest(worth: Tensor, mass: float, most: int) -> Tensor:
-    """[L, N] bool: the fewest blocks with that share of all worth [L, N], at most so many; of equal ones the later."""
+    """[L, N] bool: the fewest blocks with that share of all worth [L, N], at most `most`; of equal blocks the later."""
     order = worth.sort(dim=-1, stable=True).indices.flip(-1)
     ordered = worth.double().gather(-1, order)
     before = ordered.cumsum(-1) - ordered

@@ -16,11 +16,11 @@ class SlotScores:
     """Attention that slots have gathered, [L, H, T] float32; 0 for slots that nothing was added to."""
 
     def __init__(self, shape: KvShape, heads: int) -> None:
-        # Longer than what is used, and 0 there: a step adds in place, and no slot has to be announced.
+        # Longer than needed, and 0 there: a step adds in place, and new slots need no call.
         self._held = torch.zeros(shape.layers, heads, _LEAST_SLOTS, device=shape.device)
 
     def room(self, slots: int) -> Tensor:
-        """[L, H, at least slots] contiguous: the sums themselves, until more slots are asked for."""
+        """[L, H, at least slots] contiguous: the sums themselves, until a call for more slots."""
         room = self._held.shape[-1]
         if slots > room:
             longer = self._held.new_zeros(*self._held.shape[:-1], max(slots, 2 * room))
@@ -29,7 +29,7 @@ class SlotScores:
         return self._held
 
     def values(self, slots: int) -> Tensor:
-        """[L, H, slots]: a view, until more slots are asked for."""
+        """[L, H, slots]: a view, until a call for more slots."""
         return self.room(slots)[..., :slots]
 
     def add(self, values: Tensor, first: int = 0) -> None:
@@ -41,18 +41,18 @@ class SlotScores:
         self._held.zero_()
 
     def reindex(self, index: Tensor) -> None:
-        """Slot i has what slot index[..., i] had; [L, H, T'] int64, of slots that were asked for before."""
+        """Slot i gets the value of slot index[..., i]; index: [L, H, T'] int64, below the slots of earlier calls."""
         kept = self._held.gather(-1, index)
         self._held.zero_()
         self._held[..., : kept.shape[-1]] = kept
 
     def share(self, index: Tensor) -> float | None:
-        """What part of all there is belongs to slots index, [1 or L, 1 or H, T'] int64; None when there is nothing."""
+        """Share of the total that slots `index` have, [1 or L, 1 or H, T'] int64; None when all are 0."""
         return share(self._held, index)
 
 
 def share(scores: Tensor, index: Tensor) -> float | None:
-    """What part of scores [L, H, T] belongs to slots index, [1 or L, 1 or H, T'] int64; None when all are 0."""
+    """Share of scores [L, H, T] that slots `index` have, [1 or L, 1 or H, T'] int64; None when all are 0."""
     total = float(scores.sum())
     kept = scores.gather(-1, index.expand(*scores.shape[:-1], -1))
     return float(kept.sum()) / total if total else None
@@ -63,8 +63,8 @@ def lowest(scores: Tensor, positions: Tensor, count: int) -> Tensor:
 
     scores: [.., T] float32 without NaN; positions: [.., T] int64, below 2^32.
     """
-    # Integers that are ordered like the floats leave room for the position below: one comparison decides, and what a
-    # device does with equal numbers plays no part.
+    # Integers that are ordered like the floats leave room for the position below: one comparison decides, and
+    # the order of equal numbers on a device does not matter.
     bits = (scores + 0.0).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
     return ((ordered << 32) + positions).topk(count, dim=-1, largest=False, sorted=False).indices
@@ -74,7 +74,7 @@ def complement(gone: Tensor, total: int) -> Tensor:
     """[.., total - n] int64, ascending: the numbers below total that are not in gone, [.., n], all different."""
     shape, count = gone.shape[:-1], total - gone.shape[-1]
     stays = torch.ones(*shape, total, dtype=torch.bool, device=gone.device).scatter_(-1, gone, False)
-    # Every number that stays has a place of its own; the others share one behind them.
+    # Every number that stays gets its own index; the others share the index behind them.
     places = torch.where(stays, stays.cumsum(-1) - 1, count)
     numbers = torch.arange(total, device=gone.device).expand_as(places)
     return torch.empty(*shape, count + 1, dtype=torch.int64, device=gone.device).scatter_(-1, places, numbers)[..., :-1]

@@ -165,7 +165,7 @@ class CudaGraphRunner:
         return ForwardOutput(buffers.logits[sent.rows], buffers.best[sent.rows], sent.output_token_rows, scores)
 
     def _bound(self, pools: KvPools, last_tokens: Tensor) -> GraphBuffers:
-        """GraphBuffers over these tensors; what was captured over others goes."""
+        """The buffers over these tensors; graphs captured over other tensors are dropped."""
         if self._buffers is None or self._buffers.pools is not pools or self._buffers.last_tokens is not last_tokens:
             self._graphs.clear()
             logits = self._head.new_empty(SIZES[-1], len(self._head))

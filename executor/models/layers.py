@@ -11,7 +11,7 @@ from kernels.paged_attention.batch import AttentionArgs
 
 
 class Recorder:
-    """Stands in for the pools during one call and notes what each layer asks for."""
+    """Replaces the pools during one call and notes each layer's shape."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
@@ -24,7 +24,7 @@ class Recorder:
         value: Tensor,
         args: AttentionArgs,
     ) -> Tensor:
-        """Notes the layer's shape; the answer is of the right size and means nothing."""
+        """Notes the layer's shape; returns zeros of the right size."""
         if layer in self.shapes:
             raise FamilyError(f"layer {layer} attends twice in one pass")
         if key.shape != value.shape or query.shape[-1] != key.shape[-1]:

@@ -64,7 +64,7 @@ def with_fallback(
 
 
 def _is_known(module: Any, config: Any) -> bool:
-    """Whether it is one of the families, and not only its part for text is: that has its layers elsewhere."""
+    """Whether the whole module is of a known family; a multimodal model has its text layers elsewhere."""
     return module.config is config and config.model_type in FAMILIES
 
 

@@ -54,7 +54,7 @@ def load_model(
 
 
 def model_of(module: Any, name: str, compiled_folder: Path | None = None) -> Model:
-    """A transformers decoder, where it is, as the executor runs it. Raises ModelError with one sentence when it cannot.
+    """A transformers decoder on its device, as the executor runs it. Raises ModelError when it cannot.
 
     Something faster takes the place of torch where it can: fused kernels on a GPU, compiled code kept in
     `compiled_folder` on a CPU; None leaves a CPU at torch.
@@ -98,7 +98,7 @@ def _faster(
 
 
 def release_unused_memory() -> None:
-    """Gives back what transformers' modules held, once nothing refers to them any more."""
+    """Releases the memory of transformers' modules that are no longer referenced."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -11,7 +11,7 @@ import numpy as np
 import structlog
 
 from executor.cache.pool import KvPools
-from executor.cache.tiers.order import Place
+from executor.cache.tiers.hazards import SlotRef
 from executor.cache.tiers.tiers import Tiers
 from executor.step import Copy, Tier
 from protos.kvcache.v1 import kvcache_pb2 as kv
@@ -41,7 +41,7 @@ class Announcement:
     plain_rotary: bool
 
     def request(
-        self, pools: KvPools, tiers: Tiers, *, again: bool, awaited: Collection[Place] = ()
+        self, pools: KvPools, tiers: Tiers, *, again: bool, awaited: Collection[SlotRef] = ()
     ) -> kv.RegisterExecutorRequest:
         """again: with the last write of every slot, from which the manager knows the blocks that are still there.
 
@@ -82,7 +82,7 @@ class Announcement:
 
 
 def _with(
-    values: np.ndarray[tuple[int], np.dtype[np.uint64]], tier: Tier, group: int, changing: set[Place], value: int
+    values: np.ndarray[tuple[int], np.dtype[np.uint64]], tier: Tier, group: int, changing: set[SlotRef], value: int
 ) -> list[int]:
     """The values of a tier's slots 1, 2, …; `value` where a slot is changing."""
     result: list[int] = values.tolist()

@@ -4,7 +4,7 @@ import ctypes
 from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
 
 # How a matrix lies in memory: the compiled code's Stored.
-FLOATS, HALVES, SQUEEZED_2, SQUEEZED_3, SQUEEZED_4, CODES_4, CODES_8, ROUNDED_4, ROUNDED_8 = range(9)
+FLOATS, BF16, SQUEEZED_2, SQUEEZED_3, SQUEEZED_4, CODES_4, CODES_8, ROUNDED_4, ROUNDED_8 = range(9)
 SQUEEZED = (SQUEEZED_2, SQUEEZED_3, SQUEEZED_4)
 
 
@@ -49,7 +49,7 @@ class Batch(ctypes.Structure):
         *((name, c_int64) for name in ("tokens", "sequences", "groups", "outputs")),
         *((name, c_void_p) for name in ("ids", "positions", "query_start")),
         ("group", POINTER(Group)),
-        *((name, c_void_p) for name in ("rows", "slot_numbers")),
+        *((name, c_void_p) for name in ("rows", "cache_positions")),
         ("entries", c_int64),
         ("scored", POINTER(Scored)),
         ("invariant", c_int64),
@@ -59,7 +59,7 @@ class Batch(ctypes.Structure):
 def declare(library: ctypes.CDLL) -> None:
     library.decoder_tile.restype = c_int64
     library.decoder_width.restype = c_int64
-    library.decoder_kinds.restype = c_int64
+    library.decoder_phases.restype = c_int64
     library.decoder_prefers_products.restype = ctypes.c_int
     library.decoder_can_squeeze.restype = ctypes.c_int
     library.decoder_allocate.restype = c_void_p

@@ -8,7 +8,7 @@
 
 #include <cfloat>
 
-#include "columns.h"
+#include "attention_lanes.h"
 
 // With fewer rows it is cheaper to read keys where they are than to lay them out for a multiplication.
 template <class T>
@@ -32,7 +32,7 @@ template <class T>
 struct Scratch {
   Lines<T> query, keys, values, weights;
   Lines<float> logits, largest, total, out, lanes;
-  Kept kept;
+  WeightBuffer kept;
   explicit Scratch(const Shape &shape) {
     int64_t rows = std::max<int64_t>(UNIT_ROWS, shape.per_kv()), dim = shape.head_dim;
     query.resize(rows * dim);
@@ -355,11 +355,11 @@ static inline void add_values(const Bfloat16 *weights, const Bfloat16 *const *va
 }
 #endif
 
-// One piece. query [T][heads..] with `stride` floats per token, already scaled; slot_numbers [T]; out [T][Hq][D];
+// One piece. query [T][heads..] with `stride` floats per token, already scaled; cache_positions [T]; out [T][Hq][D];
 // `sums` of what the unit counts. The keys of `next`, if there is one, are fetched at the end.
 template <class T, class C>
 static void attend(const Shape &shape, const Group &group, const Plan &plan, const Piece &piece, const Piece *next,
-                   const int64_t *slot_numbers, const float *query, int64_t stride, const C *k_cache, const C *v_cache,
+                   const int64_t *cache_positions, const float *query, int64_t stride, const C *k_cache, const C *v_cache,
                    Softmax &state, T *out, const Sums &sums, Scratch<T> &scratch) {
   const Unit &unit = *piece.unit;
   const int64_t dim = shape.head_dim, per_kv = shape.per_kv(), rows = unit.count * per_kv;
@@ -378,7 +378,7 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
       memset(&scratch.out[row * dim], 0, dim * 4);
   }
   // Each way to multiply rounds differently, so that where rounding may not depend on the number of rows, all are laid out.
-  const bool few = rows <= FEW_ROWS<T> && (!plan.invariant || unit.counted);
+  const bool few = rows <= FEW_ROWS<T> && (!plan.invariant || unit.scored);
   const bool in_lanes = std::is_same_v<T, float> && few && rows > TOGETHER;
   auto each_part = [&](const auto &use) {
     const int64_t parts = (rows + ROWS - 1) / ROWS;
@@ -391,8 +391,8 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
         into_lanes(&scratch.query[row * dim], some, dim, &scratch.lanes[part * WIDTH * dim]);
       });
   // Few rows are all kept: their weights are computed there, and need not be copied.
-  const int64_t counted = unit.counted * per_kv, first_kept = counted && few ? 0 : rows - counted;
-  if (counted) scratch.kept.begin(unit.end, rows - first_kept);
+  const int64_t scored = unit.scored * per_kv, first_kept = scored && few ? 0 : rows - scored;
+  if (scored) scratch.kept.begin(unit.end, rows - first_kept);
   // Where the keys and values of a run are, and those of the next one; what lies before the first that a row sees, or
   // behind the end, is another one of them.
   const C *places[2][2][KEYS];
@@ -424,7 +424,7 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
     else
       locate(piece, begin + KEYS, places[turn ^ 1]);
     auto visible = [&](int64_t row) {
-      int64_t number = slot_numbers[token_of(row)];
+      int64_t number = cache_positions[token_of(row)];
       int64_t from = group.window ? std::max<int64_t>(0, number - group.window + 1 - begin) : 0;
       return std::pair(std::min(from, count), std::clamp<int64_t>(number + 1 - begin, 0, count));
     };
@@ -468,7 +468,7 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
             float *sums_before = &scratch.out[(row + i) * dim + d];
             store(sums_before, load(sums_before) * keep.each[i]);
           }
-        if (counted) {
+        if (scored) {
           std::copy_n(largest.each, some, scratch.kept.largest(begin, row));
           for (int64_t k = 0; k < KEYS; k += WIDTH) {
             Vec columns[WIDTH];
@@ -489,17 +489,17 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
         in_groups(std::min<int64_t>(TOGETHER, rows - row), [&](auto group_size) {
           constexpr int R = decltype(group_size)::value;
           const Turn turn{row / TOGETHER, (rows + TOGETHER - 1) / TOGETHER};
-          float *weights = counted ? scratch.kept.weights(begin, row) : scratch.logits.data();
+          float *weights = scored ? scratch.kept.weights(begin, row) : scratch.logits.data();
           dots<R>(&scratch.query[row * dim], keys, keys_ahead, turn, count, dim, weights);
           auto [least, most] = weigh_rows(row, R, weights, weights);
-          if (counted) std::copy_n(&scratch.largest[row], R, scratch.kept.largest(begin, row));
+          if (scored) std::copy_n(&scratch.largest[row], R, scratch.kept.largest(begin, row));
           add_values<R, KEYS, 1>(weights, values, values_ahead, turn, least, most, dim, &scratch.out[row * dim]);
         });
       continue;
     }
     lay_out_keys(keys, keys_ahead, count, dim, scratch.keys.data());
     // They are added up in the same order where they are, and too few rows are not worth moving them.
-    const bool in_place = rows <= FEW_ROWS<T> && !counted;
+    const bool in_place = rows <= FEW_ROWS<T> && !scored;
     if (!in_place) lay_out_values(values, values_ahead, count, dim, scratch.values.data());
     each_part([&](int64_t row, int64_t some, int64_t) {
       for (int64_t tile = 0; tile < KEYS / TILE; tile++)
@@ -528,8 +528,8 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
                                   &scratch.out[row * dim + tile * TILE], dim);
     });
   }
-  if (counted)
-    scratch.kept.sum(unit.end, counted, &scratch.largest[rows - counted], &scratch.total[rows - counted], sums);
+  if (scored)
+    scratch.kept.sum(unit.end, scored, &scratch.largest[rows - scored], &scratch.total[rows - scored], sums);
   for (int64_t row = 0; row < rows; row++) {
     int64_t place = place_of(row);
     const float *part = &scratch.out[row * dim];

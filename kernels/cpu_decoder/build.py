@@ -13,24 +13,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-HEADERS = (
-    "vector",
-    "team",
-    "codes",
-    "squeezed",
-    "linear",
-    "matmul",
-    "units",
-    "kept",
-    "columns",
-    "attention",
-    "pooled",
-    "step",
-)
-SOURCES = (*(f"{name}.h" for name in HEADERS), "decoder.cpp")
+_HERE = Path(__file__).parent
+SOURCES = (*sorted(path.name for path in _HERE.glob("*.h")), "decoder.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS: tuple[str, ...] = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
-_HERE = Path(__file__).parent
 
 
 class BuildError(Exception):

@@ -15,7 +15,7 @@ static double seconds_of() {
   alignas(64) float out[ROWS * TILE] = {};
   double least = INFINITY;
   for (int i = 0; i < 20; i++) {
-    double seconds[KINDS] = {};
+    double seconds[PHASES] = {};
     Watch watch(seconds);
     for (int64_t j = 0; j < times; j++) multiply<ROWS, true>(a.data(), k, b.data(), k, out, TILE, Ahead<0>{});
     // Else nobody would look at what was computed, and so nothing would be.
@@ -31,7 +31,7 @@ extern "C" {
 
 int64_t decoder_tile() { return TILE; }
 int64_t decoder_width() { return WIDTH; }
-int64_t decoder_kinds() { return KINDS; }
+int64_t decoder_phases() { return PHASES; }
 
 // Whether bfloat16 is multiplied by instructions for it: where there are some, and they take less time than widening
 // it does. Of processors that have them, some do twice as much with them as in floats, and some half as much.
@@ -73,7 +73,7 @@ int64_t decoder_packed_bytes(int64_t n, int64_t k, Stored stored) {
 // cannot be stored so.
 int64_t decoder_pack(void *to, const void *from, int64_t n, int64_t k, Stored stored) {
   if (stored == FLOATS) pack((float *)to, (const float *)from, n, k);
-  if (stored == HALVES) pack((Bfloat16 *)to, (const Bfloat16 *)from, n, k);
+  if (stored == BF16) pack((Bfloat16 *)to, (const Bfloat16 *)from, n, k);
   bool can = true;
   with_code(stored, [&]<int BITS, bool ROUNDED>() {
     can = encode<ROUNDED>((Coded<BITS> *)to, (const std::conditional_t<ROUNDED, Bfloat16, float> *)from, n, k);
@@ -87,21 +87,21 @@ int64_t decoder_pack(void *to, const void *from, int64_t n, int64_t k, Stored st
   return decoder_packed_bytes(n, k, stored);
 }
 
-Team *decoder_team(const Model *model, int size) {
+PhasePool *decoder_team(const Model *model, int size) {
   int64_t most = model->head.tiles();
   for (int64_t i = 0; i < model->layers; i++) {
     const Layer &layer = model->layer[i];
     for (const Linear *linear : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down})
       most = std::max(most, linear->tiles());
   }
-  return new Team(size, most);
+  return new PhasePool(size, most);
 }
 
-void decoder_disband(Team *team) { delete team; }
+void decoder_disband(PhasePool *team) { delete team; }
 
 // A step over caches in floats, or in bfloat16; what comes from those is multiplied in floats, too, unless `products`
 // are wanted, which take two numbers in bfloat16 at a time.
-void decoder_step(const Model *model, const Batch *batch, float *logits, Team *team, double *seconds, int is_bfloat16,
+void decoder_step(const Model *model, const Batch *batch, float *logits, PhasePool *team, double *seconds, int is_bfloat16,
                   int products) {
   auto run = [&](auto step) { team->run(std::make_shared<std::function<void()>>([step] { step->work(); })); };
   auto make = [&]<class T, class C>() { run(std::make_shared<Step<T, C>>(*model, *batch, logits, *team, seconds)); };

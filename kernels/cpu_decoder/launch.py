@@ -1,4 +1,4 @@
-"""A decoder of the Llama kind on a CPU: packs its weights once and computes whole steps in compiled code."""
+"""A decoder of the Llama family on a CPU: packs its weights once and computes whole steps in compiled code."""
 
 import ctypes
 import weakref
@@ -17,13 +17,13 @@ from kernels.weights import LayerWeights, Weights
 DTYPES = (torch.float32, torch.bfloat16)
 # Share of its bytes up to which a matrix stays squeezed: else unpacking gains too little.
 _WORTH_SQUEEZING = 0.95
-# What the time of a step goes to, in the order of the compiled code's Kind.
-KINDS = ("rest", "qkv", "rotary and store", "attention", "attention output", "gate and up", "down", "logits")
+# What the time of a step goes to, in the order of the compiled code's Phase.
+PHASES = ("rest", "qkv", "rotary and store", "attention", "attention output", "gate and up", "down", "logits")
 
 
 @dataclass(frozen=True)
 class TokenGroup:
-    """What layers with one kind of window need. slots: [T] int64, -1 for nowhere; tables: [S, M] int32."""
+    """Slots and tables of the layers with one window. slots: [T] int64, -1 for nowhere; tables: [S, M] int32."""
 
     slots: Tensor
     tables: Tensor
@@ -58,7 +58,7 @@ def _ways(weight: Tensor) -> Iterator[tuple[Tensor, int]]:
             yield weight, abi.FLOATS
             return
         weight = weight.bfloat16()
-    yield from ((weight, stored) for stored in (abi.ROUNDED_4, abi.ROUNDED_8, abi.SQUEEZED_2, abi.HALVES))
+    yield from ((weight, stored) for stored in (abi.ROUNDED_4, abi.ROUNDED_8, abi.SQUEEZED_2, abi.BF16))
 
 
 class Decoder:
@@ -89,8 +89,8 @@ class Decoder:
         self._dtype = dtype
         prefers = library.decoder_prefers_products
         self._products = dtype == torch.bfloat16 and bool(prefers() if products is None else products)
-        assert library.decoder_kinds() == len(KINDS)
-        self._seconds = (c_double * len(KINDS))()
+        assert library.decoder_phases() == len(PHASES)
+        self._seconds = (c_double * len(PHASES))()
         self.vocabulary, self._hidden = weights.head.shape
         self._cache_shape = [weights.kv_heads, weights.head_dim]
         # What the structures below point into; packed weights in one piece, for the large pages.
@@ -131,7 +131,7 @@ class Decoder:
     @property
     def seconds(self) -> dict[str, float]:
         """What the time of all steps so far went to, as one thread saw it; norms and the embedding are the rest."""
-        return dict(zip(KINDS, self._seconds, strict=True))
+        return dict(zip(PHASES, self._seconds, strict=True))
 
     @property
     def products(self) -> bool:
@@ -156,7 +156,7 @@ class Decoder:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        slot_numbers: Tensor,
+        cache_positions: Tensor,
         query_start: Tensor,
         groups: Sequence[TokenGroup],
         rows: Tensor,
@@ -164,11 +164,11 @@ class Decoder:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Computes packed tokens, stores their keys and values, and returns the logits of some: [R, V] float32.
+        """Computes packed tokens, stores their keys and values, and returns the logits of `rows`: [R, V] float32.
 
         token_ids: [T] int64. positions: [T] int64, by which queries and keys are rotated.
-        slot_numbers: [T] int64, where a token stands along its block tables; a sequence's are one apart, and its tokens
-        attend to all slots up to their own. query_start: [S + 1] int32; sequence s has the tokens query_start[s] to
+        cache_positions: [T] int64, positions along the block tables, consecutive in a sequence; a token attends to all
+        positions up to its own. query_start: [S + 1] int32; sequence s has the tokens query_start[s] to
         query_start[s + 1], at least one. groups: per group of layers. rows: [R] int64.
         scores: of which sequences the attention scores are computed, at most once each, and where they go; only for
         models without a window.
@@ -179,7 +179,7 @@ class Decoder:
         for name, tensor, size, dtype in (
             ("token_ids", token_ids, None, torch.int64),
             ("positions", positions, num_tokens, torch.int64),
-            ("slot_numbers", slot_numbers, num_tokens, torch.int64),
+            ("cache_positions", cache_positions, num_tokens, torch.int64),
             ("query_start", query_start, None, torch.int32),
             ("rows", rows, None, torch.int64),
         ):
@@ -196,7 +196,7 @@ class Decoder:
             raise ValueError("no caches are bound")
         if scores and any(group.window for group in groups):
             raise ValueError("scores: attention is not scored where it has a window")
-        scored = [self._scored(entry, slot_numbers, query_start) for entry in scores]
+        scored = [self._scored(entry, cache_positions, query_start) for entry in scores]
         shape = [rows.shape[0], self.vocabulary]
         logits = torch.empty(shape) if out is None else out
         check_shape("out", logits, shape, "[R, V]")
@@ -217,21 +217,21 @@ class Decoder:
                 query_start.data_ptr(),
                 (abi.Group * len(groups))(*entries),
                 rows.data_ptr(),
-                slot_numbers.data_ptr(),
+                cache_positions.data_ptr(),
                 len(scored),
                 (abi.Scored * len(scored))(*scored),
                 self.invariant,
             )
-            kinds = self._dtype == torch.bfloat16, self._products
+            types = self._dtype == torch.bfloat16, self._products
             inputs = ctypes.byref(self._model), ctypes.byref(batch)
-            self._library.decoder_step(*inputs, logits.data_ptr(), self._team, self._seconds, *kinds)
+            self._library.decoder_step(*inputs, logits.data_ptr(), self._team, self._seconds, *types)
         return logits
 
-    def _scored(self, scores: SequenceScores, slot_numbers: Tensor, query_start: Tensor) -> abi.Scored:
+    def _scored(self, scores: SequenceScores, cache_positions: Tensor, query_start: Tensor) -> abi.Scored:
         first, end = query_start[scores.sequence : scores.sequence + 2].tolist()
         if not 1 <= scores.rows <= end - first:
             raise ValueError(f"scores: expected 1 to {end - first} rows, got {scores.rows}")
-        keys = int(slot_numbers[end - 1]) + 1
+        keys = int(cache_positions[end - 1]) + 1
         for name, tensor in (("weights", scores.weights), ("squares", scores.squares)):
             if tensor is not None:
                 shape = [len(self._layers), self._cache_shape[0], keys]
@@ -284,7 +284,7 @@ class Decoder:
             if stored in abi.SQUEEZED and not self._library.decoder_can_squeeze():
                 continue
             size = self._library.decoder_pack(at, same.data_ptr(), *same.shape, stored)
-            plain = self._packed_bytes(same, abi.FLOATS if same.dtype == torch.float32 else abi.HALVES)
+            plain = self._packed_bytes(same, abi.FLOATS if same.dtype == torch.float32 else abi.BF16)
             if size and (stored not in abi.SQUEEZED or size < _WORTH_SQUEEZING * plain):
                 break
         self._filled += size

@@ -4,20 +4,20 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "codes.h"
+#include "ggml_codes.h"
 #include "squeezed.h"
 
 // How a linear layer's weights lie in memory: [tiles][k][TILE] as floats, [tiles][k / 2][TILE][2] in bfloat16, or these
 // squeezed, of which 2, 3 or 4 bytes are not all 0: where each tile begins, [tiles + 1] int64 in bytes from `packed`,
 // then the tiles. Or [tiles][k / SHARED] groups of codes of 4 or 8 bits, of floats or of what was rounded to bfloat16.
 // Weights in bfloat16 that are multiplied with floats are floats whose lower half is 0: as exact, in half the bytes.
-enum Stored : int64_t { FLOATS, HALVES, SQUEEZED_2, SQUEEZED_3, SQUEEZED_4, CODES_4, CODES_8, ROUNDED_4, ROUNDED_8 };
+enum Stored : int64_t { FLOATS, BF16, SQUEEZED_2, SQUEEZED_3, SQUEEZED_4, CODES_4, CODES_8, ROUNDED_4, ROUNDED_8 };
 
 static inline bool is_squeezed(Stored stored) { return stored >= SQUEEZED_2 && stored <= SQUEEZED_4; }
 static inline bool is_coded(Stored stored) { return stored >= CODES_4; }
 // Of a weight as it is multiplied.
 static inline int bytes_of(Stored stored) {
-  return stored == HALVES || stored == SQUEEZED_2 || stored == ROUNDED_4 || stored == ROUNDED_8 ? 2 : 4;
+  return stored == BF16 || stored == SQUEEZED_2 || stored == ROUNDED_4 || stored == ROUNDED_8 ? 2 : 4;
 }
 
 // Calls `use` with how many bits the codes have that weights are computed from, and whether these were rounded.
@@ -90,7 +90,7 @@ class Reader<Bfloat16> {
   {}
 
   const Bfloat16 *next(int64_t inputs) {
-    if (stored == HALVES) {
+    if (stored == BF16) {
       const char *given = from;
       from += inputs * TILE * 2;
       return (const Bfloat16 *)given;
@@ -136,7 +136,7 @@ class Reader<float> {
     if (stored == SQUEEZED_3) from = unpacker.next<3>(groups, widened);
     if (stored == SQUEEZED_4) from = unpacker.next<4>(groups, widened);
 #endif
-    if (stored == HALVES || stored == SQUEEZED_2) widen(inputs);
+    if (stored == BF16 || stored == SQUEEZED_2) widen(inputs);
     return widened;
   }
 

@@ -180,7 +180,7 @@ static inline void multiply_tile(const T *a, int64_t rows, const Linear &linear,
   };
   if (parts == 1) {
     // As they lie, or a few.
-    const int64_t most = linear.stored == (std::is_same_v<W, float> ? FLOATS : HALVES) ? k : 64;
+    const int64_t most = linear.stored == (std::is_same_v<W, float> ? FLOATS : BF16) ? k : 64;
     const int64_t each_turn = (linear.at(tile + 1) - linear.at(tile)) / (k / 2);
     constexpr int lines = 2 * TILE * sizeof(W) / 64;
     for (int64_t begin = 0; begin < k; begin += most) {
@@ -214,7 +214,7 @@ static inline void multiply_tile(const T *a, int64_t rows, const Linear &linear,
 // For every tile of columns and every block of rows of a [rows][k]: `finish(row, rows, tile, sums [rows][TILE])`.
 // A block's rows lie in the cache of the thread whose share they are, a tile's weights while all of them pass.
 template <class W, class T, class Finish>
-static void matmul_with(Team &team, const T *a, int64_t rows, const Linear &linear, const Finish &finish) {
+static void matmul_with(PhasePool &team, const T *a, int64_t rows, const Linear &linear, const Finish &finish) {
   const int64_t tiles = linear.tiles(), least = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
   const int64_t blocks = std::max(least, std::min<int64_t>(rows / LEAST_BLOCK_ROWS, team.size));
   alignas(64) float sums[BLOCK_ROWS * TILE];
@@ -243,7 +243,7 @@ static void matmul_with(Team &team, const T *a, int64_t rows, const Linear &line
 }
 
 template <class T, class Finish>
-static void matmul(Team &team, const T *a, int64_t rows, const Linear &linear, const Finish &finish) {
+static void matmul(PhasePool &team, const T *a, int64_t rows, const Linear &linear, const Finish &finish) {
   if (!rows) return;
   if constexpr (std::is_same_v<T, float>)
     // Weights are widened once for several parts, and in registers for one, unless they are computed.

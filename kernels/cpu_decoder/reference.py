@@ -18,7 +18,7 @@ def step(
     weights: Weights,
     token_ids: Tensor,
     positions: Tensor,
-    slot_numbers: Tensor,
+    cache_positions: Tensor,
     query_start: Tensor,
     groups: Sequence[TokenGroup],
     rows: Tensor,
@@ -27,7 +27,7 @@ def step(
 ) -> Tensor:
     """As `launch.Decoder.step`, in the dtype of the weights, caches [N, B, Hkv, D] and scores; returns [R, V]."""
     query_lens = query_start.diff().tolist()
-    seq_lens = (slot_numbers[query_start[1:].long() - 1] + 1).tolist()
+    seq_lens = (cache_positions[query_start[1:].long() - 1] + 1).tolist()
     table = weights.head if weights.embedding is None else weights.embedding
     hidden = table[token_ids]
     angles = positions[:, None].to(table.dtype) * weights.frequencies.to(table.dtype)

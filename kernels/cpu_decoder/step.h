@@ -1,4 +1,4 @@
-// A decoder of the Llama kind on a CPU: a whole step in one call, on threads that stay together from layer to layer.
+// A decoder of the Llama family on a CPU: a whole step in one call, on threads that stay together from layer to layer.
 //
 // Hidden states, sums, norms, rotary embedding and attention are in float; caches are in the model's type, and so is
 // what is multiplied with weights, unless floats are faster.
@@ -34,9 +34,9 @@ struct Batch {
   const int32_t *query_start;      // [S + 1]
   const Group *group;
   const int64_t *rows;          // [outputs], tokens whose logits are wanted
-  const int64_t *slot_numbers;  // [T]
+  const int64_t *cache_positions;  // [T]
   int64_t entries;
-  const Counted *counted;  // [entries]
+  const Scored *scored;  // [entries]
   int64_t invariant;  // whether nothing that is rounded may depend on what else is in the step, nor on the threads
 };
 
@@ -62,18 +62,18 @@ static inline void normalise(const float *x, const float *weight, int64_t n, flo
 }
 
 // What the time of a step goes to.
-enum Kind { REST, QKV, ROTARY_AND_STORE, ATTENTION, ATTENTION_OUTPUT, GATE_UP, DOWN, LOGITS, KINDS };
+enum Phase { REST, QKV, ROTARY_AND_STORE, ATTENTION, ATTENTION_OUTPUT, GATE_UP, DOWN, LOGITS, PHASES };
 
-// Adds times to `seconds` [KINDS], unless that is null.
+// Adds times to `seconds` [PHASES], unless that is null.
 class Watch {
  public:
   explicit Watch(double *seconds) : seconds(seconds), last(Clock::now()) {}
 
-  // All since the last lap was of this kind.
-  void lap(Kind kind) {
+  // The time since the last lap belongs to this phase.
+  void lap(Phase phase) {
     if (!seconds) return;
     auto now = Clock::now();
-    seconds[kind] += std::chrono::duration<double>(now - last).count();
+    seconds[phase] += std::chrono::duration<double>(now - last).count();
     last = now;
   }
 
@@ -88,12 +88,12 @@ class Watch {
 template <class T, class C>
 class Step {
  public:
-  // `seconds` [KINDS] takes the times that the thread sees which makes this object.
-  Step(const Model &model, const Batch &batch, float *logits, Team &team, double *seconds)
+  // `seconds` [PHASES] takes the times that the thread sees which makes this object.
+  Step(const Model &model, const Batch &batch, float *logits, PhasePool &team, double *seconds)
       : model(model), shape(model.shape), logits(logits), team(team), seconds(seconds), tokens(batch.tokens),
         ids(batch.ids, batch.ids + tokens), positions(batch.positions, batch.positions + tokens),
-        slot_numbers(batch.slot_numbers, batch.slot_numbers + tokens),
-        rows(batch.rows, batch.rows + batch.outputs), counted(batch.counted, batch.counted + batch.entries),
+        cache_positions(batch.cache_positions, batch.cache_positions + tokens),
+        rows(batch.rows, batch.rows + batch.outputs), scored(batch.scored, batch.scored + batch.entries),
         hidden(tokens * model.hidden), qkv(tokens * width()),
         cosines(tokens * shape.head_dim / 2), sines(cosines.size()),
         normal(std::max<int64_t>(tokens, rows.size()) * model.hidden), attended(tokens * model.layer[0].out.k),
@@ -101,7 +101,7 @@ class Step {
     int64_t most_sums = 0, most_softmaxes = 0;
     for (int64_t g = 0; g < batch.groups; g++) {
       groups.emplace_back(batch.group[g], tokens, batch.sequences);
-      plans.push_back(plan_units(shape, groups[g], batch.sequences, batch.query_start, slot_numbers.data(), counted,
+      plans.push_back(plan_units(shape, groups[g], batch.sequences, batch.query_start, cache_positions.data(), scored,
                                  team.size, batch.invariant));
       if (!plans[g].shared.empty() || !plans[g].merged.empty())
         most_softmaxes = std::max(most_softmaxes, plans[g].softmaxes);
@@ -205,19 +205,19 @@ class Step {
 
   // Where a unit leaves its sums for a KV head.
   Sums sums_of(const Unit &unit, int64_t number, int64_t head) {
-    if (!unit.counted) return {};
-    const Counted &entry = counted[unit.entry];
+    if (!unit.scored) return {};
+    const Scored &entry = scored[unit.entry];
     const int64_t at = (number * shape.kv_heads + head) * entry.keys;
     if (unit.sums < 0) return {entry.weights + at, entry.squares ? entry.squares + at : nullptr};
     float *part = &sums[unit.sums + head * unit.end];
     return {part, entry.squares ? part + shape.kv_heads * unit.end : nullptr};
   }
 
-  // Adds up what the units of one sequence have counted, always in the same order.
+  // Adds up what the units of one sequence have scored, always in the same order.
   void add_sums(int64_t number) {
     const Plan &plan = plans[model.layer[number].group];
     if (!plan.sums) return;
-    team.each(int64_t(counted.size()) * shape.kv_heads, [&](int64_t piece) {
+    team.each(int64_t(scored.size()) * shape.kv_heads, [&](int64_t piece) {
       const int64_t entry = piece / shape.kv_heads, head = piece % shape.kv_heads;
       for (const Unit &unit : plan.own) {
         if (unit.sums < 0 || unit.entry != entry) continue;
@@ -240,7 +240,7 @@ class Step {
       team.each(count, [&](int64_t i) {
         // The one that this thread will most likely take next.
         Piece now = piece(i), next = i + 1 < count ? piece(i + 1) : Piece{};
-        attend<T>(shape, groups[layer.group], plan, now, next.unit ? &next : nullptr, slot_numbers.data(), qkv.data(),
+        attend<T>(shape, groups[layer.group], plan, now, next.unit ? &next : nullptr, cache_positions.data(), qkv.data(),
                   width(), (const C *)layer.k_cache, (const C *)layer.v_cache, state, attended.data(),
                   sums_of(*now.unit, number, now.head), scratch);
       });
@@ -250,11 +250,11 @@ class Step {
     });
   }
 
-  // Adds what was counted to the totals of those who keep some.
+  // Adds what was scored to the totals of those who keep some.
   void add_totals() {
-    if (std::none_of(counted.begin(), counted.end(), [](const Counted &entry) { return entry.totals; })) return;
-    team.each(int64_t(counted.size()) * model.layers, [&](int64_t piece) {
-      const Counted &entry = counted[piece / model.layers];
+    if (std::none_of(scored.begin(), scored.end(), [](const Scored &entry) { return entry.totals; })) return;
+    team.each(int64_t(scored.size()) * model.layers, [&](int64_t piece) {
+      const Scored &entry = scored[piece / model.layers];
       if (!entry.totals) return;
       const int64_t layer = piece % model.layers, together = shape.kv_heads / entry.heads;
       for (int64_t head = 0; head < entry.heads; head++)
@@ -295,12 +295,12 @@ class Step {
   const Model &model;
   const Shape &shape;
   float *logits;
-  Team &team;
+  PhasePool &team;
   double *seconds;
   const std::thread::id first = std::this_thread::get_id();
   int64_t tokens;
-  std::vector<int64_t> ids, positions, slot_numbers, rows;
-  std::vector<Counted> counted;
+  std::vector<int64_t> ids, positions, cache_positions, rows;
+  std::vector<Scored> scored;
   std::vector<OwnGroup> groups;
   Lines<float> hidden, qkv, cosines, sines;
   Lines<T> normal, attended, activated;

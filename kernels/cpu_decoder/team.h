@@ -26,14 +26,14 @@ extern "C" void AnnotateIgnoreReadsEnd(const char *file, int line);
 //
 // Each thread first takes the pieces of its own share, one behind the other, then what is left of the others' shares.
 // So it meets again what it has in its cache, as long as like pieces have like places in all phases.
-class Team {
+class PhasePool {
  public:
   // No phase of `each_repeatable` may have more pieces than `most`.
-  Team(int size, int64_t most) : size(size), claims(new std::atomic<int64_t>[most]()), shares(new Share[size]()) {
+  PhasePool(int size, int64_t most) : size(size), claims(new std::atomic<int64_t>[most]()), shares(new Share[size]()) {
     for (int number = 1; number < size; number++) members.emplace_back([this, number] { serve(number); });
   }
 
-  ~Team() {
+  ~PhasePool() {
     ending = true;
     round.fetch_add(1);
     round.notify_all();
@@ -136,7 +136,7 @@ class Team {
     return false;
   }
 
-  // A piece is done; the phase cannot end before this is counted.
+  // A piece is done; the phase cannot end before this is scored.
   void finish(int64_t phase, int64_t count) {
     if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;
     done.store(0, std::memory_order_relaxed);

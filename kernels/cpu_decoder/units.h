@@ -37,14 +37,14 @@ struct Shape {
 // tokens and over the query heads of a KV head, and the sums of their squares, or null; [layers][Hkv][keys] each.
 // Unless `totals` is null, the weights are added to them at the end of the step: [layers][heads] rows of `room` each,
 // of all KV heads together where there is one; of each key from `first` on the largest of `width` neighbours.
-struct Counted {
+struct Scored {
   int64_t sequence, rows, keys;
   float *weights, *squares, *totals;
   int64_t heads, room, first, width;
 };
 
 // Rows of `tokens`, a run in `order`, against the keys at [begin, end) of a sequence's table. Of the tokens the last
-// `counted` count for an entry of Counted. The last unit of a sequence sees all its keys and leaves the sums at the entry;
+// `scored` count for an entry of Scored. The last unit of a sequence sees all its keys and leaves the sums at the entry;
 // others leave their parts at `sums`: [2][Hkv][end], weights and squares.
 // Where keys are divided among units, each leaves its softmax at `part`, [count][Hq], for who merges them.
 struct Unit {
@@ -52,7 +52,7 @@ struct Unit {
   int64_t sequence;
   int64_t begin, end;
   bool resumes, ends;
-  int64_t counted = 0, entry = 0, sums = -1, part = -1;
+  int64_t scored = 0, entry = 0, sums = -1, part = -1;
   // The first key that a row sees: a run may begin before it.
   int64_t least = 0;
 };
@@ -86,7 +86,7 @@ static inline void divide_keys(Plan &plan, const Shape &shape, int threads) {
     const int64_t keys = unit.end - unit.begin, share = cost(unit) * threads;
     int64_t parts = 1;
     // Not all but equal ones of which there are enough.
-    if (!unit.counted && share * UNITS_PER_THREAD > total)
+    if (!unit.scored && share * UNITS_PER_THREAD > total)
       parts = std::clamp<int64_t>(share * PARTS_PER_THREAD / total, 1, std::max<int64_t>(1, keys / LEAST_KEYS));
     if (parts == 1) {
       divided.push_back(unit);
@@ -108,17 +108,17 @@ static inline void divide_keys(Plan &plan, const Shape &shape, int threads) {
   plan.own.swap(divided);
 }
 
-// slot_numbers: [T], of the tokens along their tables. invariant: what is rounded of a token that is not counted depends
+// cache_positions: [T], of the tokens along their tables. invariant: what is rounded of a token that is not scored depends
 // on nothing that is computed beside it: runs of keys begin at the same places for all, and contexts are not divided.
 static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences, const int32_t *query_start,
-                       const int64_t *slot_numbers, const std::vector<Counted> &counted, int threads,
+                       const int64_t *cache_positions, const std::vector<Scored> &scored, int threads,
                        bool invariant) {
   Plan plan;
   plan.invariant = invariant;
   std::vector<int64_t> entry_of(sequences, -1);
-  for (size_t entry = 0; entry < counted.size(); entry++) entry_of[counted[entry].sequence] = entry;
+  for (size_t entry = 0; entry < scored.size(); entry++) entry_of[scored[entry].sequence] = entry;
   auto table = [&](int64_t s) { return group.tables + s * group.width; };
-  auto length = [&](int64_t s) { return slot_numbers[query_start[s + 1] - 1] + 1; };
+  auto length = [&](int64_t s) { return cache_positions[query_start[s + 1] - 1] + 1; };
   std::vector<int64_t> sorted(sequences);
   std::iota(sorted.begin(), sorted.end(), 0);
   auto common = [&](int64_t a, int64_t b) {
@@ -149,15 +149,15 @@ static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences
       unit.count = to - from;
       int64_t least = INT64_MAX, most = 0;
       for (int64_t i = unit.first; i < unit.first + unit.count; i++) {
-        least = std::min(least, slot_numbers[plan.order[i]]);
-        most = std::max(most, slot_numbers[plan.order[i]]);
+        least = std::min(least, cache_positions[plan.order[i]]);
+        most = std::max(most, cache_positions[plan.order[i]]);
       }
       unit.end = std::min(unit.end, most + 1);
       if (group.window) unit.begin = std::max(unit.begin, least - group.window + 1);
       unit.least = unit.begin;
       if (invariant) unit.begin -= unit.begin % KEYS;
-      unit.counted = std::clamp<int64_t>(to - (whole.count - whole.counted), 0, unit.count);
-      if (unit.counted && to < whole.count) {
+      unit.scored = std::clamp<int64_t>(to - (whole.count - whole.scored), 0, unit.count);
+      if (unit.scored && to < whole.count) {
         unit.sums = plan.sums;
         plan.sums += 2 * shape.kv_heads * unit.end;
       }
@@ -179,7 +179,7 @@ static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences
       for (int64_t row = query_start[s]; row < query_start[s + 1]; row++) plan.order.push_back(row);
       int64_t entry = entry_of[s];
       Unit whole{start, int64_t(plan.order.size()) - start, s, shared, length(s), shared > 0, true};
-      if (entry >= 0) whole.counted = counted[entry].rows, whole.entry = entry;
+      if (entry >= 0) whole.scored = scored[entry].rows, whole.entry = entry;
       cut(plan.own, whole);
     }
     if (shared) cut(plan.shared, {first, int64_t(plan.order.size()) - first, sorted[i], 0, shared, false, false});

@@ -184,10 +184,10 @@ def build_world(case: Case, dtype: torch.dtype) -> World:
         table[: len(own)] = own
         table[: case.shared] = numbers[0][: case.shared]
     firsts = [length - count for length, count in zip(case.lengths, case.queries, strict=True)]
-    slot_numbers = torch.cat([torch.arange(a, b) for a, b in zip(firsts, case.lengths, strict=True)])
+    cache_positions = torch.cat([torch.arange(a, b) for a, b in zip(firsts, case.lengths, strict=True)])
     owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(case.queries))
-    slots = tables[owner, slot_numbers // size].long() * size + slot_numbers % size
-    positions = slot_numbers + torch.tensor(case.evicted)[owner]
+    slots = tables[owner, cache_positions // size].long() * size + cache_positions % size
+    positions = cache_positions + torch.tensor(case.evicted)[owner]
     caches = []
     for _ in range(case.layers):
         pair = [torch.full((total, size, case.kv_heads, case.head_dim), torch.nan, dtype=torch.float64) for _ in "kv"]
@@ -200,7 +200,7 @@ def build_world(case: Case, dtype: torch.dtype) -> World:
     ids = torch.randint(case.vocabulary, (len(slots),))
     starts = torch.tensor([0, *accumulate(case.queries)], dtype=torch.int32)
     rows = torch.cat([starts[1:].long() - 1, torch.tensor([0])])
-    return World(build_weights(case), caches, (ids, positions, slot_numbers, starts, groups, rows))
+    return World(build_weights(case), caches, (ids, positions, cache_positions, starts, groups, rows))
 
 
 def quantized(matrix: Tensor, way: str) -> Tensor:

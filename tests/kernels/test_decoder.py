@@ -53,12 +53,12 @@ def test_a_row_does_not_depend_on_the_others(library: ctypes.CDLL) -> None:
     whole = build_world(Case((1, 1, 30), (90, 81, 100), shared=5), torch.float32)
     decoder = Decoder(library, whole.weights, torch.float32, 2)
     decoder.bind(whole.caches)
-    ids, positions, slot_numbers, _, groups, _ = whole.arguments
+    ids, positions, cache_positions, _, groups, _ = whole.arguments
     together = decoder.step(*whole.arguments)
     alone = decoder.step(
         ids[:1],
         positions[:1],
-        slot_numbers[:1],
+        cache_positions[:1],
         torch.tensor([0, 1], dtype=torch.int32),
         [replace(group, slots=group.slots[:1], tables=group.tables[:1]) for group in groups],
         torch.tensor([0]),
@@ -117,7 +117,7 @@ def test_a_chunk_whose_logits_nobody_wants_has_none(library: ctypes.CDLL) -> Non
 def test_wrong_arguments_are_named(library: ctypes.CDLL) -> None:
     world = build_world(Case(), torch.float32)
     decoder = Decoder(library, world.weights, torch.float32, 1)
-    ids, positions, slot_numbers, starts, groups, rows = world.arguments
+    ids, positions, cache_positions, starts, groups, rows = world.arguments
     scores = scores_of(Case(counted=(1,)), torch.float32)[0]
     with pytest.raises(ValueError, match="no caches"):
         decoder.step(*world.arguments)
@@ -125,21 +125,21 @@ def test_wrong_arguments_are_named(library: ctypes.CDLL) -> None:
         decoder.bind([(k.bfloat16(), v.bfloat16()) for k, v in world.caches])
     decoder.bind(world.caches)
     with pytest.raises(ValueError, match="positions"):
-        decoder.step(ids, positions[1:], slot_numbers, starts, groups, rows)
-    with pytest.raises(ValueError, match="slot_numbers"):
-        decoder.step(ids, positions, slot_numbers.int(), starts, groups, rows)
+        decoder.step(ids, positions[1:], cache_positions, starts, groups, rows)
+    with pytest.raises(ValueError, match="cache_positions"):
+        decoder.step(ids, positions, cache_positions.int(), starts, groups, rows)
     with pytest.raises(ValueError, match="token_ids"):
-        decoder.step(ids.int(), positions, slot_numbers, starts, groups, rows)
+        decoder.step(ids.int(), positions, cache_positions, starts, groups, rows)
     with pytest.raises(ValueError, match="slots"):
-        decoder.step(ids, positions, slot_numbers, starts, [replace(groups[0], slots=positions[1:])], rows)
+        decoder.step(ids, positions, cache_positions, starts, [replace(groups[0], slots=positions[1:])], rows)
     with pytest.raises(ValueError, match="tables"):
-        decoder.step(ids, positions, slot_numbers, starts, [replace(groups[0], tables=groups[0].tables[1:])], rows)
+        decoder.step(ids, positions, cache_positions, starts, [replace(groups[0], tables=groups[0].tables[1:])], rows)
     with pytest.raises(ValueError, match=r"scores.weights: expected \[L, Hkv, T\]"):
         decoder.step(*world.arguments, [replace(scores, weights=scores.weights[:, :, 1:])])
     with pytest.raises(ValueError, match="scores: expected 1 to 1 rows, got 2"):
         decoder.step(*world.arguments, [replace(scores, rows=2)])
     with pytest.raises(ValueError, match="scores: attention is not scored"):
-        decoder.step(ids, positions, slot_numbers, starts, [replace(groups[0], window=9)], rows, [scores])
+        decoder.step(ids, positions, cache_positions, starts, [replace(groups[0], window=9)], rows, [scores])
     with pytest.raises(ValueError, match="out"):
         decoder.step(*world.arguments, out=torch.empty(len(rows) + 1, decoder.vocabulary))
 

@@ -21,7 +21,7 @@ class DeviceBlocks(Protocol):
     """Moves whole blocks. `read` and `write` are called from several threads, on different slots, and block."""
 
     def mark(self) -> Any:
-        """What the device has been asked to do so far; called by the thread that asks it."""
+        """A mark behind the work submitted to the device so far; called by the thread that submits it."""
         ...
 
     def read(self, group: int, slot: int, into: Bytes, after: Any) -> None:
@@ -33,11 +33,11 @@ class DeviceBlocks(Protocol):
         ...
 
     def staging(self, size: int) -> Bytes:
-        """Memory on the host that is copied from and to fast."""
+        """Pinned memory on the host, where the device has use for it."""
         ...
 
     def register(self, memory: Bytes) -> None:
-        """Makes memory of the host fast to copy from and to, where that can be done."""
+        """Pins memory of the host, where that is possible."""
         ...
 
 
@@ -55,7 +55,7 @@ class CpuBlocks:
         self._caches = [tuple(_as_bytes(cache) for cache in (pool.k, pool.v)) for pool in pools.pools]
 
     def mark(self) -> None:
-        """Whatever was asked for is done."""
+        """A CPU has no pending work."""
 
     def read(self, group: int, slot: int, into: Bytes, after: Any) -> None:  # noqa: ARG002
         """As in DeviceBlocks."""

@@ -13,13 +13,13 @@ Generations = np.ndarray[tuple[int, int], np.dtype[np.uint64]]
 
 
 class CacheSlotError(Exception):
-    """A slot does not hold what it should."""
+    """A slot is empty or its bytes are damaged."""
 
 
 class SlotFile(ABC):
-    """Slots are numbered from 1. Who calls sees to it that nobody else touches the slot meanwhile.
+    """Slots are numbered from 1. The caller makes sure that no other thread uses the slot meanwhile.
 
-    A slot is filled in this order: `claim`, bytes into `room`, `store`, `settle`. Whatever ends it in between leaves
+    A slot is filled in this order: `claim`, bytes into `room`, `store`, `settle`. An interruption in between leaves
     generation 0, also the end of the process. Everything may raise OSError.
     """
 
@@ -41,7 +41,7 @@ class SlotFile(ABC):
         return int(self._table[group, slot - 1]["generation"])
 
     def checksum(self, group: int, slot: int) -> int:
-        """Of a slot's bytes, as `settle` was told."""
+        """The checksum of a slot's bytes that `settle` got."""
         return int(self._table[group, slot - 1]["checksum"])
 
     def claim(self, group: int, slot: int) -> None:
@@ -68,7 +68,7 @@ class SlotFile(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Gives the file back; nobody may be using it any more."""
+        """Closes the file; no thread may still use it."""
 
     @abstractmethod
     def _load_table(self) -> np.ndarray[tuple[int, int], np.dtype[np.void]]: ...
@@ -78,7 +78,7 @@ class SlotFile(ABC):
 
 
 class HostFile(SlotFile):
-    """In memory that outlives the process: a mapped file whose pages are all there from the start."""
+    """Memory that outlives the process: a mapped file whose pages are all allocated from the start."""
 
     tier = Tier.HOST
     in_place = True
@@ -116,7 +116,7 @@ class HostFile(SlotFile):
 
     def _store_entry(self, group: int, slot: int, entry: tuple[int, int]) -> None:
         entries = self._table[group]
-        # The last thing written is what makes it good.
+        # The generation is written last: it makes the slot valid.
         entries["checksum"][slot - 1] = entry[1]
         entries["generation"][slot - 1] = entry[0]
 

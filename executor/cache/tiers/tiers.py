@@ -11,12 +11,12 @@ import numpy as np
 import structlog
 
 from executor.cache.pool import KvPools
-from executor.cache.tiers.copier import Copier, Ended
+from executor.cache.tiers.block_copy import BlockCopier
+from executor.cache.tiers.copy_threads import CopyThreads, Ended
 from executor.cache.tiers.device import blocks_of
+from executor.cache.tiers.files import FileSettings, file_name, open_file
+from executor.cache.tiers.hazards import SlotRef
 from executor.cache.tiers.layout import FileLayout, slots_within
-from executor.cache.tiers.mover import Mover
-from executor.cache.tiers.opening import FileSettings, file_name, open_file
-from executor.cache.tiers.order import Place
 from executor.cache.tiers.slot_file import DiskFile, Generations, HostFile, SlotFile
 from executor.errors import BrokenStorageError
 from executor.step import Copy, Tier
@@ -28,10 +28,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What slots hold at one moment, and which of them, in any tier, an open copy will change."""
+    """The contents of slots at one moment, and the slots of any tier that open copies will change."""
 
     tables: Mapping[Tier, Generations]
-    changing: Collection[Place]
+    changing: Collection[SlotRef]
 
     def generations(self, tier: Tier, group: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
         """[slots]: the tickets of the copies that filled a tier's slots; of length 0 without such a tier."""
@@ -39,7 +39,7 @@ class Snapshot:
 
 
 class Tiers:
-    """Lower tiers over some pools; without files there are none, and nothing costs anything.
+    """The lower tiers of some pools; without files there are none.
 
     `begin` and `wait` are called by the thread that works on the device.
     """
@@ -50,10 +50,10 @@ class Tiers:
         for file in self._files.values():
             if isinstance(file, HostFile):
                 self._device.register(file.memory)
-        mover = Mover(self._device, self._files, checksums=checksums)
-        # What a block takes from a tier to the device of late, in seconds, as far as that is known.
+        mover = BlockCopier(self._device, self._files, checksums=checksums)
+        # Seconds that a block takes from a tier to the device, a moving average, as far as known.
         self.block_times: Mapping[Tier, float] = mover.block_times
-        self._copier = Copier(mover.run, mover.void)
+        self._copier = CopyThreads(mover.run, mover.void)
 
     @property
     def slots(self) -> dict[Tier, int]:
@@ -66,13 +66,13 @@ class Tiers:
         return self._copier.busy
 
     def begin(self, copies: Sequence[Copy], ended: Ended) -> None:
-        """Begins copies that are not within the device, behind all that were begun before.
+        """Begins copies that are not within the device, behind all copies begun before.
 
-        ended: told of each, once, in another thread.
+        ended: called once per copy, in another thread.
         """
         self._copier.submit(copies, ended, self._device.mark())
 
-    def wait(self, reads: Iterable[Place] = (), writes: Iterable[Place] = ()) -> float:
+    def wait(self, reads: Iterable[SlotRef] = (), writes: Iterable[SlotRef] = ()) -> float:
         """Until these slots can be read and written; returns the seconds that it took."""
         return self._copier.wait(reads, writes)
 
@@ -86,10 +86,10 @@ class Tiers:
     def drain(self, seconds: float) -> None:
         """Waits for copies, but not for ever."""
         if not self._copier.drain(seconds):
-            log.warning("copies still run: what they were to fill holds nothing")
+            log.warning("copies still run: their target slots stay empty")
 
     def close(self) -> None:
-        """Gives the files back, unless copies still run; nothing may be asked for any more."""
+        """Closes the files, unless copies still run; no method may be called afterwards."""
         if self.busy:
             return
         for file in self._files.values():
@@ -120,7 +120,7 @@ def open_tiers(
             try:
                 files.append(kind(open_file(settings, file_name(name, executor_id), layout), layout))
             except BrokenStorageError as error:
-                # Blocks are computed that could have been read; to end would serve nobody.
+                # Without the tier, its blocks are computed again; that is better than to stop.
                 log.error("a tier is left out", tier=name, cause=str(error))
     return Tiers(pools, files, checksums=checksums)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from executor.cache.tiers import copier as copier_module
-from executor.cache.tiers.copier import Copier
+from executor.cache.tiers import copy_threads as copier_module
+from executor.cache.tiers.copy_threads import CopyThreads
 from executor.step import Copy, Tier
 from tests.unit.executor.tiers.world import Ends, down, up
 
@@ -27,7 +27,7 @@ class Gates:
         self._lock = threading.Lock()
         self.ends = Ends()
         self.voided: list[int] = []
-        self.copier = Copier(self._run, lambda copy: self.voided.append(copy.ticket))
+        self.copier = CopyThreads(self._run, lambda copy: self.voided.append(copy.ticket))
 
     def _gate(self, ticket: int, what: str) -> threading.Event:
         with self._lock:
@@ -207,7 +207,7 @@ def test_a_listener_that_fails_keeps_no_slot(monkeypatch: pytest.MonkeyPatch) ->
     def ended(copy: Copy, good: bool) -> None:
         raise RuntimeError("the loop is closed")
 
-    copier = Copier(lambda copy, after, source_read: None)
+    copier = CopyThreads(lambda copy, after, source_read: None)
     copier.submit([down(1, 1, 1), down(2, 1, 1)], ended)
     assert copier.drain(10)
 
@@ -219,7 +219,7 @@ def test_a_flood_of_failures_is_one_line_in_the_log(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(copier_module, "MEMORY_THREADS", 1)
-    copier, ends = Copier(run), Ends()
+    copier, ends = CopyThreads(run), Ends()
     copier.submit([down(ticket, ticket, ticket) for ticket in range(1, 50)], ends)
     assert copier.drain(10)
     assert not any(ends.of.values())

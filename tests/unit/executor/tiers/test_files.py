@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from executor.cache.tiers import opening
+from executor.cache.tiers import files
+from executor.cache.tiers.files import file_name, open_file
 from executor.cache.tiers.layout import PAGE, slots_within
-from executor.cache.tiers.opening import file_name, open_file
 from executor.cache.tiers.slot_file import DiskFile, HostFile, SlotFile
 from executor.cache.tiers.tiers import layout_of, open_tiers
 from executor.errors import CacheFileError
@@ -99,7 +99,7 @@ def test_the_size_is_a_bound_and_all_groups_get_as_many_slots(tmp_path: Path) ->
 def test_two_executors_never_share_a_file(
     kind: type[SlotFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.1)
     file = make_file(kind, POOLS, tmp_path)
     put(file, 0, 1, 100)
     with pytest.raises(CacheFileError, match=r"another executor uses .*KVKEEP_EXECUTOR_EXECUTOR_ID.*_CACHE_DIR"):

@@ -15,11 +15,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from executor.cache.tiers import copier as copier_module
-from executor.cache.tiers.copier import Copier
+from executor.cache.tiers import copy_threads as copier_module
+from executor.cache.tiers.block_copy import BlockCopier
+from executor.cache.tiers.copy_threads import CopyThreads
 from executor.cache.tiers.device import CpuBlocks
-from executor.cache.tiers.mover import Mover
-from executor.cache.tiers.order import Place
+from executor.cache.tiers.hazards import SlotRef
 from executor.cache.tiers.slot_file import DiskFile, HostFile, SlotFile
 from executor.step import Copy, Tier
 from tests.unit.executor.tiers.world import Ends, block, fill, held, make_file, make_pools
@@ -37,8 +37,8 @@ class Trouble:
         self._random = random_
         self._local = threading.local()
         self._lock = threading.Lock()
-        self._readers: Counter[Place] = Counter()
-        self._writers: Counter[Place] = Counter()
+        self._readers: Counter[SlotRef] = Counter()
+        self._writers: Counter[SlotRef] = Counter()
 
     def part(self, work: Callable[[float], None]) -> None:
         """One part of a copy; `work` does a share of it."""
@@ -50,7 +50,7 @@ class Trouble:
             raise OSError("it broke off")
         work(1.0)
 
-    def use(self, place: Place | None, count: int, *, writes: bool) -> None:
+    def use(self, place: SlotRef | None, count: int, *, writes: bool) -> None:
         """Begins or ends a use."""
         if place is None:
             return
@@ -156,18 +156,18 @@ class World:
             kind.tier: make_file(slow_file(kind, self.trouble), self.pools, folder / kind.tier.name, SLOTS)
             for kind in (HostFile, DiskFile)
         }
-        mover = Mover(SlowDevice(self.pools, self.trouble), self.files, checksums=True)
-        self.copier = Copier(self.trouble.around(mover.run), self.trouble.around_void(mover.void))
+        mover = BlockCopier(SlowDevice(self.pools, self.trouble), self.files, checksums=True)
+        self.copier = CopyThreads(self.trouble.around(mover.run), self.trouble.around_void(mover.void))
         self.ends = Ends()
         self.expected: dict[int, bool] = {}
         self.ticket = 0
-        self.values: dict[Place, int | None] = {}
-        self.generations: dict[Place, int] = {}
+        self.values: dict[SlotRef, int | None] = {}
+        self.generations: dict[SlotRef, int] = {}
         for group in (0, 1):
             for slot in range(1, SLOTS + 1):
                 self.step_writes((DEVICE, group, slot))
 
-    def copy(self, source: Place, target: Place, fails_at: int) -> None:
+    def copy(self, source: SlotRef, target: SlotRef, fails_at: int) -> None:
         value = self.values.get(source)
         if source == target or (source[0] is DEVICE and value is None):
             return
@@ -183,26 +183,26 @@ class World:
         parts = self.PARTS_UP if target[0] is DEVICE else self.PARTS
         self._begin(copy, target, value, good=value is not None and fails_at >= parts, fails_at=fails_at)
 
-    def fetch(self, source: Place, target: Place) -> None:
+    def fetch(self, source: SlotRef, target: SlotRef) -> None:
         """A copy that a step waits for."""
         self.copy(source, target, 100)
         self.step_reads(target)
 
-    def zero(self, target: Place, fails_at: int) -> None:
+    def zero(self, target: SlotRef, fails_at: int) -> None:
         if target[0] is DEVICE:
             return
         self.ticket += 1
         copy = Copy(self.ticket, target[1], 0, target[2], target[0], target[0])
         self._begin(copy, target, None, good=fails_at >= self.ZERO_PARTS, fails_at=fails_at)
 
-    def _begin(self, copy: Copy, target: Place, value: int | None, *, good: bool, fails_at: int) -> None:
+    def _begin(self, copy: Copy, target: SlotRef, value: int | None, *, good: bool, fails_at: int) -> None:
         self.expected[copy.ticket] = good
         self.trouble.fails[copy.ticket] = fails_at
         self._holds(target, value if good else None)
         self.generations[target] = copy.ticket if good and copy.source else 0
         self.copier.submit([copy], self.ends)
 
-    def step_writes(self, place: Place) -> None:
+    def step_writes(self, place: SlotRef) -> None:
         if place[0] is not DEVICE:
             return
         self.ticket += 1
@@ -211,7 +211,7 @@ class World:
         fill(self.pools, place[1], place[2], self.ticket)
         self._holds(place, self.ticket)
 
-    def step_reads(self, place: Place) -> None:
+    def step_reads(self, place: SlotRef) -> None:
         if place[0] is DEVICE and self.values[place] is not None:
             self.copier.wait([place])
             assert block(self.pools, place[1], place[2]) == self._bytes(place)
@@ -219,7 +219,7 @@ class World:
     def look(self) -> None:
         """What a new manager would be told."""
 
-        def view(changing: set[Place]) -> None:
+        def view(changing: set[SlotRef]) -> None:
             for tier, file in self.files.items():
                 for group, row in enumerate(file.generations().tolist()):
                     for slot, generation in enumerate(row, 1):
@@ -246,14 +246,14 @@ class World:
         self.trouble._local.left = 1000
         return self.files[tier]
 
-    def _step_uses(self, place: Place) -> None:
+    def _step_uses(self, place: SlotRef) -> None:
         self.trouble.use(place, 1, writes=True)
         self.trouble.use(place, -1, writes=True)
 
-    def _holds(self, place: Place, value: int | None) -> None:
+    def _holds(self, place: SlotRef, value: int | None) -> None:
         self.values[place] = value
 
-    def _bytes(self, place: Place) -> bytes:
+    def _bytes(self, place: SlotRef) -> bytes:
         value, pool = self.values[place], self.pools.pools[place[1]]
         assert value is not None
         shape = pool.k[:, 0].shape

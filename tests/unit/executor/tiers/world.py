@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from executor.cache.pool import KvPools, LayerGroup, LayerShape
+from executor.cache.tiers.files import FileSettings, open_file
 from executor.cache.tiers.layout import FileLayout, least_size
-from executor.cache.tiers.opening import FileSettings, open_file
 from executor.cache.tiers.slot_file import SlotFile
 from executor.cache.tiers.tiers import Tiers, layout_of, open_tiers
 from executor.step import Copy, Tier

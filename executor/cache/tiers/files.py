@@ -1,4 +1,4 @@
-"""Opens a lower tier's file: in a folder of ours, locked, with all of its room, empty unless it is of our layout."""
+"""Opens a lower tier's file: in a private folder, locked, fully allocated, and empty unless its layout is the same."""
 
 import contextlib
 import errno
@@ -19,13 +19,13 @@ from executor.errors import BrokenStorageError, CacheFileError
 
 log = structlog.get_logger()
 
-# A process that was just killed may not have let go.
+# A process that was just killed may still hold the lock.
 LOCK_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class FileSettings:
-    """Where a tier's file lies and how large it may be, with the variables that say so. in_memory: what it fills."""
+    """Folder and bytes of a tier's file, with the variables that set them. in_memory: whether it fills memory."""
 
     folder: Path
     size: int
@@ -35,22 +35,22 @@ class FileSettings:
 
 
 def file_name(tier: str, executor_id: str) -> str:
-    """One per executor: the letters of its id that a file may have, and a digest of all."""
+    """A file name per executor: the characters of its id that are allowed, and a digest of the id."""
     readable = re.sub(r"[^A-Za-z0-9_-]", "-", executor_id)[:64]
     return f"{tier}-{readable}-{hashlib.sha256(executor_id.encode()).hexdigest()[:16]}.kv"
 
 
 def check_room(settings: FileSettings) -> None:
-    """Raises CacheFileError where a tier of this size certainly finds no room: long before `open_file` takes it."""
+    """Raises CacheFileError where a tier of this size certainly has no room, long before `open_file` allocates it."""
     if not settings.size:
         return
     try:
         folder = _open_folder(settings)
     except BrokenStorageError:
-        # Whoever opens the tier leaves it out.
+        # open_tiers leaves the tier out.
         return
     try:
-        # What files of ours have is used again, or given up for it.
+        # The space of existing cache files is used again.
         ours = sum(entry.stat().st_blocks * 512 for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))
         found = os.fstatvfs(folder)
     finally:
@@ -67,7 +67,7 @@ def check_room(settings: FileSettings) -> None:
 
 
 def open_file(settings: FileSettings, name: str, layout: FileLayout) -> int:
-    """A descriptor of the file, locked for this process; what it holds fits the layout. Raises CacheFileError."""
+    """A descriptor of the file, locked for this process, whose contents fit the layout. Raises CacheFileError."""
     if layout.slots < 1:
         raise CacheFileError(
             f"{settings.size_variable} is {settings.size}: a single block takes {least_size(layout.block_bytes)} bytes"
@@ -87,7 +87,7 @@ def open_file(settings: FileSettings, name: str, layout: FileLayout) -> int:
 
 
 def _open_folder(settings: FileSettings) -> int:
-    """Others may read a folder of ours, but nobody else may put files there."""
+    """Other users may read the folder, but only this one may write there."""
     folder = settings.folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def _open_folder(settings: FileSettings) -> int:
             folder.mkdir(mode=0o700)
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        raise _refused(error, f"{settings.folder_variable}: {folder} cannot be had: {error.strerror}") from error
+        raise _refused(error, f"{settings.folder_variable}: {folder} cannot be opened: {error.strerror}") from error
     found = os.fstat(fd)
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         os.close(fd)
@@ -106,7 +106,7 @@ def _open_folder(settings: FileSettings) -> int:
 
 
 def _refused(error: OSError, message: str) -> CacheFileError:
-    """A fault of the settings, or one that the storage has got since they were made."""
+    """A wrong setting, or a fault of the storage since."""
     return (BrokenStorageError if error.errno in (errno.EROFS, errno.EIO) else CacheFileError)(message)
 
 
@@ -152,7 +152,7 @@ def _fit(fd: int, settings: FileSettings, name: str, layout: FileLayout) -> None
         if missing > 0:
             os.posix_fallocate(fd, 0, layout.size)
         if not fits:
-            # The last thing: whatever breaks this off leaves a file that fits nobody. All else in it is zeros.
+            # Written last: an interruption leaves a file that fits no layout. All else in it is zeros.
             os.pwrite(fd, layout.header, 0)
     except OSError as error:
         if not fits:

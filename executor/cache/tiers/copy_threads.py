@@ -9,25 +9,25 @@ from typing import Any, TypeVar
 import structlog
 
 from executor import metrics
-from executor.cache.tiers.order import CopyOrder, Job, Place
+from executor.cache.tiers.hazards import CopyHazards, Job, SlotRef
 from executor.step import Copy, Tier
 
 log = structlog.get_logger()
 
-# What a disk keeps waiting must not keep copies between memories waiting.
+# A slow disk must not delay copies between memories.
 MEMORY_THREADS = 2
 DISK_THREADS = 2
-# So long a step waits for a disk to take what lies in its slots; then that is lost.
+# How long a step waits for a disk to take the blocks in its slots; then they are lost.
 STALL_SECONDS = 1.0
-# And so long for all else: a copy that hangs must not keep the device for ever.
+# How long a step waits for any other copy: a copy that hangs must not block the device for ever.
 LONGEST_WAIT_SECONDS = 20.0
-# Full disks fail every copy: once in a while is enough to know.
+# Every copy to a full disk fails: log at most this often.
 LOG_SECONDS = 10.0
 
 T = TypeVar("T")
-# Does one copy: (copy, what the device must do first, to be called when the source has been read). Raises if it cannot.
+# Runs one copy: (copy, mark that the device must pass first, callback once the source has been read). May raise.
 Run = Callable[[Copy, Any, Callable[[], None]], None]
-# Told of every copy, once, in whatever thread, with whether it ended well.
+# Called once per copy, in any thread, with whether it ended well.
 Ended = Callable[[Copy, bool], None]
 
 
@@ -36,19 +36,19 @@ class StuckCopyError(Exception):
 
 
 class LostSourceError(Exception):
-    """What a copy was to read never came, or was given up because a step could not wait any longer."""
+    """The source of a copy never came, or was given up because a step could not wait any longer."""
 
 
-class Copier:
-    """One thread asks for copies and waits for them; its threads start with the first one.
+class CopyThreads:
+    """Threads that run copies; they start with the first copy. One thread submits copies and waits for them.
 
-    void: called for every copy that does not end well: nobody may find in its target what was there before.
+    void: called for every copy that fails: its target must not keep its old contents.
     """
 
     def __init__(self, run: Run, void: Callable[[Copy], None] = lambda _: None) -> None:
         self._run = run
         self._void = void
-        self._order = CopyOrder()
+        self._order = CopyHazards()
         self._changed = threading.Condition()
         self._memory: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._disk: queue.SimpleQueue[Job] = queue.SimpleQueue()
@@ -69,7 +69,7 @@ class Copier:
         with self._changed:
             self._dispatch([job for copy in copies if self._order.add(job := Job(copy, ended, after))])
 
-    def wait(self, reads: Iterable[Place] = (), writes: Iterable[Place] = ()) -> float:
+    def wait(self, reads: Iterable[SlotRef] = (), writes: Iterable[SlotRef] = ()) -> float:
         """Until nothing more is written to what the caller will read, nor read from what it will write; in seconds.
 
         Copies to a disk that have not begun after STALL_SECONDS are given up: a disk that hangs must not keep the
@@ -93,18 +93,18 @@ class Copier:
                 used = [place for place in used if self._order.is_used(place)]
             return time.perf_counter() - begin
 
-    def _give_up(self, places: Iterable[Place]) -> None:
-        """Lets go of these places for copies to a disk that have not begun; they fail when the disk gets to them."""
+    def _give_up(self, places: Iterable[SlotRef]) -> None:
+        """Releases these slots from copies to a disk that have not begun; such copies fail when their turn comes."""
         readers = {job: None for place in places for job in self._order.readers(place)}
         for job in readers:
-            # Those that wait for others hold places for these, too.
+            # Copies that wait for other copies hold slots for these, too.
             if not job.begun and not job.blockers and job.copy.target_tier is Tier.DISK:
                 job.doomed = True
                 self._dispatch(self._order.read(job))
         self._changed.notify_all()
 
-    def look(self, view: Callable[[set[Place]], T]) -> T:
-        """What `view` sees of the places that will hold something else than they do, while no copy can begin."""
+    def look(self, view: Callable[[set[SlotRef]], T]) -> T:
+        """Calls `view` with the slots that open copies will write, while no copy can begin."""
         with self._changed:
             return view(self._order.targets())
 
@@ -138,7 +138,7 @@ class Copier:
     def _tell(self, job: Job, good: bool) -> None:
         try:
             job.ended(job.copy, good)
-        except Exception:  # Nobody listens any more; the slots must be free all the same.
+        except Exception:  # The slots must be released even if the callback fails.
             log.exception("the end of a copy was not heard", ticket=job.copy.ticket)
         metrics.PENDING_COPIES.dec()
 

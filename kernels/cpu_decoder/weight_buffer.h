@@ -14,7 +14,7 @@ struct Sums {
 };
 
 // Weights of some rows, and how large the largest logit of each was when a run was taken.
-class Kept {
+class WeightBuffer {
  public:
   // Forgets all; the next ones are of so many keys and rows.
   void begin(int64_t keys, int64_t count) {

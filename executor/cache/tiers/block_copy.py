@@ -1,4 +1,4 @@
-"""Moves the bytes of one copy between tiers, and checks what comes up."""
+"""Copies the bytes of one block between tiers, and checks them when they return to a higher tier."""
 
 import threading
 import time
@@ -13,11 +13,11 @@ from executor.cache.tiers.layout import Bytes
 from executor.cache.tiers.slot_file import CacheSlotError, SlotFile
 from executor.step import Copy, Tier
 
-# Weight of the newest measurement in what a block takes.
+# Weight of the newest measurement in the moving average of a block's time.
 NEWEST = 0.1
 
 
-class Mover:
+class BlockCopier:
     """Called from several threads, on different slots."""
 
     def __init__(self, device: DeviceBlocks, files: Mapping[Tier, SlotFile], *, checksums: bool) -> None:
@@ -25,7 +25,7 @@ class Mover:
         self._files = files
         self._checksums = checksums
         self._local = threading.local()
-        # What a block takes from a tier to the device of late, in seconds.
+        # Seconds that a block takes from a tier to the device, a moving average.
         self.block_times: dict[Tier, float] = {}
 
     def run(self, copy: Copy, after: Any, source_read: Callable[[], None]) -> None:
@@ -37,19 +37,19 @@ class Mover:
         if not copy.source:
             self._zero(copy)
         elif copy.source_tier is Tier.DEVICE:
-            self._down(copy, after, source_read)
+            self._offload(copy, after, source_read)
         elif copy.target_tier is Tier.DEVICE:
-            self._up(copy, after)
+            self._onload(copy, after)
             self._note_time(copy.source_tier, time.perf_counter() - begin)
         else:
-            self._across(copy)
+            self._between_files(copy)
 
     def void(self, copy: Copy) -> None:
-        """What is left of a copy that failed: nobody may find in its target what was there before."""
+        """Empties the target of a copy that failed: its old contents must not be found."""
         if copy.target_tier is not Tier.DEVICE:
             self._files[copy.target_tier].claim(copy.group, copy.target)
 
-    def _down(self, copy: Copy, after: Any, source_read: Callable[[], None]) -> None:
+    def _offload(self, copy: Copy, after: Any, source_read: Callable[[], None]) -> None:
         target, slot = self._files[copy.target_tier], (copy.group, copy.target)
         if target.in_place:
             target.claim(*slot)
@@ -57,19 +57,19 @@ class Mover:
         self._device.read(copy.group, copy.source, data, after)
         source_read()
         if not target.in_place:
-            # Only now: a disk may take its time, and the source is wanted.
+            # Only now: a disk may be slow, and the source slot is needed.
             target.claim(*slot)
         checksum = _digest(data) if self._checksums else 0
         target.store(*slot, data)
         target.settle(*slot, copy.ticket, checksum)
         _count(copy, data)
 
-    def _up(self, copy: Copy, after: Any) -> None:
+    def _onload(self, copy: Copy, after: Any) -> None:
         data, _ = self._good(copy)
         self._device.write(copy.group, copy.target, data, after)
         _count(copy, data)
 
-    def _across(self, copy: Copy) -> None:
+    def _between_files(self, copy: Copy) -> None:
         target, slot = self._files[copy.target_tier], (copy.group, copy.target)
         target.claim(*slot)
         data, checksum = self._good(copy)
@@ -85,14 +85,14 @@ class Mover:
         target.store(*slot, data)
 
     def _good(self, copy: Copy) -> tuple[Bytes, int]:
-        """What the source holds, and its checksum; what comes up a tier is what was put there."""
+        """The bytes of the source and their checksum; verified on the way to a higher tier."""
         source, slot = self._files[copy.source_tier], (copy.group, copy.source)
         if not source.generation(*slot):
             raise CacheSlotError("the slot holds nothing")
         data, checksum = source.fetch(*slot, self._staging(source)), source.checksum(*slot)
         if self._checksums and copy.target_tier < copy.source_tier and _digest(data) != checksum:
             metrics.CHECKSUM_MISMATCHES.labels(copy.source_tier.name.lower()).inc()
-            raise CacheSlotError("the slot's bytes are not those that were put there")
+            raise CacheSlotError("the slot's bytes do not match their checksum")
         return data, checksum
 
     def _staging(self, file: SlotFile) -> Bytes:

@@ -3,7 +3,7 @@
 // registers for (attention.h, `dots`), and fewer than are worth laying keys out for.
 #pragma once
 
-#include "kept.h"
+#include "weight_buffer.h"
 
 // A number for each row.
 struct Lanes {
