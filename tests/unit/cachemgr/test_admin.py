@@ -55,7 +55,7 @@ def test_listings_show_what_is_there():
         (2, 2, 0, 1),
         (3, 0, 1, 0),
     ]
-    assert [view.slot for _, view in filter(None, world.queries.blocks("e/0", after_place=1))] == [2, 3]
+    assert [view.slot for _, view in filter(None, world.queries.blocks("e/0", after_index=1))] == [2, 3]
     (sequence,) = world.queries.sequences()
     assert (sequence.sequence_id, sequence.num_tokens, sequence.computed_tokens, sequence.cached_tokens) == (
         "a",
