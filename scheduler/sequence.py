@@ -6,6 +6,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from protos.kvcommon.eviction import Policy
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from scheduler.request import AdmissionAttempt, Request, Tier
 
 # A decoding sequence runs out of blocks soon with room for so many tokens: a few steps more than a sync takes.
@@ -65,11 +66,13 @@ class Copy:
 class Eviction:
     """Token eviction of one sequence, as of all sent steps unless a field says otherwise.
 
-    prompt: tokens of the request's prompt. private_blocks: slots that the sequence moves to with its first eviction;
-    empty when it stays where it is, None until the cache manager has answered.
+    message: the policy as the cache manager resolved it, for the executor. prompt: tokens of the request's prompt.
+    private_blocks: slots that the sequence moves to with its first eviction; empty when it stays where it is, None
+    until the cache manager has answered.
     """
 
     policy: Policy
+    message: common.EvictionPolicy
     prompt: int
     private_blocks: list[int] | None = None
     requested: bool = False

@@ -384,7 +384,7 @@ def _sequence(attempt: AdmissionAttempt, answer: pb.AdmitSequenceResponse, block
     if answer.HasField("eviction_policy"):
         # The manager has checked that the model supports it.
         policy = parse(answer.eviction_policy, Layout(block_size, (None,), plain_rotary=True))
-        eviction = None if policy is None else Eviction(policy, len(attempt.request.prompt_ids))
+        eviction = None if policy is None else Eviction(policy, answer.eviction_policy, len(attempt.request.prompt_ids))
     tables = sorted(answer.block_tables, key=lambda table: table.group)
     return Sequence(
         attempt,

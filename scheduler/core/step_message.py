@@ -4,7 +4,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from protos.execution.v1 import execution_pb2 as pb
-from protos.kvcommon.eviction_message import message_of
 from scheduler.core.planner import Plan
 from scheduler.request import Tier
 from scheduler.sequence import Copy, Eviction, Sequence
@@ -93,7 +92,7 @@ def _relocate(message: pb.Step, sequence: Sequence, eviction: Eviction) -> None:
 def _join(message: pb.Step, sequence: Sequence) -> None:
     sequence.started = True
     sequence.send(min(sequence.blocks_for(len(sequence.token_ids)), len(sequence.tables[0])))
-    joining = message.new_sequences.add(
+    message.new_sequences.add(
         sequence=sequence.handle,
         token_ids=sequence.token_ids,
         num_prompt_tokens=len(sequence.request.prompt_ids),
@@ -104,9 +103,8 @@ def _join(message: pb.Step, sequence: Sequence) -> None:
         ],
         sampling=sequence.request.sampling,
         traceparent=sequence.request.traceparent,
+        eviction_policy=None if sequence.eviction is None else sequence.eviction.message,
     )
-    if sequence.eviction is not None:
-        joining.eviction_policy.CopyFrom(message_of(sequence.eviction.policy))
 
 
 def _grow(message: pb.Step, sequence: Sequence, tokens: int) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from protos.execution.v1 import execution_pb2 as pb
 from protos.kvcommon.eviction import Layout, Policy, parse
+from protos.kvcommon.eviction_message import message_of
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from scheduler.bridge import SyncAnswer
 from scheduler.core.step_message import InFlightStep, build_step
@@ -37,7 +38,9 @@ def policy(fields: dict[str, Any]) -> Policy:
 
 def evicting(chosen: Policy, prompt: int, output: int, **fields: Any) -> Sequence:
     """A sequence with a policy."""
-    return make_sequence(HANDLE, prompt, max_tokens=output, eviction=Eviction(chosen, prompt), **fields)
+    return make_sequence(
+        HANDLE, prompt, max_tokens=output, eviction=Eviction(chosen, message_of(chosen), prompt), **fields
+    )
 
 
 @dataclass
