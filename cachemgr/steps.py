@@ -1,4 +1,4 @@
-"""Calls that touch very many blocks, in steps: each is whole by itself, and others are answered between two of them.
+"""Calls that touch very many blocks, in steps: each is atomic, and other calls are answered between two of them.
 
 A step depends on nothing but the manager's state, so a log of the steps leads to the same state again.
 """
@@ -17,7 +17,7 @@ Steps = Generator[None, None, T]
 
 
 def at_once(steps: Steps[T]) -> T:
-    """What a call comes to, with nothing in between."""
+    """The result of a call that is carried out without a break."""
     while True:
         try:
             next(steps)
@@ -27,7 +27,7 @@ def at_once(steps: Steps[T]) -> T:
 
 
 def looks(items: Iterable[T]) -> Iterator[list[T]]:
-    """As many as one step looks at, at a time."""
+    """The items in parts of as many as one step looks at."""
     return _parted(items, LOOKS)
 
 

@@ -17,16 +17,11 @@ class Writer(Protocol):
     """The sequence that fills a block."""
 
     @property
-    def handle(self) -> int:
-        """Its number."""
-
+    def handle(self) -> int: ...
     @property
-    def sequence_id(self) -> str:
-        """Its name in events."""
-
+    def sequence_id(self) -> str: ...
     @property
-    def scope(self) -> CacheScope:
-        """The cache scope of its blocks."""
+    def scope(self) -> CacheScope: ...
 
     @property
     def opened(self) -> RecallableOffloads:

@@ -1,20 +1,20 @@
-"""Prompt tokens looked up and found: over time, and per salt within a bounded set."""
+"""Prefix hits in tokens: over time, and per salt within a bounded set."""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import NamedTuple
 
-# So many salts have an entry of their own; all others are one together.
+# Salts with an entry of their own; all others share one.
 MAX_SALTS = 100
-# What was looked up so long ago counts half when salts compete for the entries.
+# A lookup so long ago counts half when salts compete for the entries.
 HALF_LIFE_SECONDS = 600.0
 BUCKET_SECONDS = 10.0
 MAX_WINDOW_SECONDS = 3600.0
 
 
 class TokenCount(NamedTuple):
-    """Prompt tokens looked up, and those of them that were found."""
+    """Prompt tokens looked up, and the cached tokens among them."""
 
     queried: int = 0
     hit: int = 0
@@ -23,9 +23,9 @@ class TokenCount(NamedTuple):
 class TokenMeter:
     """Counts lookups of one pool.
 
-    `salts` has the most active salts of late, each with what it looked up since it got its entry; `others` has all that
-    is counted nowhere in `salts`. This is the space-saving algorithm with a half-life: a salt without an entry takes
-    that of the least active one and its weight, so that one with more than 1 / MAX_SALTS of the tokens always has one.
+    `salts` has the most active salts of late, each with its lookups since it got its entry; `others` has all other
+    lookups. This is the space-saving algorithm with a half-life: a salt without an entry takes that of the least active
+    salt, with its weight, so that a salt with more than 1 / MAX_SALTS of the tokens always has an entry.
     """
 
     __slots__ = ("_buckets", "_halved_at", "_weights", "others", "salts", "total")
@@ -34,14 +34,13 @@ class TokenMeter:
         self.total = TokenCount()
         self.salts: dict[str | None, TokenCount] = {}
         self.others = TokenCount()
-        # By salt that has an entry: tokens looked up, older ones for less, and what it took over with the entry.
+        # By salt that has an entry: tokens looked up, older ones for less, and the weight that came with the entry.
         self._weights: dict[str | None, float] = {}
         self._halved_at = 0.0
         # (begin of the bucket, counts), oldest first.
         self._buckets: deque[tuple[float, TokenCount]] = deque(maxlen=int(MAX_WINDOW_SECONDS / BUCKET_SECONDS) + 1)
 
     def add(self, now: float, salt: str | None, queried: int, hit: int) -> None:
-        """A prompt was looked up."""
         self.total = _sum(self.total, queried, hit)
         self._add_to_salt(now, salt, queried, hit)
         begin = now - now % BUCKET_SECONDS
@@ -64,7 +63,7 @@ class TokenMeter:
         self.salts[salt] = _sum(self.salts.get(salt, TokenCount()), queried, hit)
 
     def since(self, begin: float) -> TokenCount:
-        """What was looked up from about this time on."""
+        """Lookups from about this time on, in seconds."""
         found = [count for start, count in self._buckets if start + BUCKET_SECONDS > begin]
         return TokenCount(sum(count.queried for count in found), sum(count.hit for count in found))
 

@@ -39,12 +39,9 @@ class CopyTicket(Protocol):
     holds_source: bool
 
     @property
-    def target(self) -> Block:
-        """The block that gets the bytes."""
-
+    def number(self) -> int: ...
     @property
-    def number(self) -> int:
-        """The number that the executor knows it by."""
+    def target(self) -> Block: ...
 
     def offer(self) -> None:
         """The priority or the children of the target have changed: as long as the copy can be recalled, that counts."""
@@ -73,7 +70,7 @@ class Offloader:
         if not carries and victim.priority < offload_floor(victim, pool.offload_min_priority):
             return _DROPPED
         if tier is pool.device:
-            copied = None if closed else pool.backups.pop(victim)
+            copied = None if closed else pool.backups.indexes.pop(victim, None)
             if copied is not None:
                 self._lie_below(lower, victim, copied)
                 return _ALREADY_BELOW

@@ -106,9 +106,6 @@ class Backups:
 
     # Slots
 
-    def pop(self, block: Block) -> int | None:
-        return self.indexes.pop(block, None)
-
     def pop_newest(self) -> int | None:
         """The index of the newest backup, which ends; None when there is none."""
         if not self.indexes:
