@@ -111,7 +111,7 @@ PERFORM: dict[str, Do] = {
 }
 
 
-def _deck(rng: random.Random, seconds: float, *, tiers: bool) -> list[Disturbance]:
+def _deck(rng: random.Random, seconds: float) -> list[Disturbance]:
     """Every kind once, but for the cache manager's deaths, in an order of chance."""
     deck = [Disturbance(0, "kill", name) for name in ("executor", "scheduler", REDIS)]
     deck += [Disturbance(0, "terminate", name) for name in MODULES]
@@ -127,22 +127,19 @@ def _deck(rng: random.Random, seconds: float, *, tiers: bool) -> list[Disturbanc
     deck += [
         Disturbance(0, kind, "messages", rng.uniform(*TROUBLE_SECONDS), rng.uniform(*TROUBLE_SHARE)) for kind in Trouble
     ]
-    if tiers:
-        deck += [
-            Disturbance(0, "refuse writes", "disk", rng.uniform(*DISK_SECONDS), size)
-            for size in (NOTHING_FITS, HALF_FITS)
-        ]
+    sizes = (NOTHING_FITS, HALF_FITS)
+    deck += [Disturbance(0, "refuse writes", "disk", rng.uniform(*DISK_SECONDS), size) for size in sizes]
     rng.shuffle(deck)
     return deck
 
 
-def mixed(seed: int, seconds: float, *, tiers: bool) -> list[Disturbance]:
+def mixed(seed: int, seconds: float) -> list[Disturbance]:
     """Everything there is, within so many seconds: crowded where each kind can come once."""
     rng = random.Random(f"schedule {seed}")
     found = regular("cachemgr", seconds, CACHEMGR_SECONDS)
     at = 1.0
     while at < seconds:
-        deck = _deck(rng, seconds, tiers=tiers)
+        deck = _deck(rng, seconds)
         gap = min(MEAN_GAP_SECONDS, max(LEAST_GAP_SECONDS, (seconds - 2) / len(deck)))
         if seconds < gap * len(deck):
             # Not all of them will come: deaths must.

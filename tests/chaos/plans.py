@@ -11,9 +11,9 @@ from tests.chaos import disturbances
 from tests.chaos.checks import check_pools, check_store
 from tests.chaos.disturbances import Disturbance
 from tests.chaos.measuring import Manager, first_token_seconds, kill
-from tests.chaos.run import Act, Plan, Scene, nothing
+from tests.chaos.run import Act, Plan, Scene
 from tests.chaos.soak import watch_memory
-from tests.chaos.stage import REDIS, RESTART_SECONDS, Tiers, has_tiers
+from tests.chaos.stage import REDIS, RESTART_SECONDS, Tiers
 
 # What starting, learning the outputs and the last checks take of the whole.
 RESERVE_SECONDS = 45.0
@@ -31,18 +31,17 @@ CACHED_PROMPT, COLD_SHARE = 1024, 0.5
 def make(name: str, seed: int, seconds: float | None = None) -> Plan:
     """The plan of a name, for about so many seconds in all."""
     length = max(LEAST_SECONDS, (seconds or SECONDS[name]) - RESERVE_SECONDS)
-    tiers = TIERS if has_tiers() else None
     match name:
         case "mixed":
-            schedule = disturbances.mixed(seed, length, tiers=tiers is not None)
+            schedule = disturbances.mixed(seed, length)
             settings = {"executor_max_tokens": 6144, **QUICK}
             return Plan(
                 name,
                 _performing(schedule, length),
-                _death_in_calm if tiers else nothing,
+                _death_in_calm,
                 proxied=True,
                 strict=False,
-                tiers=tiers,
+                tiers=TIERS,
                 settings=settings,
             )
         case "cachemgr":
@@ -50,14 +49,17 @@ def make(name: str, seed: int, seconds: float | None = None) -> Plan:
             return Plan(name, _performing(schedule, length), settings={"executor_max_tokens": 24_576})
         case "executor":
             schedule = disturbances.regular(name, length, EXECUTOR_SECONDS)
-            finish = _cached_after_death if tiers else nothing
             return Plan(
-                name, _performing(schedule, length), finish, tiers=tiers, settings={"executor_max_tokens": 4096}
+                name,
+                _performing(schedule, length),
+                _cached_after_death,
+                tiers=TIERS,
+                settings={"executor_max_tokens": 4096},
             )
         case "redis":
             return Plan(name, _redis_away(length), keeps_store=False, settings={"executor_max_tokens": 8192})
         case "soak":
-            return Plan(name, watch_memory(length), clients=24, tiers=tiers, settings={"executor_max_tokens": 6144})
+            return Plan(name, watch_memory(length), clients=24, tiers=TIERS, settings={"executor_max_tokens": 6144})
     raise ValueError(f"there is no plan {name}")
 
 

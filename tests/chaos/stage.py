@@ -21,7 +21,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from executor.settings import ExecutorSettings
 from tests.chaos.meddling import Meddling
 from tests.chaos.proxies import GrpcProxy, SocketProxy
 from tests.stack import MODULES, Stack, free_address
@@ -55,11 +54,6 @@ class Tiers:
 
     host_bytes: int
     disk_bytes: int
-
-
-def has_tiers() -> bool:
-    """Whether the executor has settings for tiers below the device."""
-    return {"host_cache_size", "disk_cache_size"} <= ExecutorSettings.model_fields.keys()
 
 
 class Stage:

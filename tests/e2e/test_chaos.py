@@ -7,7 +7,7 @@ import pytest
 from tests.chaos import plans
 from tests.chaos.run import run
 
-SECONDS = 60.0
+SECONDS = 80.0
 SEED = 4
 
 

@@ -15,7 +15,7 @@ from tests.chaos.requests import Sample
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_long_schedule_has_every_kind_and_kills_the_cache_manager_every_20_seconds(seed: int) -> None:
-    schedule = disturbances.mixed(seed, 600, tiers=True)
+    schedule = disturbances.mixed(seed, 600)
     assert {one.kind for one in schedule} == PERFORM.keys()
     assert {one.target for one in schedule if one.kind == "pause"} == {"cachemgr", "executor", "scheduler", "redis"}
     deaths = [one.at for one in schedule if (one.kind, one.target) == ("kill", "cachemgr")]
@@ -27,7 +27,7 @@ def test_a_long_schedule_has_every_kind_and_kills_the_cache_manager_every_20_sec
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_short_schedule_kills_everybody(seed: int) -> None:
-    killed = {one.target for one in disturbances.mixed(seed, 45, tiers=True) if one.kind == "kill"}
+    killed = {one.target for one in disturbances.mixed(seed, 45) if one.kind == "kill"}
     assert killed == {"cachemgr", "executor", "scheduler", "redis"}
 
 
