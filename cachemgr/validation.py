@@ -1,7 +1,11 @@
 """Checks of what comes from outside that several calls share. All raise InvalidField."""
 
-from collections.abc import Collection
+from __future__ import annotations
 
+from array import array
+from collections.abc import Collection, Sequence
+
+from cachemgr.tokens import pack
 from cachemgr.types import ExtraKey
 from protos.errors import InvalidField
 
@@ -17,6 +21,16 @@ def check_id(field: str, value: str) -> None:
         raise InvalidField(field, "must not be empty")
     if len(value.encode()) > MAX_ID_BYTES:
         raise InvalidField(field, f"must be at most {MAX_ID_BYTES} bytes")
+
+
+def check_tokens(field: str, token_ids: Sequence[int]) -> array[int]:
+    """Token ids are there and have 32 bits; returns them packed."""
+    if not token_ids:
+        raise InvalidField(field, "must not be empty")
+    try:
+        return pack(token_ids)
+    except (OverflowError, TypeError) as error:
+        raise InvalidField(field, "must be numbers from 0 to 4294967295") from error
 
 
 def check_extra_keys(path: str, extra_keys: Collection[ExtraKey], num_tokens: int) -> None:

@@ -26,13 +26,8 @@ from cachemgr.types import PoolViolation
 Part = Callable[[], Iterator[PoolViolation | None]]
 
 
-def check(executor: Executor, pools: list[BlockPool]) -> list[PoolViolation]:
-    """All contradictions in the pools of this executor among these."""
-    return [found for part in parts(executor, pools) for found in part() if found is not None]
-
-
 def parts(executor: Executor, pools: list[BlockPool]) -> list[Part]:
-    """As `check`, in parts that may run at different moments: each checks another aspect."""
+    """The checks of this executor's pools among these, which may run at different moments."""
     return [
         partial(_Check(executor, pool).run, part)
         for pool in executor.pools

@@ -14,7 +14,7 @@ from cachemgr.blocks.tier import Tier
 from cachemgr.errors import UnknownSequenceError
 from cachemgr.operators.explain import explain
 from cachemgr.operators.hints import with_retention
-from cachemgr.operators.integrity import Part, check, parts
+from cachemgr.operators.integrity import Part, parts
 from cachemgr.operators.operator_journal import Entry
 from cachemgr.operators.operator_journal import Kind as EntryKind
 from cachemgr.operators.purge import matches
@@ -30,7 +30,6 @@ from cachemgr.sequences.estimates import while_running
 from cachemgr.sequences.holds import Hold
 from cachemgr.sequences.prefix_match import cached_blocks_of
 from cachemgr.sequences.sequence import Sequence
-from cachemgr.tokens import pack
 from cachemgr.types import (
     AccountKey,
     AdmitRequest,
@@ -55,7 +54,7 @@ from cachemgr.types import (
     TierUsage,
     Transfer,
 )
-from cachemgr.validation import check_extra_keys, check_id
+from cachemgr.validation import check_extra_keys, check_id, check_tokens
 from protos.errors import InvalidField
 from protos.kvcommon.eviction import Kind
 
@@ -71,8 +70,7 @@ class Queries:
 
     def check_pool(self, pool_id: str = "") -> list[PoolViolation]:
         """Recounts a pool, or all of them, from scratch. Raises UnknownPoolError."""
-        pools = self._state.pools(pool_id)
-        return [violation for executor in self._state.executors.values() for violation in check(executor, pools)]
+        return [found for part in self.check_pool_in_parts(pool_id) for found in part() if found is not None]
 
     def check_pool_in_parts(self, pool_id: str = "") -> list[Callable[[], Iterator[PoolViolation | None]]]:
         """As `check_pool`, part by part, with None after each small step.
@@ -365,12 +363,7 @@ class Queries:
 
     def check_prefix(self, path: str, prefix: Prefix) -> list[Executor]:
         """The executors that may have a prefix. Raises InvalidField, UnknownExecutorError."""
-        if not prefix.token_ids:
-            raise InvalidField(f"{path}.token_ids", "must not be empty")
-        try:
-            pack(prefix.token_ids)
-        except (OverflowError, TypeError) as error:
-            raise InvalidField(f"{path}.token_ids", "must be numbers from 0 to 4294967295") from error
+        check_tokens(f"{path}.token_ids", prefix.token_ids)
         if prefix.salt is not None:
             check_id(f"{path}.salt", prefix.salt)
         check_extra_keys(f"{path}.extra_keys", prefix.extra_keys, len(prefix.token_ids))

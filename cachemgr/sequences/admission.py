@@ -22,17 +22,16 @@ from cachemgr.sequences.estimates import evictions
 from cachemgr.sequences.prefix_match import Match, Partial
 from cachemgr.sequences.sequence import GroupTable, Sequence, blocks_for
 from cachemgr.sequences.token_eviction import TokenEvictionState, resolve
-from cachemgr.tokens import pack, packed_bytes
+from cachemgr.tokens import packed_bytes
 from cachemgr.types import Admission, AdmitRequest, ManagerConfig, Preview, Receipt, TierKind
-from cachemgr.validation import check_extra_keys, check_id
+from cachemgr.validation import check_extra_keys, check_id, check_tokens
 from protos.errors import InvalidField
 
 
 def check_request(request: AdmitRequest) -> array[int]:
     """Returns the packed tokens. Raises InvalidField for errors that need no state to be seen."""
     check_id("sequence_id", request.sequence_id)
-    if not request.token_ids:
-        raise InvalidField("token_ids", "must not be empty")
+    tokens = check_tokens("token_ids", request.token_ids)
     if request.adapter_id is not None and not 0 <= request.adapter_id < 1 << 64:
         raise InvalidField("adapter_id", "must fit into 64 bits")
     for field in ("salt", "session_id", "request_id", "tenant_id"):
@@ -44,10 +43,7 @@ def check_request(request: AdmitRequest) -> array[int]:
         raise InvalidField("num_prompt_tokens", f"must be from 1 to the {len(request.token_ids)} tokens known")
     retention.check(request.retention)
     check_extra_keys("extra_keys", request.extra_keys, len(request.token_ids))
-    try:
-        return pack(request.token_ids)
-    except (OverflowError, TypeError) as error:
-        raise InvalidField("token_ids", "must be numbers from 0 to 4294967295") from error
+    return tokens
 
 
 def content(request: AdmitRequest, tokens: array[int]) -> object:
