@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -335,26 +335,36 @@ class BlockPool:
 
     # The share of memory
 
-    def resize(self, total: int, written: Collection[int] | None = None) -> Steps[None]:
-        """Changes how many device slots may be used, at once; the others are withheld in steps, empty before cached.
+    def resize(self, total: int, written: Iterable[int] | None = None) -> None:
+        """Changes how many device slots may be used; at most the free ones are withheld, empty before cached.
 
-        At most the free ones may go. Where pools share memory, withheld slots are overwritten, or of the empty ones
-        those in `written`.
+        Where pools share memory, withheld slots are overwritten: of empty ones those in `written`, None for all.
         """
+        self._owe(total)
+        # All at once: a registration may withhold millions.
+        self._withhold(min(self.device.num_empty, self.device.owed), written)
+        while self.device.may_pay:
+            self.pay()
+
+    def resize_in_steps(self, total: int) -> Steps[None]:
+        """As `resize`; the slots cannot be allocated from now on, and are withheld in steps."""
+        self._owe(total)
+        while self.device.may_pay:
+            self.pay()
+            yield
+
+    def _owe(self, total: int) -> None:
         device = self.device
         if device.total < total:
             device.give_back(total - device.total)
         device.owed += device.total - total
         self.share_number += 1
-        while device.may_pay:
-            self.pay(written)
-            yield
 
-    def pay(self, written: Collection[int] | None = None) -> None:
+    def pay(self) -> None:
         """Withholds a part of the slots that are owed and not in use."""
         device = self.device
         most = steps.CHANGES if self.spec.share_blocks else steps.LOOKS
-        self._withhold(min(device.num_empty, device.owed, most), written)
+        self._withhold(min(device.num_empty, device.owed, most))
         for _ in range(steps.CHANGES):
             if device.num_empty or not device.may_pay:
                 break
@@ -363,14 +373,14 @@ class BlockPool:
             self.discard_subtree(victim, RemovalCause.POOL_SHRUNK)
             self._withhold(min(device.num_empty, device.owed))
 
-    def _withhold(self, count: int, written: Collection[int] | None = None) -> None:
+    def _withhold(self, count: int, written: Iterable[int] | None = None) -> None:
         device = self.device
         before = len(device.withheld)
         device.owed -= count
         device.withhold(count)
         if self.spec.share_blocks:
             gone = device.withheld[before:]
-            for index in gone if written is None else [index for index in sorted(gone) if index in written]:
+            for index in gone if written is None else sorted({*written}.intersection(gone)):
                 self._clear(index)
 
     def _clear(self, index: int) -> None:

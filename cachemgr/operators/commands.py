@@ -27,7 +27,7 @@ from cachemgr.retention.rules import Rule
 from cachemgr.sequences.clients import fits
 from cachemgr.sequences.holds import Pinned, with_ancestors
 from cachemgr.sequences.prefix_match import cached_chain, keys_of
-from cachemgr.steps import Steps, at_once, changes, looks
+from cachemgr.steps import Steps, changes, looks
 from cachemgr.tokens import TOKEN_BYTES, pack, packed_bytes
 from cachemgr.types import (
     AccountKey,
@@ -155,7 +155,7 @@ class OperatorCommands:
             number = pool.share_number + 1
             self._state.shares[pool_id] = PoolShare(pool_id, total_blocks, pool.spec.num_blocks, number)
             self._report(self._state.shares[pool_id])
-            yield from pool.resize(total_blocks)
+            yield from pool.resize_in_steps(total_blocks)
         return pool_view(pool)
 
     def _check_memory(self, executor: Executor, pool: BlockPool, total_blocks: int) -> None:
@@ -384,7 +384,7 @@ class OperatorCommands:
         known = [(pool, new_shares[pool.pool_id]) for pool in self._state.pools() if pool.pool_id in new_shares]
         for pool, share in sorted(known, key=lambda pair: pair[1].total_blocks - pair[0].device.total):
             if self._may_have(pool, share):
-                at_once(pool.resize(share.total_blocks))
+                pool.resize(share.total_blocks)
                 pool.share_number = share.number
 
     def _may_have(self, pool: BlockPool, share: PoolShare) -> bool:

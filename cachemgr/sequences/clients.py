@@ -18,7 +18,7 @@ from cachemgr.retention.leases import LeaseBook
 from cachemgr.sequences.commit import refer_to_duplicate
 from cachemgr.sequences.holds import Holds
 from cachemgr.sequences.transfers import Copies, Purpose
-from cachemgr.steps import Steps, at_once, looks
+from cachemgr.steps import Steps, looks
 from cachemgr.types import (
     AccountKey,
     ExecutorSpec,
@@ -374,7 +374,7 @@ def divide_device_memory(executor: Executor, spec: ExecutorSpec, shares: Mapping
     for pool, total in wanted.items():
         if total != pool.device.total:
             steps = spec.last_write_steps[pool.spec.group] if spec.last_write_steps else ()
-            at_once(pool.resize(total, set(compress(range(1, len(steps) + 1), steps))))
+            pool.resize(total, compress(range(1, len(steps) + 1), steps))
     for pool, share in given.items():
         pool.share_number = share.number
 

@@ -42,5 +42,5 @@ def test_slots_of_remembered_blocks_are_withheld_last():
     tier = Tier(TierKind.DEVICE, 0, 12)
     tier.await_remembered([0, 5, 5, 0, 5, 5, 5, 0, 5, 5, 5, 5])
     tier.withhold(5)
-    assert tier.withheld == [1, 4, 8, 12, 11]
+    assert tier.withheld == [1, 4, 8, 11, 12]
     assert [tier.take_empty() for _ in range(tier.num_empty)] == [10, 9, 7, 6, 5, 3, 2]
