@@ -18,7 +18,7 @@ def tell(line: str) -> None:
 
 @pytest.mark.model
 @pytest.mark.timeout(600)
-async def test_whatever_dies_every_request_ends_as_it_must_and_no_block_is_lost() -> None:
+async def test_under_chaos_every_request_ends_exactly_and_no_block_is_lost() -> None:
     report = await run(plans.make("mixed", SEED, SECONDS), SEED, tell)
     print(report.text())
     assert report.faults == []

@@ -62,7 +62,7 @@ async def test_a_stream_says_the_same_and_ends_with_its_usage(client: openai.Asy
     assert last.usage.prompt_tokens_details is not None
 
 
-async def test_what_was_said_before_comes_from_the_cache(client: openai.AsyncOpenAI) -> None:
+async def test_a_second_turn_hits_the_prefix_of_the_first(client: openai.AsyncOpenAI) -> None:
     prompt = list(range(2000, 2064))
 
     async def cached(**extra: object) -> int:
@@ -80,7 +80,7 @@ async def test_what_was_said_before_comes_from_the_cache(client: openai.AsyncOpe
     assert await cached(cache_salt="other") >= 48
 
 
-async def test_samples_have_seeds_and_come_again(client: openai.AsyncOpenAI) -> None:
+async def test_samples_repeat_with_their_seed(client: openai.AsyncOpenAI) -> None:
     async def run() -> list[str]:
         answer = await client.completions.create(
             model="", prompt="Once upon a time", n=3, temperature=1.5, seed=7, max_tokens=12
@@ -176,7 +176,7 @@ async def test_ids_go_to_text_and_back(client: openai.AsyncOpenAI, served: Stack
     assert await client.get(f"{root}/health", cast_to=str) == ""
 
 
-async def test_wishes_are_answered(client: openai.AsyncOpenAI) -> None:
+async def test_retention_requests_get_receipts(client: openai.AsyncOpenAI) -> None:
     prompt = list(range(3000, 3064))
     extra = {
         "session_id": "s",
@@ -285,7 +285,7 @@ async def test_errors_are_openais_and_name_the_field(client: openai.AsyncOpenAI)
     assert (await refused(client.embeddings.create(model="", input="x"))).code == "not_found"
 
 
-async def test_a_full_queue_says_when_to_come_again(client: openai.AsyncOpenAI, served: Stack) -> None:
+async def test_a_full_queue_says_when_to_retry(client: openai.AsyncOpenAI, served: Stack) -> None:
     prompt = list(range(4000, 4032))
     stream = await client.completions.create(
         model="", prompt=prompt, n=SAMPLES_THAT_FILL_THE_QUEUE, max_tokens=4000, stream=True,
@@ -302,7 +302,7 @@ async def test_a_full_queue_says_when_to_come_again(client: openai.AsyncOpenAI, 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_caller_who_leaves_frees_the_blocks(client: openai.AsyncOpenAI, served: Stack, stream: bool) -> None:
+async def test_a_disconnect_frees_the_blocks(client: openai.AsyncOpenAI, served: Stack, stream: bool) -> None:
     async with open_channel(served.scheduler) as channel:
         stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
 

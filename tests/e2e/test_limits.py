@@ -96,7 +96,7 @@ async def test_the_most_prompts_at_once_are_found_by_bisecting(tiny: Stack, tmp_
 
 
 @pytest.mark.model
-async def test_what_others_cached_makes_room_and_a_dry_run_says_so(tiny: Stack, tmp_path: Path) -> None:
+async def test_cached_blocks_are_evicted_and_a_dry_run_says_so(tiny: Stack, tmp_path: Path) -> None:
     async with open_channel(tiny.scheduler) as channel:
         stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
         await generate(stub, pb.StreamGenerateRequest(token_ids=pb.TokenIds(token_ids=range(1, 65)), max_tokens=1))
@@ -165,7 +165,7 @@ async def test_ctrl_c_ends_it_and_keeps_the_rounds_so_far(tiny: Stack, tmp_path:
         (("--executor-metrics", free_address()), 4, "error: no metrics at "),
     ],
 )
-async def test_what_is_wrong_is_said_in_one_line(
+async def test_an_error_is_one_line(
     tiny: Stack, tmp_path: Path, options: tuple[str, ...], status: int, said: str
 ) -> None:
     ended, printed, rows = await kvctl(tiny, tmp_path, "--mode", "gen_length", *options)

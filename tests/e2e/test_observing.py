@@ -173,7 +173,7 @@ async def test_requests_that_are_admitted_and_run_together_keep_their_traces(obs
         assert {span.parent_span_id for name, span in spans if name != "kvkeep-scheduler"} == {mine.span_id}
 
 
-async def test_what_the_caller_does_not_sample_is_not_sent_and_what_is_no_context_is_ignored(
+async def test_unsampled_spans_are_not_sent_and_invalid_contexts_are_ignored(
     observed: Observed,
 ) -> None:
     trace_id, _, traceparent = traced(sampled=False)
@@ -223,7 +223,7 @@ async def test_the_access_log_has_one_line_per_request_and_neither_prompt_nor_sa
     assert "request ended" not in observed.stack.log_path("scheduler").read_text()
 
 
-async def test_metrics_add_up_to_what_the_answers_said(observed: Observed) -> None:
+async def test_metrics_add_up_to_the_answers(observed: Observed) -> None:
     before = observed.samples("scheduler")
     requests = [asked(f"counted-{index}", max_tokens=3 + index, n=1 + index % 2) for index in range(4)]
     usages = [usage for request in requests for usage in await answer(observed.stack, request)]

@@ -50,7 +50,7 @@ async def check(stack: Stack) -> None:
 
 
 @pytest.mark.model
-async def test_greedy_samples_are_all_what_one_would_be(stack: Stack) -> None:
+async def test_greedy_samples_equal_a_single_greedy_output(stack: Stack) -> None:
     prompt = prompt_of(1)
     [alone] = await run(stack, greedy_request(prompt, OUTPUT_TOKENS, reuse=False))
     for reuse in (False, True, True):
@@ -59,7 +59,7 @@ async def test_greedy_samples_are_all_what_one_would_be(stack: Stack) -> None:
 
 
 @pytest.mark.model
-async def test_with_a_seed_samples_differ_and_come_again(stack: Stack) -> None:
+async def test_samples_with_a_seed_differ_and_repeat(stack: Stack) -> None:
     prompt = prompt_of(2)
     first = await run(stack, drawn(prompt))
     assert len({tuple(output) for output in first}) == SAMPLES

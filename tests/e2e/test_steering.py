@@ -37,7 +37,7 @@ async def usage_of(stack: Stack, request: pb.StreamGenerateRequest) -> pb.Usage:
 
 
 @pytest.mark.model
-async def test_callers_get_receipts_for_their_wishes_and_answers_to_their_hints(stack: Stack) -> None:
+async def test_callers_get_receipts_of_retention_requests_and_of_hints(stack: Stack) -> None:
     request = greedy_request(prompt_of(101), 4)
     request.cache.tenant_id = "team"
     request.cache.retention_ranges.add(
@@ -54,7 +54,7 @@ async def test_callers_get_receipts_for_their_wishes_and_answers_to_their_hints(
 
 
 @pytest.mark.model
-async def test_a_forgotten_salt_is_overwritten_by_the_executor_and_found_by_nobody(stack: Stack) -> None:
+async def test_blocks_of_a_forgotten_salt_are_scrubbed_and_never_hit_again(stack: Stack) -> None:
     request = greedy_request(prompt_of(102), 4)
     request.cache.salt = "to be forgotten"
     await usage_of(stack, request)

@@ -23,7 +23,7 @@ def generated(address: str) -> int:
         return messages[-1].usage.output_tokens
 
 
-def test_a_second_scheduler_takes_over_when_the_first_is_gone_and_not_before() -> None:
+def test_a_second_scheduler_takes_over_once_the_lease_of_the_first_ends() -> None:
     with Stack(cachemgr_lease_seconds=3) as stack:
         second = f"unix:{stack.folder}/second.sock"
         stack.modules = MODULES | {"second": "scheduler"}

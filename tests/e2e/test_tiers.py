@@ -55,7 +55,7 @@ def tiered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, Pa
 
 
 @pytest.mark.model
-async def test_what_the_device_has_no_room_for_comes_back_as_it_was(tiered: tuple[Stack, Path]) -> None:
+async def test_offloaded_blocks_are_onloaded_unchanged(tiered: tuple[Stack, Path]) -> None:
     stack, _ = tiered
     first = [await run(stack, number) for number in range(PROMPTS)]
     for _ in range(3):
@@ -87,7 +87,7 @@ async def test_lower_tiers_outlive_the_executor(tiered: tuple[Stack, Path]) -> N
 
 
 @pytest.mark.model
-async def test_flipped_bytes_are_computed_anew_and_counted(tiered: tuple[Stack, Path]) -> None:
+async def test_blocks_with_flipped_bytes_are_computed_again_and_counted(tiered: tuple[Stack, Path]) -> None:
     stack, file = tiered
     first = [await run(stack, number) for number in range(PROMPTS)]
     flip_bytes(file)

@@ -207,7 +207,7 @@ async def test_mixed_policies_run_together_as_alone_and_leave_nothing_behind(sta
 
 
 @pytest.mark.model
-async def test_samples_of_one_prompt_evict_each_on_its_own(stack: Stack) -> None:
+async def test_each_sample_of_a_prompt_evicts_its_own_tokens(stack: Stack) -> None:
     async with grpc.aio.insecure_channel(stack.scheduler) as channel:
         stub: generation_rpc.GenerationServiceAsyncStub = generation_rpc.GenerationServiceStub(channel)
         request = request_of("samples", POLICIES["norm sum"], n=3)

@@ -106,7 +106,7 @@ def test_the_executor_says_so_before_it_loads_the_model() -> None:
 
 
 @pytest.mark.parametrize("process", ["scheduler", "cachemgr", "executor"])
-def test_each_process_says_which_two_of_its_settings_are_one_address(process: str) -> None:
+def test_each_process_names_two_settings_with_the_same_address(process: str) -> None:
     names = [f"KVKEEP_{process.upper()}_{kind}" for kind in ("ADDRESS", "METRICS_ADDRESS")]
     done = start("-m", process, **dict.fromkeys(names, free_address()))
     assert (done.returncode, done.stdout) == (1, "")

@@ -30,7 +30,7 @@ def run(line: list[str], **settings: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
-def test_a_folder_that_takes_nothing_is_named(case: str, kind: str, tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_named(case: str, kind: str, tmp_path: Path) -> None:
     line, setting, begin = CASES[case]
     with broken(kind, tmp_path / "broken") as folder:
         done = run(line, **{setting: str(folder / "inside")})
@@ -54,7 +54,7 @@ def test_an_operation_log_in_a_read_only_folder_is_named(tmp_path: Path) -> None
         assert part in said
 
 
-def test_a_tier_without_room_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+def test_a_tier_without_space_is_reported_before_the_model_is_loaded(tmp_path: Path) -> None:
     """The folder of the model is none, which would be told when it is loaded."""
     for tier in ("HOST", "DISK"):
         done = run(

@@ -63,7 +63,7 @@ def test_the_programs_are_found() -> None:
 
 
 @pytest.mark.parametrize("program", programs())
-def test_help_says_what_a_program_is_and_starts_nothing(program: str, tmp_path: Path) -> None:
+def test_help_describes_a_program_and_starts_nothing(program: str, tmp_path: Path) -> None:
     done = run(tmp_path, program, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert re.match("usage: ", done.stdout.lstrip(), re.IGNORECASE)

@@ -36,7 +36,7 @@ def test_every_image_can_send_traces() -> None:
     assert all("tracing" in extras for extras in installed)
 
 
-def test_what_images_are_built_of_is_sent_to_the_builder() -> None:
+def test_the_build_context_has_all_sources_of_images() -> None:
     sent = {line[1:] for line in (FOLDER / "docker/Dockerfile.dockerignore").read_text().splitlines() if line[0] == "!"}
     copied: set[str] = set()
     for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE.read_text(), flags=re.MULTILINE):
@@ -46,7 +46,7 @@ def test_what_images_are_built_of_is_sent_to_the_builder() -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_processes_understand_what_compose_tells_them(overlay: str, tmp_path: Path) -> None:
+def test_compose_files_set_only_known_settings(overlay: str, tmp_path: Path) -> None:
     services = composed(overlay)["services"]
     for process in CLASSES:
         service = services[process]

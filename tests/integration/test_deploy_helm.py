@@ -59,7 +59,7 @@ def test_helm_finds_nothing_to_complain_of() -> None:
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-def test_kubernetes_takes_what_is_rendered(version: str) -> None:
+def test_rendered_manifests_match_the_schema_of_kubernetes(version: str) -> None:
     # Most are the same in all cases, and looking at one takes long.
     manifests = {json.dumps(manifest): manifest for values in VALUES.values() for manifest in render(values)}
     assert len(manifests) > 20
@@ -70,7 +70,7 @@ def test_kubernetes_takes_what_is_rendered(version: str) -> None:
 
 
 @pytest.mark.parametrize("case", VALUES)
-def test_processes_understand_what_pods_tell_them(case: str, tmp_path: Path) -> None:
+def test_pods_set_only_known_settings(case: str, tmp_path: Path) -> None:
     seen = []
     for process, pod in pods(render(VALUES[case])):
         assert pod["securityContext"]["runAsNonRoot"] is True
@@ -124,7 +124,7 @@ def test_operators_reach_each_scheduler_by_a_name_of_its_own() -> None:
         assert wanted["kvkeep/executor"] == str(number)
 
 
-def test_network_lets_in_whom_a_process_works_for_and_nobody_else() -> None:
+def test_network_policies_admit_only_callers_of_a_process() -> None:
     manifests = render({"networkPolicy": {"callers": [{"podSelector": {}}], "operators": [], "monitoring": []}})
     open_to: dict[str, dict[int, set[str]]] = {}
     for part in (*TOKENS, "redis"):

@@ -31,7 +31,7 @@ def plain(expression: str) -> str:
 
 
 @needs_promtool
-def test_promtool_takes_configuration_and_rules() -> None:
+def test_promtool_accepts_configuration_and_rules() -> None:
     # The configuration names the rules; both are checked.
     assert f"{len(RULES)} rules found" in promtool("check", "config", "prometheus.yaml")
 

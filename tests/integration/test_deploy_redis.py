@@ -93,7 +93,9 @@ async def answer(url: str) -> bool:
 
 
 @pytest.mark.parametrize("deployment", ["compose", "chart"])
-def test_redis_of_a_stack_with_tls_answers_whom_its_authority_knows(deployment: str, tmp_path: Path) -> None:
+def test_redis_with_tls_answers_only_clients_with_a_certificate_of_its_authority(
+    deployment: str, tmp_path: Path
+) -> None:
     told = compose_tls(tmp_path) if deployment == "compose" else chart(tmp_path, {})
     with told.running():
         assert asyncio.run(answer(told.url))

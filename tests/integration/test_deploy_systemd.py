@@ -60,14 +60,14 @@ def env_file() -> dict[str, str]:
 
 
 @needs_systemd
-def test_systemd_takes_the_units(units: Path) -> None:
+def test_systemd_accepts_the_units(units: Path) -> None:
     # It ends with 0 at what it only warns of.
     assert run("systemd-analyze", "verify", "--man=no", units / "kvkeep.target", *units.glob("*.service")) == ""
 
 
 @needs_systemd
 @pytest.mark.parametrize("process", CLASSES)
-def test_what_a_service_may_do_is_bounded(process: str, units: Path) -> None:
+def test_units_restrict_their_services(process: str, units: Path) -> None:
     unit = units / f"kvkeep-{process}.service"
     # It ends with 1 above the threshold.
     run("systemd-analyze", "security", "--offline=true", f"--threshold={MOST_EXPOSED[process]}", "--no-pager", unit)
@@ -84,7 +84,7 @@ def test_users_and_folders_are_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("process", CLASSES)
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-def test_processes_understand_what_units_tell_them(process: str, tls: bool, tmp_path: Path) -> None:
+def test_units_set_only_known_settings(process: str, tls: bool, tmp_path: Path) -> None:
     unit = options(FOLDER / f"kvkeep-{process}.service")
     assert unit["ExecStart"] == [f"{PYTHON} -m {(MODULES | CONSOLE)[process]}"]
     told = environment(unit.get("Environment", []))

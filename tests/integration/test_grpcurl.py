@@ -109,7 +109,7 @@ def test_messages_of_every_method_are_described(stack: Stack, service: str) -> N
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_every_method_takes_json_and_answers_or_says_what_is_missing(stack: Stack, service: str) -> None:
+def test_every_method_takes_json_and_answers_or_names_a_missing_field(stack: Stack, service: str) -> None:
     client = Grpcurl(address_of(stack, service))
 
     def status(method: str) -> int:

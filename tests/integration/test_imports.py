@@ -40,7 +40,7 @@ def imported(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_package_imports_only_what_it_may(package: str) -> None:
+def test_package_imports_only_packages_below_it(package: str) -> None:
     ours = set(PACKAGES) | {"tests", "ops"}
     for path in sources(package):
         assert imported(path) & ours <= MAY_IMPORT[package], path

@@ -134,13 +134,13 @@ def fits(name: str, pattern: str) -> bool:
     return name.startswith(pattern[:-1]) if pattern.endswith("…") else name == pattern
 
 
-def test_what_operators_of_one_tenant_may_call_is_told() -> None:
+def test_methods_of_a_tenants_operators_are_documented() -> None:
     text = (DOCS / "security.md").read_text()
     told = re.findall(r"`(\w+)`", text.partition("They may call")[2].partition("What divides")[0])
     assert set(told) == set(tenancy._CHECKS)
 
 
-def test_what_run_stack_prints_is_what_readme_shows() -> None:
+def test_readme_shows_the_output_of_run_stack() -> None:
     settings = run_stack.load_settings(run_stack.DEFAULTS | {"KVKEEP_STATE_DIR": "/home/you/.local/state/kvkeep"})
     printed = run_stack.directions(settings, "unix:///home/you/.local/state/kvkeep/redis/socket")
     shown = "".join(f"    {line}\n" for line in printed.partition("\n\n")[0].splitlines())

@@ -261,7 +261,7 @@ def test_process_that_cannot_start_shows_why(run_stack: Callable[..., RunningSta
     assert "nothing-here does not exist" in stack.output
 
 
-def test_a_redis_that_does_not_answer_is_told_and_its_password_is_not(run_stack: Callable[..., RunningStack]) -> None:
+def test_a_redis_that_does_not_answer_is_reported_without_its_password(run_stack: Callable[..., RunningStack]) -> None:
     stack = run_stack(KVKEEP_REDIS_URL=f"redis://me:secret@{free_address()}/0?password=secret")
     stack.wait_for("warning: redis does not answer")
     stack.process.send_signal(signal.SIGINT)

@@ -34,6 +34,6 @@ def test_every_reason_and_setting_is_one() -> None:
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.partition("\n")[0])
-def test_each_failure_says_what_is_seen_what_happens_and_what_to_do(section: str) -> None:
+def test_each_failure_has_symptoms_automatic_actions_and_steps(section: str) -> None:
     for part in ("\nSeen: ", "\nBy itself: ", "\nTo do: "):
         assert part in section

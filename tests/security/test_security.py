@@ -179,7 +179,7 @@ async def own_admin(stage: Stage) -> AsyncIterator[kv_rpc.CacheAdminServiceAsync
         yield kv_rpc.CacheAdminServiceStub(channel)
 
 
-async def test_a_tenants_operator_sees_and_steers_what_is_its_own(
+async def test_a_tenants_operator_sees_and_changes_only_its_tenants_blocks(
     stage: Stage, own_admin: kv_rpc.CacheAdminServiceAsyncStub
 ) -> None:
     prompt = tuple(range(3000, 3064))

@@ -92,7 +92,7 @@ def test_nothing_is_lost_where_nothing_is_evicted(model: Model, folder: Path, na
     assert figures["error"] == pytest.approx(0, abs=1e-6)
 
 
-def test_counted_again_attention_is_what_one_pass_counts(model: Model) -> None:
+def test_attention_counted_in_two_passes_equals_one_pass(model: Model) -> None:
     """Of the last rows of a prompt; the window's figures rest on it."""
     cache = Cache(model, 128)
     cache.prefill(TEXT[:100])
@@ -109,7 +109,7 @@ def test_counted_again_attention_is_what_one_pass_counts(model: Model) -> None:
     assert torch.equal(other.engine.positions(sequence), known)
 
 
-def test_what_a_window_loses(model: Model, folder: Path) -> None:
+def test_quality_lost_with_a_window(model: Model, folder: Path) -> None:
     """Mass and error, against attention over all pairs of tokens in transformers."""
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     weights = module(input_ids=torch.tensor([TEXT[:120]]), output_attentions=True).attentions

@@ -108,7 +108,7 @@ REFERENCE = Reference([5, 6, 7], [2.0, 0.3, 2.0])
     ],
     ids=["equal", "no tie", "within rounding", "beyond rounding", "too short", "too long"],
 )
-def test_the_gate_lets_through_only_what_rounding_explains(
+def test_the_gate_passes_only_differences_within_rounding(
     output: list[int], margin: float, wrong: int, near: int
 ) -> None:
     found, close = gate.differences("x", [REFERENCE], [output], margin)

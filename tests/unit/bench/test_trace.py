@@ -49,7 +49,7 @@ def test_equal_ids_are_equal_tokens(requests):
     assert first[3 * 512] != second[3 * 512]
 
 
-def test_a_request_follows_the_one_whose_prompt_it_begins_with(requests):
+def test_a_request_follows_the_request_whose_prompt_is_its_prefix(requests):
     assert [request.conversation for request in requests] == [1, 2, 1, 1]
     assert [request.follows for request in requests] == [False, False, True, True]
 
@@ -64,7 +64,7 @@ def test_a_conversation_comes_back_after_its_end_and_the_same_way_for_a_seed(req
         assert after.time >= before.time + 0.2 + 0.01 * before.output_length
 
 
-def test_an_endless_pool_finds_what_the_bound_says(requests):
+def test_prefix_hits_of_an_unbounded_pool_equal_the_bound(requests):
     found = 512 + 3 * 512 + 4 * 512
     assert upper_bound(requests) == found
     for block_size in (16, 512):
@@ -83,7 +83,7 @@ def test_demand_counts_shared_blocks_once(tmp_path):
     assert mean == pytest.approx(5 * 512)
 
 
-def test_wishes_are_for_what_is_shared_and_for_who_came_back(tmp_path):
+def test_retention_is_requested_for_shared_prefixes_and_returning_conversations(tmp_path):
     rows = [row(number, [0, 10 * number + 1, 10 * number + 2]) for number in range(4)]
     requests = read(write(tmp_path, *rows, row(5, [0, 1, 3])))
     *_, shared, _ = wishes_by_history(requests)
@@ -126,7 +126,7 @@ def test_a_lease_that_ends_by_itself_is_honoured():
     assert pool.leases() == (2, 2, 0)
 
 
-def test_a_lease_that_its_session_renews_is_honoured_and_that_of_another_one_stays():
+def test_a_lease_renewed_by_its_session_is_honoured_and_other_leases_stay():
     pool = Counted()
     pool.cache(0, 16, "a")
     pool.driver.now = 5.0
@@ -134,13 +134,13 @@ def test_a_lease_that_its_session_renews_is_honoured_and_that_of_another_one_sta
     assert pool.cache(0, 16, "b")[:2] == (3, 1)
 
 
-def test_a_lease_whose_block_is_lost_is_broken():
+def test_a_lease_on_an_evicted_block_is_broken():
     pool = Counted()
     pool.cache(0, 32, "a")
     assert pool.cache(1, 64) == (2, 0, 2)
 
 
-def test_a_lease_whose_block_gives_way_to_a_longer_one_is_honoured():
+def test_a_lease_on_a_block_replaced_by_a_longer_block_is_honoured():
     pool = Counted()
     pool.driver.cache(
         "short", prompt(0, 32)[:8], session_id="a", retention=Retention((RetentionRange(0, None, 60, 10.0),))

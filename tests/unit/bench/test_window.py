@@ -15,7 +15,7 @@ def test_a_request_keeps_its_prompt_and_then_a_token_more_each_time() -> None:
     assert found == [(1.0, 3), (2.0, 4), (3.0, 5), (3.5, 0)]
 
 
-def test_requests_of_one_step_count_together_though_they_are_told_one_after_the_other() -> None:
+def test_requests_of_one_step_count_together_though_reported_one_by_one() -> None:
     courses = [Course(3, [1.0, 2.0]), Course(5, [1.01, 2.01])]
     assert largest(courses, whole) == 4 + 6
     later = [Course(3, [1.0, 2.0]), Course(5, [3.0, 4.0])]

@@ -122,7 +122,7 @@ async def test_a_status_while_the_scheduler_lives_is_a_fault_and_not_asked_again
     assert len(clients.tally.faults) == scheduler.calls
 
 
-async def test_what_died_with_the_scheduler_or_was_never_taken_is_asked_again(tmp_path: Path) -> None:
+async def test_requests_lost_with_the_scheduler_or_never_admitted_are_retried(tmp_path: Path) -> None:
     async def at_last(number: int, context: Any) -> AsyncIterator[pb.StreamGenerateResponse]:
         if number == 1:
             raise BusyError("full")

@@ -26,7 +26,7 @@ def test_a_long_schedule_has_every_kind_and_kills_the_cache_manager_every_20_sec
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_short_schedule_kills_everybody(seed: int) -> None:
+def test_a_short_schedule_kills_every_process(seed: int) -> None:
     killed = {one.target for one in disturbances.mixed(seed, 45) if one.kind == "kill"}
     assert killed == {"cachemgr", "executor", "scheduler", "redis"}
 
@@ -47,7 +47,7 @@ DEATH = Death("cachemgr", 10.0, 1.0, device_blocks=1000, restored_blocks=995, lo
         ({"lower_blocks": 100}, "not known"),
     ],
 )
-def test_a_death_is_judged_by_what_it_cost(changes: dict[str, float | None], words: str) -> None:
+def test_a_death_is_judged_by_lost_blocks_and_time(changes: dict[str, float | None], words: str) -> None:
     report = Report("test", 1)
     report.judge([dataclasses.replace(DEATH, **changes)], tiers=True)  # type: ignore[arg-type]
     if words:

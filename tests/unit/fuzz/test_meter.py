@@ -45,7 +45,7 @@ def child() -> Iterator["subprocess.Popen[str]"]:
         child.stdin.close()
 
 
-def test_what_costs_too_much_is_a_fault_and_what_waits_is_none(child: "subprocess.Popen[str]", tmp_path: Path) -> None:
+def test_an_expensive_call_is_a_fault_and_a_waiting_call_is_not(child: "subprocess.Popen[str]", tmp_path: Path) -> None:
     stage: Any = SimpleNamespace(stack=SimpleNamespace(pid=lambda _: child.pid))
     report = Report(1, tmp_path)
     meter = Meter(stage, report, Waiting({}))

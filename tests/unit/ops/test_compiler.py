@@ -9,7 +9,7 @@ from kernels.cpu_decoder.build import COMPILERS
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_a_cpu_without_a_compiler_is_told_in_one_line_with_what_to_install(
+def test_a_missing_compiler_is_reported_in_one_line_with_the_package_to_install(
     monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")

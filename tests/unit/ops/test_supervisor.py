@@ -105,7 +105,7 @@ def test_service_that_ends_before_it_was_ready_is_not_started_again(world: World
     assert world.first.starts == 1
 
 
-def test_last_started_is_stopped_first_and_what_ended_is_left_alone(world: World) -> None:
+def test_processes_stop_in_reverse_order_and_ended_ones_are_skipped(world: World) -> None:
     world.run(1)
     world.supervisor.stop()
     assert world.stopped == ["second", "first"]
