@@ -27,6 +27,17 @@ def test_blocks_to_completion_are_the_most_that_are_held_at_once(window, prompt,
     assert needed <= estimate.completion <= given
 
 
+def test_blocks_held_by_others_cost_nothing_and_cached_blocks_cost_their_slot():
+    world = World(12)
+    world.run(list(range(9)), "live")
+    world.cache([*range(8), 50, 51, 52, 53])
+    request = world.request([*range(8), 50, 51, 52, 53, 60])
+    before = world.free
+    (estimate,) = world.queries.preview(request, 0).estimates
+    assert world.manager.admit(request).admitted
+    assert (tuple(estimate), before - world.free) == ((0, 3, 2, 2), 2)
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_the_next_step_allocates_the_estimate(window):
     world = World(20, windows=(window,))

@@ -122,6 +122,18 @@ def test_a_sequence_that_commits_nothing_evicts_in_its_own_table():
     world.check()
 
 
+def test_a_sequence_whose_blocks_a_fork_shares_evicts_into_a_second_table():
+    world = World(30)
+    world.admit(PROMPT, "a", eviction_policy=KEYDIFF, no_store=True)
+    world.step(8)
+    world.sync()
+    world.fork("a", "b", 8)
+    for _ in range(3):
+        world.step(19, names={"a"})
+    answer = world.sync()
+    assert (answer.evicting_handles, answer.evicting_counts) == ([world.live["a"].handle], [2])
+
+
 def test_a_sequence_with_shared_blocks_evicts_into_a_second_table():
     world = World(20)
     world.cache(PROMPT)
