@@ -63,7 +63,7 @@ def undisturbed() -> Iterator[Undisturbed]:
     [("executor", signal.SIGTERM), ("cachemgr", signal.SIGTERM), ("cachemgr", signal.SIGKILL)],
     ids=["executor stopped", "cachemgr stopped", "cachemgr killed"],
 )
-async def test_the_end_of_a_service_costs_no_request_no_token_and_no_cached_block(
+async def test_the_end_of_a_service_loses_no_request_and_no_token(
     undisturbed: Undisturbed, name: str, number: signal.Signals
 ) -> None:
     stack, expected = undisturbed
