@@ -153,7 +153,6 @@ class HostBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Packed tokens."""
         return len(self.token_ids)
 
     @property

@@ -114,7 +114,6 @@ class Step:
 
     @property
     def tickets(self) -> tuple[int, ...]:
-        """Tickets of its copies."""
         return tuple(copy.ticket for copy in self.copies)
 
     @property

@@ -53,7 +53,6 @@ class Pool:
 
     @property
     def num_blocks(self) -> int:
-        """Slots for blocks."""
         return self.k.shape[1] - 1
 
     @property

@@ -31,7 +31,6 @@ class SequenceTable:
         return iter(self._sequences.values())
 
     def clear(self) -> None:
-        """Removes all sequences."""
         for sequence in self:
             _end(sequence, error="SESSION_ENDED")
         self._sequences.clear()
@@ -39,13 +38,11 @@ class SequenceTable:
         self.rows = 0
 
     def remove(self, handle: int) -> None:
-        """Removes a sequence."""
         sequence = self._sequences.pop(handle)
         self._free_rows.append(sequence.row)
         _end(sequence)
 
     def add(self, new: NewSequence) -> SequenceState:
-        """Adds a sequence that joins."""
         if self._free_rows:
             row = self._free_rows.pop()
         else:

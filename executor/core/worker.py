@@ -74,7 +74,6 @@ class Worker:
         return self.runner.last_step
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> bool:
@@ -115,7 +114,6 @@ class Worker:
         self._queue.put(_Open(session))
 
     def submit(self, session: Session, step: Step) -> None:
-        """Queues a step."""
         self._queue.put(_Run(session, step))
 
     def close(self, session: Session, error: ServiceError | None = None) -> None:

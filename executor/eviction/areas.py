@@ -103,7 +103,6 @@ class Areas(Blocks):
             self._sums.add(pool(self.tracked(scores), self.pooled), self.policy.start)
 
     def reindex(self, index: Tensor) -> None:
-        """As in Evictor."""
         self._sums.reindex(index[:, :1])
 
     def scores(self, slots: int) -> Tensor:

@@ -76,11 +76,9 @@ class TokenEviction:
         self._states: dict[int, EvictionState] = {}
 
     def clear(self) -> None:
-        """Forgets all sequences."""
         self._states.clear()
 
     def remove(self, handle: int) -> None:
-        """Forgets a sequence."""
         self._states.pop(handle, None)
 
     def add(self, sequence: SequenceState) -> None:

@@ -50,7 +50,6 @@ class AttentionRanked(Ranked):
         self.sums = SlotScores(shape, shape.kv_heads)
 
     def accumulator(self, slots: int) -> ScoreAccumulator | None:
-        """The sums."""
         return ScoreAccumulator(self.sums.room(slots))
 
     def observe(self, scores: SequenceScores | None, new: int) -> None:
@@ -64,11 +63,9 @@ class AttentionRanked(Ranked):
         return self.sums.values(view.positions.shape[-1])
 
     def reindex(self, index: Tensor) -> None:
-        """As in Evictor."""
         self.sums.reindex(index)
 
     def kept_mass(self, index: Tensor) -> float | None:
-        """Share of the sums."""
         return self.sums.share(index)
 
 
@@ -196,7 +193,6 @@ class RoCo(AttentionRanked):
         return torch.full_like(scores, torch.inf).scatter_(-1, steady, scores.gather(-1, steady))
 
     def reindex(self, index: Tensor) -> None:
-        """As in Evictor."""
         super().reindex(index)
         self._squares.reindex(index)
 

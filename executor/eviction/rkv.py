@@ -28,7 +28,6 @@ class AdaptiveRkv(Blocks):
             self._recent.append(self.tracked(scores))
 
     def reindex(self, index: Tensor) -> None:
-        """As in Evictor."""
         start = self.policy.start
         kept = index[:, :1, start:] - start
         tracked = self._slots - start

@@ -37,7 +37,6 @@ class SlotScores:
         self.values(first + values.shape[-1])[..., first:].add_(values)
 
     def clear(self) -> None:
-        """Makes all of them 0."""
         self._held.zero_()
 
     def reindex(self, index: Tensor) -> None:

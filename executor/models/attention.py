@@ -104,7 +104,6 @@ class ScoringAttention:
     def attend(
         self, layer: int, query: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, args: AttentionArgs
     ) -> Tensor:
-        """As paged_attention."""
         if self._scored is None:
             return paged_attention(query, k_cache, v_cache, batch, args)
         rows, paged = self._scored.rows, self._scored.paged

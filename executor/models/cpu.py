@@ -47,7 +47,6 @@ class CpuModel:
         """Nothing is to be done."""
 
     def __call__(self, batch: HostBatch, pools: KvPools) -> ForwardOutput:
-        """As in Forward."""
         if pools is not self._pools:
             self._decoder.bind([pools.layer(layer)[1:] for layer in range(len(pools.places))])
             self._pools = pools

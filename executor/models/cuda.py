@@ -144,7 +144,6 @@ class CudaGraphRunner:
 
     @torch.inference_mode()
     def __call__(self, batch: HostBatch, pools: KvPools) -> ForwardOutput:
-        """As in Forward."""
         buffers, count = self._bound(pools, batch.last_tokens), batch.num_sequences
         if not batch.num_tokens == count <= SIZES[-1]:
             sent = batch.to_device()

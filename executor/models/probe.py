@@ -112,7 +112,6 @@ class _Counting(TorchFunctionMode):
         self._sizes = sizes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls the function."""
         out = func(*args, **(kwargs or {}))
         if func is torch.arange and out.numel() in self._sizes:
             self.counted = True

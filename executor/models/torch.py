@@ -24,7 +24,6 @@ class TorchForward:
 
     @torch.inference_mode()
     def __call__(self, batch: HostBatch, pools: KvPools) -> ForwardOutput:
-        """As in Forward."""
         sent = batch.to_device()
         layers = PagedLayers(pools, sent)
         output = self._module(

@@ -131,7 +131,6 @@ def _invalid(field: str, description: str) -> InvalidStepError:
 
 
 def build_result(output: StepOutput) -> pb.StepResult:
-    """The output as a message."""
     result = pb.StepResult(
         step=output.number,
         sequences=[token.sequence for token in output.sampled],

@@ -123,11 +123,9 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
             asyncio.get_running_loop().call_later(workers.STOP_SECONDS, session.end, error)
 
     async def GetModel(self, _request: pb.GetModelRequest, _context: Any) -> pb.GetModelResponse:  # noqa: N802
-        """The model and its tokenizer."""
         return self._model
 
     async def GetExecutor(self, _request: pb.GetExecutorRequest, _context: Any) -> pb.GetExecutorResponse:  # noqa: N802
-        """The executor and its state."""
         pools = self._runner.pools
         return pb.GetExecutorResponse(
             executor_id=self._identity.executor_id,
@@ -147,7 +145,6 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
     async def StreamSteps(  # noqa: N802
         self, requests: AsyncIterator[pb.StreamStepsRequest], _context: Any
     ) -> AsyncIterator[pb.StreamStepsResponse]:
-        """One session."""
         first = await anext(requests, pb.StreamStepsRequest())
         if first.WhichOneof("kind") != "open":
             raise SessionNotOpenError("the first message must open the session", fields={"open": "must be set"})

@@ -58,17 +58,14 @@ class CpuBlocks:
         """A CPU has no pending work."""
 
     def read(self, group: int, slot: int, into: Bytes, after: Any) -> None:  # noqa: ARG002
-        """As in DeviceBlocks."""
         for cache, part in zip(self._caches[group], into.reshape(2, len(self._caches[group][0]), -1), strict=True):
             np.copyto(part, cache[:, slot])
 
     def write(self, group: int, slot: int, data: Bytes, after: Any) -> None:  # noqa: ARG002
-        """As in DeviceBlocks."""
         for cache, part in zip(self._caches[group], data.reshape(2, len(self._caches[group][0]), -1), strict=True):
             np.copyto(cache[:, slot], part)
 
     def staging(self, size: int) -> Bytes:
-        """As in DeviceBlocks."""
         return np.empty(size, dtype=np.uint8)
 
     def register(self, memory: Bytes) -> None:
@@ -88,13 +85,11 @@ class CudaBlocks:
         self._local = threading.local()
 
     def mark(self) -> torch.cuda.Event:
-        """As in DeviceBlocks."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def read(self, group: int, slot: int, into: Bytes, after: torch.cuda.Event) -> None:
-        """As in DeviceBlocks."""
         pool, stream = self._pools[group], self._stream()
         with torch.cuda.stream(stream), torch.inference_mode():
             stream.wait_event(after)
@@ -102,7 +97,6 @@ class CudaBlocks:
             stream.synchronize()
 
     def write(self, group: int, slot: int, data: Bytes, after: torch.cuda.Event) -> None:
-        """As in DeviceBlocks."""
         pool, stream = self._pools[group], self._stream()
         with torch.cuda.stream(stream), torch.inference_mode():
             stream.wait_event(after)
@@ -110,11 +104,9 @@ class CudaBlocks:
             stream.synchronize()
 
     def staging(self, size: int) -> Bytes:
-        """As in DeviceBlocks."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
 
     def register(self, memory: Bytes) -> None:
-        """As in DeviceBlocks."""
         error = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)  # type: ignore[no-untyped-call]
         if int(error):
             log.warning("host memory is not pinned: copies from and to it are slower", cuda_error=int(error))

@@ -90,22 +90,18 @@ class HostFile(SlotFile):
         super().__init__(layout)
 
     def room(self, group: int, slot: int, staging: Bytes) -> Bytes:  # noqa: ARG002
-        """As in SlotFile."""
         start = self.layout.offset(group, slot)
         return self.memory[start : start + self.layout.block_bytes[group]]
 
     def store(self, group: int, slot: int, data: Bytes) -> None:
-        """As in SlotFile."""
         room = self.room(group, slot, data)
         if data.ctypes.data != room.ctypes.data:
             np.copyto(room, data)
 
     def fetch(self, group: int, slot: int, staging: Bytes) -> Bytes:
-        """As in SlotFile."""
         return self.room(group, slot, staging)
 
     def close(self) -> None:
-        """As in SlotFile."""
         del self._table, self.memory
         self._map.close()
         os.close(self._fd)
@@ -132,21 +128,17 @@ class DiskFile(SlotFile):
         super().__init__(layout)
 
     def room(self, group: int, slot: int, staging: Bytes) -> Bytes:  # noqa: ARG002
-        """As in SlotFile."""
         return staging[: self.layout.block_bytes[group]]
 
     def store(self, group: int, slot: int, data: Bytes) -> None:
-        """As in SlotFile."""
         self._write(data, self.layout.offset(group, slot))
 
     def fetch(self, group: int, slot: int, staging: Bytes) -> Bytes:
-        """As in SlotFile."""
         data = self.room(group, slot, staging)
         self._read(data, self.layout.offset(group, slot))
         return data
 
     def close(self) -> None:
-        """As in SlotFile."""
         os.close(self._fd)
 
     def _load_table(self) -> np.ndarray[tuple[int, int], np.dtype[np.void]]:

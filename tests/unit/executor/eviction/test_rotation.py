@@ -1,4 +1,4 @@
-"""Keys that turn to the place they have among those kept."""
+"""Keys that turn to the positions that their tokens have among the kept ones."""
 
 import pytest
 import torch
@@ -27,15 +27,3 @@ def test_frequencies_are_those_of_the_model(tiny: Model) -> None:
     torch.testing.assert_close(tiny.rotary, frequencies(8, 1e4))
     assert frequencies(4, 100.0).tolist() == pytest.approx([1.0, 0.1])
     assert frequencies(64, 1e5).dtype == torch.float32
-
-
-@pytest.mark.parametrize("size", [0, 3, -2])
-def test_heads_have_pairs(size: int) -> None:
-    with pytest.raises(ValueError, match="head_dim"):
-        frequencies(size, 10.0)
-
-
-@pytest.mark.parametrize("theta", [0.0, -1.0, float("nan")])
-def test_theta_is_positive(theta: float) -> None:
-    with pytest.raises(ValueError, match="theta"):
-        frequencies(4, theta)
