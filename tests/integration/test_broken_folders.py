@@ -14,7 +14,6 @@ ADVICE = {"full": "free some room there", "read-only": "make it writable"}
 # What runs, the setting of the folder, and what begins the line.
 CASES = {
     "the stack": (["ops/run_stack.py"], "KVKEEP_STATE_DIR", "run-stack: "),
-    "the cache manager": (["-m", "cachemgr"], "KVKEEP_STATE_DIR", "cachemgr: "),
     "the executor": (["-m", "executor"], "KVKEEP_EXECUTOR_CACHE_DIR", "executor: "),
 }
 
