@@ -69,7 +69,7 @@ class RetentionPlan:
         self._starts = [part.start for part in ordered]
         self._ends = [prompt_tokens if part.end is None else min(part.end, prompt_tokens) for part in ordered]
         self._requests = [
-            RetentionRequest(holder, *bounded(holder, wish.priority, wish.duration, config)) for wish in ordered
+            RetentionRequest(holder, *bounded(holder, part.priority, part.duration, config)) for part in ordered
         ]
         self._decode = (
             None
