@@ -7,6 +7,7 @@ from cachemgr.errors import BlocksInUseError, UnknownPoolError
 from cachemgr.steps import at_once
 from cachemgr.types import BlockFilter, Purged
 from tests.support.in_process_manager import World, wish
+from tests.support.random_operations import small_steps
 
 
 def test_a_purge_removes_unused_blocks_and_a_dry_run_counts_them():
@@ -31,6 +32,20 @@ def test_a_purge_by_priority_removes_children_of_purged_blocks():
     world.cache(list(range(9)))
     assert at_once(world.operators.purge(BlockFilter(max_priority=10), validate_only=True)) == Purged(3, 0)
     assert at_once(world.operators.purge(BlockFilter(max_priority=10), validate_only=False)) == Purged(3, 0)
+    world.check()
+
+
+def test_a_purge_in_steps_spares_blocks_with_new_children():
+    world = World(12)
+    world.cache(list(range(8)))
+    with small_steps():
+        call = world.operators.purge(BlockFilter(), validate_only=False, skip_used=True)
+        while world.queries.pools()[0].cached_blocks == 2:
+            next(call)
+        # The tail is gone already; another prompt goes on behind the head.
+        world.cache([0, 1, 2, 3, 9, 9, 9, 9])
+        at_once(call)
+    assert world.found([0, 1, 2, 3, 9, 9, 9, 9]) == 8
     world.check()
 
 
