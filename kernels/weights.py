@@ -11,7 +11,7 @@ class LayerWeights:
     """One layer: RMSNorm, attention, RMSNorm, gated SiLU, each half added to what came in.
 
     input_norm, post_norm: [H]. q_norm, k_norm: [D], per head, before the rotation. qkv: [(Hq + 2 Hkv) D, H], with its
-    bias; out: [H, Hq D]; gate_up: [2 I, H], the gate above; down: [H, I]. group: whose block tables it uses.
+    bias; out: [H, Hq D]; gate_up: [2 I, H], the gate above; down: [H, I]. group: its layer group.
     """
 
     input_norm: Tensor

@@ -1,6 +1,6 @@
 """A second pass over the keys: one program owns the sums of one tile of one sequence's keys and one KV head.
 
-It takes query after query, whose softmax is known by then, so that no two programs add to one sum and the order of a
+It takes query after query with known softmax, so that no two programs add to one sum and the order of a
 sum never changes.
 """
 
@@ -45,7 +45,7 @@ def attention_scores_kernel(
     HAS_SOFTCAP: tl.constexpr,
     QUANTIZED: tl.constexpr,
     SQUARES: tl.constexpr,
-    WIDEN: tl.constexpr,  # multiply in float32, for the interpreter, which cannot multiply bfloat16 matrices
+    INTERPRETER: tl.constexpr,  # multiply in float32, for the interpreter, which cannot multiply bfloat16 matrices
 ):
     first_key = tl.program_id(0) * TILE_KEYS
     kv_head = tl.program_id(1)
@@ -73,7 +73,7 @@ def attention_scores_kernel(
         keys = tl.load(
             k_cache_ptr + at[:, None] + dim[None, :], mask=key_used[:, None] & (dim < HEAD_DIM)[None, :], other=0.0
         )
-        keys = keys.to(tl.float32 if WIDEN else query_ptr.dtype.element_ty)
+        keys = keys.to(tl.float32 if INTERPRETER else query_ptr.dtype.element_ty)
         if QUANTIZED:
             scale = scale * tl.load(k_scale_ptr + kv_head)
         for first_row in range(token_begin * GROUP, token_end * GROUP, ROWS):

@@ -166,7 +166,7 @@ def score_with_triton(
         HAS_SOFTCAP=args.softcap is not None,
         QUANTIZED=args.k_scale is not None,
         SQUARES=squares is not None,
-        WIDEN=query.is_cpu,
+        INTERPRETER=query.is_cpu,
         num_warps=4,
         num_stages=1 if query.element_size() > 2 else 2,
         enable_fp_fusion=True,

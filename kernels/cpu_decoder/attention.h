@@ -217,7 +217,7 @@ static inline void in_groups(int64_t rows, const Call &call) {
   if constexpr (R > 1) in_groups<R - 1>(rows, call);
 }
 
-// Whose it is to ask for the keys and values ahead: rows that are taken one group behind the other take turns, as the
+// Which rows prefetch keys and values: rows that are taken one group behind the other take turns, as the
 // memory needs about as long as all of them.
 struct Turn {
   int64_t number, count;
@@ -553,7 +553,7 @@ static inline void merge(const Shape &shape, const Merged &merged, Softmax &stat
     const int64_t first = merged.first + head, end = first + merged.parts * merged.step;
     float most = -FLT_MAX, total = 0;
     for (int64_t part = first; part < end; part += merged.step) most = std::max(most, state.largest[part]);
-    // Into the first one's place, which nobody else looks at any more.
+    // Into the buffer of the first split, which no thread reads any more.
     float *sums = &state.out[first * dim];
     for (int64_t part = first; part < end; part += merged.step) {
       const float share = std::exp(state.largest[part] - most), *more = &state.out[part * dim];

@@ -1,4 +1,4 @@
-"""Compiles the decoder for this machine, once; later processes find what was built.
+"""Compiles the decoder for this machine, once; later processes load the same library.
 
 `python -m kernels.cpu_decoder.build FOLDER` builds it ahead of need.
 """
@@ -62,12 +62,12 @@ def _key(compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _processor() -> bytes:
-    """Whatever tells processors with other instructions apart."""
+    """Bytes that differ between processors with different instructions."""
     info = Path("/proc/cpuinfo")
     lines = info.read_bytes().splitlines() if info.exists() else []
     names = (b"flags", b"Features", b"model name")
-    told = [next((line for line in lines if line.startswith(name)), b"") for name in names]
-    return b"\n".join([platform.machine().encode(), *told])
+    features = [next((line for line in lines if line.startswith(name)), b"") for name in names]
+    return b"\n".join([platform.machine().encode(), *features])
 
 
 def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:

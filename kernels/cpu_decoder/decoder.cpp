@@ -18,7 +18,7 @@ static double seconds_of() {
     double seconds[PHASES] = {};
     Watch watch(seconds);
     for (int64_t j = 0; j < times; j++) multiply<ROWS, true>(a.data(), k, b.data(), k, out, TILE, Ahead<0>{});
-    // Else nobody would look at what was computed, and so nothing would be.
+    // Else the result would be unused, and the compiler would drop the computation.
     asm volatile("" : : "r"(out) : "memory");
     watch.lap(REST);
     least = std::min(least, seconds[REST]);

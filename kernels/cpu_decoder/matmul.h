@@ -212,7 +212,7 @@ static inline void multiply_tile(const T *a, int64_t rows, const Linear &linear,
 }
 
 // For every tile of columns and every block of rows of a [rows][k]: `finish(row, rows, tile, sums [rows][TILE])`.
-// A block's rows lie in the cache of the thread whose share they are, a tile's weights while all of them pass.
+// A block's rows stay in the cache of the thread that computes them, a tile's weights while all rows pass.
 template <class W, class T, class Finish>
 static void matmul_with(PhasePool &team, const T *a, int64_t rows, const Linear &linear, const Finish &finish) {
   const int64_t tiles = linear.tiles(), least = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;

@@ -250,7 +250,7 @@ class Step {
     });
   }
 
-  // Adds what was scored to the totals of those who keep some.
+  // Adds the scores to the accumulators of the sequences that have one.
   void add_totals() {
     if (std::none_of(scored.begin(), scored.end(), [](const Scored &entry) { return entry.totals; })) return;
     team.each(int64_t(scored.size()) * model.layers, [&](int64_t piece) {

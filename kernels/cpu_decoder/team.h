@@ -101,7 +101,7 @@ class PhasePool {
   const int size;
 
  private:
-  // A piece takes a few microseconds; who has waited as long for the last ones begins to do them itself.
+  // A piece takes a few microseconds; a thread that has waited as long for the last pieces begins to do them itself.
   static constexpr int64_t PATIENCE = 1000;
   // How long a thread looks for the next step before it sleeps.
   static constexpr int64_t SPINS = 2000;
@@ -144,7 +144,7 @@ class PhasePool {
     current.store(phase + 1, std::memory_order_release);
   }
 
-  // Whether the phase is over before so many looks. Who waits long lets others have the core.
+  // Whether the phase is over before so many looks. A thread that waits long yields the core.
   bool await(int64_t phase, int64_t looks) {
     for (int64_t look = 0; current.load(std::memory_order_acquire) <= phase; look++) {
       if (look >= looks) return false;

@@ -46,7 +46,7 @@ struct Scored {
 // Rows of `tokens`, a run in `order`, against the keys at [begin, end) of a sequence's table. Of the tokens the last
 // `scored` count for an entry of Scored. The last unit of a sequence sees all its keys and leaves the sums at the entry;
 // others leave their parts at `sums`: [2][Hkv][end], weights and squares.
-// Where keys are divided among units, each leaves its softmax at `part`, [count][Hq], for who merges them.
+// Where keys are divided among units, each leaves its softmax at `part`, [count][Hq], for the merge.
 struct Unit {
   int64_t first, count;
   int64_t sequence;
@@ -122,7 +122,7 @@ static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences
   std::vector<int64_t> sorted(sequences);
   std::iota(sorted.begin(), sorted.end(), 0);
   auto common = [&](int64_t a, int64_t b) {
-    // Who counts attends to all keys in one go.
+    // A scored sequence attends to all keys in one unit.
     if (entry_of[a] >= 0 || entry_of[b] >= 0) return int64_t(0);
     int64_t most = std::min(length(a), length(b)) / shape.block_size, i = 0;
     while (i < most && table(a)[i] == table(b)[i]) i++;

@@ -35,7 +35,7 @@ static inline Vec load(const float *from) { return *(const Vec *)from; }
 
 static inline Vec load(const Bfloat16 *from) {
 #if defined(__AVX512F__)
-  // One instruction, of which compilers make five when they are told in their own terms.
+  // One instruction; compilers make five of the plain expression.
   return (Vec)((IntVec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)) << 16);
 #else
   return (Vec)(__builtin_convertvector(*(const HalfVec *)from, IntVec) << 16);

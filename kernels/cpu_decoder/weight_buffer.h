@@ -1,7 +1,7 @@
-// Sums of the weights of an attention, for who asks how much of it each key got.
+// Attention scores: the sums of the softmax weights of each key.
 //
 // While a softmax goes on, the weights of all runs of keys are kept as they come out of it; when its end is known, they
-// are scaled and summed. So nobody passes over the keys a second time.
+// are scaled and summed. So no pass over the keys is repeated.
 #pragma once
 
 #include <memory>

@@ -51,7 +51,7 @@ class Tile:
     rows: [sequences * queries] int64; blocks: [sequences * columns / B] int64.
     mask: [sequences, 1, queries, columns], 0 or -inf.
     unseen: gathered columns that no query sees, counted through all sequences.
-    members: whose rows they are when several share the columns.
+    members: the spans of the rows where several share the columns.
     """
 
     rows: Tensor
@@ -115,7 +115,7 @@ def attend(
     for tile in tiles:
         result, total = compute(tile)
         if tile.members and not bool(result.isfinite().all()):
-            # One of them has computed what is no number; 0 times that is none either, so each goes alone.
+            # One member has computed NaN or infinity, and 0 times that is NaN, so each is computed alone.
             for span in tile.members:
                 alone = _tile([span], window, block_size, query.dtype)
                 write(alone, *compute(alone))
@@ -126,7 +126,7 @@ def attend(
 def _gather(cache: Tensor, tile: Tile, into: Tensor, scale: Tensor | None) -> Tensor:
     """The tile's keys or values as [sequences, Hkv, columns, D], float32 if they have a scale.
 
-    Places nobody sees are zero, as 0 times NaN is NaN.
+    Positions that no query sees are zero, as 0 times NaN is NaN.
     """
     into = into[: tile.blocks.shape[0]]
     if scale is None:

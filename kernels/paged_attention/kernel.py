@@ -100,7 +100,7 @@ def _attend_to_tiles(
 
 @triton.jit
 def _seen_by_all(begin, end, first_position, last_position, window, TILE_KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Of the tiles of [begin, end) the first and the end of those whose every key every row sees."""
+    """Of the tiles [begin, end), the range in which every row sees every key."""
     full_begin = begin
     if HAS_WINDOW:
         seen_by_last = tl.maximum(last_position - window + 1, begin)
@@ -139,24 +139,24 @@ def paged_attention_kernel(
     ROWS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,  # query tokens per tile, TILE_TOKENS * GROUP <= ROWS
     TILE_KEYS: tl.constexpr,
-    ONE_TILE: tl.constexpr,  # no sequence has more queries than fit a tile
+    DECODE_ONLY: tl.constexpr,  # no sequence has more queries than fit a tile
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     QUANTIZED: tl.constexpr,
     STORE_LSE: tl.constexpr,
-    WIDEN: tl.constexpr,  # multiply in float32, for the interpreter, which cannot multiply bfloat16 matrices
+    INTERPRETER: tl.constexpr,  # multiply in float32, for the interpreter, which cannot multiply bfloat16 matrices
 ):
     # Heads of a sequence run at the same time, as their keys lie side by side in memory; a prompt's last tile, which
     # has the most keys, comes first, so that no long one is left at the end.
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     split = tl.program_id(2)
-    sequence = tile if ONE_TILE else sequence_of_tile(query_start_ptr, tile, sequences, TILE_TOKENS)
+    sequence = tile if DECODE_ONLY else sequence_of_tile(query_start_ptr, tile, sequences, TILE_TOKENS)
     row_start = tl.load(query_start_ptr + sequence)
     # Behind the last sequence is one of no length.
     query_len = tl.load(query_start_ptr + tl.minimum(sequence + 1, sequences)) - row_start
-    first_token = 0 if ONE_TILE else (tile - row_start // TILE_TOKENS - sequence) * TILE_TOKENS
+    first_token = 0 if DECODE_ONLY else (tile - row_start // TILE_TOKENS - sequence) * TILE_TOKENS
     if first_token >= query_len:
         return
     first_position = tl.load(seq_lens_ptr + sequence) - query_len + first_token
@@ -192,7 +192,7 @@ def paged_attention_kernel(
         other=0.0,
     )
     DTYPE: tl.constexpr = query_ptr.dtype.element_ty
-    if WIDEN:
+    if INTERPRETER:
         query = query.to(tl.float32)
     if QUANTIZED:
         scale = scale * tl.load(k_scale_ptr + kv_head)

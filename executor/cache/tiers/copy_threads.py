@@ -130,12 +130,12 @@ class CopyThreads:
             with self._changed:
                 job.begun = True
             good = self._try(job)
-            self._tell(job, good)
+            self._report(job, good)
             with self._changed:
                 self._dispatch(self._order.end(job, good))
                 self._changed.notify_all()
 
-    def _tell(self, job: Job, good: bool) -> None:
+    def _report(self, job: Job, good: bool) -> None:
         try:
             job.ended(job.copy, good)
         except Exception:  # The slots must be released even if the callback fails.

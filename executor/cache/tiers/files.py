@@ -100,7 +100,7 @@ def _open_folder(settings: FileSettings) -> int:
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         os.close(fd)
         raise CacheFileError(
-            f"{settings.folder_variable}: {folder} must belong to this process's user, and nobody else may write there"
+            f"{settings.folder_variable}: {folder} must belong to this process's user, and no other may write there"
         )
     return fd
 
