@@ -20,7 +20,7 @@ SLOW = (
     r"tests/unit/cachemgr_service/.*(redis7|cluster)",
     "tests/unit/cachemgr_service/test_killed_at_any_moment",
     # Three of four random lives, and ghost caches of many shapes.
-    "tests/unit/cachemgr/test_ghost_cache.py::test_(prompts_shorter|short_prompts)",
+    "tests/unit/cachemgr/test_ghost_cache.py::test_ghost_caches_predict_the_hits_of_short_prompts",
     r"tests/unit/cachemgr/test_random_operations.*\[(2[5-9]|[3-9]\d)\]",
     # Tests of the measuring programs.
     "tests/unit/(bench|chaos)/",
