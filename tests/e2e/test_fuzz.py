@@ -10,6 +10,8 @@ import grpc
 import pytest
 
 from protos.generation.v1 import generation_pb2_grpc as rpc
+from tests.fuzz import http_bounds
+from tests.fuzz.meter import Meter
 from tests.fuzz.methods import discover
 from tests.fuzz.report import Report
 from tests.fuzz.run import fuzz_grpc
@@ -33,6 +35,8 @@ def test_numbers_at_the_bounds_of_their_types_cost_little_and_leave_nothing_behi
     stage: Stage, tmp_path: Path
 ) -> None:
     report = Report(1, tmp_path)
+    http_bounds.fuzz(stage.stack.http, report, BOUNDS_CALLS, Meter(stage, report), print)
+    asyncio.run(stage.check(report))
     asyncio.run(fuzz_grpc(stage, report, BOUNDS_CALLS, print, at_bounds=True))
     print(report.text())
     asyncio.run(stage.recover(report))

@@ -2,7 +2,7 @@
 
 Messages are made from descriptors, of every service on every address. It ends with status 1 when a process ended, a
 call hung or met an internal error, or something was left behind. A folder keeps what led to it. HTTP has
-tests/e2e/test_http_fuzz.py.
+tests/e2e/test_http_fuzz.py; with --bounds, half of the calls go over HTTP.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from pathlib import Path
 import grpc
 
 from bench.result import Result
+from tests.fuzz import http_bounds
 from tests.fuzz.calls import repeat
+from tests.fuzz.meter import Meter
 from tests.fuzz.methods import discover
 from tests.fuzz.report import Report
 from tests.fuzz.run import fuzz_grpc
@@ -47,7 +49,11 @@ def main() -> int:
     report = Report(given.seed, given.faults or Path(tempfile.mkdtemp(prefix="kvkeep-fuzz-")))
     with Stage() as stage:
         tell("the stack serves")
-        asyncio.run(fuzz_grpc(stage, report, given.calls, tell, at_bounds=given.bounds))
+        over_http = given.calls // 2 if given.bounds else 0
+        if over_http:
+            http_bounds.fuzz(stage.stack.http, report, over_http, Meter(stage, report), tell)
+            asyncio.run(stage.check(report))
+        asyncio.run(fuzz_grpc(stage, report, given.calls - over_http, tell, at_bounds=given.bounds))
         if not stage.crashes():
             tell("starting all processes again")
             asyncio.run(stage.recover(report))
@@ -61,7 +67,10 @@ def main() -> int:
 
 def _repeat(call: dict[str, object]) -> int:
     with Stage() as stage:
-        print(asyncio.run(_repeat_grpc(stage, call)))
+        if "curl" in call:
+            print(f"send this to http://{stage.stack.http}:\n{call['curl']}\n{call['body']}")
+        else:
+            print(asyncio.run(_repeat_grpc(stage, call)))
         asyncio.run(stage.check(report := Report(0, Path())))
         print(report.text())
         return int(report.num_faults > 0)
