@@ -70,7 +70,7 @@ class Cache:
         self, sequence: SequenceState, tokens: Sequence[int], counted: Sequence[ScoredSequence] = ()
     ) -> Computed:
         """Computes these tokens behind those computed."""
-        output = self.model.forward(self.work(sequence, tokens, counted), self.pools)
+        output = self.model.forward.prepare(self.work(sequence, tokens, counted), self.pools)()
         sequence.computed += len(tokens)
         sequence.kept += len(tokens)
         return Computed(output.logits.float(), output.scores[0] if output.scores else None)
@@ -82,7 +82,7 @@ class Cache:
         sequence = self.sequence(self._prompt)
         work = self.work(sequence, tokens, [ScoredSequence(0, len(tokens), squares=True)])
         # All the logits of a long prompt would take long.
-        output = self.model.forward(replace(work, rows=work.rows[-1:]), self.pools)
+        output = self.model.forward.prepare(replace(work, rows=work.rows[-1:]), self.pools)()
         self._attention[len(tokens)] = output.scores[0]
         return int(output.logits[0].argmax())
 

@@ -195,8 +195,9 @@ class Runner:
     def _forward(self, batch: HostBatch) -> ForwardOutput | None:
         if not batch.num_sequences:
             return None
+        run = self.model.forward.prepare(batch, self.pools)
         self._events.on_idle()
-        return self.model.forward(batch, self.pools)
+        return run()
 
     def _sample(self, scheduled: ScheduledStep, output: ForwardOutput | None) -> LaunchedStep:
         """Samples the next tokens; they can be read when the step is over."""

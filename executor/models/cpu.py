@@ -1,6 +1,6 @@
 """Runs decoders of the Llama kind on a CPU in compiled code, in place of transformers' modules."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +46,7 @@ class CpuModel:
     def warmup(self, pools: KvPools, last_tokens: Tensor) -> None:
         """Nothing is to be done."""
 
-    def __call__(self, batch: HostBatch, pools: KvPools) -> ForwardOutput:
+    def prepare(self, batch: HostBatch, pools: KvPools) -> Callable[[], ForwardOutput]:
         if pools is not self._pools:
             self._decoder.bind([pools.layer(layer)[1:] for layer in range(len(pools.places))])
             self._pools = pools
@@ -64,9 +64,13 @@ class CpuModel:
         if len(rows) > len(self._logits):
             # Rows that no step writes take no memory.
             self._logits = torch.empty(1 << (len(rows) - 1).bit_length(), self._decoder.vocabulary)
-        logits = self._logits[: len(rows)]
-        self._decoder.step(here(ids), *positions, here(batch.query_start), groups, rows, scores, out=logits)
-        return ForwardOutput(logits, None, here(batch.output_token_rows), scores)
+        output = ForwardOutput(self._logits[: len(rows)], None, here(batch.output_token_rows), scores)
+
+        def run() -> ForwardOutput:
+            self._decoder.step(here(ids), *positions, here(batch.query_start), groups, rows, scores, out=output.logits)
+            return output
+
+        return run
 
     def be_invariant(self) -> None:
         """From now on a row's logits depend neither on the rest of its batch nor on the number of threads.

@@ -6,8 +6,9 @@ Without a CUDA device the same functions run over the same buffers, and nothing 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import structlog
 import torch
@@ -143,15 +144,22 @@ class CudaGraphRunner:
         log.info("ready to decode", graphs=len(self._graphs), seconds=round(time.perf_counter() - begin, 1))
 
     @torch.inference_mode()
-    def __call__(self, batch: HostBatch, pools: KvPools) -> ForwardOutput:
+    def prepare(self, batch: HostBatch, pools: KvPools) -> Callable[[], ForwardOutput]:
         buffers, count = self._bound(pools, batch.last_tokens), batch.num_sequences
         if not batch.num_tokens == count <= SIZES[-1]:
-            sent = batch.to_device()
-            attention = ScoringAttention(sent.scored, len(buffers.caches))
-            logits = self._layers.logits(sent, buffers.caches, sent.rows, attention)
-            return ForwardOutput(logits, logits.argmax(-1), sent.output_token_rows, attention.result())
+            return partial(self._run_layers, buffers, batch.to_device())
         size = next(size for size in SIZES if size >= count)
-        sent = buffers.to_device(batch, size)
+        return partial(self._run_decode, buffers, batch, buffers.to_device(batch, size), size)
+
+    @torch.inference_mode()
+    def _run_layers(self, buffers: GraphBuffers, sent: DeviceBatch) -> ForwardOutput:
+        attention = ScoringAttention(sent.scored, len(buffers.caches))
+        logits = self._layers.logits(sent, buffers.caches, sent.rows, attention)
+        return ForwardOutput(logits, logits.argmax(-1), sent.output_token_rows, attention.result())
+
+    @torch.inference_mode()
+    def _run_decode(self, buffers: GraphBuffers, batch: HostBatch, sent: DeviceBatch, size: int) -> ForwardOutput:
+        count = batch.num_sequences
         scores: tuple[SequenceScores, ...] = ()
         if batch.scored:
             # The scored rows change from step to step: no graph repeats them, but the results are those of a graph.

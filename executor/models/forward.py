@@ -1,5 +1,6 @@
 """What a model computes of a step: the interface of its forward pass, over packed tokens and paged caches."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,8 +33,12 @@ class Forward(Protocol):
         """Does what the first steps over these pools would otherwise wait for."""
         ...
 
-    def __call__(self, batch: HostBatch, pools: KvPools) -> ForwardOutput:
-        """Stores the keys and values of the batch's tokens in the pools; returns the logits of its rows."""
+    def prepare(self, batch: HostBatch, pools: KvPools) -> Callable[[], ForwardOutput]:
+        """Brings the batch to the device; returns the pass over it, to be called once, before the next `prepare`.
+
+        The pass stores the keys and values of the batch's tokens in the pools, and returns the logits of its rows. It
+        leaves the interpreter to other threads for most of its time, which `prepare` does not.
+        """
         ...
 
 

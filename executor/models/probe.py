@@ -50,7 +50,7 @@ def run(
         for sequence, count in zip(sequences, counts, strict=True):
             # Else the logits of these tokens would not be asked for.
             sequence.known = sequence.computed + count
-        output = forward(build_batch(sequences, counts, last_tokens, _BLOCK_SIZE, len(groups)), pools)
+        output = forward.prepare(build_batch(sequences, counts, last_tokens, _BLOCK_SIZE, len(groups)), pools)()
         logits.append(output.logits.float().clone())
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.computed += count

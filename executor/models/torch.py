@@ -1,12 +1,14 @@
 """Runs a transformers decoder, unchanged, over packed tokens and paged attention."""
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from executor.batch import HostBatch
+from executor.batch import DeviceBatch, HostBatch
 from executor.cache.pool import KvPools
 from executor.models.attention import PagedLayers
 from executor.models.forward import ForwardOutput
@@ -22,9 +24,11 @@ class TorchForward:
     def warmup(self, pools: KvPools, last_tokens: Tensor) -> None:
         """Nothing is to be done."""
 
+    def prepare(self, batch: HostBatch, pools: KvPools) -> Callable[[], ForwardOutput]:
+        return partial(self._run, batch.to_device(), pools)
+
     @torch.inference_mode()
-    def __call__(self, batch: HostBatch, pools: KvPools) -> ForwardOutput:
-        sent = batch.to_device()
+    def _run(self, sent: DeviceBatch, pools: KvPools) -> ForwardOutput:
         layers = PagedLayers(pools, sent)
         output = self._module(
             input_ids=sent.ids()[None],

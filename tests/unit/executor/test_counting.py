@@ -46,7 +46,7 @@ def scores(model: Model, packed: HostBatch) -> ForwardOutput:
     for pool in pools.pools:
         for cache in (pool.k, pool.v):
             cache.copy_(torch.randn(cache.shape, generator=generator))
-    result = model.forward(packed, pools)
+    result = model.forward.prepare(packed, pools)()
     return replace(result, logits=result.logits.float().clone())
 
 
@@ -154,6 +154,6 @@ def test_evicted_tokens_are_as_if_they_had_never_been_kept(model_folder: Callabl
         sequence = SequenceState.of(new, 0)
         sequence.kept, sequence.compacted = kept, True
         packed = build_batch([sequence], [len(joined) - first], torch.zeros(8, dtype=torch.int64), BLOCK_SIZE, 1)
-        return model.forward(packed, pools).logits.clone()
+        return model.forward.prepare(packed, pools)().logits.clone()
 
     assert torch.equal(logits(tokens, 10, 0), logits(tokens[10:], 0, 0))

@@ -39,9 +39,12 @@ class Both:
     def warmup(self, pools: KvPools, last_tokens: Tensor) -> None:
         self._first.warmup(pools, last_tokens)
 
-    def __call__(self, batch: HostBatch, pools: KvPools) -> ForwardOutput:
-        expected = self._second(batch, pools).logits.float().clone()
-        output = self._first(batch, pools)
+    def prepare(self, batch: HostBatch, pools: KvPools) -> Callable[[], ForwardOutput]:
+        return lambda: self._run(batch, pools)
+
+    def _run(self, batch: HostBatch, pools: KvPools) -> ForwardOutput:
+        expected = self._second.prepare(batch, pools)().logits.float().clone()
+        output = self._first.prepare(batch, pools)()
         assert output.best is not None
         assert torch.equal(output.best, output.logits.argmax(-1))
         assert len(output.logits) == len(batch.rows)

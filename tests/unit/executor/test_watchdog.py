@@ -29,10 +29,15 @@ class Hanging:
     def warmup(self, *arguments: Any) -> None:
         self._forward.warmup(*arguments)
 
-    def __call__(self, *arguments: Any) -> Any:
-        self.hangs.set()
-        assert self.goes_on.wait(20)
-        return self._forward(*arguments)
+    def prepare(self, *arguments: Any) -> Any:
+        forward = self._forward.prepare(*arguments)
+
+        def run() -> Any:
+            self.hangs.set()
+            assert self.goes_on.wait(20)
+            return forward()
+
+        return run
 
 
 @pytest.fixture
