@@ -14,7 +14,7 @@ def test_both_wirings_do_the_same_work(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.overhead", *arguments, "--output-tokens", str(TOKENS)]
     done = subprocess.run([*command, "--json", str(results)], capture_output=True, text=True, timeout=120, check=False)
     assert not done.returncode, done.stderr
-    own, inside = json.loads(results.read_text())
+    own, inside = json.loads(results.read_text())["runs"]
     assert "cachemgr" in own["processor"]
     assert "cachemgr" not in inside["processor"]
     for one in (own, inside):

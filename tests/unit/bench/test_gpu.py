@@ -80,7 +80,7 @@ def test_the_check_of_models_is_red_when_a_way_gives_other_tokens(monkeypatch: p
 
 def test_the_check_of_models_is_red_when_a_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("executor.models.cuda.rms_norm", lambda x, *args, **options: x)
-    with pytest.raises(WrongError, match="the probe refuses CudaDecoder"):
+    with pytest.raises(WrongError, match="the probe refuses CudaGraphRunner"):
         models.check_on("cpu", "tiny", TINY)
 
 
