@@ -199,7 +199,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     kept: dict[str, Any] = {"together": [], "continuous": [], "quality": []}
     settings: dict[str, object] = {"executor_max_tokens": given.pool_tokens, "executor_dtype": given.dtype}
     # The formula knows of no blocks that admissions leave free, and prompts are not to wait for streams here.
-    settings |= {"cachemgr_free_watermark": 0, "scheduler_target_inter_token_seconds": NO_TARGET}
+    settings |= {"cachemgr_free_watermark": 0, "scheduler_target_itl_seconds": NO_TARGET}
     with Stack(executor_block_size=BLOCK_SIZE, **settings) as stack:
         asyncio.run(run(stack, methods([])[0], prompts[:2], 4, together=True))
         whole: Run | None = None

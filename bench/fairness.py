@@ -123,7 +123,7 @@ def main() -> None:
     print(f"{'time between tokens':<22}{columns}{'prompt s':>12}")
     for target in arguments.targets:
         name = {0: "default", NO_TARGET: "whole budget"}.get(target, f"target {target * 1e3:g} ms")
-        with Stack(executor_dtype=arguments.dtype, scheduler_target_inter_token_seconds=target) as stack:
+        with Stack(executor_dtype=arguments.dtype, scheduler_target_itl_seconds=target) as stack:
             asyncio.run(measure(stack, name, arguments.streams, arguments.prompt_tokens, arguments.repeats))
 
 

@@ -130,7 +130,7 @@ class Run:
         """Most tokens that each request had at once, that of the running step included; as the scheduler says."""
         if self.window is None:
             return self.peaks
-        return [output.usage.eviction.most_tokens for output in self.outputs]
+        return [output.usage.eviction.peak_cache_tokens for output in self.outputs]
 
 
 def policy(window: int) -> common.EvictionPolicy:

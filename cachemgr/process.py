@@ -61,7 +61,7 @@ class CacheManagerProcess:
             free_watermark=settings.free_watermark,
             partial_reuse=settings.partial_reuse,
             copy_on_partial_reuse=settings.copy_on_partial_reuse,
-            secondary_offload_min_priority=settings.secondary_offload_min_priority,
+            offload_min_priority=settings.offload_min_priority,
             write_through=settings.write_through,
             max_retention_priority=settings.max_retention_priority,
             max_retention_seconds=settings.max_retention_seconds,

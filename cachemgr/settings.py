@@ -28,7 +28,7 @@ class CachemgrSettings(ProcessSettings):
         description="Copy the beginning of such a block; else take it over when no sequence uses it. Without partial "
         "reuse, find a partly filled block by its whole content only; with neither, none is stored.",
     )
-    secondary_offload_min_priority: int = Field(
+    offload_min_priority: int = Field(
         35, ge=0, le=100, description="Blocks of a lower priority are dropped, not offloaded to a lower tier."
     )
     write_through: bool = Field(

@@ -31,7 +31,7 @@ class ManagerConfig:
     free_watermark: float = 0.01
     partial_reuse: bool = True
     # Blocks of a lower priority are dropped rather than offloaded.
-    secondary_offload_min_priority: int = 35
+    offload_min_priority: int = 35
     # Whether device blocks are copied to empty host slots before they are evicted.
     write_through: bool = True
     # Removed blocks that are remembered, to explain why they are missing.
@@ -157,7 +157,7 @@ class Outcome(enum.IntEnum):
 class Receipt(NamedTuple):
     """The answer to one retention request: the granted values, or the reason of the rejection."""
 
-    wish: str
+    request: str
     outcome: Outcome
     reason: str = ""
     priority: int = 0
@@ -224,13 +224,13 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The answer to an admission or a fork. Not admitted: nothing was allocated, `blocks_short` were missing.
+    """The answer to an admission or a fork. Not admitted: nothing was allocated, `missing_blocks` were missing.
 
     `full_account`: the ceiling of this account alone was reached.
     """
 
     admitted: bool
-    blocks_short: int = 0
+    missing_blocks: int = 0
     full_account: AccountKey | None = None
     sequence_handle: int = 0
     cached_tokens: int = 0
@@ -261,8 +261,8 @@ class SyncRequest:
     trimmed_capacity_tokens: Sequence[int] = ()
     cancelled_tickets: Sequence[int] = ()
     evicting_handles: Sequence[int] = ()
-    moved_handles: Sequence[int] = ()
-    moved_computed_tokens: Sequence[int] = ()
+    evicted_handles: Sequence[int] = ()
+    computed_tokens_before_eviction: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -275,7 +275,7 @@ class SyncAnswer:
     extended_slots: list[int] = field(default_factory=list)
     void_handles: list[int] = field(default_factory=list)
     unknown_handles: list[int] = field(default_factory=list)
-    blocks_short: int = 0
+    missing_blocks: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
     transfers: list[Transfer] = field(default_factory=list)
@@ -289,7 +289,7 @@ class Extension:
     """The answer to an extension; not extended: nothing was allocated."""
 
     extended: bool
-    blocks_short: int
+    missing_blocks: int
     new_blocks: tuple[Table, ...]
     capacity_tokens: int
     transfers: tuple[Transfer, ...] = ()
@@ -399,9 +399,9 @@ class RemovalCause(enum.IntEnum):
     COVERED = 4
     TRUNCATED = 5
     FORGOTTEN = 6
-    TAKEN_OVER = 7
+    OVERWRITTEN = 7
     COPY_FAILED = 8
-    PARENT_LOST = 9
+    PARENT_EVICTED = 9
     POOL_SHRUNK = 10
     RULE_CHANGED = 11
     TOO_MANY_LEASES = 12
@@ -597,7 +597,7 @@ class Preview:
     """The outcome that an admission would have."""
 
     admitted: bool
-    blocks_short: int
+    missing_blocks: int
     cached_tokens: int
     estimates: list[BlockEstimate]
     evictions: list[PredictedEviction]
@@ -684,9 +684,9 @@ class GhostPolicy(enum.IntEnum):
     # Priorities, durations and leases, as pools have them.
     RETENTION = 1
     # Only the last use.
-    LEAST_RECENTLY_USED = 2
+    LRU = 2
     # The same, but a block that was found once is evicted after blocks that never were, for a while.
-    REUSED_LAST = 3
+    SEGMENTED_LRU = 3
 
 
 class GhostCache(NamedTuple):

@@ -13,9 +13,9 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 app = typer.Typer()
 
 POLICIES = {
-    "AS-IT-IS": pb.GHOST_POLICY_RETENTION,
-    "LEAST-RECENTLY-USED": pb.GHOST_POLICY_LEAST_RECENTLY_USED,
-    "REUSED-LAST": pb.GHOST_POLICY_REUSED_LAST,
+    "RETENTION": pb.GHOST_POLICY_RETENTION,
+    "LRU": pb.GHOST_POLICY_LRU,
+    "SEGMENTED-LRU": pb.GHOST_POLICY_SEGMENTED_LRU,
 }
 
 # Size, and hits of the caches of this size.

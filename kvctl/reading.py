@@ -110,5 +110,5 @@ def rates(before: Reading, now: Reading) -> dict[str, float | None]:
         "cached_tokens_per_second": per_second("kvkeep_scheduler_cached_tokens_total"),
         "output_tokens_per_second": per_second("kvkeep_scheduler_output_tokens_total"),
         "time_to_first_token_seconds": mean("kvkeep_scheduler_time_to_first_token_seconds"),
-        "inter_token_seconds": mean("kvkeep_scheduler_inter_token_seconds"),
+        "inter_token_latency_seconds": mean("kvkeep_scheduler_inter_token_latency_seconds"),
     }

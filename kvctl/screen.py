@@ -78,7 +78,7 @@ def _load(before: Reading, now: Reading) -> RenderableType:
         (
             ("waiting", waiting),
             ("planning", _milliseconds(found["planning_seconds"])),
-            ("per token", _milliseconds(found["inter_token_seconds"])),
+            ("per token", _milliseconds(found["inter_token_latency_seconds"])),
             ("cached/s", _number(found["cached_tokens_per_second"])),
         ),
         (
@@ -121,7 +121,7 @@ def _pools(before: Reading, now: Reading) -> RenderableType:
                 head[1],
                 *map(str, (tier.used_blocks, tier.cached_blocks, tier.total_blocks)),
                 _number(max(0, _lost(tier) - earlier.get(tier.tier, 0)) / elapsed),
-                str(tier.onboarded_blocks),
+                str(tier.onloaded_blocks),
                 str(tier.offloaded_blocks),
                 Bar(((tier.used_blocks, USED), (tier.cached_blocks, CACHED), (empty, EMPTY))),
             )

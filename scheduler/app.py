@@ -125,7 +125,7 @@ class Scheduler:
             RequestValidator(
                 ModelInfo(model, executor),
                 max_prompt_bytes=settings.max_prompt_bytes,
-                onboarding_timeout=settings.onboarding_timeout_seconds,
+                onload_timeout=settings.onload_timeout_seconds,
             ),
             queue,
             self._commands,
@@ -172,7 +172,7 @@ class Scheduler:
             _Updates(requests, cache),
             self.times,
             max_batched_tokens=settings.max_batched_tokens,
-            budget=PrefillBudget(settings.target_inter_token_seconds),
+            budget=PrefillBudget(settings.target_itl_seconds),
         )
         # A daemon: an executor that never answers must not keep the process from ending.
         arguments = (steps, requests, asyncio.get_running_loop())

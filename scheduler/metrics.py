@@ -90,11 +90,11 @@ class RequestMetrics:
         )
         self.prompt_tokens = Counter(f"{prefix}_prompt_tokens", "Prompt tokens of what began.", registry=registry)
         self.cached_tokens = Counter(f"{prefix}_cached_tokens", "Of these, tokens from the cache.", registry=registry)
-        self.onboarded_tokens = Counter(
-            f"{prefix}_onboarded_tokens", "Tokens that came from a lower tier.", ["tier"], registry=registry
+        self.onloaded_tokens = Counter(
+            f"{prefix}_onloaded_tokens", "Tokens that came from a lower tier.", ["tier"], registry=registry
         )
-        self.onboarding_timeouts = Counter(
-            f"{prefix}_onboarding_timeouts", "Samples that did not wait for their blocks any longer.", registry=registry
+        self.onload_timeouts = Counter(
+            f"{prefix}_onload_timeouts", "Samples that did not wait for their blocks any longer.", registry=registry
         )
         self.output_tokens = Counter(f"{prefix}_output_tokens", "Tokens generated.", registry=registry)
         self.evicted_tokens = Counter(f"{prefix}_evicted_tokens", "Tokens evicted by policies.", registry=registry)
@@ -118,7 +118,7 @@ class RequestMetrics:
         self.queue = latency("queue", "Arrival of a request to its first step.")
         self.first_token = latency("time_to_first_token", "Arrival of a request to its first token.")
         self.inter_token = InterTokenHistogram(
-            f"{prefix}_inter_token_seconds", "Between the tokens of a sample.", registry
+            f"{prefix}_inter_token_latency_seconds", "Between the tokens of a sample.", registry
         )
         self.request = latency("request", "Arrival of a request to its last token, or to where it was cut off.")
         self.requests = Counter(

@@ -57,7 +57,7 @@ class CacheOptions:
 class Request:
     """One sample of an accepted generation; most have only one. Samples share a request_id and nothing that changes.
 
-    `arrival` names and orders requests, `arrived_at` is in seconds of the monotonic clock. `onboarding_timeout`:
+    `arrival` names and orders requests, `arrived_at` is in seconds of the monotonic clock. `onload_timeout`:
     seconds that it waits for onloads.
     """
 
@@ -67,7 +67,7 @@ class Request:
     sampling: execution_pb2.SamplingParams
     arrival: int
     arrived_at: float
-    onboarding_timeout: float = math.inf
+    onload_timeout: float = math.inf
     stop: tuple[str, ...] = ()
     priority: int = 0
     cache: CacheOptions = CacheOptions()

@@ -46,7 +46,7 @@ class SchedulerSettings(ProcessSettings):
     vllm_metrics: bool = Field(False, description="Serve metrics under the names that vLLM gives them, too.")
     access_log: Path | None = Field(None, description="File with a JSON line per request; empty is the usual log.")
     max_batched_tokens: int = Field(512, ge=1, le=65536, description="Tokens per step at most.")
-    target_inter_token_seconds: float = Field(
+    target_itl_seconds: float = Field(
         0.0,
         ge=0,
         description="Time between tokens that prompts may cause; 0 is 1.4 times decoding alone for one prompt.",
@@ -55,7 +55,7 @@ class SchedulerSettings(ProcessSettings):
     max_waiting: int = Field(256, ge=1, description="Samples that may wait for blocks before requests are refused.")
     max_tenant_requests: int = Field(0, ge=0, description="Live requests that one tenant may have; 0 is no bound.")
     max_prompt_bytes: int = Field(4 << 20, ge=1, description="Longest prompt text in bytes of UTF-8.")
-    onboarding_timeout_seconds: float = Field(
+    onload_timeout_seconds: float = Field(
         10.0, gt=0, description="How long a request waits for blocks from host memory or disk before it computes them."
     )
     drain_seconds: float = Field(30.0, ge=0, description="How long running requests may go on after SIGTERM.")

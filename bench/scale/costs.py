@@ -87,7 +87,7 @@ class Costs:
             if admission.admitted:
                 break
             # Floors of others are not for it.
-            room -= admission.blocks_short
+            room -= admission.missing_blocks
 
         def refuse() -> float:
             begun = time.process_time()

@@ -38,7 +38,7 @@ _STORED, _REMOVED, _UPDATED = EventKind.STORED, EventKind.REMOVED, EventKind.UPD
 _new = tuple.__new__
 
 # A block that leaves the index for one of these causes is there in another block.
-_REPLACED = (RemovalCause.COVERED, RemovalCause.TAKEN_OVER, RemovalCause.TRUNCATED)
+_REPLACED = (RemovalCause.COVERED, RemovalCause.OVERWRITTEN, RemovalCause.TRUNCATED)
 _LOST = RemovalCause.EXECUTOR_LOST
 
 _EVICTABLE = "every block without references is evictable: the ancestors of a referenced block are referenced, too"
@@ -308,7 +308,7 @@ class BlockPool:
         tier.cached -= 1
         # The mean is that of every eighth slot.
         if victim.index & 7 == 1:
-            tier.counters.note_reuse_gap(self._leases.now - self.use_times.at(victim.recency))
+            tier.counters.note_idle_before_eviction(self._leases.now - self.use_times.at(victim.recency))
         if self._has_lower:
             # Keeps the block out of the eviction order while its children move.
             victim.refs = 1
@@ -324,7 +324,7 @@ class BlockPool:
     def take_over(self, block: Block, writer: Writer) -> None:
         """Passes a cached leaf of the device on to a writer, with its content, out of the prefix tree."""
         self.acquire(block)
-        self.unlink(block, RemovalCause.TAKEN_OVER, writer)
+        self.unlink(block, RemovalCause.OVERWRITTEN, writer)
         self.own(block, writer)
 
     def own(self, block: Block, writer: Writer) -> None:
@@ -547,7 +547,7 @@ class BlockPool:
 
     def lose_children(self, block: Block) -> None:
         for child in self.tree.descendants(block):
-            self.discard(child, RemovalCause.PARENT_LOST)
+            self.discard(child, RemovalCause.PARENT_EVICTED)
 
     def unlink(self, block: Block, cause: RemovalCause, writer: Writer | None) -> None:
         """Removes a block from the prefix tree and leaves its slot to the caller."""
@@ -581,7 +581,7 @@ class BlockPool:
                 # Without full attention's block of the same key it can never match.
                 useless = pool.tree.by_key.get(block.key)
                 if useless is not None and not useless.refs:
-                    pool.discard(useless, RemovalCause.PARENT_LOST)
+                    pool.discard(useless, RemovalCause.PARENT_EVICTED)
 
     # Leases
 

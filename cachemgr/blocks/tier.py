@@ -26,27 +26,27 @@ class TierCounters:
     allocated: int = 0
     removed: list[int] = field(default_factory=lambda: [0] * len(RemovalCause))
     offloaded: int = 0
-    onboarded: int = 0
+    onloaded: int = 0
     copied_bytes: int = 0
     failed_copies: int = 0
     backed_up: int = 0
     restored: int = 0
-    reuse_gaps: int = 0
-    reuse_gap_seconds: float = 0.0
+    timed_evictions: int = 0
+    idle_before_eviction_seconds: float = 0.0
 
     @property
     def evicted(self) -> int:
         return self.removed[RemovalCause.EVICTED]
 
     @property
-    def mean_reuse_gap(self) -> float:
+    def mean_idle_before_eviction(self) -> float:
         """Mean time between the last use of a block and the end of its stay."""
-        return self.reuse_gap_seconds / self.reuse_gaps if self.reuse_gaps else 0.0
+        return self.idle_before_eviction_seconds / self.timed_evictions if self.timed_evictions else 0.0
 
-    def note_reuse_gap(self, seconds: float) -> None:
+    def note_idle_before_eviction(self, seconds: float) -> None:
         """A block goes that was used last so long ago."""
-        self.reuse_gaps += 1
-        self.reuse_gap_seconds += seconds
+        self.timed_evictions += 1
+        self.idle_before_eviction_seconds += seconds
 
 
 # Indexes that were never allocated, at a time.

@@ -394,7 +394,7 @@ class Queries:
             now=self._state.leases.now,
             number=self._state.number,
             last_event=self._state.events.last,
-            scheduler_came=self._state.old_writers_fenced,
+            old_writers_fenced=self._state.old_writers_fenced,
         )
         yield (rule_state(spec) for spec in self.rules())
         quotas = [account.quota for _, account in sorted(self._state.accounts.items())]

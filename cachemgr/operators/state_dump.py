@@ -107,17 +107,17 @@ def _pool(pool: BlockPool) -> Iterator[str | Iterator[str]]:
         "pool",
         id=pool.pool_id,
         tokens=pool.tokens.total,
-        uses=pool.lru_clock,
-        moving=sorted(block.index for block in pool.offloader.offloading),
-        leaving=sorted(
+        lru_clock=pool.lru_clock,
+        offloading=sorted(block.index for block in pool.offloader.offloading),
+        draining=sorted(
             [block.index, ticket.number] for block, ticket in pool.offloader.draining.items() if block is not None
         ),
-        doomed=sorted(block.index for block in pool.zero_on_free),
+        zero_on_free=sorted(block.index for block in pool.zero_on_free),
         **_backups(pool.backups),
         share_number=pool.share_number,
         leases=[pool.honoured_leases, pool.broken_leases],
-        gaps=sorted(key.hex() for key in pool.tree.tombstones),
-        promised=sorted([key.hex(), block.index] for key, block in pool.pending.items()),
+        tombstones=sorted(key.hex() for key in pool.tree.tombstones),
+        pending=sorted([key.hex(), block.index] for key, block in pool.pending.items()),
     )
     for tier in pool.tiers:
         counters = {name: value for name, value in asdict(tier.counters).items() if not name.startswith("_")}
@@ -148,11 +148,11 @@ def _backups(backups: Backups) -> dict[str, Any]:
     )
     return {
         # In the order in which they were made.
-        "backups": [len(backups.indexes), _numbers(numbers)[1]],
-        "backups_open": [[block.index, ticket.number] for block, ticket in backups.open.items()],
-        "backups_running": backups.running,
-        "backups_wanted": _numbers(block.index for block in backups.queue),
-        "heirs": [[below.index, heir.index] for below, heir in backups.successors.items()],
+        "write_through_copies": [len(backups.indexes), _numbers(numbers)[1]],
+        "write_through_open": [[block.index, ticket.number] for block, ticket in backups.open.items()],
+        "write_through_running": backups.running,
+        "write_through_queue": _numbers(block.index for block in backups.queue),
+        "write_through_successors": [[below.index, heir.index] for below, heir in backups.successors.items()],
     }
 
 
@@ -216,8 +216,8 @@ def _eviction(eviction: TokenEvictionState) -> dict[str, Any]:
         "prompt": eviction.prompt,
         "granted": eviction.granted,
         "private": [block.index for block in eviction.private],
-        "moved": eviction.has_begun,
-        "settled": eviction.committed,
+        "begun": eviction.has_begun,
+        "committed": eviction.committed,
         "evicted": eviction.evicted,
     }
 
@@ -225,9 +225,9 @@ def _eviction(eviction: TokenEvictionState) -> dict[str, Any]:
 def _table(table: GroupTable) -> dict[str, Any]:
     return {
         "slots": table.slots().slots,
-        "settled": table.committed,
-        "first": table.window_start,
-        "anchors": {index: block.index for index, block in sorted(table.duplicate_refs.items())},
+        "committed": table.committed,
+        "window_start": table.window_start,
+        "duplicate_refs": {index: block.index for index, block in sorted(table.duplicate_refs.items())},
     }
 
 
@@ -241,5 +241,5 @@ def _ticket(ticket: Ticket) -> str:
         target=ticket.target.index,
         tokens=ticket.num_tokens,
         sequence=None if ticket.sequence is None else ticket.sequence.handle,
-        anchors=[block.index for block in ticket.held_ancestors],
+        held_ancestors=[block.index for block in ticket.held_ancestors],
     )

@@ -79,11 +79,11 @@ class _Calls:
         match entry.method:
             case names.EXPIRE:
                 mutations.expire()
-            case names.GO_ON:
+            case names.CONTINUE:
                 mutations.go_on()
             case names.RESTORE_OPERATORS:
-                mutations.restore_operators(_request(pb.RememberedOperators, entry))
-            case names.END_EPOCH | names.PUT_BACK | names.END_RECOVERY:
+                mutations.restore_operators(_request(pb.StoredOperators, entry))
+            case names.END_EPOCH | names.RESTORE_BLOCKS | names.END_RECOVERY:
                 self._recover(entry)
             case "RegisterExecutor":
                 request = _request(pb.RegisterExecutorRequest, entry)
@@ -96,7 +96,7 @@ class _Calls:
         named = executor.executor_id, executor.executor_epoch
         if entry.method == names.END_EPOCH:
             self._mutations.end_epoch(*named)
-        elif entry.method == names.PUT_BACK:
+        elif entry.method == names.RESTORE_BLOCKS:
             self._mutations.put_back(*named, oplog.remembered_blocks(entry))
         else:
             self._mutations.end_recovery(*named, oplog.remembered_pins(entry))

@@ -84,8 +84,8 @@ class OperationLog:
             time=now,
             method=method,
             request=b"" if request is None else request.SerializeToString(),
-            remembered=[
-                pb.RememberedBlock(place=encode_slot(*block.place), record=encode_block(block)) for block in remembered
+            blocks=[
+                pb.StoredBlock(field=encode_slot(*block.place), record=encode_block(block)) for block in remembered
             ],
             pins=[pin_message(pin) for pin in pins],
             later=later,
@@ -161,7 +161,7 @@ def settings_of(start: pb.LoggedOperation) -> tuple[int, ManagerConfig]:
 def remembered_blocks(entry: pb.LoggedOperation) -> list[BlockRecord]:
     """Blocks that the store remembered of an executor. Raises OperationLogError."""
     try:
-        return [decode_block(block.place, block.record) for block in entry.remembered]
+        return [decode_block(block.field, block.record) for block in entry.blocks]
     except RecordError as error:
         raise OperationLogError("another version of the cache manager wrote this operation log") from error
 

@@ -64,7 +64,7 @@ class OperatorStore:
         if self._was_read:
             return
         found = [(kind, await self.stored(kind)) for kind in _SHARED]
-        remembered = pb.RememberedOperators()
+        remembered = pb.StoredOperators()
         fields: dict[Kind, Any] = {
             Kind.RULE: remembered.rules,
             Kind.QUOTA: remembered.quotas,

@@ -32,7 +32,7 @@ class Source(Protocol):
 class Restoring(Protocol):
     """The calls by which remembered state comes back; each is in the operation log."""
 
-    def restore_operators(self, remembered: pb.RememberedOperators) -> None:
+    def restore_operators(self, remembered: pb.StoredOperators) -> None:
         """Rules, quotas and shares."""
 
     def put_back(self, executor_id: str, executor_epoch: int, remembered: list[BlockRecord]) -> None:

@@ -62,7 +62,9 @@ def encode_block(record: BlockRecord) -> bytes:
             offload_min_priority=floor,
         )
     if record.backup is not None:
-        message.backup.tier, message.backup.slot, message.backup.generation = record.backup
+        message.write_through_copy.tier, message.write_through_copy.slot, message.write_through_copy.generation = (
+            record.backup
+        )
     return message.SerializeToString()
 
 
@@ -85,7 +87,7 @@ def decode_block(field: bytes, value: bytes) -> BlockRecord:
         raise RecordError("record cannot be read")
     try:
         group, tier, slot = _SLOT.unpack(field)
-        backup = message.backup if has("backup") else None
+        backup = message.write_through_copy if has("write_through_copy") else None
         return BlockRecord(
             group,
             slot,
@@ -145,9 +147,9 @@ def _rule(spec: RetentionRule) -> pb.RetentionRule:
     return message
 
 
-def pin_message(record: PinRecord) -> pb.RememberedPin:
+def pin_message(record: PinRecord) -> pb.StoredPin:
     """A pin as a message."""
-    return pb.RememberedPin(
+    return pb.StoredPin(
         name=record.name,
         owner=record.owner,
         remaining=record.remaining,
@@ -156,7 +158,7 @@ def pin_message(record: PinRecord) -> pb.RememberedPin:
     )
 
 
-def pin_of(message: pb.RememberedPin) -> PinRecord:
+def pin_of(message: pb.StoredPin) -> PinRecord:
     """Raises RecordError for one that no manager wrote."""
     keys = [message.keys[start : start + _DIGEST_BYTES] for start in range(0, len(message.keys), _DIGEST_BYTES)]
     if not _PIN_NAME.fullmatch(message.name) or not message.owner:
@@ -198,7 +200,7 @@ def _decode_entry(kind: Kind, data: bytes) -> Entry:
         case Kind.SHARE:
             return share_of(pb.PoolShare.FromString(data))
         case Kind.PIN:
-            return pin_of(pb.RememberedPin.FromString(data))
+            return pin_of(pb.StoredPin.FromString(data))
 
 
 def rule_of(message: pb.RetentionRule) -> RetentionRule:

@@ -190,7 +190,7 @@ def bounded(holder: str, priority: int, duration: float | None, config: ManagerC
 
 def _receipt(
     holder: str,
-    wish: str,
+    request: str,
     asked: tuple[int, float | None],
     blocks: int | None,
     reasons: list[str],
@@ -201,14 +201,14 @@ def _receipt(
     if no_store:
         reasons, blocks = ["the request leaves nothing in the cache"], 0
     if blocks == 0:
-        return Receipt(wish, Outcome.REJECTED, reasons[0])
+        return Receipt(request, Outcome.REJECTED, reasons[0])
     granted = bounded(holder, *asked, config)
     if granted[0] != asked[0]:
         reasons.append(f"the priority is at most {granted[0]}")
     if granted[1] != asked[1]:
         reasons.append(f"the duration is at most {granted[1]:g} s")
     outcome = Outcome.CLIPPED if reasons else Outcome.GRANTED
-    return Receipt(wish, outcome, "; ".join(reasons), granted[0], granted[1], blocks or 0)
+    return Receipt(request, outcome, "; ".join(reasons), granted[0], granted[1], blocks or 0)
 
 
 def _refusal(blocks: int) -> str:

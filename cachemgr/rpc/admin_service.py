@@ -311,7 +311,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
             own = {view.name for view in filter(tenancy.sees_hold, self._manager.queries.holds())}
             if not own.issuperset((await self._PinPrefix(trial)).degraded_hold_names):
                 receipt = common.RetentionReceipt(
-                    wish="pin", outcome="OUTCOME_REJECTED", reason="the budget for pins is used up"
+                    request="pin", outcome="OUTCOME_REJECTED", reason="the budget for pins is used up"
                 )
                 return pb.PinPrefixResponse(receipt=receipt)
         answer = await self._PinPrefix(request)

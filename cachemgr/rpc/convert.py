@@ -100,12 +100,12 @@ def _retention(config: pb.RetentionConfig) -> types.Retention:
     return types.Retention(
         ranges=tuple(
             types.RetentionRange(
-                wish.start,
-                wish.end if wish.HasField("end") else None,
-                wish.retention_priority,
-                seconds(wish.retention_duration) if wish.HasField("retention_duration") else None,
+                part.start,
+                part.end if part.HasField("end") else None,
+                part.retention_priority,
+                seconds(part.retention_duration) if part.HasField("retention_duration") else None,
             )
-            for wish in config.ranges
+            for part in config.ranges
         ),
         decode_priority=config.decode_retention_priority if has_priority else None,
         decode_duration=seconds(config.decode_retention_duration) if has_duration else None,
@@ -117,7 +117,7 @@ def admit_response(manager_epoch: int, admission: types.Admission) -> pb.AdmitSe
     return pb.AdmitSequenceResponse(
         manager_epoch=manager_epoch,
         admitted=admission.admitted,
-        blocks_short=admission.blocks_short,
+        missing_blocks=admission.missing_blocks,
         full_account=_account(admission.full_account),
         sequence_handle=admission.sequence_handle,
         cached_tokens=admission.cached_tokens,
@@ -142,7 +142,7 @@ def fork_response(admission: types.Admission) -> pb.ForkSequenceResponse:
     """Answer to a fork."""
     return pb.ForkSequenceResponse(
         admitted=admission.admitted,
-        blocks_short=admission.blocks_short,
+        missing_blocks=admission.missing_blocks,
         full_account=_account(admission.full_account),
         sequence_handle=admission.sequence_handle,
         cached_tokens=admission.cached_tokens,
@@ -155,7 +155,7 @@ def extend_response(extension: types.Extension) -> pb.ExtendSequenceResponse:
     """Answer to an extension."""
     return pb.ExtendSequenceResponse(
         extended=extension.extended,
-        blocks_short=extension.blocks_short,
+        missing_blocks=extension.missing_blocks,
         new_blocks=_tables(extension.new_blocks),
         transfers=transfers(extension.transfers),
         capacity_tokens=extension.capacity_tokens,
@@ -200,8 +200,8 @@ def sync_request(request: pb.SyncSequencesRequest) -> types.SyncRequest:
         trimmed_capacity_tokens=list(request.trimmed_capacity_tokens),
         cancelled_tickets=list(request.cancelled_tickets),
         evicting_handles=list(request.evicting_handles),
-        moved_handles=list(request.moved_handles),
-        moved_computed_tokens=list(request.moved_computed_tokens),
+        evicted_handles=list(request.evicted_handles),
+        computed_tokens_before_eviction=list(request.computed_tokens_before_eviction),
     )
 
 
@@ -215,7 +215,7 @@ def sync_response(manager_epoch: int, answer: types.SyncAnswer, lease: Duration)
         extended_slots=answer.extended_slots,
         void_handles=answer.void_handles,
         unknown_handles=answer.unknown_handles,
-        blocks_short=answer.blocks_short,
+        missing_blocks=answer.missing_blocks,
         free_blocks=answer.free_blocks,
         total_blocks=answer.total_blocks,
         transfers=transfers(answer.transfers),
@@ -335,7 +335,7 @@ def event(happened: Event, *, snapshot: bool, token_ids: bool = False) -> pb.Eve
 def receipt(given: types.Receipt) -> common.RetentionReceipt:
     """Answer to a retention request."""
     return common.RetentionReceipt(
-        wish=given.wish,
+        request=given.request,
         outcome=f"OUTCOME_{given.outcome.name}",
         reason=given.reason,
         retention_priority=given.priority,

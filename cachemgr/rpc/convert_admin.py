@@ -77,7 +77,9 @@ def pinned(found: list[Pinned]) -> pb.PinPrefixResponse:
     best = max(found, key=lambda one: one.receipt.num_blocks, default=None)
     if best is None:
         return pb.PinPrefixResponse(
-            receipt=common.RetentionReceipt(wish="pin", outcome="OUTCOME_REJECTED", reason="no executor is registered")
+            receipt=common.RetentionReceipt(
+                request="pin", outcome="OUTCOME_REJECTED", reason="no executor is registered"
+            )
         )
     return pb.PinPrefixResponse(
         hold_name=best.name,
@@ -194,10 +196,10 @@ def _tier_stats(tier: Tier) -> pb.TierStats:
             if counters.removed[cause]
         ],
         offloaded_blocks=counters.offloaded,
-        onboarded_blocks=counters.onboarded,
+        onloaded_blocks=counters.onloaded,
         copied_bytes=counters.copied_bytes,
         failed_copies=counters.failed_copies,
-        mean_reuse_gap=duration(max(0.0, counters.mean_reuse_gap)),
+        mean_idle_before_eviction=duration(max(0.0, counters.mean_idle_before_eviction)),
     )
 
 
@@ -205,7 +207,7 @@ def preview(found: types.Preview) -> pb.PreviewAdmissionResponse:
     """The outcome that an admission would have."""
     return pb.PreviewAdmissionResponse(
         admitted=found.admitted,
-        blocks_short=found.blocks_short,
+        missing_blocks=found.missing_blocks,
         cached_tokens=found.cached_tokens,
         estimates=[estimate(one) for one in found.estimates],
         evictions=[

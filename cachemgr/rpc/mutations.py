@@ -31,7 +31,13 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 # Seconds between two looks for expired leases.
 EXPIRE_SECONDS = 0.5
 # Entries of the log that are no method of a service.
-EXPIRE, GO_ON, END_EPOCH, PUT_BACK, END_RECOVERY = "Expire", "GoOn", "EndEpoch", "PutBack", "EndRecovery"
+EXPIRE, CONTINUE, END_EPOCH, RESTORE_BLOCKS, END_RECOVERY = (
+    "Expire",
+    "Continue",
+    "EndEpoch",
+    "RestoreBlocks",
+    "EndRecovery",
+)
 RESTORE_OPERATORS = "RestoreOperators"
 
 Answer = TypeVar("Answer")
@@ -139,7 +145,7 @@ class Mutations:
 
     def go_on(self) -> bool:
         """Takes a step of the call that has begun; whether it was the last. Raises what the call raises."""
-        self._note(GO_ON)
+        self._note(CONTINUE)
         if self._long_call is None:
             return True
         method, steps = self._long_call
@@ -176,8 +182,8 @@ class Mutations:
     def put_back(self, executor_id: str, executor_epoch: int, remembered: list[BlockRecord]) -> None:
         """A part of the blocks that the store remembers."""
         executor = pb.RecoveringExecutor(executor_id=executor_id, executor_epoch=executor_epoch)
-        self._note(PUT_BACK, executor, remembered)
-        self._whole(PUT_BACK, lambda: self.manager.put_back(executor_id, executor_epoch, remembered))
+        self._note(RESTORE_BLOCKS, executor, remembered)
+        self._whole(RESTORE_BLOCKS, lambda: self.manager.put_back(executor_id, executor_epoch, remembered))
 
     def end_recovery(self, executor_id: str, executor_epoch: int, pins: list[PinRecord]) -> Restored:
         """The store remembers no more blocks, and these pins; tells which blocks are cached then."""
@@ -186,7 +192,7 @@ class Mutations:
         self._whole(END_RECOVERY, lambda: self.manager.end_recovery(executor_id, executor_epoch, pins))
         return self.manager.cached_blocks(executor_id)
 
-    def restore_operators(self, remembered: pb.RememberedOperators) -> None:
+    def restore_operators(self, remembered: pb.StoredOperators) -> None:
         """Rules, quotas and shares that the store remembers."""
         self._note(RESTORE_OPERATORS, remembered)
         self._whole(
@@ -234,7 +240,7 @@ class Mutations:
         if self.failed:
             raise ManagerFailedError("an earlier call has failed inside: the cache manager ends and starts again")
         # Remembered leases are as of the time that the clock shows: the time since would prolong each of them.
-        now = self._clock.now if method in (PUT_BACK, END_RECOVERY) else self._clock.advance()
+        now = self._clock.now if method in (RESTORE_BLOCKS, END_RECOVERY) else self._clock.advance()
         if self._log is not None:
             self._log.write(now, method, request, remembered, pins, later=later)
 

@@ -195,7 +195,7 @@ class Allocator:
     ) -> Sequence | Admission:
         """The sequence with its blocks, or an answer that says how many are missing, with nothing changed."""
         if scheduler.has_void_sequences_in(executor):
-            return Admission(False, blocks_short=1)
+            return Admission(False, missing_blocks=1)
         sequence = self._draft(request, tokens, scheduler, executor)
         plan = self._plan(request, sequence)
         if plan.missing_blocks:
@@ -327,7 +327,7 @@ def _fetch(sequence: Sequence, table: GroupTable, blocks: list[Block | None]) ->
     for block_index, block in enumerate(blocks):
         if block is not None and not pool.is_on_device(block):
             target = blocks[block_index] = pool.allocate(sequence)
-            sequence.executor.copies.onboard(sequence, pool, block, target, block_index, 0)
+            sequence.executor.copies.onload(sequence, pool, block, target, block_index, 0)
 
 
 def copy_sources(sequence: Sequence, sources: list[Block], num_tokens: int) -> None:
@@ -335,7 +335,7 @@ def copy_sources(sequence: Sequence, sources: list[Block], num_tokens: int) -> N
     for table, source in zip(sequence.tables, sources, strict=False):
         target = table.pool.allocate(sequence)
         block_index = len(table.blocks)
-        sequence.executor.copies.onboard(sequence, table.pool, source, target, block_index, num_tokens)
+        sequence.executor.copies.onload(sequence, table.pool, source, target, block_index, num_tokens)
         table.blocks.append(target)
 
 
@@ -349,7 +349,7 @@ def grow(sequence: Sequence, num_blocks: int) -> None:
 def refusal(short: int, missing_without_ceiling: int, account: Account | None) -> Admission:
     """The answer when blocks are missing; `short_in_all`: how many would be missing without a ceiling."""
     full = None if missing_without_ceiling or account is None else account.key
-    return Admission(False, blocks_short=short, full_account=full)
+    return Admission(False, missing_blocks=short, full_account=full)
 
 
 def admitted(sequence: Sequence, wait_for: int, receipts: tuple[Receipt, ...] = ()) -> Admission:

@@ -342,7 +342,7 @@ def new_pools(
             journal,
             listener,
             windowed=windowed if pool.attention_window is None else (),
-            offload_min_priority=config.secondary_offload_min_priority,
+            offload_min_priority=config.offload_min_priority,
             write_through=config.write_through,
             lost_blocks=config.lost_blocks,
         )

@@ -40,8 +40,10 @@ class Sync:
         _same_length("computed_tokens", request.computed_tokens, request.handles)
         _same_length("new_token_counts", request.new_token_counts, request.handles)
         _same_length("trimmed_capacity_tokens", request.trimmed_capacity_tokens, request.trimmed_handles)
-        _same_length("moved_computed_tokens", request.moved_computed_tokens, request.moved_handles)
-        for field in ("handles", "released_handles", "trimmed_handles", "evicting_handles", "moved_handles"):
+        _same_length(
+            "computed_tokens_before_eviction", request.computed_tokens_before_eviction, request.evicted_handles
+        )
+        for field in ("handles", "released_handles", "trimmed_handles", "evicting_handles", "evicted_handles"):
             column = getattr(request, field)
             if len(set(column)) != len(column):
                 raise InvalidField(field, "must not name a sequence twice")
@@ -59,7 +61,7 @@ class Sync:
 
     def _check_progress(self) -> dict[int, int]:
         """Known tokens by handle. Raises InvalidField."""
-        request, moved = self._request, set(self._request.moved_handles)
+        request, moved = self._request, set(self._request.evicted_handles)
         known: dict[int, int] = {}
         columns = zip(request.handles, request.computed_tokens, request.new_token_counts, strict=True)
         for row, (handle, computed, count) in enumerate(columns):
@@ -100,7 +102,7 @@ class Sync:
 
     def _progress(self) -> None:
         request, at = self._request, 0
-        clean = dict(zip(request.moved_handles, request.moved_computed_tokens, strict=True))
+        clean = dict(zip(request.evicted_handles, request.computed_tokens_before_eviction, strict=True))
         moved: list[tuple[Sequence, int]] = []
         columns = zip(request.handles, request.computed_tokens, request.new_token_counts, strict=True)
         for handle, computed, count in columns:
@@ -163,9 +165,9 @@ class Sync:
         before = [sequence.num_blocks for sequence in running]
         for sequence in running:
             tokens = max(len(sequence.tokens), sequence.computed + 2)
-            self.answer.blocks_short += self._grow(sequence, tokens, above_watermark=False)
+            self.answer.missing_blocks += self._grow(sequence, tokens, above_watermark=False)
         self._grant()
-        if not self.answer.blocks_short:
+        if not self.answer.missing_blocks:
             for sequence in running:
                 if sequence.handle not in trimmed:
                     tokens = len(sequence.tokens) + self._config.capacity_ahead_tokens
@@ -186,7 +188,7 @@ class Sync:
             ):
                 continue
             short = token_eviction.grant(sequence)
-            self.answer.blocks_short += short
+            self.answer.missing_blocks += short
             if not short:
                 self.answer.transfers.extend(sequence.take_transfers())
                 self.answer.evicting_handles.append(handle)

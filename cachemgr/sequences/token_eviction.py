@@ -112,15 +112,17 @@ def check_columns(request: SyncRequest, sequences: Mapping[int, Sequence]) -> No
         if sequence.eviction is None or sequence.eviction.first is None:
             raise InvalidField(f"evicting_handles[{row}]", "must name a sequence that evicts tokens")
     reported = dict(zip(request.handles, request.computed_tokens, strict=True))
-    for row, (handle, clean) in enumerate(zip(request.moved_handles, request.moved_computed_tokens, strict=True)):
+    for row, (handle, clean) in enumerate(
+        zip(request.evicted_handles, request.computed_tokens_before_eviction, strict=True)
+    ):
         sequence = sequences.get(handle)
         if sequence is None or sequence.void:
             continue
         if sequence.eviction is None or not sequence.eviction.granted or sequence.eviction.has_begun:
-            raise InvalidField(f"moved_handles[{row}]", "must name a sequence that was told to move and has not")
+            raise InvalidField(f"evicted_handles[{row}]", "must name a sequence that was told to move and has not")
         most = min(reported.get(handle, len(sequence.tokens)), sequence.most_computed)
         if not sequence.computed <= clean <= most:
-            raise InvalidField(f"moved_computed_tokens[{row}]", f"must be from {sequence.computed} to {most}")
+            raise InvalidField(f"computed_tokens_before_eviction[{row}]", f"must be from {sequence.computed} to {most}")
         if handle in request.trimmed_handles:
             raise InvalidField(f"trimmed_handles[{list(request.trimmed_handles).index(handle)}]", "must not also move")
 

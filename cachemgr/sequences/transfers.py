@@ -27,7 +27,7 @@ class Purpose(enum.Enum):
     """The purpose of a copy."""
 
     # Into a block of a sequence, from a cached block or its beginning.
-    ONBOARD = "onboard"
+    ONLOAD = "onload"
     # To a lower tier; the source is the block that has the slot now.
     OFFLOAD = "offload"
     # To the device, before a sequence needs the block.
@@ -41,7 +41,7 @@ class Purpose(enum.Enum):
 
 
 # Looked up once, not for each of very many copies.
-_ONBOARD, _OFFLOAD, _PREFETCH = Purpose.ONBOARD, Purpose.OFFLOAD, Purpose.PREFETCH
+_ONLOAD, _OFFLOAD, _PREFETCH = Purpose.ONLOAD, Purpose.OFFLOAD, Purpose.PREFETCH
 
 
 class Outcome(enum.Enum):
@@ -79,7 +79,7 @@ class Ticket:
     transfer: Transfer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.holds_source = self.purpose is _ONBOARD or self.purpose is _PREFETCH
+        self.holds_source = self.purpose is _ONLOAD or self.purpose is _PREFETCH
         self.transfer = self._transfer()
 
     def _transfer(self) -> Transfer:
@@ -146,7 +146,7 @@ class Ticket:
         elif self.purpose is Purpose.CLEAR:
             self.pool.cleared(self.target.index, done=outcome is Outcome.DONE)
             return
-        elif self.purpose is Purpose.ONBOARD and outcome is Outcome.FAILED and self._is_below(self.source):
+        elif self.purpose is Purpose.ONLOAD and outcome is Outcome.FAILED and self._is_below(self.source):
             self._lose(self.source)
         if self.prefetch is not None:
             self.prefetch.ended(self, failed=outcome is not Outcome.DONE)
@@ -309,21 +309,21 @@ class Copies:
         """Overwrites a slot with zeros."""
         self._add(Ticket(self._next_number(), purpose, pool, None, block))
 
-    def onboard(
+    def onload(
         self, sequence: Sequence, pool: BlockPool, source: Block, target: Block, index: int, num_tokens: int
     ) -> None:
         """Copies a source into a block of a sequence. The copy takes the reference of the source over."""
         pool.acquire(target)
         number = self._next_number()
         ticket = Ticket(
-            number, Purpose.ONBOARD, pool, source, target, num_tokens=num_tokens, scheduler=sequence.scheduler
+            number, Purpose.ONLOAD, pool, source, target, num_tokens=num_tokens, scheduler=sequence.scheduler
         )
         ticket.sequence, ticket.index = sequence, index
         sequence.tickets.add(self._add(ticket))
         sequence.opened.add(ticket)
         tier = pool.tier_of(source)
         if tier is not pool.device:
-            tier.counters.onboarded += 1
+            tier.counters.onloaded += 1
             tier.counters.copied_bytes += pool.spec.block_bytes
 
     def back_up(self, pools: list[BlockPool]) -> None:
@@ -357,7 +357,7 @@ class Copies:
         tickets = []
         for source in sources:
             tier = pool.tier_of(source)
-            tier.counters.onboarded += 1
+            tier.counters.onloaded += 1
             tier.counters.copied_bytes += pool.spec.block_bytes
             target = pool.allocate(None)
             tickets.append(self._add(Ticket(self._next_number(), Purpose.PREFETCH, pool, source, target)))

@@ -99,9 +99,9 @@ class _Followed:
 
     def use(self, key: bytes, request: RetentionRequest | None, content: Content | None = None) -> tuple[Ghost, int]:
         block, zone = self.caches.use(key, content)
-        if self.policy is GhostPolicy.REUSED_LAST:
+        if self.policy is GhostPolicy.SEGMENTED_LRU:
             request = _REUSED if block.stored else None
-        elif self.policy is GhostPolicy.LEAST_RECENTLY_USED:
+        elif self.policy is GhostPolicy.LRU:
             request = None
         if request is not None:
             self.caches.grant(block, request)

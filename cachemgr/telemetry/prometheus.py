@@ -105,13 +105,13 @@ def _tier_families(pools: dict[str, list[Tier]]) -> Iterator[Metric]:
         "kvkeep_tier_removed_blocks", "Cached blocks that went, by why.", labels=[*_TIER, "cause"]
     )
     gaps = SummaryMetricFamily(
-        "kvkeep_tier_reuse_gap_seconds", "From the last use of an evicted block to its end.", labels=_TIER
+        "kvkeep_tier_idle_before_eviction_seconds", "From the last use of an evicted block to its end.", labels=_TIER
     )
     for pool_id, tiers in pools.items():
         for tier in tiers:
             labels, counts = [pool_id, tier.kind.name.lower()], tier.counters
             allocated.add_metric(labels, counts.allocated)
-            gaps.add_metric(labels, counts.reuse_gaps, counts.reuse_gap_seconds)
+            gaps.add_metric(labels, counts.timed_evictions, counts.idle_before_eviction_seconds)
             for cause in list(RemovalCause)[1:]:
                 removed.add_metric([*labels, cause.name.lower()], counts.removed[cause])
     yield from (allocated, removed, gaps)
@@ -129,18 +129,18 @@ def _lower_tier_families(queries: Queries, pools: dict[str, list[Tier]]) -> Iter
     offloaded = CounterMetricFamily(
         "kvkeep_tier_offloaded_blocks", "Blocks that went from here to a lower tier.", labels=_TIER
     )
-    onboarded = CounterMetricFamily(
-        "kvkeep_tier_onboarded_blocks", "Blocks copied from here to the device.", labels=_TIER
+    onloaded = CounterMetricFamily(
+        "kvkeep_tier_onloaded_blocks", "Blocks copied from here to the device.", labels=_TIER
     )
     backed_up = CounterMetricFamily(
-        "kvkeep_tier_backed_up_blocks", "Blocks copied here in the background, to be in both.", labels=_TIER
+        "kvkeep_tier_written_through_blocks", "Blocks copied here in the background, to be in both.", labels=_TIER
     )
     restored = CounterMetricFamily(
         "kvkeep_tier_restored_blocks", "Blocks that were here still after a restart.", labels=_TIER
     )
     failed = CounterMetricFamily("kvkeep_tier_failed_copies", "Copies from here that failed.", labels=_TIER)
     backups = GaugeMetricFamily(
-        "kvkeep_pool_backup_blocks", "Blocks of the device that lie one tier below, too.", labels=_POOL
+        "kvkeep_pool_written_through_blocks", "Blocks of the device that lie one tier below, too.", labels=_POOL
     )
     for pool_id, tiers in pools.items():
         backups.add_metric([pool_id], queries.backups(pool_id))
@@ -151,13 +151,13 @@ def _lower_tier_families(queries: Queries, pools: dict[str, list[Tier]]) -> Iter
                 (used, tier.used),
                 (cached, tier.cached),
                 (offloaded, counts.offloaded),
-                (onboarded, counts.onboarded),
+                (onloaded, counts.onloaded),
                 (backed_up, counts.backed_up),
                 (restored, counts.restored),
                 (failed, counts.failed_copies),
             ):
                 family.add_metric([pool_id, tier.kind.name.lower()], value)
-    yield from (total, used, cached, offloaded, onboarded, backed_up, restored, failed, backups)
+    yield from (total, used, cached, offloaded, onloaded, backed_up, restored, failed, backups)
 
 
 def _salt_families(queries: Queries, pools: list[PoolView]) -> Iterator[Metric]:

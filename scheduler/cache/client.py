@@ -237,7 +237,7 @@ class CacheClient:
         self._free_blocks = answer.free_blocks
         if answer.total_blocks:
             self._metrics.cache_usage.set(1 - answer.free_blocks / answer.total_blocks)
-        self._missing_blocks = answer.blocks_short
+        self._missing_blocks = answer.missing_blocks
         if batch.released:
             self._forget_refusals()
         if not self._batch.urgent:
@@ -394,6 +394,6 @@ def _sequence(attempt: AdmissionAttempt, answer: pb.AdmitSequenceResponse, block
         block_size=block_size,
         wait_for=answer.wait_for_handle,
         copies=copies(answer.transfers),
-        onload_deadline=time.monotonic() + attempt.request.onboarding_timeout,
+        onload_deadline=time.monotonic() + attempt.request.onload_timeout,
         eviction=eviction,
     )

@@ -65,8 +65,8 @@ class SyncBatch:
             trimmed_capacity_tokens=self.trimmed.values(),
             cancelled_tickets=self.cancelled_tickets,
             evicting_handles=sorted(self.evicting),
-            moved_handles=self.relocated.keys(),
-            moved_computed_tokens=self.relocated.values(),
+            evicted_handles=self.relocated.keys(),
+            computed_tokens_before_eviction=self.relocated.values(),
         )
         for handle, computed in self.starving.items():
             self.progress.setdefault(handle, Progress(computed))
@@ -86,7 +86,7 @@ class SyncBatch:
             list(extensions),
             # A live sequence that the manager does not know, as after its executor was lost, has no blocks either.
             [*answer.void_handles, *answer.unknown_handles],
-            answer.blocks_short,
+            answer.missing_blocks,
             self.released,
             list(self.trimmed),
             list(self.relocated),

@@ -151,7 +151,7 @@ class Generation:
             policy=policy,
             evicted_tokens=self._evicted_tokens,
             tainted=self._evicted_tokens > 0,
-            most_tokens=self.most_kept,
+            peak_cache_tokens=self.most_kept,
         )
         if self._masses:
             report.kept_mass = sum(self._masses) / len(self._masses)

@@ -234,12 +234,12 @@ class RequestTable:
                     self.metrics.prompt_tokens.inc(len(generation.request.prompt_ids))
                     self.metrics.cached_tokens.inc(generation.cached_tokens)
         for arrival, host_tokens, disk_tokens in batch.onloaded:
-            self.metrics.onboarded_tokens.labels("host").inc(host_tokens)
-            self.metrics.onboarded_tokens.labels("disk").inc(disk_tokens)
+            self.metrics.onloaded_tokens.labels("host").inc(host_tokens)
+            self.metrics.onloaded_tokens.labels("disk").inc(disk_tokens)
             if generation := self._live.get(arrival):
                 generation.host_tokens += host_tokens
                 generation.disk_tokens += disk_tokens
-        self.metrics.onboarding_timeouts.inc(len(batch.late))
+        self.metrics.onload_timeouts.inc(len(batch.late))
         self.preemptions += len(batch.preempted)
         self.metrics.preemptions.inc(len(batch.preempted))
         for arrival in batch.preempted:

@@ -59,11 +59,11 @@ class Breakpoint(NamedTuple):
 class RequestValidator:
     """Raises InvalidField and ModelNotFoundError; a returned request can run."""
 
-    def __init__(self, model: ModelInfo, *, max_prompt_bytes: int, onboarding_timeout: float) -> None:
-        """onboarding_timeout: default of requests, in seconds."""
+    def __init__(self, model: ModelInfo, *, max_prompt_bytes: int, onload_timeout: float) -> None:
+        """onload_timeout: default of requests, in seconds."""
         self.model = model
         self._max_prompt_bytes = max_prompt_bytes
-        self._onboarding_timeout = onboarding_timeout
+        self._onload_timeout = onload_timeout
         self._arrivals = itertools.count(1)
 
     async def validate(self, message: pb.StreamGenerateRequest) -> list[Request]:
@@ -92,7 +92,7 @@ class RequestValidator:
             sampling=sampling,
             arrival=next(self._arrivals),
             arrived_at=arrived_at,
-            onboarding_timeout=timeout,
+            onload_timeout=timeout,
             stop=stop,
             priority=message.priority,
             cache=_keeping(options, _breakpoint_ranges(places, ends)),
@@ -107,9 +107,9 @@ class RequestValidator:
         return replace(first, sample_index=index, arrival=next(self._arrivals), sampling=sampling)
 
     def _timeout(self, cache: pb.CacheOptions) -> float:
-        if not cache.HasField("onboarding_timeout"):
-            return self._onboarding_timeout
-        return _duration("cache.onboarding_timeout", cache.onboarding_timeout).ToNanoseconds() / 1e9
+        if not cache.HasField("onload_timeout"):
+            return self._onload_timeout
+        return _duration("cache.onload_timeout", cache.onload_timeout).ToNanoseconds() / 1e9
 
     def _check_names(self, message: pb.StreamGenerateRequest) -> None:
         if len(message.request_id.encode()) > MAX_REQUEST_ID_BYTES:

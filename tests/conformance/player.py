@@ -190,7 +190,7 @@ class Player:
                 new_token_counts=[len(new_tokens or [])],
                 new_token_ids=new_tokens,
             )
-            short = answer.blocks_short
+            short = answer.missing_blocks
         needed = self._blocks_for(length)
         if len(live.tables[0]) > needed:
             self._sync(live, trimmed_handles=[live.handle], trimmed_capacity_tokens=[length])

@@ -117,7 +117,7 @@ class Runner:
         return self._admitted(step["as"], self.player.fork(name, step["as"]), step)
 
     def _admitted(self, name: str, answer: Any, step: dict[str, Any]) -> dict[str, Any]:
-        assert answer.admitted == step.get("expect", {}).get("admitted", True), f"{answer.blocks_short} blocks short"
+        assert answer.admitted == step.get("expect", {}).get("admitted", True), f"{answer.missing_blocks} blocks short"
         copied = [transfer.num_tokens for transfer in answer.transfers if transfer.source_tier == pb.TIER_DEVICE]
         return {"admitted": answer.admitted, "copied": copied}
 

@@ -200,9 +200,9 @@ async def test_retention_requests_get_receipts(client: openai.AsyncOpenAI) -> No
     }
     answer = await client.completions.create(model="", prompt=prompt, max_tokens=20, extra_body=extra)
     told = answer.model_dump()
-    granted = {wish["wish"]: wish for wish in told["retention"]}
+    granted = {receipt["request"]: receipt for receipt in told["retention"]}
     assert granted["ranges[0]"] | {"reason": ""} == {
-        "wish": "ranges[0]", "outcome": "granted", "reason": "", "priority": 80, "duration": 300.0, "num_blocks": 2,
+        "request": "ranges[0]", "outcome": "granted", "reason": "", "priority": 80, "duration": 300.0, "num_blocks": 2,
     }  # fmt: skip
     # What a session keeps without an end ends a day after its last request.
     assert (granted["decode"]["outcome"], granted["decode"]["duration"]) == ("clipped", 86_400.0)
@@ -225,13 +225,20 @@ async def test_a_part_of_a_conversation_is_kept_for_a_while(client: openai.Async
     answer = await client.chat.completions.create(
         model="", messages=[system, *CAPITAL], max_tokens=1, prompt_cache_key="library"
     )
-    [wish] = answer.model_dump()["retention"]
-    assert (wish["wish"], wish["outcome"], wish["priority"], wish["duration"]) == ("ranges[0]", "granted", 80, 3600)
-    assert wish["num_blocks"] == -(-(tokens["count"] - CLOSING_TOKENS) // 16)
+    [receipt] = answer.model_dump()["retention"]
+    assert (receipt["request"], receipt["outcome"], receipt["priority"], receipt["duration"]) == (
+        "ranges[0]",
+        "granted",
+        80,
+        3600,
+    )
+    assert receipt["num_blocks"] == -(-(tokens["count"] - CLOSING_TOKENS) // 16)
     kept = await client.completions.create(
         model="", prompt=list(range(6000, 6040)), max_tokens=1, extra_body={"prompt_cache_retention": "24h"}
     )
-    told = {wish["wish"]: (wish["priority"], wish["duration"]) for wish in kept.model_dump()["retention"]}
+    told = {
+        receipt["request"]: (receipt["priority"], receipt["duration"]) for receipt in kept.model_dump()["retention"]
+    }
     assert told == {"ranges[0]": (80, 86_400), "decode": (80, 86_400)}
 
 

@@ -260,7 +260,7 @@ def test_ghost_caches_have_a_row_per_size(own: Stack, kvctl: Kvctl) -> None:
         settled(kvctl, "ghost")
     found = kvctl.data("ghosts", "--executor", "executor-0")["ghosts"]["executor-0"]
     _, head, *rows, _ = kvctl.text("ghosts", "--window", "10m").splitlines()
-    assert head.split() == ["SIZE", "BLOCKS", "AS-IT-IS", "LEAST-RECENTLY-USED", "REUSED-LAST"]
+    assert head.split() == ["SIZE", "BLOCKS", "RETENTION", "LRU", "SEGMENTED-LRU"]
     assert len(rows) == len(found["caches"]) / 3
     asked = int(found["tokens"]["queried_tokens"])
     hit = [int(cache["hit_tokens"]) for cache in found["caches"] if cache["total_blocks"] == 128]

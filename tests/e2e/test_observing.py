@@ -239,7 +239,7 @@ async def test_metrics_add_up_to_the_answers(observed: Observed) -> None:
         ("time_to_first_token_seconds_count", len(requests)),
         ("queue_seconds_count", len(requests)),
         ("request_seconds_count", len(requests)),
-        ("inter_token_seconds_count", sum(usage.output_tokens - 1 for usage in usages)),
+        ("inter_token_latency_seconds_count", sum(usage.output_tokens - 1 for usage in usages)),
         ("prompt_tokens_total", sum(usage.prompt_tokens for usage in usages)),
         ("cached_tokens_total", sum(usage.cached_tokens for usage in usages)),
         ("output_tokens_total", sum(usage.output_tokens for usage in usages)),

@@ -46,7 +46,7 @@ async def test_callers_get_receipts_of_retention_requests_and_of_hints(stack: St
     request.cache.kv_hints.CopyFrom(common.KvHints(protocol_version="0.1", message_id="m", actions=[RETAIN]))
     usage = await usage_of(stack, request)
     (receipt,) = usage.retention_receipts
-    assert (receipt.wish, receipt.outcome, receipt.num_blocks) == ("ranges[0]", common.OUTCOME_CLIPPED, 5)
+    assert (receipt.request, receipt.outcome, receipt.num_blocks) == ("ranges[0]", common.OUTCOME_CLIPPED, 5)
     assert "65" in receipt.reason
     assert [(answer.action_id, answer.outcome) for answer in usage.hint_answers] == [
         ("keep", common.HINT_OUTCOME_DEFERRED)

@@ -118,7 +118,7 @@ async def check_reuse(stack: Stack, name: str) -> None:
     report = first.usage.eviction
     assert report.evicted_tokens >= PROMPT - 96
     assert report.tainted
-    assert report.most_tokens == (96 if name == "batch-max" else PROMPT)
+    assert report.peak_cache_tokens == (96 if name == "batch-max" else PROMPT)
     assert report.policy.kind == common.EvictionPolicy(**fields).kind
     assert report.policy.HasField("recent_tokens")
     assert report.HasField("kept_mass") == chosen.uses_scores
@@ -166,7 +166,7 @@ async def test_an_executor_that_dies_costs_an_evicting_request_nothing_though_it
                 small.start("executor")
             usage = message.usage
     assert tokens == expected.token_ids
-    assert usage.eviction.most_tokens == expected.usage.eviction.most_tokens == PROMPT
+    assert usage.eviction.peak_cache_tokens == expected.usage.eviction.peak_cache_tokens == PROMPT
     assert not (await settle(small.admin)).violations
 
 
@@ -190,7 +190,7 @@ async def test_a_budget_above_the_length_gives_the_same_output(stack: Stack) -> 
         evicting, plain = await run(stack, request_of("roomy", roomy, salt=name), request_of("roomy", None))
         assert evicting.token_ids == plain.token_ids
         assert evicting.usage.eviction.evicted_tokens == 0
-        assert evicting.usage.eviction.most_tokens == PROMPT + OUTPUT - 1
+        assert evicting.usage.eviction.peak_cache_tokens == PROMPT + OUTPUT - 1
         assert not evicting.usage.eviction.tainted
 
 

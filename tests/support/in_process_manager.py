@@ -680,8 +680,8 @@ class World:
             list(self.trimmed.values()),
             list(self.cancelled),
             evicting_handles=asking,
-            moved_handles=[live.handle for live in moved],
-            moved_computed_tokens=clean,
+            evicted_handles=[live.handle for live in moved],
+            computed_tokens_before_eviction=clean,
         )
 
     def take(self, answer: SyncAnswer) -> None:

@@ -36,7 +36,7 @@ class Copied:
     def entry(self, kind: Kind, name: str, executor_id: str = "") -> Entry | None:
         return None
 
-    def restore_operators(self, remembered: pb.RememberedOperators) -> None:
+    def restore_operators(self, remembered: pb.StoredOperators) -> None:
         raise AssertionError("nothing of operators is written")
 
     def put_back(self, executor_id: str, executor_epoch: int, remembered: list[BlockRecord]) -> None:

@@ -246,7 +246,7 @@ class RandomLife:
         except (SequenceTooLongError, RulePolicyError):
             return
         if not admission.admitted:
-            assert admission.blocks_short > 0
+            assert admission.missing_blocks > 0
             return
         assert admission.cached_tokens < len(tokens)
         live = world.live[f"q{world.names}"]
@@ -347,7 +347,7 @@ class RandomLife:
         except (SequenceUnsettledError, VoidSequenceError, WindowPassedError, SequenceEvictsError):
             return
         if not admission.admitted:
-            assert admission.blocks_short > 0
+            assert admission.missing_blocks > 0
             return
         # The answer to a repeated call is the same.
         child = world.fork(parent.request.sequence_id, name, length)
@@ -696,7 +696,7 @@ def admit_as_previewed(world: World, tokens: list[int], **options: Any) -> Admis
     used = [pool.used_blocks for pool in manager.queries.pools()]
     assert manager.queries.last_event == number
     admission = manager.admit(request)
-    assert (admission.admitted, admission.blocks_short) == (preview.admitted, preview.blocks_short)
+    assert (admission.admitted, admission.missing_blocks) == (preview.admitted, preview.missing_blocks)
     now_used = [pool.used_blocks for pool in manager.queries.pools()]
     if not admission.admitted:
         assert now_used == used
@@ -722,7 +722,7 @@ def evicted(world: World, number: int, on_device: set[bytes]) -> list[tuple[int,
         block, key = event.block, event.block.key
         lost = event.kind is EventKind.REMOVED and block.tier is TierKind.DEVICE
         moved = event.kind is EventKind.UPDATED and block.tier is not TierKind.DEVICE
-        if key in on_device and key not in left and (moved or (lost and event.cause is not RemovalCause.TAKEN_OVER)):
+        if key in on_device and key not in left and (moved or (lost and event.cause is not RemovalCause.OVERWRITTEN)):
             left[key] = block.priority, moved
     counts = Counter(priority for priority, _ in left.values())
     down = Counter(priority for priority, moved in left.values() if moved)

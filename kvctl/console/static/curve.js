@@ -2,8 +2,7 @@
 
 import { colour, count, key, read, share, sized, word } from "./api.js";
 
-const POLICIES = { retention: ["--c0", "as it is"], "least recently used": ["--c2", "least recently used"],
-  "reused last": ["--c1", "what was found again last"] };
+const POLICIES = { retention: ["--c0", "retention, as in the pools"], lru: ["--c2", "LRU"], "segmented lru": ["--c1", "segmented LRU"] };
 
 export class GhostCurve {
   constructor() {

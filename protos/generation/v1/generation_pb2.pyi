@@ -79,7 +79,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., num_logprobs: _Optional[int] = ...) -> None: ...
 
 class CacheOptions(_message.Message):
-    __slots__ = ("salt", "retention_ranges", "decode_retention_priority", "no_read", "no_store", "decode_retention_duration", "session_id", "tenant_id", "kv_hints", "onboarding_timeout")
+    __slots__ = ("salt", "retention_ranges", "decode_retention_priority", "no_read", "no_store", "decode_retention_duration", "session_id", "tenant_id", "kv_hints", "onload_timeout")
     SALT_FIELD_NUMBER: _ClassVar[int]
     RETENTION_RANGES_FIELD_NUMBER: _ClassVar[int]
     DECODE_RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
@@ -89,7 +89,7 @@ class CacheOptions(_message.Message):
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     KV_HINTS_FIELD_NUMBER: _ClassVar[int]
-    ONBOARDING_TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    ONLOAD_TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     salt: str
     retention_ranges: _containers.RepeatedCompositeFieldContainer[_kvcommon_pb2.RetentionRange]
     decode_retention_priority: int
@@ -99,22 +99,22 @@ class CacheOptions(_message.Message):
     session_id: str
     tenant_id: str
     kv_hints: _kvcommon_pb2.KvHints
-    onboarding_timeout: _duration_pb2.Duration
-    def __init__(self, salt: _Optional[str] = ..., retention_ranges: _Optional[_Iterable[_Union[_kvcommon_pb2.RetentionRange, _Mapping]]] = ..., decode_retention_priority: _Optional[int] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ..., decode_retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., session_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., kv_hints: _Optional[_Union[_kvcommon_pb2.KvHints, _Mapping]] = ..., onboarding_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    onload_timeout: _duration_pb2.Duration
+    def __init__(self, salt: _Optional[str] = ..., retention_ranges: _Optional[_Iterable[_Union[_kvcommon_pb2.RetentionRange, _Mapping]]] = ..., decode_retention_priority: _Optional[int] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ..., decode_retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., session_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., kv_hints: _Optional[_Union[_kvcommon_pb2.KvHints, _Mapping]] = ..., onload_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class EvictionReport(_message.Message):
-    __slots__ = ("policy", "evicted_tokens", "kept_mass", "tainted", "most_tokens")
+    __slots__ = ("policy", "evicted_tokens", "kept_mass", "tainted", "peak_cache_tokens")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     EVICTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KEPT_MASS_FIELD_NUMBER: _ClassVar[int]
     TAINTED_FIELD_NUMBER: _ClassVar[int]
-    MOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PEAK_CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     policy: _kvcommon_pb2.EvictionPolicy
     evicted_tokens: int
     kept_mass: float
     tainted: bool
-    most_tokens: int
-    def __init__(self, policy: _Optional[_Union[_kvcommon_pb2.EvictionPolicy, _Mapping]] = ..., evicted_tokens: _Optional[int] = ..., kept_mass: _Optional[float] = ..., tainted: _Optional[bool] = ..., most_tokens: _Optional[int] = ...) -> None: ...
+    peak_cache_tokens: int
+    def __init__(self, policy: _Optional[_Union[_kvcommon_pb2.EvictionPolicy, _Mapping]] = ..., evicted_tokens: _Optional[int] = ..., kept_mass: _Optional[float] = ..., tainted: _Optional[bool] = ..., peak_cache_tokens: _Optional[int] = ...) -> None: ...
 
 class StreamGenerateRequest(_message.Message):
     __slots__ = ("request_id", "model", "text", "chat", "token_ids", "max_tokens", "sampling", "stop", "stop_token_ids", "ignore_eos", "priority", "cache", "n", "eviction_policy")

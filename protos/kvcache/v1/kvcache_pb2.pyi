@@ -24,8 +24,8 @@ class GhostPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     GHOST_POLICY_UNSPECIFIED: _ClassVar[GhostPolicy]
     GHOST_POLICY_RETENTION: _ClassVar[GhostPolicy]
-    GHOST_POLICY_LEAST_RECENTLY_USED: _ClassVar[GhostPolicy]
-    GHOST_POLICY_REUSED_LAST: _ClassVar[GhostPolicy]
+    GHOST_POLICY_LRU: _ClassVar[GhostPolicy]
+    GHOST_POLICY_SEGMENTED_LRU: _ClassVar[GhostPolicy]
 
 class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -56,9 +56,9 @@ class RemovalCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REMOVAL_CAUSE_COVERED: _ClassVar[RemovalCause]
     REMOVAL_CAUSE_TRUNCATED: _ClassVar[RemovalCause]
     REMOVAL_CAUSE_FORGOTTEN: _ClassVar[RemovalCause]
-    REMOVAL_CAUSE_TAKEN_OVER: _ClassVar[RemovalCause]
+    REMOVAL_CAUSE_OVERWRITTEN: _ClassVar[RemovalCause]
     REMOVAL_CAUSE_COPY_FAILED: _ClassVar[RemovalCause]
-    REMOVAL_CAUSE_PARENT_LOST: _ClassVar[RemovalCause]
+    REMOVAL_CAUSE_PARENT_EVICTED: _ClassVar[RemovalCause]
     REMOVAL_CAUSE_POOL_SHRUNK: _ClassVar[RemovalCause]
     REMOVAL_CAUSE_RULE_CHANGED: _ClassVar[RemovalCause]
     REMOVAL_CAUSE_TOO_MANY_LEASES: _ClassVar[RemovalCause]
@@ -68,8 +68,8 @@ TIER_HOST: Tier
 TIER_DISK: Tier
 GHOST_POLICY_UNSPECIFIED: GhostPolicy
 GHOST_POLICY_RETENTION: GhostPolicy
-GHOST_POLICY_LEAST_RECENTLY_USED: GhostPolicy
-GHOST_POLICY_REUSED_LAST: GhostPolicy
+GHOST_POLICY_LRU: GhostPolicy
+GHOST_POLICY_SEGMENTED_LRU: GhostPolicy
 MISS_REASON_UNSPECIFIED: MissReason
 MISS_REASON_NEVER_STORED: MissReason
 MISS_REASON_REMOVED: MissReason
@@ -91,9 +91,9 @@ REMOVAL_CAUSE_EXECUTOR_LOST: RemovalCause
 REMOVAL_CAUSE_COVERED: RemovalCause
 REMOVAL_CAUSE_TRUNCATED: RemovalCause
 REMOVAL_CAUSE_FORGOTTEN: RemovalCause
-REMOVAL_CAUSE_TAKEN_OVER: RemovalCause
+REMOVAL_CAUSE_OVERWRITTEN: RemovalCause
 REMOVAL_CAUSE_COPY_FAILED: RemovalCause
-REMOVAL_CAUSE_PARENT_LOST: RemovalCause
+REMOVAL_CAUSE_PARENT_EVICTED: RemovalCause
 REMOVAL_CAUSE_POOL_SHRUNK: RemovalCause
 REMOVAL_CAUSE_RULE_CHANGED: RemovalCause
 REMOVAL_CAUSE_TOO_MANY_LEASES: RemovalCause
@@ -291,10 +291,10 @@ class Transfer(_message.Message):
     def __init__(self, ticket: _Optional[int] = ..., group: _Optional[int] = ..., source_tier: _Optional[_Union[Tier, str]] = ..., source_slot: _Optional[int] = ..., target_tier: _Optional[_Union[Tier, str]] = ..., target_slot: _Optional[int] = ..., num_tokens: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class AdmitSequenceResponse(_message.Message):
-    __slots__ = ("manager_epoch", "admitted", "blocks_short", "sequence_handle", "cached_tokens", "wait_for_handle", "capacity_tokens", "block_tables", "transfers", "receipts", "hint_answers", "eviction_policy", "full_account")
+    __slots__ = ("manager_epoch", "admitted", "missing_blocks", "sequence_handle", "cached_tokens", "wait_for_handle", "capacity_tokens", "block_tables", "transfers", "receipts", "hint_answers", "eviction_policy", "full_account")
     MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_SHORT_FIELD_NUMBER: _ClassVar[int]
+    MISSING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_HANDLE_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WAIT_FOR_HANDLE_FIELD_NUMBER: _ClassVar[int]
@@ -307,7 +307,7 @@ class AdmitSequenceResponse(_message.Message):
     FULL_ACCOUNT_FIELD_NUMBER: _ClassVar[int]
     manager_epoch: int
     admitted: bool
-    blocks_short: int
+    missing_blocks: int
     sequence_handle: int
     cached_tokens: int
     wait_for_handle: int
@@ -318,7 +318,7 @@ class AdmitSequenceResponse(_message.Message):
     hint_answers: _containers.RepeatedCompositeFieldContainer[_kvcommon_pb2.HintAnswer]
     eviction_policy: _kvcommon_pb2.EvictionPolicy
     full_account: QuotaAccount
-    def __init__(self, manager_epoch: _Optional[int] = ..., admitted: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wait_for_handle: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., receipts: _Optional[_Iterable[_Union[_kvcommon_pb2.RetentionReceipt, _Mapping]]] = ..., hint_answers: _Optional[_Iterable[_Union[_kvcommon_pb2.HintAnswer, _Mapping]]] = ..., eviction_policy: _Optional[_Union[_kvcommon_pb2.EvictionPolicy, _Mapping]] = ..., full_account: _Optional[_Union[QuotaAccount, _Mapping]] = ...) -> None: ...
+    def __init__(self, manager_epoch: _Optional[int] = ..., admitted: _Optional[bool] = ..., missing_blocks: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wait_for_handle: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., receipts: _Optional[_Iterable[_Union[_kvcommon_pb2.RetentionReceipt, _Mapping]]] = ..., hint_answers: _Optional[_Iterable[_Union[_kvcommon_pb2.HintAnswer, _Mapping]]] = ..., eviction_policy: _Optional[_Union[_kvcommon_pb2.EvictionPolicy, _Mapping]] = ..., full_account: _Optional[_Union[QuotaAccount, _Mapping]] = ...) -> None: ...
 
 class AdmitSequencesRequest(_message.Message):
     __slots__ = ("admissions",)
@@ -333,7 +333,7 @@ class AdmitSequencesResponse(_message.Message):
     def __init__(self, answers: _Optional[_Iterable[_Union[AdmitSequenceResponse, _Mapping]]] = ...) -> None: ...
 
 class SyncSequencesRequest(_message.Message):
-    __slots__ = ("scheduler_id", "scheduler_epoch", "manager_epoch", "sync_number", "step", "handles", "computed_tokens", "new_token_counts", "new_token_ids", "released_handles", "trimmed_handles", "trimmed_capacity_tokens", "cancelled_tickets", "evicting_handles", "moved_handles", "moved_computed_tokens")
+    __slots__ = ("scheduler_id", "scheduler_epoch", "manager_epoch", "sync_number", "step", "handles", "computed_tokens", "new_token_counts", "new_token_ids", "released_handles", "trimmed_handles", "trimmed_capacity_tokens", "cancelled_tickets", "evicting_handles", "evicted_handles", "computed_tokens_before_eviction")
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -348,8 +348,8 @@ class SyncSequencesRequest(_message.Message):
     TRIMMED_CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CANCELLED_TICKETS_FIELD_NUMBER: _ClassVar[int]
     EVICTING_HANDLES_FIELD_NUMBER: _ClassVar[int]
-    MOVED_HANDLES_FIELD_NUMBER: _ClassVar[int]
-    MOVED_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_HANDLES_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_BEFORE_EVICTION_FIELD_NUMBER: _ClassVar[int]
     scheduler_id: str
     scheduler_epoch: int
     manager_epoch: int
@@ -364,12 +364,12 @@ class SyncSequencesRequest(_message.Message):
     trimmed_capacity_tokens: _containers.RepeatedScalarFieldContainer[int]
     cancelled_tickets: _containers.RepeatedScalarFieldContainer[int]
     evicting_handles: _containers.RepeatedScalarFieldContainer[int]
-    moved_handles: _containers.RepeatedScalarFieldContainer[int]
-    moved_computed_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., manager_epoch: _Optional[int] = ..., sync_number: _Optional[int] = ..., step: _Optional[int] = ..., handles: _Optional[_Iterable[int]] = ..., computed_tokens: _Optional[_Iterable[int]] = ..., new_token_counts: _Optional[_Iterable[int]] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., released_handles: _Optional[_Iterable[int]] = ..., trimmed_handles: _Optional[_Iterable[int]] = ..., trimmed_capacity_tokens: _Optional[_Iterable[int]] = ..., cancelled_tickets: _Optional[_Iterable[int]] = ..., evicting_handles: _Optional[_Iterable[int]] = ..., moved_handles: _Optional[_Iterable[int]] = ..., moved_computed_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    evicted_handles: _containers.RepeatedScalarFieldContainer[int]
+    computed_tokens_before_eviction: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., manager_epoch: _Optional[int] = ..., sync_number: _Optional[int] = ..., step: _Optional[int] = ..., handles: _Optional[_Iterable[int]] = ..., computed_tokens: _Optional[_Iterable[int]] = ..., new_token_counts: _Optional[_Iterable[int]] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., released_handles: _Optional[_Iterable[int]] = ..., trimmed_handles: _Optional[_Iterable[int]] = ..., trimmed_capacity_tokens: _Optional[_Iterable[int]] = ..., cancelled_tickets: _Optional[_Iterable[int]] = ..., evicting_handles: _Optional[_Iterable[int]] = ..., evicted_handles: _Optional[_Iterable[int]] = ..., computed_tokens_before_eviction: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SyncSequencesResponse(_message.Message):
-    __slots__ = ("manager_epoch", "extended_handles", "extended_groups", "extended_counts", "extended_slots", "void_handles", "unknown_handles", "blocks_short", "free_blocks", "lease_duration", "transfers", "evicting_handles", "evicting_counts", "evicting_slots", "total_blocks")
+    __slots__ = ("manager_epoch", "extended_handles", "extended_groups", "extended_counts", "extended_slots", "void_handles", "unknown_handles", "missing_blocks", "free_blocks", "lease_duration", "transfers", "evicting_handles", "evicting_counts", "evicting_slots", "total_blocks")
     MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     EXTENDED_HANDLES_FIELD_NUMBER: _ClassVar[int]
     EXTENDED_GROUPS_FIELD_NUMBER: _ClassVar[int]
@@ -377,7 +377,7 @@ class SyncSequencesResponse(_message.Message):
     EXTENDED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     VOID_HANDLES_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_HANDLES_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_SHORT_FIELD_NUMBER: _ClassVar[int]
+    MISSING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
@@ -392,7 +392,7 @@ class SyncSequencesResponse(_message.Message):
     extended_slots: _containers.RepeatedScalarFieldContainer[int]
     void_handles: _containers.RepeatedScalarFieldContainer[int]
     unknown_handles: _containers.RepeatedScalarFieldContainer[int]
-    blocks_short: int
+    missing_blocks: int
     free_blocks: int
     lease_duration: _duration_pb2.Duration
     transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
@@ -400,7 +400,7 @@ class SyncSequencesResponse(_message.Message):
     evicting_counts: _containers.RepeatedScalarFieldContainer[int]
     evicting_slots: _containers.RepeatedScalarFieldContainer[int]
     total_blocks: int
-    def __init__(self, manager_epoch: _Optional[int] = ..., extended_handles: _Optional[_Iterable[int]] = ..., extended_groups: _Optional[_Iterable[int]] = ..., extended_counts: _Optional[_Iterable[int]] = ..., extended_slots: _Optional[_Iterable[int]] = ..., void_handles: _Optional[_Iterable[int]] = ..., unknown_handles: _Optional[_Iterable[int]] = ..., blocks_short: _Optional[int] = ..., free_blocks: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., evicting_handles: _Optional[_Iterable[int]] = ..., evicting_counts: _Optional[_Iterable[int]] = ..., evicting_slots: _Optional[_Iterable[int]] = ..., total_blocks: _Optional[int] = ...) -> None: ...
+    def __init__(self, manager_epoch: _Optional[int] = ..., extended_handles: _Optional[_Iterable[int]] = ..., extended_groups: _Optional[_Iterable[int]] = ..., extended_counts: _Optional[_Iterable[int]] = ..., extended_slots: _Optional[_Iterable[int]] = ..., void_handles: _Optional[_Iterable[int]] = ..., unknown_handles: _Optional[_Iterable[int]] = ..., missing_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., evicting_handles: _Optional[_Iterable[int]] = ..., evicting_counts: _Optional[_Iterable[int]] = ..., evicting_slots: _Optional[_Iterable[int]] = ..., total_blocks: _Optional[int] = ...) -> None: ...
 
 class ExtendSequenceRequest(_message.Message):
     __slots__ = ("sequence_id", "capacity_tokens", "scheduler_id", "scheduler_epoch")
@@ -415,18 +415,18 @@ class ExtendSequenceRequest(_message.Message):
     def __init__(self, sequence_id: _Optional[str] = ..., capacity_tokens: _Optional[int] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ...) -> None: ...
 
 class ExtendSequenceResponse(_message.Message):
-    __slots__ = ("extended", "blocks_short", "new_blocks", "capacity_tokens", "transfers")
+    __slots__ = ("extended", "missing_blocks", "new_blocks", "capacity_tokens", "transfers")
     EXTENDED_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_SHORT_FIELD_NUMBER: _ClassVar[int]
+    MISSING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NEW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     extended: bool
-    blocks_short: int
+    missing_blocks: int
     new_blocks: _containers.RepeatedCompositeFieldContainer[BlockTable]
     capacity_tokens: int
     transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
-    def __init__(self, extended: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., new_blocks: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., capacity_tokens: _Optional[int] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ...) -> None: ...
+    def __init__(self, extended: _Optional[bool] = ..., missing_blocks: _Optional[int] = ..., new_blocks: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., capacity_tokens: _Optional[int] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ...) -> None: ...
 
 class TruncateSequenceRequest(_message.Message):
     __slots__ = ("sequence_id", "num_tokens", "scheduler_id", "scheduler_epoch")
@@ -463,22 +463,22 @@ class ForkSequenceRequest(_message.Message):
     def __init__(self, parent_sequence_id: _Optional[str] = ..., sequence_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ...) -> None: ...
 
 class ForkSequenceResponse(_message.Message):
-    __slots__ = ("admitted", "blocks_short", "sequence_handle", "block_tables", "transfers", "cached_tokens", "full_account")
+    __slots__ = ("admitted", "missing_blocks", "sequence_handle", "block_tables", "transfers", "cached_tokens", "full_account")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_SHORT_FIELD_NUMBER: _ClassVar[int]
+    MISSING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_HANDLE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TABLES_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FULL_ACCOUNT_FIELD_NUMBER: _ClassVar[int]
     admitted: bool
-    blocks_short: int
+    missing_blocks: int
     sequence_handle: int
     block_tables: _containers.RepeatedCompositeFieldContainer[BlockTable]
     transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
     cached_tokens: int
     full_account: QuotaAccount
-    def __init__(self, admitted: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., full_account: _Optional[_Union[QuotaAccount, _Mapping]] = ...) -> None: ...
+    def __init__(self, admitted: _Optional[bool] = ..., missing_blocks: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., full_account: _Optional[_Union[QuotaAccount, _Mapping]] = ...) -> None: ...
 
 class HoldSequenceRequest(_message.Message):
     __slots__ = ("sequence_id", "owner", "duration", "scheduler_id", "scheduler_epoch")
@@ -547,18 +547,18 @@ class PreviewAdmissionRequest(_message.Message):
     def __init__(self, admission: _Optional[_Union[AdmitSequenceRequest, _Mapping]] = ..., max_new_tokens: _Optional[int] = ...) -> None: ...
 
 class PreviewAdmissionResponse(_message.Message):
-    __slots__ = ("admitted", "blocks_short", "cached_tokens", "estimates", "evictions")
+    __slots__ = ("admitted", "missing_blocks", "cached_tokens", "estimates", "evictions")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_SHORT_FIELD_NUMBER: _ClassVar[int]
+    MISSING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ESTIMATES_FIELD_NUMBER: _ClassVar[int]
     EVICTIONS_FIELD_NUMBER: _ClassVar[int]
     admitted: bool
-    blocks_short: int
+    missing_blocks: int
     cached_tokens: int
     estimates: _containers.RepeatedCompositeFieldContainer[BlockEstimate]
     evictions: _containers.RepeatedCompositeFieldContainer[PredictedEviction]
-    def __init__(self, admitted: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., estimates: _Optional[_Iterable[_Union[BlockEstimate, _Mapping]]] = ..., evictions: _Optional[_Iterable[_Union[PredictedEviction, _Mapping]]] = ...) -> None: ...
+    def __init__(self, admitted: _Optional[bool] = ..., missing_blocks: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., estimates: _Optional[_Iterable[_Union[BlockEstimate, _Mapping]]] = ..., evictions: _Optional[_Iterable[_Union[PredictedEviction, _Mapping]]] = ...) -> None: ...
 
 class BlockEstimate(_message.Message):
     __slots__ = ("group", "reusable_blocks", "next_step_blocks", "completion_blocks")
@@ -809,7 +809,7 @@ class GhostCache(_message.Message):
     def __init__(self, policy: _Optional[_Union[GhostPolicy, str]] = ..., total_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("tier", "total_blocks", "free_blocks", "used_blocks", "cached_blocks", "evictable_blocks", "allocated_blocks", "removed", "offloaded_blocks", "onboarded_blocks", "copied_bytes", "failed_copies", "mean_reuse_gap")
+    __slots__ = ("tier", "total_blocks", "free_blocks", "used_blocks", "cached_blocks", "evictable_blocks", "allocated_blocks", "removed", "offloaded_blocks", "onloaded_blocks", "copied_bytes", "failed_copies", "mean_idle_before_eviction")
     TIER_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -819,10 +819,10 @@ class TierStats(_message.Message):
     ALLOCATED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
     OFFLOADED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    ONBOARDED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ONLOADED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FAILED_COPIES_FIELD_NUMBER: _ClassVar[int]
-    MEAN_REUSE_GAP_FIELD_NUMBER: _ClassVar[int]
+    MEAN_IDLE_BEFORE_EVICTION_FIELD_NUMBER: _ClassVar[int]
     tier: Tier
     total_blocks: int
     free_blocks: int
@@ -832,11 +832,11 @@ class TierStats(_message.Message):
     allocated_blocks: int
     removed: _containers.RepeatedCompositeFieldContainer[CauseCount]
     offloaded_blocks: int
-    onboarded_blocks: int
+    onloaded_blocks: int
     copied_bytes: int
     failed_copies: int
-    mean_reuse_gap: _duration_pb2.Duration
-    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., evictable_blocks: _Optional[int] = ..., allocated_blocks: _Optional[int] = ..., removed: _Optional[_Iterable[_Union[CauseCount, _Mapping]]] = ..., offloaded_blocks: _Optional[int] = ..., onboarded_blocks: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., failed_copies: _Optional[int] = ..., mean_reuse_gap: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    mean_idle_before_eviction: _duration_pb2.Duration
+    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., evictable_blocks: _Optional[int] = ..., allocated_blocks: _Optional[int] = ..., removed: _Optional[_Iterable[_Union[CauseCount, _Mapping]]] = ..., offloaded_blocks: _Optional[int] = ..., onloaded_blocks: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., failed_copies: _Optional[int] = ..., mean_idle_before_eviction: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class CauseCount(_message.Message):
     __slots__ = ("cause", "num_blocks")
@@ -1447,20 +1447,20 @@ class DumpStateResponse(_message.Message):
     def __init__(self, lines: _Optional[_Iterable[str]] = ..., state_hash: _Optional[str] = ...) -> None: ...
 
 class LoggedOperation(_message.Message):
-    __slots__ = ("time", "method", "request", "remembered", "pins", "later")
+    __slots__ = ("time", "method", "request", "blocks", "pins", "later")
     TIME_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
-    REMEMBERED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
     LATER_FIELD_NUMBER: _ClassVar[int]
     time: float
     method: str
     request: bytes
-    remembered: _containers.RepeatedCompositeFieldContainer[RememberedBlock]
-    pins: _containers.RepeatedCompositeFieldContainer[RememberedPin]
+    blocks: _containers.RepeatedCompositeFieldContainer[StoredBlock]
+    pins: _containers.RepeatedCompositeFieldContainer[StoredPin]
     later: bool
-    def __init__(self, time: _Optional[float] = ..., method: _Optional[str] = ..., request: _Optional[bytes] = ..., remembered: _Optional[_Iterable[_Union[RememberedBlock, _Mapping]]] = ..., pins: _Optional[_Iterable[_Union[RememberedPin, _Mapping]]] = ..., later: _Optional[bool] = ...) -> None: ...
+    def __init__(self, time: _Optional[float] = ..., method: _Optional[str] = ..., request: _Optional[bytes] = ..., blocks: _Optional[_Iterable[_Union[StoredBlock, _Mapping]]] = ..., pins: _Optional[_Iterable[_Union[StoredPin, _Mapping]]] = ..., later: _Optional[bool] = ...) -> None: ...
 
 class RecoveringExecutor(_message.Message):
     __slots__ = ("executor_id", "executor_epoch")
@@ -1479,7 +1479,7 @@ class LoggedStart(_message.Message):
     def __init__(self, manager_epoch: _Optional[int] = ..., settings: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
 
 class BlockRecord(_message.Message):
-    __slots__ = ("depth", "key", "parent_key", "tokens", "stored_step", "generation", "last_use", "extra", "leases", "salt", "adapter_id", "tenant_id", "session_id", "backup")
+    __slots__ = ("depth", "key", "parent_key", "tokens", "stored_step", "generation", "last_use", "extra", "leases", "salt", "adapter_id", "tenant_id", "session_id", "write_through_copy")
     class Lease(_message.Message):
         __slots__ = ("holder", "retention_priority", "duration", "remaining", "offload_min_priority")
         HOLDER_FIELD_NUMBER: _ClassVar[int]
@@ -1493,7 +1493,7 @@ class BlockRecord(_message.Message):
         remaining: float
         offload_min_priority: int
         def __init__(self, holder: _Optional[str] = ..., retention_priority: _Optional[int] = ..., duration: _Optional[float] = ..., remaining: _Optional[float] = ..., offload_min_priority: _Optional[int] = ...) -> None: ...
-    class Backup(_message.Message):
+    class WriteThroughCopy(_message.Message):
         __slots__ = ("tier", "slot", "generation")
         TIER_FIELD_NUMBER: _ClassVar[int]
         SLOT_FIELD_NUMBER: _ClassVar[int]
@@ -1515,7 +1515,7 @@ class BlockRecord(_message.Message):
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    BACKUP_FIELD_NUMBER: _ClassVar[int]
+    WRITE_THROUGH_COPY_FIELD_NUMBER: _ClassVar[int]
     depth: int
     key: bytes
     parent_key: bytes
@@ -1529,18 +1529,18 @@ class BlockRecord(_message.Message):
     adapter_id: int
     tenant_id: str
     session_id: str
-    backup: BlockRecord.Backup
-    def __init__(self, depth: _Optional[int] = ..., key: _Optional[bytes] = ..., parent_key: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., stored_step: _Optional[int] = ..., generation: _Optional[int] = ..., last_use: _Optional[int] = ..., extra: _Optional[bytes] = ..., leases: _Optional[_Iterable[_Union[BlockRecord.Lease, _Mapping]]] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., tenant_id: _Optional[str] = ..., session_id: _Optional[str] = ..., backup: _Optional[_Union[BlockRecord.Backup, _Mapping]] = ...) -> None: ...
+    write_through_copy: BlockRecord.WriteThroughCopy
+    def __init__(self, depth: _Optional[int] = ..., key: _Optional[bytes] = ..., parent_key: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., stored_step: _Optional[int] = ..., generation: _Optional[int] = ..., last_use: _Optional[int] = ..., extra: _Optional[bytes] = ..., leases: _Optional[_Iterable[_Union[BlockRecord.Lease, _Mapping]]] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., tenant_id: _Optional[str] = ..., session_id: _Optional[str] = ..., write_through_copy: _Optional[_Union[BlockRecord.WriteThroughCopy, _Mapping]] = ...) -> None: ...
 
-class RememberedBlock(_message.Message):
-    __slots__ = ("place", "record")
-    PLACE_FIELD_NUMBER: _ClassVar[int]
+class StoredBlock(_message.Message):
+    __slots__ = ("field", "record")
+    FIELD_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
-    place: bytes
+    field: bytes
     record: bytes
-    def __init__(self, place: _Optional[bytes] = ..., record: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, field: _Optional[bytes] = ..., record: _Optional[bytes] = ...) -> None: ...
 
-class RememberedPin(_message.Message):
+class StoredPin(_message.Message):
     __slots__ = ("name", "owner", "remaining", "groups", "keys")
     NAME_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
@@ -1554,7 +1554,7 @@ class RememberedPin(_message.Message):
     keys: bytes
     def __init__(self, name: _Optional[str] = ..., owner: _Optional[str] = ..., remaining: _Optional[float] = ..., groups: _Optional[_Iterable[int]] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
-class RememberedOperators(_message.Message):
+class StoredOperators(_message.Message):
     __slots__ = ("rules", "quotas", "shares")
     RULES_FIELD_NUMBER: _ClassVar[int]
     QUOTAS_FIELD_NUMBER: _ClassVar[int]

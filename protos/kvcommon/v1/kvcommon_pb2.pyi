@@ -107,20 +107,20 @@ class RetentionRange(_message.Message):
     def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., retention_priority: _Optional[int] = ..., retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class RetentionReceipt(_message.Message):
-    __slots__ = ("wish", "outcome", "reason", "retention_priority", "retention_duration", "num_blocks")
-    WISH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("request", "outcome", "reason", "retention_priority", "retention_duration", "num_blocks")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
     RETENTION_DURATION_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    wish: str
+    request: str
     outcome: Outcome
     reason: str
     retention_priority: int
     retention_duration: _duration_pb2.Duration
     num_blocks: int
-    def __init__(self, wish: _Optional[str] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[str] = ..., retention_priority: _Optional[int] = ..., retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    def __init__(self, request: _Optional[str] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[str] = ..., retention_priority: _Optional[int] = ..., retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class KvCrush(_message.Message):
     __slots__ = ("budget_blocks", "anchor")

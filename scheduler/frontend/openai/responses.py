@@ -67,7 +67,7 @@ class CompletionLogprobs(TypedDict):
 class Receipt(TypedDict):
     """The outcome of a retention request, named "ranges[0]", "decode" or "rule/<name>". duration: seconds or null."""
 
-    wish: str
+    request: str
     outcome: Literal["granted", "clipped", "rejected", "unspecified"]
     reason: str
     priority: int
@@ -97,7 +97,7 @@ class Eviction(TypedDict):
     evicted_tokens: int
     kept_mass: float | None
     tainted: bool
-    most_tokens: int
+    peak_cache_tokens: int
 
 
 class AssistantMessage(TypedDict):
@@ -227,7 +227,7 @@ def outcomes(answer: dict[str, Any], ended: pb.Usage) -> None:
 def _receipt(receipt: common.RetentionReceipt) -> Receipt:
     lasts = receipt.retention_duration.ToNanoseconds() / 1e9 if receipt.HasField("retention_duration") else None
     return {
-        "wish": receipt.wish,
+        "request": receipt.request,
         "outcome": common.Outcome.Name(receipt.outcome).removeprefix("OUTCOME_").lower(),  # type: ignore[typeddict-item]
         "reason": receipt.reason,
         "priority": receipt.retention_priority,
@@ -263,7 +263,7 @@ def eviction(report: pb.EvictionReport) -> Eviction:
         "evicted_tokens": report.evicted_tokens,
         "kept_mass": report.kept_mass if report.HasField("kept_mass") else None,
         "tainted": report.tainted,
-        "most_tokens": report.most_tokens,
+        "peak_cache_tokens": report.peak_cache_tokens,
     }
 
 

@@ -64,7 +64,7 @@ class Copy:
     target: tuple[int, int, int]
 
     @property
-    def onboards(self) -> bool:
+    def onloads(self) -> bool:
         return self.source[1] != DEVICE == self.target[1]
 
 
@@ -111,7 +111,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         self.copying.set()
         # Which copies to the device fail.
         self.fails: Callable[[Copy], bool] = lambda copy: False
-        self.onboarded: list[Copy] = []
+        self.onloaded: list[Copy] = []
         # Seconds that steps are said to have taken per token, and copies per block.
         self.token_seconds = 0.0
         self.host_block_seconds: float | None = None
@@ -291,9 +291,9 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         assert set(step.idle_sequences) <= set(self.running), "an idle sequence that is not running"
         for copy in _copies(step):
             busy = [place for other in self._under_way for place in (other.source, other.target)]
-            assert copy.source not in busy or copy.onboards, f"{copy} reads what a copy under way writes"
+            assert copy.source not in busy or copy.onloads, f"{copy} reads what a copy under way writes"
             assert copy.target not in busy, f"{copy} writes where a copy is under way"
-            if copy.onboards:
+            if copy.onloads:
                 self._under_way.append(copy)
                 self._copier = self._copier or asyncio.ensure_future(self._copy())
             else:
@@ -324,7 +324,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             self._ended[copy.ticket] = not self.fails(copy)
             if self._ended[copy.ticket]:
                 self._run(copy)
-                self.onboarded.append(copy)
+                self.onloaded.append(copy)
             else:
                 self.refuse(copy.ticket)
             self._copied.set()

@@ -19,7 +19,7 @@ def test_an_extension_with_too_few_free_blocks_allocates_none():
     world.admit([1, 2], "a")
     world.admit([3, 4], "b")
     answer = world.manager.extend(world.caller, "a", 16)
-    assert (answer.extended, answer.blocks_short, answer.new_blocks, answer.capacity_tokens) == (False, 1, (), 4)
+    assert (answer.extended, answer.missing_blocks, answer.new_blocks, answer.capacity_tokens) == (False, 1, (), 4)
     assert world.free == 2
     world.check()
 

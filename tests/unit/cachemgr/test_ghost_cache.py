@@ -17,7 +17,7 @@ from cachemgr.types import GhostPolicy, Retention, RetentionRange
 BLOCKS = 400
 POINT = 0.01
 KEEP = Retention((RetentionRange(0, None, 60, 30.0),))
-LRU, RETENTION, REUSED = (GhostPolicy.LEAST_RECENTLY_USED, GhostPolicy.RETENTION, GhostPolicy.REUSED_LAST)
+LRU, RETENTION, REUSED = (GhostPolicy.LRU, GhostPolicy.RETENTION, GhostPolicy.SEGMENTED_LRU)
 
 
 def conversations(count, seed=1):

@@ -192,7 +192,7 @@ def test_no_sequence_is_admitted_before_those_of_the_older_epoch_are_released():
     assert world.start_executor().lower_blocks == 4
     request = world.request(PROMPT)
     preview, admission = world.queries.preview(request, 1), world.manager.admit(request)
-    assert (preview.admitted, preview.blocks_short) == (admission.admitted, admission.blocks_short) == (False, 1)
+    assert (preview.admitted, preview.missing_blocks) == (admission.admitted, admission.missing_blocks) == (False, 1)
     world.check()
     world.sync()
     assert world.run(PROMPT, "new").cached_tokens == 12

@@ -22,8 +22,8 @@ def test_removed_blocks_are_counted_by_cause_with_the_time_since_the_last_use():
         told = scraped(world.manager, "tier_removed_blocks_total", pool="e/0", tier="device", cause=cause.name.lower())
         assert told == device.counters.removed[cause]
     assert (
-        scraped(world.manager, "tier_reuse_gap_seconds_count", pool="e/0", tier="device")
-        == device.counters.reuse_gaps
+        scraped(world.manager, "tier_idle_before_eviction_seconds_count", pool="e/0", tier="device")
+        == device.counters.timed_evictions
         > 0
     )
     assert (

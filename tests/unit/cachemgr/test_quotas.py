@@ -63,7 +63,7 @@ def test_a_ceiling_limits_admissions_and_not_running_sequences():
     quota(world, tenant_id="t", device_ceiling=2)
     assert world.admit(list(range(100, 108)), "b", tenant_id="t").admitted
     refused = world.admit(list(range(8)), "a", tenant_id="t")
-    assert (refused.admitted, refused.blocks_short, refused.full_account) == (False, 2, ("tenant_id", "t"))
+    assert (refused.admitted, refused.missing_blocks, refused.full_account) == (False, 2, ("tenant_id", "t"))
     world.check()
     world.finish("b")
     admission = world.run(list(range(8)), "a", generate=8, tenant_id="t")
@@ -90,12 +90,12 @@ def test_a_ceiling_is_named_only_where_nothing_else_is_missing():
     assert world.admit(list(range(8))).full_account is None
     world.finish("b")
     refused = world.admit(list(range(8)), tenant_id="t")
-    assert (refused.admitted, refused.blocks_short, refused.full_account) == (False, 1, ("tenant_id", "t"))
+    assert (refused.admitted, refused.missing_blocks, refused.full_account) == (False, 1, ("tenant_id", "t"))
     world.check()
     world.run(list(range(200, 209)), "c", salt="s")
     quota(world, salt="s", device_ceiling=3)
     fork = world.manager.fork(world.caller, "c", "d")
-    assert (fork.admitted, fork.blocks_short, fork.full_account) == (False, 1, ("salt", "s"))
+    assert (fork.admitted, fork.missing_blocks, fork.full_account) == (False, 1, ("salt", "s"))
 
 
 def test_the_quota_of_a_tenant_precedes_that_of_the_salt():

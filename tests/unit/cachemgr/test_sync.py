@@ -46,14 +46,14 @@ def test_missing_blocks_are_counted_and_no_sequence_gets_capacity_ahead():
     world.admit([4], "b")
     world.step()
     answer = world.sync()
-    assert answer.blocks_short == 0
+    assert answer.missing_blocks == 0
     assert world.free == 0
     live = world.live["a"]
     while live.computed < live.capacity:
         world.step()
         answer = world.sync()
     # One for each of them.
-    assert answer.blocks_short == 2
+    assert answer.missing_blocks == 2
     assert answer.free_blocks == 0
     world.check()
 

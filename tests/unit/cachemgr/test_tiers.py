@@ -67,7 +67,7 @@ def test_a_failed_copy_down_loses_the_block_and_all_behind_it():
     before = world.queries.last_event
     world.confirm()
     removed = [event for event in world.queries.events_after(before) if event.kind is EventKind.REMOVED]
-    assert {event.cause for event in removed} <= {RemovalCause.COPY_FAILED, RemovalCause.PARENT_LOST}
+    assert {event.cause for event in removed} <= {RemovalCause.COPY_FAILED, RemovalCause.PARENT_EVICTED}
     assert world.found(list(range(8))) == 0
     world.check()
     (device,) = (tier for tier in world.queries.tiers("e/0") if tier.kind is TierKind.DEVICE)

@@ -86,7 +86,7 @@ def test_a_second_table_is_granted_whole_or_counted_as_missing():
     world, _ = ready(7)
     world.admit([1], "b")
     answer = world.sync()
-    assert (answer.evicting_handles, answer.blocks_short) == ([], 1)
+    assert (answer.evicting_handles, answer.missing_blocks) == ([], 1)
     assert used(world) == 6
     world.leave(world.live["b"])
     assert world.sync().evicting_counts == [2]
@@ -101,7 +101,7 @@ def test_no_sequence_gets_capacity_ahead_while_another_has_too_few_blocks_to_mov
     world.step(19)
     assert world.free == 1
     answer = world.sync()
-    assert (answer.evicting_handles, answer.blocks_short, answer.extended_slots) == ([], 1, [])
+    assert (answer.evicting_handles, answer.missing_blocks, answer.extended_slots) == ([], 1, [])
 
 
 def test_a_sequence_that_commits_nothing_evicts_in_its_own_table():
@@ -172,7 +172,7 @@ def test_a_sequence_that_waits_gets_no_second_table():
         world.step(20)
     asking = [world.live[name].handle for name in "ab"]
     answer = world.sync()
-    assert (answer.evicting_handles, answer.blocks_short) == ([], 0)
+    assert (answer.evicting_handles, answer.missing_blocks) == ([], 0)
     world.confirm()
     assert world.sync().evicting_handles == asking
     world.check()
@@ -184,17 +184,17 @@ def test_a_sequence_that_waits_gets_no_second_table():
         ({"evicting_handles": ["plain"]}, "evicting_handles[0]"),
         ({"evicting_handles": ["a", "never"]}, "evicting_handles[1]"),
         ({"evicting_handles": ["a", "a"]}, "evicting_handles"),
-        ({"moved_handles": ["a"], "moved_computed_tokens": []}, "moved_computed_tokens"),
-        ({"moved_computed_tokens": [19]}, "moved_computed_tokens"),
-        ({"moved_handles": ["a", "a"], "moved_computed_tokens": [19, 19]}, "moved_handles"),
-        ({"moved_handles": ["a"], "moved_computed_tokens": [19]}, "moved_handles[0]"),
-        ({"moved_handles": ["plain"], "moved_computed_tokens": [3]}, "moved_handles[0]"),
-        ({"moved_handles": ["told"], "moved_computed_tokens": [18]}, "moved_computed_tokens[0]"),
-        ({"moved_handles": ["told"], "moved_computed_tokens": [20]}, "moved_computed_tokens[0]"),
+        ({"evicted_handles": ["a"], "computed_tokens_before_eviction": []}, "computed_tokens_before_eviction"),
+        ({"computed_tokens_before_eviction": [19]}, "computed_tokens_before_eviction"),
+        ({"evicted_handles": ["a", "a"], "computed_tokens_before_eviction": [19, 19]}, "evicted_handles"),
+        ({"evicted_handles": ["a"], "computed_tokens_before_eviction": [19]}, "evicted_handles[0]"),
+        ({"evicted_handles": ["plain"], "computed_tokens_before_eviction": [3]}, "evicted_handles[0]"),
+        ({"evicted_handles": ["told"], "computed_tokens_before_eviction": [18]}, "computed_tokens_before_eviction[0]"),
+        ({"evicted_handles": ["told"], "computed_tokens_before_eviction": [20]}, "computed_tokens_before_eviction[0]"),
         (
             {
-                "moved_handles": ["told"],
-                "moved_computed_tokens": [19],
+                "evicted_handles": ["told"],
+                "computed_tokens_before_eviction": [19],
                 "trimmed_handles": ["told"],
                 "trimmed_capacity_tokens": [20],
             },
@@ -207,8 +207,8 @@ def test_a_sequence_that_waits_gets_no_second_table():
                 "handles": ["told"],
                 "computed_tokens": [21],
                 "new_token_counts": [0],
-                "moved_handles": ["told"],
-                "moved_computed_tokens": [19],
+                "evicted_handles": ["told"],
+                "computed_tokens_before_eviction": [19],
             },
             "computed_tokens[0]",
         ),
@@ -245,7 +245,9 @@ def test_a_sequence_that_evicts_before_its_promised_blocks_are_computed_voids_it
     assert world.admit(PROMPT, "b").wait_for_handle == live.handle
     world.step(5, names={"a"})
     world.manager.sync(dataclasses.replace(world.next_sync({"a"}), evicting_handles=[live.handle]))
-    request = dataclasses.replace(world.next_sync({"a"}), moved_handles=[live.handle], moved_computed_tokens=[5])
+    request = dataclasses.replace(
+        world.next_sync({"a"}), evicted_handles=[live.handle], computed_tokens_before_eviction=[5]
+    )
     assert world.manager.sync(request).void_handles == [world.live["b"].handle]
     assert world.queries.check_pool() == []
 
@@ -361,7 +363,7 @@ def test_a_second_table_leaves_the_floors_of_others():
     world.step(19)
     world.step(19)
     answer = world.sync()
-    assert (answer.evicting_handles, answer.blocks_short) == ([], 1)
+    assert (answer.evicting_handles, answer.missing_blocks) == ([], 1)
     world.check()
 
 

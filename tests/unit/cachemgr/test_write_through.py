@@ -259,14 +259,14 @@ def test_an_eviction_does_not_wait_for_a_backup_in_flight_and_drops_it():
 def test_metrics_have_the_tiers_of_present_pools_only():
     world = backed_up()
     host_tier, manager = {"pool": "e/0", "tier": "host"}, world.manager
-    assert scraped(manager, "tier_backed_up_blocks_total", **host_tier) == 3
-    assert scraped(manager, "pool_backup_blocks", pool="e/0") == 3
+    assert scraped(manager, "tier_written_through_blocks_total", **host_tier) == 3
+    assert scraped(manager, "pool_written_through_blocks", pool="e/0") == 3
     assert scraped(manager, "tier_blocks", **host_tier) == 4
     world.start_executor()
     assert scraped(manager, "tier_restored_blocks_total", **host_tier) == 3
-    assert scraped(manager, "pool_backup_blocks", pool="e/0") == 0
+    assert scraped(manager, "pool_written_through_blocks", pool="e/0") == 0
     assert scraped(manager, "tier_cached_blocks", **host_tier) == 3
     world.now += 1000
     manager.expire()
-    assert scraped(manager, "pool_backup_blocks", pool="e/0") is None
+    assert scraped(manager, "pool_written_through_blocks", pool="e/0") is None
     assert scraped(manager, "tier_restored_blocks_total", **host_tier) is None

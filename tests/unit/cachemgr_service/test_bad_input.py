@@ -185,17 +185,17 @@ async def test_what_has_evicted_tokens_is_named_where_it_cannot_be_used(target: 
     progress = {"handles": [handle], "computed_tokens": [10], "new_token_counts": [0], "new_token_ids": []}
     await target.call("SyncSequences", SYNC | progress | {"evicting_handles": [handle]})
     for low in (7, 11):
-        moved = {"sync_number": 5, "moved_handles": [handle], "moved_computed_tokens": [low]}
-        case = moved, "INVALID_FIELD", "moved_computed_tokens[0]"
+        moved = {"sync_number": 5, "evicted_handles": [handle], "computed_tokens_before_eviction": [low]}
+        case = moved, "INVALID_FIELD", "computed_tokens_before_eviction[0]"
         assert await wrong(target, "SyncSequences", SYNC | progress, case) == ""
-    moved = {"sync_number": 5, "moved_handles": [handle], "moved_computed_tokens": [10]}
+    moved = {"sync_number": 5, "evicted_handles": [handle], "computed_tokens_before_eviction": [10]}
     await target.call("SyncSequences", SYNC | progress | moved)
     for method, fields, field in (
         ("ForkSequence", {"parent_sequence_id": "new", "sequence_id": "fork"}, "parent_sequence_id"),
         ("TruncateSequence", {"sequence_id": "new", "num_tokens": 2}, "sequence_id"),
     ):
         assert await wrong(target, method, SCHEDULED | fields, ({}, "SEQUENCE_EVICTS", field)) == ""
-    case = moved | {"sync_number": 6}, "INVALID_FIELD", "moved_handles[0]"
+    case = moved | {"sync_number": 6}, "INVALID_FIELD", "evicted_handles[0]"
     assert await wrong(target, "SyncSequences", SYNC | progress, case) == ""
 
 

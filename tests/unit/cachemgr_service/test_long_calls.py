@@ -18,7 +18,7 @@ from cachemgr.oplog import replay
 from cachemgr.oplog import writer as oplog
 from cachemgr.rpc import data_service as service
 from cachemgr.rpc import mutations
-from cachemgr.rpc.mutations import GO_ON, ManagerClock
+from cachemgr.rpc.mutations import CONTINUE, ManagerClock
 from cachemgr.types import ManagerConfig
 from protos.errors import ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -195,9 +195,9 @@ async def test_long_calls_come_one_after_the_other(one_block_per_step: None) -> 
     methods = [
         entry.method
         for entry in oplog.read(io.BytesIO(caller.file.getvalue()))
-        if entry.method in {GO_ON, *(method for method, _ in LONG_CALLS.values())}
+        if entry.method in {CONTINUE, *(method for method, _ in LONG_CALLS.values())}
     ]
-    assert [method for method, _ in itertools.groupby(methods) if method != GO_ON] == [
+    assert [method for method, _ in itertools.groupby(methods) if method != CONTINUE] == [
         method for method, _ in LONG_CALLS.values()
     ]
     assert replayed(caller) == caller.state()

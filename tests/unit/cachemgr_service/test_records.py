@@ -73,7 +73,7 @@ def test_a_record_has_room_for_any_number_of_leases() -> None:
         pb.BlockRecord(key=bytes(31), tokens=bytes(4)).SerializeToString(),
         pb.BlockRecord(key=bytes(32), parent_key=bytes(5)).SerializeToString(),
         pb.BlockRecord(key=bytes(32), tokens=bytes(5)).SerializeToString(),
-        pb.BlockRecord(key=bytes(32), backup=pb.BlockRecord.Backup(tier=9)).SerializeToString(),
+        pb.BlockRecord(key=bytes(32), write_through_copy=pb.BlockRecord.WriteThroughCopy(tier=9)).SerializeToString(),
     ],
 )
 def test_what_no_manager_of_this_schema_wrote_is_refused(value: bytes) -> None:

@@ -39,7 +39,7 @@ async def test_an_eviction_from_its_policy_to_the_table_that_it_moves_to(client:
     assert (list(told.evicting_handles), list(told.evicting_counts)) == ([handle], [2])
     assert not set(told.evicting_slots) & set(admitted.block_tables[0].slots)
     progress |= {"computed_tokens": [11]}
-    await client.sync(2, **progress, moved_handles=[handle], moved_computed_tokens=[10])
+    await client.sync(2, **progress, evicted_handles=[handle], computed_tokens_before_eviction=[10])
     (sequence,) = (await client.admin.ListSequences(pb.ListSequencesRequest(), timeout=5)).sequences
     assert (sequence.eviction_policy, sequence.evicting) == (whole, True)
     assert (sequence.num_tokens, sequence.computed_tokens, sequence.capacity_tokens) == (12, 11, 2 * BLOCK_SIZE)
@@ -99,7 +99,7 @@ def test_the_operation_log_leads_to_the_same_evictions(rotary: bool) -> None:
     shared |= {"computed_tokens": [10, 10], "new_token_counts": [0, 0]}
     states = set()
     for number, columns in enumerate(
-        ({"evicting_handles": handles}, {"moved_handles": handles[:1], "moved_computed_tokens": [10]}), 1
+        ({"evicting_handles": handles}, {"evicted_handles": handles[:1], "computed_tokens_before_eviction": [10]}), 1
     ):
         calls.run("SyncSequences", pb.SyncSequencesRequest(sync_number=number, **shared, **columns))
         states.add(state_hash(manager.queries.state()))

@@ -98,8 +98,8 @@ BAD = {
     "sampling.num_logprobs": sampling(num_logprobs=21),
     "cache.salt": cache(salt=""),
     "cache.session_id": cache(session_id="s" * 257),
-    "cache.onboarding_timeout": cache(onboarding_timeout=Duration()),
-    "cache.onboarding_timeout ": cache(onboarding_timeout=Duration(seconds=-1)),
+    "cache.onload_timeout": cache(onload_timeout=Duration()),
+    "cache.onload_timeout ": cache(onload_timeout=Duration(seconds=-1)),
     "cache.kv_hints ": cache(kv_hints=common.KvHints(message_id="x" * 66_000)),
     "cache.decode_retention_duration": cache(decode_retention_duration=Duration(seconds=1)),
     "cache.retention_ranges[0].retention_duration": cache(

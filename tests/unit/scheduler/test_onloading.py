@@ -31,7 +31,7 @@ async def one(
     """Runs a request; its tokens are right."""
     message = request(list(prompt), max_tokens, **fields)
     if patience is not None:
-        message.cache.onboarding_timeout.CopyFrom(patience)
+        message.cache.onload_timeout.CopyFrom(patience)
     output = await generate(stack.stub, message, 30)
     assert output.token_ids == stack.executor.expected(prompt, max_tokens)
     return output
@@ -70,7 +70,7 @@ async def test_blocks_in_host_memory_are_onloaded_and_counted_in_the_usage(
         assert output.usage.cached_tokens >= 68
         assert output.usage.host_tokens >= 60
         assert output.usage.disk_tokens == 0
-        assert stack.metric("onboarded_tokens_total", tier="host") == output.usage.host_tokens
+        assert stack.metric("onloaded_tokens_total", tier="host") == output.usage.host_tokens
 
 
 async def test_blocks_on_disk_are_onloaded(run_stack: StackFactory, executor: FakeExecutor) -> None:
@@ -116,15 +116,15 @@ async def test_a_sequence_whose_onloads_are_late_computes_its_blocks(
         assert (output.usage.cached_tokens, output.usage.host_tokens) == (0, 0)
         tiers = [admission.lowest_tier for admission in stack.manager.admissions[-2:]]
         assert tiers == [kvcache_pb2.TIER_UNSPECIFIED, kvcache_pb2.TIER_DEVICE]
-        assert stack.metric("onboarding_timeouts_total") == 1
+        assert stack.metric("onload_timeouts_total") == 1
         executor.copying.set()
         await one(stack, prompt_of(9))
 
 
 async def test_the_usual_time_to_wait_is_a_setting(run_stack: StackFactory, executor: FakeExecutor) -> None:
-    async with offloaded(run_stack, executor, onboarding_timeout_seconds=0.05) as stack:
+    async with offloaded(run_stack, executor, onload_timeout_seconds=0.05) as stack:
         await (await begin(stack))
-        assert stack.metric("onboarding_timeouts_total") == 1
+        assert stack.metric("onload_timeouts_total") == 1
         executor.copying.set()
         await one(stack, prompt_of(9))
 
@@ -132,7 +132,7 @@ async def test_the_usual_time_to_wait_is_a_setting(run_stack: StackFactory, exec
 async def test_a_block_that_does_not_come_is_computed(run_stack: StackFactory, executor: FakeExecutor) -> None:
     async with offloaded(run_stack, executor) as stack:
         failed: list[int] = []
-        executor.fails = lambda copy: len(executor.onboarded) > 4 and not failed and not failed.append(copy.ticket)
+        executor.fails = lambda copy: len(executor.onloaded) > 4 and not failed and not failed.append(copy.ticket)
         output = await one(stack, PROMPT)
         assert len(failed) == 1
         assert output.usage.host_tokens == 0
@@ -217,7 +217,7 @@ async def test_random_traffic_over_all_tiers_is_right_and_leaves_nothing_behind(
     manager = RealManager(executor, host_blocks=30, disk_blocks=30)
     executor.fails = lambda copy: rng.random() < (0.02 if copy.source[1] == HOST else 0.05)
     async with run_stack(
-        executor=executor, manager=manager, max_running=8, max_batched_tokens=24, onboarding_timeout_seconds=0.05
+        executor=executor, manager=manager, max_running=8, max_batched_tokens=24, onload_timeout_seconds=0.05
     ) as stack:
 
         async def some(seed: int) -> None:
@@ -241,5 +241,5 @@ async def test_random_traffic_over_all_tiers_is_right_and_leaves_nothing_behind(
         await asyncio.gather(*[some(seed) for seed in range(100)])
         stuttering.cancel()
         executor.copying.set()
-        assert executor.onboarded
+        assert executor.onloaded
         await one(stack, prompt_of(30, seed=99))

@@ -26,7 +26,7 @@ async def test_a_request_is_counted_once_however_many_samples_it_has(run_stack: 
         assert counted(stack) == [1, 1, 1]
         assert stack.metric("requests_total", finish_reason="length") == 1
         assert stack.metric("output_tokens_total") == sum(output.usage.output_tokens for output in outputs) == 90
-        assert stack.metric("inter_token_seconds_count") == 90 - 3
+        assert stack.metric("inter_token_latency_seconds_count") == 90 - 3
         assert stack.metric("prompt_tokens_total") == sum(output.usage.prompt_tokens for output in outputs) == 21
 
 
@@ -85,7 +85,7 @@ NAMES = {
     "prefix_cache_hits_total": "cached_tokens_total",
     "time_to_first_token_seconds_count": "time_to_first_token_seconds_count",
     "time_to_first_token_seconds_sum": "time_to_first_token_seconds_sum",
-    "inter_token_latency_seconds_count": "inter_token_seconds_count",
+    "inter_token_latency_seconds_count": "inter_token_latency_seconds_count",
     "e2e_request_latency_seconds_sum": "request_seconds_sum",
     "request_queue_time_seconds_sum": "queue_seconds_sum",
 }
