@@ -17,22 +17,29 @@ class CachemgrSettings(ProcessSettings):
     listens_on: ClassVar[tuple[str, ...]] = ("cachemgr_address", "cachemgr_admin_address", "metrics_address")
 
     metrics_address: MetricsAddress = Field("", description="Where Prometheus reads metrics; empty is off.")
-    lease_seconds: float = Field(10.0, gt=0, description="Time after which a silent executor or scheduler is gone.")
-    capacity_ahead_tokens: int = Field(32, ge=0, description="Capacity that running sequences get ahead of need.")
-    free_watermark: float = Field(
-        0.01, ge=0, lt=1, description="Share of a pool that capacity ahead and admissions leave free."
+    lease_seconds: float = Field(
+        10.0,
+        gt=0,
+        description="Time without a renewal after which an executor or scheduler counts as gone.",
     )
-    partial_reuse: bool = Field(True, description="Reuse blocks that only begin as a prompt goes on.")
+    capacity_ahead_tokens: int = Field(
+        32, ge=0, description="Tokens of capacity allocated to running sequences ahead of need."
+    )
+    free_watermark: float = Field(
+        0.01, ge=0, lt=1, description="Share of a pool that admissions and capacity ahead of need leave free."
+    )
+    partial_reuse: bool = Field(True, description="Reuse blocks of which only a leading part matches the prompt.")
     copy_on_partial_reuse: bool = Field(
         True,
-        description="Copy the beginning of such a block; else take it over when no sequence uses it. Without partial "
-        "reuse, find a partly filled block by its whole content only; with neither, none is stored.",
+        description="Copy the matching part of such a block; else overwrite the rest of it when no sequence uses it. "
+        "Without partial reuse, a partly filled block matches as a whole only; with neither setting, none is stored.",
     )
     offload_min_priority: int = Field(
         35, ge=0, le=100, description="Blocks of a lower priority are dropped, not offloaded to a lower tier."
     )
     write_through: bool = Field(
-        True, description="Copy cached blocks to empty host slots in the background, so that a dead device loses less."
+        True,
+        description="Copy cached blocks to empty host slots in the background, so that fewer are lost with a device.",
     )
     max_retention_priority: int = Field(
         100, ge=0, le=100, description="Highest priority that a retention request is granted."
@@ -42,18 +49,18 @@ class CachemgrSettings(ProcessSettings):
     )
     pin_budget: float = Field(0.1, ge=0, le=1, description="Share of a pool that pins may keep.")
     ghost_sample: int = Field(
-        2048, ge=0, description="Blocks that ghost caches follow, of as many as a device has; 0 is no ghost caches."
+        2048, ge=0, description="Blocks that ghost caches sample of as many as the device has; 0 turns them off."
     )
-    redis_flush_seconds: float = Field(0.05, gt=0, description="How long changes of the index gather before a write.")
+    redis_flush_seconds: float = Field(0.05, gt=0, description="Time between writes of index changes to Redis.")
     redis_max_pending: int = Field(
-        200_000, gt=0, description="Changed blocks that wait for Redis; beyond it the index is copied later."
+        200_000, gt=0, description="Most changed blocks that wait for Redis; beyond it the whole index is copied later."
     )
     operation_log: Path | None = Field(
         None,
-        description="File that keeps every call, token ids too, for `python -m cachemgr replay FILE`. The file of the "
+        description="File of all calls with their token ids, for `python -m cachemgr replay FILE`. The file of the "
         "start before is renamed to FILE.1, FILE.2 and so on.",
     )
-    drain_seconds: float = Field(10.0, ge=0, description="Time that running calls get when the process stops.")
+    drain_seconds: float = Field(10.0, ge=0, description="Longest time that running calls may go on after SIGTERM.")
 
     @field_validator("redis_url")
     @classmethod

@@ -9,18 +9,18 @@ from prometheus_client.registry import Collector
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 STEP_SECONDS = Histogram("kvkeep_executor_step_seconds", "Time of a step's work on the device.", buckets=_BUCKETS)
-IDLE_SECONDS = Counter("kvkeep_executor_idle_seconds", "Time in which the device had nothing to do between steps.")
+IDLE_SECONDS = Counter("kvkeep_executor_idle_seconds", "Idle time of the device between steps.")
 TOKENS = Counter("kvkeep_executor_tokens", "Tokens computed.")
 SAMPLED = Counter("kvkeep_executor_sampled_tokens", "Tokens sampled.")
-FAILED_STEPS = Counter("kvkeep_executor_failed_steps", "Steps on which the model failed.")
+FAILED_STEPS = Counter("kvkeep_executor_failed_steps", "Failed steps.")
 
 COPIED_BYTES = Counter("kvkeep_executor_copied_bytes", "Bytes copied between tiers.", ["source", "target"])
-FAILED_COPIES = Counter("kvkeep_executor_failed_copies", "Copies between tiers that failed.", ["source", "target"])
-CHECKSUM_MISMATCHES = Counter("kvkeep_executor_checksum_mismatches", "Blocks that were not what was stored.", ["tier"])
-PENDING_COPIES = Gauge("kvkeep_executor_pending_copies", "Copies between tiers that have not ended.")
+FAILED_COPIES = Counter("kvkeep_executor_failed_copies", "Failed copies between tiers.", ["source", "target"])
+CHECKSUM_MISMATCHES = Counter("kvkeep_executor_checksum_mismatches", "Blocks whose checksum did not match.", ["tier"])
+PENDING_COPIES = Gauge("kvkeep_executor_pending_copies", "Copies between tiers in flight.")
 COPY_WAIT_SECONDS = Counter("kvkeep_executor_copy_wait_seconds", "Time in which steps waited for copies between tiers.")
 
-WEIGHT_BYTES = Gauge("kvkeep_executor_weight_bytes", "Bytes that a CPU's compiled code keeps the model's matrices in.")
+WEIGHT_BYTES = Gauge("kvkeep_executor_weight_bytes", "Bytes of the model's matrices in compiled CPU code.")
 
 
 class KindSeconds(Collector):

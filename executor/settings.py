@@ -25,20 +25,20 @@ class ExecutorSettings(ProcessSettings):
     )
     block_size: int = Field(16, ge=2, le=1024, description="Tokens per block, a power of two.")
     max_tokens: int = Field(
-        0, ge=0, description="Bounds the pools to memory for so many tokens in every layer; 0 leaves it to the device."
+        0, ge=0, description="Most tokens that the pools hold in every layer; 0 is as many as fit on the device."
     )
     free_memory_fraction: float = Field(0.9, gt=0, le=1, description="Share of free device memory for the pools.")
     expected_tokens: int = Field(
         2048,
         ge=1,
-        description="Usual length of a sequence, prompt and output: what it needs in each layer group decides how the "
-        "groups' pools share memory.",
+        description="Usual length of a sequence, prompt and output. Its blocks in each layer group decide the shares "
+        "of memory of the groups' pools.",
     )
     pool_shares: str = Field(
-        "", description="Shares of the memory for each layer group, for good, as `3,1`; empty is by expected length."
+        "", description="Fixed shares of memory of the layer groups, as `3,1`; empty is by expected length."
     )
     batch_invariant: bool = Field(
-        False, description="Compute each token alike whatever is cached or beside it; compiled code of a CPU only."
+        False, description="Compute each token alike in every batch and with every prefix hit; compiled CPU code only."
     )
     threads: int = Field(0, ge=0, description="Threads for CPU work; 0 is one per core.")
     metrics_address: MetricsAddress = Field("", description="Where Prometheus reads metrics; empty is off.")
@@ -53,7 +53,7 @@ class ExecutorSettings(ProcessSettings):
     disk_cache_dir: Path | None = Field(
         None, description="Folder of the disk tier's file; empty is `blocks` in the cache folder."
     )
-    cache_checksums: bool = Field(True, description="Check what comes up from lower tiers.")
+    cache_checksums: bool = Field(True, description="Verify checksums of blocks onloaded from lower tiers.")
 
     @property
     def compiled_dir(self) -> Path:

@@ -38,11 +38,11 @@ class StepTimes:
         def histogram(name: str, text: str) -> Histogram:
             return Histogram(f"kvkeep_scheduler_step_{name}_seconds", text, buckets=_STEP_BUCKETS, registry=registry)
 
-        self._planning = histogram("planning", "Deciding what a step computes.")
-        self._sending = histogram("sending", "Building a step's message and handing it over.")
-        self._cachemgr = histogram("cachemgr_wait", "All live sequences waited for blocks.")
-        self._executor = histogram("executor_wait", "Waiting for the executor's answer.")
-        self._idle = histogram("executor_idle", "The device had nothing to do before the step.")
+        self._planning = histogram("planning", "Time to plan a step.")
+        self._sending = histogram("sending", "Time to build and send a step's message.")
+        self._cachemgr = histogram("cachemgr_wait", "Time in which all live sequences waited for blocks.")
+        self._executor = histogram("executor_wait", "Time until the executor's answer.")
+        self._idle = histogram("executor_idle", "Idle time of the device before a step.")
 
     def add(self, timing: StepTiming) -> None:
         self.steps += 1
@@ -79,53 +79,57 @@ class RequestMetrics:
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         prefix = "kvkeep_scheduler"
-        self.running = Gauge(f"{prefix}_running_requests", "Samples that hold blocks.", registry=registry)
-        self.waiting = Gauge(f"{prefix}_waiting_requests", "Samples that wait for blocks.", registry=registry)
-        self.preemptions = Counter(f"{prefix}_preemptions", "Samples that gave their blocks back.", registry=registry)
+        self.running = Gauge(f"{prefix}_running_requests", "Samples in the running batch.", registry=registry)
+        self.waiting = Gauge(f"{prefix}_waiting_requests", "Samples in the waiting queue.", registry=registry)
+        self.preemptions = Counter(f"{prefix}_preemptions", "Samples preempted.", registry=registry)
         self.swaps = Counter(
-            f"{prefix}_swaps", "Preempted samples that came back by copies from lower tiers.", registry=registry
+            f"{prefix}_swaps", "Preempted samples whose blocks were onloaded from lower tiers.", registry=registry
         )
         self.recomputations = Counter(
-            f"{prefix}_recomputations", "Preempted samples that came back by computing again.", registry=registry
+            f"{prefix}_recomputations", "Preempted samples whose blocks were computed again.", registry=registry
         )
-        self.prompt_tokens = Counter(f"{prefix}_prompt_tokens", "Prompt tokens of what began.", registry=registry)
-        self.cached_tokens = Counter(f"{prefix}_cached_tokens", "Of these, tokens from the cache.", registry=registry)
+        self.prompt_tokens = Counter(
+            f"{prefix}_prompt_tokens", "Prompt tokens of admitted requests.", registry=registry
+        )
+        self.cached_tokens = Counter(f"{prefix}_cached_tokens", "Prompt tokens with a prefix hit.", registry=registry)
         self.onloaded_tokens = Counter(
-            f"{prefix}_onloaded_tokens", "Tokens that came from a lower tier.", ["tier"], registry=registry
+            f"{prefix}_onloaded_tokens", "Tokens whose blocks were onloaded, by tier.", ["tier"], registry=registry
         )
         self.onload_timeouts = Counter(
-            f"{prefix}_onload_timeouts", "Samples that did not wait for their blocks any longer.", registry=registry
+            f"{prefix}_onload_timeouts", "Samples that stopped waiting for onloaded blocks.", registry=registry
         )
         self.output_tokens = Counter(f"{prefix}_output_tokens", "Tokens generated.", registry=registry)
-        self.evicted_tokens = Counter(f"{prefix}_evicted_tokens", "Tokens evicted by policies.", registry=registry)
+        self.evicted_tokens = Counter(
+            f"{prefix}_evicted_tokens", "Tokens evicted by eviction policies.", registry=registry
+        )
         self.sync_seconds = Histogram(
-            f"{prefix}_sync_seconds", "One background sync.", buckets=_STEP_BUCKETS, registry=registry
+            f"{prefix}_sync_seconds", "Time of a sync with the cache manager.", buckets=_STEP_BUCKETS, registry=registry
         )
         self.manager_silence = Gauge(
             f"{prefix}_cachemgr_silence_seconds",
-            "How long the cache manager has not answered a call; 0 when no call waits.",
+            "Time since the oldest unanswered call to the cache manager; 0 without one.",
             registry=registry,
         )
         self.cache_usage = Gauge(
             f"{prefix}_cache_usage_ratio",
-            "Share of the blocks that is in use, of the fullest layer group, as the cache manager said last.",
+            "Share of blocks in use, of the fullest layer group, as the last sync reported.",
             registry=registry,
         )
 
         def latency(name: str, text: str) -> Histogram:
             return Histogram(f"{prefix}_{name}_seconds", text, buckets=_LATENCY_BUCKETS, registry=registry)
 
-        self.queue = latency("queue", "Arrival of a request to its first step.")
-        self.first_token = latency("time_to_first_token", "Arrival of a request to its first token.")
+        self.queue = latency("queue", "Time from a request's arrival to its first step.")
+        self.first_token = latency("time_to_first_token", "Time to first token (TTFT).")
         self.inter_token = InterTokenHistogram(
-            f"{prefix}_inter_token_latency_seconds", "Between the tokens of a sample.", registry
+            f"{prefix}_inter_token_latency_seconds", "Inter-token latency (ITL) of samples.", registry
         )
-        self.request = latency("request", "Arrival of a request to its last token, or to where it was cut off.")
+        self.request = latency("request", "Time from a request's arrival to its end.")
         self.requests = Counter(
-            f"{prefix}_requests", "Requests that ended, by how they did.", ["finish_reason"], registry=registry
+            f"{prefix}_requests", "Ended requests, by finish reason.", ["finish_reason"], registry=registry
         )
         self.refused = Counter(
-            f"{prefix}_refused_requests", "Requests that were not taken, by why.", ["reason"], registry=registry
+            f"{prefix}_refused_requests", "Refused requests, by reason.", ["reason"], registry=registry
         )
 
 
@@ -168,7 +172,7 @@ class VllmMetrics(Collector):
                     renamed.add_sample(renamed.name + suffix, self._labels | _renamed(sample.labels), sample.value)
                 yield renamed
         config = self._labels | self._config
-        info = GaugeMetricFamily("vllm:cache_config_info", "The cache as it is set up.", labels=list(config))
+        info = GaugeMetricFamily("vllm:cache_config_info", "Configuration of the cache.", labels=list(config))
         info.add_metric(list(config.values()), 1)
         yield info
 

@@ -43,22 +43,24 @@ class SchedulerSettings(ProcessSettings):
         description="Web pages that may call it, by origin: `https://chat.example.com,http://10.0.0.7:3000`, or `*`. "
         "Those of this machine always may where the address is a loopback one.",
     )
-    vllm_metrics: bool = Field(False, description="Serve metrics under the names that vLLM gives them, too.")
+    vllm_metrics: bool = Field(False, description="Serve metrics under vLLM's names, too.")
     access_log: Path | None = Field(None, description="File with a JSON line per request; empty is the usual log.")
-    max_batched_tokens: int = Field(512, ge=1, le=65536, description="Tokens per step at most.")
+    max_batched_tokens: int = Field(512, ge=1, le=65536, description="Most tokens of a step.")
     target_itl_seconds: float = Field(
         0.0,
         ge=0,
-        description="Time between tokens that prompts may cause; 0 is 1.4 times decoding alone for one prompt.",
+        description="Inter-token latency that prefill may cause; 0 is 1.4 times that of decoding alone for one prompt.",
     )
-    max_running: int = Field(64, ge=1, le=4096, description="Samples that hold blocks at a time.")
-    max_waiting: int = Field(256, ge=1, description="Samples that may wait for blocks before requests are refused.")
-    max_tenant_requests: int = Field(0, ge=0, description="Live requests that one tenant may have; 0 is no bound.")
+    max_running: int = Field(64, ge=1, le=4096, description="Most samples in the running batch.")
+    max_waiting: int = Field(256, ge=1, description="Most samples in the waiting queue; further requests are refused.")
+    max_tenant_requests: int = Field(0, ge=0, description="Most live requests of a tenant; 0 is no bound.")
     max_prompt_bytes: int = Field(4 << 20, ge=1, description="Longest prompt text in bytes of UTF-8.")
     onload_timeout_seconds: float = Field(
-        10.0, gt=0, description="How long a request waits for blocks from host memory or disk before it computes them."
+        10.0,
+        gt=0,
+        description="Longest wait of a request for blocks from host memory or disk; later it computes them.",
     )
-    drain_seconds: float = Field(30.0, ge=0, description="How long running requests may go on after SIGTERM.")
+    drain_seconds: float = Field(30.0, ge=0, description="Longest time that running requests may go on after SIGTERM.")
 
     @field_validator("http_allowed_origins")
     @classmethod

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cachemgr.types import PoolView
 
 LONGEST_STALL = Gauge(
-    "kvkeep_cachemgr_longest_stall_seconds", "Longest time in the last minute in which no call was answered."
+    "kvkeep_cachemgr_longest_stall_seconds", "Longest time of the last minute without an answer to any call."
 )
 # A scrape that meets a longer stall gets what the one before got.
 _SCRAPE_SECONDS = 5.0
@@ -73,15 +73,21 @@ def families(queries: Queries) -> Iterator[Metric]:
 def _pool_families(queries: Queries, pools: list[PoolView]) -> Iterator[Metric]:
     total = GaugeMetricFamily("kvkeep_pool_blocks", "Usable blocks.", labels=_POOL)
     free = GaugeMetricFamily(
-        "kvkeep_pool_free_blocks", "Blocks that may be taken, cached ones among them.", labels=_POOL
+        "kvkeep_pool_free_blocks", "Blocks that can be allocated, with cached blocks.", labels=_POOL
     )
     used = GaugeMetricFamily("kvkeep_pool_used_blocks", "Blocks with at least one reference.", labels=_POOL)
-    cached = GaugeMetricFamily("kvkeep_pool_cached_blocks", "Free blocks that can still be matched.", labels=_POOL)
-    evicted = CounterMetricFamily("kvkeep_pool_evicted_blocks", "Cached blocks lost to make room.", labels=_POOL)
-    queried = CounterMetricFamily("kvkeep_pool_queried_tokens", "Prompt tokens that were looked up.", labels=_POOL)
-    hit = CounterMetricFamily("kvkeep_pool_hit_tokens", "Prompt tokens that were found.", labels=_POOL)
-    honoured = CounterMetricFamily("kvkeep_pool_honoured_leases", "Leases that ended in time.", labels=_POOL)
-    broken = CounterMetricFamily("kvkeep_pool_broken_leases", "Leases whose block was lost before.", labels=_POOL)
+    cached = GaugeMetricFamily("kvkeep_pool_cached_blocks", "Free blocks in the prefix cache.", labels=_POOL)
+    evicted = CounterMetricFamily("kvkeep_pool_evicted_blocks", "Cached blocks evicted.", labels=_POOL)
+    queried = CounterMetricFamily(
+        "kvkeep_pool_queried_tokens", "Prompt tokens looked up in the prefix cache.", labels=_POOL
+    )
+    hit = CounterMetricFamily("kvkeep_pool_hit_tokens", "Prompt tokens with a prefix hit.", labels=_POOL)
+    honoured = CounterMetricFamily(
+        "kvkeep_pool_honoured_leases", "Leases that kept their block to their end.", labels=_POOL
+    )
+    broken = CounterMetricFamily(
+        "kvkeep_pool_broken_leases", "Leases whose block was evicted before their end.", labels=_POOL
+    )
     for pool in pools:
         leases = queries.lease_counts(pool.pool_id)
         for family, value in (
@@ -100,12 +106,12 @@ def _pool_families(queries: Queries, pools: list[PoolView]) -> Iterator[Metric]:
 
 
 def _tier_families(pools: dict[str, list[Tier]]) -> Iterator[Metric]:
-    allocated = CounterMetricFamily("kvkeep_tier_allocated_blocks", "Slots given to blocks.", labels=_TIER)
+    allocated = CounterMetricFamily("kvkeep_tier_allocated_blocks", "Slots allocated.", labels=_TIER)
     removed = CounterMetricFamily(
-        "kvkeep_tier_removed_blocks", "Cached blocks that went, by why.", labels=[*_TIER, "cause"]
+        "kvkeep_tier_removed_blocks", "Cached blocks removed from the index, by cause.", labels=[*_TIER, "cause"]
     )
     gaps = SummaryMetricFamily(
-        "kvkeep_tier_idle_before_eviction_seconds", "From the last use of an evicted block to its end.", labels=_TIER
+        "kvkeep_tier_idle_before_eviction_seconds", "Time from the last use of a block to its eviction.", labels=_TIER
     )
     for pool_id, tiers in pools.items():
         for tier in tiers:
@@ -124,23 +130,21 @@ def _lower_tier_families(queries: Queries, pools: dict[str, list[Tier]]) -> Iter
         "kvkeep_tier_used_blocks", "Slots under a copy, a hold or a pin; on the device also in use.", labels=_TIER
     )
     cached = GaugeMetricFamily(
-        "kvkeep_tier_cached_blocks", "Free slots with a block that can be matched.", labels=_TIER
+        "kvkeep_tier_cached_blocks", "Free slots with a block of the prefix cache.", labels=_TIER
     )
-    offloaded = CounterMetricFamily(
-        "kvkeep_tier_offloaded_blocks", "Blocks that went from here to a lower tier.", labels=_TIER
-    )
+    offloaded = CounterMetricFamily("kvkeep_tier_offloaded_blocks", "Blocks offloaded from this tier.", labels=_TIER)
     onloaded = CounterMetricFamily(
-        "kvkeep_tier_onloaded_blocks", "Blocks copied from here to the device.", labels=_TIER
+        "kvkeep_tier_onloaded_blocks", "Blocks onloaded from this tier to the device.", labels=_TIER
     )
     backed_up = CounterMetricFamily(
-        "kvkeep_tier_written_through_blocks", "Blocks copied here in the background, to be in both.", labels=_TIER
+        "kvkeep_tier_written_through_blocks", "Device blocks copied to this tier by write-through.", labels=_TIER
     )
     restored = CounterMetricFamily(
-        "kvkeep_tier_restored_blocks", "Blocks that were here still after a restart.", labels=_TIER
+        "kvkeep_tier_restored_blocks", "Blocks of this tier restored after a restart.", labels=_TIER
     )
-    failed = CounterMetricFamily("kvkeep_tier_failed_copies", "Copies from here that failed.", labels=_TIER)
+    failed = CounterMetricFamily("kvkeep_tier_failed_copies", "Failed copies from this tier.", labels=_TIER)
     backups = GaugeMetricFamily(
-        "kvkeep_pool_written_through_blocks", "Blocks of the device that lie one tier below, too.", labels=_POOL
+        "kvkeep_pool_written_through_blocks", "Device blocks with a write-through copy in the next tier.", labels=_POOL
     )
     for pool_id, tiers in pools.items():
         backups.add_metric([pool_id], queries.backups(pool_id))
@@ -163,8 +167,10 @@ def _lower_tier_families(queries: Queries, pools: dict[str, list[Tier]]) -> Iter
 def _salt_families(queries: Queries, pools: list[PoolView]) -> Iterator[Metric]:
     # A salt itself opens what is cached under it.
     labels = [*_POOL, "salt_sha256"]
-    queried = CounterMetricFamily("kvkeep_salt_queried_tokens", "Prompt tokens looked up, by salt.", labels=labels)
-    hit = CounterMetricFamily("kvkeep_salt_hit_tokens", "Of these, tokens that were found.", labels=labels)
+    queried = CounterMetricFamily(
+        "kvkeep_salt_queried_tokens", "Prompt tokens looked up in the prefix cache, by salt.", labels=labels
+    )
+    hit = CounterMetricFamily("kvkeep_salt_hit_tokens", "Prompt tokens with a prefix hit, by salt.", labels=labels)
     for pool in pools:
         meter = queries.meter(pool.pool_id)
         counts = {"" if salt is None else short_hash(salt): count for salt, count in meter.salts.items()}
