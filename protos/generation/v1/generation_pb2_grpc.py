@@ -62,7 +62,7 @@ class GenerationServiceServicer:
     """
 
     def StreamGenerate(self, request, context):
-        """Generates for one prompt and streams the output; cancelling the call frees everything it held.
+        """Generates for one prompt and streams the output; cancelling the call releases its blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -83,7 +83,7 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetLoads(self, request, context):
-        """How busy the scheduler is.
+        """Load of the scheduler.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

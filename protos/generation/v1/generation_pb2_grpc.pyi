@@ -34,13 +34,13 @@ class GenerationServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationServiceAsyncStub: ...
     StreamGenerate: _grpc.UnaryStreamMultiCallable[_generation_pb2.StreamGenerateRequest, _generation_pb2.StreamGenerateResponse]
-    """Generates for one prompt and streams the output; cancelling the call frees everything it held."""
+    """Generates for one prompt and streams the output; cancelling the call releases its blocks."""
     TokenizePrompt: _grpc.UnaryUnaryMultiCallable[_generation_pb2.TokenizePromptRequest, _generation_pb2.TokenizePromptResponse]
     """Token ids of a prompt, as a generation would compute them."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.GetModelResponse]
     """The model that is served."""
     GetLoads: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetLoadsRequest, _generation_pb2.GetLoadsResponse]
-    """How busy the scheduler is."""
+    """Load of the scheduler."""
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
@@ -48,13 +48,13 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     StreamGenerate: _aio.UnaryStreamMultiCallable[_generation_pb2.StreamGenerateRequest, _generation_pb2.StreamGenerateResponse]  # type: ignore[assignment]
-    """Generates for one prompt and streams the output; cancelling the call frees everything it held."""
+    """Generates for one prompt and streams the output; cancelling the call releases its blocks."""
     TokenizePrompt: _aio.UnaryUnaryMultiCallable[_generation_pb2.TokenizePromptRequest, _generation_pb2.TokenizePromptResponse]  # type: ignore[assignment]
     """Token ids of a prompt, as a generation would compute them."""
     GetModel: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.GetModelResponse]  # type: ignore[assignment]
     """The model that is served."""
     GetLoads: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetLoadsRequest, _generation_pb2.GetLoadsResponse]  # type: ignore[assignment]
-    """How busy the scheduler is."""
+    """Load of the scheduler."""
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     """Generates text."""
@@ -65,7 +65,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.StreamGenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.StreamGenerateResponse], _abc.AsyncIterator[_generation_pb2.StreamGenerateResponse]]:
-        """Generates for one prompt and streams the output; cancelling the call frees everything it held."""
+        """Generates for one prompt and streams the output; cancelling the call releases its blocks."""
 
     @_abc_1.abstractmethod
     def TokenizePrompt(
@@ -89,7 +89,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GetLoadsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.GetLoadsResponse, _abc.Awaitable[_generation_pb2.GetLoadsResponse]]:
-        """How busy the scheduler is."""
+        """Load of the scheduler."""
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -154,7 +154,7 @@ class CacheManagerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SyncSequences(self, request, context):
-        """Reports progress of all running sequences in columns and brings back capacity; renews the scheduler's lease.
+        """Reports progress of all running sequences in columns and answers with new capacity; renews the scheduler's lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -189,7 +189,7 @@ class CacheManagerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseSequence(self, request, context):
-        """Gives a sequence's blocks back; full ones stay cached.
+        """Releases a sequence's blocks; full ones stay cached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -203,14 +203,14 @@ class CacheManagerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PreviewAdmission(self, request, context):
-        """Says which blocks an admission would find, allocate and evict; changes nothing.
+        """Predicts the blocks that an admission would reuse, allocate and evict; changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EstimateSequence(self, request, context):
-        """Says how many blocks a live sequence will allocate.
+        """Estimates the blocks that a live sequence will allocate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -884,7 +884,7 @@ class CacheAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdatePool(self, request, context):
-        """Changes a pool's share of the memory: only free blocks move.
+        """Changes a pool's share of the memory: only free blocks change pools.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -898,7 +898,7 @@ class CacheAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetGhostCaches(self, request, context):
-        """Hit rates of an executor with caches of other sizes and other eviction orders.
+        """Estimates the hit rates of an executor with caches of other sizes and other eviction orders.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -954,7 +954,7 @@ class CacheAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ExplainPrefix(self, request, context):
-        """Says for every block of a prompt where it is, and at the first that is missing why.
+        """Lists the cached blocks of a prompt with their tiers, and the reason why the next block is missing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -970,16 +970,16 @@ class CacheAdminServiceServicer:
 
     def ForgetBlocks(self, request, context):
         """Removes blocks from every tier and from Redis and has their bytes overwritten with zeros. Other calls are answered
-        meanwhile: nothing stays of sequences that come until it has answered and are meant, and what another session has
-        come to use by then stays. A call that was not answered may have done a part: repeat it. Free slots keep the bytes
-        of blocks that were evicted or moved to another tier before, until something is written there.
+        meanwhile: blocks of matching sequences that are admitted before the answer are removed, too, and blocks that
+        another session uses by then stay. A call without an answer may have removed some of them: repeat it. Free slots keep the bytes
+        of blocks that were evicted or offloaded before, until they are written again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreateRetentionRule(self, request, context):
-        """Makes a rule for requests without retention requests of their own. It applies from the beginning of the call.
+        """Makes a rule for requests without retention requests of their own. It applies from the start of the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -993,7 +993,7 @@ class CacheAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListRetentionRules(self, request, context):
-        """Lists rules in the order in which they are asked.
+        """Lists rules in the order in which they are matched.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

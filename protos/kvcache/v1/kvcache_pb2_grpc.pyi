@@ -48,7 +48,7 @@ class CacheManagerServiceStub:
     answered between two of them.
     """
     SyncSequences: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.SyncSequencesRequest, _kvcache_pb2.SyncSequencesResponse]
-    """Reports progress of all running sequences in columns and brings back capacity; renews the scheduler's lease."""
+    """Reports progress of all running sequences in columns and answers with new capacity; renews the scheduler's lease."""
     ExtendSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ExtendSequenceRequest, _kvcache_pb2.ExtendSequenceResponse]
     """Grows one sequence's capacity: all or nothing."""
     TruncateSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.TruncateSequenceRequest, _kvcache_pb2.TruncateSequenceResponse]
@@ -58,13 +58,13 @@ class CacheManagerServiceStub:
     HoldSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.HoldSequenceRequest, _kvcache_pb2.HoldSequenceResponse]
     """Keeps a sequence's blocks in place after its release, for an owner and a time."""
     ReleaseSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ReleaseSequenceRequest, _kvcache_pb2.ReleaseSequenceResponse]
-    """Gives a sequence's blocks back; full ones stay cached."""
+    """Releases a sequence's blocks; full ones stay cached."""
     ConfirmTransfers: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ConfirmTransfersRequest, _kvcache_pb2.ConfirmTransfersResponse]
     """Reports copies that an executor has finished or failed; frees the slots that the tickets reserved."""
     PreviewAdmission: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.PreviewAdmissionRequest, _kvcache_pb2.PreviewAdmissionResponse]
-    """Says which blocks an admission would find, allocate and evict; changes nothing."""
+    """Predicts the blocks that an admission would reuse, allocate and evict; changes nothing."""
     EstimateSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.EstimateSequenceRequest, _kvcache_pb2.EstimateSequenceResponse]
-    """Says how many blocks a live sequence will allocate."""
+    """Estimates the blocks that a live sequence will allocate."""
     SendHints: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.SendHintsRequest, _kvcache_pb2.SendHintsResponse]
     """Carries out hints about cached blocks and answers each."""
 
@@ -88,7 +88,7 @@ class CacheManagerServiceAsyncStub(CacheManagerServiceStub):
     answered between two of them.
     """
     SyncSequences: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.SyncSequencesRequest, _kvcache_pb2.SyncSequencesResponse]  # type: ignore[assignment]
-    """Reports progress of all running sequences in columns and brings back capacity; renews the scheduler's lease."""
+    """Reports progress of all running sequences in columns and answers with new capacity; renews the scheduler's lease."""
     ExtendSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ExtendSequenceRequest, _kvcache_pb2.ExtendSequenceResponse]  # type: ignore[assignment]
     """Grows one sequence's capacity: all or nothing."""
     TruncateSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.TruncateSequenceRequest, _kvcache_pb2.TruncateSequenceResponse]  # type: ignore[assignment]
@@ -98,13 +98,13 @@ class CacheManagerServiceAsyncStub(CacheManagerServiceStub):
     HoldSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.HoldSequenceRequest, _kvcache_pb2.HoldSequenceResponse]  # type: ignore[assignment]
     """Keeps a sequence's blocks in place after its release, for an owner and a time."""
     ReleaseSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ReleaseSequenceRequest, _kvcache_pb2.ReleaseSequenceResponse]  # type: ignore[assignment]
-    """Gives a sequence's blocks back; full ones stay cached."""
+    """Releases a sequence's blocks; full ones stay cached."""
     ConfirmTransfers: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ConfirmTransfersRequest, _kvcache_pb2.ConfirmTransfersResponse]  # type: ignore[assignment]
     """Reports copies that an executor has finished or failed; frees the slots that the tickets reserved."""
     PreviewAdmission: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.PreviewAdmissionRequest, _kvcache_pb2.PreviewAdmissionResponse]  # type: ignore[assignment]
-    """Says which blocks an admission would find, allocate and evict; changes nothing."""
+    """Predicts the blocks that an admission would reuse, allocate and evict; changes nothing."""
     EstimateSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.EstimateSequenceRequest, _kvcache_pb2.EstimateSequenceResponse]  # type: ignore[assignment]
-    """Says how many blocks a live sequence will allocate."""
+    """Estimates the blocks that a live sequence will allocate."""
     SendHints: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.SendHintsRequest, _kvcache_pb2.SendHintsResponse]  # type: ignore[assignment]
     """Carries out hints about cached blocks and answers each."""
 
@@ -161,7 +161,7 @@ class CacheManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.SyncSequencesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.SyncSequencesResponse, _abc.Awaitable[_kvcache_pb2.SyncSequencesResponse]]:
-        """Reports progress of all running sequences in columns and brings back capacity; renews the scheduler's lease."""
+        """Reports progress of all running sequences in columns and answers with new capacity; renews the scheduler's lease."""
 
     @_abc_1.abstractmethod
     def ExtendSequence(
@@ -201,7 +201,7 @@ class CacheManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.ReleaseSequenceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.ReleaseSequenceResponse, _abc.Awaitable[_kvcache_pb2.ReleaseSequenceResponse]]:
-        """Gives a sequence's blocks back; full ones stay cached."""
+        """Releases a sequence's blocks; full ones stay cached."""
 
     @_abc_1.abstractmethod
     def ConfirmTransfers(
@@ -217,7 +217,7 @@ class CacheManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.PreviewAdmissionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.PreviewAdmissionResponse, _abc.Awaitable[_kvcache_pb2.PreviewAdmissionResponse]]:
-        """Says which blocks an admission would find, allocate and evict; changes nothing."""
+        """Predicts the blocks that an admission would reuse, allocate and evict; changes nothing."""
 
     @_abc_1.abstractmethod
     def EstimateSequence(
@@ -225,7 +225,7 @@ class CacheManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.EstimateSequenceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.EstimateSequenceResponse, _abc.Awaitable[_kvcache_pb2.EstimateSequenceResponse]]:
-        """Says how many blocks a live sequence will allocate."""
+        """Estimates the blocks that a live sequence will allocate."""
 
     @_abc_1.abstractmethod
     def SendHints(
@@ -254,11 +254,11 @@ class CacheAdminServiceStub:
     GetPool: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.GetPoolRequest, _kvcache_pb2.GetPoolResponse]
     """One pool with its counters."""
     UpdatePool: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.UpdatePoolRequest, _kvcache_pb2.UpdatePoolResponse]
-    """Changes a pool's share of the memory: only free blocks move."""
+    """Changes a pool's share of the memory: only free blocks change pools."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.GetStatsRequest, _kvcache_pb2.GetStatsResponse]
     """Statistics of a pool, per tier, over time and per salt."""
     GetGhostCaches: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.GetGhostCachesRequest, _kvcache_pb2.GetGhostCachesResponse]
-    """Hit rates of an executor with caches of other sizes and other eviction orders."""
+    """Estimates the hit rates of an executor with caches of other sizes and other eviction orders."""
     ListBlocks: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ListBlocksRequest, _kvcache_pb2.ListBlocksResponse]
     """Lists blocks that are in use or cached."""
     ListSequences: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ListSequencesRequest, _kvcache_pb2.ListSequencesResponse]
@@ -274,23 +274,23 @@ class CacheAdminServiceStub:
     PinPrefix: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.PinPrefixRequest, _kvcache_pb2.PinPrefixResponse]
     """Keeps a cached prefix in place for an owner and a time, within the budget for pins."""
     ExplainPrefix: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ExplainPrefixRequest, _kvcache_pb2.ExplainPrefixResponse]
-    """Says for every block of a prompt where it is, and at the first that is missing why."""
+    """Lists the cached blocks of a prompt with their tiers, and the reason why the next block is missing."""
     PurgeBlocks: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.PurgeBlocksRequest, _kvcache_pb2.PurgeBlocksResponse]
     """Drops cached blocks that no sequence uses. Other calls are answered meanwhile: of the blocks that are cached when it
     begins, it drops and counts those that are not in use when their turn comes.
     """
     ForgetBlocks: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ForgetBlocksRequest, _kvcache_pb2.ForgetBlocksResponse]
     """Removes blocks from every tier and from Redis and has their bytes overwritten with zeros. Other calls are answered
-    meanwhile: nothing stays of sequences that come until it has answered and are meant, and what another session has
-    come to use by then stays. A call that was not answered may have done a part: repeat it. Free slots keep the bytes
-    of blocks that were evicted or moved to another tier before, until something is written there.
+    meanwhile: blocks of matching sequences that are admitted before the answer are removed, too, and blocks that
+    another session uses by then stay. A call without an answer may have removed some of them: repeat it. Free slots keep the bytes
+    of blocks that were evicted or offloaded before, until they are written again.
     """
     CreateRetentionRule: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.CreateRetentionRuleRequest, _kvcache_pb2.CreateRetentionRuleResponse]
-    """Makes a rule for requests without retention requests of their own. It applies from the beginning of the call."""
+    """Makes a rule for requests without retention requests of their own. It applies from the start of the call."""
     GetRetentionRule: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.GetRetentionRuleRequest, _kvcache_pb2.GetRetentionRuleResponse]
     """One rule."""
     ListRetentionRules: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ListRetentionRulesRequest, _kvcache_pb2.ListRetentionRulesResponse]
-    """Lists rules in the order in which they are asked."""
+    """Lists rules in the order in which they are matched."""
     UpdateRetentionRule: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.UpdateRetentionRuleRequest, _kvcache_pb2.UpdateRetentionRuleResponse]
     """Changes a rule; leases that it gave change with it, one after the other until the answer."""
     DeleteRetentionRule: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.DeleteRetentionRuleRequest, _kvcache_pb2.DeleteRetentionRuleResponse]
@@ -319,11 +319,11 @@ class CacheAdminServiceAsyncStub(CacheAdminServiceStub):
     GetPool: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.GetPoolRequest, _kvcache_pb2.GetPoolResponse]  # type: ignore[assignment]
     """One pool with its counters."""
     UpdatePool: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.UpdatePoolRequest, _kvcache_pb2.UpdatePoolResponse]  # type: ignore[assignment]
-    """Changes a pool's share of the memory: only free blocks move."""
+    """Changes a pool's share of the memory: only free blocks change pools."""
     GetStats: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.GetStatsRequest, _kvcache_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Statistics of a pool, per tier, over time and per salt."""
     GetGhostCaches: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.GetGhostCachesRequest, _kvcache_pb2.GetGhostCachesResponse]  # type: ignore[assignment]
-    """Hit rates of an executor with caches of other sizes and other eviction orders."""
+    """Estimates the hit rates of an executor with caches of other sizes and other eviction orders."""
     ListBlocks: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ListBlocksRequest, _kvcache_pb2.ListBlocksResponse]  # type: ignore[assignment]
     """Lists blocks that are in use or cached."""
     ListSequences: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ListSequencesRequest, _kvcache_pb2.ListSequencesResponse]  # type: ignore[assignment]
@@ -339,23 +339,23 @@ class CacheAdminServiceAsyncStub(CacheAdminServiceStub):
     PinPrefix: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.PinPrefixRequest, _kvcache_pb2.PinPrefixResponse]  # type: ignore[assignment]
     """Keeps a cached prefix in place for an owner and a time, within the budget for pins."""
     ExplainPrefix: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ExplainPrefixRequest, _kvcache_pb2.ExplainPrefixResponse]  # type: ignore[assignment]
-    """Says for every block of a prompt where it is, and at the first that is missing why."""
+    """Lists the cached blocks of a prompt with their tiers, and the reason why the next block is missing."""
     PurgeBlocks: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.PurgeBlocksRequest, _kvcache_pb2.PurgeBlocksResponse]  # type: ignore[assignment]
     """Drops cached blocks that no sequence uses. Other calls are answered meanwhile: of the blocks that are cached when it
     begins, it drops and counts those that are not in use when their turn comes.
     """
     ForgetBlocks: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ForgetBlocksRequest, _kvcache_pb2.ForgetBlocksResponse]  # type: ignore[assignment]
     """Removes blocks from every tier and from Redis and has their bytes overwritten with zeros. Other calls are answered
-    meanwhile: nothing stays of sequences that come until it has answered and are meant, and what another session has
-    come to use by then stays. A call that was not answered may have done a part: repeat it. Free slots keep the bytes
-    of blocks that were evicted or moved to another tier before, until something is written there.
+    meanwhile: blocks of matching sequences that are admitted before the answer are removed, too, and blocks that
+    another session uses by then stay. A call without an answer may have removed some of them: repeat it. Free slots keep the bytes
+    of blocks that were evicted or offloaded before, until they are written again.
     """
     CreateRetentionRule: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.CreateRetentionRuleRequest, _kvcache_pb2.CreateRetentionRuleResponse]  # type: ignore[assignment]
-    """Makes a rule for requests without retention requests of their own. It applies from the beginning of the call."""
+    """Makes a rule for requests without retention requests of their own. It applies from the start of the call."""
     GetRetentionRule: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.GetRetentionRuleRequest, _kvcache_pb2.GetRetentionRuleResponse]  # type: ignore[assignment]
     """One rule."""
     ListRetentionRules: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ListRetentionRulesRequest, _kvcache_pb2.ListRetentionRulesResponse]  # type: ignore[assignment]
-    """Lists rules in the order in which they are asked."""
+    """Lists rules in the order in which they are matched."""
     UpdateRetentionRule: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.UpdateRetentionRuleRequest, _kvcache_pb2.UpdateRetentionRuleResponse]  # type: ignore[assignment]
     """Changes a rule; leases that it gave change with it, one after the other until the answer."""
     DeleteRetentionRule: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.DeleteRetentionRuleRequest, _kvcache_pb2.DeleteRetentionRuleResponse]  # type: ignore[assignment]
@@ -405,7 +405,7 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.UpdatePoolRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.UpdatePoolResponse, _abc.Awaitable[_kvcache_pb2.UpdatePoolResponse]]:
-        """Changes a pool's share of the memory: only free blocks move."""
+        """Changes a pool's share of the memory: only free blocks change pools."""
 
     @_abc_1.abstractmethod
     def GetStats(
@@ -421,7 +421,7 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.GetGhostCachesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.GetGhostCachesResponse, _abc.Awaitable[_kvcache_pb2.GetGhostCachesResponse]]:
-        """Hit rates of an executor with caches of other sizes and other eviction orders."""
+        """Estimates the hit rates of an executor with caches of other sizes and other eviction orders."""
 
     @_abc_1.abstractmethod
     def ListBlocks(
@@ -485,7 +485,7 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.ExplainPrefixRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.ExplainPrefixResponse, _abc.Awaitable[_kvcache_pb2.ExplainPrefixResponse]]:
-        """Says for every block of a prompt where it is, and at the first that is missing why."""
+        """Lists the cached blocks of a prompt with their tiers, and the reason why the next block is missing."""
 
     @_abc_1.abstractmethod
     def PurgeBlocks(
@@ -504,9 +504,9 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.ForgetBlocksResponse, _abc.Awaitable[_kvcache_pb2.ForgetBlocksResponse]]:
         """Removes blocks from every tier and from Redis and has their bytes overwritten with zeros. Other calls are answered
-        meanwhile: nothing stays of sequences that come until it has answered and are meant, and what another session has
-        come to use by then stays. A call that was not answered may have done a part: repeat it. Free slots keep the bytes
-        of blocks that were evicted or moved to another tier before, until something is written there.
+        meanwhile: blocks of matching sequences that are admitted before the answer are removed, too, and blocks that
+        another session uses by then stay. A call without an answer may have removed some of them: repeat it. Free slots keep the bytes
+        of blocks that were evicted or offloaded before, until they are written again.
         """
 
     @_abc_1.abstractmethod
@@ -515,7 +515,7 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.CreateRetentionRuleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.CreateRetentionRuleResponse, _abc.Awaitable[_kvcache_pb2.CreateRetentionRuleResponse]]:
-        """Makes a rule for requests without retention requests of their own. It applies from the beginning of the call."""
+        """Makes a rule for requests without retention requests of their own. It applies from the start of the call."""
 
     @_abc_1.abstractmethod
     def GetRetentionRule(
@@ -531,7 +531,7 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.ListRetentionRulesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.ListRetentionRulesResponse, _abc.Awaitable[_kvcache_pb2.ListRetentionRulesResponse]]:
-        """Lists rules in the order in which they are asked."""
+        """Lists rules in the order in which they are matched."""
 
     @_abc_1.abstractmethod
     def UpdateRetentionRule(
