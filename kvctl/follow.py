@@ -25,9 +25,9 @@ def watch(
     after: Annotated[int | None, typer.Option(min=0, help="Go on behind this event, without a snapshot.")] = None,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="With the tokens of blocks (JSON, YAML).")] = False,
     lasts: Annotated[str, typer.Option("--for", help="End after this time: 90s, 1h; on Ctrl-C without it.")] = "",
-    count: Annotated[int, typer.Option(min=0, help="End after so many events; 0 for any number.")] = 0,
+    count: Annotated[int, typer.Option(min=0, help="End after this number of events; 0 for any number.")] = 0,
 ) -> None:
-    """Show events as they happen. A snapshot of the cache comes first; each event is a line, as JSON too."""
+    """Show events as they happen. A snapshot of the cache is first; each event is a line, as JSON too."""
     request = pb.WatchEventsRequest(pool_id=pool, salt=salt, after_event_number=after, include_token_ids=token_ids)
     seconds = duration_of(lasts, "--for").ToNanoseconds() / 1e9 if lasts else None
     service = session.events

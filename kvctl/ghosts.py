@@ -27,7 +27,8 @@ def ghosts(
     session: Session,
     executor: Executor = "",
     window: Annotated[
-        str, typer.Option(help="Of so long, an hour at most: 90s, 10m; since the executor came without it.")
+        str,
+        typer.Option(help="Time to look back, an hour at most: 90s, 10m; without it, since the executor registered."),
     ] = "",
 ) -> None:
     """Show hit rates of caches of other sizes. Estimates from live prompts; ghost caches hold no bytes."""
@@ -47,12 +48,12 @@ def _shown(found: Mapping[str, pb.GetGhostCachesResponse], *, wide: bool) -> str
     for name, answer in found.items():
         asked, hit = answer.tokens.queried_tokens, answer.tokens.hit_tokens
         lines = [
-            f"{printable(name)}: {share(hit, asked)} of {asked} prompt tokens were found,"
+            f"{printable(name)}: {share(hit, asked)} of {asked} prompt tokens had a hit,"
             f" with {answer.device_blocks} blocks on the device and {answer.tier_blocks} in all tiers"
         ]
         if answer.caches:
             lines.append(table(_columns(answer), _rows(answer), wide=wide))
-            lines.append(f"{share(answer.sample_rate, 1)} of the blocks are followed")
+            lines.append(f"{share(answer.sample_rate, 1)} of the blocks are sampled")
         else:
             lines.append("ghost caches are off: KVKEEP_CACHEMGR_GHOST_SAMPLE is 0, or all its pools have a window")
         parts.append("\n".join(lines))

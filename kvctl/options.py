@@ -27,7 +27,7 @@ TierName = Annotated[str, typer.Option(help="In this tier: device, host or disk.
 MaxPriority = Annotated[int | None, typer.Option(min=0, max=100, help="Of this retention priority at most.")]
 Limit = Annotated[int, typer.Option(min=0, help="How many to list at most; 0 for all.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen, and change nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the effects of the call, and change nothing.")]
 
 TIERS = {"device": pb.TIER_DEVICE, "host": pb.TIER_HOST, "disk": pb.TIER_DISK}
 

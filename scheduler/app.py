@@ -242,7 +242,7 @@ class Scheduler:
             return
         error = task.exception()
         if isinstance(error, SchedulerReplacedError):
-            log.error("another scheduler has taken this name", cause=str(error))
+            log.error("another scheduler registered under this name", cause=str(error))
         else:
             log.error("the cache client failed", exc_info=error)
         self.failed.set()

@@ -77,7 +77,7 @@ class OperatorStore:
         self._was_read = True
         if remembered.ListFields():
             self._calls.restore_operators(remembered)
-            log.info("operators' settings are back", **{kind.value: len(field) for kind, field in fields.items()})
+            log.info("operators' settings restored", **{kind.value: len(field) for kind, field in fields.items()})
 
     async def stored_pins(self, executor_id: str) -> list[PinRecord]:
         """An executor's pins as they lie in Redis. Raises UNAVAILABLE."""
@@ -96,7 +96,7 @@ class OperatorStore:
             except (RecordError, UnicodeDecodeError):
                 unreadable += 1
         if unreadable:
-            log.warning("left out what another version wrote", what=kind.value, entries=unreadable)
+            log.warning("operators' records of another version are ignored", what=kind.value, entries=unreadable)
         return list(found.values())
 
     async def compare(self, executor_ids: Iterable[str]) -> list[Difference]:

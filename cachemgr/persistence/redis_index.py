@@ -34,7 +34,7 @@ from cachemgr.persistence.write_queue import Changes, Current, WriteQueue
 from cachemgr.types import PinRecord, Slot
 
 UP = Gauge("kvkeep_redis_up", "Whether the last exchange with Redis succeeded.")
-PENDING = Gauge("kvkeep_redis_pending_blocks", "Blocks whose change is not in Redis yet.")
+PENDING = Gauge("kvkeep_redis_pending_blocks", "Changed blocks that are not written to Redis yet.")
 FLUSH_SECONDS = Histogram("kvkeep_redis_flush_seconds", "Time of one flush to Redis.")
 RESYNCS = Counter("kvkeep_redis_resyncs", "Times that an executor's whole index was written again.")
 RECOVERING = Gauge("kvkeep_recovering_executors", "Executors whose remembered blocks are not all back yet.")
@@ -212,10 +212,10 @@ class IndexStore:
             kept = ("blocks", Kind.PIN.value, "epoch", "clock")
             await self._redis.delete(*(executor_key(executor_id, what) for what in kept))
             await self._absences.forget(executor_id)
-            log.info("forgot an executor that has not come back", executor=executor_id)
+            log.info("removed the index of an executor that did not register again", executor=executor_id)
 
     def _lost(self, owner: str) -> None:
-        log.warning("redis has lost what it had; writing all of it again", executor=owner)
+        log.warning("redis lost data; writing the whole index again", executor=owner)
         if owner == OPERATORS:
             self._operators.rewrite_shared()
             self._queue.arrived.update(self._queue.epochs)
@@ -344,7 +344,7 @@ class IndexStore:
             # Redis keeps what it has for when the executor comes back.
             reading.is_spent = True
             reading.has_been_restored.set()
-            log.info("an executor is gone before its remembered blocks are back", executor=executor_id)
+            log.info("an executor is gone before its stored blocks are restored", executor=executor_id)
             return
         now = self._clocks.time(executor_id)
         restored = calls.end_recovery(
@@ -560,7 +560,7 @@ class Reading:
                 del packed[-_PART:]
                 yield records
         if unreadable:
-            log.warning("left out blocks that another version wrote", executor=self.executor_id, blocks=unreadable)
+            log.warning("blocks of another version are ignored", executor=self.executor_id, blocks=unreadable)
 
 
 def _time(value: bytes | str | None) -> float | None:

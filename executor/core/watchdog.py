@@ -56,10 +56,10 @@ class Watchdog:
                 self._moves = moves
                 self._report()
                 if self._moves:
-                    log.info("the device moves again")
+                    log.info("the device makes progress again")
                 else:
-                    log.error("the device stands still", seconds=round(still * TICK_SECONDS))
-        log.error("the device does not come back: the process ends")
+                    log.error("the device makes no progress", seconds=round(still * TICK_SECONDS))
+        log.error("the device stays without progress: the process ends")
         self._give_up()
 
     def _report(self) -> None:

@@ -232,7 +232,7 @@ class ManagerClient:
                 answer = await self._stub.RenewExecutor(request, timeout=CALL_SECONDS)
             except grpc.aio.AioRpcError as error:
                 if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
-                    log.info("the cache manager wants to know us again", cause=str(from_rpc_error(error)))
+                    log.info("registering again at the cache manager", cause=str(from_rpc_error(error)))
                     return
                 log.warning("lease not renewed", cause=str(from_rpc_error(error)))
                 pause = min(BACKOFF_SECONDS, self._renewal_seconds)

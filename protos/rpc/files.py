@@ -81,9 +81,9 @@ class Reloaded(Generic[T]):
                     # Before the rest: the log describes a wrong file once.
                     self._stamp = stamp
                     self._value = self._read()
-                    log.info("files read again", paths=[str(path) for path in self._paths])
+                    log.info("changed files loaded", paths=[str(path) for path in self._paths])
             except (OSError, ValueError) as error:
-                log.error("changed files are not taken", cause=str(error))
+                log.error("changed files are not loaded", cause=str(error))
         return self._value
 
     def _look(self) -> list[tuple[int, int, int, int]]:

@@ -146,7 +146,7 @@ class SchedulerAdminService(rpc.SchedulerAdminServiceServicer):
             raise PermissionDeniedError("this method is about all tenants, and the token about one")
         requests = self._source.requests
         if not request.validate_only and requests.set_draining(request.draining):
-            log.info("drained by an operator" if request.draining else "taken back by an operator")
+            log.info("drained by an operator" if request.draining else "draining ended by an operator")
         return pb.SetDrainingResponse(running_requests=requests.num_running, waiting_requests=requests.num_waiting)
 
 

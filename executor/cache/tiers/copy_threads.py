@@ -139,7 +139,7 @@ class CopyThreads:
         try:
             job.ended(job.copy, good)
         except Exception:  # The slots must be released even if the callback fails.
-            log.exception("the end of a copy was not heard", ticket=job.copy.ticket)
+            log.exception("the end of a copy was not reported", ticket=job.copy.ticket)
         metrics.PENDING_COPIES.dec()
 
     def _try(self, job: Job) -> bool:

@@ -143,7 +143,7 @@ def _fit(fd: int, settings: FileSettings, name: str, layout: FileLayout) -> None
     """Makes the file anew unless it is of this layout; in both cases all of its room is there afterwards."""
     fits = os.fstat(fd).st_size == layout.size and os.pread(fd, len(layout.header), 0) == layout.header
     if not fits and os.fstat(fd).st_size:
-        log.info("a cache of another layout is given up", file=str(settings.folder / name))
+        log.info("a cache file of another layout is discarded", file=str(settings.folder / name))
         os.ftruncate(fd, 0)
     missing = layout.size - os.fstat(fd).st_blocks * 512
     if settings.in_memory and missing > available_memory():

@@ -121,7 +121,7 @@ def open_tiers(
                 files.append(kind(open_file(settings, file_name(name, executor_id), layout), layout))
             except BrokenStorageError as error:
                 # Without the tier, its blocks are computed again; that is better than to stop.
-                log.error("a tier is left out", tier=name, cause=str(error))
+                log.error("a tier is not available", tier=name, cause=str(error))
     return Tiers(pools, files, checksums=checksums)
 
 

@@ -91,6 +91,6 @@ export class GhostCurve {
       + `${share(found.hit_tokens, found.queried_tokens)}; `
       + asNow.map((one) => `${Number((one.blocks / found.device_blocks).toPrecision(2))}× `
         + share(one.hit_tokens, found.queried_tokens)).join(", ")
-      + `. ${share(found.sample_rate, 1)} of the blocks are followed.`;
+      + `. ${share(found.sample_rate, 1)} of the blocks are sampled.`;
   }
 }

@@ -227,7 +227,7 @@ async def test_a_scheduler_of_the_same_name_ends_the_earlier_process(
         await asyncio.wait_for(stack.scheduler.failed.wait(), 20)
         asking.cancel()
     said = capsys.readouterr().out
-    assert "another scheduler has taken this name" in said
+    assert "another scheduler registered under this name" in said
     assert "Traceback" not in said
 
 
