@@ -8,8 +8,6 @@ from cachemgr.retention.priority import DEFAULT_PRIORITY
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block_keys import CacheScope
-    from cachemgr.blocks.quota import Account
-    from cachemgr.blocks.tier import Tier
     from cachemgr.retention.leases import Lease
 
 
@@ -22,17 +20,6 @@ class Writer(Protocol):
     def sequence_id(self) -> str: ...
     @property
     def scope(self) -> CacheScope: ...
-
-    @property
-    def opened(self) -> RecallableOffloads:
-        """Offloads for its blocks that no scheduler knows of yet."""
-
-
-class RecallableOffloads(Protocol):
-    """Offloads that can still be called off."""
-
-    def first(self, tier: Tier, account: Account | None) -> Block | None:
-        """The block on its way to this tier that is evicted first, of one account or of all."""
 
 
 class Node:

@@ -23,7 +23,7 @@ from cachemgr.tokens import TOKEN_BYTES
 from cachemgr.types import ExtraKey
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.quota import Account
+    from cachemgr.blocks.account import Account
 
 DIGEST_BYTES = 32
 

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block_keys import CacheScope
     from cachemgr.blocks.block_record import IndexJournal
     from cachemgr.blocks.events import EventLog
-    from cachemgr.blocks.offload import CopyTicket
-    from cachemgr.blocks.recovery import Leftovers
+    from cachemgr.blocks.leftovers import Leftovers
+    from cachemgr.blocks.offload import OffloadingWriter
+    from cachemgr.blocks.write_through import CopyTicket
     from cachemgr.retention.leases import LeaseBook
     from cachemgr.retention.priority import RetentionRequest
     from cachemgr.steps import Steps
@@ -47,13 +48,13 @@ _EVICTABLE = "every block without references is evictable: the ancestors of a re
 class PoolListener(Protocol):
     """The executor's side of a pool: opens copies, and follows blocks that others refer to."""
 
-    def offloading(self, pool: BlockPool, block: Block, occupant: Block, writer: Writer | None) -> CopyTicket:
+    def offloading(self, pool: BlockPool, block: Block, occupant: Block, writer: OffloadingWriter | None) -> CopyTicket:
         """A block moves to a lower tier: opens its copy, which has the block's reference from now on.
 
         `occupant` has the slot that the block leaves, for the sake of `writer`.
         """
 
-    def offload_recalled(self, ticket: CopyTicket, writer: Writer) -> None:
+    def offload_recalled(self, ticket: CopyTicket, writer: OffloadingWriter) -> None:
         """A copy to a lower tier is called off before a scheduler knows of it."""
 
     def superseded(self, pool: BlockPool, old: Block, block: Block) -> None:
@@ -131,7 +132,7 @@ class BlockPool:
         self.blocks: list[Block | None] = [None] * (disk.offset + disk.size + 1)
         self._listener = listener
         self.backups = Backups(self, write_through=self._write_through)
-        self.offloader = Offloader(self, listener)
+        self.offloader = Offloader(self, self.backups, partial(listener.offloading, self), listener.offload_recalled)
 
     # Where blocks are
 
@@ -186,7 +187,7 @@ class BlockPool:
 
     # Slots and references
 
-    def allocate(self, writer: Writer | None) -> Block:
+    def allocate(self, writer: OffloadingWriter | None) -> Block:
         """A device block with one reference and no content, for `writer`. Only call it when a block is free.
 
         The block that it replaces is offloaded or dropped.
@@ -297,7 +298,7 @@ class BlockPool:
         self.tier_of(block).used += 1
         self._listener.zeroing(self, block)
 
-    def evict(self, tier: Tier, victim: Block, writer: Writer | None) -> Eviction:
+    def evict(self, tier: Tier, victim: Block, writer: OffloadingWriter | None) -> Eviction:
         """Offloads or drops an evictable block."""
         if tier.shares:
             owner = account_of(victim)

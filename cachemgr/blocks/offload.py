@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
-from cachemgr.blocks.block import Block
+from cachemgr.blocks.account import Account
+from cachemgr.blocks.block import Block, Writer
 from cachemgr.blocks.eviction_queue import goes_before
-from cachemgr.blocks.quota import Account, account_of
+from cachemgr.blocks.quota import account_of
 from cachemgr.blocks.tier import Tier
+from cachemgr.blocks.write_through import Backups, CopyTicket, TieredPool
 from cachemgr.retention.leases import offload_floor
-from cachemgr.types import RemovalCause
-
-if TYPE_CHECKING:
-    from cachemgr.blocks.block import Writer
-    from cachemgr.blocks.block_pool import BlockPool, PoolListener
+from cachemgr.types import PoolSpec, RemovalCause
 
 
 class Eviction(enum.Enum):
@@ -29,36 +28,60 @@ class Eviction(enum.Enum):
 _DROPPED, _OFFLOADED, _ALREADY_BELOW = Eviction
 
 
-class CopyTicket(Protocol):
-    """An open copy from one tier to a lower one, which has a reference to its target.
+class RecallableOffloads(Protocol):
+    """Offloads that can still be called off."""
 
-    `holds_source` says whether it has one to its source, too.
-    """
+    def first(self, tier: Tier, account: Account | None) -> Block | None:
+        """The block on its way to this tier that is evicted first, of one account or of all."""
 
-    source: Block | None
-    holds_source: bool
+
+class OffloadingWriter(Writer, Protocol):
+    """A writer that other blocks are offloaded for."""
 
     @property
-    def number(self) -> int: ...
-    @property
-    def target(self) -> Block: ...
+    def opened(self) -> RecallableOffloads:
+        """Offloads for its blocks that no scheduler knows of yet."""
 
-    def offer(self) -> None:
-        """The priority or the children of the target have changed: as long as the copy can be recalled, that counts."""
+
+class OffloadingPool(TieredPool, Protocol):
+    """The pool as its offloads see it."""
+
+    @property
+    def device(self) -> Tier: ...
+    @property
+    def spec(self) -> PoolSpec: ...
+    def is_evictable(self, block: Block) -> bool: ...
+    def evict(self, tier: Tier, victim: Block, writer: OffloadingWriter | None) -> Eviction: ...
+    def release(self, block: Block) -> None: ...
+    def unlink(self, block: Block, cause: RemovalCause, writer: Writer | None) -> None: ...
+    def lose_children(self, block: Block) -> None: ...
+    def count_children_in_tier(self, block: Block) -> None: ...
+    def child_left(self, parent: Block, tier: Tier) -> None: ...
+    def report_updated(self, block: Block) -> None: ...
+    def report_removed(self, tier: Tier, block: Block) -> None: ...
 
 
 class Offloader:
     """Moves evictable blocks of a pool to the next lower tier, and tracks the copies in flight."""
 
-    def __init__(self, pool: BlockPool, listener: PoolListener) -> None:
+    def __init__(
+        self,
+        pool: OffloadingPool,
+        backups: Backups,
+        open_copy: Callable[[Block, Block, OffloadingWriter | None], CopyTicket],
+        recall: Callable[[CopyTicket, OffloadingWriter], None],
+    ) -> None:
+        """`open_copy` and `recall` are `offloading` and `offload_recalled` of the pool's listener."""
         self._pool = pool
-        self._listener = listener
+        self._backups = backups
+        self._open_copy = open_copy
+        self._recall_copy = recall
         # Blocks in lower tiers whose copies are in flight; no sequence may match them.
         self.offloading: dict[Block, CopyTicket] = {}
         # Blocks that are not computed yet, in slots whose former bytes are still to be copied.
         self.draining: dict[Block | None, CopyTicket] = {}
 
-    def offload(self, tier: Tier, victim: Block, writer: Writer | None) -> Eviction:
+    def offload(self, tier: Tier, victim: Block, writer: OffloadingWriter | None) -> Eviction:
         """Moves a block to the next tier with slots. If a copy is needed, the copy holds the block's reference."""
         pool, lower = self._pool, tier.below
         if lower is None:
@@ -70,12 +93,12 @@ class Offloader:
         if not carries and victim.priority < offload_floor(victim, pool.offload_min_priority):
             return _DROPPED
         if tier is pool.device:
-            copied = None if closed else pool.backups.indexes.pop(victim, None)
+            copied = None if closed else self._backups.indexes.pop(victim, None)
             if copied is not None:
                 self._lie_below(lower, victim, copied)
                 return _ALREADY_BELOW
             # A backup in flight would come too late, and one that may not stay makes room.
-            pool.backups.end(victim)
+            self._backups.end(victim)
         moved: Block | None = None
         index = None if closed else self._empty_index(lower)
         if index is None:
@@ -98,9 +121,9 @@ class Offloader:
             self.begin(moved, victim, writer)
         return _OFFLOADED
 
-    def begin(self, moved: Block, occupant: Block, writer: Writer | None) -> None:
+    def begin(self, moved: Block, occupant: Block, writer: OffloadingWriter | None) -> None:
         """Opens the copy of a block that has moved; `occupant` has its old slot."""
-        ticket = self._listener.offloading(self._pool, moved, occupant, writer)
+        ticket = self._open_copy(moved, occupant, writer)
         self.offloading[moved] = self.draining[occupant] = ticket
         # The record has the ticket for its generation.
         self._pool.report_stored(moved)
@@ -161,8 +184,7 @@ class Offloader:
         """The index of an empty slot of a lower tier, or of a backup's slot."""
         if lower.empty or lower.unread:
             return lower.take_empty()
-        backups = self._pool.backups
-        return backups.pop_newest() if lower is backups.tier else None
+        return self._backups.pop_newest() if lower is self._backups.tier else None
 
     def _lie_below(self, lower: Tier, block: Block, index: int) -> None:
         """A device block moves to the slot of its backup, without a copy."""
@@ -177,7 +199,7 @@ class Offloader:
             lower.enlist(block, account, newest=False)
         pool.report_stored(block)
 
-    def _least(self, lower: Tier, account: Account | None, writer: Writer | None) -> Block | None:
+    def _least(self, lower: Tier, account: Account | None, writer: OffloadingWriter | None) -> Block | None:
         """The block that a lower tier evicts next: a cached one, or one whose copy can be recalled."""
         # At its ceiling an account replaces its own blocks only.
         shut = account is not None and lower.is_closed(account) and not lower.wants_own(account)
@@ -187,12 +209,12 @@ class Offloader:
             return least
         return moving
 
-    def _recall(self, lower: Tier, block: Block, writer: Writer | None) -> None:
+    def _recall(self, lower: Tier, block: Block, writer: OffloadingWriter | None) -> None:
         """Calls off the copy of a block and drops it."""
         assert writer is not None
         pool, ticket = self._pool, self.offloading.pop(block)
         del self.draining[ticket.source]
-        self._listener.offload_recalled(ticket, writer)
+        self._recall_copy(ticket, writer)
         block.refs = 0
         lower.used -= 1
         lower.count(account_of(block), blocks=-1, used=-1)
@@ -215,5 +237,5 @@ class Offloader:
                 pool.child_left(parent, tier)
                 if tier is pool.device:
                     # Its child below is useless without it.
-                    pool.backups.enqueue(parent)
+                    self._backups.enqueue(parent)
         pool.report_updated(block)

@@ -1,4 +1,4 @@
-"""Blocks after the loss or restart of their executor: freed, carried over in lower tiers, or put back from a store."""
+"""Blocks after the loss or restart of their executor: carried over in lower tiers, or put back from a store."""
 
 from __future__ import annotations
 
@@ -55,40 +55,6 @@ class ForgottenBlocks(Protocol):
 
     def add(self, target: ForgetTarget) -> None:
         """Adds the remembered blocks that a later call forgets."""
-
-
-class Leftovers:
-    """Blocks of lost executors that only running leases refer to.
-
-    They are freed in parts: freeing a million blocks at once would take too long.
-    """
-
-    def __init__(self, leases: LeaseBook) -> None:
-        self._leases = leases
-        self._rest: list[tuple[list[Block | None], dict[bytes, Block]]] = []
-
-    def __len__(self) -> int:
-        return sum(len(blocks) + len(index) for blocks, index in self._rest)
-
-    def add(self, blocks: list[Block | None], index: dict[bytes, Block]) -> None:
-        """`blocks` and `index` of a pool that no longer uses them."""
-        self._rest.append((blocks, index))
-
-    def let_go(self, count: int) -> None:
-        """Frees about so many."""
-        while self._rest and count > 0:
-            blocks, index = self._rest[-1]
-            part = blocks[-count:]
-            del blocks[-count:]
-            for block in filter(None, part):
-                block.detach()
-                self._leases.forget(block)
-            count -= len(part)
-            for _ in range(min(count, len(index))):
-                index.popitem()
-                count -= 1
-            if not blocks and not index:
-                self._rest.pop()
 
 
 def restart(

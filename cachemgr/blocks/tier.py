@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from heapq import merge
 from itertools import compress, islice
 
+from cachemgr.blocks.account import Account
 from cachemgr.blocks.block import Block
 from cachemgr.blocks.eviction_queue import EvictionQueue, loss
-from cachemgr.blocks.quota import Account, Share, Shares, account_of
+from cachemgr.blocks.quota import Share, Shares, account_of
 from cachemgr.errors import SequenceTooLongError
 from cachemgr.types import RemovalCause, TierKind
 

@@ -3,17 +3,47 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.quota import account_of
 from cachemgr.blocks.radix_tree import children_of
+from cachemgr.blocks.tier import Tier
 from cachemgr.retention.leases import offload_floor
 
-if TYPE_CHECKING:
-    from cachemgr.blocks.block_pool import BlockPool
-    from cachemgr.blocks.offload import CopyTicket
-    from cachemgr.blocks.tier import Tier
+
+class CopyTicket(Protocol):
+    """An open copy from one tier to a lower one, which has a reference to its target.
+
+    `holds_source` says whether it has one to its source, too.
+    """
+
+    source: Block | None
+    holds_source: bool
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def target(self) -> Block: ...
+
+    def offer(self) -> None:
+        """The priority or the children of the target have changed: as long as the copy can be recalled, that counts."""
+
+
+class TieredPool(Protocol):
+    """The pool as its backups see it."""
+
+    blocks: list[Block | None]
+    zero_on_free: set[Block]
+    window: int | None
+    offload_min_priority: int
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]: ...
+    def tier_of(self, block: Block) -> Tier: ...
+    def is_on_device(self, block: Block) -> bool: ...
+    def zero(self, block: Block) -> None: ...
+    def report_stored(self, block: Block) -> None: ...
 
 
 class Backups:
@@ -23,7 +53,7 @@ class Backups:
     its own before its descendants do.
     """
 
-    def __init__(self, pool: BlockPool, *, write_through: bool) -> None:
+    def __init__(self, pool: TieredPool, *, write_through: bool) -> None:
         self._pool = pool
         self.tier: Tier | None = next((tier for tier in pool.tiers[1:] if tier.size), None)
         # Index of each backup by its device block.
@@ -35,7 +65,7 @@ class Backups:
         # Replaced blocks below that copies still use, with the device blocks that have replaced them.
         self.successors: dict[Block, Block] = {}
         # Device blocks that may have none, the next to get one last.
-        self.queue: deque[Block] = deque(maxlen=pool.device.size if write_through and self.tier is not None else 0)
+        self.queue: deque[Block] = deque(maxlen=pool.tiers[0].size if write_through and self.tier is not None else 0)
 
     # What happens to blocks
 

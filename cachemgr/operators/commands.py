@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cachemgr import steps
-from cachemgr.blocks.quota import Account
+from cachemgr.blocks.account import Account
 from cachemgr.blocks.radix_tree import children_of
 from cachemgr.errors import (
     PoolInUseError,

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from cachemgr.blocks.account import Accounts
 from cachemgr.blocks.events import EventLog
-from cachemgr.blocks.quota import Accounts
-from cachemgr.blocks.recovery import Leftovers
+from cachemgr.blocks.leftovers import Leftovers
 from cachemgr.errors import (
     StaleSchedulerError,
     UnknownExecutorError,

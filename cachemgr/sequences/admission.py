@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from hashlib import sha256
 
+from cachemgr.blocks.account import Account
 from cachemgr.blocks.block import Block
 from cachemgr.blocks.block_pool import BlockPool
-from cachemgr.blocks.quota import Account, account_of
+from cachemgr.blocks.quota import account_of
 from cachemgr.errors import SequenceTooLongError
 from cachemgr.retention import priority as retention
-from cachemgr.retention.priority import REQUEST, SESSION, RetentionPlan
+from cachemgr.retention.plan import RetentionPlan
+from cachemgr.retention.priority import REQUEST, SESSION
 from cachemgr.retention.rules import RuleBook
 from cachemgr.sequences import estimates, prefix_match
 from cachemgr.sequences.clients import Executor, Scheduler

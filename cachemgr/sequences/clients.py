@@ -34,10 +34,10 @@ from cachemgr.validation import check_id
 from protos.errors import InvalidField
 
 if TYPE_CHECKING:
+    from cachemgr.blocks.account import Account
     from cachemgr.blocks.block import Block, Writer
-    from cachemgr.blocks.offload import CopyTicket
-    from cachemgr.blocks.quota import Account
     from cachemgr.blocks.recovery import Recovery
+    from cachemgr.blocks.write_through import CopyTicket
     from cachemgr.sequences.sequence import Sequence
     from cachemgr.sequences.transfers import Ticket
 

@@ -6,7 +6,8 @@ from cachemgr.blocks.block import Block
 from cachemgr.blocks.block_keys import cut_extra_keys
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.events import EventLog
-from cachemgr.blocks.recovery import Leftovers, restart
+from cachemgr.blocks.leftovers import Leftovers
+from cachemgr.blocks.recovery import restart
 from cachemgr.errors import SharedBlockError, VoidSequenceError, WindowPassedError
 from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.commit import commit_computed_blocks, commit_last_block, retract_pending, void

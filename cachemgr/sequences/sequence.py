@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cachemgr.blocks.block_keys import CacheScope, extend_keys, extra_bytes
-from cachemgr.retention.priority import RetentionPlan
+from cachemgr.retention.plan import RetentionPlan
 from cachemgr.sequences.transfers import OpenedCopies
 from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import Admission, ExtraKey, Prefix, Retention, SequenceView, Table, Transfer

@@ -13,8 +13,8 @@ from cachemgr.blocks.quota import account_of
 from cachemgr.types import RemovalCause, Transfer
 
 if TYPE_CHECKING:
+    from cachemgr.blocks.account import Account
     from cachemgr.blocks.block_pool import BlockPool
-    from cachemgr.blocks.quota import Account
     from cachemgr.blocks.tier import Tier
     from cachemgr.sequences.clients import Scheduler
     from cachemgr.sequences.sequence import GroupTable, Sequence

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from cachemgr.blocks.account import Account
 from cachemgr.blocks.block import Block
 from cachemgr.blocks.eviction_queue import loss
-from cachemgr.blocks.quota import Account
 from cachemgr.blocks.tier import Tier
 from cachemgr.errors import QuotaTooLargeError, SequenceTooLongError, UnknownQuotaError
 from cachemgr.operators.state_dump import state_hash

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from cachemgr.retention.priority import RetentionPlan, RetentionRequest
+from cachemgr.retention.plan import RetentionPlan
+from cachemgr.retention.priority import RetentionRequest
 from cachemgr.types import Outcome, Retention, RetentionRange
 from tests.support.in_process_manager import CONFIG, World, wish
 
