@@ -77,8 +77,10 @@ def remember(stack: Stack, seed: int, salt: str) -> list[int]:
 
 
 def settled(kvctl: Kvctl, salt: str) -> None:
-    """A request's blocks are given back with a sync that comes after its last answer."""
+    """Waits until a request's blocks are released, by a sync after its last answer, and written through to the host."""
     while kvctl.data("sequences", "--salt", salt)["sequences"]:
+        time.sleep(0.05)
+    while any(int(tier["used_blocks"]) for pool in kvctl.data("pools")["pools"] for tier in pool["lower_tiers"]):
         time.sleep(0.05)
 
 
