@@ -50,9 +50,9 @@ from cachemgr.sequences.release import (
     truncate,
 )
 from cachemgr.sequences.sequence import Sequence as LiveSequence
-from cachemgr.sequences.sequence import blocks_for
 from cachemgr.sequences.sync import Sync
 from cachemgr.sequences.token_eviction import cached_before_eviction
+from cachemgr.sequences.token_eviction_state import blocks_for
 from cachemgr.steps import Steps
 from cachemgr.types import (
     Admission,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cachemgr.blocks.write_through import Backups
     from cachemgr.sequences.clients import Executor, Scheduler
     from cachemgr.sequences.sequence import GroupTable, Sequence
-    from cachemgr.sequences.token_eviction import TokenEvictionState
+    from cachemgr.sequences.token_eviction_state import TokenEvictionState
     from cachemgr.sequences.transfers import Ticket
     from cachemgr.types import RetentionRule
 

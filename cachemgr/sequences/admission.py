@@ -22,8 +22,9 @@ from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.commit import publish_pending
 from cachemgr.sequences.estimates import evictions
 from cachemgr.sequences.prefix_match import Match, Partial
-from cachemgr.sequences.sequence import GroupTable, Sequence, blocks_for
-from cachemgr.sequences.token_eviction import TokenEvictionState, resolve
+from cachemgr.sequences.sequence import GroupTable, Sequence
+from cachemgr.sequences.token_eviction import resolve
+from cachemgr.sequences.token_eviction_state import TokenEvictionState, blocks_for
 from cachemgr.tokens import packed_bytes
 from cachemgr.types import Admission, AdmitRequest, ManagerConfig, Preview, Receipt, TierKind
 from cachemgr.validation import check_extra_keys, check_id, check_tokens

@@ -15,7 +15,6 @@ from cachemgr.blocks.block_pool import BlockPool, PoolListener
 from cachemgr.blocks.block_record import IndexJournal
 from cachemgr.blocks.events import EventLog
 from cachemgr.retention.leases import LeaseBook
-from cachemgr.sequences.commit import refer_to_duplicate
 from cachemgr.sequences.holds import Holds
 from cachemgr.sequences.transfers import Copies, Purpose
 from cachemgr.steps import Steps, looks
@@ -147,7 +146,7 @@ class Executor:
         for ticket in self.tickets.values():
             if ticket.source is old and ticket.sequence is not None and not ticket.num_tokens:
                 # It copies the one below for itself, and may share what others compute behind it.
-                refer_to_duplicate(ticket.sequence.tables[pool.spec.group], ticket.index, block)
+                ticket.sequence.tables[pool.spec.group].refer_to_duplicate(ticket.index, block)
 
     def scope(
         self,

@@ -1,6 +1,5 @@
 """Publishing pending blocks, committing computed blocks to the index, and retracting pending ones."""
 
-from cachemgr.blocks.block import Block
 from cachemgr.blocks.block_keys import child_key
 from cachemgr.blocks.radix_tree import covering_child
 from cachemgr.sequences.sequence import GroupTable, Sequence, first_needed
@@ -100,12 +99,12 @@ def _commit_block(sequence: Sequence, table: GroupTable, block_index: int) -> No
         # The sequence that commits it may have had no step by then.
         block.stored_step = max(block.stored_step, sequence.step)
         pool.grant(equal, request)
-        refer_to_duplicate(table, block_index, equal)
+        table.refer_to_duplicate(block_index, equal)
         for dependent in sequence.dependents:
             # Later blocks that they share are children of the equal one, too.
             theirs = dependent.tables[pool.spec.group]
             if block_index < len(theirs.blocks) and theirs.blocks[block_index] is block:
-                refer_to_duplicate(theirs, block_index, equal)
+                theirs.refer_to_duplicate(block_index, equal)
         return
     pool.grant(block, request)
     size = sequence.block_size
@@ -114,17 +113,6 @@ def _commit_block(sequence: Sequence, table: GroupTable, block_index: int) -> No
     pool.store(
         block, key, sequence.key(block_index - 1), sequence.packed(start, end), block_index, scope, sequence.step
     )
-
-
-def refer_to_duplicate(table: GroupTable, block_index: int, equal: Block) -> None:
-    """Keeps an indexed block that equals a block of the table: later blocks of the table may be its children."""
-    before = table.duplicate_refs.get(block_index)
-    if table.pool.window is not None or before is equal:
-        return
-    table.pool.acquire(equal)
-    table.duplicate_refs[block_index] = equal
-    if before is not None:
-        table.pool.release(before)
 
 
 def commit_last_block(sequence: Sequence) -> None:

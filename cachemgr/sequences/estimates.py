@@ -10,7 +10,8 @@ from cachemgr.blocks.block import Block
 from cachemgr.blocks.eviction_queue import goes_before
 from cachemgr.blocks.radix_tree import children_of
 from cachemgr.retention.leases import offload_floor
-from cachemgr.sequences.sequence import blocks_for, first_needed
+from cachemgr.sequences.sequence import first_needed
+from cachemgr.sequences.token_eviction_state import blocks_for
 from cachemgr.types import BlockEstimate, PredictedEviction
 
 if TYPE_CHECKING:

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from cachemgr.blocks.block_keys import cut_extra_keys
 from cachemgr.errors import SequenceEvictsError, SequenceUnsettledError, WindowPassedError
 from cachemgr.sequences.admission import admitted, copy_sources, grow, refusal
-from cachemgr.sequences.sequence import Sequence, blocks_for, first_needed
-from cachemgr.sequences.token_eviction import TokenEvictionState, check_in_place
+from cachemgr.sequences.sequence import Sequence, first_needed
+from cachemgr.sequences.token_eviction import check_in_place
+from cachemgr.sequences.token_eviction_state import TokenEvictionState, blocks_for
 from cachemgr.types import Admission, ManagerConfig
 from protos.errors import InvalidField
 

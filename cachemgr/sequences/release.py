@@ -12,8 +12,9 @@ from cachemgr.errors import SharedBlockError, VoidSequenceError, WindowPassedErr
 from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.commit import commit_computed_blocks, commit_last_block, retract_pending, void
 from cachemgr.sequences.holds import with_ancestors
-from cachemgr.sequences.sequence import GroupTable, Sequence, blocks_for, first_needed
+from cachemgr.sequences.sequence import GroupTable, Sequence, first_needed
 from cachemgr.sequences.token_eviction import cached_before_eviction, check_in_place, zero_on_free_of
+from cachemgr.sequences.token_eviction_state import blocks_for
 from cachemgr.sequences.transfers import Outcome, Purpose, Ticket
 from cachemgr.types import ExecutorSpec, Freed, RemovalCause, Slot, TierKind
 from protos.errors import InvalidField
@@ -268,9 +269,9 @@ def _make_writable(sequence: Sequence, table: GroupTable, cut: int) -> None:
     block = table.blocks[cut]
     assert block is not None
     table.pool.own(block, sequence)
-    refer_to_duplicate = table.duplicate_refs.pop(cut, None)
-    if refer_to_duplicate is not None:
-        table.pool.release(refer_to_duplicate)
+    duplicate = table.duplicate_refs.pop(cut, None)
+    if duplicate is not None:
+        table.pool.release(duplicate)
     table.committed = min(table.committed, cut)
 
 

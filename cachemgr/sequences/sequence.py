@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cachemgr.blocks.block_keys import CacheScope, extend_keys, extra_bytes
 from cachemgr.retention.plan import RetentionPlan
+from cachemgr.sequences.token_eviction_state import TokenEvictionState, blocks_for
 from cachemgr.sequences.transfers import OpenedCopies
 from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import Admission, ExtraKey, Prefix, Retention, SequenceView, Table, Transfer
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.sequences.clients import Executor, Scheduler
-    from cachemgr.sequences.token_eviction import TokenEvictionState
     from cachemgr.sequences.transfers import Ticket
 
 
@@ -52,6 +52,16 @@ class GroupTable:
                 yield block
             if index in self.duplicate_refs:
                 yield self.duplicate_refs[index]
+
+    def refer_to_duplicate(self, block_index: int, equal: Block) -> None:
+        """Keeps an indexed block that equals a block of the table: later blocks of the table may be its children."""
+        before = self.duplicate_refs.get(block_index)
+        if self.pool.window is not None or before is equal:
+            return
+        self.pool.acquire(equal)
+        self.duplicate_refs[block_index] = equal
+        if before is not None:
+            self.pool.release(before)
 
     def cut(self, start: int) -> None:
         """Releases the blocks from an index on, tail first."""
@@ -211,11 +221,6 @@ class Sequence:
                 if isinstance(writer, Sequence) and writer is not self:
                     self.waits_on.add(writer)
                     writer.dependents.add(self)
-
-
-def blocks_for(tokens: int, block_size: int) -> int:
-    """Blocks that hold so many tokens."""
-    return -(-tokens // block_size)
 
 
 def first_needed(tokens: int, window: int | None, block_size: int) -> int:
