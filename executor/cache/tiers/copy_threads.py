@@ -91,7 +91,9 @@ class CopyThreads:
                     until, gave_up = begin + LONGEST_WAIT_SECONDS, True
                 left = [place for place in left if self._order.is_written(place)]
                 used = [place for place in used if self._order.is_used(place)]
-            return time.perf_counter() - begin
+            waited = time.perf_counter() - begin
+            metrics.COPY_WAIT_SECONDS.inc(waited)
+            return waited
 
     def _give_up(self, places: Iterable[SlotRef]) -> None:
         """Releases these slots from copies to a disk that have not begun; such copies fail when their turn comes."""

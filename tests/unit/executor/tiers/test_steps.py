@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from executor.errors import InvalidStepError
 from executor.models.forward import Model
@@ -148,8 +149,17 @@ def test_a_sequence_that_joins_too_early_waits_for_its_blocks(slow: Driver, gate
     gate.opens_in(SHUT)
     slow.step(copies=(up(2, 1, fresh[0]),))
     table = (fresh[0], joining.tables[0][1], *fresh[1:])
+    before = waited_seconds()
     outcome = slow.step(new_sequences=(NewSequence(2, tuple(PROMPT), 9, 8, (table,)),))
     assert goes_on(slow, outcome, 2, 8) == expected
+    assert waited_seconds() > before
+
+
+def waited_seconds() -> float:
+    """Seconds that steps have waited for copies, as Prometheus reads them."""
+    value = REGISTRY.get_sample_value("kvkeep_executor_copy_wait_seconds_total")
+    assert value is not None
+    return value
 
 
 @pytest.mark.parametrize("reads", [True, False])
