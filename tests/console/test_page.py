@@ -71,7 +71,7 @@ async def test_the_page_shows_all_of_it(browser: Browser, console: Console) -> N
             "leases": "session/s1",
             "events": "stored",
             "tree": "found 3",
-            "ghosts-text": "are followed",
+            "ghosts-text": "are sampled",
         }.items():
             await expect(page.locator(f"#{name}")).to_contain_text(text)
         await expect(page.locator("#leases")).to_contain_text("5 min")
