@@ -11,7 +11,7 @@ from itertools import compress, islice
 
 from cachemgr.blocks.account import Account
 from cachemgr.blocks.block import Block
-from cachemgr.blocks.eviction_queue import EvictionQueue, loss
+from cachemgr.blocks.eviction_queue import EvictionQueue, goes_before, loss
 from cachemgr.blocks.quota import Share, Shares, account_of
 from cachemgr.errors import SequenceTooLongError
 from cachemgr.types import RemovalCause, TierKind
@@ -317,7 +317,7 @@ class Tier:
             return block
         best = first
         for block in (self.first_of_shares(), None if own is None else own.order.first()):
-            if block is not None and _goes_before(block, best):
+            if block is not None and (best is None or goes_before(block, best)):
                 best = block
         if best is None and self.kind is TierKind.DEVICE:
             # Descendants of a block that is needed may be protected: the floor gives way, on the device only.
@@ -390,7 +390,3 @@ class Tier:
     def in_order(self) -> Iterator[Block]:
         """All evictable blocks in eviction order, quotas aside, sorted as they are read."""
         return merge(*[order.in_order() for order in self.orders()], key=loss)
-
-
-def _goes_before(block: Block, other: Block | None) -> bool:
-    return other is None or loss(block) < loss(other)

@@ -11,6 +11,7 @@ import struct
 
 from google.protobuf.message import DecodeError, Message
 
+from cachemgr.blocks.block_keys import DIGEST_BYTES
 from cachemgr.blocks.block_record import BackupRecord, BlockRecord, LeaseRecord
 from cachemgr.operators.operator_journal import Entry, Kind, entry_name
 from cachemgr.retention.rules import check_spec
@@ -24,7 +25,6 @@ from protos.rpc.durations import duration, seconds
 # group, tier, slot
 _SLOT = struct.Struct("<IBI")
 _VERSION = b"\x01"
-_DIGEST_BYTES = 32
 _PIN_NAME = re.compile(r"pin-[0-9]{1,19}")
 
 
@@ -83,7 +83,7 @@ def decode_block(field: bytes, value: bytes) -> BlockRecord:
     except DecodeError as error:
         raise RecordError("record of another version") from error
     key, parent_key, tokens, has = message.key, message.parent_key, message.tokens, message.HasField
-    if len(key) != _DIGEST_BYTES or len(parent_key) not in (0, _DIGEST_BYTES) or len(tokens) % TOKEN_BYTES:
+    if len(key) != DIGEST_BYTES or len(parent_key) not in (0, DIGEST_BYTES) or len(tokens) % TOKEN_BYTES:
         raise RecordError("record cannot be read")
     try:
         group, tier, slot = _SLOT.unpack(field)
@@ -160,10 +160,10 @@ def pin_message(record: PinRecord) -> pb.StoredPin:
 
 def pin_of(message: pb.StoredPin) -> PinRecord:
     """Raises RecordError for one that no manager wrote."""
-    keys = [message.keys[start : start + _DIGEST_BYTES] for start in range(0, len(message.keys), _DIGEST_BYTES)]
+    keys = [message.keys[start : start + DIGEST_BYTES] for start in range(0, len(message.keys), DIGEST_BYTES)]
     if not _PIN_NAME.fullmatch(message.name) or not message.owner:
         raise RecordError("a pin needs a name and an owner")
-    if len(message.keys) != _DIGEST_BYTES * len(message.groups):
+    if len(message.keys) != DIGEST_BYTES * len(message.groups):
         raise RecordError("a pin has a group for each key")
     return PinRecord(message.name, message.owner, message.remaining, tuple(zip(message.groups, keys, strict=True)))
 

@@ -22,6 +22,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from scheduler.frontend.openai.app import create_app
+from tests.fuzz.http_bounds import VALID
 from tests.fuzz.limits import keep_body
 from tests.fuzz.report import Report
 from tests.fuzz.stage import Stage
@@ -33,7 +34,6 @@ EXAMPLES = int(os.environ.get("HTTP_EXAMPLES", "25"))
 SECONDS = 60
 # Not whether a request is accepted: what the description allows may be refused, as an id beyond the vocabulary.
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-PATHS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
 BROKEN = (
     *(b"", b" ", b"{", b"hello", b"{'a': 1}", b"\xff\xfe", b"\x00" * 100, b'{"a": 1', b"[1, 2", b'"\\ud800"', b"null"),
     *(b"[]", b"NaN", b"1e400", b"1" * 5000, b"[" * 200_000, b'{"a":' * 500 + b"1" + b"}" * 500, b'{"\\ud800": 1}'),
@@ -63,7 +63,7 @@ def test_every_route_answers_as_described(stage: Stage, case: schemathesis.Case)
     case.call_and_validate(base_url=f"http://{stage.stack.http}", checks=CHECKS, timeout=SECONDS)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", VALID)
 def test_a_broken_body_is_refused_in_the_shape_of_errors(stage: Stage, path: str) -> None:
     with requests.Session() as session:
         for body in BROKEN:

@@ -14,7 +14,8 @@ from tests.fuzz.messages import Made, Maker, parts
 
 # Requests that stay as they are, so that what is valid can be learnt from answers.
 _UNCHANGED = 0.25
-_HOW_MANY = (1, 1, 1, 2, 3)
+# How many numbers of a request are set.
+HOW_MANY = (1, 1, 1, 2, 3)
 
 
 class MakerAtBounds(Maker):
@@ -42,7 +43,7 @@ class MakerAtBounds(Maker):
 
 def _set_numbers(message: Message, rng: random.Random) -> bool:
     fields = [(part, field) for part in parts(message) for field in part.DESCRIPTOR.fields if _is_number(field)]
-    for part, field in rng.sample(fields, min(len(fields), rng.choice(_HOW_MANY))):
+    for part, field in rng.sample(fields, min(len(fields), rng.choice(HOW_MANY))):
         value = values.bound(rng, field)
         if field.is_repeated:
             getattr(part, field.name).append(value)

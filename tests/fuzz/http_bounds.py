@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.fuzz import values
+from tests.fuzz.bounds import HOW_MANY
 from tests.fuzz.limits import keep_body
 from tests.fuzz.meter import Meter
 from tests.fuzz.report import Report
@@ -22,7 +23,6 @@ VALID: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [1000, 1001]},
 }
-_NUMBERS_OF_A_BODY = (1, 1, 1, 2, 3)
 _INTEGERS = (0, *(sign * (1 << power) + off for power in (7, 8, 15, 16, 31, 32, 53, 63, 64) for sign in (1, -1)
                   for off in (-1, 0, 1)), 10**400)  # fmt: skip
 _TEXTS = ("999999999999d", "0.000000001s", "1e999", "9" * 400)
@@ -127,7 +127,7 @@ def _sample(schema: Schema, schemas: Schema) -> Any:
 
 def _body(route: str, paths: list[Path], rng: random.Random) -> Any:
     body: Any = copy.deepcopy(VALID[route])
-    for path in rng.sample(paths, min(len(paths), rng.choice(_NUMBERS_OF_A_BODY))):
+    for path in rng.sample(paths, min(len(paths), rng.choice(HOW_MANY))):
         body = _put(body, path, _value(rng))
     if "top_logprobs" in body:
         body["logprobs"] = True

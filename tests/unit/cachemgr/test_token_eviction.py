@@ -31,6 +31,16 @@ def ready(num_blocks: int = 20, policy: object = KEYDIFF, **options: object) -> 
     return world, live
 
 
+def advance(world: World, state: str) -> None:
+    """Leads the sequence that `ready` made to a state: asking for its second table, told of it, moved, or reported."""
+    if state != "asking":
+        world.sync()
+    if state in ("moved", "reported"):
+        world.step()
+    if state == "reported":
+        world.sync()
+
+
 def used(world: World) -> int:
     return world.num_blocks - world.free
 
@@ -280,12 +290,7 @@ def away(world: World, live: Live, how: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"no_store": True}], ids=str)
 def test_a_sequence_that_evicts_frees_all_blocks_however_it_ends(how, state, options):
     world, live = ready(**options)
-    if state != "asking":
-        world.sync()
-    if state in ("moved", "reported"):
-        world.step()
-    if state == "reported":
-        world.sync()
+    advance(world, state)
     away(world, live, how)
     assert used(world) == 0
     world.check()
@@ -378,12 +383,7 @@ def test_a_second_table_leaves_the_floors_of_others():
 )
 def test_no_byte_of_a_forgotten_sequence_outlives_its_use(state, options):
     world, live = ready(salt="a", **options)
-    if state != "asking":
-        world.sync()
-    if state in ("moved", "reported"):
-        world.step()
-    if state == "reported":
-        world.sync()
+    advance(world, state)
     at_once(world.operators.forget(ForgetTarget(salt="a"), validate_only=False))
     world.check()
     world.sync()
