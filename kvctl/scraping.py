@@ -1,5 +1,6 @@
 """Reads the metrics of a process."""
 
+import http.client
 import ssl
 import urllib.request
 from collections import Counter
@@ -20,8 +21,11 @@ def samples(address: str, seconds: float, security: Security) -> Mapping[str, fl
             context.load_cert_chain(security.tls_cert_file, security.tls_key_file)
         handlers.append(urllib.request.HTTPSHandler(context=context))
     scheme = "http" if security.tls_ca_file is None else "https"
-    with urllib.request.build_opener(*handlers).open(f"{scheme}://{address}/metrics", timeout=seconds) as answer:
-        text = answer.read().decode()
+    try:
+        with urllib.request.build_opener(*handlers).open(f"{scheme}://{address}/metrics", timeout=seconds) as answer:
+            text = answer.read().decode()
+    except http.client.HTTPException as error:
+        raise OSError(f"{address} does not answer in HTTP: {type(error).__name__}") from error
     sums: Counter[str] = Counter()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

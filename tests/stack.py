@@ -1,6 +1,8 @@
 """Starts the real processes on unix sockets in a folder of their own, for tests and benchmarks."""
 
+import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -33,10 +35,15 @@ def model_cache() -> Path:
 
 
 def free_address() -> str:
-    """host:port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    """host:port that nobody listens on at the moment.
+
+    It is none of those that the system gives to clients: a connection of another test would take it before its server.
+    """
+    while True:
+        address = ("127.0.0.1", random.SystemRandom().randrange(10_000, 32_768))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(address)
+            return f"{address[0]}:{address[1]}"
 
 
 class Stack:

@@ -30,7 +30,8 @@ async def test_a_call_that_fails_inside_ends_the_process_with_its_state_in_a_fil
     assert failed.value.code() is grpc.StatusCode.INTERNAL
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await client.admit("first", PROMPT)
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    # Cancelled if the server closes while the call is under way. Callers take both as a manager that is away.
+    assert refused.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
     with pytest.raises(AssertionError):
         await asyncio.wait_for(serving, 20)
     await client.close()

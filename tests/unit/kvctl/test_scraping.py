@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from urllib.error import HTTPError
@@ -33,6 +35,21 @@ def test_metrics_are_read_as_they_are_served(tmp_path: Path, monkeypatch: pytest
                         samples(address, 10, wrong)
         finally:
             stop()
+
+
+def test_a_server_that_speaks_no_http_is_an_error_that_names_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"-ERR unknown command\r\n")
+
+        threads.submit(answer)
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(OSError, match=f"{address} does not answer in HTTP"):
+            samples(address, 10, PLAIN)
 
 
 def test_on_loopback_metrics_answer_to_no_name_of_another_site() -> None:
