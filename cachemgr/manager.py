@@ -26,18 +26,15 @@ from cachemgr.operators.queries import Queries
 from cachemgr.operators.state import ManagerState
 from cachemgr.retention.priority import check_duration
 from cachemgr.sequences.admission import check_length, check_request, content, grow, holder
-from cachemgr.sequences.clients import (
+from cachemgr.sequences.fork import fork
+from cachemgr.sequences.holds import Holds
+from cachemgr.sequences.registration import (
     MAX_SLOTS,
-    Executor,
-    GhostCaches,
-    Scheduler,
     check_spec,
     divide_device_memory,
     lower_tiers_survive,
     new_pools,
 )
-from cachemgr.sequences.fork import fork
-from cachemgr.sequences.holds import Holds
 from cachemgr.sequences.release import (
     can_carry_over,
     carry_over,
@@ -49,10 +46,12 @@ from cachemgr.sequences.release import (
     tickets_of,
     truncate,
 )
+from cachemgr.sequences.sequence import Executor, GhostCaches, Scheduler
 from cachemgr.sequences.sequence import Sequence as LiveSequence
 from cachemgr.sequences.sync import Sync
 from cachemgr.sequences.token_eviction import cached_before_eviction
 from cachemgr.sequences.token_eviction_state import blocks_for
+from cachemgr.sequences.transfers import PoolFollower, back_up
 from cachemgr.steps import Steps
 from cachemgr.types import (
     Admission,
@@ -186,7 +185,7 @@ class CacheManager:
         if remembered:
             self.put_back(spec.executor_id, spec.executor_epoch, sorted(remembered, key=lambda record: record.depth))
         # Before pins are restored: their budget is a share of the pool.
-        divide_device_memory(executor, spec, self._state.shares)
+        divide_device_memory(executor.pools, spec, self._state.shares)
         if not later:
             self._end_recovery(executor, pins)
         executor.ghosts = self._new_ghosts(executor.pools, self.config)
@@ -198,18 +197,21 @@ class CacheManager:
         if known is not None and before is None:
             known.holds.end_pins()
             self._end_executor(known)
-        make_pools = partial(new_pools, self.config, self._state.events, self._state.leases, self._journal)
         report_pin = partial(self._operator_journal.operator_changed, EntryKind.PIN, executor_id=spec.executor_id)
         holds = before.holds if before else Holds(self._state.next_number, self.config.pin_budget, report_pin)
-        executor = Executor(spec, make_pools, deadline, self._state.next_number, holds, self._state.accounts, before)
+        executor = Executor(spec, deadline, self._state.next_number, holds, self._state.accounts, before)
         executor.stores_partial = self.config.partial_reuse or self.config.copy_on_partial_reuse
+        follower = PoolFollower(executor)
         if before is not None:
-            carry_over(before, executor)
-        self._state.executors[spec.executor_id] = executor
-        self._state.number_after(spec)
-        if before is None:
+            carry_over(before, executor, follower)
+        else:
+            executor.pools = new_pools(
+                self.config, self._state.events, self._state.leases, self._journal, spec, follower
+            )
             for pool in executor.pools:
                 pool.lru_clock = self._state.uses
+        self._state.executors[spec.executor_id] = executor
+        self._state.number_after(spec)
         return executor
 
     def is_too_large_to_carry_over(self, spec: ExecutorSpec) -> bool:
@@ -297,7 +299,7 @@ class CacheManager:
                 fields={"executor_id" if executor is None else "executor_epoch": "is not registered"},
             )
         executor.deadline = now + self.config.lease_seconds
-        executor.copies.back_up(executor.pools)
+        back_up(executor)
 
     def confirm_transfers(
         self,

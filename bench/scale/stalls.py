@@ -17,7 +17,7 @@ from cachemgr.rpc import convert, paging
 from cachemgr.rpc.admin_service import CacheAdminService
 from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
-from cachemgr.sequences.clients import MAX_SLOTS
+from cachemgr.sequences.registration import MAX_SLOTS
 from cachemgr.sequences.release import MOST_CARRIED_OVER
 from cachemgr.slices import sliced, steady
 from cachemgr.types import (

@@ -24,9 +24,9 @@ from cachemgr.operators.purge import is_remembered, purge
 from cachemgr.operators.queries import pool_view
 from cachemgr.retention.priority import HINT, SESSION, check_duration
 from cachemgr.retention.rules import Rule
-from cachemgr.sequences.clients import fits
 from cachemgr.sequences.holds import Pinned, with_ancestors
 from cachemgr.sequences.prefix_match import cached_chain, keys_of
+from cachemgr.sequences.registration import fits
 from cachemgr.steps import Steps, changes, looks
 from cachemgr.tokens import TOKEN_BYTES, pack, packed_bytes
 from cachemgr.types import (
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.operators.queries import Queries
     from cachemgr.operators.state import ManagerState
-    from cachemgr.sequences.clients import Executor
+    from cachemgr.sequences.sequence import Executor
     from cachemgr.types import PoolView
 
 

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.blocks.block_record import BlockRecord
     from cachemgr.blocks.events import EventLog
-    from cachemgr.sequences.clients import Executor
     from cachemgr.sequences.holds import Hold
-    from cachemgr.sequences.sequence import Sequence
+    from cachemgr.sequences.sequence import Executor, Sequence
 
     IsMeant = Callable[[BlockRecord], bool]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cachemgr.retention.priority import HINT, MAX_DURATION, MAX_PRIORITY, RetentionRequest, bounded
 from cachemgr.sequences.holds import with_ancestors
 from cachemgr.sequences.prefix_match import cached_chain
+from cachemgr.sequences.transfers import prefetch
 from cachemgr.types import HintAction, HintAnswer, HintOutcome, Hints, Outcome, Retention, RetentionRange, Transfer
 from cachemgr.validation import MAX_ID_BYTES, check_id
 from protos.errors import InvalidField
@@ -20,7 +21,7 @@ from protos.errors import InvalidField
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
-    from cachemgr.sequences.clients import Executor
+    from cachemgr.sequences.sequence import Executor
     from cachemgr.types import AdmitRequest, ManagerConfig
 
     Blocks = list[tuple[BlockPool, Block]]
@@ -258,7 +259,7 @@ class HintRunner:
         for executor, keys in self._prefixes:
             for pool in executor.pools:
                 # Looked up again: blocks of the prefix may have been evicted for those of another group.
-                begun += executor.copies.prefetch(pool, cached_chain(pool, keys))
+                begun += prefetch(executor, pool, cached_chain(pool, keys))
         self.transfers += begun
         if not begun:
             return HintOutcome.REJECTED, "there is no room on the device, or copies of it are under way", 0

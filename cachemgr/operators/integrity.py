@@ -16,9 +16,7 @@ from cachemgr.blocks.radix_tree import children_of
 from cachemgr.blocks.tier import Tier
 from cachemgr.retention.leases import MAX_LEASES, effective_priority, leases_of
 from cachemgr.retention.priority import SHARED
-from cachemgr.sequences.clients import Executor
-from cachemgr.sequences.sequence import Sequence
-from cachemgr.sequences.transfers import Purpose
+from cachemgr.sequences.sequence import Executor, Purpose, Sequence
 from cachemgr.steps import drained
 from cachemgr.types import PoolViolation
 

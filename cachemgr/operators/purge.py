@@ -5,7 +5,7 @@ from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.errors import BlocksInUseError
 from cachemgr.operators.removal_plan import RemovalPlan
-from cachemgr.sequences.clients import Executor
+from cachemgr.sequences.sequence import Executor
 from cachemgr.steps import Steps, changes, drained, looks
 from cachemgr.types import BlockFilter, Purged, RemovalCause
 

@@ -25,11 +25,10 @@ from cachemgr.retention.leases import leases_of
 from cachemgr.retention.priority import MAX_PRIORITY
 from cachemgr.sequences import prefix_match
 from cachemgr.sequences.admission import check_request
-from cachemgr.sequences.clients import Executor, account_for
 from cachemgr.sequences.estimates import while_running
 from cachemgr.sequences.holds import Hold
 from cachemgr.sequences.prefix_match import cached_blocks_of
-from cachemgr.sequences.sequence import Sequence
+from cachemgr.sequences.sequence import Executor, Sequence, account_for
 from cachemgr.types import (
     AccountKey,
     AdmitRequest,

@@ -22,13 +22,12 @@ from cachemgr.operators.forget import ForgetHistory
 from cachemgr.retention.leases import LeaseBook
 from cachemgr.retention.rules import RuleBook
 from cachemgr.sequences.admission import Allocator
-from cachemgr.sequences.clients import MAX_SLOTS
+from cachemgr.sequences.registration import MAX_SLOTS
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.operators.forget import Forgetting
-    from cachemgr.sequences.clients import Executor, Scheduler
-    from cachemgr.sequences.sequence import Sequence
+    from cachemgr.sequences.sequence import Executor, Scheduler, Sequence
     from cachemgr.steps import Steps
     from cachemgr.types import ExecutorSpec, ManagerConfig, PoolShare, SchedulerEpoch
     from protos.kvcommon.eviction import Kind

@@ -16,10 +16,8 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.blocks.write_through import Backups
-    from cachemgr.sequences.clients import Executor, Scheduler
-    from cachemgr.sequences.sequence import GroupTable, Sequence
+    from cachemgr.sequences.sequence import Executor, GroupTable, Scheduler, Sequence, Ticket
     from cachemgr.sequences.token_eviction_state import TokenEvictionState
-    from cachemgr.sequences.transfers import Ticket
     from cachemgr.types import RetentionRule
 
 

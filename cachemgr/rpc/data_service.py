@@ -8,7 +8,7 @@ from cachemgr.errors import SchedulerFirstError
 from cachemgr.persistence.redis_index import WAIT_SECONDS, IndexStore
 from cachemgr.rpc import convert, convert_admin
 from cachemgr.rpc.mutations import ServiceContext, mutation
-from cachemgr.sequences.clients import check_spec
+from cachemgr.sequences.registration import check_spec
 from cachemgr.slices import SLICE_SECONDS
 from cachemgr.types import AccountKey, ExecutorSpec, SchedulerEpoch
 from protos.errors import InvalidField, ServiceError

@@ -18,13 +18,13 @@ from cachemgr.retention.plan import RetentionPlan
 from cachemgr.retention.priority import REQUEST, SESSION
 from cachemgr.retention.rules import RuleBook
 from cachemgr.sequences import estimates, prefix_match
-from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.commit import publish_pending
 from cachemgr.sequences.estimates import evictions
 from cachemgr.sequences.prefix_match import Match, Partial
-from cachemgr.sequences.sequence import GroupTable, Sequence
+from cachemgr.sequences.sequence import Executor, GroupTable, Scheduler, Sequence
 from cachemgr.sequences.token_eviction import resolve
 from cachemgr.sequences.token_eviction_state import TokenEvictionState, blocks_for
+from cachemgr.sequences.transfers import onload
 from cachemgr.tokens import packed_bytes
 from cachemgr.types import Admission, AdmitRequest, ManagerConfig, Preview, Receipt, TierKind
 from cachemgr.validation import check_extra_keys, check_id, check_tokens
@@ -330,7 +330,7 @@ def _fetch(sequence: Sequence, table: GroupTable, blocks: list[Block | None]) ->
     for block_index, block in enumerate(blocks):
         if block is not None and not pool.is_on_device(block):
             target = blocks[block_index] = pool.allocate(sequence)
-            sequence.executor.copies.onload(sequence, pool, block, target, block_index, 0)
+            onload(sequence, pool, block, target, block_index, 0)
 
 
 def copy_sources(sequence: Sequence, sources: list[Block], num_tokens: int) -> None:
@@ -338,7 +338,7 @@ def copy_sources(sequence: Sequence, sources: list[Block], num_tokens: int) -> N
     for table, source in zip(sequence.tables, sources, strict=False):
         target = table.pool.allocate(sequence)
         block_index = len(table.blocks)
-        sequence.executor.copies.onload(sequence, table.pool, source, target, block_index, num_tokens)
+        onload(sequence, table.pool, source, target, block_index, num_tokens)
         table.blocks.append(target)
 
 

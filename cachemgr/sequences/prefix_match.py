@@ -20,7 +20,7 @@ from cachemgr.types import Prefix, TierKind
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
-    from cachemgr.sequences.clients import Executor
+    from cachemgr.sequences.sequence import Executor
 
 
 _START = attrgetter("start")

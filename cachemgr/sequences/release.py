@@ -4,18 +4,25 @@ from collections.abc import Iterable, Iterator
 
 from cachemgr.blocks.block import Block
 from cachemgr.blocks.block_keys import cut_extra_keys
-from cachemgr.blocks.block_pool import BlockPool
+from cachemgr.blocks.block_pool import BlockPool, PoolListener
 from cachemgr.blocks.events import EventLog
 from cachemgr.blocks.leftovers import Leftovers
 from cachemgr.blocks.recovery import restart
 from cachemgr.errors import SharedBlockError, VoidSequenceError, WindowPassedError
-from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.commit import commit_computed_blocks, commit_last_block, retract_pending, void
 from cachemgr.sequences.holds import with_ancestors
-from cachemgr.sequences.sequence import GroupTable, Sequence, first_needed
+from cachemgr.sequences.sequence import (
+    Executor,
+    GroupTable,
+    Outcome,
+    Purpose,
+    Scheduler,
+    Sequence,
+    Ticket,
+    first_needed,
+)
 from cachemgr.sequences.token_eviction import cached_before_eviction, check_in_place, zero_on_free_of
 from cachemgr.sequences.token_eviction_state import blocks_for
-from cachemgr.sequences.transfers import Outcome, Purpose, Ticket
 from cachemgr.types import ExecutorSpec, Freed, RemovalCause, Slot, TierKind
 from protos.errors import InvalidField
 
@@ -174,7 +181,7 @@ def can_carry_over(before: Executor, spec: ExecutorSpec) -> bool:
     return max(slots, sum(len(pool.blocks) for pool in before.pools)) <= MOST_CARRIED_OVER
 
 
-def carry_over(before: Executor, executor: Executor) -> None:
+def carry_over(before: Executor, executor: Executor, listener: PoolListener) -> None:
     """Keeps the blocks of a restarted executor that its lower tiers still have, and slots to overwrite."""
     zeroing = list(to_zero(before))
     _end_epoch(before)
@@ -182,7 +189,7 @@ def carry_over(before: Executor, executor: Executor) -> None:
     for pool in executor.pools:
         spec = executor.spec.pools[pool.spec.group]
         filled = {tier: executor.spec.generations(tier, spec.group) for tier in (TierKind.HOST, TierKind.DISK)}
-        restart(pool, spec, executor, filled, held, [block_index for other, block_index in zeroing if other is pool])
+        restart(pool, spec, listener, filled, held, [block_index for other, block_index in zeroing if other is pool])
     executor.holds.keep_cached()
 
 

@@ -1,24 +1,306 @@
-"""A live sequence: its tokens, its block tables, and the sequences that it waits for."""
+"""Live sequences with their tables and open copies, and the executors and schedulers that they belong to."""
 
 from __future__ import annotations
 
+import enum
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from heapq import heappop, heappush
+from itertools import compress
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet, WeakValueDictionary
 
+from cachemgr.blocks.block import Block
 from cachemgr.blocks.block_keys import CacheScope, extend_keys, extra_bytes
+from cachemgr.blocks.block_pool import BlockPool
+from cachemgr.blocks.quota import account_of
 from cachemgr.retention.plan import RetentionPlan
+from cachemgr.sequences.holds import Holds
 from cachemgr.sequences.token_eviction_state import TokenEvictionState, blocks_for
-from cachemgr.sequences.transfers import OpenedCopies
+from cachemgr.steps import Steps, looks
 from cachemgr.tokens import pack, packed_bytes
-from cachemgr.types import Admission, ExtraKey, Prefix, Retention, SequenceView, Table, Transfer
+from cachemgr.types import (
+    AccountKey,
+    Admission,
+    ExecutorSpec,
+    ExtraKey,
+    GhostReport,
+    Prefix,
+    RemovalCause,
+    Restored,
+    Retention,
+    SequenceView,
+    SyncAnswer,
+    Table,
+    Transfer,
+)
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.block import Block
-    from cachemgr.blocks.block_pool import BlockPool
-    from cachemgr.sequences.clients import Executor, Scheduler
-    from cachemgr.sequences.transfers import Ticket
+    from cachemgr.blocks.account import Account
+    from cachemgr.blocks.recovery import Recovery
+    from cachemgr.blocks.tier import Tier
+
+
+class Purpose(enum.Enum):
+    """The purpose of a copy."""
+
+    # Into a block of a sequence, from a cached block or its beginning.
+    ONLOAD = "onload"
+    # To a lower tier; the source is the block that has the slot now.
+    OFFLOAD = "offload"
+    # To the device, before a sequence needs the block.
+    PREFETCH = "prefetch"
+    # No source: the target is overwritten.
+    ZERO = "zero"
+    # No source: the target is a slot that its pool may no longer use.
+    CLEAR = "clear"
+    # To a lower tier as well. The source has no reference of the copy: None once it is evicted.
+    BACKUP = "backup"
+
+
+# Looked up once, not for each of very many copies.
+_ONLOAD, _OFFLOAD, _PREFETCH = Purpose.ONLOAD, Purpose.OFFLOAD, Purpose.PREFETCH
+
+
+class Outcome(enum.Enum):
+    """How a copy ended. A cancelled copy was never sent to the executor."""
+
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Ticket:
+    """One open copy. It takes over a reference to its source and one to its target.
+
+    The source of an offload is the block that has its slot now. It needs no reference while a sequence has it: that
+    sequence runs the copy before it computes. It gets one, `holds_source`, when it would become empty. Without a
+    scheduler the executor receives the copy with its next renewal.
+    """
+
+    number: int
+    purpose: Purpose
+    pool: BlockPool
+    source: Block | None
+    target: Block
+    num_tokens: int = 0
+    scheduler: Scheduler | None = None
+    holds_source: bool = False
+    sequence: Sequence | None = None
+    # As long as the copy may still be recalled.
+    opened_by: OpenedCopies | None = None
+    # Index of the target in the table of the sequence.
+    index: int = 0
+    held_ancestors: list[Block] = field(default_factory=list)
+    prefetch: Prefetch | None = None
+    transfer: Transfer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.holds_source = self.purpose is _ONLOAD or self.purpose is _PREFETCH
+        self.transfer = self._transfer()
+
+    def _transfer(self) -> Transfer:
+        pool, source = self.pool, self.source
+        spec, slot, to = pool.spec, self.target.index, pool.tier_of(self.target)
+        to.fill(slot, self.number)
+        origin = to if source is None else pool.tier_of(source)
+        # Half the time of Transfer(...).
+        return tuple.__new__(
+            Transfer,
+            (
+                self.number,
+                spec.group,
+                0 if source is None else source.index - origin.offset,
+                slot - to.offset,
+                self.num_tokens or pool.block_size,
+                spec.block_bytes,
+                origin.kind,
+                to.kind,
+            ),
+        )
+
+    @property
+    def together(self) -> list[Ticket]:
+        """The copies that release their blocks together: those of its prefetch, or it alone."""
+        return [self] if self.prefetch is None else self.prefetch.tickets
+
+    def offer(self) -> None:
+        """The offloaded block may be evicted at another time than before."""
+        if self.opened_by is not None:
+            self.opened_by.offer(self)
+
+    def detach(self, table: GroupTable) -> None:
+        """Separates the copy from its sequence. The ancestors of a device source stay referenced."""
+        assert self.sequence is not None
+        assert self.source is not None
+        self.sequence.tickets.discard(self)
+        self.sequence = None
+        if self.pool.tier_of(self.source) is not self.pool.device:
+            return
+        for index, block in enumerate(table.blocks[: self.index]):
+            standing = table.duplicate_refs.get(index, block)
+            if standing is not None:
+                self.pool.acquire(standing)
+                self.held_ancestors.append(standing)
+
+    def end(self, outcome: Outcome) -> None:
+        """Releases its blocks; a block whose bytes were not copied is lost."""
+        if self.sequence is not None:
+            self.sequence.tickets.discard(self)
+        if outcome is Outcome.FAILED:
+            self.pool.tier_of(self.source or self.target).counters.failed_copies += 1
+        if self.purpose is Purpose.OFFLOAD:
+            self.pool.offloader.ended(self)
+            if outcome is Outcome.DONE:
+                self.pool.offloader.drained(self.target)
+            else:
+                self._lose(self.target)
+        elif self.purpose is Purpose.BACKUP:
+            self.pool.backups.ended(self, done=outcome is Outcome.DONE)
+        elif self.purpose is Purpose.ZERO and outcome is not Outcome.DONE:
+            # It is requested again.
+            self.pool.zero_on_free.add(self.target)
+        elif self.purpose is Purpose.CLEAR:
+            self.pool.cleared(self.target.index, done=outcome is Outcome.DONE)
+            return
+        elif self.purpose is Purpose.ONLOAD and outcome is Outcome.FAILED and self._is_below(self.source):
+            self._lose(self.source)
+        if self.prefetch is not None:
+            self.prefetch.ended(self, failed=outcome is not Outcome.DONE)
+            return
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Releases all references."""
+        if self.holds_source and self.source in self.pool.zero_on_free and self.target.parent is None:
+            # Bytes that were forgotten meanwhile may have been copied there.
+            self.pool.zero_on_free.add(self.target)
+        self.pool.release(self.target)
+        if self.source is not None and self.holds_source:
+            self.pool.release(self.source)
+        for block in reversed(self.held_ancestors):
+            self.pool.release(block)
+
+    def lose_source(self) -> None:
+        """The bytes of the source cannot be read."""
+        self._lose(self.source)
+
+    def _is_below(self, block: Block | None) -> bool:
+        return block is not None and self.pool.tier_of(block) is not self.pool.device
+
+    def _lose(self, block: Block | None) -> None:
+        if block is None:
+            return
+        self.pool.backups.reject(block)
+        if block.parent is not None:
+            self.pool.discard_subtree(block, RemovalCause.COPY_FAILED)
+
+
+class OpenedCopies:
+    """The copies for a sequence that no scheduler has received, in their order.
+
+    Until then a lower tier may evict the block of an offload: the copy is recalled. The victims are in a heap per tier,
+    as a long prompt beside full tiers opens a copy for each of its blocks.
+    """
+
+    __slots__ = ("_heaps", "_tickets")
+
+    def __init__(self) -> None:
+        self._tickets: dict[int, Ticket] = {}
+        # By tier, of one account or for None of all blocks: (priority, recency, number, ticket). An entry is stale once
+        # its block has a child in its tier, has stopped moving, or has another priority; `offer` adds the next one.
+        self._heaps: dict[tuple[Tier, Account | None], list[tuple[int, int, int, Ticket]]] = {}
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self._tickets.values())
+
+    def add(self, ticket: Ticket) -> None:
+        """A copy that has just been opened."""
+        self._tickets[ticket.number] = ticket
+        if ticket.purpose is _OFFLOAD:
+            ticket.opened_by = self
+            self.offer(ticket)
+
+    def offer(self, ticket: Ticket) -> None:
+        """The offloaded block may have become evictable, or is evicted at another time."""
+        block = ticket.target
+        if block.children_in_tier:
+            return
+        tier, account = ticket.pool.tier_of(block), account_of(block)
+        entry = (block.priority, block.recency, ticket.number, ticket)
+        heappush(self._heaps.setdefault((tier, None), []), entry)
+        if account is not None:
+            heappush(self._heaps.setdefault((tier, account), []), entry)
+
+    def first(self, tier: Tier, account: Account | None) -> Block | None:
+        """The offloaded block that a tier evicts first, of one account or of all."""
+        heap = self._heaps.get((tier, account))
+        while heap:
+            priority, _, _, ticket = heap[0]
+            block = ticket.target
+            moving = ticket.opened_by is self and block in ticket.pool.offloader.offloading
+            if moving and block.parent is not None and not block.children_in_tier and block.priority == priority:
+                return block
+            heappop(heap)
+        return None
+
+    def recall(self, ticket: Ticket) -> None:
+        """The copy will not run."""
+        del self._tickets[ticket.number]
+        ticket.opened_by = None
+
+    def take(self) -> tuple[Transfer, ...]:
+        """The copies, to send: from now on none can be recalled."""
+        transfers = tuple([ticket.transfer for ticket in self._tickets.values()])
+        self.clear()
+        return transfers
+
+    def clear(self) -> None:
+        for ticket in self._tickets.values():
+            ticket.opened_by = None
+        self._tickets.clear()
+        self._heaps.clear()
+
+
+class Prefetch:
+    """A prefetch: copies of a chain to the device. All blocks are replaced together, after the last copy."""
+
+    def __init__(self, pool: BlockPool, tickets: list[Ticket]) -> None:
+        self._pool = pool
+        self.tickets = tickets
+        self._open = len(tickets)
+        self._failed: set[Ticket] = set()
+        for ticket in tickets:
+            ticket.prefetch = self
+
+    def ended(self, ticket: Ticket, *, failed: bool) -> None:
+        self._open -= 1
+        if failed:
+            self._failed.add(ticket)
+        if self._open:
+            return
+        good = True
+        for ticket in self.tickets:
+            source = ticket.source
+            assert source is not None
+            good = good and ticket not in self._failed
+            if self._pool.tree.by_key.get(source.key) is not source:
+                continue
+            parent = source.parent
+            good = good and (
+                not isinstance(parent, Block) or self._pool.window is not None or self._pool.is_on_device(parent)
+            )
+            if good:
+                self._pool.supersede(ticket.target, source, 0)
+        for ticket in self.tickets:
+            if ticket in self._failed:
+                ticket.lose_source()
+        for ticket in reversed(self.tickets):
+            ticket.give_up()
 
 
 _NOT_ADMITTED = Admission(False)
@@ -221,6 +503,197 @@ class Sequence:
                 if isinstance(writer, Sequence) and writer is not self:
                     self.waits_on.add(writer)
                     writer.dependents.add(self)
+
+
+_SCOPE = attrgetter("scope")
+
+
+def account_for(accounts: Mapping[AccountKey, Account], tenant_id: str | None, salt: str | None) -> Account | None:
+    """The account that blocks count against, None for none: a quota of the tenant precedes that of the salt."""
+    tenants = None if tenant_id is None else accounts.get(("tenant_id", tenant_id))
+    return tenants or (None if salt is None else accounts.get(("salt", salt)))
+
+
+class AccountScopes:
+    """The cache scopes of one tenant or salt."""
+
+    __slots__ = ("__weakref__", "scopes")
+
+    def __init__(self) -> None:
+        self.scopes: WeakSet[CacheScope] = WeakSet()
+
+
+class GhostCaches(Protocol):
+    """Simulates caches of other sizes and eviction orders from the sequences of one pool."""
+
+    pool: BlockPool
+
+    def admitted(self, sequence: Sequence, now: float, *, is_read: bool, source: bytes) -> None:
+        """A sequence was admitted; `is_read` if it has looked for cached blocks.
+
+        `source` is the key of the block whose beginning it copies or takes over, empty for none.
+        """
+
+    def stored(self, sequence: Sequence) -> int:
+        """Leading blocks of a sequence that hold the tokens of their keys."""
+
+    def released(self, sequence: Sequence, stored: int) -> None:
+        """A sequence has released its blocks, of which so many were stored."""
+
+    def report(self, since: float | None) -> GhostReport:
+        """The hits of the caches since about a time, or since the beginning."""
+
+
+class Executor:
+    """One epoch of an executor."""
+
+    def __init__(
+        self,
+        spec: ExecutorSpec,
+        deadline: float,
+        next_number: Callable[[], int],
+        holds: Holds,
+        accounts: Mapping[AccountKey, Account],
+        before: Executor | None = None,
+    ) -> None:
+        """`before` is the last epoch, whose pools it takes over."""
+        self.spec = spec
+        self.executor_id = spec.executor_id
+        self.epoch = spec.executor_epoch
+        self.block_size = spec.block_size
+        self.deadline = deadline
+        self.sequences: dict[int, Sequence] = {}
+        self.tickets: dict[int, Ticket] = {}
+        # Gives the numbers of its copies.
+        self.next_number = next_number
+        # Lists to which each block is added that replaces another in the index.
+        self.superseding: list[list[tuple[BlockPool, Block]]] = []
+        self.ghosts: GhostCaches | None = None
+        # Whether anything can find partly filled blocks.
+        self.stores_partial = True
+        # Set while what the store remembers is still to come.
+        self.recovery: Recovery | None = None
+        self.holds = holds
+        self._accounts = accounts
+        self._scopes: WeakValueDictionary[tuple[object, ...], CacheScope]
+        self._scopes = WeakValueDictionary() if before is None else before._scopes
+        # By what a quota may be of, as long as there are scopes of that.
+        self._named: WeakValueDictionary[tuple[str, str | None], AccountScopes]
+        self._named = WeakValueDictionary() if before is None else before._named
+        # Of a first epoch they are made next.
+        self.pools: list[BlockPool] = [] if before is None else before.pools
+
+    def add(self, ticket: Ticket) -> Ticket:
+        """A copy that has just been opened."""
+        self.tickets[ticket.number] = ticket
+        return ticket
+
+    def scope(
+        self,
+        salt: str | None,
+        adapter_id: int | None,
+        tenant_id: str | None = None,
+        session_id: str | None = None,
+        extra: bytes = b"",
+    ) -> CacheScope:
+        """The cache scope of these values: the same object for all blocks, as long as there are any."""
+        parts = (salt, adapter_id, tenant_id, session_id, extra)
+        scope, account = self._scopes.get(parts), account_for(self._accounts, tenant_id, salt)
+        # Where quotas have come or gone, another one takes its place.
+        if scope is None or scope.account is not account:
+            scope = CacheScope(self.spec.model_fingerprint, *parts)
+            scope.account = account
+            names = [self._name(key) for key in (("tenant_id", tenant_id), ("salt", salt)) if key[1] is not None]
+            for named in names:
+                named.scopes.add(scope)
+            scope.names = names
+            self._scopes[parts] = scope
+        return scope
+
+    def _name(self, key: tuple[str, str | None]) -> AccountScopes:
+        named = self._named.get(key)
+        if named is None:
+            named = self._named[key] = AccountScopes()
+        return named
+
+    def with_extra(self, scope: CacheScope, extra: bytes) -> CacheScope:
+        """The scope with these extra bytes instead."""
+        if extra == scope.extra:
+            return scope
+        return self.scope(scope.salt, scope.adapter_id, scope.tenant_id, scope.session_id, extra)
+
+    def cached(self) -> Restored:
+        """Indexed blocks, in use or not."""
+        device = sum(pool.device.indexed for pool in self.pools)
+        return Restored(device, sum(len(pool.tree.by_key) for pool in self.pools) - device)
+
+    def _renewed(self, scope: CacheScope) -> CacheScope:
+        """The scope itself, or the one that has replaced it since quotas have changed."""
+        if not self._renews(scope):
+            return scope
+        return self.scope(scope.salt, scope.adapter_id, scope.tenant_id, scope.session_id, scope.extra)
+
+    def _renews(self, scope: CacheScope) -> bool:
+        return scope.account is not account_for(self._accounts, scope.tenant_id, scope.salt)
+
+    def change_accounts(self, changed: Iterable[AccountKey]) -> Steps[None]:
+        """Books the blocks of these accounts anew, whose quotas are new or gone.
+
+        Until its turn a block counts against the quota of before; new blocks count against the new quota.
+        """
+        named = [one for key in changed if (one := self._named.get(key)) is not None]
+        scopes = {scope for one in named for scope in one.scopes if self._renews(scope)}
+        if not scopes:
+            return
+        for sequence in self.sequences.values():
+            sequence.scope = self._renewed(sequence.scope)
+        superseding: list[tuple[BlockPool, Block]] = []
+        self.superseding.append(superseding)
+        yield
+        for pool in self.pools:
+            for part in looks(range(len(pool.blocks))):
+                self._rebook(pool, pool.blocks[part[0] : part[-1] + 1], scopes)
+                yield
+            # The blocks that they replace may not have been looked at.
+            later = [block for other, block in superseding if other is pool and pool.blocks[block.index] is block]
+            self._rebook(pool, later, scopes)
+        self.superseding = [one for one in self.superseding if one is not superseding]
+
+    def _rebook(self, pool: BlockPool, blocks: Iterable[Block | None], scopes: AbstractSet[CacheScope]) -> None:
+        there = list(filter(None, blocks))
+        # Not block by block in Python: most are of other scopes.
+        for block in compress(there, map(scopes.__contains__, map(_SCOPE, there))):
+            assert block.scope is not None
+            pool.rebook(block, self._renewed(block.scope))
+
+    def scopes(self) -> Iterator[CacheScope]:
+        """All cache scopes. None may be added or freed meanwhile."""
+        return iter(self._scopes.values())
+
+
+class Scheduler:
+    """One epoch of a scheduler."""
+
+    def __init__(self, scheduler_id: str, epoch: int, deadline: float) -> None:
+        self.scheduler_id = scheduler_id
+        self.epoch = epoch
+        self.deadline = deadline
+        self.sequences: dict[int, Sequence] = {}
+        # Names of executors that it has had sequences in.
+        self.executors: set[str] = set()
+        self.void: set[int] = set()
+        self.sync_number = 0
+        self.sync_answer = SyncAnswer()
+
+    def has_void_sequences_in(self, executor: Executor) -> bool:
+        """Whether it has sequences in an earlier registration of the executor, whose slots others have by now.
+
+        Their steps stop when the scheduler has received that they are void and has released them.
+        """
+        return bool(self.void) and any(
+            sequence.executor is not executor and sequence.executor.executor_id == executor.executor_id
+            for sequence in self.sequences.values()
+        )
 
 
 def first_needed(tokens: int, window: int | None, block_size: int) -> int:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.retention.rules import Rule
-    from cachemgr.sequences.clients import Executor
-    from cachemgr.sequences.sequence import Sequence
+    from cachemgr.sequences.sequence import Executor, Sequence
     from cachemgr.types import AdmitRequest, SyncRequest
 
 

@@ -28,7 +28,7 @@ from cachemgr.errors import (
     WindowPassedError,
 )
 from cachemgr.retention.rules import FIELDS
-from cachemgr.sequences.clients import account_for
+from cachemgr.sequences.sequence import account_for
 from cachemgr.steps import at_once
 from cachemgr.types import (
     Admission,

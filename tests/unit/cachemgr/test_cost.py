@@ -15,7 +15,7 @@ from cachemgr.blocks.quota import account_of
 from cachemgr.blocks.tier import Tier
 from cachemgr.manager import CacheManager
 from cachemgr.operators.removal_plan import RemovalPlan
-from cachemgr.sequences.transfers import OpenedCopies
+from cachemgr.sequences.sequence import OpenedCopies
 from cachemgr.steps import at_once
 from cachemgr.types import (
     ExecutorSpec,
