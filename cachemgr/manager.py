@@ -24,7 +24,7 @@ from cachemgr.operators.operator_journal import Kind as EntryKind
 from cachemgr.operators.operator_journal import NoOperatorJournal, OperatorJournal
 from cachemgr.operators.queries import Queries
 from cachemgr.operators.state import ManagerState
-from cachemgr.retention.priority import check_duration
+from cachemgr.retention.bounds import check_duration
 from cachemgr.sequences.admission import check_length, check_request, content, grow, holder
 from cachemgr.sequences.fork import fork
 from cachemgr.sequences.holds import Holds

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from cachemgr.retention.priority import DEFAULT_PRIORITY
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.block_keys import CacheScope
+    from cachemgr.blocks.cache_scope import Account, CacheScope
     from cachemgr.retention.leases import Lease
 
 
@@ -85,3 +85,9 @@ class Block(Node):
     def detach(self) -> None:
         """Drops its references to other blocks, which only a full garbage collection would free."""
         self.parent = self.children = self.lru_prev = self.lru_next = None
+
+
+def account_of(block: Block) -> Account | None:
+    """The account that a block counts against."""
+    scope = block.scope
+    return None if scope is None else scope.account

@@ -17,47 +17,14 @@ import struct
 from bisect import bisect_right
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING
 
 from cachemgr.tokens import TOKEN_BYTES
 from cachemgr.types import ExtraKey
-
-if TYPE_CHECKING:
-    from cachemgr.blocks.account import Account
 
 DIGEST_BYTES = 32
 
 _ROOT = b"kvkeep/root/1\0"
 _CHILD = b"kvkeep/block/2\0"
-
-
-class CacheScope:
-    """Salt, adapter, tenant and session that many blocks have in common, and their extra bytes, mostly none.
-
-    Blocks are shared under equal `key`, that is by sequences of one model with equal salt and equal adapter.
-    """
-
-    __slots__ = ("__weakref__", "account", "adapter_id", "extra", "key", "names", "salt", "session_id", "tenant_id")
-
-    def __init__(
-        self,
-        fingerprint: bytes,
-        salt: str | None = None,
-        adapter_id: int | None = None,
-        tenant_id: str | None = None,
-        session_id: str | None = None,
-        extra: bytes = b"",
-    ) -> None:
-        self.salt = salt
-        self.adapter_id = adapter_id
-        self.tenant_id = tenant_id
-        self.session_id = session_id
-        self.extra = extra
-        self.key = root_key(fingerprint, salt, adapter_id)
-        # The account that its blocks count against.
-        self.account: Account | None = None
-        # What finds it when a quota comes or goes; it lives as long as the scope does.
-        self.names: Sequence[object] = ()
 
 
 def root_key(fingerprint: bytes, salt: str | None, adapter_id: int | None) -> bytes:

@@ -7,12 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from cachemgr import steps
-from cachemgr.blocks.block import Block
+from cachemgr.blocks.block import Block, account_of
 from cachemgr.blocks.block_record import USED_LAST, BackupRecord, BlockRecord, LeaseRecord
 from cachemgr.blocks.eviction_history import RemovalHistory, UseTimes
 from cachemgr.blocks.hit_counters import TokenMeter
 from cachemgr.blocks.offload import Eviction, Offloader
-from cachemgr.blocks.quota import account_of
 from cachemgr.blocks.radix_tree import RadixTree, children_of, covered_children, longer_sibling
 from cachemgr.blocks.tier import Tier
 from cachemgr.blocks.write_through import Backups
@@ -23,8 +22,8 @@ from cachemgr.types import BlockView, EventKind, PoolSpec, RemovalCause, TierKin
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Writer
-    from cachemgr.blocks.block_keys import CacheScope
     from cachemgr.blocks.block_record import IndexJournal
+    from cachemgr.blocks.cache_scope import CacheScope
     from cachemgr.blocks.events import EventLog
     from cachemgr.blocks.leftovers import Leftovers
     from cachemgr.blocks.offload import OffloadingWriter

@@ -6,10 +6,9 @@ import enum
 from collections.abc import Callable
 from typing import Protocol
 
-from cachemgr.blocks.account import Account
-from cachemgr.blocks.block import Block, Writer
+from cachemgr.blocks.block import Block, Writer, account_of
+from cachemgr.blocks.cache_scope import Account
 from cachemgr.blocks.eviction_queue import goes_before
-from cachemgr.blocks.quota import account_of
 from cachemgr.blocks.tier import Tier
 from cachemgr.blocks.write_through import Backups, CopyTicket, TieredPool
 from cachemgr.retention.leases import offload_floor

@@ -7,20 +7,20 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
-from cachemgr.blocks.block import Block
+from cachemgr.blocks.block import Block, account_of
 from cachemgr.blocks.block_keys import child_key
 from cachemgr.blocks.block_record import USED_LAST
-from cachemgr.blocks.quota import account_of
 from cachemgr.blocks.radix_tree import children_of, covering_child
+from cachemgr.retention.bounds import MAX_PRIORITY
 from cachemgr.retention.leases import leases_of
-from cachemgr.retention.priority import DEFAULT_PRIORITY, MAX_PRIORITY, NO_PRIORITY, RetentionRequest
+from cachemgr.retention.priority import DEFAULT_PRIORITY, NO_PRIORITY, RetentionRequest
 from cachemgr.tokens import TOKEN_BYTES
 from cachemgr.types import RemovalCause, TierKind
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.block_keys import CacheScope
     from cachemgr.blocks.block_pool import BlockPool, PoolListener
     from cachemgr.blocks.block_record import BlockRecord, IndexJournal
+    from cachemgr.blocks.cache_scope import CacheScope
     from cachemgr.blocks.tier import Tier
     from cachemgr.retention.leases import LeaseBook
     from cachemgr.types import ExecutorSpec, ForgetTarget, PoolSpec, Slot

@@ -6,13 +6,13 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import merge
-from itertools import compress, islice
+from heapq import heapify, heappop, heappush, merge
+from itertools import islice
 
-from cachemgr.blocks.account import Account
-from cachemgr.blocks.block import Block
+from cachemgr.blocks.block import Block, account_of
+from cachemgr.blocks.cache_scope import Account
 from cachemgr.blocks.eviction_queue import EvictionQueue, goes_before, loss
-from cachemgr.blocks.quota import Share, Shares, account_of
+from cachemgr.blocks.unread_slots import UnreadSlots
 from cachemgr.errors import SequenceTooLongError
 from cachemgr.types import RemovalCause, TierKind
 
@@ -53,76 +53,80 @@ class TierCounters:
 # Indexes that were never allocated, at a time.
 _PORTION = 4096
 
-# What is known of a slot whose remembered block is not read yet, by slot - 1.
-_NEVER_FILLED, _FILLED, _EXCLUDED = range(3)
+
+class Share:
+    """The blocks of one account in a tier."""
+
+    __slots__ = ("account", "ceiling", "count", "floor", "order", "used")
+
+    def __init__(self, account: Account, kind: TierKind) -> None:
+        self.account = account
+        self.floor = account.floor(kind)
+        self.ceiling = account.ceiling(kind)
+        self.count = 0
+        self.used = 0
+        self.order = EvictionQueue()
+
+    def protected(self, claimed: int = 0) -> int:
+        """Cached blocks that only the account itself may evict, once so many of its cached ones are in use."""
+        return max(0, min(self.count, self.floor) - self.used - claimed)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its next block must replace one of its own."""
+        return self.ceiling is not None and self.count >= self.ceiling
 
 
-def _excluded(mark: int) -> bytes:
-    """A table that makes slots with this mark excluded ones, and keeps others."""
-    return bytes(_EXCLUDED if number == mark else number for number in range(256))
+class Shares:
+    """Finds the share, of very many, whose block is evicted next: of those above their floor, or of all.
 
-
-class UnreadSlots:
-    """Slots that are free, and that a remembered block may turn out to be in.
-
-    They are allocated last, slots that were never filled before the others. Each operation takes constant time on
-    average.
+    A heap in which a share stands at or before its first block: only what is found too early is put right.
     """
 
-    def __init__(self, filled: Iterable[int], free: Iterable[int] | None) -> None:
-        """`filled` has a number for each slot 1, 2, …, 0 where nothing was written; `free` is None for all slots."""
-        marks = bytearray(map(bool, filled))
-        if free is not None:
-            told, marks = marks, bytearray([_EXCLUDED]) * len(marks)
-            for slot in free:
-                marks[slot - 1] = told[slot - 1]
-        self._marks = marks
-        # Slots that were never filled lie behind the one, filled ones before the other.
-        self._begin, self._end = 0, len(marks)
-        self._count = len(marks) - marks.count(_EXCLUDED)
+    __slots__ = ("_floors_count", "_heap", "_positions", "_pushes")
 
-    def __len__(self) -> int:
-        return self._count
+    def __init__(self, *, floors_count: bool) -> None:
+        self._floors_count = floors_count
+        # (priority, recency, number of the push, share); stale when the share's position is another.
+        self._heap: list[tuple[int, int, int, Share]] = []
+        self._positions: dict[Share, tuple[int, int]] = {}
+        self._pushes = 0
 
-    def __contains__(self, slot: int) -> bool:
-        return self._marks[slot - 1] != _EXCLUDED
+    def note(self, share: Share, at: tuple[int, int], most: int) -> None:
+        """A share has an evictable block at this position of the eviction order. There are at most `most` shares."""
+        position = self._positions.get(share)
+        if (position is not None and position <= at) or not self._may_lose(share):
+            return
+        if len(self._heap) > 64 + 2 * most:
+            self._positions = {known: at for known, at in self._positions.items() if known.order.first() is not None}
+            self._heap = [entry for entry in self._heap if self._positions.get(entry[3]) == entry[:2]]
+            heapify(self._heap)
+        self._push(share, at)
 
-    def exclude(self, slot: int) -> None:
-        """The slot is no longer free, or it is known that no remembered block is in it."""
-        self._marks[slot - 1] = _EXCLUDED
-        self._count -= 1
+    def _may_lose(self, share: Share) -> bool:
+        return not self._floors_count or share.count > share.floor
 
-    def take(self) -> int:
-        """A slot to allocate. Only call it when one is left."""
-        self._begin = index = self._marks.find(_NEVER_FILLED, self._begin)
-        if index < 0:
-            self._begin = len(self._marks)
-            # A prompt took its slots in ascending order: the last ones have the fewest descendants.
-            self._end = index = self._marks.rfind(_FILLED, 0, self._end)
-        assert index >= 0, "no slot is left"
-        self.exclude(index + 1)
-        return index + 1
+    def first(self) -> Block | None:
+        heap = self._heap
+        while heap:
+            priority, recency, _, share = heap[0]
+            at = priority, recency
+            if self._positions.get(share) != at:
+                heappop(heap)
+                continue
+            block = share.order.first() if self._may_lose(share) else None
+            if block is not None and loss(block) == at:
+                return block
+            heappop(heap)
+            del self._positions[share]
+            if block is not None:
+                self._push(share, loss(block))
+        return None
 
-    def take_many(self, count: int) -> list[int]:
-        """As `take` so many times, but fast: filled slots come in ascending order."""
-        marks = self._marks
-        taken = list(islice(self._marked(_NEVER_FILLED), count))
-        if taken:
-            marks[: taken[-1]] = marks[: taken[-1]].translate(_excluded(_NEVER_FILLED))
-        if len(taken) < count:
-            filled = list(self._marked(_FILLED))[len(taken) - count :]
-            marks[filled[0] - 1 :] = marks[filled[0] - 1 :].translate(_excluded(_FILLED))
-            taken += filled
-        self._count -= len(taken)
-        return taken
-
-    def __iter__(self) -> Iterator[int]:
-        """All that are left, ascending."""
-        return self._marked(_NEVER_FILLED, _FILLED)
-
-    def _marked(self, *marks: int) -> Iterator[int]:
-        wanted = bytes(mark in marks for mark in range(256))
-        return compress(range(1, len(self._marks) + 1), self._marks.translate(wanted))
+    def _push(self, share: Share, at: tuple[int, int]) -> None:
+        self._positions[share] = at
+        self._pushes += 1
+        heappush(self._heap, (*at, self._pushes, share))
 
 
 class Tier:

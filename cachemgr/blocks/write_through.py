@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from cachemgr.blocks.block import Block, Node
-from cachemgr.blocks.quota import account_of
+from cachemgr.blocks.block import Block, Node, account_of
 from cachemgr.blocks.radix_tree import children_of
 from cachemgr.blocks.tier import Tier
 from cachemgr.retention.leases import offload_floor

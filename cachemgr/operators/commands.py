@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cachemgr import steps
-from cachemgr.blocks.account import Account
+from cachemgr.blocks.cache_scope import Account
 from cachemgr.blocks.radix_tree import children_of
 from cachemgr.errors import (
     PoolInUseError,
@@ -22,7 +22,8 @@ from cachemgr.operators.hints import check as check_hints
 from cachemgr.operators.operator_journal import Kind, OperatorJournal, entry_name
 from cachemgr.operators.purge import is_remembered, purge
 from cachemgr.operators.queries import pool_view
-from cachemgr.retention.priority import HINT, SESSION, check_duration
+from cachemgr.retention.bounds import check_duration
+from cachemgr.retention.priority import HINT, SESSION
 from cachemgr.retention.rules import Rule
 from cachemgr.sequences.holds import Pinned, with_ancestors
 from cachemgr.sequences.prefix_match import cached_chain, keys_of

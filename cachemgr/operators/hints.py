@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cachemgr.retention.priority import HINT, MAX_DURATION, MAX_PRIORITY, RetentionRequest, bounded
+from cachemgr.retention.bounds import MAX_DURATION, MAX_PRIORITY, bounded
+from cachemgr.retention.priority import HINT, RetentionRequest
 from cachemgr.sequences.holds import with_ancestors
 from cachemgr.sequences.prefix_match import cached_chain
 from cachemgr.sequences.transfers import prefetch

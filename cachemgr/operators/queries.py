@@ -21,8 +21,8 @@ from cachemgr.operators.purge import matches
 from cachemgr.operators.snapshot import SnapshotReader
 from cachemgr.operators.state import ManagerState
 from cachemgr.operators.state_dump import executor_state, line, rule_state, scheduler_state
+from cachemgr.retention.bounds import MAX_PRIORITY
 from cachemgr.retention.leases import leases_of
-from cachemgr.retention.priority import MAX_PRIORITY
 from cachemgr.sequences import prefix_match
 from cachemgr.sequences.admission import check_request
 from cachemgr.sequences.estimates import while_running

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from cachemgr.retention.priority import NO_PRIORITY, RetentionRequest, bounded
+from cachemgr.retention.bounds import bounded
+from cachemgr.retention.priority import NO_PRIORITY, RetentionRequest
 from cachemgr.retention.rules import Rule
 from cachemgr.types import ManagerConfig, Outcome, Receipt, Retention
 

@@ -12,7 +12,8 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from cachemgr.errors import RuleExistsError, StaleRuleError, UnknownRuleError
-from cachemgr.retention.priority import NO_PRIORITY, RULE, RetentionRequest, check_duration, check_priority
+from cachemgr.retention.bounds import check_duration, check_priority
+from cachemgr.retention.priority import NO_PRIORITY, RULE, RetentionRequest
 from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import RetentionRule, RuleAction, RuleMatch
 from cachemgr.validation import check_id

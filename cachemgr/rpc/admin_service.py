@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.field_mask_pb2 import FieldMask
 
-from cachemgr.blocks.account import Account
+from cachemgr.blocks.cache_scope import Account
 from cachemgr.blocks.hit_counters import MAX_WINDOW_SECONDS
 from cachemgr.operators.state_dump import StateDigest
 from cachemgr.persistence.records import quota_message, quota_of, rule_message, rule_of

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 from hashlib import sha256
 
-from cachemgr.blocks.account import Account
-from cachemgr.blocks.block import Block
+from cachemgr.blocks.block import Block, account_of
 from cachemgr.blocks.block_pool import BlockPool
-from cachemgr.blocks.quota import account_of
+from cachemgr.blocks.cache_scope import Account
 from cachemgr.errors import SequenceTooLongError
-from cachemgr.retention import priority as retention
+from cachemgr.retention.bounds import check_retention
 from cachemgr.retention.plan import RetentionPlan
 from cachemgr.retention.priority import REQUEST, SESSION
 from cachemgr.retention.rules import RuleBook
@@ -44,7 +43,7 @@ def check_request(request: AdmitRequest) -> array[int]:
     prompt = request.num_prompt_tokens
     if prompt is not None and not 1 <= prompt <= len(request.token_ids):
         raise InvalidField("num_prompt_tokens", f"must be from 1 to the {len(request.token_ids)} tokens known")
-    retention.check(request.retention)
+    check_retention(request.retention)
     check_extra_keys("extra_keys", request.extra_keys, len(request.token_ids))
     return tokens
 

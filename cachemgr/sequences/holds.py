@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from cachemgr.blocks.block import Block, Node
-from cachemgr.blocks.quota import account_of
-from cachemgr.retention.priority import MAX_PRIORITY, PIN, RetentionRequest
+from cachemgr.blocks.block import Block, Node, account_of
+from cachemgr.retention.bounds import MAX_PRIORITY
+from cachemgr.retention.priority import PIN, RetentionRequest
 from cachemgr.types import Outcome, PinRecord, Receipt
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
-from cachemgr.blocks.block import Block
-from cachemgr.blocks.block_keys import CacheScope, extend_keys, extra_bytes
+from cachemgr.blocks.block import Block, account_of
+from cachemgr.blocks.block_keys import extend_keys, extra_bytes, root_key
 from cachemgr.blocks.block_pool import BlockPool
-from cachemgr.blocks.quota import account_of
+from cachemgr.blocks.cache_scope import CacheScope
 from cachemgr.retention.plan import RetentionPlan
 from cachemgr.sequences.holds import Holds
 from cachemgr.sequences.token_eviction_state import TokenEvictionState, blocks_for
@@ -39,7 +39,7 @@ from cachemgr.types import (
 )
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.account import Account
+    from cachemgr.blocks.cache_scope import Account
     from cachemgr.blocks.recovery import Recovery
     from cachemgr.blocks.tier import Tier
 
@@ -601,7 +601,7 @@ class Executor:
         scope, account = self._scopes.get(parts), account_for(self._accounts, tenant_id, salt)
         # Where quotas have come or gone, another one takes its place.
         if scope is None or scope.account is not account:
-            scope = CacheScope(self.spec.model_fingerprint, *parts)
+            scope = CacheScope(root_key(self.spec.model_fingerprint, salt, adapter_id), *parts)
             scope.account = account
             names = [self._name(key) for key in (("tenant_id", tenant_id), ("salt", salt)) if key[1] is not None]
             for named in names:

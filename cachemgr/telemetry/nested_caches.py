@@ -20,7 +20,7 @@ from cachemgr.retention.priority import RetentionRequest
 from cachemgr.types import BlockView
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.block_keys import CacheScope
+    from cachemgr.blocks.cache_scope import CacheScope
 
 
 class Content(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 from cachemgr.blocks import block_keys as keys
 from cachemgr.operators import hints as hint_runner
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.retention.priority import MAX_SESSION_SECONDS
+from cachemgr.retention.bounds import MAX_SESSION_SECONDS
 from cachemgr.sequences.holds import MAX_PINS
 from cachemgr.steps import at_once
 from cachemgr.types import HintAction, HintOutcome, Hints, Prefix, TierKind

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachemgr.blocks.block_record import LeaseRecord
+from cachemgr.retention.bounds import MAX_SESSION_SECONDS
 from cachemgr.retention.leases import MAX_LEASES, leases_of, offload_floor
-from cachemgr.retention.priority import DEFAULT_PRIORITY, MAX_SESSION_SECONDS, RetentionRequest
+from cachemgr.retention.priority import DEFAULT_PRIORITY, RetentionRequest
 from cachemgr.telemetry.nested_caches import NestedCaches
 from cachemgr.types import EventKind, Outcome, RemovalCause, Retention, RetentionRange
 from tests.support.in_process_manager import CONFIG, World, wish

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from cachemgr.blocks.account import Account
 from cachemgr.blocks.block import Block
+from cachemgr.blocks.cache_scope import Account
 from cachemgr.blocks.eviction_queue import loss
 from cachemgr.blocks.tier import Tier
 from cachemgr.errors import QuotaTooLargeError, SequenceTooLongError, UnknownQuotaError

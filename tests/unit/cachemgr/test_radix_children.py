@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachemgr.blocks.block import Block, Node
-from cachemgr.blocks.block_keys import CacheScope
+from cachemgr.blocks.cache_scope import CacheScope
 from cachemgr.blocks.radix_tree import (
     add_child,
     children_of,

@@ -18,7 +18,7 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import REGISTRY
 
-from cachemgr.blocks.block_keys import CacheScope, child_key
+from cachemgr.blocks.block_keys import child_key, root_key
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.manager import CacheManager
 from cachemgr.operators.state_dump import state_hash
@@ -133,7 +133,7 @@ def release(name: str) -> pb.ReleaseSequenceRequest:
 
 def test_what_the_store_remembered_is_in_the_log() -> None:
     tokens = packed_bytes(pack(range(4)))
-    record = BlockRecord(0, 2, child_key(CacheScope(b"f").key, tokens), None, 0, tokens, None, None, 0)
+    record = BlockRecord(0, 2, child_key(root_key(b"f", None, None), tokens), None, 0, tokens, None, None, 0)
     data, state = logged(remembered=(record,))
     found = replay.replay(io.BytesIO(data)).manager
     assert state_hash(found.queries.state()) == state

@@ -1,6 +1,8 @@
-"""Accounts: the tenants and salts that have a quota."""
+"""Cache scopes, and accounts: the tenants and salts that have a quota, which the blocks of a scope count against."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from cachemgr.types import AccountKey, Quota, TierKind
 
@@ -50,3 +52,33 @@ class Accounts(dict[AccountKey, Account]):
     def _add(self, quota: Quota, sign: int) -> None:
         self.floors[TierKind.DEVICE] += sign * quota.device_floor
         self.floors[TierKind.HOST] += sign * quota.host_floor
+
+
+class CacheScope:
+    """Salt, adapter, tenant and session that many blocks have in common, and their extra bytes, mostly none.
+
+    Blocks are shared under equal `key`, that is by sequences of one model with equal salt and equal adapter. It is the
+    parent key of their first blocks.
+    """
+
+    __slots__ = ("__weakref__", "account", "adapter_id", "extra", "key", "names", "salt", "session_id", "tenant_id")
+
+    def __init__(
+        self,
+        key: bytes,
+        salt: str | None = None,
+        adapter_id: int | None = None,
+        tenant_id: str | None = None,
+        session_id: str | None = None,
+        extra: bytes = b"",
+    ) -> None:
+        self.key = key
+        self.salt = salt
+        self.adapter_id = adapter_id
+        self.tenant_id = tenant_id
+        self.session_id = session_id
+        self.extra = extra
+        # The account that its blocks count against.
+        self.account: Account | None = None
+        # The scopes of its tenant and of its salt, which live as long as it does.
+        self.names: Sequence[object] = ()
