@@ -103,7 +103,7 @@ def summary(usage: pb.Usage, started: float, first: float, ended: float) -> str:
     return (
         f"cached {usage.cached_tokens}{below and f' ({below})'} · "
         f"prompt {usage.prompt_tokens} · output {usage.output_tokens} tokens · "
-        f"first token {(first - started) * 1000:.0f} ms · {speed} tokens/s"
+        f"TTFT {(first - started) * 1000:.0f} ms · {speed} tokens/s"
     )
 
 

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFam
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+_PREFIX = "kvkeep_scheduler"
 _STEP_BUCKETS = (1e-5, 3e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1, 5)
 _LATENCY_BUCKETS = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
@@ -36,7 +37,7 @@ class StepTimes:
         self.steps = 0
 
         def histogram(name: str, text: str) -> Histogram:
-            return Histogram(f"kvkeep_scheduler_step_{name}_seconds", text, buckets=_STEP_BUCKETS, registry=registry)
+            return Histogram(f"{_PREFIX}_step_{name}_seconds", text, buckets=_STEP_BUCKETS, registry=registry)
 
         self._planning = histogram("planning", "Time to plan a step.")
         self._sending = histogram("sending", "Time to build and send a step's message.")
@@ -78,59 +79,42 @@ class RequestMetrics:
     """Counts and latencies of requests. Written on the asyncio loop only."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        prefix = "kvkeep_scheduler"
-        self.running = Gauge(f"{prefix}_running_requests", "Samples in the running batch.", registry=registry)
-        self.waiting = Gauge(f"{prefix}_waiting_requests", "Samples in the waiting queue.", registry=registry)
-        self.preemptions = Counter(f"{prefix}_preemptions", "Samples preempted.", registry=registry)
-        self.swaps = Counter(
-            f"{prefix}_swaps", "Preempted samples whose blocks were onloaded from lower tiers.", registry=registry
-        )
-        self.recomputations = Counter(
-            f"{prefix}_recomputations", "Preempted samples whose blocks were computed again.", registry=registry
-        )
-        self.prompt_tokens = Counter(
-            f"{prefix}_prompt_tokens", "Prompt tokens of admitted requests.", registry=registry
-        )
-        self.cached_tokens = Counter(f"{prefix}_cached_tokens", "Prompt tokens with a prefix hit.", registry=registry)
-        self.onloaded_tokens = Counter(
-            f"{prefix}_onloaded_tokens", "Tokens whose blocks were onloaded, by tier.", ["tier"], registry=registry
-        )
-        self.onload_timeouts = Counter(
-            f"{prefix}_onload_timeouts", "Samples that stopped waiting for onloaded blocks.", registry=registry
-        )
-        self.output_tokens = Counter(f"{prefix}_output_tokens", "Tokens generated.", registry=registry)
-        self.evicted_tokens = Counter(
-            f"{prefix}_evicted_tokens", "Tokens evicted by eviction policies.", registry=registry
-        )
-        self.sync_seconds = Histogram(
-            f"{prefix}_sync_seconds", "Time of a sync with the cache manager.", buckets=_STEP_BUCKETS, registry=registry
-        )
-        self.manager_silence = Gauge(
-            f"{prefix}_cachemgr_silence_seconds",
-            "Time since the oldest unanswered call to the cache manager; 0 without one.",
-            registry=registry,
-        )
-        self.cache_usage = Gauge(
-            f"{prefix}_cache_usage_ratio",
-            "Share of blocks in use, of the fullest layer group, as the last sync reported.",
-            registry=registry,
-        )
 
-        def latency(name: str, text: str) -> Histogram:
-            return Histogram(f"{prefix}_{name}_seconds", text, buckets=_LATENCY_BUCKETS, registry=registry)
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"{_PREFIX}_{name}", text, registry=registry)
 
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"{_PREFIX}_{name}", text, labels, registry=registry)
+
+        def latency(name: str, text: str, buckets: Sequence[float] = _LATENCY_BUCKETS) -> Histogram:
+            return Histogram(f"{_PREFIX}_{name}_seconds", text, buckets=buckets, registry=registry)
+
+        self.running = gauge("running_requests", "Samples in the running batch.")
+        self.waiting = gauge("waiting_requests", "Samples in the waiting queue.")
+        self.preemptions = counter("preemptions", "Samples preempted.")
+        self.swaps = counter("swaps", "Preempted samples whose blocks were onloaded from lower tiers.")
+        self.recomputations = counter("recomputations", "Preempted samples whose blocks were computed again.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens with a prefix hit.")
+        self.onloaded_tokens = counter("onloaded_tokens", "Tokens whose blocks were onloaded, by tier.", "tier")
+        self.onload_timeouts = counter("onload_timeouts", "Samples that stopped waiting for onloaded blocks.")
+        self.output_tokens = counter("output_tokens", "Tokens generated.")
+        self.evicted_tokens = counter("evicted_tokens", "Tokens evicted by eviction policies.")
+        self.sync_seconds = latency("sync", "Time of a sync with the cache manager.", _STEP_BUCKETS)
+        self.manager_silence = gauge(
+            "cachemgr_silence_seconds", "Time since the oldest unanswered call to the cache manager; 0 without one."
+        )
+        self.cache_usage = gauge(
+            "cache_usage_ratio", "Share of blocks in use, of the fullest layer group, as the last sync reported."
+        )
         self.queue = latency("queue", "Time from a request's arrival to its first step.")
         self.first_token = latency("time_to_first_token", "Time to first token (TTFT).")
         self.inter_token = InterTokenHistogram(
-            f"{prefix}_inter_token_latency_seconds", "Inter-token latency (ITL) of samples.", registry
+            f"{_PREFIX}_inter_token_latency_seconds", "Inter-token latency (ITL) of samples.", registry
         )
         self.request = latency("request", "Time from a request's arrival to its end.")
-        self.requests = Counter(
-            f"{prefix}_requests", "Ended requests, by finish reason.", ["finish_reason"], registry=registry
-        )
-        self.refused = Counter(
-            f"{prefix}_refused_requests", "Refused requests, by reason.", ["reason"], registry=registry
-        )
+        self.requests = counter("requests", "Ended requests, by finish reason.", "finish_reason")
+        self.refused = counter("refused_requests", "Refused requests, by reason.", "reason")
 
 
 class VllmMetrics(Collector):

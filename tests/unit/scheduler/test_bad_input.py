@@ -243,6 +243,6 @@ def test_the_client_reports_a_missing_server_in_one_line() -> None:
 
 def test_the_command_line_client_says_where_cached_tokens_were() -> None:
     usage = pb.Usage(prompt_tokens=37, cached_tokens=36, output_tokens=8)
-    assert summary(usage, 0.0, 0.05, 1.0).startswith("cached 36 · prompt 37 · output 8 tokens · first token 50 ms")
+    assert summary(usage, 0.0, 0.05, 1.0).startswith("cached 36 · prompt 37 · output 8 tokens · TTFT 50 ms")
     usage.host_tokens, usage.disk_tokens = 16, 4
     assert summary(usage, 0.0, 0.05, 1.0).startswith("cached 36 (16 from host memory, 4 from disk) · prompt 37")
