@@ -168,6 +168,31 @@ class CacheUpdate:
     session: int | None = None
     all_given_up: bool = False
 
+    @property
+    def is_urgent(self) -> bool:
+        """Whether there is news for the cache manager. A sequence that still needs blocks is none."""
+        news = self.progress or self.released or self.trimmed or self.cancelled_tickets or self.relocated
+        return bool(news) or any(self.evicting.values())
+
+    def merge(self, update: "CacheUpdate") -> None:
+        """Adds what a later update has for the cache manager."""
+        self.step = max(self.step, update.step)
+        for handle, progress in update.progress.items():
+            mine = self.progress.setdefault(handle, Progress(0))
+            mine.computed = progress.computed
+            mine.token_ids += progress.token_ids
+        self.released += update.released
+        self.cancelled_tickets += update.cancelled_tickets
+        self.trimmed.update(update.trimmed)
+        self.starving.update(update.starving)
+        for handle, is_first in update.evicting.items():
+            self.evicting[handle] = is_first or self.evicting.get(handle, False)
+        self.relocated.update(update.relocated)
+        for handle in update.released:
+            self.trimmed.pop(handle, None)
+            self.starving.pop(handle, None)
+            self.evicting.pop(handle, None)
+
 
 class UpdateListener(Protocol):
     """Receives the step loop's updates, on its thread."""

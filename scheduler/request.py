@@ -1,7 +1,10 @@
 """A request as accepted: immutable. Its progress is a Sequence (step loop) and a Generation (output)."""
 
+from __future__ import annotations
+
 import enum
 import math
+from array import array
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,12 +60,12 @@ class CacheOptions:
 class Request:
     """One sample of an accepted generation; most have only one. Samples share a request_id and nothing that changes.
 
-    `arrival` names and orders requests, `arrived_at` is in seconds of the monotonic clock. `onload_timeout`:
-    seconds that it waits for onloads.
+    Token ids are packed as 32-bit numbers from the validation on. `arrival` names and orders requests, `arrived_at` is
+    in seconds of the monotonic clock. `onload_timeout`: seconds that it waits for onloads.
     """
 
     request_id: str
-    prompt_ids: tuple[int, ...]
+    prompt_ids: array[int]
     max_tokens: int
     sampling: execution_pb2.SamplingParams
     arrival: int
@@ -86,7 +89,7 @@ class AdmissionAttempt:
     """A request that waits for blocks: new, or again with the tokens it has generated so far."""
 
     request: Request
-    token_ids: tuple[int, ...]
+    token_ids: array[int]
     # Counted from 0.
     number: int = 0
     # Handle of the sequence to fork from while that one is live; 0 for none.

@@ -1,8 +1,12 @@
 """One attempt to run a request: its tokens, its blocks, and how far the sent steps take it."""
 
+from __future__ import annotations
+
 import enum
 import math
+from array import array
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any
 
 from protos.kvcommon.eviction import Policy
@@ -35,7 +39,7 @@ class Progress:
     """The computed tokens of a sequence, and the ids it has sampled since the last report."""
 
     computed: int
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=partial(array, "I"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +153,7 @@ class Sequence:
     eviction: Eviction | None = None
 
     request: Request = field(init=False)
-    token_ids: list[int] = field(init=False)
+    token_ids: array[int] = field(init=False)
     failures: int = field(init=False)
     computed: int = field(init=False)
     planned: int = field(init=False)
@@ -181,7 +185,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.request = self.attempt.request
         self.failures = self.attempt.failures
-        self.token_ids = list(self.attempt.token_ids)
+        self.token_ids = self.attempt.token_ids[:]
         self.known = self.synced_tokens = len(self.token_ids)
         self.computed = self.planned = self.synced = self.cached_tokens
         self.limit = len(self.request.prompt_ids) + self.request.max_tokens
@@ -316,7 +320,7 @@ class Sequence:
         """The request with all tokens it has, for another admission."""
         return AdmissionAttempt(
             self.request,
-            tuple(self.token_ids),
+            self.token_ids,
             self.attempt.number + 1,
             lowest_tier=self.retry_tier,
             preempted=self.leave_reason is LeaveReason.PREEMPTED,

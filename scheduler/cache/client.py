@@ -13,8 +13,16 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
 from protos.kvcommon.eviction import Layout, parse
 from protos.rpc.errors import RemoteError, from_rpc_error
-from scheduler.bridge import Admission, AdmissionListener, Admitted, CacheUpdate, Cancel, CommandQueue, ManagerLost
-from scheduler.cache.sync import SyncBatch, copies
+from scheduler.bridge import (
+    Admission,
+    AdmissionListener,
+    Admitted,
+    CacheUpdate,
+    Cancel,
+    CommandQueue,
+    ManagerLost,
+)
+from scheduler.cache.sync import copies, sync_answer, sync_request
 from scheduler.cache.tier_costs import TierCosts
 from scheduler.cache.waiting_queue import WaitingQueue
 from scheduler.errors import ManagerLostError, SchedulerReplacedError, refusal
@@ -75,7 +83,8 @@ class CacheClient:
         self._max_running = max_running
         self._manager_epoch = 0
         self._sync_number = 0
-        self._batch = SyncBatch()
+        # For the next sync.
+        self._update = CacheUpdate()
         self._session = 0
         # Sequences that hold blocks: their ids by handle.
         self._live: dict[int, str] = {}
@@ -115,11 +124,11 @@ class CacheClient:
             if update.all_given_up:
                 self._given_up.set()
         else:
-            self._batch.merge(update)
+            self._update.merge(update)
             for handle in update.released:
                 self._live.pop(handle, None)
             self._queue.num_running = len(self._live)
-            if self._batch.urgent:
+            if self._update.is_urgent:
                 self._reported.clear()
         self._queue.changed.set()
 
@@ -167,7 +176,7 @@ class CacheClient:
         self._commands.put(ManagerLost())
         await self._given_up.wait()
         self._lost = False
-        self._batch = SyncBatch()
+        self._update = CacheUpdate()
         self._reported.set()
         self._live.clear()
         self._queue.num_running = 0
@@ -179,12 +188,12 @@ class CacheClient:
         self._full.clear()
 
     async def _turn(self) -> None:
-        if self._batch.urgent or time.monotonic() >= self._next_sync:
+        if self._update.is_urgent or time.monotonic() >= self._next_sync:
             await self._sync()
         attempts = self._next_attempts()
         if attempts:
             await self._admit(attempts)
-        elif not self._batch.urgent:
+        elif not self._update.is_urgent:
             self._queue.changed.clear()
             try:
                 async with asyncio.timeout(max(0.0, self._next_sync - time.monotonic())):
@@ -195,7 +204,7 @@ class CacheClient:
     @property
     def _next_sync(self) -> float:
         refused = self._refused is not None or self._full
-        wanting = self._batch.starving or self._batch.evicting or self._missing_blocks or refused
+        wanting = self._update.starving or self._update.evicting or self._missing_blocks or refused
         return self._synced_at + (min(POLL_SECONDS, self._lease / 3) if wanting else self._lease / 3)
 
     def _next_attempts(self) -> list[AdmissionAttempt]:
@@ -222,10 +231,11 @@ class CacheClient:
         return chosen
 
     async def _sync(self) -> None:
-        batch, self._batch = self._batch, SyncBatch()
-        self._batch.step = batch.step
+        update, self._update = self._update, CacheUpdate(step=self._update.step)
         self._sync_number += 1
-        message = batch.message(self._scheduler_id, self._scheduler_epoch, self._manager_epoch, self._sync_number)
+        message = sync_request(
+            update, self._scheduler_id, self._scheduler_epoch, self._manager_epoch, self._sync_number
+        )
         session = self._session
         started = time.perf_counter()
         answer = await self._call(self._stub.SyncSequences, message)
@@ -238,12 +248,12 @@ class CacheClient:
         if answer.total_blocks:
             self._metrics.cache_usage.set(1 - answer.free_blocks / answer.total_blocks)
         self._missing_blocks = answer.missing_blocks
-        if batch.released:
+        if update.released:
             self._forget_refusals()
-        if not self._batch.urgent:
+        if not self._update.is_urgent:
             self._reported.set()
         # An answer without blocks is news too: no sequence is short of any more.
-        self._commands.put(batch.answered(answer, session))
+        self._commands.put(sync_answer(update, answer, session))
 
     async def _admit(self, attempts: Seq[AdmissionAttempt]) -> None:
         session, first = self._session, attempts[0]
@@ -293,7 +303,7 @@ class CacheClient:
 
     async def _fork(self, attempt: AdmissionAttempt) -> Seq[pb.AdmitSequenceResponse]:
         """Shares the parent's blocks. Empty when that is impossible: then the attempt is admitted like any other."""
-        if attempt.parent in self._batch.progress:
+        if attempt.parent in self._update.progress:
             # Only blocks that the manager knows to be computed are shared.
             await self._sync()
         if attempt.parent not in self._live:

@@ -47,7 +47,7 @@ class ExecutorClient:
     ) -> None:
         """executor: its description when the scheduler was set up for it and its model.
 
-        commands: gets SessionEnded when a session is over; `check` says whether it was the open one.
+        commands: gets SessionEnded when a session is over; `receive` says whether it was the open one.
         """
         self._address = address
         self._security = security
@@ -60,7 +60,7 @@ class ExecutorClient:
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
 
     def open(self) -> None:
-        """Requests a session; `first_step` waits until it is open. Raises ExecutorLostError, ExecutorChangedError.
+        """Requests a session; `receive` waits until it is open. Raises ExecutorLostError, ExecutorChangedError.
 
         Only an executor that is serving has announced its pools: blocks admitted before that would belong to the memory
         of the process before it.
@@ -104,29 +104,22 @@ class ExecutorClient:
             )
         )
 
-    def first_step(self, seconds: float) -> int | None:
-        """The number of the session's first step; None when it is not open within so many seconds.
-
-        Raises ExecutorLostError.
-        """
-        answer = self._next(seconds)
-        return None if answer is None else answer.opened.first_step
-
     def send(self, step: pb.Step) -> None:
         """Sends a step; never blocks."""
         self._requests.put(pb.StreamStepsRequest(step=step))
 
-    def receive(self, seconds: float) -> pb.StepResult | None:
-        """The answer to the oldest step in flight; None when it does not come within so many seconds.
+    def receive(self, seconds: float = 0.0) -> pb.StreamStepsResponse | None:
+        """The session's opening, or the answer to the oldest step in flight; None when it does not come in time.
 
-        Raises ExecutorLostError.
+        seconds: how long to wait. Raises ExecutorLostError when the session is over.
         """
-        answer = self._next(seconds)
-        return None if answer is None else answer.result
-
-    def check(self) -> None:
-        """Raises ExecutorLostError when the session is over; for times when nothing is in flight. Never blocks."""
-        self._next(0.0)
+        try:
+            answer = self._answers.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        if isinstance(answer, ExecutorLostError):
+            raise answer
+        return answer
 
     def close(self) -> None:
         """Ends the session, if there is one."""
@@ -143,12 +136,3 @@ class ExecutorClient:
             differs.append(f"pools for {executor.max_tokens} tokens instead of {known.max_tokens}")
         if differs:
             raise ExecutorChangedError(f"the executor came back with {', '.join(differs)}")
-
-    def _next(self, seconds: float) -> pb.StreamStepsResponse | None:
-        try:
-            answer = self._answers.get(timeout=seconds)
-        except queue.Empty:
-            return None
-        if isinstance(answer, ExecutorLostError):
-            raise answer
-        return answer

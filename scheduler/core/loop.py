@@ -3,8 +3,7 @@
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any, TypeVar, assert_never
+from typing import Any, assert_never
 
 import structlog
 
@@ -49,8 +48,6 @@ LONGEST_TURN_SECONDS = 1.0
 FINISH_SECONDS = 1.5
 
 log = structlog.get_logger()
-
-T = TypeVar("T")
 
 
 class StepLoop:
@@ -205,9 +202,10 @@ class StepLoop:
         step = self._in_flight[0]
         expected = self._budget.estimate(len(step.decodes), step.prefill_tokens)
         expected = FIRST_STEP_SECONDS if expected is None else expected
-        result = self._answer(self._executor.receive, expected, f"step {step.number} was not answered")
-        if result is None:
+        answer = self._answer(expected, f"step {step.number} was not answered")
+        if answer is None:
             return
+        result = answer.result
         self._failed_sessions = 0
         self._timing.waiting_for_executor = time.perf_counter() - started
         self._timing.executor_idle = result.idle_time.ToTimedelta().total_seconds()
@@ -222,7 +220,7 @@ class StepLoop:
         self._times.add(self._timing)
         self._timing = StepTiming()
 
-    def _answer(self, ask: Callable[[float], T | None], expected: float, failure: str) -> T | None:
+    def _answer(self, expected: float, failure: str) -> execution_pb2.StreamStepsResponse | None:
         """The executor's answer; None when the loop is to stop. Reads commands and publishes until it comes.
 
         expected: duration in seconds. Raises ExecutorLostError when the answer takes far longer.
@@ -230,7 +228,7 @@ class StepLoop:
         bound, waited = max(LOST_SECONDS, LOST_TIMES * expected), 0.0
         while True:
             begun = time.monotonic()
-            answer = ask(TURN_SECONDS)
+            answer = self._executor.receive(TURN_SECONDS)
             if answer is not None:
                 self._silence = 0.0
                 if self._silent:
@@ -265,7 +263,8 @@ class StepLoop:
             # No live sequence can compute: only the cache manager can help.
             self._timing.waiting_for_cachemgr += time.perf_counter() - started
         self._read(commands)
-        self._executor.check()
+        # Raises when the session is over.
+        self._executor.receive()
 
     def _publish(self, *, everything: bool = False) -> None:
         tokens, update = self._batch.take_updates(everything=everything)
@@ -284,7 +283,7 @@ class StepLoop:
             try:
                 begun = time.monotonic()
                 self._executor.open()
-                first = self._answer(self._executor.first_step, 0.0, "the session was not opened")
+                answer = self._answer(0.0, "the session was not opened")
             except ExecutorLostError as error:
                 if str(error) != logged:
                     logged = str(error)
@@ -292,9 +291,9 @@ class StepLoop:
                 self._count_silence(time.monotonic() - begun)
                 self._pause(RECONNECT_SECONDS)
             else:
-                if first is None:
+                if answer is None:
                     return
-                self._next_step = first
+                self._next_step = answer.opened.first_step
                 log.info("session with the executor opened", first_step=self._next_step)
                 self._report_session(1 - self._session)
                 self._publish()

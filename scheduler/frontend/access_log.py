@@ -136,9 +136,9 @@ class GenerationRecord:
             "finish_reason": reason,
             "samples": len(generations),
             "prompt_tokens": len(request.prompt_ids),
-            "cached_tokens": sum(generation.cached_tokens for generation in generations),
+            "cached_tokens": sum(generation.counted.cached_tokens for generation in generations),
             "output_tokens": sum(generation.output_tokens for generation in generations),
-            "preemptions": sum(generation.preemptions for generation in generations),
+            "preemptions": sum(generation.counted.preemptions for generation in generations),
         }
         times = {"queue_seconds": generations[0].started_at, "first_token_seconds": generations[0].first_token_at}
         fields |= {name: round(at - request.arrived_at, 4) for name, at in times.items() if at is not None}

@@ -1,6 +1,9 @@
 """The gRPC services: they convert messages and ask the request table. HTTP requests go the same way."""
 
+from __future__ import annotations
+
 import asyncio
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -13,7 +16,7 @@ from protos.rpc.identity import PermissionDeniedError, current
 from scheduler.errors import DeadlineError, NotReadyError
 from scheduler.frontend.access_log import AccessLog
 from scheduler.frontend.model_info import ModelInfo
-from scheduler.frontend.output import Chunk, Generation
+from scheduler.frontend.output import Generation
 from scheduler.frontend.requests import RequestTableSource
 from scheduler.frontend.tenancy import bind
 
@@ -57,6 +60,13 @@ class GenerationService(rpc.GenerationServiceServicer):
 
         usage: whether each chunk has the sample's usage so far, not only the last one.
         """
+
+        async def send(output: Sequence[tuple[Generation, pb.StreamGenerateResponse]]) -> None:
+            for generation, chunk in output:
+                if chunk.finish_reason or usage:
+                    chunk.usage.CopyFrom(generation.usage())
+                await write(chunk)
+
         requests = self._source.requests
         with self.access_log.generation(request, requests.model.name) as record:
             tenant = bind(current(), request.cache)
@@ -66,13 +76,11 @@ class GenerationService(rpc.GenerationServiceServicer):
                 record.stream = stream
                 output = await stream.next()
                 while not stream.finished:
-                    for generation, chunk in output:
-                        await write(_response(generation, chunk, usage=usage))
+                    await send(output)
                     output = await stream.next()
-            for generation, chunk in output:
-                await write(_response(generation, chunk, usage=usage))
+            await send(output)
 
-    async def tokenize(self, request: pb.StreamGenerateRequest) -> Sequence[int]:
+    async def tokenize(self, request: pb.StreamGenerateRequest) -> array[int]:
         """Ids of a request's prompt, also of one that is longer than the model takes."""
         requests = self._source.requests
         tenant = bind(current(), request.cache)
@@ -148,21 +156,3 @@ class SchedulerAdminService(rpc.SchedulerAdminServiceServicer):
         if not request.validate_only and requests.set_draining(request.draining):
             log.info("drained by an operator" if request.draining else "draining ended by an operator")
         return pb.SetDrainingResponse(running_requests=requests.num_running, waiting_requests=requests.num_waiting)
-
-
-def _response(generation: Generation, chunk: Chunk, *, usage: bool) -> pb.StreamGenerateResponse:
-    response = pb.StreamGenerateResponse(
-        request_id=generation.request.request_id,
-        sample_index=generation.request.sample_index,
-        text=chunk.text,
-        token_ids=chunk.token_ids,
-        finish_reason=chunk.finish,
-    )
-    for logprobs in chunk.logprobs:
-        top = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
-        response.logprobs.add(
-            logprob=logprobs.logprob, top=[pb.TokenLogprob(token_id=token, logprob=value) for token, value in top]
-        )
-    if chunk.finish or usage:
-        response.usage.CopyFrom(generation.usage())
-    return response

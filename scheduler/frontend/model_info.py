@@ -1,8 +1,11 @@
 """The served model as the executor describes it: limits, tokenizer and chat template."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import json
+from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -67,7 +70,7 @@ class ModelInfo:
         """Whether conversations can be rendered."""
         return self._chat is not None
 
-    async def encode_text(self, text: str, most: int | None = None) -> list[int]:
+    async def encode_text(self, text: str, most: int | None = None) -> array[int]:
         """Ids of plain text, with the special tokens that the tokenizer adds.
 
         most: TooLongError is raised for more tokens, without tokenizing the whole text where that is possible.
@@ -77,7 +80,7 @@ class ModelInfo:
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, str]], places: Sequence[tuple[int, int]] = (), most: int | None = None
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[array[int], list[int]]:
         """Ids of a conversation, with the template's special tokens, and the number of ids in front of each place.
 
         A place is a message's index, and characters of its content. Raises ChatTemplateError and UnreadFieldError, and
@@ -109,21 +112,21 @@ class ModelInfo:
     def _turn(self, size: int) -> contextlib.AbstractAsyncContextManager[None]:
         return self._large if size > LARGE_PROMPT else contextlib.nullcontext()
 
-    def _encode_text(self, text: str, most: int | None) -> list[int]:
+    def _encode_text(self, text: str, most: int | None) -> array[int]:
         self._check_bytes(text, most)
         # As a batch: else the tokenizer keeps the GIL. The fast variant has no offsets.
         [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=True)
-        return at_most(most, encoding.ids)
+        return pack(encoding.ids, most)
 
     def _encode_chat(
         self, messages: Sequence[Mapping[str, str]], places: Sequence[tuple[int, int]], most: int | None
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[array[int], list[int]]:
         assert self._chat is not None
         prompt = self._chat.render(messages)
         self._check_bytes(prompt, most)
         encode = self.tokenizer.encode_batch if places else self.tokenizer.encode_batch_fast
         [encoding] = encode([prompt], add_special_tokens=False)
-        ids = at_most(most, encoding.ids)
+        ids = pack(encoding.ids, most)
         positions = [self._chat.position(prompt, messages, *place) for place in places]
         offsets = encoding.offsets if places else []
         return ids, [bisect_right(offsets, position, key=lambda offset: offset[1]) for position in positions]
@@ -135,11 +138,11 @@ class ModelInfo:
                 raise TooLongError(f"has at least {least} tokens")
 
 
-def at_most(most: int | None, ids: Sequence[int]) -> list[int]:
-    """The ids. Raises TooLongError for more than `most`."""
+def pack(ids: Sequence[int], most: int | None) -> array[int]:
+    """The ids as 32-bit numbers. Raises TooLongError for more than `most`."""
     if most is not None and len(ids) > most:
         raise TooLongError(f"has {len(ids)} tokens")
-    return list(ids)
+    return array("I", ids)
 
 
 def _read(model: execution_pb2.GetModelResponse) -> tuple[Tokenizer, int | None]:

@@ -4,9 +4,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
-from protos.execution.v1 import execution_pb2
 from protos.generation.v1 import generation_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import ServiceError
@@ -19,16 +17,6 @@ from scheduler.request import Request
 # Each stream gets a message no sooner than so many seconds, times the number of streams, after its last one: few
 # streams get every token, very many get several at once, since writing would leave no time for other work.
 MESSAGE_SECONDS = 2.5e-4
-
-
-@dataclass(slots=True)
-class Chunk:
-    """Output since the last chunk."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[execution_pb2.TokenLogprobs] = field(default_factory=list)
-    finish: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
 
 
 class Generation:
@@ -44,14 +32,8 @@ class Generation:
         self.finished = False
         # Unspecified also after an error.
         self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
-        self.preemptions = 0
-        # Of the attempt that started first.
-        self.cached_tokens = 0
-        self.host_tokens = 0
-        self.disk_tokens = 0
-        # The cache manager's answers to that attempt's retention requests and hints.
-        self.receipts: tuple[common.RetentionReceipt, ...] = ()
-        self.hint_answers: tuple[common.HintAnswer, ...] = ()
+        # What is counted while it runs. The first sample alone counts the prompt.
+        self.counted = pb.Usage(prompt_tokens=0 if request.sample_index else len(request.prompt_ids))
         # As the cache manager resolved it; None when no token is evicted.
         self.policy: common.EvictionPolicy | None = None
         # The most tokens kept at once, over all attempts.
@@ -68,7 +50,7 @@ class Generation:
         # when they are sent.
         self._num_detokenized = 0
         self._pending: list[int] = []
-        self._chunk = Chunk()
+        self._chunk = self._empty_chunk()
         self._error: ServiceError | None = None
         self._ready = ready
 
@@ -89,7 +71,11 @@ class Generation:
         if meta is not None:
             self.first_token_at = self.first_token_at or now
             if meta.logprobs is not None:
-                self._chunk.logprobs.append(meta.logprobs)
+                top = zip(meta.logprobs.top_token_ids, meta.logprobs.top_logprobs, strict=True)
+                self._chunk.logprobs.add(
+                    logprob=meta.logprobs.logprob,
+                    top=[pb.TokenLogprob(token_id=token, logprob=value) for token, value in top],
+                )
             if meta.finished:
                 self._end(stopped=meta.stopped)
                 return
@@ -112,28 +98,23 @@ class Generation:
         self.finished = True
         self._ready.set()
 
-    def take(self) -> Chunk | None:
-        """New output, if there is any; the last chunk has `finish` set. Raises the error of `fail`."""
+    def take(self) -> pb.StreamGenerateResponse | None:
+        """New output, if there is any; the last chunk has a finish reason. No usage. Raises the error of `fail`."""
         if self._error is not None:
             raise self._error
         if not self.has_output:
             return None
         self._detokenize()
-        chunk, self._chunk = self._chunk, Chunk()
+        chunk, self._chunk = self._chunk, self._empty_chunk()
         return chunk
 
+    def _empty_chunk(self) -> pb.StreamGenerateResponse:
+        return pb.StreamGenerateResponse(request_id=self.request.request_id, sample_index=self.request.sample_index)
+
     def usage(self) -> pb.Usage:
-        """The sample's usage; the first sample alone counts the prompt."""
-        usage = pb.Usage(
-            prompt_tokens=0 if self.request.sample_index else len(self.request.prompt_ids),
-            cached_tokens=self.cached_tokens,
-            host_tokens=self.host_tokens,
-            disk_tokens=self.disk_tokens,
-            output_tokens=self.output_tokens,
-            preemptions=self.preemptions,
-            retention_receipts=self.receipts,
-            hint_answers=self.hint_answers,
-        )
+        """The sample's usage so far."""
+        usage = pb.Usage(output_tokens=self.output_tokens)
+        usage.MergeFrom(self.counted)
         if self.policy is not None:
             usage.eviction.CopyFrom(self._eviction(self.policy))
         times = (
@@ -160,7 +141,7 @@ class Generation:
     def _detokenize(self, *, stopped: bool = False) -> bool:
         """Turns pending tokens into text, but the last one if it `stopped` the output; True after a stop string."""
         token_ids, self._pending = self._pending, []
-        self._chunk.token_ids += token_ids
+        self._chunk.token_ids.extend(token_ids)
         self._num_detokenized += len(token_ids)
         text_ids = token_ids[:-1] if stopped else token_ids
         return self._push(self._detokenizer.push(text_ids)) if text_ids else False
@@ -179,7 +160,7 @@ class Generation:
             self._finish(pb.FINISH_REASON_STOP if stopped else pb.FINISH_REASON_LENGTH)
 
     def _finish(self, reason: pb.FinishReason) -> None:
-        self._chunk.finish = self.finish_reason = reason
+        self._chunk.finish_reason = self.finish_reason = reason
         self.finished = True
 
 
@@ -196,7 +177,7 @@ class Stream:
         """Whether all outputs have ended; the last chunks may still have to be taken."""
         return all(generation.finished for generation in self.generations)
 
-    async def next(self) -> list[tuple[Generation, Chunk]]:
+    async def next(self) -> list[tuple[Generation, pb.StreamGenerateResponse]]:
         """Waits for output. Raises the error of a sample that failed."""
         await self._ready.wait()
         self._ready.clear()

@@ -232,19 +232,19 @@ class RequestTable:
                 if not generation.request.sample_index:
                     self.metrics.queue.observe(batch.at - generation.request.arrived_at)
                     self.metrics.prompt_tokens.inc(len(generation.request.prompt_ids))
-                    self.metrics.cached_tokens.inc(generation.cached_tokens)
+                    self.metrics.cached_tokens.inc(generation.counted.cached_tokens)
         for arrival, host_tokens, disk_tokens in batch.onloaded:
             self.metrics.onloaded_tokens.labels("host").inc(host_tokens)
             self.metrics.onloaded_tokens.labels("disk").inc(disk_tokens)
             if generation := self._live.get(arrival):
-                generation.host_tokens += host_tokens
-                generation.disk_tokens += disk_tokens
+                generation.counted.host_tokens += host_tokens
+                generation.counted.disk_tokens += disk_tokens
         self.metrics.onload_timeouts.inc(len(batch.late))
         self.preemptions += len(batch.preempted)
         self.metrics.preemptions.inc(len(batch.preempted))
         for arrival in batch.preempted:
             if generation := self._live.get(arrival):
-                generation.preemptions += 1
+                generation.counted.preemptions += 1
         for arrival, tokens, mass in batch.evicted:
             self.metrics.evicted_tokens.inc(tokens)
             if generation := self._live.get(arrival):
@@ -272,9 +272,13 @@ class RequestTable:
         if admission.eviction_policy is not None:
             generation.policy = admission.eviction_policy
         if generation.started_at is None and not attempt.request.sample_index:
-            generation.cached_tokens = admission.cached_tokens
-            generation.receipts = tuple(admission.receipts)
-            generation.hint_answers = tuple(admission.hint_answers)
+            # In place of those of an attempt that never started.
+            counted = generation.counted
+            counted.cached_tokens = admission.cached_tokens
+            counted.ClearField("retention_receipts")
+            counted.ClearField("hint_answers")
+            counted.retention_receipts.extend(admission.receipts)
+            counted.hint_answers.extend(admission.hint_answers)
         if attempt.preempted:
             if admission.has_onloads:
                 self.metrics.swaps.inc()

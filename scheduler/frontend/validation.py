@@ -1,9 +1,12 @@
 """Validates a message and turns it into a Request. Every rule for callers' values is here, for gRPC and HTTP."""
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 import secrets
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
@@ -19,7 +22,7 @@ from protos.rpc import tracing
 from protos.rpc.errors import InvalidField
 from scheduler.errors import ContextLengthError, ModelNotFoundError
 from scheduler.frontend.chat_template import ChatTemplateError, UnreadFieldError
-from scheduler.frontend.model_info import ModelInfo, TooLongError, at_most
+from scheduler.frontend.model_info import ModelInfo, TooLongError, pack
 from scheduler.request import CacheOptions, Request
 
 MAX_REQUEST_ID_BYTES = 128
@@ -87,7 +90,7 @@ class RequestValidator:
         prompt_ids, ends = await self._prompt_ids(message, places)
         first = Request(
             request_id=message.request_id or secrets.token_hex(8),
-            prompt_ids=tuple(prompt_ids),
+            prompt_ids=prompt_ids,
             max_tokens=self._max_tokens(message, len(prompt_ids), policy),
             sampling=sampling,
             arrival=next(self._arrivals),
@@ -124,7 +127,7 @@ class RequestValidator:
                 fields={"model": f"is not served; {self.model.name!r} is"},
             )
 
-    async def encode(self, message: pb.StreamGenerateRequest) -> Sequence[int]:
+    async def encode(self, message: pb.StreamGenerateRequest) -> array[int]:
         """Ids of the prompt, however many; only its model and its text are validated."""
         _check_size(message)
         self.check_model(message.model)
@@ -139,7 +142,7 @@ class RequestValidator:
 
     async def _encode(
         self, message: pb.StreamGenerateRequest, places: Sequence[Breakpoint], most: int | None = None
-    ) -> tuple[Sequence[int], Sequence[int]]:
+    ) -> tuple[array[int], Sequence[int]]:
         """The prompt's ids, and the number in front of each place. Raises TooLongError for more than `most`."""
         match message.WhichOneof("input"):
             case "text":
@@ -148,13 +151,13 @@ class RequestValidator:
             case "chat":
                 return await self._chat_ids(message.chat, places, most)
             case "token_ids":
-                return at_most(most, message.token_ids.token_ids), ()
+                return pack(message.token_ids.token_ids, most), ()
             case _:
                 raise InvalidField("input", "is missing: give text, chat or token_ids")
 
     async def _prompt_ids(
         self, message: pb.StreamGenerateRequest, places: Sequence[Breakpoint]
-    ) -> tuple[Sequence[int], Sequence[int]]:
+    ) -> tuple[array[int], Sequence[int]]:
         field, fits = _FIELDS.get(message.WhichOneof("input"), ""), self.model.max_tokens - 1
         try:
             ids, ends = await self._encode(message, places, fits)
@@ -168,7 +171,7 @@ class RequestValidator:
 
     async def _chat_ids(
         self, chat: pb.ChatInput, places: Sequence[Breakpoint], most: int | None
-    ) -> tuple[Sequence[int], Sequence[int]]:
+    ) -> tuple[array[int], Sequence[int]]:
         if not chat.messages:
             raise InvalidField("chat.messages", "must not be empty")
         for index, message in enumerate(chat.messages):

@@ -158,7 +158,7 @@ def _using(service: GenerationService, guard: Guard, bodies: BodyLimits) -> Iter
         answer: responses.Tokens = {
             "count": len(token_ids),
             "max_model_len": model.max_tokens,
-            "tokens": list(token_ids),
+            "tokens": token_ids.tolist(),
         }
         if request.return_token_strs:
             answer["token_strs"] = await asyncio.to_thread(model.vocabulary, token_ids)

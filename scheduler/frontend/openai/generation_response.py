@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from scheduler.frontend.grpc_service import GenerationService
 from scheduler.frontend.openai.errors import ApiError, from_service, unexpected
 from scheduler.frontend.openai.identity import Caller
 from scheduler.frontend.openai.middleware import FAILED
-from scheduler.frontend.openai.response_builder import ResponseBuilder, Sample
+from scheduler.frontend.openai.response_builder import ResponseBuilder, merged
 from scheduler.frontend.openai.translate import Names, of_prompt
 
 Write = Callable[[pb.StreamGenerateResponse], Awaitable[object]]
@@ -77,13 +78,13 @@ class GenerationResponse(Response):
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Created with their output and not from the requested number, which is not validated yet.
-        samples: dict[int, Sample] = {}
+        samples: defaultdict[int, list[pb.StreamGenerateResponse]] = defaultdict(list)
 
         async def add(piece: pb.StreamGenerateResponse) -> None:
-            samples.setdefault(piece.sample_index, Sample(piece.sample_index)).add(piece)
+            samples[piece.sample_index].append(piece)
 
         await self._generate(scope, add)
-        whole = self._builder.whole([samples[index] for index in sorted(samples)])
+        whole = self._builder.whole([merged(samples[index]) for index in sorted(samples)])
         await JSONResponse(whole)(scope, receive, send)
 
     async def _send_events(self, scope: Scope, send: Send) -> None:
@@ -158,13 +159,12 @@ class _Events:
 
     async def write(self, piece: pb.StreamGenerateResponse) -> None:
         first = piece.sample_index not in self._sent
-        sample = Sample(offset=self._sent.setdefault(piece.sample_index, 0))
-        sample.add(piece)
-        self._sent[piece.sample_index] += len(piece.text)
+        offset = self._sent.get(piece.sample_index, 0)
+        self._sent[piece.sample_index] = offset + len(piece.text)
         if piece.HasField("usage"):
             self._usages[piece.sample_index] = piece.usage
-        if first or self._builder.says_something(sample):
-            await self.send(self._builder.chunk(sample, self._usages.values(), first=first))
+        if first or self._builder.says_something(piece):
+            await self.send(self._builder.chunk(piece, self._usages.values(), first=first, offset=offset))
 
     async def send_usage(self) -> None:
         await self.send(self._builder.usage_chunk(self._usages.values()))

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from protos.generation.v1 import generation_pb2 as pb
@@ -10,26 +10,13 @@ from scheduler.frontend.model_info import ModelInfo
 from scheduler.frontend.openai import responses
 
 
-@dataclass
-class Sample:
-    """One sample's output so far, or a chunk of it. offset: characters before it."""
-
-    index: int = 0
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
-    finish_reason: int = pb.FINISH_REASON_UNSPECIFIED
-    usage: pb.Usage = field(default_factory=pb.Usage)
-    offset: int = 0
-
-    def add(self, piece: pb.StreamGenerateResponse) -> None:
-        """Appends a chunk."""
-        self.index = piece.sample_index
-        self.text.append(piece.text)
-        self.token_ids += piece.token_ids
-        self.logprobs += piece.logprobs
-        if piece.finish_reason:
-            self.finish_reason, self.usage = piece.finish_reason, piece.usage
+def merged(pieces: Sequence[pb.StreamGenerateResponse]) -> pb.StreamGenerateResponse:
+    """The whole output of a sample, of which only the last piece has a usage."""
+    whole = pb.StreamGenerateResponse()
+    for piece in pieces:
+        whole.MergeFrom(piece)
+    whole.text = "".join(piece.text for piece in pieces)
+    return whole
 
 
 class ResponseBuilder(ABC):
@@ -53,33 +40,38 @@ class ResponseBuilder(ABC):
         self._created = responses.now()
 
     @abstractmethod
-    def choice(self, sample: Sample) -> dict[str, Any]:
-        """The choice of a whole sample."""
+    def content(self, text: str) -> dict[str, Any]:
+        """The text of a whole sample."""
 
     @abstractmethod
-    def chunk_choice(self, sample: Sample, *, first: bool) -> dict[str, Any]:
-        """The choice of a chunk. first: nothing of the sample was sent before."""
+    def delta(self, text: str, *, first: bool) -> dict[str, Any]:
+        """The text of a chunk. first: nothing of the sample was sent before."""
 
     @abstractmethod
-    def tokens(self, sample: Sample) -> dict[str, Any]:
-        """Its log-probabilities, in the endpoint's shape."""
+    def tokens(self, piece: pb.StreamGenerateResponse, offset: int) -> dict[str, Any]:
+        """The log-probabilities in the endpoint's shape. offset: characters of the sample before the piece."""
 
-    def whole(self, samples: Sequence[Sample]) -> dict[str, Any]:
+    def whole(self, samples: Sequence[pb.StreamGenerateResponse]) -> dict[str, Any]:
         """The response of a request that does not stream."""
-        answer = self._answer(self.whole_object, [self.choice(sample) for sample in samples])
+        choices = [self._choice(sample, self.content(sample.text)) for sample in samples]
+        answer = self._answer(self.whole_object, choices)
         answer["usage"] = responses.usage([sample.usage for sample in samples])
         for sample in samples:
             responses.outcomes(answer, sample.usage)
         return answer
 
-    def chunk(self, sample: Sample, usages: Iterable[pb.Usage], *, first: bool) -> dict[str, Any]:
-        """An event of a stream. usages: of all samples so far."""
-        answer = self._answer(self.chunk_object, [self.chunk_choice(sample, first=first)])
+    def chunk(
+        self, piece: pb.StreamGenerateResponse, usages: Iterable[pb.Usage], *, first: bool, offset: int
+    ) -> dict[str, Any]:
+        """An event of a stream. usages: of all samples so far. offset: characters of the sample before it."""
+        choice = self._choice(piece, self.delta(piece.text, first=first), offset)
+        answer = self._answer(self.chunk_object, [choice])
         if self.continuous_usage:
             answer["usage"] = responses.usage(usages)
         elif self.include_usage:
             answer["usage"] = None
-        responses.outcomes(answer, sample.usage)
+        if piece.finish_reason:
+            responses.outcomes(answer, piece.usage)
         return answer
 
     def usage_chunk(self, usages: Iterable[pb.Usage]) -> dict[str, Any]:
@@ -88,9 +80,9 @@ class ResponseBuilder(ABC):
         answer["usage"] = responses.usage(usages)
         return answer
 
-    def says_something(self, sample: Sample) -> bool:
+    def says_something(self, piece: pb.StreamGenerateResponse) -> bool:
         """Whether a chunk deserves an event: a chunk may have tokens whose text is held back."""
-        return bool(sample.finish_reason or self._logprobs or any(sample.text))
+        return bool(piece.finish_reason or self._logprobs or piece.text)
 
     def _answer(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -101,14 +93,16 @@ class ResponseBuilder(ABC):
             "choices": choices,
         }
 
-    def _common(self, sample: Sample) -> dict[str, Any]:
-        common: dict[str, Any] = {
-            "logprobs": self.tokens(sample) if self._logprobs else None,
-            "finish_reason": responses.finish_reason(sample.finish_reason),
+    def _choice(self, piece: pb.StreamGenerateResponse, content: dict[str, Any], offset: int = 0) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": piece.sample_index,
+            **content,
+            "logprobs": self.tokens(piece, offset) if self._logprobs else None,
+            "finish_reason": responses.finish_reason(piece.finish_reason),
         }
-        if sample.usage.HasField("eviction"):
-            common["eviction"] = responses.eviction(sample.usage.eviction)
-        return common
+        if piece.finish_reason and piece.usage.HasField("eviction"):
+            choice["eviction"] = responses.eviction(piece.usage.eviction)
+        return choice
 
     def _alternatives(self, logprobs: pb.TokenLogprobs) -> list[responses.Alternative]:
         return [responses.alternative(self._model, top.token_id, top.logprob) for top in logprobs.top]
@@ -120,20 +114,15 @@ class ChatResponseBuilder(ResponseBuilder):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def choice(self, sample: Sample) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(sample.text)}
-        return {"index": sample.index, "message": message, **self._common(sample)}
+    def content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}}
 
-    def chunk_choice(self, sample: Sample, *, first: bool) -> dict[str, Any]:
-        delta = {"role": "assistant"} if first else {}
-        return {
-            "index": sample.index,
-            "delta": {**delta, "content": "".join(sample.text)},
-            **self._common(sample),
-        }
+    def delta(self, text: str, *, first: bool) -> dict[str, Any]:
+        role = {"role": "assistant"} if first else {}
+        return {"delta": {**role, "content": text}}
 
-    def tokens(self, sample: Sample) -> dict[str, Any]:
-        pairs = zip(sample.token_ids, sample.logprobs, strict=True)
+    def tokens(self, piece: pb.StreamGenerateResponse, offset: int) -> dict[str, Any]:  # noqa: ARG002
+        pairs = zip(piece.token_ids, piece.logprobs, strict=True)
         content = [
             {
                 **responses.alternative(self._model, token_id, logprobs.logprob),
@@ -149,24 +138,21 @@ class CompletionResponseBuilder(ResponseBuilder):
 
     whole_object = chunk_object = "text_completion"
 
-    def choice(self, sample: Sample) -> dict[str, Any]:
-        return {"index": sample.index, "text": "".join(sample.text), **self._common(sample)}
+    def content(self, text: str) -> dict[str, Any]:
+        return {"text": text}
 
-    def chunk_choice(self, sample: Sample, *, first: bool) -> dict[str, Any]:  # noqa: ARG002
-        return self.choice(sample)
+    def delta(self, text: str, *, first: bool) -> dict[str, Any]:  # noqa: ARG002
+        return self.content(text)
 
-    def tokens(self, sample: Sample) -> dict[str, Any]:
-        pairs = zip(sample.token_ids, sample.logprobs, strict=True)
+    def tokens(self, piece: pb.StreamGenerateResponse, offset: int) -> dict[str, Any]:
+        pairs = zip(piece.token_ids, piece.logprobs, strict=True)
         chosen = [responses.alternative(self._model, token_id, item.logprob) for token_id, item in pairs]
-        offsets, at = [], sample.offset
-        for item in chosen:
-            offsets.append(at)
-            at += len(item["token"])
+        lengths = (len(item["token"]) for item in chosen[:-1])
         return {
             "tokens": [item["token"] for item in chosen],
             "token_logprobs": [item["logprob"] for item in chosen],
             "top_logprobs": [
-                {top["token"]: top["logprob"] for top in self._alternatives(logprobs)} for logprobs in sample.logprobs
+                {top["token"]: top["logprob"] for top in self._alternatives(logprobs)} for logprobs in piece.logprobs
             ],
-            "text_offset": offsets,
+            "text_offset": list(accumulate(lengths, initial=offset)) if chosen else [],
         }

@@ -1,5 +1,6 @@
 """Sequences for tests of the step loop, and a running batch whose steps are answered by hand."""
 
+from array import array
 from collections.abc import Sequence as Seq
 
 from hypothesis import strategies as st
@@ -30,12 +31,12 @@ def sequence(
 ) -> Sequence:
     """An admitted sequence, with blocks for its prompt and one more unless `blocks` says otherwise."""
     request = Request(
-        f"r{handle}", tuple(range(prompt)), max_tokens, pb.SamplingParams(), handle, arrived_at, priority=priority
+        f"r{handle}", array("I", range(prompt)), max_tokens, pb.SamplingParams(), handle, arrived_at, priority=priority
     )
     count = -(-prompt // BLOCK) + 1 if blocks is None else blocks
     fields.setdefault("cached_tokens", 0)
     return Sequence(
-        AdmissionAttempt(request, (*request.prompt_ids, *range(generated))),
+        AdmissionAttempt(request, request.prompt_ids + array("I", range(generated))),
         handle,
         tables=[[100 * handle + i for i in range(count)]],
         block_size=BLOCK,

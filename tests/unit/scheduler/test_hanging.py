@@ -100,5 +100,5 @@ def test_a_pause_of_the_scheduler_is_no_silence_of_the_executor(monkeypatch: pyt
     monkeypatch.setattr(loop.time, "monotonic", lambda: hung.now)
     steps = loop.StepLoop(hung, CommandQueue(), Updates(), None, max_batched_tokens=1, budget=None)  # type: ignore[arg-type]
     with pytest.raises(loop.ExecutorLostError, match="within 30 seconds"):
-        steps._answer(hung.receive, 0.1, "step 1 was not answered")
+        steps._answer(0.1, "step 1 was not answered")
     assert hung.asked == loop.LOST_SECONDS / loop.LONGEST_TURN_SECONDS

@@ -1,6 +1,5 @@
 """The step loop on its own."""
 
-from collections import deque
 from collections.abc import Callable
 from math import inf
 
@@ -26,19 +25,23 @@ class OneStep:
 
     def __init__(self, commands: CommandQueue) -> None:
         self.steps: list[pb.Step] = []
-        self._mailbox = commands
+        self._commands = commands
+        self._opened = False
 
     def open(self) -> None:
         pass
 
-    def first_step(self, seconds: float) -> int:
-        return 1
-
     def send(self, step: pb.Step) -> None:
         self.steps.append(step)
 
-    def receive(self, seconds: float) -> pb.StepResult:
-        self._mailbox.put(Stop())
+    def receive(self, seconds: float) -> pb.StreamStepsResponse:
+        if not self._opened:
+            self._opened = True
+            return pb.StreamStepsResponse(opened=pb.SessionOpened())
+        return pb.StreamStepsResponse(result=self.answer())
+
+    def answer(self) -> pb.StepResult:
+        self._commands.put(Stop())
         return pb.StepResult(step=self.steps[-1].step)
 
     def close(self) -> None:
@@ -57,7 +60,7 @@ def test_only_copies_of_the_open_session_are_sent() -> None:
     assert [item.cancelled_tickets for item in updates.cache if item.cancelled_tickets] == [[31, 32, 33]]
 
 
-class Timed:
+class Timed(OneStep):
     """An executor that says how long its steps took, and counts those that it has when it answers one."""
 
     def __init__(
@@ -70,33 +73,23 @@ class Timed:
         self.had: list[int] = []
         # Prompt tokens of each answered step, but for the first one's.
         self.tokens: list[int] = []
-        self._mailbox = commands
-        self._steps, self._seconds, self._prompt = steps, seconds, prompt
-        self._sent: deque[pb.Step] = deque()
+        super().__init__(commands)
+        self._num_steps, self._seconds, self._prompt = steps, seconds, prompt
 
     def open(self) -> None:
-        self._mailbox.put(Admitted(sequence(1, 3, max_tokens=100, blocks=60), session=1))
+        self._commands.put(Admitted(sequence(1, 3, max_tokens=100, blocks=60), session=1))
 
-    def first_step(self, seconds: float) -> int:
-        return 0
-
-    def send(self, step: pb.Step) -> None:
-        self._sent.append(step)
-
-    def receive(self, seconds: float) -> pb.StepResult:
-        self.had.append(len(self._sent))
-        step = self._sent.popleft()
+    def answer(self) -> pb.StepResult:
+        self.had.append(len(self.steps))
+        step = self.steps.pop(0)
         self.tokens.append(sum(tokens for tokens in step.chunk_tokens if step.step))
         if len(self.had) == 10 and self._prompt:
-            self._mailbox.put(Admitted(sequence(2, self._prompt, blocks=self._prompt, arrived_at=inf), session=1))
-        if len(self.had) == self._steps:
-            self._mailbox.put(Stop())
+            self._commands.put(Admitted(sequence(2, self._prompt, blocks=self._prompt, arrived_at=inf), session=1))
+        if len(self.had) == self._num_steps:
+            self._commands.put(Stop())
         result = pb.StepResult(step=step.step, sequences=[1], token_ids=[7], stopped=[False], num_tokens=1)
         result.compute_time.FromNanoseconds(int(self._seconds(step.step, self.tokens[-1]) * 1e9))
         return result
-
-    def close(self) -> None:
-        pass
 
 
 def run(commands: CommandQueue, executor: Timed) -> list[TokenBatch]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from array import array
 
 import pytest
 
@@ -22,7 +23,7 @@ def model() -> ModelInfo:
 
 
 def streams(model: ModelInfo, count: int) -> list[Stream]:
-    requests = [Request(f"r{i}", (1, 2), 100, execution_pb2.SamplingParams(), i, 0.0) for i in range(count)]
+    requests = [Request(f"r{i}", array("I", [1, 2]), 100, execution_pb2.SamplingParams(), i, 0.0) for i in range(count)]
     return [Stream([request], model) for request in requests]
 
 

@@ -35,7 +35,7 @@ def test_all_progress_is_reported_once(sequences: list[Sequence], budget: int, d
         assert set(update.released) <= computed.keys()
     for item in sequences:
         assert computed[item.handle] == item.computed
-        assert tokens[item.handle] == item.token_ids[len(item.request.prompt_ids) :]
+        assert tokens[item.handle] == list(item.token_ids[len(item.request.prompt_ids) :])
 
 
 def reports(item: Sequence, steps: int) -> list[CacheUpdate]:
@@ -63,4 +63,4 @@ def test_progress_is_reported_at_once_when_blocks_run_out() -> None:
 def test_the_last_progress_comes_with_the_release() -> None:
     *_, last = reports(sequence(1, 8, max_tokens=4, blocks=50), 4)
     assert last.released == [1]
-    assert last.progress[1].token_ids == [1, 1, 1]
+    assert list(last.progress[1].token_ids) == [1, 1, 1]
