@@ -20,12 +20,13 @@ from cachemgr.errors import (
 )
 from cachemgr.operators import hints
 from cachemgr.operators.commands import OperatorCommands
+from cachemgr.operators.forget import ForgetHistory
 from cachemgr.operators.operator_journal import Kind as EntryKind
 from cachemgr.operators.operator_journal import NoOperatorJournal, OperatorJournal
 from cachemgr.operators.queries import Queries
 from cachemgr.operators.state import ManagerState
 from cachemgr.retention.bounds import check_duration
-from cachemgr.sequences.admission import check_length, check_request, content, grow, holder
+from cachemgr.sequences.admission import Allocator, check_length, check_request, content, grow, holder
 from cachemgr.sequences.fork import fork
 from cachemgr.sequences.holds import Holds
 from cachemgr.sequences.registration import (
@@ -100,8 +101,11 @@ class CacheManager:
         self._journal = journal or NoJournal()
         self._operator_journal = operator_journal or NoOperatorJournal()
         self._new_ghosts = new_ghosts
-        self.queries = Queries(self._state)
-        self.operators = OperatorCommands(self._state, self.queries, self._operator_journal)
+        self._allocator = Allocator(self.config, self._state.rules, self._state.next_number)
+        # Targets of ForgetBlocks, for blocks that are restored later.
+        self._forgotten = ForgetHistory()
+        self.queries = Queries(self._state, self._allocator)
+        self.operators = OperatorCommands(self._state, self._forgotten, self._operator_journal)
 
     @property
     def begun(self) -> int:
@@ -171,10 +175,10 @@ class CacheManager:
             self._journal.cleared(spec.executor_id, spec.executor_epoch)
         executor = self._enter_executor(spec, known, deadline)
         # Taken out in any case: neither applies to later blocks.
-        to_zero = self._state.forgotten.to_zero(spec.executor_id)
-        purged = self._state.forgotten.purged(spec.executor_id)
+        to_zero = self._forgotten.to_zero(spec.executor_id)
+        purged = self._forgotten.purged(spec.executor_id)
         if remembered or later or to_zero:
-            forgotten = self._state.forgotten.of(executor)
+            forgotten = self._forgotten.of(executor)
             if known is not None and known.recovery is not None:
                 purged = known.recovery.purged
             executor.recovery = Recovery(
@@ -276,10 +280,10 @@ class CacheManager:
         # Remembered blocks of this executor were used before all later blocks.
         self._state.uses = max(self._state.uses, *(pool.lru_clock for pool in executor.pools)) + MAX_SLOTS
         if executor.recovery is None:
-            self._state.forgotten.lost(executor.executor_id)
+            self._forgotten.lost(executor.executor_id)
         else:
-            self._state.forgotten.lost_in_recovery(executor.executor_id, executor.recovery.purged)
-        self._state.forgotten.not_zeroed(executor.executor_id, slots_to_zero(executor))
+            self._forgotten.lost_in_recovery(executor.executor_id, executor.recovery.purged)
+        self._forgotten.not_zeroed(executor.executor_id, slots_to_zero(executor))
         end_executor(executor, self._state.events, self._state.leftovers)
 
     def renew_executor(self, executor_id: str, executor_epoch: int, manager_epoch: int) -> None:
@@ -363,7 +367,7 @@ class CacheManager:
         existing = self._state.sequences.get(request.sequence_id)
         if existing is not None:
             return _repeated(existing, scheduler, content(request, tokens))
-        found = self._state.allocator.admit(request, tokens, scheduler, executor, now)
+        found = self._allocator.admit(request, tokens, scheduler, executor, now)
         scheduler.deadline = now + self.config.lease_seconds
         admission = self._enter(found)
         if not isinstance(found, Admission) and request.hints is not None:
@@ -512,8 +516,7 @@ class CacheManager:
         self._state.sequences[sequence.sequence_id] = sequence
         sequence.executor.sequences[sequence.handle] = sequence
         sequence.scheduler.sequences[sequence.handle] = sequence
-        for forgetting in self._state.forgetting:
-            forgetting.sequence_admitted(sequence)
+        self._forgotten.sequence_admitted(sequence)
         return sequence.admission
 
     def _release_all(self, scheduler: Scheduler) -> None:

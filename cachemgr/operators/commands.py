@@ -16,12 +16,12 @@ from cachemgr.errors import (
     UnknownHoldError,
     UnknownQuotaError,
 )
-from cachemgr.operators.forget import Forgetting
+from cachemgr.operators.forget import ForgetHistory, Forgetting
 from cachemgr.operators.hints import HintRunner
 from cachemgr.operators.hints import check as check_hints
 from cachemgr.operators.operator_journal import Kind, OperatorJournal, entry_name
 from cachemgr.operators.purge import is_remembered, purge
-from cachemgr.operators.queries import pool_view
+from cachemgr.operators.state import pool_view
 from cachemgr.retention.bounds import check_duration
 from cachemgr.retention.priority import HINT, SESSION
 from cachemgr.retention.rules import Rule
@@ -52,7 +52,6 @@ from protos.errors import InvalidField
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block, Node
     from cachemgr.blocks.block_pool import BlockPool
-    from cachemgr.operators.queries import Queries
     from cachemgr.operators.state import ManagerState
     from cachemgr.sequences.sequence import Executor
     from cachemgr.types import PoolView
@@ -64,9 +63,9 @@ _KINDS = {RetentionRule: Kind.RULE, Quota: Kind.QUOTA, PoolShare: Kind.SHARE}
 class OperatorCommands:
     """All calls of operators that change something. Calls that may touch very many blocks yield between slices."""
 
-    def __init__(self, state: ManagerState, queries: Queries, journal: OperatorJournal) -> None:
+    def __init__(self, state: ManagerState, forgotten: ForgetHistory, journal: OperatorJournal) -> None:
         self._state = state
-        self._queries = queries
+        self._forgotten = forgotten
         self._journal = journal
 
     def _report(self, entry: RetentionRule | Quota | PoolShare) -> None:
@@ -81,11 +80,7 @@ class OperatorCommands:
         Raises InvalidField, UnknownPoolError, UnknownExecutorError, BlocksInUseError.
         """
         self._state.begin()
-        self._queries.check_filter(selected)
-        pools = [
-            (self._state.executors[pool.executor_id], pool, among)
-            for pool, among in self._queries.filtered(selected, "filter.pool_id")
-        ]
+        pools = self._state.filtered(selected, "filter.pool_id")
         purged = yield from purge(pools, selected, validate_only=validate_only, skip_used=skip_used)
         if not validate_only:
             for executor in dict.fromkeys(executor for executor, _, _ in pools):
@@ -108,19 +103,17 @@ class OperatorCommands:
                 check_id(field, value)
         executors = list(self._state.executors.values())
         if target.prefix is not None:
-            executors = self._queries.check_prefix("prefix", target.prefix)
+            executors = self._state.check_prefix("prefix", target.prefix)
         forgetting = Forgetting(executors, target, self._state.events, self._state.executors)
         if validate_only:
             return (yield from forgetting.steps(validate_only=True))
-        number = self._state.forgotten.begin(target)
+        number = self._forgotten.begin(forgetting)
         for executor in executors:
             if executor.recovery is not None:
                 executor.recovery.forgotten.add(target)
-        self._state.forgetting.append(forgetting)
-        forgotten = yield from forgetting.steps(validate_only=False)
-        self._state.forgetting.remove(forgetting)
-        self._state.forgotten.end(number)
-        return forgotten
+        receipt = yield from forgetting.steps(validate_only=False)
+        self._forgotten.end(number)
+        return receipt
 
     # Pools
 
@@ -328,7 +321,7 @@ class OperatorCommands:
         """Carries out hints about a cached prefix. Raises InvalidField, UnknownExecutorError."""
         now = self._state.begin()
         check_hints("hints", hints)
-        executors = self._queries.check_prefix("prefix", prefix)
+        executors = self._state.check_prefix("prefix", prefix)
         if session_id is None:
             # The message id names the holder of the leases: without it senders would end the leases of each other.
             check_id("hints.message_id", hints.message_id)
@@ -344,7 +337,7 @@ class OperatorCommands:
     def pin_prefix(self, prefix: Prefix, owner: str, duration: float, *, validate_only: bool) -> list[Pinned]:
         """Pins a cached prefix in each executor that has it. Raises InvalidField, UnknownExecutorError."""
         now = self._state.begin()
-        executors = self._queries.check_prefix("prefix", prefix)
+        executors = self._state.check_prefix("prefix", prefix)
         check_id("owner", owner)
         check_duration("duration", duration)
         pinned = []

@@ -39,7 +39,7 @@ class Forgetting:
         """`registered` are all executors by name, also later ones: an executor may start again and keep its pools."""
         self._executors = executors
         self._registered = registered
-        self._target = target
+        self.target = target
         self._events = events
         self._receipt = Forgotten({})
         # By executor: keys of blocks to remove and, for a prefix, of blocks that were lost before.
@@ -50,14 +50,14 @@ class Forgetting:
 
     def sequence_admitted(self, sequence: Sequence) -> None:
         """Notes a sequence that is admitted meanwhile."""
-        executor, prefix = sequence.executor, self._target.prefix
+        executor, prefix = sequence.executor, self.target.prefix
         if executor.executor_id not in self._gone:
             if prefix is not None and prefix.executor_id not in ("", executor.executor_id):
                 return
             # The executor has registered meanwhile.
             self._begin(executor)
         self._came.add(sequence)
-        if self._target.session_id not in (None, sequence.scope.session_id):
+        if self.target.session_id not in (None, sequence.scope.session_id):
             for table in sequence.tables:
                 self._used.update(table.references())
         elif self._matches_sequence(sequence):
@@ -92,7 +92,7 @@ class Forgetting:
 
     def _begin(self, executor: Executor) -> None:
         # There may be events about blocks of the prompt that were lost before.
-        prefix = self._target.prefix
+        prefix = self.target.prefix
         self._gone[executor.executor_id] = set() if prefix is None else set(keys_of(executor, prefix))
 
     def _plan(self, executor: Executor, indexed: list[tuple[BlockPool, list[bytes]]]) -> Steps[RemovalPlan]:
@@ -114,10 +114,10 @@ class Forgetting:
     def _run_in_slices(
         self, executor: Executor, plan: RemovalPlan, holds: list[Hold], held: Counter[Block]
     ) -> Steps[None]:
-        if self._target.salt is None:
+        if self.target.salt is None:
             live = self._registered.get(executor.executor_id, executor)
             for sequence in list(live.sequences.values()):
-                if sequence not in self._came or self._target.session_id is None:
+                if sequence not in self._came or self.target.session_id is None:
                     self._mark(sequence)
                 yield
         for keyed in changes(plan.deepest_first()):
@@ -134,7 +134,7 @@ class Forgetting:
         self, executor: Executor, pool: BlockPool, keys: list[bytes], lost: set[bytes]
     ) -> Steps[dict[Block, None]]:
         """The blocks of a pool that the target matches. `lost` are the keys that groups of full attention lose."""
-        target = self._target
+        target = self.target
         if target.prefix is not None:
             blocks = _of_prefix(executor, pool, target)
             if pool.window is not None:
@@ -187,7 +187,7 @@ class Forgetting:
 
     def _note_other_sessions(self, executor: Executor, pool: BlockPool) -> Steps[None]:
         """Notes the blocks that other sessions use."""
-        session_id = self._target.session_id
+        session_id = self.target.session_id
         for hold in executor.holds:
             if not hold.pin and hold.session_id != session_id:
                 self._used.update(block for holder, block in hold.blocks if holder is pool)
@@ -204,7 +204,7 @@ class Forgetting:
 
     def _matches_sequence(self, sequence: Sequence) -> bool:
         """Whether blocks that a live sequence has, or will compute, come from the forgotten ones."""
-        target = self._target
+        target = self.target
         if target.salt is not None:
             return sequence.scope.salt == target.salt
         if target.session_id is not None and sequence.scope.session_id == target.session_id:
@@ -219,7 +219,7 @@ class Forgetting:
             block = pool.tree.by_key.get(key)
             if block is None:
                 continue
-            all_goes = block.children is not None and (pool.window is None or self._target.prefix is not None)
+            all_goes = block.children is not None and (pool.window is None or self.target.prefix is not None)
             standing = list(pool.tree.descendants(block)) if all_goes else []
             if self._is_shared(block, standing):
                 self._receipt.shared_blocks += 1
@@ -235,9 +235,9 @@ class Forgetting:
 
     def _is_shared(self, block: Block, standing: list[Block]) -> bool:
         """Whether another session has come to need a block."""
-        if self._target.session_id is None:
+        if self.target.session_id is None:
             return False
-        return block in self._used or any(not _stored(other.scope, self._target) for other in standing)
+        return block in self._used or any(not _stored(other.scope, self.target) for other in standing)
 
     def _scrub(self) -> Steps[None]:
         indexes = [pool.tree.by_key for executor in self._executors for pool in executor.pools]
@@ -249,7 +249,7 @@ class Forgetting:
         for part in looks(chain.from_iterable(self._gone.values())):
             lost.update(key for key in part if not stays(key))
             yield
-        target = self._target
+        target = self.target
         yield from self._events.scrub(lost, lambda block: _stored(block.scope, target) and not stays(block.key))
 
 
@@ -323,7 +323,8 @@ class ForgetHistory:
         self._targets: dict[ForgetTarget, int] = {}
         self._size = 0
         self._number = 0
-        self._running: set[int] = set()
+        # Calls that have not ended, by their numbers.
+        self._running: dict[int, Forgetting] = {}
         # The last call whose target was dropped.
         self._dropped = 0
         # By executor: the last call that has reached all its remembered blocks.
@@ -332,8 +333,9 @@ class ForgetHistory:
         self._num_slots = 0
         self._purged: dict[str, list[IsMeant]] = {}
 
-    def begin(self, target: ForgetTarget) -> int:
-        """Notes the target of a call that begins; returns the number of the call."""
+    def begin(self, forgetting: Forgetting) -> int:
+        """Notes a call that begins, with its target; returns the number of the call."""
+        target = forgetting.target
         if target.prefix is not None:
             # Of a request, they are a list.
             target = ForgetTarget(prefix=replace(target.prefix, token_ids=tuple(target.prefix.token_ids)))
@@ -341,7 +343,7 @@ class ForgetHistory:
         if self._targets.pop(target, None) is None:
             self._size += _size(target)
         self._targets[target] = self._number
-        self._running.add(self._number)
+        self._running[self._number] = forgetting
         while self._size > MOST_KEPT:
             oldest = next(iter(self._targets))
             self._dropped = self._targets.pop(oldest)
@@ -350,7 +352,12 @@ class ForgetHistory:
 
     def end(self, number: int) -> None:
         """A call has taken its blocks out of the index of every registered executor."""
-        self._running.discard(number)
+        del self._running[number]
+
+    def sequence_admitted(self, sequence: Sequence) -> None:
+        """Tells the running calls of a sequence that is admitted meanwhile."""
+        for forgetting in self._running.values():
+            forgetting.sequence_admitted(sequence)
 
     def lost(self, executor_id: str) -> None:
         """An executor is lost whose blocks were all in the index: calls that have ended need not reach them again."""

@@ -19,15 +19,13 @@ from cachemgr.operators.operator_journal import Entry
 from cachemgr.operators.operator_journal import Kind as EntryKind
 from cachemgr.operators.purge import matches
 from cachemgr.operators.snapshot import SnapshotReader
-from cachemgr.operators.state import ManagerState
+from cachemgr.operators.state import ManagerState, pool_view
 from cachemgr.operators.state_dump import executor_state, line, rule_state, scheduler_state
-from cachemgr.retention.bounds import MAX_PRIORITY
 from cachemgr.retention.leases import leases_of
 from cachemgr.sequences import prefix_match
-from cachemgr.sequences.admission import check_request
+from cachemgr.sequences.admission import Allocator, check_request
 from cachemgr.sequences.estimates import while_running
 from cachemgr.sequences.holds import Hold
-from cachemgr.sequences.prefix_match import cached_blocks_of
 from cachemgr.sequences.sequence import Executor, Sequence, account_for
 from cachemgr.types import (
     AccountKey,
@@ -50,10 +48,8 @@ from cachemgr.types import (
     SchedulerEpoch,
     SequenceView,
     TierKind,
-    TierUsage,
     Transfer,
 )
-from cachemgr.validation import check_extra_keys, check_id, check_tokens
 from protos.errors import InvalidField
 from protos.kvcommon.eviction import Kind
 
@@ -64,8 +60,9 @@ MAX_TRANSFERS = 10_000
 class Queries:
     """Calls that change nothing."""
 
-    def __init__(self, state: ManagerState) -> None:
+    def __init__(self, state: ManagerState, allocator: Allocator) -> None:
         self._state = state
+        self._allocator = allocator
 
     def check_pool(self, pool_id: str = "") -> list[PoolViolation]:
         """Recounts a pool, or all of them, from scratch. Raises UnknownPoolError."""
@@ -130,7 +127,7 @@ class Queries:
 
         Raises UnknownPoolError, InvalidField, UnknownExecutorError.
         """
-        for pool, among in self.filtered(selected):
+        for _, pool, among in self._state.filtered(selected):
             for block in _from(pool, after_index):
                 if block is not None and (among is None or block in among) and matches(pool, block, selected):
                     yield block.index, pool.listed(block)
@@ -142,7 +139,7 @@ class Queries:
 
         Raises as `filtered_blocks`.
         """
-        for pool, among in self.filtered(selected):
+        for _, pool, among in self._state.filtered(selected):
             for block in _from(pool, after_index):
                 is_last = block is not None and block.parent is not None and block.children is None
                 if block is None or not is_last or (among is not None and block not in among):
@@ -281,7 +278,7 @@ class Queries:
     def explain(self, prefix: Prefix, group: int) -> list[Explanation]:
         """Where the blocks of a prompt are, in each executor. Raises InvalidField, UnknownExecutorError."""
         found = []
-        for executor in self.check_prefix("prefix", prefix):
+        for executor in self._state.check_prefix("prefix", prefix):
             if group >= len(executor.pools):
                 if prefix.executor_id:
                     raise InvalidField("group", f"must be less than {len(executor.pools)}")
@@ -318,7 +315,7 @@ class Queries:
         request = with_retention(request)
         scheduler = self._state.scheduler(request.scheduler_id, request.scheduler_epoch)
         executor = self._state.executor(request.executor_id)
-        return self._state.allocator.preview(request, tokens, scheduler, executor, max_new_tokens)
+        return self._allocator.preview(request, tokens, scheduler, executor, max_new_tokens)
 
     def estimate(
         self, caller: SchedulerEpoch, sequence_id: str, step_tokens: int | None, max_new_tokens: int
@@ -333,42 +330,6 @@ class Queries:
         if step_tokens is None:
             step_tokens = len(sequence.tokens) - sequence.computed
         return while_running(sequence, step_tokens, max_new_tokens)
-
-    def check_filter(self, selected: BlockFilter) -> None:
-        """Raises InvalidField, UnknownExecutorError."""
-        for field in ("salt", "session_id", "tenant_id"):
-            value = getattr(selected, field)
-            if value is not None:
-                check_id(f"filter.{field}", value)
-        if selected.max_priority is not None and not 0 <= selected.max_priority <= MAX_PRIORITY:
-            raise InvalidField("filter.max_retention_priority", f"must be between 0 and {MAX_PRIORITY}")
-        if selected.prefix is not None:
-            self.check_prefix("filter.prefix", selected.prefix)
-
-    def filtered(self, selected: BlockFilter, field: str = "pool_id") -> list[tuple[BlockPool, set[Block] | None]]:
-        """Pools that a filter selects, each with the only blocks that its prefix leaves."""
-        found: list[tuple[BlockPool, set[Block] | None]] = []
-        self.check_filter(selected)
-        pools = self._state.pools(selected.pool_id, field)
-        for executor in self._state.executors.values():
-            for pool in executor.pools:
-                if pool not in pools:
-                    continue
-                if selected.prefix is None:
-                    found.append((pool, None))
-                elif selected.prefix.executor_id in ("", executor.executor_id):
-                    found.append((pool, set(cached_blocks_of(executor, pool, selected.prefix))))
-        return found
-
-    def check_prefix(self, path: str, prefix: Prefix) -> list[Executor]:
-        """The executors that may have a prefix. Raises InvalidField, UnknownExecutorError."""
-        check_tokens(f"{path}.token_ids", prefix.token_ids)
-        if prefix.salt is not None:
-            check_id(f"{path}.salt", prefix.salt)
-        check_extra_keys(f"{path}.extra_keys", prefix.extra_keys, len(prefix.token_ids))
-        if not prefix.executor_id:
-            return list(self._state.executors.values())
-        return [self._state.executor(prefix.executor_id, f"{path}.executor_id")]
 
     def records(self, executor_id: str) -> Iterator[BlockRecord]:
         """Every indexed block of an executor by index, at the moment of its turn; none of an unknown executor."""
@@ -443,25 +404,3 @@ def _prefix_view(pool: BlockPool, last: Block) -> PrefixView:
         node = node.parent
     view = pool.view(last)
     return PrefixView(last.index, view, last.depth * pool.block_size + view.num_tokens, counts, least)
-
-
-def pool_view(pool: BlockPool) -> PoolView:
-    """A pool with its counters."""
-    device = pool.device
-    return PoolView(
-        pool_id=pool.pool_id,
-        executor_id=pool.executor_id,
-        spec=pool.spec,
-        block_size=pool.block_size,
-        total_blocks=device.total,
-        free_blocks=device.free,
-        used_blocks=device.used,
-        cached_blocks=device.cached,
-        evicted_blocks=device.counters.evicted,
-        queried_tokens=pool.tokens.total.queried,
-        hit_tokens=pool.tokens.total.hit,
-        lower_tiers=tuple(
-            TierUsage(tier.kind, tier.total, tier.free, tier.used, tier.cached) for tier in pool.tiers[1:] if tier.size
-        ),
-        etag=str(pool.share_number),
-    )

@@ -18,18 +18,21 @@ from cachemgr.errors import (
     UnknownSequenceError,
     VoidSequenceError,
 )
-from cachemgr.operators.forget import ForgetHistory
+from cachemgr.retention.bounds import MAX_PRIORITY
 from cachemgr.retention.leases import LeaseBook
 from cachemgr.retention.rules import RuleBook
-from cachemgr.sequences.admission import Allocator
+from cachemgr.sequences.prefix_match import cached_blocks_of
 from cachemgr.sequences.registration import MAX_SLOTS
+from cachemgr.types import PoolView, TierUsage
+from cachemgr.validation import check_extra_keys, check_id, check_tokens
+from protos.errors import InvalidField
 
 if TYPE_CHECKING:
+    from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
-    from cachemgr.operators.forget import Forgetting
     from cachemgr.sequences.sequence import Executor, Scheduler, Sequence
     from cachemgr.steps import Steps
-    from cachemgr.types import ExecutorSpec, ManagerConfig, PoolShare, SchedulerEpoch
+    from cachemgr.types import BlockFilter, ExecutorSpec, ManagerConfig, PoolShare, Prefix, SchedulerEpoch
     from protos.kvcommon.eviction import Kind
 
 
@@ -52,7 +55,6 @@ class ManagerState:
         self.accounts = Accounts()
         # By pool: shares that operators have set.
         self.shares: dict[str, PoolShare] = {}
-        self.allocator = Allocator(config, self.rules, self.next_number)
         self.executors: dict[str, Executor] = {}
         self.schedulers: dict[str, Scheduler] = {}
         # A scheduler registers once none of its steps can write into blocks of an earlier manager.
@@ -64,10 +66,6 @@ class ManagerState:
         self.leftovers = Leftovers(self.leases)
         # Calls that have not ended: each call of `expire` runs a slice.
         self.unfinished_slices: deque[Steps[None]] = deque()
-        # Running calls of ForgetBlocks.
-        self.forgetting: list[Forgetting] = []
-        # Targets of earlier calls, for blocks that are restored later.
-        self.forgotten = ForgetHistory()
 
     def begin(self) -> float:
         """The time, after the leases that end by it. Each call that changes something begins with it."""
@@ -117,6 +115,39 @@ class ManagerState:
                     return pool
         raise UnknownPoolError(f"no pool {pool_id}", fields={field: "is not known"})
 
+    def check_prefix(self, path: str, prefix: Prefix) -> list[Executor]:
+        """The executors that may have a prefix. Raises InvalidField, UnknownExecutorError."""
+        check_tokens(f"{path}.token_ids", prefix.token_ids)
+        if prefix.salt is not None:
+            check_id(f"{path}.salt", prefix.salt)
+        check_extra_keys(f"{path}.extra_keys", prefix.extra_keys, len(prefix.token_ids))
+        if not prefix.executor_id:
+            return list(self.executors.values())
+        return [self.executor(prefix.executor_id, f"{path}.executor_id")]
+
+    def filtered(
+        self, selected: BlockFilter, field: str = "pool_id"
+    ) -> list[tuple[Executor, BlockPool, set[Block] | None]]:
+        """Pools that a filter selects, each with the only blocks that its prefix leaves; None for all.
+
+        `field` names the pool of the filter in errors. Raises InvalidField, UnknownPoolError, UnknownExecutorError.
+        """
+        for name in ("salt", "session_id", "tenant_id"):
+            value = getattr(selected, name)
+            if value is not None:
+                check_id(f"filter.{name}", value)
+        if selected.max_priority is not None and not 0 <= selected.max_priority <= MAX_PRIORITY:
+            raise InvalidField("filter.max_retention_priority", f"must be between 0 and {MAX_PRIORITY}")
+        prefix = selected.prefix
+        having = self.executors.values() if prefix is None else self.check_prefix("filter.prefix", prefix)
+        pools = self.pools(selected.pool_id, field)
+        return [
+            (executor, pool, None if prefix is None else set(cached_blocks_of(executor, pool, prefix)))
+            for executor in having
+            for pool in executor.pools
+            if pool in pools
+        ]
+
     def scheduler(self, scheduler_id: str, scheduler_epoch: int) -> Scheduler:
         """Raises UnknownSchedulerError, StaleSchedulerError."""
         scheduler = self.schedulers.get(scheduler_id)
@@ -150,3 +181,25 @@ class ManagerState:
                 f"sequence {sequence_id} can only be released", fields={field: "names one that can only be released"}
             )
         return sequence
+
+
+def pool_view(pool: BlockPool) -> PoolView:
+    """A pool with its counters."""
+    device = pool.device
+    return PoolView(
+        pool_id=pool.pool_id,
+        executor_id=pool.executor_id,
+        spec=pool.spec,
+        block_size=pool.block_size,
+        total_blocks=device.total,
+        free_blocks=device.free,
+        used_blocks=device.used,
+        cached_blocks=device.cached,
+        evicted_blocks=device.counters.evicted,
+        queried_tokens=pool.tokens.total.queried,
+        hit_tokens=pool.tokens.total.hit,
+        lower_tiers=tuple(
+            TierUsage(tier.kind, tier.total, tier.free, tier.used, tier.cached) for tier in pool.tiers[1:] if tier.size
+        ),
+        etag=str(pool.share_number),
+    )

@@ -241,7 +241,7 @@ class Allocator:
             not short,
             short,
             plan.match.tokens,
-            estimates.before_admission(sequence, plan.match, max_new_tokens),
+            estimates.before_admission(sequence, plan.match.blocks, max_new_tokens),
             evicted,
         )
 

@@ -17,12 +17,11 @@ from cachemgr.types import BlockEstimate, PredictedEviction
 if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.blocks.tier import Tier
-    from cachemgr.sequences.prefix_match import Match
     from cachemgr.sequences.sequence import Sequence
 
 
-def before_admission(sequence: Sequence, match: Match, max_new_tokens: int) -> list[BlockEstimate]:
-    """For a sequence that is not admitted: its first step allocates all blocks of its tokens.
+def before_admission(sequence: Sequence, matched: list[list[Block | None]], max_new_tokens: int) -> list[BlockEstimate]:
+    """For a sequence that is not admitted, with its prefix hit by group: its first step allocates all its blocks.
 
     Blocks in use cost nothing; cached blocks without a reference count as free ones. A sequence that evicts tokens has
     both of its tables at once.
@@ -30,7 +29,7 @@ def before_admission(sequence: Sequence, match: Match, max_new_tokens: int) -> l
     size, tokens = sequence.block_size, len(sequence.tokens)
     found = []
     for group, table in enumerate(sequence.tables):
-        blocks = match.blocks[group]
+        blocks = matched[group]
         held = sum(block is not None and block.refs > 0 and table.pool.is_on_device(block) for block in blocks)
         absent = sum(block is None for block in blocks)
         step = blocks_for(sequence.slots_for(tokens), size) - held - absent

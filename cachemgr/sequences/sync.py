@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 
 from cachemgr.sequences import token_eviction
 from cachemgr.sequences.admission import grow, watermark
-from cachemgr.sequences.commit import commit_computed_blocks, retract_pending
+from cachemgr.sequences.commit import commit_computed_blocks, commit_last_block, retract_pending
 from cachemgr.sequences.release import end_copy, release
 from cachemgr.sequences.sequence import Executor, Outcome, Scheduler, Sequence
 from cachemgr.sequences.token_eviction_state import blocks_for
@@ -132,6 +132,9 @@ class Sync:
         self._running.append(sequence)
 
     def _move(self, sequence: Sequence, computed: int) -> None:
+        # Before the last block is committed: sequences that share it pending get less.
+        retract_pending(sequence)
+        commit_last_block(sequence)
         token_eviction.move(sequence)
         assert sequence.eviction is not None
         self.evicted.append(sequence.eviction.policy.kind)

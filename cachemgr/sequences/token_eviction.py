@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from cachemgr.blocks.block_keys import child_key
 from cachemgr.errors import RulePolicyError, SequenceEvictsError
-from cachemgr.sequences.commit import commit_last_block, retract_pending
 from cachemgr.sequences.token_eviction_state import blocks_for
 from protos.errors import InvalidField
 from protos.kvcommon.eviction import Layout, Policy
@@ -111,15 +110,12 @@ def _all_its_own(sequence: Sequence) -> bool:
 
 
 def move(sequence: Sequence) -> None:
-    """The sequence has evicted tokens for the first time. Its blocks of before are committed and stay cached.
+    """The sequence has evicted tokens for the first time. Its blocks of before, which are committed, stay cached.
 
     Later blocks are not: they hold only a part of the tokens of their keys.
     """
     eviction, (table,) = sequence.eviction, sequence.tables
     assert eviction is not None
-    # Before the last block is committed: sequences that share it pending get less.
-    retract_pending(sequence)
-    commit_last_block(sequence)
     if sequence.forgotten:
         zero_on_free_of(sequence)
     if eviction.private:
