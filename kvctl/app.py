@@ -7,9 +7,9 @@ from typing import Any
 import typer
 import typer.core
 
-from kvctl import drain, follow, ghosts, limits, look, pool, quota, rules, steer, top
 from kvctl.console import command as console
 from kvctl.status import EXIT_STATUSES, CommandError, Status
+from kvctl.verbs import change, drain, follow, ghosts, limits, pool, quota, rules, show, top
 
 # The base of all usage errors, which typer does not export.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -36,7 +36,7 @@ class Verbs(typer.core.TyperGroup):
 
 
 app = typer.Typer(cls=Verbs, rich_markup_mode=None, pretty_exceptions_enable=False, epilog=EXIT_STATUSES)
-for part in (look, ghosts, steer, drain, follow, top, limits):
+for part in (show, ghosts, change, drain, follow, top, limits):
     app.add_typer(part.app)
 app.add_typer(console.app)
 app.add_typer(rules.app, name="rules", cls=Verbs)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import grpc
 import typer
 
-from kvctl.output import Data, Format, show
+from kvctl.display.output import Data, Format, show
 from kvctl.status import CommandError, Status, command_error
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc

@@ -17,9 +17,9 @@ import resvg_py
 from playwright.sync_api import expect, sync_playwright
 from rich.console import Console
 
-from kvctl.output import Format
-from kvctl.reading import read
-from kvctl.screen import render
+from kvctl.display.output import Format
+from kvctl.display.screen import render
+from kvctl.measure.readings import read
 from kvctl.session import Session
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc

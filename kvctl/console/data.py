@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
-from kvctl.output import plain
+from kvctl.display.output import plain
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
 from protos.rpc.durations import seconds

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kvctl.searching import Ending, Round, best, double, double_and_bisect
+from kvctl.measure.limit_search import Ending, Round, best, double, double_and_bisect
 
 
 def stack_with_room_for(most: int) -> Callable[[int], Awaitable[Round]]:

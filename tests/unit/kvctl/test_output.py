@@ -4,9 +4,9 @@ import pytest
 import typer
 from rich.console import Console
 
+from kvctl.display.output import Column, printable, share, size, span, table
+from kvctl.display.screen import Bar
 from kvctl.options import duration_of
-from kvctl.output import Column, printable, share, size, span, table
-from kvctl.screen import Bar
 
 
 def test_columns_are_as_wide_as_their_widest_cell_on_a_screen() -> None:

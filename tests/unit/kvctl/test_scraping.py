@@ -12,7 +12,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 import certs
 import pytest
 
-from kvctl.scraping import samples
+from kvctl.measure.metrics import samples
 from protos.rpc.metrics import start_http
 from protos.rpc.security import PLAIN, Security
 from tests.stack import free_address

@@ -9,10 +9,10 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
-from kvctl.quota import listed
-from kvctl.scraping import samples
+from kvctl.measure.metrics import samples
 from kvctl.session import Session
 from kvctl.status import CommandError
+from kvctl.verbs.quota import listed
 from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2 as pb
 

@@ -15,7 +15,7 @@ from enum import StrEnum
 
 import grpc
 
-from kvctl.scraping import samples
+from kvctl.measure.metrics import samples
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from kvctl import tables
+from kvctl.display import tables
+from kvctl.display.output import Format, as_yaml, plain
 from kvctl.options import Pool, Salt, duration_of
-from kvctl.output import Format, as_yaml, plain
 from kvctl.session import Session, verb
 from protos.kvcache.v1 import kvcache_pb2 as pb
 

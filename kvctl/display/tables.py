@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvctl.output import Column, key, lasting, optional, printable, share, size, span, table, word
+from kvctl.display.output import Column, key, lasting, optional, printable, share, size, span, table, word
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 

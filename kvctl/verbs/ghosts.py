@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from kvctl.display.output import Column, printable, share, table
 from kvctl.options import Executor, duration_of
-from kvctl.output import Column, printable, share, table
 from kvctl.session import Session, verb
 from protos.kvcache.v1 import kvcache_pb2 as pb
 

@@ -11,10 +11,10 @@ from typing import Annotated, TextIO
 import grpc
 import typer
 
+from kvctl.display.output import Data, Format, blocks
+from kvctl.measure.limit_search import Checker, LimitsError, Load, Round, best, double, double_and_bisect
+from kvctl.measure.readings import sees_all
 from kvctl.options import DryRun, Yes
-from kvctl.output import Data, Format, blocks
-from kvctl.reading import sees_all
-from kvctl.searching import Checker, LimitsError, Load, Round, best, double, double_and_bisect
 from kvctl.session import Session, confirm, verb
 from kvctl.status import CommandError, Status, command_error
 from protos.kvcache.v1 import kvcache_pb2

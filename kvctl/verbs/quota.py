@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from kvctl.display.output import Column, optional, printable, table
 from kvctl.options import DryRun, Yes
-from kvctl.output import Column, optional, printable, table
 from kvctl.session import Session, confirm, verb
 from kvctl.status import CommandError, Status
 from protos.kvcache.v1 import kvcache_pb2 as pb

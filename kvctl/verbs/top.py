@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from kvctl import screen
-from kvctl.output import Format
-from kvctl.reading import Reading, read
+from kvctl.display import screen
+from kvctl.display.output import Format
+from kvctl.measure.readings import Reading, read
 from kvctl.session import Session, verb
 from kvctl.status import CommandError
 from protos.rpc.settings import STACK_METRICS

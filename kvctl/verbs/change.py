@@ -4,7 +4,8 @@ from typing import Annotated
 
 import typer
 
-from kvctl.look import CachemgrAddress, hold_named
+from kvctl.display.output import blocks, printable, span
+from kvctl.display.tables import counts
 from kvctl.options import (
     Adapter,
     Chat,
@@ -27,10 +28,9 @@ from kvctl.options import (
     required,
     user,
 )
-from kvctl.output import blocks, printable, span
 from kvctl.session import CACHEMGR, Session, confirm, verb
 from kvctl.status import Status
-from kvctl.tables import counts
+from kvctl.verbs.show import CachemgrAddress, hold_named
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 

@@ -9,8 +9,8 @@ import yaml
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.json_format import ParseDict, ParseError
 
+from kvctl.display.output import Column, blocks, lasting, printable, table
 from kvctl.options import Chat, DryRun, File, Text, Tokens, Yes, duration_of, prompt_of
-from kvctl.output import Column, blocks, lasting, printable, table
 from kvctl.session import Session, confirm, verb
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common

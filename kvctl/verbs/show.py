@@ -7,7 +7,8 @@ import grpc
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvctl import tables
+from kvctl.display import tables
+from kvctl.display.output import Column, as_yaml, table
 from kvctl.options import (
     Adapter,
     Chat,
@@ -26,7 +27,6 @@ from kvctl.options import (
     prefix_of,
     prompt_of,
 )
-from kvctl.output import Column, as_yaml, table
 from kvctl.session import CACHEMGR, EXECUTOR, Session, verb
 from kvctl.status import CommandError, Status
 from protos.generation.v1 import generation_pb2

@@ -1,0 +1,1 @@
+"""How answers look: formats, tables, and the screen of `kvctl top`."""

@@ -1,0 +1,1 @@
+"""What a running stack does: its metrics, its rates, and its limits."""

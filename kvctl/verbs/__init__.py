@@ -1,0 +1,1 @@
+"""The verbs, a file per subject; `app` puts them together."""
