@@ -24,5 +24,4 @@ def packed_bytes(tokens: array[int]) -> bytes:
 
 
 def unpack(packed: bytes) -> tuple[int, ...]:
-    """Token ids of packed bytes."""
     return struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed)

@@ -23,8 +23,6 @@ class Scope(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ManagerConfig:
-    """Settings of the manager."""
-
     lease_seconds: float = 10.0
     capacity_ahead_tokens: int = 32
     # Share of a pool that capacity ahead and admissions leave free.
@@ -178,8 +176,6 @@ AccountKey = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class AdmitRequest:
-    """A sequence to admit."""
-
     sequence_id: str
     scheduler_id: str
     scheduler_epoch: int
@@ -267,8 +263,6 @@ class SyncRequest:
 
 @dataclass(slots=True)
 class SyncAnswer:
-    """The answer to a sync, in columns."""
-
     extended_handles: list[int] = field(default_factory=list)
     extended_groups: list[int] = field(default_factory=list)
     extended_counts: list[int] = field(default_factory=list)

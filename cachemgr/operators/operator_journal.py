@@ -9,8 +9,6 @@ from cachemgr.types import PinRecord, PoolShare, Quota, RetentionRule
 
 
 class Kind(enum.Enum):
-    """The kinds of entries."""
-
     RULE = "rules"
     QUOTA = "quotas"
     SHARE = "shares"

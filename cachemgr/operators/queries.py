@@ -9,8 +9,6 @@ from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.blocks.events import Event
-from cachemgr.blocks.hit_counters import TokenMeter
-from cachemgr.blocks.tier import Tier
 from cachemgr.errors import UnknownSequenceError
 from cachemgr.operators.explain import explain
 from cachemgr.operators.hints import with_retention
@@ -190,7 +188,6 @@ class Queries:
         return list(self._state.schedulers)
 
     def rules(self) -> list[RetentionRule]:
-        """Rules in their order."""
         return [rule.spec for rule in self._state.rules]
 
     def rule(self, name: str) -> RetentionRule:
@@ -213,7 +210,6 @@ class Queries:
         return None if account is None else account.key
 
     def knows_executor(self, executor_id: str) -> bool:
-        """Whether an executor is registered."""
         return executor_id in self._state.executors
 
     def entries(self, kind: EntryKind, executor_id: str = "") -> Iterator[Entry]:
@@ -247,17 +243,9 @@ class Queries:
                 hold = None if executor is None else executor.holds.get(name)
                 return None if hold is None else _pin_record(hold, self._state.leases.now)
 
-    def tiers(self, pool_id: str) -> list[Tier]:
-        """The tiers of a pool with their counters. Raises UnknownPoolError."""
-        return [tier for tier in self._state.pool(pool_id).tiers if tier.size]
-
-    def backups(self, pool_id: str) -> int:
-        """Blocks of a device that are also in the tier below. Raises UnknownPoolError."""
-        return len(self._state.pool(pool_id).backups.indexes)
-
-    def meter(self, pool_id: str) -> TokenMeter:
-        """Lookups in a pool. Raises UnknownPoolError."""
-        return self._state.pool(pool_id).tokens
+    def block_pools(self, pool_id: str = "") -> list[BlockPool]:
+        """All pools by name, or the named one, to read their counters. Raises UnknownPoolError."""
+        return self._state.pools(pool_id)
 
     @property
     def now(self) -> float:
@@ -269,11 +257,6 @@ class Queries:
         executor = self._state.executor(executor_id)
         ghosts = executor.ghosts
         return None if ghosts is None else (ghosts.report(since), pool_view(ghosts.pool))
-
-    def lease_counts(self, pool_id: str) -> tuple[int, int]:
-        """Leases of a pool that ended in time, and that broke. Raises UnknownPoolError."""
-        pool = self._state.pool(pool_id)
-        return pool.honoured_leases, pool.broken_leases
 
     def explain(self, prefix: Prefix, group: int) -> list[Explanation]:
         """Where the blocks of a prompt are, in each executor. Raises InvalidField, UnknownExecutorError."""

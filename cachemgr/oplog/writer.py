@@ -111,7 +111,6 @@ class OperationLog:
             self._file.truncate(self._end)
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
 

@@ -73,7 +73,6 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         )
 
     async def GetPool(self, request: pb.GetPoolRequest, context: Any) -> pb.GetPoolResponse:
-        """One pool."""
         found = convert.pool(self._manager.queries.pool(_required_pool(request.pool_id)))
         return pb.GetPoolResponse(pool=tenancy.redact_pool(found))
 
@@ -123,7 +122,6 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         return pb.ListLeasesResponse(leases=found, next_page_token=token)
 
     async def ListHolds(self, request: pb.ListHoldsRequest, context: Any) -> pb.ListHoldsResponse:
-        """Holds and pins."""
         seen = sorted(filter(tenancy.sees_hold, self._manager.queries.holds(request.owner)), key=_hold_key)
         page, token = await _keyed(seen, _hold_key, (str, int, str), request, "holds")
         return pb.ListHoldsResponse(holds=[convert_admin.hold(view) for view in page], next_page_token=token)
@@ -138,7 +136,6 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         return pb.ListRetentionRulesResponse(rules=rules, next_page_token=token)
 
     async def GetRetentionRule(self, request: pb.GetRetentionRuleRequest, context: Any) -> pb.GetRetentionRuleResponse:
-        """One rule."""
         rule = tenancy.visible_rule(self._manager.queries.rule(request.name))
         return pb.GetRetentionRuleResponse(rule=rule_message(rule))
 
@@ -153,7 +150,6 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         return pb.ListQuotasResponse(quotas=quotas, next_page_token=token)
 
     async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:
-        """Why a prompt is a prefix hit or not."""
         match request.WhichOneof("subject"):
             case "prefix":
                 found = self._manager.queries.explain(convert_admin.prefix(request.prefix), request.group)
@@ -169,16 +165,12 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
-        """Counters of a pool."""
         pool_id = _required_pool(request.pool_id)
-        meter = tenancy.visible_lookups(self._manager.queries.meter(pool_id))
+        (pool,) = self._manager.queries.block_pools(pool_id)
+        meter = tenancy.visible_lookups(pool.tokens)
         since = _begin(request, self._manager.queries.now)
         tokens = meter.total if since is None else meter.since(since)
-        if not tenancy.sees_all():
-            return convert_admin.stats([], meter, tokens, (0, 0))
-        return convert_admin.stats(
-            self._manager.queries.tiers(pool_id), meter, tokens, self._manager.queries.lease_counts(pool_id)
-        )
+        return convert_admin.stats(pool if tenancy.sees_all() else None, meter, tokens)
 
     async def GetGhostCaches(self, request: pb.GetGhostCachesRequest, context: Any) -> pb.GetGhostCachesResponse:
         """Hits of caches of other sizes and policies."""
@@ -237,7 +229,6 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
 
     @long_mutation
     def PurgeBlocks(self, request: pb.PurgeBlocksRequest) -> Steps[pb.PurgeBlocksResponse]:
-        """Drops cached blocks."""
         selected = convert_admin.block_filter(request.filter)
         purged = yield from self._manager.operators.purge(
             selected, validate_only=request.validate_only, skip_used=request.skip_used
@@ -247,7 +238,6 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
     @kept
     @long_mutation
     def UpdatePool(self, request: pb.UpdatePoolRequest) -> Steps[pb.UpdatePoolResponse]:
-        """Changes a share."""
         for index, path in enumerate(_paths(request.update_mask)):
             if path != "total_blocks":
                 raise InvalidField(f"update_mask.paths[{index}]", "must be total_blocks")
@@ -262,7 +252,6 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
     @kept
     @long_mutation
     def CreateRetentionRule(self, request: pb.CreateRetentionRuleRequest) -> Steps[pb.CreateRetentionRuleResponse]:
-        """Makes a rule."""
         rule, matching = yield from self._manager.operators.create_rule(
             rule_of(request.rule), validate_only=request.validate_only
         )
@@ -271,7 +260,6 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
     @kept
     @long_mutation
     def UpdateRetentionRule(self, request: pb.UpdateRetentionRuleRequest) -> Steps[pb.UpdateRetentionRuleResponse]:
-        """Changes a rule."""
         rule, leases, matching = yield from self._manager.operators.update_rule(
             rule_of(request.rule), _paths(request.update_mask), validate_only=request.validate_only
         )
@@ -280,7 +268,6 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
     @kept
     @long_mutation
     def DeleteRetentionRule(self, request: pb.DeleteRetentionRuleRequest) -> Steps[pb.DeleteRetentionRuleResponse]:
-        """Deletes a rule."""
         ended = yield from self._manager.operators.delete_rule(
             request.name, request.etag, validate_only=request.validate_only
         )
@@ -289,7 +276,6 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
     @kept
     @long_mutation
     def SetQuota(self, request: pb.SetQuotaRequest) -> Steps[pb.SetQuotaResponse]:
-        """Sets a quota."""
         quota = yield from self._manager.operators.set_quota(
             quota_of(request.quota), validate_only=request.validate_only
         )
@@ -298,7 +284,6 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
     @kept
     @long_mutation
     def DeleteQuota(self, request: pb.DeleteQuotaRequest) -> Steps[pb.DeleteQuotaResponse]:
-        """Deletes a quota."""
         yield from self._manager.operators.delete_quota(convert_admin.account(request))
         return pb.DeleteQuotaResponse()
 
@@ -329,7 +314,6 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         return convert_admin.pinned(pinned)
 
     async def ReleaseHold(self, request: pb.ReleaseHoldRequest, context: Any) -> pb.ReleaseHoldResponse:
-        """Ends a hold."""
         tenancy.check_hold(request.name, self._manager.queries.holds())
         return await self._ReleaseHold(request)
 

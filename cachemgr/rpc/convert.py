@@ -1,6 +1,7 @@
 """Between messages and the domain's types, one function per message. Nothing is decided here."""
 
 from collections.abc import Iterable
+from dataclasses import asdict
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict
@@ -18,11 +19,10 @@ from protos.rpc.durations import duration, seconds
 _KINDS = {kind: f"EVENT_KIND_{kind.name}" for kind in types.EventKind}
 TIERS = {tier: f"TIER_{tier.name}" for tier in types.TierKind}
 _TIERS = {pb.Tier.Value(name): tier for tier, name in TIERS.items()}
-_CAUSES = {cause: f"REMOVAL_CAUSE_{cause.name if cause else 'UNSPECIFIED'}" for cause in types.RemovalCause}
+CAUSES = {cause: f"REMOVAL_CAUSE_{cause.name if cause else 'UNSPECIFIED'}" for cause in types.RemovalCause}
 
 
 def executor_spec(request: pb.RegisterExecutorRequest) -> types.ExecutorSpec:
-    """An executor's registration."""
     return types.ExecutorSpec(
         executor_id=request.executor_id,
         executor_epoch=request.executor_epoch,
@@ -55,7 +55,6 @@ def _pool_spec(pool: pb.PoolSpec) -> types.PoolSpec:
 
 
 def admit_request(request: pb.AdmitSequenceRequest) -> types.AdmitRequest:
-    """An admission."""
     lowest = tier("lowest_tier", request.lowest_tier)
     return types.AdmitRequest(
         sequence_id=request.sequence_id,
@@ -90,7 +89,6 @@ def tier(field: str, number: int) -> types.TierKind | None:
 
 
 def extra_keys(keys: Iterable[pb.ExtraKey]) -> tuple[types.ExtraKey, ...]:
-    """Keys of content that is no token."""
     return tuple(types.ExtraKey(key.start, key.length, key.digest) for key in keys)
 
 
@@ -113,7 +111,6 @@ def _retention(config: pb.RetentionConfig) -> types.Retention:
 
 
 def admit_response(manager_epoch: int, admission: types.Admission) -> pb.AdmitSequenceResponse:
-    """Answer to an admission."""
     return pb.AdmitSequenceResponse(
         manager_epoch=manager_epoch,
         admitted=admission.admitted,
@@ -139,7 +136,6 @@ def _account(key: types.AccountKey | None) -> pb.QuotaAccount | None:
 
 
 def fork_response(admission: types.Admission) -> pb.ForkSequenceResponse:
-    """Answer to a fork."""
     return pb.ForkSequenceResponse(
         admitted=admission.admitted,
         missing_blocks=admission.missing_blocks,
@@ -152,7 +148,6 @@ def fork_response(admission: types.Admission) -> pb.ForkSequenceResponse:
 
 
 def extend_response(extension: types.Extension) -> pb.ExtendSequenceResponse:
-    """Answer to an extension."""
     return pb.ExtendSequenceResponse(
         extended=extension.extended,
         missing_blocks=extension.missing_blocks,
@@ -167,7 +162,6 @@ def _tables(tables: Iterable[types.Table]) -> list[pb.BlockTable]:
 
 
 def transfers(opened: Iterable[types.Transfer]) -> list[pb.Transfer]:
-    """Tickets."""
     return [
         pb.Transfer(
             ticket=transfer.ticket,
@@ -184,7 +178,6 @@ def transfers(opened: Iterable[types.Transfer]) -> list[pb.Transfer]:
 
 
 def sync_request(request: pb.SyncSequencesRequest) -> types.SyncRequest:
-    """Progress in columns."""
     return types.SyncRequest(
         scheduler_id=request.scheduler_id,
         scheduler_epoch=request.scheduler_epoch,
@@ -206,7 +199,6 @@ def sync_request(request: pb.SyncSequencesRequest) -> types.SyncRequest:
 
 
 def sync_response(manager_epoch: int, answer: types.SyncAnswer, lease: Duration) -> pb.SyncSequencesResponse:
-    """Answer to a sync."""
     return pb.SyncSequencesResponse(
         manager_epoch=manager_epoch,
         extended_handles=answer.extended_handles,
@@ -227,23 +219,10 @@ def sync_response(manager_epoch: int, answer: types.SyncAnswer, lease: Duration)
 
 
 def pool(view: types.PoolView) -> pb.Pool:
-    """A pool with its counters."""
-    spec = view.spec
     return pb.Pool(
         pool_id=view.pool_id,
-        spec=pb.PoolSpec(
-            group=spec.group,
-            num_blocks=spec.num_blocks,
-            attention_window=spec.attention_window,
-            num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=spec.dtype,
-            block_bytes=spec.block_bytes,
-            host_blocks=spec.host_blocks,
-            disk_blocks=spec.disk_blocks,
-            share_blocks=spec.share_blocks,
-        ),
+        # Its fields have the names of the message's.
+        spec=pb.PoolSpec(**asdict(view.spec)),
         block_size=view.block_size,
         total_blocks=view.total_blocks,
         free_blocks=view.free_blocks,
@@ -289,7 +268,6 @@ def block(view: types.BlockView, *, token_ids: bool = False) -> pb.Block:
 
 
 def sequence(view: types.SequenceView) -> pb.Sequence:
-    """A live sequence."""
     return pb.Sequence(
         sequence_id=view.sequence_id,
         sequence_handle=view.sequence_handle,
@@ -309,7 +287,6 @@ def sequence(view: types.SequenceView) -> pb.Sequence:
 
 
 def lease(view: types.LeaseView) -> pb.Lease:
-    """A lease."""
     return pb.Lease(
         holder=view.holder,
         retention_priority=view.priority,
@@ -319,21 +296,19 @@ def lease(view: types.LeaseView) -> pb.Lease:
 
 
 def event(happened: Event, *, snapshot: bool, token_ids: bool = False) -> pb.Event:
-    """An event."""
     created = happened.kind is types.EventKind.CREATED
     return pb.Event(
         event_number=happened.number,
         snapshot=snapshot,
         kind=_KINDS[happened.kind],
         block=pb.Block(pool_id=happened.block.pool_id) if created else block(happened.block, token_ids=token_ids),
-        removal_cause=_CAUSES[happened.cause],
+        removal_cause=CAUSES[happened.cause],
         lease=None if happened.lease is None else lease(happened.lease),
         for_sequence_id=happened.for_sequence_id,
     )
 
 
 def receipt(given: types.Receipt) -> common.RetentionReceipt:
-    """Answer to a retention request."""
     return common.RetentionReceipt(
         request=given.request,
         outcome=f"OUTCOME_{given.outcome.name}",
@@ -362,7 +337,6 @@ def _action(message: common.HintAction, path: str) -> types.HintAction:
 
 
 def hint_answer(answer: types.HintAnswer) -> common.HintAnswer:
-    """Answer to one hint."""
     return common.HintAnswer(
         action_id=answer.action_id,
         outcome=f"HINT_OUTCOME_{answer.outcome.name}",

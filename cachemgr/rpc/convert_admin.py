@@ -1,16 +1,15 @@
 """Between the operators' messages and the domain's types, one function per message. Nothing is decided here."""
 
 from cachemgr import types
+from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.hit_counters import TokenCount, TokenMeter
 from cachemgr.blocks.tier import Tier
-from cachemgr.rpc.convert import TIERS, block, extra_keys, lease, receipt, tier
+from cachemgr.rpc.convert import CAUSES, TIERS, block, extra_keys, lease, receipt, tier
 from cachemgr.sequences.holds import Pinned
-from cachemgr.types import GhostReport
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.durations import duration
 
-_CAUSES = {cause: f"REMOVAL_CAUSE_{cause.name if cause else 'UNSPECIFIED'}" for cause in types.RemovalCause}
 _REASONS = {reason: f"MISS_REASON_{reason.name if reason else 'UNSPECIFIED'}" for reason in types.MissReason}
 
 
@@ -41,7 +40,6 @@ def block_filter(selected: pb.BlockFilter) -> types.BlockFilter:
 
 
 def forget_target(request: pb.ForgetBlocksRequest) -> types.ForgetTarget:
-    """The blocks to forget."""
     target = request.WhichOneof("target")
     return types.ForgetTarget(
         salt=request.salt if target == "salt" else None,
@@ -51,7 +49,6 @@ def forget_target(request: pb.ForgetBlocksRequest) -> types.ForgetTarget:
 
 
 def forgotten(receipt: types.Forgotten) -> pb.ForgetBlocksResponse:
-    """The receipt."""
     return pb.ForgetBlocksResponse(
         removed=_tier_counts(receipt.removed),
         used_blocks=receipt.used_blocks,
@@ -65,7 +62,6 @@ def _tier_counts(counts: dict[types.TierKind, int]) -> list[pb.TierCount]:
 
 
 def account(request: pb.DeleteQuotaRequest) -> types.Quota:
-    """The account of a quota."""
     which = request.WhichOneof("account")
     return types.Quota(
         tenant_id=request.tenant_id if which == "tenant_id" else None, salt=request.salt if which == "salt" else None
@@ -90,7 +86,6 @@ def pinned(found: list[Pinned]) -> pb.PinPrefixResponse:
 
 
 def hold(view: types.HoldView) -> pb.Hold:
-    """A hold."""
     return pb.Hold(
         name=view.name,
         pin=view.pin,
@@ -102,12 +97,10 @@ def hold(view: types.HoldView) -> pb.Hold:
 
 
 def block_lease(view: types.BlockView, held: types.LeaseView) -> pb.BlockLease:
-    """A lease and its block."""
     return pb.BlockLease(block=block(view), lease=lease(held))
 
 
 def cached_prefix(view: types.PrefixView) -> pb.CachedPrefix:
-    """A cached chain."""
     return pb.CachedPrefix(
         last_block=block(view.last_block),
         num_tokens=view.num_tokens,
@@ -117,7 +110,6 @@ def cached_prefix(view: types.PrefixView) -> pb.CachedPrefix:
 
 
 def explanation(found: types.Explanation) -> pb.Explanation:
-    """An executor's blocks of a prompt."""
     lost = found.removal
     return pb.Explanation(
         executor_id=found.executor_id,
@@ -130,7 +122,7 @@ def explanation(found: types.Explanation) -> pb.Explanation:
         removal=None
         if lost is None
         else pb.Removal(
-            cause=_CAUSES[lost.cause],
+            cause=CAUSES[lost.cause],
             age=duration(found.removal_age),
             for_sequence_id=lost.for_sequence_id,
             retention_priority=lost.priority,
@@ -138,23 +130,22 @@ def explanation(found: types.Explanation) -> pb.Explanation:
     )
 
 
-def stats(tiers: list[Tier], meter: TokenMeter, tokens: TokenCount, leases: tuple[int, int]) -> pb.GetStatsResponse:
-    """Counters of a pool."""
+def stats(pool: BlockPool | None, meter: TokenMeter, tokens: TokenCount) -> pb.GetStatsResponse:
+    """The lookups of a pool, in all and in a window; its other counters where they may be seen."""
     salts = sorted(meter.salts.items(), key=lambda item: -item[1].queried)
     per_salt = [pb.SaltStats(salt=salt, tokens=_tokens(count)) for salt, count in salts]
     if meter.others.queried:
         per_salt.append(pb.SaltStats(others=True, tokens=_tokens(meter.others)))
     return pb.GetStatsResponse(
-        tiers=[_tier_stats(tier) for tier in tiers],
+        tiers=[] if pool is None else [_tier_stats(tier) for tier in pool.tiers if tier.size],
         tokens=_tokens(tokens),
         salts=per_salt,
-        honoured_leases=leases[0],
-        broken_leases=leases[1],
+        honoured_leases=0 if pool is None else pool.honoured_leases,
+        broken_leases=0 if pool is None else pool.broken_leases,
     )
 
 
-def ghost_caches(found: tuple[GhostReport, types.PoolView] | None) -> pb.GetGhostCachesResponse:
-    """Hits of caches of other sizes and policies."""
+def ghost_caches(found: tuple[types.GhostReport, types.PoolView] | None) -> pb.GetGhostCachesResponse:
     if found is None:
         return pb.GetGhostCachesResponse()
     report, pool = found
@@ -191,7 +182,7 @@ def _tier_stats(tier: Tier) -> pb.TierStats:
         evictable_blocks=sum(order.size for order in tier.orders()),
         allocated_blocks=counters.allocated,
         removed=[
-            pb.CauseCount(cause=_CAUSES[cause], num_blocks=counters.removed[cause])
+            pb.CauseCount(cause=CAUSES[cause], num_blocks=counters.removed[cause])
             for cause in types.RemovalCause
             if counters.removed[cause]
         ],
@@ -204,7 +195,6 @@ def _tier_stats(tier: Tier) -> pb.TierStats:
 
 
 def preview(found: types.Preview) -> pb.PreviewAdmissionResponse:
-    """The outcome that an admission would have."""
     return pb.PreviewAdmissionResponse(
         admitted=found.admitted,
         missing_blocks=found.missing_blocks,
@@ -223,7 +213,6 @@ def preview(found: types.Preview) -> pb.PreviewAdmissionResponse:
 
 
 def estimate(found: types.BlockEstimate) -> pb.BlockEstimate:
-    """Blocks of a sequence in one group."""
     return pb.BlockEstimate(
         group=found.group,
         reusable_blocks=found.reusable,

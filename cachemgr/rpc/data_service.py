@@ -99,7 +99,6 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
 
     @mutation
     def RenewExecutor(self, request: pb.RenewExecutorRequest) -> pb.RenewExecutorResponse:
-        """Keeps a lease."""
         manager = self._manager
         manager.renew_executor(request.executor_id, request.executor_epoch, request.manager_epoch)
         return pb.RenewExecutorResponse(
@@ -160,14 +159,12 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
 
     @mutation
     def SyncSequences(self, request: pb.SyncSequencesRequest) -> pb.SyncSequencesResponse:
-        """Takes progress, gives capacity."""
         manager = self._manager
         answer = manager.sync(convert.sync_request(request))
         return convert.sync_response(manager.epoch, answer, duration(manager.config.lease_seconds))
 
     @mutation
     def ExtendSequence(self, request: pb.ExtendSequenceRequest) -> pb.ExtendSequenceResponse:
-        """Grows one sequence."""
         return convert.extend_response(
             self._manager.extend(_caller(request), request.sequence_id, request.capacity_tokens)
         )
@@ -194,13 +191,11 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
 
     @mutation
     def ReleaseSequence(self, request: pb.ReleaseSequenceRequest) -> pb.ReleaseSequenceResponse:
-        """Frees a sequence's blocks."""
         freed = self._manager.release(_caller(request), request.sequence_id)
         return pb.ReleaseSequenceResponse(found=freed.found, freed_blocks=freed.freed_blocks)
 
     @mutation
     def ConfirmTransfers(self, request: pb.ConfirmTransfersRequest) -> pb.ConfirmTransfersResponse:
-        """Ends copies."""
         unknown = self._manager.confirm_transfers(
             request.executor_id, request.executor_epoch, request.tickets, request.failed_tickets, request.step
         )
@@ -208,7 +203,6 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
 
     @mutation
     def SendHints(self, request: pb.SendHintsRequest) -> pb.SendHintsResponse:
-        """Carries out hints."""
         session_id = request.session_id if request.HasField("session_id") else None
         answers, begun = self._manager.operators.hint(
             convert_admin.prefix(request.prefix), convert.hints(request.hints), session_id
@@ -231,7 +225,6 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         return convert_admin.preview(found)
 
     async def EstimateSequence(self, request: pb.EstimateSequenceRequest, context: Any) -> pb.EstimateSequenceResponse:
-        """Blocks that a sequence will need."""
         step = request.step_tokens if request.HasField("step_tokens") else None
         found = self._manager.queries.estimate(_caller(request), request.sequence_id, step, request.max_new_tokens)
         return pb.EstimateSequenceResponse(estimates=[convert_admin.estimate(one) for one in found])

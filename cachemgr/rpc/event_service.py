@@ -42,7 +42,6 @@ class Wanted(NamedTuple):
         return cls(request.pool_id, salt, request.include_token_ids, "" if identity is None else identity.tenant)
 
     def includes(self, event: Event) -> bool:
-        """Whether the watcher gets an event."""
         block = event.block
         if self.pool_id and block.pool_id != self.pool_id:
             return False
@@ -93,8 +92,6 @@ class Batches:
 
 
 class CacheEventService(pb_grpc.CacheEventServiceServicer):
-    """The events' service."""
-
     def __init__(self, context: ServiceContext) -> None:
         self._manager = context.manager
         self._feed = context.feed

@@ -176,7 +176,6 @@ class Mutations:
         self._whole(END_EPOCH, lambda: self.manager.end_epoch(executor_id, executor_epoch))
 
     def is_recovering(self, executor_id: str) -> bool:
-        """Whether remembered blocks of an executor are still to come."""
         return self.manager.is_recovering(executor_id)
 
     def put_back(self, executor_id: str, executor_epoch: int, remembered: list[BlockRecord]) -> None:

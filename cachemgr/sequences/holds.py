@@ -210,7 +210,6 @@ class Holds:
         self.is_behind = False
 
     def held(self) -> Counter[Block]:
-        """References of each block."""
         return Counter(self._held)
 
     def keep_cached(self) -> None:

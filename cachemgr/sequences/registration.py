@@ -84,7 +84,6 @@ def new_pools(
     spec: ExecutorSpec,
     listener: PoolListener,
 ) -> list[BlockPool]:
-    """Empty pools of an executor."""
     windowed: list[BlockPool] = []
 
     def new_pool(pool: PoolSpec) -> BlockPool:

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
 
 class Purpose(enum.Enum):
-    """The purpose of a copy."""
-
     # Into a block of a sequence, from a cached block or its beginning.
     ONLOAD = "onload"
     # To a lower tier; the source is the block that has the slot now.
@@ -175,7 +173,6 @@ class Ticket:
         self.give_up()
 
     def give_up(self) -> None:
-        """Releases all references."""
         if self.holds_source and self.source in self.pool.zero_on_free and self.target.parent is None:
             # Bytes that were forgotten meanwhile may have been copied there.
             self.pool.zero_on_free.add(self.target)
@@ -409,7 +406,6 @@ class Sequence:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block."""
         return self.executor.block_size
 
     @property

@@ -49,25 +49,6 @@ _REUSED = RetentionRequest("reused", DEFAULT_PRIORITY + 1, 600.0)
 class _Counts:
     """Lookups of some time. Missed in a zone: found by caches from that number on."""
 
-    __slots__ = (
-        "begin",
-        "blocks",
-        "endless",
-        "found",
-        "found_tokens",
-        "missed_blocks",
-        "missed_partly",
-        "missed_tokens",
-        "partly",
-        "pool_missed_blocks",
-        "pool_missed_tokens",
-        "reachable",
-        "sampled_missed_blocks",
-        "sampled_missed_tokens",
-        "sampled_partly",
-        "tokens",
-    )
-
     def __init__(self, begin: float, policies: int, zones: int) -> None:
         self.begin = begin
         # Full blocks of prompts, their tokens that can be found, all tokens, and of these what the pool has found.

@@ -68,7 +68,6 @@ class NestedCaches:
         self._leases = LeaseBook(EventLog(1))
 
     def advance(self, now: float) -> None:
-        """Ends leases."""
         self._leases.advance(now)
 
     def use(self, key: bytes, content: Content | None = None) -> tuple[Ghost, int]:
@@ -156,7 +155,6 @@ class NestedCaches:
                 self._forget(block)
 
     def reprioritise(self, block: Block) -> BlockView:
-        """A lease of a block has ended."""
         assert isinstance(block, Ghost)
         if block.refs:
             block.priority = effective_priority(block)

@@ -16,9 +16,9 @@ from cachemgr.types import RemovalCause
 from protos.rpc.logs import short_hash
 
 if TYPE_CHECKING:
+    from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.blocks.tier import Tier
     from cachemgr.operators.queries import Queries
-    from cachemgr.types import PoolView
 
 LONGEST_STALL = Gauge(
     "kvkeep_cachemgr_longest_stall_seconds", "Longest time of the last minute without an answer to any call."
@@ -43,7 +43,6 @@ class CacheCollector(Collector):
         return []
 
     def collect(self) -> list[Metric]:
-        """The families as they are now."""
         if threading.get_ident() == self._thread:
             return list(families(self._queries))
         with contextlib.suppress(TimeoutError):
@@ -56,12 +55,11 @@ class CacheCollector(Collector):
 
 def families(queries: Queries) -> Iterator[Metric]:
     """All families of a manager's pools, tiers, salts and sequences. A pool that is gone is in none."""
-    pools = queries.pools()
-    tiers = {pool.pool_id: queries.tiers(pool.pool_id) for pool in pools}
-    yield from _pool_families(queries, pools)
-    yield from _tier_families(tiers)
-    yield from _lower_tier_families(queries, {pool_id: found for pool_id, found in tiers.items() if len(found) > 1})
-    yield from _salt_families(queries, pools)
+    pools = queries.block_pools()
+    yield from _pool_families(pools)
+    yield from _tier_families(pools)
+    yield from _lower_tier_families([pool for pool in pools if len(_tiers(pool)) > 1])
+    yield from _salt_families(pools)
     evicting = CounterMetricFamily(
         "kvkeep_cachemgr_evicting_sequences", "Sequences that began to evict tokens.", labels=["kind"]
     )
@@ -70,7 +68,11 @@ def families(queries: Queries) -> Iterator[Metric]:
     yield evicting
 
 
-def _pool_families(queries: Queries, pools: list[PoolView]) -> Iterator[Metric]:
+def _tiers(pool: BlockPool) -> list[Tier]:
+    return [tier for tier in pool.tiers if tier.size]
+
+
+def _pool_families(pools: list[BlockPool]) -> Iterator[Metric]:
     total = GaugeMetricFamily("kvkeep_pool_blocks", "Usable blocks.", labels=_POOL)
     free = GaugeMetricFamily(
         "kvkeep_pool_free_blocks", "Blocks that can be allocated, with cached blocks.", labels=_POOL
@@ -89,23 +91,23 @@ def _pool_families(queries: Queries, pools: list[PoolView]) -> Iterator[Metric]:
         "kvkeep_pool_broken_leases", "Leases whose block was evicted before their end.", labels=_POOL
     )
     for pool in pools:
-        leases = queries.lease_counts(pool.pool_id)
+        device, tokens = pool.device, pool.tokens.total
         for family, value in (
-            (total, pool.total_blocks),
-            (free, pool.free_blocks),
-            (used, pool.used_blocks),
-            (cached, pool.cached_blocks),
-            (evicted, pool.evicted_blocks),
-            (queried, pool.queried_tokens),
-            (hit, pool.hit_tokens),
-            (honoured, leases[0]),
-            (broken, leases[1]),
+            (total, device.total),
+            (free, device.free),
+            (used, device.used),
+            (cached, device.cached),
+            (evicted, device.counters.evicted),
+            (queried, tokens.queried),
+            (hit, tokens.hit),
+            (honoured, pool.honoured_leases),
+            (broken, pool.broken_leases),
         ):
             family.add_metric([pool.pool_id], value)
     yield from (total, free, used, cached, evicted, queried, hit, honoured, broken)
 
 
-def _tier_families(pools: dict[str, list[Tier]]) -> Iterator[Metric]:
+def _tier_families(pools: list[BlockPool]) -> Iterator[Metric]:
     allocated = CounterMetricFamily("kvkeep_tier_allocated_blocks", "Slots allocated.", labels=_TIER)
     removed = CounterMetricFamily(
         "kvkeep_tier_removed_blocks", "Cached blocks removed from the index, by cause.", labels=[*_TIER, "cause"]
@@ -113,9 +115,9 @@ def _tier_families(pools: dict[str, list[Tier]]) -> Iterator[Metric]:
     gaps = SummaryMetricFamily(
         "kvkeep_tier_idle_before_eviction_seconds", "Time from the last use of a block to its eviction.", labels=_TIER
     )
-    for pool_id, tiers in pools.items():
-        for tier in tiers:
-            labels, counts = [pool_id, tier.kind.name.lower()], tier.counters
+    for pool in pools:
+        for tier in _tiers(pool):
+            labels, counts = [pool.pool_id, tier.kind.name.lower()], tier.counters
             allocated.add_metric(labels, counts.allocated)
             gaps.add_metric(labels, counts.timed_evictions, counts.idle_before_eviction_seconds)
             for cause in list(RemovalCause)[1:]:
@@ -123,8 +125,8 @@ def _tier_families(pools: dict[str, list[Tier]]) -> Iterator[Metric]:
     yield from (allocated, removed, gaps)
 
 
-def _lower_tier_families(queries: Queries, pools: dict[str, list[Tier]]) -> Iterator[Metric]:
-    """Of pools with more than the device."""
+def _lower_tier_families(pools: list[BlockPool]) -> Iterator[Metric]:
+    """Of pools with lower tiers."""
     total = GaugeMetricFamily("kvkeep_tier_blocks", "Usable slots of a tier.", labels=_TIER)
     used = GaugeMetricFamily(
         "kvkeep_tier_used_blocks", "Slots under a copy, a hold or a pin; on the device also in use.", labels=_TIER
@@ -146,9 +148,9 @@ def _lower_tier_families(queries: Queries, pools: dict[str, list[Tier]]) -> Iter
     backups = GaugeMetricFamily(
         "kvkeep_pool_written_through_blocks", "Device blocks with a write-through copy in the next tier.", labels=_POOL
     )
-    for pool_id, tiers in pools.items():
-        backups.add_metric([pool_id], queries.backups(pool_id))
-        for tier in tiers:
+    for pool in pools:
+        backups.add_metric([pool.pool_id], len(pool.backups.indexes))
+        for tier in _tiers(pool):
             counts = tier.counters
             for family, value in (
                 (total, tier.total),
@@ -160,11 +162,11 @@ def _lower_tier_families(queries: Queries, pools: dict[str, list[Tier]]) -> Iter
                 (restored, counts.restored),
                 (failed, counts.failed_copies),
             ):
-                family.add_metric([pool_id, tier.kind.name.lower()], value)
+                family.add_metric([pool.pool_id, tier.kind.name.lower()], value)
     yield from (total, used, cached, offloaded, onloaded, backed_up, restored, failed, backups)
 
 
-def _salt_families(queries: Queries, pools: list[PoolView]) -> Iterator[Metric]:
+def _salt_families(pools: list[BlockPool]) -> Iterator[Metric]:
     # A salt itself opens what is cached under it.
     labels = [*_POOL, "salt_sha256"]
     queried = CounterMetricFamily(
@@ -172,9 +174,8 @@ def _salt_families(queries: Queries, pools: list[PoolView]) -> Iterator[Metric]:
     )
     hit = CounterMetricFamily("kvkeep_salt_hit_tokens", "Prompt tokens with a prefix hit, by salt.", labels=labels)
     for pool in pools:
-        meter = queries.meter(pool.pool_id)
-        counts = {"" if salt is None else short_hash(salt): count for salt, count in meter.salts.items()}
-        for salt, count in (counts | {"others": meter.others}).items():
+        counts = {"" if salt is None else short_hash(salt): count for salt, count in pool.tokens.salts.items()}
+        for salt, count in (counts | {"others": pool.tokens.others}).items():
             queried.add_metric([pool.pool_id, salt], count.queried)
             hit.add_metric([pool.pool_id, salt], count.hit)
     yield from (queried, hit)

@@ -16,7 +16,7 @@ def test_removed_blocks_are_counted_by_cause_with_the_time_since_the_last_use():
     world = World(4)
     world.cache(list(range(13)))
     world.cache(list(range(100, 113)))
-    [device] = world.queries.tiers("e/0")
+    device = world.queries.block_pools("e/0")[0].device
     assert device.counters.evicted > 0
     for cause in list(RemovalCause)[1:]:
         told = scraped(world.manager, "tier_removed_blocks_total", pool="e/0", tier="device", cause=cause.name.lower())

@@ -70,7 +70,7 @@ def test_a_failed_copy_down_loses_the_block_and_all_behind_it():
     assert {event.cause for event in removed} <= {RemovalCause.COPY_FAILED, RemovalCause.PARENT_EVICTED}
     assert world.found(list(range(8))) == 0
     world.check()
-    (device,) = (tier for tier in world.queries.tiers("e/0") if tier.kind is TierKind.DEVICE)
+    device = world.queries.block_pools("e/0")[0].device
     assert device.counters.failed_copies == 3
 
 
