@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from protos.execution.v1 import execution_pb2 as pb
 from protos.execution.v1 import execution_pb2_grpc as rpc
+from scheduler.request import Tier
+from scheduler.sequence import Copy
 from tests.support.scheduler.tokenizers import CHAT_TEMPLATE, EOS, byte_level_tokenizer
 
 MODEL = "fake"
-DEVICE, HOST, DISK = pb.STEP_TIER_DEVICE, pb.STEP_TIER_HOST, pb.STEP_TIER_DISK
 AWAIT_SECONDS = 0.02
 
 
@@ -53,19 +54,6 @@ class StepLog:
 
     tokens: int
     sequences: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A copy; source and target are a group, a tier and a slot."""
-
-    ticket: int
-    source: tuple[int, int, int]
-    target: tuple[int, int, int]
-
-    @property
-    def onloads(self) -> bool:
-        return self.source[1] != DEVICE == self.target[1]
 
 
 class ChokedError(Exception):
@@ -290,27 +278,27 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         assert start == len(step.table_slots), "slots of no sequence"
         assert set(step.idle_sequences) <= set(self.running), "an idle sequence that is not running"
         for copy in _copies(step):
-            busy = [place for other in self._under_way for place in (other.source, other.target)]
-            assert copy.source not in busy or copy.onloads, f"{copy} reads what a copy under way writes"
-            assert copy.target not in busy, f"{copy} writes where a copy is under way"
-            if copy.onloads:
+            busy = [place for other in self._under_way for place in (_source(other), _target(other))]
+            assert _source(copy) not in busy or copy.is_onload, f"{copy} reads what a copy under way writes"
+            assert _target(copy) not in busy, f"{copy} writes where a copy is under way"
+            if copy.is_onload:
                 self._under_way.append(copy)
                 self._copier = self._copier or asyncio.ensure_future(self._copy())
             else:
                 self._run(copy)
-        arriving = {copy.target for copy in self._under_way}
+        arriving = {_target(copy) for copy in self._under_way}
         for handle, sequence in self.running.items():
-            places = {(group, DEVICE, slot) for group, table in sequence.tables.items() for slot in table}
+            places = {(group, Tier.DEVICE, slot) for group, table in sequence.tables.items() for slot in table}
             assert not places & arriving, f"{handle} runs before its blocks are there"
 
     def _run(self, copy: Copy) -> None:
         self.copied_tickets.append(copy.ticket)
         for offset in range(self.block_size):
-            held = self._memory.get((*copy.source, offset))
+            held = self._memory.get((*_source(copy), offset))
             if held is None:
-                self._memory.pop((*copy.target, offset), None)
+                self._memory.pop((*_target(copy), offset), None)
             else:
-                self._memory[(*copy.target, offset)] = held
+                self._memory[(*_target(copy), offset)] = held
         self.confirm(copy.ticket)
 
     async def _copy(self) -> None:
@@ -344,7 +332,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             assert sequence.computed + count <= len(table) * self.block_size, f"{handle} computes beyond its capacity"
             assert 0 not in table, "the null block in a table"
             for position in range(sequence.computed, sequence.computed + count):
-                place = (group, DEVICE, table[position // self.block_size], position % self.block_size)
+                place = (group, Tier.DEVICE, table[position // self.block_size], position % self.block_size)
                 self._memory[place] = fingerprint(sequence.token_ids[: position + 1])
 
     def _sample(self, handle: int, count: int, result: pb.StepResult) -> None:
@@ -352,7 +340,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         sequence.computed += count
         for group, table in sequence.tables.items():
             for position in range(sequence.computed):
-                place = (group, DEVICE, table[position // self.block_size], position % self.block_size)
+                place = (group, Tier.DEVICE, table[position // self.block_size], position % self.block_size)
                 right = fingerprint(sequence.token_ids[: position + 1])
                 assert self._memory.get(place) == right, f"{handle} reads another sequence's token at {position}"
         if sequence.computed < len(sequence.token_ids):
@@ -371,16 +359,16 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             )
 
 
+def _source(copy: Copy) -> tuple[int, int, int]:
+    return copy.group, copy.source_tier, copy.source_slot
+
+
+def _target(copy: Copy) -> tuple[int, int, int]:
+    return copy.group, copy.target_tier, copy.target_slot
+
+
 def _copies(step: pb.Step) -> Iterator[Copy]:
-    tiers = zip(step.copy_source_tiers, step.copy_target_tiers, strict=True)
-    within = [(DEVICE, DEVICE)] * len(step.copy_tickets)
-    columns = zip(
-        step.copy_tickets,
-        step.copy_groups,
-        step.copy_source_slots,
-        step.copy_target_slots,
-        list(tiers) or within,
-        strict=True,
-    )
-    for ticket, group, source, target, (source_tier, target_tier) in columns:
-        yield Copy(ticket, (group, source_tier, source), (group, target_tier, target))
+    within = [Tier.DEVICE] * len(step.copy_tickets)
+    columns = (step.copy_tickets, step.copy_groups, step.copy_source_slots, step.copy_target_slots)
+    tiers = (map(Tier, step.copy_source_tiers or within), map(Tier, step.copy_target_tiers or within))
+    return (Copy(*fields) for fields in zip(*columns, *tiers, strict=True))

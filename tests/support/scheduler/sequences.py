@@ -1,6 +1,7 @@
 """Sequences for tests of the step loop, and a running batch whose steps are answered by hand."""
 
 from array import array
+from collections import deque
 from collections.abc import Sequence as Seq
 
 from hypothesis import strategies as st
@@ -9,6 +10,7 @@ from protos.execution.v1 import execution_pb2 as pb
 from scheduler.bridge import CacheUpdate, SyncAnswer, TokenBatch
 from scheduler.core.batch import RunningBatch
 from scheduler.core.loop import MOST_AHEAD
+from scheduler.core.planner import Plan
 from scheduler.core.step_message import InFlightStep, build_step
 from scheduler.request import AdmissionAttempt, Request
 from scheduler.sequence import Copy, Sequence
@@ -96,6 +98,25 @@ def answer(batch: RunningBatch, step: InFlightStep, copied: Seq[int] = (), faile
     result.copied_tickets.extend(copied)
     result.failed_tickets.extend(failed)
     batch.commit(step, result)
+
+
+class Pipeline:
+    """Sends steps of a batch ahead, as the loop does: so many are in flight at once, and the oldest is answered."""
+
+    def __init__(self, batch: RunningBatch, depth: int) -> None:
+        self.sent = 0
+        self._batch = batch
+        self._depth = depth
+        self._in_flight: deque[InFlightStep] = deque()
+
+    def turn(self, plan: Plan) -> InFlightStep | None:
+        """Sends a plan that computes something; the step to answer now, if there is one."""
+        if plan.compute:
+            self.sent += 1
+            self._in_flight.append(build_step(self.sent, plan, self._batch.removed)[1])
+            self._batch.removed = []
+        is_due = len(self._in_flight) == self._depth or not plan.compute
+        return self._in_flight.popleft() if self._in_flight and is_due else None
 
 
 def run(batch: RunningBatch, number: int, copied: Seq[int] = (), failed: Seq[int] = ()) -> pb.Step:

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc
+import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -16,7 +17,9 @@ from protos.rpc.server import Server
 from scheduler.app import Scheduler
 from scheduler.frontend.grpc_service import SERVICE
 from scheduler.settings import SchedulerSettings
+from tests.support.keyring import Keyring
 from tests.support.scheduler.fake_executor import FakeExecutor
+from tests.support.scheduler.http import client, serve
 from tests.support.scheduler.real_manager import RealManager
 from tests.support.scheduler.stack import Stack, StackFactory
 
@@ -58,6 +61,33 @@ def run_stack(tmp_path: Path) -> StackFactory:
             stack.check()
 
     return run
+
+
+@pytest.fixture
+async def stack(run_stack: StackFactory) -> AsyncIterator[Stack]:
+    """A stack with default settings."""
+    async with run_stack() as stack:
+        yield stack
+
+
+@pytest.fixture
+async def address(stack: Stack) -> AsyncIterator[str]:
+    """Where the stack serves the HTTP API."""
+    async with serve(stack.scheduler.service) as address:
+        yield address
+
+
+@pytest.fixture
+def keyring(tmp_path: Path) -> Keyring:
+    """A tokens file without tokens."""
+    return Keyring(tmp_path)
+
+
+@pytest.fixture
+async def caller(address: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    """OpenAI's client of that API."""
+    async with client(address) as caller:
+        yield caller
 
 
 async def _serve(exits: AsyncExitStack, address: str, service: str, add: Callable[[grpc.aio.Server], None]) -> None:

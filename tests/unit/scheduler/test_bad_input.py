@@ -14,7 +14,7 @@ from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import from_rpc_error
 from scheduler.generate import summary
 from tests.support.generation import generate
-from tests.support.scheduler.stack import StackFactory, refusal
+from tests.support.scheduler.stack import Stack, refusal
 
 Range = common.RetentionRange
 
@@ -117,119 +117,109 @@ BAD = {
 }
 
 
-async def test_every_wrong_field_is_named_and_nothing_changes(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        for field, message in BAD.items():
-            error = await refusal(generate(stack.stub, message, 30))
-            assert error.code is grpc.StatusCode.INVALID_ARGUMENT, field
-            assert list(error.fields) == [field.strip()]
-        assert stack.manager.admitted_ids == []
-        assert (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests == 0
-        error = await refusal(generate(stack.stub, ids(1, model="other"), 30))
-        assert (error.code, list(error.fields)) == (grpc.StatusCode.NOT_FOUND, ["model"])
+async def test_every_wrong_field_is_named_and_nothing_changes(stack: Stack) -> None:
+    for field, message in BAD.items():
+        error = await refusal(generate(stack.stub, message, 30))
+        assert error.code is grpc.StatusCode.INVALID_ARGUMENT, field
+        assert list(error.fields) == [field.strip()]
+    assert stack.manager.admitted_ids == []
+    assert (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests == 0
+    error = await refusal(generate(stack.stub, ids(1, model="other"), 30))
+    assert (error.code, list(error.fields)) == (grpc.StatusCode.NOT_FOUND, ["model"])
 
 
-async def test_the_error_of_a_long_prompt_names_the_bound(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        for said, asked in {
-            "has 400 tokens; at most 399 fit": ids(*[1] * 400),
-            "is more than fits behind 390 prompt tokens, which is 10": ids(*[1] * 390, max_tokens=11),
-        }.items():
-            with pytest.raises(grpc.aio.AioRpcError, match=said) as caught:
-                await generate(stack.stub, asked, 30)
-            assert from_rpc_error(caught.value).reason == "CONTEXT_LENGTH_EXCEEDED"
+async def test_the_error_of_a_long_prompt_names_the_bound(stack: Stack) -> None:
+    for said, asked in {
+        "has 400 tokens; at most 399 fit": ids(*[1] * 400),
+        "is more than fits behind 390 prompt tokens, which is 10": ids(*[1] * 390, max_tokens=11),
+    }.items():
+        with pytest.raises(grpc.aio.AioRpcError, match=said) as caught:
+            await generate(stack.stub, asked, 30)
+        assert from_rpc_error(caught.value).reason == "CONTEXT_LENGTH_EXCEEDED"
 
 
-async def test_an_invalid_request_is_not_tokenized(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        for field in ("input", "text", "text  ", "chat.messages", "chat.messages ", "chat.messages[1].role"):
-            request = pb.TokenizePromptRequest()
-            match BAD[field].WhichOneof("input"):
-                case "text":
-                    request.text = BAD[field].text
-                case "chat":
-                    request.chat.CopyFrom(BAD[field].chat)
-            error = await refusal(stack.stub.TokenizePrompt(request, timeout=5))
-            assert (error.code, list(error.fields)) == (grpc.StatusCode.INVALID_ARGUMENT, [field.strip()])
-        # Whether it fits is what callers count tokens for.
-        long = await stack.stub.TokenizePrompt(pb.TokenizePromptRequest(text=BAD["text "].text), timeout=5)
-        assert len(long.token_ids) > 400
+async def test_an_invalid_request_is_not_tokenized(stack: Stack) -> None:
+    for field in ("input", "text", "text  ", "chat.messages", "chat.messages ", "chat.messages[1].role"):
+        request = pb.TokenizePromptRequest()
+        match BAD[field].WhichOneof("input"):
+            case "text":
+                request.text = BAD[field].text
+            case "chat":
+                request.chat.CopyFrom(BAD[field].chat)
+        error = await refusal(stack.stub.TokenizePrompt(request, timeout=5))
+        assert (error.code, list(error.fields)) == (grpc.StatusCode.INVALID_ARGUMENT, [field.strip()])
+    # Whether it fits is what callers count tokens for.
+    long = await stack.stub.TokenizePrompt(pb.TokenizePromptRequest(text=BAD["text "].text), timeout=5)
+    assert len(long.token_ids) > 400
 
 
-async def test_an_impossible_rule_fails_only_its_own_requests(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        stack.manager.rule("ruled", common.EvictionPolicy(kind="EVICTION_KIND_SUM", recent_tokens=3))
-        with pytest.raises(grpc.aio.AioRpcError, match=r"rule ruled.*recent_tokens") as caught:
-            await generate(stack.stub, ids(1, 2, max_tokens=2, cache=pb.CacheOptions(salt="ruled")), 30)
-        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert (await generate(stack.stub, ids(1, 2, max_tokens=2), 30)).token_ids
-        assert len({one.scheduler_epoch for one in stack.manager.admissions}) == 1
+async def test_an_impossible_rule_fails_only_its_own_requests(stack: Stack) -> None:
+    stack.manager.rule("ruled", common.EvictionPolicy(kind="EVICTION_KIND_SUM", recent_tokens=3))
+    with pytest.raises(grpc.aio.AioRpcError, match=r"rule ruled.*recent_tokens") as caught:
+        await generate(stack.stub, ids(1, 2, max_tokens=2, cache=pb.CacheOptions(salt="ruled")), 30)
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert (await generate(stack.stub, ids(1, 2, max_tokens=2), 30)).token_ids
+    assert len({one.scheduler_epoch for one in stack.manager.admissions}) == 1
 
 
-async def test_a_request_that_never_fits_is_refused(run_stack: StackFactory) -> None:
+async def test_a_request_that_never_fits_is_refused(stack: Stack) -> None:
     # 100 blocks of 4: a whole prompt and the table that it moves to do not fit in beside each other.
     policy = common.EvictionPolicy(kind="EVICTION_KIND_KEYDIFF", max_cache_tokens=300)  # type: ignore[arg-type]
-    async with run_stack() as stack:
-        with pytest.raises(grpc.aio.AioRpcError, match="100") as caught:
-            await generate(stack.stub, ids(*[1] * 390, max_tokens=2, eviction_policy=policy), 30)
-        error = from_rpc_error(caught.value)
-        assert (error.code, list(error.fields)) == (grpc.StatusCode.INVALID_ARGUMENT, ["eviction_policy"])
-        # An operator has made the pool smaller since the model was described.
-        stack.manager.shrink(10)
-        with pytest.raises(grpc.aio.AioRpcError, match="do not fit into 10 blocks") as caught:
-            await generate(stack.stub, ids(*[1] * 60, max_tokens=2), 30)
-        error = from_rpc_error(caught.value)
-        assert (error.code, list(error.fields)) == (grpc.StatusCode.INVALID_ARGUMENT, ["input"])
+    with pytest.raises(grpc.aio.AioRpcError, match="100") as caught:
+        await generate(stack.stub, ids(*[1] * 390, max_tokens=2, eviction_policy=policy), 30)
+    error = from_rpc_error(caught.value)
+    assert (error.code, list(error.fields)) == (grpc.StatusCode.INVALID_ARGUMENT, ["eviction_policy"])
+    # An operator has made the pool smaller since the model was described.
+    stack.manager.shrink(10)
+    with pytest.raises(grpc.aio.AioRpcError, match="do not fit into 10 blocks") as caught:
+        await generate(stack.stub, ids(*[1] * 60, max_tokens=2), 30)
+    error = from_rpc_error(caught.value)
+    assert (error.code, list(error.fields)) == (grpc.StatusCode.INVALID_ARGUMENT, ["input"])
 
 
-async def test_a_rules_policy_that_needs_more_blocks_than_there_are_is_an_operators(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        stack.manager.rule("ruled", common.EvictionPolicy(kind="EVICTION_KIND_KEYDIFF", max_cache_tokens=300))
-        request = ids(*[1] * 390, max_tokens=2, cache=pb.CacheOptions(salt="ruled"))
-        with pytest.raises(grpc.aio.AioRpcError, match="blocks at once") as caught:
-            await generate(stack.stub, request, 30)
-        error = from_rpc_error(caught.value)
-        assert (error.code, error.reason, error.fields) == (grpc.StatusCode.FAILED_PRECONDITION, "RULE_POLICY", {})
+async def test_a_rules_policy_that_needs_more_blocks_than_there_are_is_an_operators(stack: Stack) -> None:
+    stack.manager.rule("ruled", common.EvictionPolicy(kind="EVICTION_KIND_KEYDIFF", max_cache_tokens=300))
+    request = ids(*[1] * 390, max_tokens=2, cache=pb.CacheOptions(salt="ruled"))
+    with pytest.raises(grpc.aio.AioRpcError, match="blocks at once") as caught:
+        await generate(stack.stub, request, 30)
+    error = from_rpc_error(caught.value)
+    assert (error.code, error.reason, error.fields) == (grpc.StatusCode.FAILED_PRECONDITION, "RULE_POLICY", {})
 
 
-async def test_a_call_without_deadline_is_served(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        parts = [part async for part in stack.stub.StreamGenerate(ids(1, max_tokens=2, ignore_eos=True))]
-        assert sum(len(part.token_ids) for part in parts) == 2
+async def test_a_call_without_deadline_is_served(stack: Stack) -> None:
+    parts = [part async for part in stack.stub.StreamGenerate(ids(1, max_tokens=2, ignore_eos=True))]
+    assert sum(len(part.token_ids) for part in parts) == 2
 
 
-async def test_the_model_is_described(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        model = await stack.stub.GetModel(pb.GetModelRequest())
-        assert (model.model, model.max_model_tokens, model.dtype) == ("fake", 400, "float32")
+async def test_the_model_is_described(stack: Stack) -> None:
+    model = await stack.stub.GetModel(pb.GetModelRequest())
+    assert (model.model, model.max_model_tokens, model.dtype) == ("fake", 400, "float32")
 
 
-async def test_the_command_line_client_streams_and_sums_up(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "scheduler.generate", "the cat", "--raw", "--max-tokens", "5", "--seed", "0",
-            "--address", stack.address, stdout=PIPE, stderr=PIPE,
-        )  # fmt: skip
-        out, err = await process.communicate()
-        assert process.returncode == 0, err
-        assert out.strip()
-        assert b"output 5 tokens" in err
+async def test_the_command_line_client_streams_and_sums_up(stack: Stack) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "scheduler.generate", "the cat", "--raw", "--max-tokens", "5", "--seed", "0",
+        "--address", stack.address, stdout=PIPE, stderr=PIPE,
+    )  # fmt: skip
+    out, err = await process.communicate()
+    assert process.returncode == 0, err
+    assert out.strip()
+    assert b"output 5 tokens" in err
 
 
-async def test_the_command_line_client_shows_each_sample_whole(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "scheduler.generate", "the cat", "--raw", "--max-tokens", "30", "--n", "3",
-            "--address", stack.address, stdout=PIPE, stderr=PIPE,
-        )  # fmt: skip
-        out, err = (text.decode() for text in await process.communicate())
-        assert process.returncode == 0, err
-        parts = [part.partition("\n") for part in out.split("--- ")[1:]]
-        assert {heading for heading, _, _ in parts} == {"1 of 3", "2 of 3", "3 of 3"}
-        [answer] = {text for _, _, text in parts}
-        assert answer.strip()
-        assert "prompt 2 " in err
-        assert "output 90 tokens" in err
+async def test_the_command_line_client_shows_each_sample_whole(stack: Stack) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "scheduler.generate", "the cat", "--raw", "--max-tokens", "30", "--n", "3",
+        "--address", stack.address, stdout=PIPE, stderr=PIPE,
+    )  # fmt: skip
+    out, err = (text.decode() for text in await process.communicate())
+    assert process.returncode == 0, err
+    parts = [part.partition("\n") for part in out.split("--- ")[1:]]
+    assert {heading for heading, _, _ in parts} == {"1 of 3", "2 of 3", "3 of 3"}
+    [answer] = {text for _, _, text in parts}
+    assert answer.strip()
+    assert "prompt 2 " in err
+    assert "output 90 tokens" in err
 
 
 def test_the_client_reports_a_missing_server_in_one_line() -> None:

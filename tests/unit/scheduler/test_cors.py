@@ -22,11 +22,12 @@ from tests.stack import free_address
 from tests.support.keyring import Keyring
 from tests.support.scheduler.http import JSON, LEAST, Answer, ask, serve, starting_service
 from tests.support.scheduler.process import scheduler
-from tests.support.scheduler.stack import StackFactory
+from tests.support.scheduler.stack import Stack
 
 HERE, THERE, NAMED = "http://localhost:3000", "https://evil.example", "https://chat.example.com"
 ALLOWED = "Access-Control-Allow-Origin"
 STREAM = LEAST | {"stream": True}
+LOCAL = Origins((), local=True)
 
 
 def preflight(origin: str) -> Mapping[str, str]:
@@ -45,7 +46,7 @@ def words(answer: Answer, header: str) -> set[str]:
     "origin", [HERE, "http://127.0.0.1", "https://127.0.0.1:8443", "http://[::1]:3000", "http://localhost"]
 )
 async def test_a_page_of_this_machine_may_call_an_address_of_this_machine(origin: str) -> None:
-    async with serve(starting_service(), origins=Origins((), local=True)) as address:
+    async with serve(starting_service(), origins=LOCAL) as address:
         asked = await ask(address, "OPTIONS", "/v1/chat/completions", headers=preflight(origin))
         assert (asked.status, asked.headers[ALLOWED]) == (200, origin)
         assert "post" in words(asked, "Access-Control-Allow-Methods")
@@ -80,13 +81,11 @@ async def test_where_other_machines_come_only_named_pages_may() -> None:
         assert (await ask(address, "OPTIONS", "/v1/models", headers=preflight(HERE))).status == 405
 
 
-async def test_streams_and_refusals_are_for_pages_too(run_stack: StackFactory, tmp_path: Path) -> None:
-    keyring = Keyring(tmp_path)
+async def test_streams_and_refusals_are_for_pages_too(stack: Stack, keyring: Keyring) -> None:
     keyring.add(Role.CALLER)
     (token,) = keyring.tokens.values()
-    local, named = Origins((), local=True), {"Origin": HERE}
-    guard = Guard(keyring.file, None)
-    async with run_stack() as stack, serve(stack.scheduler.service, guard=guard, origins=local) as address:
+    named, guard = {"Origin": HERE}, Guard(keyring.file, None)
+    async with serve(stack.scheduler.service, guard=guard, origins=LOCAL) as address:
         known = JSON | named | {"Authorization": f"Bearer {token}"}
         for body, headers, status in (
             (STREAM, known, 200),
@@ -99,9 +98,9 @@ async def test_streams_and_refusals_are_for_pages_too(run_stack: StackFactory, t
         assert (await ask(address, "OPTIONS", "/v1/completions", headers=preflight(HERE))).status == 200
 
 
-async def test_no_page_gets_past_the_preflight_with_a_form(run_stack: StackFactory) -> None:
+async def test_no_page_gets_past_the_preflight_with_a_form(stack: Stack) -> None:
     """What browsers send to any site without asking first."""
-    async with run_stack() as stack, serve(stack.scheduler.service, origins=Origins((), local=True)) as address:
+    async with serve(stack.scheduler.service, origins=LOCAL) as address:
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
             headers = {"Origin": THERE, "Content-Type": kind}
             answer = await ask(address, "POST", "/v1/completions", json.dumps(LEAST), headers)
@@ -145,8 +144,8 @@ async def page_at(host: str) -> AsyncIterator[Any]:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: apt-get install chromium")
-async def test_a_browser_lets_the_page_of_this_machine_read_a_stream_and_no_other(run_stack: StackFactory) -> None:
-    async with run_stack() as stack, serve(stack.scheduler.service, origins=Origins((), local=True)) as address:
+async def test_a_browser_lets_the_page_of_this_machine_read_a_stream_and_no_other(stack: Stack) -> None:
+    async with serve(stack.scheduler.service, origins=LOCAL) as address:
         async with page_at("localhost") as page:
             status, text, named = await page.evaluate(PAGE, [f"http://{address}", json.dumps(STREAM)])
             assert (status, named) == (200, True), text
@@ -190,9 +189,8 @@ def test_an_invalid_origin_is_refused(value: str) -> None:
         origins(value)
 
 
-def test_every_page_may_only_where_tokens_keep_strangers_out(tmp_path: Path) -> None:
+def test_every_page_may_only_where_tokens_keep_strangers_out(keyring: Keyring) -> None:
     with pytest.raises(SettingsError, match=f"{NAME}.*every web page.*KVKEEP_TOKENS_FILE.*KVKEEP_INSECURE=1"):
         origins("*")
-    keyring = Keyring(tmp_path)
     keyring.add(Role.CALLER)
     assert origins("*", KVKEEP_TOKENS_FILE=str(keyring.file)) == ("*",)

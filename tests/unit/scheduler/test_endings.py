@@ -14,7 +14,7 @@ from tests.support.generation import generate
 from tests.support.generation import greedy_request as request
 from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.real_manager import RealManager
-from tests.support.scheduler.stack import StackFactory, prompt_of, refusal, run, waiting
+from tests.support.scheduler.stack import Stack, StackFactory, prompt_of, refusal, run, waiting
 from tests.support.scheduler.tokenizers import EOS, space_prefix_tokenizer
 
 
@@ -25,45 +25,41 @@ def salted(prompt: list[int], max_tokens: int, **fields: object) -> pb.StreamGen
     return asked
 
 
-async def test_a_client_that_disconnects_frees_everything(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        async with grpc.aio.insecure_channel(stack.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-            await rpc.GenerationServiceStub(channel).StreamGenerate(request(prompt_of(20), 300), timeout=30).read()
-        await stack.manager.settled()
+async def test_a_client_that_disconnects_frees_everything(stack: Stack) -> None:
+    async with grpc.aio.insecure_channel(stack.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        await rpc.GenerationServiceStub(channel).StreamGenerate(request(prompt_of(20), 300), timeout=30).read()
+    await stack.manager.settled()
 
 
-async def test_cancelling_before_the_first_step_frees_everything(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        stack.executor.gate.clear()
-        calls = [stack.stub.StreamGenerate(request(prompt_of(20, seed=i), 5), timeout=30) for i in range(5)]
-        await stack.manager.admitted(5)
-        for call in calls:
-            call.cancel()
-        stack.executor.gate.set()
-        await stack.manager.settled()
-
-
-async def test_cancelling_while_the_manager_answers_frees_everything(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        stack.manager.gate.clear()
-        call = stack.stub.StreamGenerate(request(prompt_of(20), 5), timeout=30)
-        await waiting(stack, 1)
+async def test_cancelling_before_the_first_step_frees_everything(stack: Stack) -> None:
+    stack.executor.gate.clear()
+    calls = [stack.stub.StreamGenerate(request(prompt_of(20, seed=i), 5, n=i), timeout=30) for i in range(1, 6)]
+    await stack.manager.admitted(5)
+    for call in calls:
         call.cancel()
-        while (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests:
-            pass
-        stack.manager.gate.set()
-        [output] = await run(stack, request(prompt_of(9), 3))
-        assert output.token_ids == stack.executor.expected(prompt_of(9), 3)
+    stack.executor.gate.set()
+    await stack.manager.settled()
+    assert stack.manager.forked_ids == []
 
 
-async def test_a_deadline_that_passes_ends_the_request(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        stack.executor.gate.clear()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await generate(stack.stub, request(prompt_of(20), 5), 0.2)
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        stack.executor.gate.set()
-        await stack.manager.settled()
+async def test_cancelling_while_the_manager_answers_frees_everything(stack: Stack) -> None:
+    stack.manager.gate.clear()
+    call = stack.stub.StreamGenerate(request(prompt_of(20), 5), timeout=30)
+    await waiting(stack, 1)
+    call.cancel()
+    await waiting(stack, 0)
+    stack.manager.gate.set()
+    [output] = await run(stack, request(prompt_of(9), 3))
+    assert output.token_ids == stack.executor.expected(prompt_of(9), 3)
+
+
+async def test_a_deadline_that_passes_ends_the_request(stack: Stack) -> None:
+    stack.executor.gate.clear()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(stack.stub, request(prompt_of(20), 5), 0.2)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    stack.executor.gate.set()
+    await stack.manager.settled()
 
 
 async def test_beyond_the_bound_of_the_queue_requests_are_refused_with_a_time_to_retry(
@@ -84,42 +80,40 @@ async def test_beyond_the_bound_of_the_queue_requests_are_refused_with_a_time_to
         await asyncio.gather(*tasks)
 
 
-async def test_a_request_that_waits_for_its_quota_is_passed_only_by_other_accounts(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        executor = stack.executor
-        stack.manager.bound("s", 6)
-        running = stack.stub.StreamGenerate(salted([1] * 12, 300), timeout=30)
-        await running.read()
-        executor.gate.clear()
-        # The second one would fit beside the running one.
-        first, second = salted([2] * 20, 2, request_id="first"), salted([3], 2, request_id="second")
-        tasks = [asyncio.create_task(run(stack, first))]
-        await waiting(stack, 1)
-        tasks.append(asyncio.create_task(run(stack, second)))
-        await waiting(stack, 2)
-        # The tenant's other salts have room.
-        others = request(prompt_of(9), 3)
-        others.cache.salt, others.cache.tenant_id = "other", "t"
-        passing = [asyncio.create_task(run(stack, one)) for one in (others, request(prompt_of(9), 3))]
-        await stack.manager.admitted(3)
-        executor.gate.set()
-        await asyncio.gather(*passing)
-        assert not any(task.done() for task in tasks)
-        running.cancel()
-        await asyncio.gather(*tasks)
-        names = [name.partition("#")[0] for name in stack.manager.admitted_ids]
-        assert names[-2:] == ["first", "second"]
+async def test_a_request_that_waits_for_its_quota_is_passed_only_by_other_accounts(stack: Stack) -> None:
+    executor = stack.executor
+    stack.manager.bound("s", 6)
+    running = stack.stub.StreamGenerate(salted([1] * 12, 300), timeout=30)
+    await running.read()
+    executor.gate.clear()
+    # The second one would fit beside the running one.
+    first, second = salted([2] * 20, 2, request_id="first"), salted([3], 2, request_id="second")
+    tasks = [asyncio.create_task(run(stack, first))]
+    await waiting(stack, 1)
+    tasks.append(asyncio.create_task(run(stack, second)))
+    await waiting(stack, 2)
+    # The tenant's other salts have room.
+    others = request(prompt_of(9), 3)
+    others.cache.salt, others.cache.tenant_id = "other", "t"
+    passing = [asyncio.create_task(run(stack, one)) for one in (others, request(prompt_of(9), 3))]
+    await stack.manager.admitted(3)
+    executor.gate.set()
+    await asyncio.gather(*passing)
+    assert not any(task.done() for task in tasks)
+    running.cancel()
+    await asyncio.gather(*tasks)
+    names = [name.partition("#")[0] for name in stack.manager.admitted_ids]
+    assert names[-2:] == ["first", "second"]
 
 
-async def test_a_request_id_can_be_used_again_when_its_request_has_ended(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        call = stack.stub.StreamGenerate(request([1], 300, request_id="same"), timeout=30)
-        await call.read()
-        assert (await refusal(run(stack, request([2], 2, request_id="same")))).reason == "REQUEST_EXISTS"
-        call.cancel()
-        await stack.manager.settled()
-        [output] = await run(stack, request([2], 2, request_id="same"))
-        assert output.token_ids == stack.executor.expected([2], 2)
+async def test_a_request_id_can_be_used_again_when_its_request_has_ended(stack: Stack) -> None:
+    call = stack.stub.StreamGenerate(request([1], 300, request_id="same"), timeout=30)
+    await call.read()
+    assert (await refusal(run(stack, request([2], 2, request_id="same")))).reason == "REQUEST_EXISTS"
+    call.cancel()
+    await stack.manager.settled()
+    [output] = await run(stack, request([2], 2, request_id="same"))
+    assert output.token_ids == stack.executor.expected([2], 2)
 
 
 async def test_a_request_that_kills_the_executor_fails_alone(run_stack: StackFactory) -> None:
@@ -142,17 +136,16 @@ async def test_a_request_that_kills_the_executor_fails_alone(run_stack: StackFac
 
 
 async def test_sessions_that_bring_nothing_are_opened_again_more_and_more_seldom(
-    run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "RECONNECT_SECONDS", 0.02)
-    async with run_stack() as stack:
-        stack.executor.chokes_on = 1
-        begun = time.monotonic()
-        with pytest.raises(grpc.aio.AioRpcError):
-            await run(stack, request([1] * 20, 5))
-        # At once behind the first, then after four times that.
-        assert time.monotonic() - begun > 4 * loop.RECONNECT_SECONDS
-        assert stack.executor.sessions == MAX_FAILURES
+    stack.executor.chokes_on = 1
+    begun = time.monotonic()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await run(stack, request([1] * 20, 5))
+    # At once behind the first, then after four times that.
+    assert time.monotonic() - begun > 4 * loop.RECONNECT_SECONDS
+    assert stack.executor.sessions == MAX_FAILURES
 
 
 CHANGES: dict[str, tuple[object, str]] = {
@@ -184,17 +177,14 @@ async def test_a_changed_executor_ends_the_scheduler(
     assert "Traceback" not in said
 
 
-async def test_requests_of_a_changed_executor_may_be_retried(
-    run_stack: StackFactory,
-) -> None:
-    async with run_stack() as stack:
-        stack.executor.gate.clear()
-        running = asyncio.create_task(generate(stack.stub, request([1, 2], 5), 30))
-        await stack.manager.admitted(1)
-        stack.executor.chat_template = "another"
-        stack.executor.restart()
-        error = await refusal(running)
-        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "EXECUTOR_REPLACED")
+async def test_requests_of_a_changed_executor_may_be_retried(stack: Stack) -> None:
+    stack.executor.gate.clear()
+    running = asyncio.create_task(generate(stack.stub, request([1, 2], 5), 30))
+    await stack.manager.admitted(1)
+    stack.executor.chat_template = "another"
+    stack.executor.restart()
+    error = await refusal(running)
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "EXECUTOR_REPLACED")
 
 
 async def test_an_executor_replaced_during_the_start_is_noticed(
@@ -206,16 +196,15 @@ async def test_an_executor_replaced_during_the_start_is_noticed(
         await asyncio.wait_for(stack.scheduler.failed.wait(), 20)
 
 
-async def test_an_idle_executor_that_starts_again_is_met_before_a_request_comes(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        await run(stack, request([1, 2], 2))
-        stack.executor.restart()
-        async with asyncio.timeout(20):
-            while stack.executor.sessions < 2:
-                await asyncio.sleep(0.01)
-        [output] = await run(stack, request([3, 4], 5))
-        assert output.token_ids == stack.executor.expected([3, 4], 5)
-        assert stack.executor.sessions == 2
+async def test_an_idle_executor_that_starts_again_is_met_before_a_request_comes(stack: Stack) -> None:
+    await run(stack, request([1, 2], 2))
+    stack.executor.restart()
+    async with asyncio.timeout(20):
+        while stack.executor.sessions < 2:
+            await asyncio.sleep(0.01)
+    [output] = await run(stack, request([3, 4], 5))
+    assert output.token_ids == stack.executor.expected([3, 4], 5)
+    assert stack.executor.sessions == 2
 
 
 async def test_a_scheduler_of_the_same_name_ends_the_earlier_process(

@@ -13,7 +13,7 @@ from protos.kvcommon.v1 import kvcommon_pb2 as common
 from scheduler.bridge import SyncAnswer
 from scheduler.core.step_message import InFlightStep, build_step
 from scheduler.sequence import Eviction, Sequence
-from tests.support.scheduler.sequences import BLOCK, batch_of, depths, updates
+from tests.support.scheduler.sequences import BLOCK, Pipeline, batch_of, depths, updates
 from tests.support.scheduler.sequences import sequence as make_sequence
 
 LAYOUT = Layout(BLOCK, (None,), plain_rotary=True)
@@ -217,16 +217,9 @@ def test_a_sequence_that_stops_before_its_first_eviction_has_not_moved(
 ) -> None:
     sequence = evicting(policy(fields), 5, 40, blocks=19)
     batch = batch_of(sequence)
-    flights: list[InFlightStep] = []
-    sampled = number = 0
+    pipeline, sampled = Pipeline(batch, depth), 0
     while len(batch):
-        plan = batch.plan(100)
-        if plan.compute:
-            number += 1
-            flights.append(build_step(number, plan, batch.removed)[1])
-            batch.removed = []
-        if flights and (len(flights) == depth or not plan.compute):
-            flight = flights.pop(0)
+        if flight := pipeline.turn(batch.plan(100)):
             result = pb.StepResult(step=flight.number)
             if not sequence.stopped:
                 sampled += 1

@@ -11,26 +11,18 @@ from tests.support.generation import greedy_request as request
 from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.stack import Stack, StackFactory, prompt_of, run, waiting
 
-SEED = pb.SamplingParams(seed=0)
 
-
-async def test_a_request_gets_the_models_tokens_and_its_usage(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        prompt = prompt_of(30)
-        [output] = await run(stack, request(prompt, 12))
-        assert output.token_ids == stack.executor.expected(prompt, 12)
-        assert output.finish_reason == pb.FINISH_REASON_LENGTH
-        assert (output.usage.prompt_tokens, output.usage.cached_tokens, output.usage.output_tokens) == (30, 0, 12)
-        assert output.usage.queue_time.ToNanoseconds() > 0
-        assert output.usage.time_to_first_token.ToNanoseconds() > output.usage.queue_time.ToNanoseconds()
-        assert output.usage.total_time.ToNanoseconds() >= output.usage.time_to_first_token.ToNanoseconds()
-
-
-async def test_the_text_is_that_of_the_tokens(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        [output] = await run(stack, request(prompt_of(5), 60))
-        whole = stack.executor.tokenizer.decode(prompt_of(5) + output.token_ids)
-        assert whole.endswith(output.text.lstrip("\N{REPLACEMENT CHARACTER}"))
+async def test_a_request_gets_the_models_tokens_and_its_usage(stack: Stack) -> None:
+    prompt = prompt_of(30)
+    [output] = await run(stack, request(prompt, 12))
+    assert output.token_ids == stack.executor.expected(prompt, 12)
+    whole = stack.executor.tokenizer.decode(prompt + output.token_ids)
+    assert whole.endswith(output.text.lstrip("\N{REPLACEMENT CHARACTER}"))
+    assert output.finish_reason == pb.FINISH_REASON_LENGTH
+    assert (output.usage.prompt_tokens, output.usage.cached_tokens, output.usage.output_tokens) == (30, 0, 12)
+    assert output.usage.queue_time.ToNanoseconds() > 0
+    assert output.usage.time_to_first_token.ToNanoseconds() > output.usage.queue_time.ToNanoseconds()
+    assert output.usage.total_time.ToNanoseconds() >= output.usage.time_to_first_token.ToNanoseconds()
 
 
 async def test_many_requests_at_once_share_steps_within_the_budget(run_stack: StackFactory) -> None:
@@ -47,13 +39,12 @@ async def test_many_requests_at_once_share_steps_within_the_budget(run_stack: St
         assert max(len(step.sequences) for step in stack.executor.steps) > 4
 
 
-async def test_a_prompt_seen_before_is_not_computed_again(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        prompt = prompt_of(41)
-        await run(stack, request(prompt, 2))
-        [output] = await run(stack, request(prompt, 2))
-        assert output.usage.cached_tokens == 40
-        assert output.token_ids == stack.executor.expected(prompt, 2)
+async def test_a_prompt_seen_before_is_not_computed_again(stack: Stack) -> None:
+    prompt = prompt_of(41)
+    await run(stack, request(prompt, 2))
+    [output] = await run(stack, request(prompt, 2))
+    assert output.usage.cached_tokens == 40
+    assert output.token_ids == stack.executor.expected(prompt, 2)
 
 
 async def test_equal_prompts_at_once_are_computed_once(run_stack: StackFactory) -> None:
@@ -79,9 +70,7 @@ async def test_a_follower_whose_writer_is_cancelled_computes_the_prefix_itself(r
         assert (await follower).token_ids == stack.executor.expected(prompt, 3)
 
 
-async def test_very_many_streams_get_several_tokens_in_a_message(
-    run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_very_many_streams_get_several_tokens_in_a_message(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.05)
     messages: list[list[list[int]]] = [[] for _ in range(5)]
 
@@ -89,12 +78,11 @@ async def test_very_many_streams_get_several_tokens_in_a_message(
         call = stack.stub.StreamGenerate(request(prompt_of(9, seed=at), 60), timeout=30)
         messages[at] = [list(answer.token_ids) async for answer in call]
 
-    async with run_stack() as stack:
-        await asyncio.gather(*[read(stack, at) for at in range(5)])
-        for at, parts in enumerate(messages):
-            whole = [token for part in parts for token in part]
-            assert whole == stack.executor.expected(prompt_of(9, seed=at), 60)
-            assert 2 <= len(parts) < 60
+    await asyncio.gather(*[read(stack, at) for at in range(5)])
+    for at, parts in enumerate(messages):
+        whole = [token for part in parts for token in part]
+        assert whole == stack.executor.expected(prompt_of(9, seed=at), 60)
+        assert 2 <= len(parts) < 60
 
 
 async def test_a_request_that_waits_for_blocks_takes_no_turn(
@@ -114,38 +102,34 @@ async def test_a_request_that_waits_for_blocks_takes_no_turn(
             other.cancel()
 
 
-async def test_a_follower_whose_writer_leaves_during_the_admission_computes_the_prefix_itself(
-    run_stack: StackFactory,
-) -> None:
-    async with run_stack() as stack:
-        stack.executor.gate.clear()
-        stack.manager.gate.clear()
-        first = asyncio.create_task(generate(stack.stub, request([1], 2), 30))
-        await stack.manager.asked(1)
-        prompt = prompt_of(80)
-        writer = stack.stub.StreamGenerate(request(prompt, 3), timeout=30)
-        await waiting(stack, 2)
-        follower = asyncio.create_task(generate(stack.stub, request(prompt, 3), 30))
-        await waiting(stack, 3)
-        stack.manager.gate.set()
-        await stack.manager.admitted(1)
-        stack.manager.gate.clear()
-        await stack.manager.asked(2)
-        writer.cancel()
-        await waiting(stack, 1)
-        stack.manager.gate.set()
-        stack.executor.gate.set()
-        assert (await follower).token_ids == stack.executor.expected(prompt, 3)
-        await first
+async def test_a_follower_whose_writer_leaves_during_the_admission_computes_the_prefix_itself(stack: Stack) -> None:
+    stack.executor.gate.clear()
+    stack.manager.gate.clear()
+    first = asyncio.create_task(generate(stack.stub, request([1], 2), 30))
+    await stack.manager.asked(1)
+    prompt = prompt_of(80)
+    writer = stack.stub.StreamGenerate(request(prompt, 3), timeout=30)
+    await waiting(stack, 2)
+    follower = asyncio.create_task(generate(stack.stub, request(prompt, 3), 30))
+    await waiting(stack, 3)
+    stack.manager.gate.set()
+    await stack.manager.admitted(1)
+    stack.manager.gate.clear()
+    await stack.manager.asked(2)
+    writer.cancel()
+    await waiting(stack, 1)
+    stack.manager.gate.set()
+    stack.executor.gate.set()
+    assert (await follower).token_ids == stack.executor.expected(prompt, 3)
+    await first
 
 
-async def test_a_sequence_that_the_manager_voids_starts_again(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        task = asyncio.create_task(generate(stack.stub, request(prompt_of(20), 50), 30))
-        await stack.manager.admitted(1)
-        stack.manager.void_next = set(stack.manager.live)
-        assert (await task).token_ids == stack.executor.expected(prompt_of(20), 50)
-        assert len(stack.manager.admitted_ids) == 2
+async def test_a_sequence_that_the_manager_voids_starts_again(stack: Stack) -> None:
+    task = asyncio.create_task(generate(stack.stub, request(prompt_of(20), 50), 30))
+    await stack.manager.admitted(1)
+    stack.manager.void_next = set(stack.manager.live)
+    assert (await task).token_ids == stack.executor.expected(prompt_of(20), 50)
+    assert len(stack.manager.admitted_ids) == 2
 
 
 @pytest.mark.parametrize("reuse", [True, False])
@@ -183,52 +167,21 @@ async def test_a_higher_priority_is_admitted_first(run_stack: StackFactory) -> N
         assert names == ["first", "high", "low"]
 
 
-async def test_a_stop_id_ends_the_output_and_is_not_in_the_text(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        expected = stack.executor.expected([9, 9], 20)
-        stop = expected[6]
-        end = expected.index(stop) + 1
-        [output] = await run(stack, request([9, 9], 20, stop_token_ids=[stop]))
-        assert output.token_ids == expected[:end]
-        assert output.finish_reason == pb.FINISH_REASON_STOP
-        tokenizer = stack.executor.tokenizer
-        whole, before = tokenizer.decode([9, 9, *expected[: end - 1]]), tokenizer.decode([9, 9])
-        assert before + output.text == whole
+async def test_every_token_has_its_log_probability(stack: Stack) -> None:
+    message = request([4, 4], 5)
+    message.sampling.num_logprobs = 3
+    logprobs = [entry async for part in stack.stub.StreamGenerate(message, timeout=30) for entry in part.logprobs]
+    assert [len(entry.top) for entry in logprobs] == [3] * 5
 
 
-async def test_a_stop_text_ends_the_output_and_is_not_part_of_it(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        [whole] = await run(stack, request([9, 8], 60))
-        stop = whole.text[10:14]
-        [output] = await run(stack, request([9, 8], 60, stop=["never there", stop]))
-        assert output.text == whole.text[: whole.text.index(stop)]
-        assert output.finish_reason == pb.FINISH_REASON_STOP
-        assert len(output.token_ids) == output.usage.output_tokens < 60
-
-
-async def test_every_token_has_its_log_probability(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        message = request([4, 4], 5)
-        message.sampling.num_logprobs = 3
-        logprobs = [entry async for part in stack.stub.StreamGenerate(message, timeout=30) for entry in part.logprobs]
-        assert [len(entry.top) for entry in logprobs] == [3] * 5
-
-
-async def test_a_conversation_is_rendered_with_the_models_template(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        messages = [pb.ChatMessage(role="user", content="the cat <b>")]
-        [output] = await run(
-            stack,
-            pb.StreamGenerateRequest(
-                chat=pb.ChatInput(messages=messages), max_tokens=4, ignore_eos=True, sampling=SEED
-            ),
-        )
-        prompt = stack.executor.tokenizer.encode("<user>the cat <b><eos>\n<assistant>", add_special_tokens=False).ids
-        assert output.token_ids == stack.executor.expected(prompt, 4)
-        tokenized = await stack.stub.TokenizePrompt(
-            pb.TokenizePromptRequest(chat=pb.ChatInput(messages=messages)), timeout=5
-        )
-        assert list(tokenized.token_ids) == prompt
+async def test_a_conversation_is_rendered_with_the_models_template(stack: Stack) -> None:
+    chat = pb.ChatInput(messages=[pb.ChatMessage(role="user", content="the cat <b>")])
+    asked = pb.StreamGenerateRequest(chat=chat, max_tokens=4, ignore_eos=True, sampling=pb.SamplingParams(seed=0))
+    [output] = await run(stack, asked)
+    prompt = stack.executor.tokenizer.encode("<user>the cat <b><eos>\n<assistant>", add_special_tokens=False).ids
+    assert output.token_ids == stack.executor.expected(prompt, 4)
+    tokenized = await stack.stub.TokenizePrompt(pb.TokenizePromptRequest(chat=chat), timeout=5)
+    assert list(tokenized.token_ids) == prompt
 
 
 async def test_the_loop_never_waits_for_the_manager_while_there_is_capacity(run_stack: StackFactory) -> None:

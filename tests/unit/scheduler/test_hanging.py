@@ -10,7 +10,7 @@ from scheduler.core import loop
 from tests.support.generation import generate
 from tests.support.generation import greedy_request as request
 from tests.support.scheduler.sequences import Updates
-from tests.support.scheduler.stack import StackFactory
+from tests.support.scheduler.stack import Stack
 
 
 @pytest.fixture
@@ -29,56 +29,51 @@ async def until(reached: Callable[[], bool]) -> None:
 
 
 async def test_a_hanging_executor_is_reported_and_no_request_is_lost(
-    run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch, soon: None
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, soon: None
 ) -> None:
     monkeypatch.setattr(loop, "LOST_SECONDS", 1e9)
-    async with run_stack() as stack:
-        executor, service = stack.executor, stack.scheduler.service
-        tasks = [asyncio.create_task(generate(stack.stub, request([i + 1, 2], 30), 30)) for i in range(4)]
-        await executor.stepped(3)
-        executor.gate.clear()
-        await until(lambda: service.obstacle)
-        executor.gate.set()
-        for i, task in enumerate(tasks):
-            assert (await task).token_ids == executor.expected([i + 1, 2], 30)
-        assert not service.obstacle
-        assert executor.sessions == 1
+    executor, service = stack.executor, stack.scheduler.service
+    tasks = [asyncio.create_task(generate(stack.stub, request([i + 1, 2], 30), 30)) for i in range(4)]
+    await executor.stepped(3)
+    executor.gate.clear()
+    await until(lambda: service.obstacle)
+    executor.gate.set()
+    for i, task in enumerate(tasks):
+        assert (await task).token_ids == executor.expected([i + 1, 2], 30)
+    assert not service.obstacle
+    assert executor.sessions == 1
 
 
-async def test_an_executor_that_hangs_too_long_is_lost_and_its_requests_restart(
-    run_stack: StackFactory, soon: None
-) -> None:
-    async with run_stack() as stack:
-        executor = stack.executor
-        tasks = [asyncio.create_task(generate(stack.stub, request([i + 1, 2], 30), 30)) for i in range(4)]
-        await executor.stepped(3)
-        executor.gate.clear()
-        await until(lambda: executor.sessions == 2)
-        executor.gate.set()
-        for i, task in enumerate(tasks):
-            assert (await task).token_ids == executor.expected([i + 1, 2], 30)
-        assert not stack.scheduler.service.obstacle
+async def test_an_executor_that_hangs_too_long_is_lost_and_its_requests_restart(stack: Stack, soon: None) -> None:
+    executor = stack.executor
+    tasks = [asyncio.create_task(generate(stack.stub, request([i + 1, 2], 30), 30)) for i in range(4)]
+    await executor.stepped(3)
+    executor.gate.clear()
+    await until(lambda: executor.sessions == 2)
+    executor.gate.set()
+    for i, task in enumerate(tasks):
+        assert (await task).token_ids == executor.expected([i + 1, 2], 30)
+    assert not stack.scheduler.service.obstacle
 
 
 async def test_requests_leave_while_the_executor_hangs(
-    run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch, soon: None
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, soon: None
 ) -> None:
     monkeypatch.setattr(loop, "LOST_SECONDS", 1e9)
-    async with run_stack() as stack:
-        executor, manager = stack.executor, stack.manager
-        first = asyncio.create_task(generate(stack.stub, request([1, 2], 30), 30))
-        await executor.stepped(3)
-        executor.gate.clear()
-        await until(lambda: stack.scheduler.service.obstacle)
-        # Admitted, and in none of the steps under way.
-        others = [asyncio.create_task(generate(stack.stub, request([i + 5, 2], 30), 30)) for i in range(3)]
-        await manager.admitted(4)
-        for task in others:
-            task.cancel()
-        await until(lambda: len(manager.live) == 1)
-        assert not first.done()
-        executor.gate.set()
-        assert (await first).token_ids == executor.expected([1, 2], 30)
+    executor, manager = stack.executor, stack.manager
+    first = asyncio.create_task(generate(stack.stub, request([1, 2], 30), 30))
+    await executor.stepped(3)
+    executor.gate.clear()
+    await until(lambda: stack.scheduler.service.obstacle)
+    # Admitted, and in none of the steps under way.
+    others = [asyncio.create_task(generate(stack.stub, request([i + 5, 2], 30), 30)) for i in range(3)]
+    await manager.admitted(4)
+    for task in others:
+        task.cancel()
+    await until(lambda: len(manager.live) == 1)
+    assert not first.done()
+    executor.gate.set()
+    assert (await first).token_ids == executor.expected([1, 2], 30)
 
 
 class Hung:

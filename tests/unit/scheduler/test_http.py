@@ -18,18 +18,14 @@ from protos.rpc.identity import Role
 from scheduler.frontend.openai.app import create_app
 from scheduler.frontend.openai.response_builder import CompletionResponseBuilder
 from tests.support.keyring import Keyring
-from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.http import HELLO, LEAST, ask, client, first_event, serve, starting_service
-from tests.support.scheduler.real_manager import RealManager
-from tests.support.scheduler.stack import StackFactory
+from tests.support.scheduler.stack import Stack, StackFactory
 
 
-async def test_an_unknown_caller_gets_only_health_and_version(run_stack: StackFactory, tmp_path: Path) -> None:
-    keyring = Keyring(tmp_path)
+async def test_an_unknown_caller_gets_only_health_and_version(stack: Stack, keyring: Keyring) -> None:
     keyring.add(Role.CALLER)
     (token,) = keyring.tokens.values()
-    guard = Guard(keyring.file, None)
-    async with run_stack() as stack, serve(stack.scheduler.service, guard=guard) as address:
+    async with serve(stack.scheduler.service, guard=Guard(keyring.file, None)) as address:
         for method, path, body in (
             ("GET", "/v1/models", None),
             ("GET", "/v1/models/fake", None),
@@ -49,16 +45,12 @@ async def test_an_unknown_caller_gets_only_health_and_version(run_stack: StackFa
             assert (await friend.completions.create(model="fake", **LEAST)).choices[0].text
 
 
-async def test_roles_and_tenants_hold_as_over_grpc(run_stack: StackFactory, tmp_path: Path) -> None:
-    keyring = Keyring(tmp_path)
+async def test_roles_and_tenants_hold_as_over_grpc(stack: Stack, keyring: Keyring, tmp_path: Path) -> None:
     for role, tenant in ((Role.CALLER, "acme"), (Role.CALLER, "other"), (Role.VIEWER, "")):
         keyring.add(role, tenant)
     acme, other, viewer = keyring.tokens.values()
-    executor, guard = FakeExecutor(), Guard(keyring.file, tmp_path / "audit")
-    manager = RealManager(executor)
     async with (
-        run_stack(executor=executor, manager=manager) as stack,
-        serve(stack.scheduler.service, guard=guard) as address,
+        serve(stack.scheduler.service, guard=Guard(keyring.file, tmp_path / "audit")) as address,
         client(address, acme) as first,
         client(address, other) as second,
         client(address, viewer) as watcher,
@@ -70,22 +62,20 @@ async def test_roles_and_tenants_hold_as_over_grpc(run_stack: StackFactory, tmp_
         assert (denied["role"], denied["outcome"]) == ("viewer", "PERMISSION_DENIED")
         for caller in (first, second):
             await caller.completions.create(model="fake", extra_body={"cache_salt": "x"}, **LEAST)
-        assert [(one.salt, one.tenant_id) for one in manager.admissions] == [("acme/x", "acme"), ("other/x", "other")]
+        assert [(one.salt, one.tenant_id) for one in stack.manager.admissions] == [
+            ("acme/x", "acme"),
+            ("other/x", "other"),
+        ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_salt_that_the_token_does_not_have_is_refused_and_written_down(
-    run_stack: StackFactory, tmp_path: Path, stream: bool
+    stack: Stack, keyring: Keyring, tmp_path: Path, stream: bool
 ) -> None:
-    keyring = Keyring(tmp_path)
     keyring.add(Role.CALLER, "acme", salts=("own",))
     (token,) = keyring.tokens.values()
     guard = Guard(keyring.file, tmp_path / "audit")
-    async with (
-        run_stack() as stack,
-        serve(stack.scheduler.service, guard=guard) as address,
-        client(address, token) as caller,
-    ):
+    async with serve(stack.scheduler.service, guard=guard) as address, client(address, token) as caller:
         with pytest.raises(openai.PermissionDeniedError) as caught:
             await caller.completions.create(model="fake", stream=stream, extra_body={"cache_salt": "x"}, **LEAST)
         assert caught.value.param == "cache_salt"
@@ -98,19 +88,14 @@ async def test_a_salt_that_the_token_does_not_have_is_refused_and_written_down(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_ends_with_its_token(
-    run_stack: StackFactory, tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+    stack: Stack, keyring: Keyring, tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr("protos.rpc.guard.LOOK_SECONDS", 0.01)
-    keyring = Keyring(tmp_path)
     keyring.add(Role.CALLER)
     (token,) = keyring.tokens.values()
     guard = Guard(keyring.file, tmp_path / "audit")
-    async with (
-        run_stack() as stack,
-        serve(stack.scheduler.service, guard=guard) as address,
-        client(address, token) as caller,
-    ):
+    async with serve(stack.scheduler.service, guard=guard) as address, client(address, token) as caller:
         stack.executor.step_seconds = 0.02
         long = LEAST | {"max_tokens": 300}
         call = asyncio.create_task(caller.completions.create(model="fake", stream=stream, **long))
@@ -127,49 +112,46 @@ async def test_a_request_ends_with_its_token(
         assert stack.metric("output_tokens_total") < 200
 
 
-async def test_a_head_request_gets_the_head(run_stack: StackFactory) -> None:
-    async with run_stack() as stack, serve(stack.scheduler.service) as address:
-        for path in ("/health", "/v1/models"):
-            whole, head = [await ask(address, method, path) for method in ("GET", "HEAD")]
-            assert (head.status, head.body, head.headers["content-length"]) == (
-                200, "", whole.headers["content-length"],
-            )  # fmt: skip
+async def test_a_head_request_gets_the_head(address: str) -> None:
+    for path in ("/health", "/v1/models"):
+        whole, head = [await ask(address, method, path) for method in ("GET", "HEAD")]
+        assert (head.status, head.body, head.headers["content-length"]) == (
+            200, "", whole.headers["content-length"],
+        )  # fmt: skip
 
 
-async def test_bodies_that_are_no_requests_are_refused(run_stack: StackFactory) -> None:
+async def test_bodies_that_are_no_requests_are_refused(stack: Stack, address: str) -> None:
     path = "/v1/completions"
-    async with run_stack() as stack, serve(stack.scheduler.service) as address:
-        for body, said in {
-            "": "JSON object",
-            "[]": "JSON object",
-            '"x"': "JSON object",
-            "{": "not JSON",
-            "\xff": "parsing",
-            "[" * 20_000: "parsing",
-            '{"prompt": "\\ud800"}': "surrogate",
-            '{"prompt": "x", "temperature": NaN}': "temperature should be a finite number",
-            '{"prompt": "x", "n": 1' + "0" * 4000 + "}": "n should be less",
-            '{"prompt": "x", "n": 1' + "0" * 5000 + "}": "parsing",
-            '{"prompt": ["x", 5]}': "a text or a list",
-            json.dumps({f"x{index}": 1 for index in range(300)}): "the body has more than 256 fields",
-            '{"prompt": "x", "kv_hints": {"actions": [{"action_id": "a", "action_type": "b", "payload": '
-            + '{"a":' * 110 + "1" + "}" * 111 + "]}}": "kv_hints.actions[0].payload.a.a",
-            '{"prompt": "x", "kv_hints": {"actions": [{"action_id": "a", "action_type": "b", "payload": '
-            '{"\\ud800": 1}}]}}': "kv_hints.actions[0].payload must not have a half of a surrogate pair in",
-            '{"prompt": "x", "kv_hints": {"actions": [{"action_id": "a", "action_type": "b", "payload": '
-            '{"p": [1e999]}}]}}': "kv_hints.actions[0].payload.p[0] must be a finite number",
-            '{"prompt": "x", "\\ud800": 1}': "half of a surrogate pair in the name of its field 1",
-            '{"prompt": ["x", "\\ud800"]}': "prompt[1] must not have a half of a surrogate pair",
-        }.items():  # fmt: skip
-            answer = await ask(address, "POST", path, body.encode("latin-1"))
-            assert answer.status == 400, body[:50]
-            assert said in answer.error["message"], body[:50]
-        # What a page of another site can send without asking.
-        plain = await ask(address, "POST", path, json.dumps(LEAST), {"Content-Type": "text/plain"})
-        assert (plain.status, plain.error["code"]) == (400, "invalid_body")
-        assert stack.manager.admitted_ids == []
-        assert (await ask(address, "GET", path)).error["code"] == "method_not_allowed"
-        assert (await ask(address, "GET", "/v2")).status == 404
+    for body, said in {
+        "": "JSON object",
+        "[]": "JSON object",
+        '"x"': "JSON object",
+        "{": "not JSON",
+        "\xff": "parsing",
+        "[" * 20_000: "parsing",
+        '{"prompt": "\\ud800"}': "surrogate",
+        '{"prompt": "x", "temperature": NaN}': "temperature should be a finite number",
+        '{"prompt": "x", "n": 1' + "0" * 4000 + "}": "n should be less",
+        '{"prompt": "x", "n": 1' + "0" * 5000 + "}": "parsing",
+        json.dumps({f"x{index}": 1 for index in range(300)}): "the body has more than 256 fields",
+        '{"prompt": "x", "kv_hints": {"actions": [{"action_id": "a", "action_type": "b", "payload": '
+        + '{"a":' * 110 + "1" + "}" * 111 + "]}}": "kv_hints.actions[0].payload.a.a",
+        '{"prompt": "x", "kv_hints": {"actions": [{"action_id": "a", "action_type": "b", "payload": '
+        '{"\\ud800": 1}}]}}': "kv_hints.actions[0].payload must not have a half of a surrogate pair in",
+        '{"prompt": "x", "kv_hints": {"actions": [{"action_id": "a", "action_type": "b", "payload": '
+        '{"p": [1e999]}}]}}': "kv_hints.actions[0].payload.p[0] must be a finite number",
+        '{"prompt": "x", "\\ud800": 1}': "half of a surrogate pair in the name of its field 1",
+        '{"prompt": ["x", "\\ud800"]}': "prompt[1] must not have a half of a surrogate pair",
+    }.items():  # fmt: skip
+        answer = await ask(address, "POST", path, body.encode("latin-1"))
+        assert answer.status == 400, body[:50]
+        assert said in answer.error["message"], body[:50]
+    # What a page of another site can send without asking.
+    plain = await ask(address, "POST", path, json.dumps(LEAST), {"Content-Type": "text/plain"})
+    assert (plain.status, plain.error["code"]) == (400, "invalid_body")
+    assert stack.manager.admitted_ids == []
+    assert (await ask(address, "GET", path)).error["code"] == "method_not_allowed"
+    assert (await ask(address, "GET", "/v2")).status == 404
 
 
 async def test_a_body_that_is_too_long_is_not_read(run_stack: StackFactory) -> None:
@@ -224,22 +206,21 @@ async def test_a_foreign_host_name_is_not_answered() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_several_prompts_are_answered_by_their_numbers(run_stack: StackFactory, stream: bool) -> None:
+async def test_several_prompts_are_answered_by_their_numbers(caller: openai.AsyncOpenAI, stream: bool) -> None:
     prompts = [[1, 2, 3], [4] * 9, [5, 6]]
-    async with run_stack() as stack, serve(stack.scheduler.service) as address, client(address) as caller:
-        asked = LEAST | {"prompt": prompts, "n": 2, "stream": stream}
-        if stream:
-            asked["stream_options"] = {"include_usage": True}
-        answers = [await caller.completions.create(model="fake", **asked)]
-        events = [event async for event in answers[0]] if stream else answers
-        texts = [""] * 6
-        for event in events:
-            for choice in event.choices:
-                texts[choice.index] += choice.text
-        alone = [await caller.completions.create(model="fake", **LEAST | {"prompt": prompt}) for prompt in prompts]
-        assert texts == [one.choices[0].text for one in alone for _ in range(2)]
-        usage = events[-1].usage
-        assert (usage.prompt_tokens, usage.completion_tokens) == (14, 18)
+    asked = LEAST | {"prompt": prompts, "n": 2, "stream": stream}
+    if stream:
+        asked["stream_options"] = {"include_usage": True}
+    answers = [await caller.completions.create(model="fake", **asked)]
+    events = [event async for event in answers[0]] if stream else answers
+    texts = [""] * 6
+    for event in events:
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+    alone = [await caller.completions.create(model="fake", **LEAST | {"prompt": prompt}) for prompt in prompts]
+    assert texts == [one.choices[0].text for one in alone for _ in range(2)]
+    usage = events[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (14, 18)
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
@@ -260,14 +241,13 @@ async def test_each_event_has_the_usage_so_far_where_it_is_asked_for(
     assert (events[-1].choices == []) == include_usage
 
 
-async def test_tokens_come_with_their_names_where_they_are_asked_for(run_stack: StackFactory) -> None:
-    async with run_stack() as stack, serve(stack.scheduler.service) as address:
-        for asked in (False, True):
-            body = json.dumps({"prompt": "the cat", "return_token_strs": asked})
-            answer = json.loads((await ask(address, "POST", "/tokenize", body)).body)
-            assert ("token_strs" in answer) == asked
-        assert len(answer["token_strs"]) == answer["count"]
-        assert "cat" in "".join(answer["token_strs"])
+async def test_tokens_come_with_their_names_where_they_are_asked_for(address: str) -> None:
+    for asked in (False, True):
+        body = json.dumps({"prompt": "the cat", "return_token_strs": asked})
+        answer = json.loads((await ask(address, "POST", "/tokenize", body)).body)
+        assert ("token_strs" in answer) == asked
+    assert len(answer["token_strs"]) == answer["count"]
+    assert "cat" in "".join(answer["token_strs"])
 
 
 @pytest.mark.parametrize(
@@ -275,28 +255,26 @@ async def test_tokens_come_with_their_names_where_they_are_asked_for(run_stack: 
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_number_of_samples_that_is_refused_takes_no_memory(
-    run_stack: StackFactory, path: str, said: dict[str, object], stream: bool
+    address: str, path: str, said: dict[str, object], stream: bool
 ) -> None:
     body = said | {"n": 200_000, "stream": stream}
-    async with run_stack() as stack, serve(stack.scheduler.service) as address:
-        tracemalloc.start()
-        try:
-            answer = await ask(address, "POST", path, json.dumps(body))
-            _, peak_bytes = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        assert (answer.status, answer.error["param"]) == (400, "n")
-        assert peak_bytes < 4 << 20
+    tracemalloc.start()
+    try:
+        answer = await ask(address, "POST", path, json.dumps(body))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (answer.status, answer.error["param"]) == (400, "n")
+    assert peak_bytes < 4 << 20
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_refused_prompt_of_several_ends_all_and_is_named(run_stack: StackFactory, stream: bool) -> None:
-    async with run_stack() as stack, serve(stack.scheduler.service) as address:
-        body = LEAST | {"prompt": [[1, 2], [3] * 400, [4]], "max_tokens": 300, "stream": stream}
-        answer = await ask(address, "POST", "/v1/completions", json.dumps(body))
-        assert (answer.status, answer.error["param"]) == (400, "prompt[1]")
-        assert answer.error["code"] == "context_length_exceeded"
-        await stack.manager.settled()
+async def test_a_refused_prompt_of_several_ends_all_and_is_named(stack: Stack, address: str, stream: bool) -> None:
+    body = LEAST | {"prompt": [[1, 2], [3] * 400, [4]], "max_tokens": 300, "stream": stream}
+    answer = await ask(address, "POST", "/v1/completions", json.dumps(body))
+    assert (answer.status, answer.error["param"]) == (400, "prompt[1]")
+    assert answer.error["code"] == "context_length_exceeded"
+    await stack.manager.settled()
 
 
 async def test_an_address_that_is_taken_is_named() -> None:
@@ -325,23 +303,18 @@ def test_the_description_names_every_route_and_only_answers_that_there_are() -> 
     ("path", "body", "param", "words"),
     [
         ("/v1/completions", {"prompt": "x", "grammar": "a"}, "grammar", "is not a field"),
-        ("/v1/completions", {"prompt": "x", "text": "a"}, "text", "is not a field"),
         ("/v1/completions", {"prompt": "x", "max_new_tokens": 3}, "max_new_tokens", "did you mean max_tokens?"),
         ("/v1/chat/completions", {"messages": [HELLO | {"name": "al"}]}, "messages[0].name", "is not read by the"),
         ("/v1/chat/completions", {"messages": [HELLO, HELLO | {"reasoning_content": "a"}]},
          "messages[1].reasoning_content", "is not read by the model's chat template"),
-        ("/v1/chat/completions", {"messages": [HELLO | {"prefix": True}]}, "messages[0].prefix", "is not supported"),
         ("/tokenize", {"messages": [HELLO | {"reasoning_content": "a"}]}, "messages[0].reasoning_content", "not read"),
-        ("/tokenize", {"messages": [HELLO], "add_special_tokens": True}, "add_special_tokens", "is not supported"),
-        ("/tokenize", {"prompt": "x", "input": "a"}, "input", "is not a field"),
         ("/detokenize", {"tokens": [1], "skip_special_tokens": True}, "skip_special_tokens", "is not supported"),
     ],
 )  # fmt: skip
 async def test_no_unknown_field_is_dropped_silently(
-    run_stack: StackFactory, path: str, body: dict[str, object], param: str, words: str
+    address: str, path: str, body: dict[str, object], param: str, words: str
 ) -> None:
-    async with run_stack() as stack, serve(stack.scheduler.service) as address:
-        answer = await ask(address, "POST", path, json.dumps(body))
-        assert (answer.status, answer.error["param"]) == (400, param)
-        assert words in answer.error["message"]
-        assert answer.error["message"].startswith(param)
+    answer = await ask(address, "POST", path, json.dumps(body))
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert words in answer.error["message"]
+    assert answer.error["message"].startswith(param)

@@ -21,7 +21,7 @@ from scheduler.settings import SchedulerSettings
 from tests.support.generation import greedy_request as request
 from tests.support.keyring import Keyring
 from tests.support.scheduler.http import JSON, LEAST, ask, first_event, serve, starting_service
-from tests.support.scheduler.stack import StackFactory
+from tests.support.scheduler.stack import Stack, StackFactory
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PEER = r"127\.0\.0\.1:\d+"
@@ -124,23 +124,22 @@ async def test_a_defect_is_counted_and_its_answer_does_not_explain_it(caplog: py
     assert "AttributeError" in caplog.text
 
 
-async def test_an_error_in_a_stream_is_its_last_event_and_counts_as_the_answer(run_stack: StackFactory) -> None:
-    async with run_stack() as stack, serve(stack.scheduler.service) as address:
-        before = answered(COMPLETIONS, 503), answered(COMPLETIONS, 200)
-        stack.executor.step_seconds = 0.02
-        reader, writer = await asyncio.open_connection(*address.split(":"))
-        with contextlib.closing(writer):
-            await first_event(reader, writer)
-            draining = asyncio.create_task(stack.scheduler.requests.drain(0.1))
-            assert (await ask(address, "POST", COMPLETIONS, json.dumps(LEAST))).error["code"] == "draining"
-            assert (await ask(address, "GET", "/health")).status == 503
-            events = (await reader.readuntil(b"\r\n0\r\n\r\n")).decode()
-            await draining
-        assert '"code":"draining"' in events.strip().split("data: ")[-1]
-        assert "[DONE]" not in events
-        # The request that was refused meanwhile, and the stream.
-        await one_more(COMPLETIONS, 503, before[0] + 1)
-        assert answered(COMPLETIONS, 200) == before[1]
+async def test_an_error_in_a_stream_is_its_last_event_and_counts_as_the_answer(stack: Stack, address: str) -> None:
+    before = answered(COMPLETIONS, 503), answered(COMPLETIONS, 200)
+    stack.executor.step_seconds = 0.02
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    with contextlib.closing(writer):
+        await first_event(reader, writer)
+        draining = asyncio.create_task(stack.scheduler.requests.drain(0.1))
+        assert (await ask(address, "POST", COMPLETIONS, json.dumps(LEAST))).error["code"] == "draining"
+        assert (await ask(address, "GET", "/health")).status == 503
+        events = (await reader.readuntil(b"\r\n0\r\n\r\n")).decode()
+        await draining
+    assert '"code":"draining"' in events.strip().split("data: ")[-1]
+    assert "[DONE]" not in events
+    # The request that was refused meanwhile, and the stream.
+    await one_more(COMPLETIONS, 503, before[0] + 1)
+    assert answered(COMPLETIONS, 200) == before[1]
 
 
 async def test_a_caller_that_leaves_ends_its_request_which_is_no_success(
@@ -190,8 +189,8 @@ async def test_the_answers_id_is_that_of_the_line(
             assert answered_id == "mine" if name else re.fullmatch(f"{prefix}[0-9a-f]{{16}}", answered_id)
 
 
-async def test_a_line_names_the_caller(run_stack: StackFactory, tmp_path: Path) -> None:
-    keyring, file = Keyring(tmp_path), tmp_path / "access"
+async def test_a_line_names_the_caller(run_stack: StackFactory, keyring: Keyring, tmp_path: Path) -> None:
+    file = tmp_path / "access"
     keyring.add(Role.CALLER, "acme")
     keyring.add(Role.VIEWER)
     guard = Guard(keyring.file, None)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from scheduler.frontend.openai import bodies
 from scheduler.frontend.openai.app import create_app
 from tests.support.keyring import Keyring
 from tests.support.scheduler.http import LEAST, ask, serve, starting_service
-from tests.support.scheduler.stack import StackFactory
+from tests.support.scheduler.stack import Stack, StackFactory
 
 PATH = "/v1/completions"
 # What of this is beyond the free part fits once into what is held, and not twice.
@@ -40,27 +39,24 @@ def padded(size: int = LARGE, **fields: object) -> bytes:
     return json.dumps(LEAST | fields).encode().ljust(size)
 
 
-async def test_the_body_of_an_unknown_caller_is_not_read(run_stack: StackFactory, tmp_path: Path) -> None:
-    keyring = Keyring(tmp_path)
+async def test_the_body_of_an_unknown_caller_is_not_read(stack: Stack, keyring: Keyring) -> None:
     keyring.add(Role.CALLER)
-    guard = Guard(keyring.file, None)
-    async with run_stack() as stack, serve(stack.scheduler.service, guard=guard) as address:
+    async with serve(stack.scheduler.service, guard=Guard(keyring.file, None)) as address:
         assert (await ask(address, "POST", PATH, "{")).status == 401
         async with sending(address, b"{", 1000) as answer:
             assert b" 401 " in await answer.readline()
 
 
-async def test_a_slow_body_is_refused(run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_body_is_refused(stack: Stack, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "ARRIVAL_SECONDS", 0.2)
-    async with run_stack() as stack, serve(stack.scheduler.service) as address:
-        async with sending(address, b"{", 1000) as answer:
-            # To its end: the connection is closed.
-            said = (await answer.read()).decode()
-        assert " 408 " in said
-        assert '"message":"the body did not arrive within 0.2 seconds"' in said
-        # An answer may take longer.
-        stack.executor.step_seconds = 0.1
-        assert (await ask(address, "POST", PATH, json.dumps(LEAST | {"max_tokens": 5}))).status == 200
+    async with sending(address, b"{", 1000) as answer:
+        # To its end: the connection is closed.
+        said = (await answer.read()).decode()
+    assert " 408 " in said
+    assert '"message":"the body did not arrive within 0.2 seconds"' in said
+    # An answer may take longer.
+    stack.executor.step_seconds = 0.1
+    assert (await ask(address, "POST", PATH, json.dumps(LEAST | {"max_tokens": 5}))).status == 200
 
 
 async def test_all_bodies_together_are_bounded(run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch) -> None:

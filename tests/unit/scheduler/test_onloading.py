@@ -9,9 +9,10 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from protos.kvcache.v1 import kvcache_pb2
+from scheduler.request import Tier
 from tests.support.generation import Output, generate
 from tests.support.generation import greedy_request as request
-from tests.support.scheduler.fake_executor import HOST, FakeExecutor
+from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.real_manager import RealManager
 from tests.support.scheduler.stack import Stack, StackFactory, prompt_of
 
@@ -215,7 +216,7 @@ async def test_random_traffic_over_all_tiers_is_right_and_leaves_nothing_behind(
 ) -> None:
     rng = random.Random(4)
     manager = RealManager(executor, host_blocks=30, disk_blocks=30)
-    executor.fails = lambda copy: rng.random() < (0.02 if copy.source[1] == HOST else 0.05)
+    executor.fails = lambda copy: rng.random() < (0.02 if copy.source_tier == Tier.HOST else 0.05)
     async with run_stack(
         executor=executor, manager=manager, max_running=8, max_batched_tokens=24, onload_timeout_seconds=0.05
     ) as stack:

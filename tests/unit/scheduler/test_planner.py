@@ -5,27 +5,33 @@ from hypothesis import strategies as st
 
 from scheduler.bridge import SyncAnswer
 from scheduler.core.planner import choose_victim, plan_step, trimmable
-from scheduler.core.step_message import InFlightStep, build_step
+from scheduler.core.step_message import build_step
 from scheduler.sequence import LeaveReason, Sequence
-from tests.support.scheduler.sequences import BLOCK, answer, batch_of, depths, sequence, synced, traffic, updates
+from tests.support.scheduler.sequences import (
+    BLOCK,
+    Pipeline,
+    answer,
+    batch_of,
+    depths,
+    sequence,
+    synced,
+    traffic,
+    updates,
+)
 
 
 @given(traffic(), st.integers(1, 64), depths)
 def test_every_sequence_ends_and_no_step_exceeds_its_tokens(sequences: list[Sequence], budget: int, depth: int) -> None:
     batch = batch_of(*sequences)
-    in_flight: list[InFlightStep] = []
-    number = 0
+    pipeline = Pipeline(batch, depth)
     while len(batch):
         plan = plan_step(batch.ranked, budget)
         assert plan.num_tokens <= budget
         assert not plan.out_of_blocks
-        if plan.compute:
-            number += 1
-            in_flight.append(build_step(number, plan, batch.removed)[1])
-            batch.removed = []
-        assert in_flight, "nothing to run though sequences are live"
-        if len(in_flight) == depth or not plan.compute:
-            answer(batch, in_flight.pop(0))
+        step = pipeline.turn(plan)
+        assert step or plan.compute, "nothing to run though sequences are live"
+        if step:
+            answer(batch, step)
         for item in batch.ranked:
             assert item.computed <= item.planned <= item.capacity
             assert item.known <= item.limit

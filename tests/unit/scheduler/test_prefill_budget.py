@@ -19,11 +19,19 @@ from scheduler.core.prefill_budget import (
     REFRESH_STEPS,
     PrefillBudget,
 )
-from scheduler.core.step_message import InFlightStep, build_step
+from scheduler.core.step_message import build_step
 from scheduler.sequence import Sequence
-from tests.support.scheduler.sequences import answer, depths, sequence, updates
+from tests.support.scheduler.sequences import Pipeline, answer, depths, sequence, updates
 
 BUDGET = 512
+
+
+def seen(*steps: tuple[int, int, float], target: float = 0.0) -> PrefillBudget:
+    """A budget after steps: their decoding sequences, prompt tokens and seconds."""
+    prefills = PrefillBudget(target)
+    for step in steps:
+        prefills.observe(*step)
+    return prefills
 
 
 class Machine:
@@ -115,7 +123,7 @@ def test_every_sequence_ends_within_the_budget(
         for handle, (prompt, output) in enumerate(requests, 1)
     ]
     total, work = len(waiting), sum(prompt + output for prompt, output in requests)
-    in_flight: list[InFlightStep] = []
+    pipeline = Pipeline(batch, depth)
     released: list[int] = []
     number = 0
     while waiting or len(batch):
@@ -124,15 +132,12 @@ def test_every_sequence_ends_within_the_budget(
             batch.admit(waiting.pop(0))
         plan = batch.plan(budget, prefills)
         assert plan.num_tokens <= budget
-        if plan.compute:
-            in_flight.append(build_step(number + 1, plan, batch.removed)[1])
-            batch.removed = []
         number += 1
-        assert in_flight or waiting
-        if in_flight and (len(in_flight) == depth or not plan.compute):
-            flight = in_flight.pop(0)
-            answer(batch, flight)
-            prefills.observe(len(flight.decodes), flight.prefill_tokens, next(seconds))
+        step = pipeline.turn(plan)
+        assert step or plan.compute or waiting
+        if step:
+            answer(batch, step)
+            prefills.observe(len(step.decodes), step.prefill_tokens, next(seconds))
         released += updates(batch)[1].released
         assert number <= 3 * total + 6 * work + REFRESH_STEPS
     assert len(released) == total
@@ -158,11 +163,7 @@ def test_the_time_of_a_step_is_known_after_a_similar_one(
 
 
 def test_times_of_other_batch_sizes_are_forgotten() -> None:
-    prefills = PrefillBudget()
-    for _ in range(3):
-        prefills.observe(1, 0, 0.002)
-    prefills.observe(512, 0, 0.02)
-    assert prefills.seconds(512, 0) == 0.02
+    assert seen(*[(1, 0, 0.002)] * 3, (512, 0, 0.02)).seconds(512, 0) == 0.02
 
 
 @given(machines, st.integers(0, 64), st.floats(0.7, 1.4))
@@ -201,11 +202,8 @@ def streaming(handle: int, since: float) -> Sequence:
 
 def test_a_prompt_is_bounded_only_by_earlier_streams() -> None:
     def planned(since: float, arrived_at: float) -> int:
-        prefills = PrefillBudget()
-        prefills.observe(1, 0, 0.02)
-        prefills.observe(1, 100, 0.12)
         prompt = sequence(2, 400, blocks=110, arrived_at=arrived_at)
-        plan = plan_step([streaming(1, since), prompt], 200, prefills)
+        plan = plan_step([streaming(1, since), prompt], 200, seen((1, 0, 0.02), (1, 100, 0.12)))
         return {item.handle: count for item, count in plan.compute}[2]
 
     # 40 % of 20 ms, at 1 ms for each token.
@@ -214,19 +212,14 @@ def test_a_prompt_is_bounded_only_by_earlier_streams() -> None:
 
 
 def test_an_early_prompt_lifts_no_bound_of_later_prompts() -> None:
-    prefills = PrefillBudget()
-    prefills.observe(1, 0, 0.02)
-    prefills.observe(1, 100, 0.12)
     early = sequence(2, 30, blocks=110, arrived_at=1.0)
     late = sequence(3, 400, blocks=110, arrived_at=3.0)
-    plan = plan_step([streaming(1, 2.0), early, late], 200, prefills)
+    plan = plan_step([streaming(1, 2.0), early, late], 200, seen((1, 0, 0.02), (1, 100, 0.12)))
     assert {item.handle: count for item, count in plan.prefills} == {2: 30, 3: 8}
 
 
 def test_many_prompts_may_slow_few_streams_down() -> None:
-    prefills = PrefillBudget()
-    prefills.observe(2, 0, 0.02)
-    prefills.observe(2, 100, 0.12)
+    prefills = seen((2, 0, 0.02), (2, 100, 0.12))
     assert [prefills.max_prefill_tokens(2, 2, waiting) for waiting in (1, 2, 4)] == [8, 18, 38]
 
 
@@ -236,9 +229,7 @@ def test_no_prompt_is_bounded_without_decodes() -> None:
 
 
 def test_a_target_holds_for_every_stream() -> None:
-    prefills = PrefillBudget(0.03)
-    prefills.observe(2, 0, 0.02)
-    prefills.observe(2, 100, 0.12)
+    prefills = seen((2, 0, 0.02), (2, 100, 0.12), target=0.03)
     assert prefills.max_prefill_tokens(2, 0, 9) == 9
     prefills.observe(2, 0, 0.05)
     prefills.observe(2, 0, 0.05)
@@ -246,8 +237,7 @@ def test_a_target_holds_for_every_stream() -> None:
 
 
 def test_the_time_of_decodes_is_measured_again() -> None:
-    prefills = PrefillBudget()
-    prefills.observe(2, 0, 0.02)
+    prefills = seen((2, 0, 0.02))
     for _ in range(REFRESH_STEPS):
         assert prefills.max_prefill_tokens(2, 2, 1) != 0
         prefills.observe(2, 8, 0.03)
@@ -259,16 +249,11 @@ def test_the_time_of_decodes_is_measured_again() -> None:
 
 
 def test_few_tokens_say_little_about_many() -> None:
-    prefills = PrefillBudget()
-    prefills.observe(4, 0, 0.02)
-    prefills.observe(4, 8, 0.02)
-    assert prefills.max_prefill_tokens(4, 4, 1) == 16
+    assert seen((4, 0, 0.02), (4, 8, 0.02)).max_prefill_tokens(4, 4, 1) == 16
 
 
 def test_an_executor_without_times_has_no_budget() -> None:
-    prefills = PrefillBudget()
-    prefills.observe(4, 0, 0.0)
-    assert prefills.max_prefill_tokens(4, 4, 1) is None
+    assert seen((4, 0, 0.0)).max_prefill_tokens(4, 4, 1) is None
 
 
 def test_an_estimate_needs_a_first_step() -> None:
@@ -282,3 +267,10 @@ def test_an_estimate_needs_a_first_step() -> None:
         prefills.observe(4, 64, 0.1)
     assert prefills.estimate(0, 100) == 0
     assert prefills.estimate(4, 100) == pytest.approx(0.1)
+
+
+def test_the_time_of_a_prompt_token_is_learned_from_long_chunks() -> None:
+    assert seen((0, 63, 1.0)).prompt_token_seconds is None
+    assert seen((0, 63, 1.0), (4, 0, 0.1), (4, 100, 0.3)).prompt_token_seconds == pytest.approx(0.002)
+    # An executor without times makes no tier slow.
+    assert seen((0, 100, 0.0)).prompt_token_seconds is None

@@ -7,7 +7,6 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from protos.generation.v1 import generation_pb2 as pb
 from tests.support.generation import generate_samples
 from tests.support.generation import greedy_request as request
 from tests.support.scheduler.stack import Stack, StackFactory, prompt_of, waiting
@@ -20,57 +19,51 @@ def counted(stack: Stack) -> list[float]:
     return [stack.metric(f"{name}_seconds_count") for name in LATENCIES]
 
 
-async def test_a_request_is_counted_once_however_many_samples_it_has(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        outputs = await generate_samples(stack.stub, request(prompt_of(21), 30, n=3), 30)
-        assert counted(stack) == [1, 1, 1]
-        assert stack.metric("requests_total", finish_reason="length") == 1
-        assert stack.metric("output_tokens_total") == sum(output.usage.output_tokens for output in outputs) == 90
-        assert stack.metric("inter_token_latency_seconds_count") == 90 - 3
-        assert stack.metric("prompt_tokens_total") == sum(output.usage.prompt_tokens for output in outputs) == 21
+async def test_a_request_is_counted_once_however_many_samples_it_has(stack: Stack) -> None:
+    outputs = await generate_samples(stack.stub, request(prompt_of(21), 30, n=3), 30)
+    assert counted(stack) == [1, 1, 1]
+    assert stack.metric("requests_total", finish_reason="length") == 1
+    assert stack.metric("output_tokens_total") == sum(output.usage.output_tokens for output in outputs) == 90
+    assert stack.metric("inter_token_latency_seconds_count") == 90 - 3
+    assert stack.metric("prompt_tokens_total") == sum(output.usage.prompt_tokens for output in outputs) == 21
 
 
-async def test_cached_tokens_are_counted_as_in_the_usage(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        outputs = [(await generate_samples(stack.stub, request(prompt_of(21), 3), 30))[0] for _ in range(2)]
-        assert stack.metric("cached_tokens_total") == sum(output.usage.cached_tokens for output in outputs) == 20
-        assert stack.metric("prompt_tokens_total") == 42
+async def test_cached_tokens_are_counted_as_in_the_usage(stack: Stack) -> None:
+    outputs = [(await generate_samples(stack.stub, request(prompt_of(21), 3), 30))[0] for _ in range(2)]
+    assert stack.metric("cached_tokens_total") == sum(output.usage.cached_tokens for output in outputs) == 20
+    assert stack.metric("prompt_tokens_total") == 42
 
 
-async def test_output_that_a_stop_string_ends_is_counted_as_its_usage_says(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        [whole] = await generate_samples(stack.stub, request(prompt_of(9), 60), 30)
-        before = stack.metric("output_tokens_total")
-        stop = whole.text[20:24]
-        [output] = await generate_samples(stack.stub, request(prompt_of(9), 300, stop=[stop]), 30)
-        assert stack.metric("output_tokens_total") - before == output.usage.output_tokens == len(output.token_ids) < 60
-        assert stack.metric("requests_total", finish_reason="stop") == 1
+async def test_output_that_a_stop_string_ends_is_counted_as_its_usage_says(stack: Stack) -> None:
+    [whole] = await generate_samples(stack.stub, request(prompt_of(9), 60), 30)
+    before = stack.metric("output_tokens_total")
+    stop = whole.text[20:24]
+    [output] = await generate_samples(stack.stub, request(prompt_of(9), 300, stop=[stop]), 30)
+    assert stack.metric("output_tokens_total") - before == output.usage.output_tokens == len(output.token_ids) < 60
+    assert stack.metric("requests_total", finish_reason="stop") == 1
 
 
-async def test_an_aborted_request_is_counted_and_a_refused_one_has_no_latency(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        call = stack.stub.StreamGenerate(request(prompt_of(20), 300), timeout=30)
-        await call.read()
-        call.cancel()
-        await stack.manager.settled()
-        with pytest.raises(grpc.aio.AioRpcError):
-            await generate_samples(stack.stub, request(prompt_of(4), 0), 30)
-        assert stack.metric("requests_total", finish_reason="abort") == 1
-        assert stack.metric("refused_requests_total", reason="INVALID_FIELD") == 1
-        assert counted(stack) == [1, 1, 1]
+async def test_an_aborted_request_is_counted_and_a_refused_one_has_no_latency(stack: Stack) -> None:
+    call = stack.stub.StreamGenerate(request(prompt_of(20), 300), timeout=30)
+    await call.read()
+    call.cancel()
+    await stack.manager.settled()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await generate_samples(stack.stub, request(prompt_of(4), 0), 30)
+    assert stack.metric("requests_total", finish_reason="abort") == 1
+    assert stack.metric("refused_requests_total", reason="INVALID_FIELD") == 1
+    assert counted(stack) == [1, 1, 1]
 
 
-async def test_a_caller_that_leaves_before_the_first_step_has_only_an_end(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        stack.manager.gate.clear()
-        call = stack.stub.StreamGenerate(request(prompt_of(20), 5), timeout=30)
-        await waiting(stack, 1)
-        call.cancel()
-        while (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests:
-            pass
-        stack.manager.gate.set()
-        await stack.manager.settled()
-        assert counted(stack) == [0, 0, 1]
+async def test_a_caller_that_leaves_before_the_first_step_has_only_an_end(stack: Stack) -> None:
+    stack.manager.gate.clear()
+    call = stack.stub.StreamGenerate(request(prompt_of(20), 5), timeout=30)
+    await waiting(stack, 1)
+    call.cancel()
+    await waiting(stack, 0)
+    stack.manager.gate.set()
+    await stack.manager.settled()
+    assert counted(stack) == [0, 0, 1]
 
 
 # vLLM's names and those of the numbers behind them.
@@ -126,6 +119,5 @@ async def test_vllms_names_say_the_same(run_stack: StackFactory) -> None:
         }  # fmt: skip
 
 
-async def test_without_the_setting_there_are_no_vllm_metrics(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        assert "vllm" not in generate_latest(stack.registry).decode()
+async def test_without_the_setting_there_are_no_vllm_metrics(stack: Stack) -> None:
+    assert "vllm" not in generate_latest(stack.registry).decode()

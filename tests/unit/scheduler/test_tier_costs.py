@@ -4,7 +4,6 @@ import pytest
 
 from scheduler.bridge import CopySpeed
 from scheduler.cache.tier_costs import RETRY_SECONDS, TierCosts
-from scheduler.core.prefill_budget import PrefillBudget
 from scheduler.request import Tier
 
 # Computing a block of 16 tokens takes 16 ms.
@@ -48,19 +47,3 @@ def test_a_slow_tier_is_tried_again_after_a_while() -> None:
     assert costs.lowest_tier(RETRY_SECONDS) is Tier.DISK
     costs.observe(CopySpeed(0.002, 0.9, TOKEN), RETRY_SECONDS + 1)
     assert costs.lowest_tier(RETRY_SECONDS + 1) is Tier.HOST
-
-
-def test_the_cost_of_a_prompt_token_is_learned_from_long_chunks() -> None:
-    budget = PrefillBudget()
-    assert budget.prompt_token_seconds is None
-    budget.observe(0, 63, 1.0)
-    assert budget.prompt_token_seconds is None
-    budget.observe(4, 0, 0.1)
-    budget.observe(4, 100, 0.3)
-    assert budget.prompt_token_seconds == pytest.approx(0.002)
-
-
-def test_an_executor_without_times_makes_no_tier_slow() -> None:
-    budget = PrefillBudget()
-    budget.observe(0, 100, 0.0)
-    assert budget.prompt_token_seconds is None

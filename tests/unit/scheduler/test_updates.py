@@ -7,25 +7,20 @@ from hypothesis import strategies as st
 
 from scheduler.bridge import CacheUpdate
 from scheduler.core.batch import GATHER_STEPS
-from scheduler.core.step_message import InFlightStep, build_step
+from scheduler.core.step_message import build_step
 from scheduler.sequence import Sequence
-from tests.support.scheduler.sequences import BLOCK, answer, batch_of, depths, sequence, traffic, updates
+from tests.support.scheduler.sequences import BLOCK, Pipeline, answer, batch_of, depths, sequence, traffic, updates
 
 
 @given(traffic(), st.integers(1, 64), depths)
 def test_all_progress_is_reported_once(sequences: list[Sequence], budget: int, depth: int) -> None:
     batch = batch_of(*sequences)
-    in_flight: list[InFlightStep] = []
-    number = 0
+    pipeline = Pipeline(batch, depth)
     computed: dict[int, int] = {}
     tokens: defaultdict[int, list[int]] = defaultdict(list)
     while len(batch):
-        plan = batch.plan(budget)
-        if plan.compute:
-            number += 1
-            in_flight.append(build_step(number, plan, [])[1])
-        if len(in_flight) == depth or not plan.compute:
-            answer(batch, in_flight.pop(0))
+        if step := pipeline.turn(batch.plan(budget)):
+            answer(batch, step)
         update = updates(batch, everything=False)[1]
         for handle, progress in update.progress.items():
             assert progress.computed > computed.get(handle, 0)
