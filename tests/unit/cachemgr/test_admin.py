@@ -6,7 +6,7 @@ from cachemgr.blocks.block import Block
 from cachemgr.errors import BlocksInUseError, UnknownPoolError
 from cachemgr.steps import at_once
 from cachemgr.types import BlockFilter, Purged
-from tests.support.in_process_manager import World, wish
+from tests.support.in_process_manager import World
 from tests.support.random_operations import small_steps
 
 
@@ -26,15 +26,6 @@ def test_a_purge_removes_unused_blocks_and_a_dry_run_counts_them():
     assert world.cached_tokens(list(range(9))) == 4
 
 
-def test_a_purge_by_priority_removes_children_of_purged_blocks():
-    world = World(12)
-    world.cache(list(range(4)), retention=wish(10))
-    world.cache(list(range(9)))
-    assert at_once(world.operators.purge(BlockFilter(max_priority=10), validate_only=True)) == Purged(3, 0)
-    assert at_once(world.operators.purge(BlockFilter(max_priority=10), validate_only=False)) == Purged(3, 0)
-    world.check()
-
-
 def test_a_purge_in_steps_spares_blocks_with_new_children():
     world = World(12)
     world.cache(list(range(8)))
@@ -47,17 +38,6 @@ def test_a_purge_in_steps_spares_blocks_with_new_children():
         at_once(call)
     assert world.found([0, 1, 2, 3, 9, 9, 9, 9]) == 8
     world.check()
-
-
-def test_a_purge_counts_blocks_of_windows():
-    world = World(12, windows=(None, 12))
-    world.cache(list(range(4)), retention=wish(10))
-    world.cache(list(range(9)))
-    selected = BlockFilter(max_priority=10)
-    assert at_once(world.operators.purge(selected, validate_only=True)) == Purged(6, 0)
-    assert at_once(world.operators.purge(selected, validate_only=False)) == Purged(6, 0)
-    world.check()
-    assert list(world.queries.records("e")) == []
 
 
 def test_listings_show_what_is_there():

@@ -8,10 +8,6 @@ from cachemgr.types import BlockFilter, EventKind, ManagerConfig, RemovalCause
 from tests.support.in_process_manager import World
 
 
-def kinds(events):
-    return [event.kind.name for event in events]
-
-
 def test_every_lost_block_is_reported_with_its_cause():
     world = World(4)
     world.cache([1, 2])

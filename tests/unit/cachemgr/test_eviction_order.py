@@ -8,21 +8,6 @@ from cachemgr.blocks.eviction_queue import EvictionQueue
 from tests.support.work import work_of
 
 
-@given(st.lists(st.tuples(st.sampled_from([0, 5, 35, 100]), st.integers(1, 1000)), unique_by=lambda item: item[1]))
-def test_blocks_leave_by_priority_then_by_last_use(items):
-    order = EvictionQueue()
-    for slot, (priority, recency) in enumerate(items):
-        block = Block(slot)
-        block.priority, block.recency = priority, recency
-        order.insert(block)
-    left = []
-    while (block := order.first()) is not None:
-        order.remove(block)
-        left.append((block.priority, block.recency))
-    assert left == sorted(items)
-    assert all(not bit for _, bit, _ in order.walk())
-
-
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["use", "take", 5, 35, 100])), max_size=200))
 def test_blocks_keep_their_place_by_use_through_every_change_of_priority(operations):
     order, blocks, listed = EvictionQueue(), [Block(slot) for slot in range(10)], set()
@@ -44,6 +29,9 @@ def test_blocks_keep_their_place_by_use_through_every_change_of_priority(operati
         first = order.first()
         assert (first is None) == (not expected)
         assert first is None or (first.priority, first.recency) == (expected[0].priority, expected[0].recency)
+    for block in listed:
+        order.remove(block)
+    assert all(not bit for _, bit, _ in order.walk())
 
 
 @given(st.integers(0, 5), st.integers(0, 5))

@@ -1,65 +1,15 @@
 """Calls that name a sequence by its id are for the scheduler that admitted it, under its newest epoch."""
 
-from collections.abc import Callable
-
 import pytest
 
-from cachemgr.errors import SequenceExistsError, StaleSchedulerError, UnknownSchedulerError, UnknownSequenceError
-from cachemgr.manager import CacheManager
-from cachemgr.operators.state_dump import state_hash
-from cachemgr.types import Freed, HintAction, Hints, Prefix, SchedulerEpoch, SyncRequest
+from cachemgr.errors import SequenceExistsError
+from cachemgr.types import HintAction, Hints, Prefix, SchedulerEpoch, SyncRequest
 from tests.support.in_process_manager import World
 
-CALLS: dict[str, Callable[[CacheManager, SchedulerEpoch], object]] = {
-    "extend": lambda manager, caller: manager.extend(caller, "a", 20),
-    "truncate": lambda manager, caller: manager.truncate(caller, "a", 9),
-    "fork": lambda manager, caller: manager.fork(caller, "a", "b"),
-    "hold": lambda manager, caller: manager.hold(caller, "a", "me", 5.0),
-    "release": lambda manager, caller: manager.release(caller, "a"),
-    "estimate": lambda manager, caller: manager.queries.estimate(caller, "a", 1, 0),
-}
 
-
-@pytest.fixture
-def world() -> World:
-    world = World(8)
+def test_a_fork_is_repeated_only_by_its_own_scheduler():
+    world = World()
     world.run(list(range(9)), "a")
-    return world
-
-
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_an_older_epoch_of_a_scheduler_changes_nothing(
-    world: World, call: Callable[[CacheManager, SchedulerEpoch], object]
-):
-    old = world.caller
-    world.start_scheduler()
-    # The id in use again, as after a retry that came too late.
-    world.run(list(range(9)), "a")
-    before = state_hash(world.queries.state())
-    with pytest.raises(StaleSchedulerError):
-        call(world.manager, old)
-    with pytest.raises(UnknownSchedulerError):
-        call(world.manager, SchedulerEpoch("nobody", 1))
-    assert state_hash(world.queries.state()) == before
-    call(world.manager, world.caller)
-
-
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_sequence_of_another_scheduler_is_unknown(
-    world: World, call: Callable[[CacheManager, SchedulerEpoch], object]
-):
-    stranger = SchedulerEpoch("other", 1)
-    world.manager.register_scheduler(*stranger)
-    before = state_hash(world.queries.state())
-    if call in (CALLS["release"], CALLS["truncate"]):
-        assert call(world.manager, stranger) == Freed(found=False)
-    else:
-        with pytest.raises(UnknownSequenceError):
-            call(world.manager, stranger)
-    assert state_hash(world.queries.state()) == before
-
-
-def test_a_fork_is_repeated_only_by_its_own_scheduler(world: World):
     fork = world.manager.fork(world.caller, "a", "b")
     assert world.manager.fork(world.caller, "a", "b") == fork
     stranger = SchedulerEpoch("other", 1)

@@ -188,8 +188,10 @@ def test_blocks_in_flight_are_not_prefetched_again():
         ("Pin", "0.1", {"duration_seconds": 1}, "payload.owner"),
         ("Pin", "0.1", {"owner": "a"}, "payload.duration_seconds"),
         ("Pin", "0.1", {"owner": 7, "duration_seconds": 1}, "payload.owner"),
+        ("Pin", "0.1", {"owner": "o" * 257, "duration_seconds": 1}, "payload.owner"),
         ("Demote", "0.1", {"priority": -1}, "payload.priority"),
         ("Demote", "0.1", {"tier": "tape"}, "payload.tier"),
+        ("Demote", "0.1", {"tier": "disk"}, "payload.tier"),
     ],
 )
 def test_an_invalid_action_is_rejected_by_itself(kind, version, payload, detail):

@@ -4,13 +4,12 @@ import dataclasses
 from random import Random
 
 from cachemgr.blocks.block import Block
-from cachemgr.manager import CacheManager
 from cachemgr.retention import leases
 from cachemgr.retention.leases import Deadlines, Lease
 from cachemgr.retention.priority import RetentionRequest
 from cachemgr.steps import at_once
 from cachemgr.types import BlockFilter, EventKind, RemovalCause, Retention, RetentionRange
-from tests.support.in_process_manager import CONFIG, World, snapshot, wish
+from tests.support.in_process_manager import CONFIG, World, wish
 
 PROMPT = [1, 2, 3, 4, 5]
 LEASES = (EventKind.LEASE_GRANTED, EventKind.LEASE_EXPIRED, EventKind.LEASE_BROKEN)
@@ -33,18 +32,6 @@ def lease_events(world, after=0):
 def patient(num_blocks=8):
     """A world in which nobody is lost for being silent."""
     return World(num_blocks, config=dataclasses.replace(CONFIG, lease_seconds=1e9))
-
-
-def test_the_clock_of_a_lease_starts_when_its_block_becomes_evictable():
-    world = patient()
-    world.run(PROMPT, "a", retention=wish(80, 10.0))
-    world.now = 50.0
-    assert first(world) == 80
-    world.finish("a")
-    world.now = 59.0
-    assert first(world) == 80
-    world.now = 60.0
-    assert first(world) == 35
 
 
 def test_a_session_does_not_replace_the_lease_of_a_request_with_the_same_name():
@@ -122,15 +109,6 @@ def test_an_eviction_breaks_leases_before_it_removes_the_block():
     assert kinds == [(EventKind.LEASE_BROKEN, RemovalCause.EVICTED), (EventKind.REMOVED, RemovalCause.EVICTED)]
 
 
-def test_a_snapshot_has_the_live_leases():
-    world = patient()
-    world.cache([1, 2, 3, 4], session_id="s", retention=wish(80, 5.0))
-    world.now = 2.0
-    world.manager.expire()
-    leases = [event.lease for event in snapshot(world.manager) if event.kind is EventKind.LEASE_GRANTED]
-    assert [(lease.holder, lease.priority, lease.remaining) for lease in leases] == [("session/s", 80, 3.0)]
-
-
 def test_leases_of_a_promised_block_that_is_never_computed_end_with_it():
     world = patient()
     world.admit([1, 2, 3, 4, 5, 6, 7, 8, 9], "writer")
@@ -143,23 +121,6 @@ def test_leases_of_a_promised_block_that_is_never_computed_end_with_it():
     world.now = 10.0
     world.manager.expire()
     assert world.queries.events_after(before) == []
-
-
-def test_a_lease_keeps_its_remaining_time_over_a_restart():
-    world = patient()
-    world.cache(PROMPT, session_id="s", retention=wish(80, 10.0))
-    world.now = 4.0
-    world.cache(PROMPT, session_id="s", retention=wish(70, 8.0))
-    records = list(world.queries.records("e"))
-    world.now = 1000.0
-    world.manager = CacheManager(2, lambda: world.now, CONFIG, world.journal)
-    world.manager.register_scheduler("s", 2)
-    assert world.manager.register_executor(world.spec(), records) == (2, 0)
-    assert first(world) == 70
-    world.now = 1007.9
-    assert first(world) == 70
-    world.now = 1008.0
-    assert first(world) == 35
 
 
 def test_decode_blocks_have_a_duration_of_their_own():

@@ -81,20 +81,6 @@ def test_blocks_of_a_lost_scheduler_are_freed_in_parts_and_its_sequences_are_unk
     world.check()
 
 
-def test_a_lost_scheduler_may_have_had_sequences_in_a_lost_executor():
-    world = World(12)
-    for name in "abc":
-        world.run([ord(name)] * 9, name)
-    with small_steps():
-        world.manager.register_scheduler("s", 2)
-        world.start_executor()
-        world.check()
-        while world.manager.is_behind:
-            world.manager.expire()
-            world.check()
-    assert world.free == 12
-
-
 def test_an_executor_whose_lease_ends_loses_its_pool_and_its_sequences_are_void():
     world = running()
     handle = world.live["a"].handle

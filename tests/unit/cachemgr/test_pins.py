@@ -32,8 +32,7 @@ def flood(world: World, blocks: int, **options: object) -> bool:
     """Whether so many blocks can be taken at once; gives them back."""
     admission = world.admit([99] * (blocks * 4), "flood", no_store=True, **options)
     if admission.admitted:
-        world.forget(world.live["flood"])
-        world.manager.release(world.caller, "flood")
+        world.release("flood")
     world.check()
     return admission.admitted
 

@@ -1,12 +1,7 @@
 """Prefix hits that end within a block, and settings of partial reuse."""
 
-import pytest
-
 from cachemgr.types import ManagerConfig, Retention, RetentionRange
-from protos.errors import InvalidField
 from tests.support.in_process_manager import World, wish
-
-N = list(range(9))
 
 
 def admit(world, tokens, name):
@@ -35,14 +30,6 @@ def test_without_copies_an_idle_leaf_is_taken_over_and_any_other_is_left():
     # The block behind the first four tokens is used by nobody, and another stands on it.
     assert admit(world, [*range(6), 90], "leaves the inner block") == 4
     world.check()
-
-
-def test_without_partial_reuse_a_partly_filled_block_is_found_by_its_exact_key():
-    world = World(12, config=ManagerConfig(capacity_ahead_tokens=0, free_watermark=0, partial_reuse=False))
-    world.cache(list(range(10)))
-    assert admit(world, list(range(11)), "ends where the block does") == 10
-    assert admit(world, list(range(12)), "ends behind it") == 8
-    assert admit(world, list(range(10)), "ends before it") == 8
 
 
 def test_partly_filled_blocks_that_nothing_could_find_are_not_stored():
@@ -92,7 +79,3 @@ def test_tokens_generated_by_an_earlier_attempt_have_the_decode_priority():
     retention = Retention((RetentionRange(0, None, 90),), 5)
     world.cache(list(range(12)), num_prompt_tokens=4, retention=retention)
     assert [block.leases[0].priority for block in world.queries.records("e")] == [90, 5, 5]
-    for wrong in (0, 13):
-        with pytest.raises(InvalidField) as refused:
-            world.admit(list(range(12)), num_prompt_tokens=wrong)
-        assert list(refused.value.fields) == ["num_prompt_tokens"]

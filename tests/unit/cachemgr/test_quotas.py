@@ -216,13 +216,10 @@ def test_a_truncated_block_counts_against_the_quota_of_the_sequence():
     # What it computes takes the place of the tenant's blocks, and is theirs.
     world.run(list(range(8)), "live", no_read=True)
     assert counts(world) == {"t": 2}
-    world.manager.truncate(world.caller, "live", 6)
+    world.truncate("live", 6)
     world.check()
     assert counts(world) == {"t": 1}
-    live = world.live["live"]
-    live.tokens[6:], live.computed, live.tables[0][2:] = [], 5, []
-    live.reported_tokens, live.reported_computed = 6, 5
-    world.compute(live, 9)
+    world.compute(world.live["live"], 9)
     world.sync()
     world.check()
     assert counts(world) == {"t": 1}

@@ -4,8 +4,6 @@ import dataclasses
 
 import pytest
 
-from cachemgr.retention.plan import RetentionPlan
-from cachemgr.retention.priority import RetentionRequest
 from cachemgr.types import Outcome, Retention, RetentionRange
 from tests.support.in_process_manager import CONFIG, World, wish
 
@@ -89,10 +87,3 @@ def test_a_request_that_stores_nothing_is_granted_nothing():
 def test_only_the_prompt_counts_where_a_request_goes_on_from_an_earlier_attempt():
     ((_, outcome, _, _, _, blocks),) = receipts(RetentionRange(0, None, 80), num_prompt_tokens=4)
     assert (outcome, blocks) == (Outcome.GRANTED, 1)
-
-
-def test_generated_blocks_take_the_decode_priority_and_open_ranges_end_with_the_prompt():
-    wishes = RetentionPlan(Retention((RetentionRange(0, None, 80, 5.0),), 20, 7.0), 8, "session/s")
-    prompt, decode = RetentionRequest("session/s", 80, 5.0), RetentionRequest("session/s", 20, 7.0)
-    assert [wishes.at(position) for position in (0, 4, 8, 12)] == [prompt, prompt, decode, decode]
-    assert RetentionPlan(Retention((RetentionRange(0, None, 80),)), 8, "request/a").at(8) is None

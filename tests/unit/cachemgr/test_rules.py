@@ -231,9 +231,6 @@ def test_a_rule_does_not_pin_for_requests_with_retention_nor_once_deleted():
     world.check()
 
 
-ACTION = RuleAction(priority=1)
-
-
 @pytest.mark.parametrize("windows", [(None,), (None, 8)])
 def test_leases_of_a_rule_end_with_the_device_that_their_blocks_were_to_be_computed_on(windows):
     world = World(16, windows=windows)

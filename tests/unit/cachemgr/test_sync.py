@@ -4,15 +4,6 @@ from cachemgr.types import ManagerConfig
 from tests.support.in_process_manager import World
 
 
-def started():
-    """Sequence "a" of nine known tokens in 12 tokens of capacity, five of them computed and reported."""
-    world = World()
-    world.admit(list(range(9)), "a")
-    world.step()
-    world.sync()
-    return world
-
-
 def test_capacity_grows_two_tokens_ahead_of_what_is_computed():
     world = World()
     world.admit([1, 2], "a")
@@ -55,19 +46,6 @@ def test_missing_blocks_are_counted_and_no_sequence_gets_capacity_ahead():
     # One for each of them.
     assert answer.missing_blocks == 2
     assert answer.free_blocks == 0
-    world.check()
-
-
-def test_trimmed_capacity_is_released():
-    world = World(4, config=ManagerConfig(capacity_ahead_tokens=4, free_watermark=0))
-    world.admit([1], "a")
-    world.admit([2, 3, 4], "b")
-    assert world.free == 0
-    world.trimmed[world.live["a"].handle] = 4
-    del world.live["a"].tables[0][1:]
-    world.sync()
-    assert world.live["a"].capacity == 4
-    assert world.free == 1
     world.check()
 
 

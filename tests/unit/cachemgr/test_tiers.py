@@ -101,8 +101,7 @@ def test_a_slot_with_an_open_offload_is_not_allocated():
     world = World(2, host_blocks=2)
     world.cache(list(range(8)))
     world.admit([*range(100, 108)], "b")
-    world.forget(world.live["b"])
-    world.manager.release(world.caller, "b")
+    world.release("b")
     assert world.queries.pools()[0].free_blocks == 0
     world.check()
 
@@ -249,8 +248,7 @@ def test_a_confirmation_is_counted_once():
 def test_the_parent_of_an_open_copys_source_is_not_evicted():
     world, _ = copying(num_blocks=4)
     world.step()
-    world.forget(world.live["b"])
-    world.manager.release(world.caller, "b")
+    world.release("b")
     assert world.free == 1
     assert not world.admit([50, 51, 52, 53, 54]).admitted
     assert world.admit([50]).admitted

@@ -63,11 +63,14 @@ SYNC = {
     "new_token_counts": [1],
     "new_token_ids": [5],
 }
+# It is registered, and has no sequence.
+ANOTHER_SCHEDULER = {"scheduler_id": "twice", "scheduler_epoch": 5}
 UNKNOWN_EXECUTOR: Case = ({"executor_id": "nobody"}, "UNKNOWN_EXECUTOR", "executor_id")
 SCHEDULERS: list[Case] = [
     ({"scheduler_id": "nobody"}, "UNKNOWN_SCHEDULER", "scheduler_id"),
     ({"scheduler_id": ""}, "UNKNOWN_SCHEDULER", "scheduler_id"),
     ({"scheduler_epoch": 2}, "STALE_SCHEDULER", "scheduler_epoch"),
+    ({"scheduler_id": "twice", "scheduler_epoch": 4}, "STALE_SCHEDULER", "scheduler_epoch"),
 ]
 TOO_MANY = NUM_BLOCKS * BLOCK_SIZE + 1
 ADMISSIONS: list[Case] = [
@@ -96,7 +99,7 @@ def pools(**changes: object) -> dict[str, object]:
 
 
 def unknown_sequence(field: str = "sequence_id") -> list[Case]:
-    return [({field: name}, "UNKNOWN_SEQUENCE", field) for name in ("nobody", "", LONG)]
+    return [(changes, "UNKNOWN_SEQUENCE", field) for changes in ({field: "nobody"}, {field: ""}, ANOTHER_SCHEDULER)]
 
 
 DATA_METHODS: dict[str, tuple[dict[str, Any], list[Case]]] = {
@@ -222,6 +225,7 @@ DATA_METHODS: dict[str, tuple[dict[str, Any], list[Case]]] = {
             *SCHEDULERS,
             *invalid("sequence_id", "", LONG),
             *unknown_sequence("parent_sequence_id"),
+            *invalid("num_tokens", 0, 11),
             ({"sequence_id": "live"}, "SEQUENCE_EXISTS", "sequence_id"),
         ],
     ),

@@ -10,11 +10,10 @@ import pytest
 
 from cachemgr.process import CacheManagerProcess
 from protos.kvcache.v1 import kvcache_pb2 as pb
-from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import RemoteError, from_rpc_error
 from tests.support.cachemgr_client import SCHEDULED, SCHEDULER, Client, settings_for
 from tests.unit.cachemgr_service.bad_admin_requests import ADMIN_METHODS
-from tests.unit.cachemgr_service.bad_data_requests import ADMISSION, DATA_METHODS, REGISTRATION, SYNC
+from tests.unit.cachemgr_service.bad_data_requests import ADMISSION, ANOTHER_SCHEDULER, DATA_METHODS, REGISTRATION, SYNC
 from tests.unit.cachemgr_service.bad_requests import CACHED_TOKENS, HOST_BLOCKS, STATUSES, Case, Known
 
 # A method of which nothing can be wrong, and why.
@@ -148,10 +147,14 @@ def test_every_listing_is_given_a_foreign_token() -> None:
     ("method", "fields"),
     [
         ("ReleaseSequence", SCHEDULED | {"sequence_id": "nobody"}),
+        ("ReleaseSequence", ANOTHER_SCHEDULER | {"sequence_id": "live"}),
         ("TruncateSequence", SCHEDULED | {"sequence_id": "nobody", "num_tokens": 1}),
+        ("TruncateSequence", ANOTHER_SCHEDULER | {"sequence_id": "live", "num_tokens": 9}),
     ],
 )
-async def test_what_is_gone_already_is_no_error(target: Target, method: str, fields: dict[str, Any]) -> None:
+async def test_a_sequence_that_the_caller_does_not_have_is_no_error(
+    target: Target, method: str, fields: dict[str, Any]
+) -> None:
     before = await target.state()
     assert not (await target.call(method, fields)).found
     assert await target.state() == before
@@ -203,30 +206,6 @@ async def test_a_rule_that_the_executor_cannot_carry_is_no_fault_of_any_field(ta
     action = {"eviction_policy": {"kind": "EVICTION_KIND_SUM", "start_tokens": 6}}
     await target.call("CreateRetentionRule", {"rule": {"name": "six", "action": action}})
     assert await wrong(target, "AdmitSequence", ADMISSION, ({}, "RULE_POLICY", "")) == ""
-
-
-async def test_what_is_bad_in_a_hint_is_its_answer(target: Target) -> None:
-    actions = [
-        {"action_type": "Retain", "payload": {"priority": 101}},
-        {"action_type": "Retain", "payload": {"priority": 1.5}},
-        {"action_type": "Retain", "payload": {"priority": "high"}},
-        {"action_type": "Retain", "payload": {"priority": 1, "duration_seconds": 0}},
-        {"action_type": "Retain", "payload": {}},
-        {"action_type": "Pin", "payload": {"duration_seconds": 1}},
-        {"action_type": "Pin", "payload": {"owner": "o" * 257, "duration_seconds": 1}},
-        {"action_type": "Pin", "payload": {"owner": "o"}},
-        {"action_type": "Demote", "payload": {"tier": "disk"}},
-        {"action_type": "Explode", "payload": {}},
-        {"action_type": "Share", "action_version": "9", "payload": {}},
-    ]
-    sent = [{"action_id": str(number), "action_version": "0.1", **action} for number, action in enumerate(actions)]
-    before = await target.state()
-    hints = {"protocol_version": "0.1", "message_id": "m", "actions": sent}
-    answer = await target.call("SendHints", {"prefix": {"token_ids": CACHED_TOKENS}, "hints": hints})
-    assert [one.action_id for one in answer.answers] == [one["action_id"] for one in sent]
-    assert {one.outcome for one in answer.answers} == {common.HINT_OUTCOME_REJECTED}
-    assert all(one.detail for one in answer.answers)
-    assert await target.state() == before
 
 
 async def test_the_dump_tells_a_change_of_rules_and_quotas_and_no_tokens(target: Target) -> None:

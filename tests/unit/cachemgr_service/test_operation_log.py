@@ -29,7 +29,6 @@ from cachemgr.process import OPERATION_LOG_HEALTH, CacheManagerProcess
 from cachemgr.rpc.mutations import ManagerClock
 from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import ManagerConfig
-from protos.errors import ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.channel import open_sync_channel
@@ -151,15 +150,6 @@ def test_an_entry_that_a_crash_cut_short_ends_the_log() -> None:
     # Both registrations: of the admission a part is missing.
     assert found.operations == 2
     assert not found.manager.queries.check_pool()
-
-
-def test_a_refused_call_is_refused_again() -> None:
-    file, clock = io.BytesIO(), ManagerClock(lambda: 1.0)
-    manager = CacheManager(3, clock, CONFIG)
-    operations = DirectCalls(manager, clock, file)
-    with pytest.raises(ServiceError):
-        operations.run("AdmitSequence", admission("a"))
-    assert replay.replay(io.BytesIO(file.getvalue())).refused == 1
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff" * 40, b"\x03abc", b"hello world"])

@@ -12,27 +12,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from cachemgr.persistence.redis_client import open_redis
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import from_rpc_error
-from tests.support.cachemgr_client import EXECUTOR, NUM_BLOCKS, Client, environment, settings_for, wait_until_serving
+from tests.support.cachemgr_client import NUM_BLOCKS, Client, environment, settings_for, wait_until_serving
 from tests.support.local_redis import LocalRedis
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
-
-
-def test_who_cannot_listen_everywhere_ends_with_the_setting(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "cachemgr"],
-        env=environment(tmp_path, KVKEEP_CACHEMGR_ADDRESS="0.0.0.0:0"),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode == 1
-    assert "KVKEEP_CACHEMGR_ADDRESS" in ended.stderr
-    assert "Traceback" not in ended.stderr
 
 
 def test_without_a_redis_it_says_so_serves_and_stops_cleanly(tmp_path: Path) -> None:
@@ -90,48 +75,6 @@ async def running(folder: Path, **values: str) -> AsyncIterator[asyncio.subproce
         if process.returncode is None:
             process.kill()
         await process.wait()
-
-
-async def test_after_a_kill_the_next_process_has_the_index_back(tmp_path: Path, server: LocalRedis) -> None:
-    client = Client(settings_for(tmp_path))
-    async with running(tmp_path, KVKEEP_REDIS_URL=server.url):
-        await client.register()
-        admitted = await client.admit("a", 9)
-        await client.compute(admitted, 8, step=5)
-        async with open_redis(server.url) as redis_client, asyncio.timeout(10):
-            while await redis_client.hlen(f"kvkeep:{{{EXECUTOR}}}:blocks") < 2:
-                await asyncio.sleep(0.01)
-    async with running(tmp_path, KVKEEP_REDIS_URL=server.url):
-        steps = [5 if slot in admitted.block_tables[0].slots else 0 for slot in range(1, NUM_BLOCKS + 1)]
-        assert (await client.register(last_write_steps=tuple(steps))).restored_blocks == 2
-        assert (await client.admit("b", 9)).cached_tokens == 8
-        await client.check()
-    await client.close()
-
-
-async def test_a_redis_that_starts_seconds_after_the_process_costs_no_block(tmp_path: Path, server: LocalRedis) -> None:
-    client, blocks = Client(settings_for(tmp_path)), 20
-    async with running(tmp_path, KVKEEP_REDIS_URL=server.url):
-        await client.register()
-        admitted = await client.admit("a", 4 * blocks + 1)
-        await client.compute(admitted, 4 * blocks, step=5)
-        async with open_redis(server.url) as redis_client, asyncio.timeout(10):
-            while await redis_client.hlen(f"kvkeep:{{{EXECUTOR}}}:blocks") < blocks:
-                await asyncio.sleep(0.01)
-    server.stop()
-    try:
-        async with running(tmp_path, KVKEEP_REDIS_URL=server.url):
-            steps = [5 if slot in admitted.block_tables[0].slots else 0 for slot in range(1, NUM_BLOCKS + 1)]
-            # It waits for Redis for three seconds, and registers without it then.
-            assert (await client.register(last_write_steps=tuple(steps))).restored_blocks == 0
-            server.start()
-            async with asyncio.timeout(30):
-                while (await client.pool()).cached_blocks < blocks:
-                    await asyncio.sleep(0.05)
-            assert (await client.admit("b", 4 * blocks + 1)).cached_tokens == 4 * blocks
-            await client.check()
-    finally:
-        await client.close()
 
 
 async def test_on_sigterm_it_ends_its_watches_writes_what_is_pending_and_goes(

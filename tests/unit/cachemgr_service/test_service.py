@@ -1,11 +1,8 @@
 """The cache manager's services, as schedulers, executors and operators meet them."""
 
 import grpc
-import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from cachemgr.rpc import convert
-from cachemgr.types import TierKind
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.support.cachemgr_client import EXECUTOR, NUM_BLOCKS, SCHEDULED, Client
@@ -54,31 +51,6 @@ async def test_several_admissions_end_with_the_first_that_must_wait(client: Clie
     await client.check()
 
 
-async def test_a_fork_says_what_it_need_not_compute_and_may_be_shorter_than_its_first_sequence(client: Client) -> None:
-    await client.register()
-    first = await client.admit("a", 10)
-    await client.sync(1, handles=[first.sequence_handle], computed_tokens=[10], new_token_counts=[0])
-    request = pb.ForkSequenceRequest(parent_sequence_id="a", sequence_id="b", num_tokens=7, **SCHEDULED)
-    fork = await client.manager.ForkSequence(request, timeout=5)
-    assert (fork.admitted, fork.cached_tokens) == (True, 6)
-    whole = pb.ForkSequenceRequest(parent_sequence_id="a", sequence_id="c", **SCHEDULED)
-    assert (await client.manager.ForkSequence(whole, timeout=5)).cached_tokens == 9
-    await client.check()
-
-
-@pytest.mark.parametrize(
-    ("said", "meant"),
-    [
-        (pb.TIER_UNSPECIFIED, TierKind.DISK),
-        (pb.TIER_DEVICE, TierKind.DEVICE),
-        (pb.TIER_HOST, TierKind.HOST),
-        (pb.TIER_DISK, TierKind.DISK),
-    ],
-)
-def test_the_lowest_tier_of_an_admission_is_the_one_that_it_says(said: pb.Tier, meant: TierKind) -> None:
-    assert convert.admit_request(pb.AdmitSequenceRequest(lowest_tier=said)).lowest_tier is meant
-
-
 async def test_a_released_sequence_is_unknown_to_the_next_sync(client: Client) -> None:
     await client.register()
     admitted = await client.admit("a", 10)
@@ -119,21 +91,6 @@ async def test_listings_are_paged(client: Client) -> None:
     slots = [block.slot for block in (*blocks.blocks, *rest.blocks)]
     assert slots == sorted(set(slots))
     assert all(block.tier == pb.TIER_DEVICE for block in blocks.blocks)
-
-
-async def test_a_purge_counts_first_and_drops_then(client: Client) -> None:
-    await client.register()
-    await client.compute(await client.admit("a", 8), 8)
-    cached = (await client.pool()).cached_blocks
-    assert cached >= 2
-    dry = await client.admin.PurgeBlocks(pb.PurgeBlocksRequest(validate_only=True), timeout=5)
-    assert dry.purged_blocks == cached == (await client.pool()).cached_blocks
-    none = await client.admin.PurgeBlocks(pb.PurgeBlocksRequest(filter=pb.BlockFilter(salt="other")), timeout=5)
-    assert none.purged_blocks == 0
-    done = await client.admin.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=5)
-    assert done.purged_blocks == cached
-    assert (await client.pool()).cached_blocks == 0
-    await client.check()
 
 
 async def test_a_watch_starts_with_a_snapshot_and_goes_on_without_a_gap(client: Client) -> None:
