@@ -4,6 +4,7 @@ Triton reads TRITON_INTERPRET when a kernel is decorated, for good. The interpre
 processes of their own, and this one is left as it was found.
 """
 
+import ctypes
 import importlib.util
 import multiprocessing
 import os
@@ -13,6 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.kernels.decoder_cases import compiled_decoder
+from tests.stack import model_cache
 
 Submit = Callable[..., Any]
 
@@ -53,6 +57,12 @@ def round_to_nearest() -> None:
         return bits.view(types[source]).to(types[target]).view(integers[target.primitive_bitwidth // 8]).numpy()
 
     triton_interpreter._convert_float = convert
+
+
+@pytest.fixture(scope="session")
+def library() -> ctypes.CDLL:
+    """The compiled decoder."""
+    return compiled_decoder(model_cache() / "compiled")
 
 
 @pytest.fixture(scope="session")

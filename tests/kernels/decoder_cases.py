@@ -11,23 +11,18 @@ from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from kernels.cpu_decoder import build
-from kernels.cpu_decoder.launch import TokenGroup
+from kernels.cpu_decoder.launch import Decoder, TokenGroup
 from kernels.scores import SequenceScores
 from kernels.weights import LayerWeights, Weights
-from tests.stack import model_cache
 
 BARS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 # What a decoder computes in: products are the processor's own for bfloat16, where it has some.
-KINDS = pytest.mark.parametrize(
-    ("dtype", "products"),
-    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
-    ids=["float32", "bfloat16 widened", "bfloat16 products"],
-)
-
-
-@pytest.fixture(scope="session")
-def library() -> ctypes.CDLL:
-    return compiled_decoder(model_cache() / "compiled")
+COMPUTED = {
+    "float32": (torch.float32, False),
+    "bfloat16 widened": (torch.bfloat16, False),
+    "bfloat16 products": (torch.bfloat16, True),
+}
+KINDS = pytest.mark.parametrize(("dtype", "products"), COMPUTED.values(), ids=COMPUTED.keys())
 
 
 def compiled_decoder(folder: Path) -> ctypes.CDLL:
@@ -201,6 +196,19 @@ def build_world(case: Case, dtype: torch.dtype) -> World:
     starts = torch.tensor([0, *accumulate(case.queries)], dtype=torch.int32)
     rows = torch.cat([starts[1:].long() - 1, torch.tensor([0])])
     return World(build_weights(case), caches, (ids, positions, cache_positions, starts, groups, rows))
+
+
+def decoder_of(
+    library: ctypes.CDLL,
+    world: World,
+    dtype: torch.dtype = torch.float32,
+    threads: int = 2,
+    products: bool | None = None,
+) -> Decoder:
+    """A decoder with a world's weights, bound to its caches."""
+    decoder = Decoder(library, world.weights, dtype, threads, products=products)
+    decoder.bind(world.caches)
+    return decoder
 
 
 def quantized(matrix: Tensor, way: str) -> Tensor:

@@ -15,7 +15,17 @@ from torch import Tensor
 
 from kernels.cpu_decoder.launch import Decoder, obstacle
 from kernels.scores import ScoreAccumulator
-from tests.kernels.decoder_cases import BARS, CASES, COUNTED, KINDS, Case, build_world, error_of, quantized, scores_of
+from tests.kernels.decoder_cases import (
+    BARS,
+    CASES,
+    COMPUTED,
+    COUNTED,
+    Case,
+    build_world,
+    error_of,
+    quantized,
+    scores_of,
+)
 
 # A step that begins while threads are late in the one before is the hardest to get right.
 STEPS = 3
@@ -57,7 +67,7 @@ def main(instrumented: str, plain: str) -> None:
     ways = [(case, None) for case in SHAPES] + [(QUANTIZED, way) for way in WAYS]
     computed = 0
     for number, (case, way) in enumerate(ways):
-        for dtype, products in KINDS.args[1]:
+        for dtype, products in COMPUTED.values():
             # Every second one as with batch-invariant computation.
             found, expected = (
                 outputs(library, case, dtype, products, way, invariant=number % 2 == 1) for library in libraries

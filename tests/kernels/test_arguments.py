@@ -1,5 +1,6 @@
 """A wrong argument is refused by name before anything is written."""
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from kernels.attention_scores.launch import attention_scores
 from kernels.compact_kv.launch import compact_kv
 from kernels.copy_blocks.launch import copy_blocks
-from kernels.paged_attention.launch import AttentionArgs, paged_attention
+from kernels.paged_attention.launch import AttentionArgs, PagedBatch, paged_attention
 from kernels.rms_norm.launch import rms_norm
 from kernels.rotary_store.launch import rotary_store
 from kernels.rotate_keys.launch import rotate_keys
@@ -17,215 +18,164 @@ from kernels.store_kv.launch import store_kv
 from tests.kernels.attention_cases import Case, build
 
 CACHE = torch.zeros(4, 8, 2, 16)
+CACHES = {"k_cache": CACHE, "v_cache": CACHE.clone()}
+LAYERS = {"k_cache": CACHE[None], "v_cache": CACHE[None]}
+INT8 = torch.zeros(4, 8, 2, 16, dtype=torch.int8)
 ODD_BLOCKS = torch.zeros(4, 6, 2, 16)
 SCATTERED = CACHE.transpose(0, 1).contiguous().transpose(0, 1)
 KEY = torch.ones(3, 2, 16)
+KV = {"key": KEY, "value": KEY}
 SLOTS = torch.tensor([0, 1, 2])
-STORE: list[tuple[dict[str, Any], str]] = [
-    ({"key": torch.ones(3, 2, 8)}, r"key: expected \[T, Hkv, D\] = \[any, 2, 16\], got \[3, 2, 8\]"),
-    ({"key": KEY.half()}, "key: expected the dtype of k_cache"),
-    ({"value": torch.ones(4, 2, 16)}, "value: expected"),
-    ({"value": KEY.to("meta")}, "value: expected the device of k_cache"),
-    ({"slot_mapping": SLOTS[:2]}, r"slot_mapping: expected \[T\] = \[3\], got \[2\]"),
-    ({"slot_mapping": SLOTS.int()}, "slot_mapping: expected torch.int64"),
-    ({"v_cache": CACHE[:2]}, "v_cache: expected"),
-    ({"v_cache": CACHE.double()}, "v_cache: expected the dtype of k_cache"),
-    ({"v_cache": SCATTERED}, "v_cache: expected a contiguous tensor"),
-    ({"k_cache": ODD_BLOCKS, "v_cache": ODD_BLOCKS}, "k_cache: expected a block size"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "message"), STORE, ids=[message for _, message in STORE])
-def test_store_kv_names_the_wrong_argument(wrong: dict[str, Any], message: str) -> None:
-    right = {"key": KEY, "value": KEY, "k_cache": CACHE, "v_cache": CACHE.clone(), "slot_mapping": SLOTS}
-    with pytest.raises(ValueError, match=f"^{message}"):
-        store_kv(**{**right, **wrong})
-    assert not CACHE.any()
-
-
-INT8 = torch.zeros(4, 8, 2, 16, dtype=torch.int8)
-SCALES = {"k_scale": torch.ones(2), "v_scale": torch.ones(2)}
-QUANTIZED: list[tuple[dict[str, Any], str]] = [
-    ({"k_scale": None}, "k_scale: expected one scale per KV head of a torch.int8 cache"),
-    ({"v_scale": torch.ones(3)}, r"v_scale: expected \[Hkv\] = \[2\], got \[3\]"),
-    ({"v_scale": torch.ones(2).half()}, "v_scale: expected torch.float32"),
-    ({"key": KEY.double()}, "key: expected torch.float32 or torch.bfloat16"),
-    ({"k_cache": CACHE, "v_cache": CACHE}, "k_scale: only int8 and float8_e4m3fn caches have scales"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "message"), QUANTIZED, ids=[message for _, message in QUANTIZED])
-def test_store_kv_names_what_does_not_fit_a_quantized_cache(wrong: dict[str, Any], message: str) -> None:
-    right = {"key": KEY, "value": KEY, "k_cache": INT8, "v_cache": INT8.clone(), "slot_mapping": SLOTS, **SCALES}
-    with pytest.raises(ValueError, match=f"^{message}"):
-        store_kv(**{**right, **wrong})
-
-
-NORM: list[tuple[dict[str, Any], str]] = [
-    ({"x": torch.tensor(1.0)}, r"x: expected \[..., N\]"),
-    ({"x": torch.ones(16, 2).t()}, "x: expected rows at even distances"),
-    ({"x": torch.ones(2, 3, 4, 16).transpose(0, 1)}, "x: expected rows at even distances"),
-    ({"weight": torch.ones(8)}, r"weight: expected \[N\] = \[16\]"),
-    ({"weight": torch.ones(16).half()}, "weight: expected the dtype of x"),
-    ({"residual": torch.ones(3, 16)}, "residual: expected"),
-    ({"out": torch.ones(2, 16).half()}, "out: expected the dtype of x"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "message"), NORM, ids=[message for _, message in NORM])
-def test_rms_norm_names_the_wrong_argument(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        rms_norm(**{"x": torch.ones(2, 16), "weight": torch.ones(16), "eps": 1e-6, **wrong})
-
-
-COPY: list[tuple[dict[str, Any], str]] = [
-    ({"k_cache": CACHE}, r"k_cache: expected \[L, N, B, Hkv, D\]"),
-    ({"sources": SLOTS[:2]}, "targets: expected"),
-    ({"sources": SLOTS[None]}, "sources: expected"),
-    ({"targets": SLOTS.int()}, "targets: expected torch.int64"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "message"), COPY, ids=[message for _, message in COPY])
-def test_copy_blocks_names_the_wrong_argument(wrong: dict[str, Any], message: str) -> None:
-    right = {"k_cache": CACHE[None], "v_cache": CACHE[None], "sources": SLOTS, "targets": SLOTS + 3}
-    with pytest.raises(ValueError, match=f"^{message}"):
-        copy_blocks(**{**right, **wrong})
-
-
 OWN_SLOTS = torch.tensor([[[0, 1, 2], [3, 4, 5]]])
-COMPACT: list[tuple[dict[str, Any], str]] = [
-    ({"k_cache": CACHE}, r"k_cache: expected \[L, N, B, Hkv, D\]"),
-    ({"v_cache": CACHE[None].half()}, "v_cache: expected the dtype of k_cache"),
-    ({"v_cache": SCATTERED[None]}, "v_cache: expected a contiguous tensor"),
-    ({"sources": SLOTS}, r"sources: expected \[1 or L, 1 or Hkv, n\] = \[1 or 1, 1 or 2, any\], got \[3\]"),
-    ({"sources": OWN_SLOTS[:0]}, "sources: expected"),
-    ({"targets": OWN_SLOTS.expand(2, -1, -1)}, "targets: expected"),
-    ({"targets": OWN_SLOTS.mT}, "targets: expected"),
-    ({"targets": OWN_SLOTS.int()}, "targets: expected torch.int64"),
-    ({"sources": OWN_SLOTS.to("meta")}, "sources: expected the device of k_cache"),
-    ({"targets": OWN_SLOTS[..., :2]}, "targets: expected as many slots as sources, 3, got 2"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "message"), COMPACT, ids=[message for _, message in COMPACT])
-def test_compact_kv_names_the_wrong_argument(wrong: dict[str, Any], message: str) -> None:
-    right = {"k_cache": CACHE[None], "v_cache": CACHE[None], "sources": OWN_SLOTS, "targets": OWN_SLOTS + 3}
-    with pytest.raises(ValueError, match=f"^{message}"):
-        compact_kv(**{**right, **wrong})
-
-
-TURN: list[tuple[dict[str, Any], str]] = [
-    ({"k_cache": CACHE}, r"k_cache: expected \[L, N, B, Hkv, D\]"),
-    ({"k_cache": SCATTERED[None]}, "k_cache: expected a contiguous tensor"),
-    ({"k_cache": torch.zeros(1, 4, 8, 2, 15)}, "k_cache: expected an even head size, got 15"),
-    ({"slots": SLOTS}, "slots: expected"),
-    ({"deltas": OWN_SLOTS.int()}, "deltas: expected torch.int64"),
-    ({"deltas": OWN_SLOTS[:, :1]}, r"deltas: expected \[1 or L, 1 or Hkv, n\] = \[1, 2, 3\], got \[1, 1, 3\]"),
-    ({"frequencies": torch.ones(16)}, r"frequencies: expected \[D / 2\] = \[8\]"),
-    ({"frequencies": torch.ones(8).double()}, "frequencies: expected torch.float32"),
-    ({"frequencies": torch.ones(8, device="meta")}, "frequencies: expected the device of k_cache"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "message"), TURN, ids=[message for _, message in TURN])
-def test_rotate_keys_names_the_wrong_argument(wrong: dict[str, Any], message: str) -> None:
-    right = {"k_cache": CACHE[None], "slots": OWN_SLOTS, "deltas": OWN_SLOTS, "frequencies": torch.ones(8)}
-    with pytest.raises(ValueError, match=f"^{message}"):
-        rotate_keys(**{**right, **wrong})
-
-
+NARROW = torch.zeros(2, 2, dtype=torch.int32)
 CASE = Case((2, 1), (6, 9))
 PROBLEM = build(CASE)
-ATTENTION: list[tuple[dict[str, Any], str]] = [
-    ({"query": PROBLEM.query[..., :8]}, "query: expected"),
-    ({"query": PROBLEM.query.half()}, "query: expected the dtype of k_cache"),
-    ({"query": PROBLEM.query[:, :5]}, "query: expected a multiple of 2 heads, got 5"),
-    ({"scale": 0.0}, "scale: expected more than 0"),
-    ({"window": 0}, "window: expected at least 1"),
-    ({"softcap": 0.0}, "softcap: expected more than 0"),
-    ({"sinks": torch.ones(2)}, "sinks: expected"),
-    ({"out": torch.empty(3, 6, 16)}, "out: expected"),
-    ({"out": torch.empty(16, 6, 6).transpose(0, 2)}, "out: expected a contiguous tensor"),
-    ({"lse": torch.empty(6, 3)}, "lse: expected"),
-    ({"v_scale": torch.ones(2)}, "v_scale: only int8"),
-]
+BATCH = PROBLEM.batch(CASE, "cpu")
+ATTEND = {"query": PROBLEM.query, "k_cache": PROBLEM.k_cache}
 
 
-@pytest.mark.parametrize(("wrong", "message"), ATTENTION, ids=[message for _, message in ATTENTION])
-def test_paged_attention_names_the_wrong_argument(wrong: dict[str, Any], message: str) -> None:
-    of_args = {field.name for field in fields(AttentionArgs)}
-    args = AttentionArgs(**{"scale": 1.0} | {name: value for name, value in wrong.items() if name in of_args})
-    right = {"query": PROBLEM.query, "k_cache": PROBLEM.k_cache, "v_cache": PROBLEM.v_cache, "args": args}
-    others = {name: value for name, value in wrong.items() if name not in of_args}
-    with pytest.raises(ValueError, match=f"^{message}"):
-        paged_attention(batch=PROBLEM.batch(CASE, "cpu"), **{**right, **others})
+def attend(**given: Any) -> None:
+    """paged_attention, whose batch and AttentionArgs differ in the fields that are given beside its arguments."""
+    of_batch, of_args = (
+        {one.name: given.pop(one.name) for one in fields(kind) if one.name in given}
+        for kind in (PagedBatch, AttentionArgs)
+    )
+    args = replace(AttentionArgs(1.0), **of_args)
+    paged_attention(batch=replace(BATCH, **of_batch), args=args, **given)
 
 
-ROTATE: list[tuple[dict[str, Any], str]] = [
-    ({"query": torch.ones(3, 4, 8)}, "query: expected"),
-    ({"query": torch.ones(3, 3, 16)}, "query: expected a multiple of 2 heads, got 3"),
-    ({"query": torch.ones(3, 16, 4).transpose(1, 2)}, "query: expected its last dimension side by side"),
-    ({"key": torch.ones(3, 1, 16)}, "key: expected"),
-    ({"value": torch.ones(3, 2, 16).half()}, "value: expected the dtype of query"),
-    ({"cos": torch.ones(9, 8)}, r"cos: expected \[P, D\]"),
-    ({"sin": torch.ones(8, 16)}, r"sin: expected \[P, D\]"),
-    ({"positions": torch.zeros(3, dtype=torch.int32)}, "positions: expected torch.int64"),
-    ({"slot_mapping": SLOTS[:2]}, r"slot_mapping: expected \[T\] = \[3\], got \[2\]"),
-    ({"slot_mapping": SLOTS.int()}, "slot_mapping: expected torch.int64"),
-    ({"k_scale": torch.ones(2)}, "k_scale: only int8"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "message"), ROTATE, ids=[message for _, message in ROTATE])
-def test_rotary_store_names_the_wrong_argument(wrong: dict[str, Any], message: str) -> None:
-    right = {"query": torch.ones(3, 4, 16), "key": KEY, "value": KEY, "cos": torch.ones(9, 16)}
-    right |= {
-        "sin": torch.ones(9, 16),
+QUANTIZED = {"k_scale": torch.ones(2), "v_scale": torch.ones(2), "k_cache": INT8, "v_cache": INT8.clone()}
+SIXTEENS = torch.ones(9, 16)
+RIGHT: dict[Callable[..., object], dict[str, Any]] = {
+    store_kv: {**KV, **CACHES, "slot_mapping": SLOTS},
+    rms_norm: {"x": torch.ones(2, 16), "weight": torch.ones(16), "eps": 1e-6},
+    copy_blocks: {**LAYERS, "sources": SLOTS, "targets": SLOTS + 3},
+    compact_kv: {**LAYERS, "sources": OWN_SLOTS, "targets": OWN_SLOTS + 3},
+    rotate_keys: {"k_cache": CACHE[None], "slots": OWN_SLOTS, "deltas": OWN_SLOTS, "frequencies": torch.ones(8)},
+    attend: {**ATTEND, "v_cache": PROBLEM.v_cache},
+    rotary_store: {
+        **KV,
+        **CACHES,
+        "query": torch.ones(3, 4, 16),
+        "cos": SIXTEENS,
+        "sin": SIXTEENS,
         "positions": SLOTS,
         "slot_mapping": SLOTS,
-        "k_cache": CACHE,
-        "v_cache": CACHE.clone(),
-    }
+    },
+    attention_scores: {
+        **ATTEND,
+        "batch": BATCH,
+        "lse": torch.zeros(6, 6),
+        "args": AttentionArgs(1.0),
+        "counts": torch.ones(2, dtype=torch.int32),
+    },
+}
+# Of each operation, what is given in place of right arguments, and what is said of it.
+WRONG: dict[Callable[..., object], list[tuple[dict[str, Any], str]]] = {
+    store_kv: [
+        ({"key": torch.ones(3, 2, 8)}, r"key: expected \[T, Hkv, D\] = \[any, 2, 16\], got \[3, 2, 8\]"),
+        ({"key": KEY.half()}, "key: expected the dtype of k_cache"),
+        ({"value": torch.ones(4, 2, 16)}, "value: expected"),
+        ({"value": KEY.to("meta")}, "value: expected the device of k_cache"),
+        ({"slot_mapping": SLOTS[:2]}, r"slot_mapping: expected \[T\] = \[3\], got \[2\]"),
+        ({"slot_mapping": SLOTS.int()}, "slot_mapping: expected torch.int64"),
+        ({"v_cache": CACHE[:2]}, "v_cache: expected"),
+        ({"v_cache": CACHE.double()}, "v_cache: expected the dtype of k_cache"),
+        ({"v_cache": SCATTERED}, "v_cache: expected a contiguous tensor"),
+        ({"k_cache": ODD_BLOCKS, "v_cache": ODD_BLOCKS}, "k_cache: expected a block size"),
+        (QUANTIZED | {"k_scale": None}, "k_scale: expected one scale per KV head of a torch.int8 cache"),
+        (QUANTIZED | {"v_scale": torch.ones(3)}, r"v_scale: expected \[Hkv\] = \[2\], got \[3\]"),
+        (QUANTIZED | {"v_scale": torch.ones(2).half()}, "v_scale: expected torch.float32"),
+        (QUANTIZED | {"key": KEY.double()}, "key: expected torch.float32 or torch.bfloat16"),
+        (QUANTIZED | {"k_cache": CACHE, "v_cache": CACHE}, "k_scale: only int8 and float8_e4m3fn caches have scales"),
+    ],
+    rms_norm: [
+        ({"x": torch.tensor(1.0)}, r"x: expected \[..., N\]"),
+        ({"x": torch.ones(16, 2).t()}, "x: expected rows at even distances"),
+        ({"x": torch.ones(2, 3, 4, 16).transpose(0, 1)}, "x: expected rows at even distances"),
+        ({"weight": torch.ones(8)}, r"weight: expected \[N\] = \[16\]"),
+        ({"weight": torch.ones(16).half()}, "weight: expected the dtype of x"),
+        ({"residual": torch.ones(3, 16)}, "residual: expected"),
+        ({"out": torch.ones(2, 16).half()}, "out: expected the dtype of x"),
+    ],
+    copy_blocks: [
+        ({"k_cache": CACHE}, r"k_cache: expected \[L, N, B, Hkv, D\]"),
+        ({"sources": SLOTS[:2]}, "targets: expected"),
+        ({"sources": SLOTS[None]}, "sources: expected"),
+        ({"targets": SLOTS.int()}, "targets: expected torch.int64"),
+    ],
+    compact_kv: [
+        ({"k_cache": CACHE}, r"k_cache: expected \[L, N, B, Hkv, D\]"),
+        ({"v_cache": CACHE[None].half()}, "v_cache: expected the dtype of k_cache"),
+        ({"v_cache": SCATTERED[None]}, "v_cache: expected a contiguous tensor"),
+        ({"sources": SLOTS}, r"sources: expected \[1 or L, 1 or Hkv, n\] = \[1 or 1, 1 or 2, any\], got \[3\]"),
+        ({"sources": OWN_SLOTS[:0]}, "sources: expected"),
+        ({"targets": OWN_SLOTS.expand(2, -1, -1)}, "targets: expected"),
+        ({"targets": OWN_SLOTS.mT}, "targets: expected"),
+        ({"targets": OWN_SLOTS.int()}, "targets: expected torch.int64"),
+        ({"sources": OWN_SLOTS.to("meta")}, "sources: expected the device of k_cache"),
+        ({"targets": OWN_SLOTS[..., :2]}, "targets: expected as many slots as sources, 3, got 2"),
+    ],
+    rotate_keys: [
+        ({"k_cache": CACHE}, r"k_cache: expected \[L, N, B, Hkv, D\]"),
+        ({"k_cache": SCATTERED[None]}, "k_cache: expected a contiguous tensor"),
+        ({"k_cache": torch.zeros(1, 4, 8, 2, 15)}, "k_cache: expected an even head size, got 15"),
+        ({"slots": SLOTS}, "slots: expected"),
+        ({"deltas": OWN_SLOTS.int()}, "deltas: expected torch.int64"),
+        ({"deltas": OWN_SLOTS[:, :1]}, r"deltas: expected \[1 or L, 1 or Hkv, n\] = \[1, 2, 3\], got \[1, 1, 3\]"),
+        ({"frequencies": torch.ones(16)}, r"frequencies: expected \[D / 2\] = \[8\]"),
+        ({"frequencies": torch.ones(8).double()}, "frequencies: expected torch.float32"),
+        ({"frequencies": torch.ones(8, device="meta")}, "frequencies: expected the device of k_cache"),
+    ],
+    attend: [
+        ({"query": PROBLEM.query[..., :8]}, "query: expected"),
+        ({"query": PROBLEM.query.half()}, "query: expected the dtype of k_cache"),
+        ({"query": PROBLEM.query[:, :5]}, "query: expected a multiple of 2 heads, got 5"),
+        ({"scale": 0.0}, "scale: expected more than 0"),
+        ({"window": 0}, "window: expected at least 1"),
+        ({"softcap": 0.0}, "softcap: expected more than 0"),
+        ({"sinks": torch.ones(2)}, "sinks: expected"),
+        ({"out": torch.empty(3, 6, 16)}, "out: expected"),
+        ({"out": torch.empty(16, 6, 6).transpose(0, 2)}, "out: expected a contiguous tensor"),
+        ({"lse": torch.empty(6, 3)}, "lse: expected"),
+        ({"v_scale": torch.ones(2)}, "v_scale: only int8"),
+        ({"query_start": torch.zeros(2, dtype=torch.int32)}, "batch.query_start: expected"),
+        ({"seq_lens": torch.zeros(2)}, "batch.seq_lens: expected torch.int32"),
+        ({"block_tables": NARROW.long()}, "batch.block_tables: expected torch.int32"),
+        ({"block_tables": torch.zeros(5, 2, dtype=torch.int32).t()}, "batch.block_tables: expected the blocks"),
+        ({"block_tables": NARROW}, "batch.block_tables: too narrow for a sequence of 9 tokens"),
+        ({"query_lens": (2,)}, "batch.query_lens, batch.host_seq_lens: expected 2 lengths each"),
+        ({"query_lens": (20, 1)}, "batch.query_lens: 21 rows wanted"),
+        ({"host_seq_lens": (1, 9)}, "batch.query_lens: 2 queries in a sequence of 1 tokens"),
+        ({"max_query_len": 1}, "batch.max_query_len, batch.max_seq_len: smaller"),
+    ],
+    rotary_store: [
+        ({"query": torch.ones(3, 4, 8)}, "query: expected"),
+        ({"query": torch.ones(3, 3, 16)}, "query: expected a multiple of 2 heads, got 3"),
+        ({"query": torch.ones(3, 16, 4).transpose(1, 2)}, "query: expected its last dimension side by side"),
+        ({"key": torch.ones(3, 1, 16)}, "key: expected"),
+        ({"value": torch.ones(3, 2, 16).half()}, "value: expected the dtype of query"),
+        ({"cos": torch.ones(9, 8)}, r"cos: expected \[P, D\]"),
+        ({"sin": torch.ones(8, 16)}, r"sin: expected \[P, D\]"),
+        ({"positions": torch.zeros(3, dtype=torch.int32)}, "positions: expected torch.int64"),
+        ({"slot_mapping": SLOTS[:2]}, r"slot_mapping: expected \[T\] = \[3\], got \[2\]"),
+        ({"slot_mapping": SLOTS.int()}, "slot_mapping: expected torch.int64"),
+        ({"k_scale": torch.ones(2)}, "k_scale: only int8"),
+    ],
+    attention_scores: [
+        ({"lse": torch.zeros(6, 5)}, "lse: expected"),
+        ({"lse": torch.zeros(6, 6).double()}, "lse: expected torch.float32"),
+        ({"counts": torch.ones(2)}, "counts: expected torch.int32"),
+        ({"out": torch.zeros(2, 2, 8)}, "out: expected at least 9 columns, got 8"),
+        ({"squares": torch.zeros(2, 2, 8)}, "squares: expected"),
+        ({"query": PROBLEM.query[:, :5]}, "query: expected a multiple of 2 heads, got 5"),
+    ],
+}
+CASES = [(operation, wrong, message) for operation, rows in WRONG.items() for wrong, message in rows]
+
+
+@pytest.mark.parametrize(("operation", "wrong", "message"), CASES, ids=lambda one: getattr(one, "__name__", None))
+def test_a_wrong_argument_is_named(operation: Callable[..., object], wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
-        rotary_store(**{**right, **wrong})
+        operation(**RIGHT[operation] | wrong)
     assert not CACHE.any()
-
-
-SCORES: list[tuple[dict[str, Any], str]] = [
-    ({"lse": torch.zeros(6, 5)}, "lse: expected"),
-    ({"lse": torch.zeros(6, 6).double()}, "lse: expected torch.float32"),
-    ({"counts": torch.ones(2)}, "counts: expected torch.int32"),
-    ({"out": torch.zeros(2, 2, 8)}, "out: expected at least 9 columns, got 8"),
-    ({"squares": torch.zeros(2, 2, 8)}, "squares: expected"),
-    ({"query": PROBLEM.query[:, :5]}, "query: expected a multiple of 2 heads, got 5"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "message"), SCORES, ids=[message for _, message in SCORES])
-def test_attention_scores_names_the_wrong_argument(wrong: dict[str, Any], message: str) -> None:
-    right = {"query": PROBLEM.query, "k_cache": PROBLEM.k_cache, "lse": torch.zeros(6, 6)}
-    right |= {"args": AttentionArgs(1.0), "counts": torch.ones(2, dtype=torch.int32)}
-    with pytest.raises(ValueError, match=f"^{message}"):
-        attention_scores(batch=PROBLEM.batch(CASE, "cpu"), **{**right, **wrong})
-
-
-NARROW = torch.zeros(2, 2, dtype=torch.int32)
-BATCH: list[tuple[dict[str, Any], str]] = [
-    ({"query_start": torch.zeros(2, dtype=torch.int32)}, "batch.query_start: expected"),
-    ({"seq_lens": torch.zeros(2)}, "batch.seq_lens: expected torch.int32"),
-    ({"block_tables": NARROW.long()}, "batch.block_tables: expected torch.int32"),
-    ({"block_tables": torch.zeros(5, 2, dtype=torch.int32).t()}, "batch.block_tables: expected the blocks"),
-    ({"block_tables": NARROW}, "batch.block_tables: too narrow for a sequence of 9 tokens"),
-    ({"query_lens": (2,)}, "batch.query_lens, batch.host_seq_lens: expected 2 lengths each"),
-    ({"query_lens": (20, 1)}, "batch.query_lens: 21 rows wanted"),
-    ({"host_seq_lens": (1, 9)}, "batch.query_lens: 2 queries in a sequence of 1 tokens"),
-    ({"max_query_len": 1}, "batch.max_query_len, batch.max_seq_len: smaller"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "message"), BATCH, ids=[message for _, message in BATCH])
-def test_paged_attention_names_what_is_wrong_in_the_batch(wrong: dict[str, Any], message: str) -> None:
-    batch = replace(PROBLEM.batch(CASE, "cpu"), **wrong)
-    with pytest.raises(ValueError, match=f"^{message}"):
-        paged_attention(PROBLEM.query, PROBLEM.k_cache, PROBLEM.v_cache, batch, AttentionArgs(1.0))

@@ -21,13 +21,11 @@ from tests.kernels.decoder_cases import (
     build_weights,
     build_world,
     compiled_decoder,
+    decoder_of,
     error_of,
-    library,
     scores_of,
 )
 from tests.stack import model_cache
-
-__all__ = ["library"]
 
 
 @KINDS
@@ -38,8 +36,7 @@ def test_error_stays_below_the_bar(library: ctypes.CDLL, case: Case, dtype: torc
         pytest.skip(reason)
     expected_caches = [(k.double(), v.double()) for k, v in world.caches]
     expected = step(world.weights, *world.arguments, expected_caches)
-    decoder = Decoder(library, world.weights, dtype, case.threads, products=products)
-    decoder.bind(world.caches)
+    decoder = decoder_of(library, world, dtype, case.threads, products)
     logits = decoder.step(*world.arguments)
     assert expected.isfinite().all()
     assert error_of(logits, expected) < BARS[dtype]
@@ -51,8 +48,7 @@ def test_error_stays_below_the_bar(library: ctypes.CDLL, case: Case, dtype: torc
 
 def test_a_row_does_not_depend_on_the_others(library: ctypes.CDLL) -> None:
     whole = build_world(Case((1, 1, 30), (90, 81, 100), shared=5), torch.float32)
-    decoder = Decoder(library, whole.weights, torch.float32, 2)
-    decoder.bind(whole.caches)
+    decoder = decoder_of(library, whole)
     ids, positions, cache_positions, _, groups, _ = whole.arguments
     together = decoder.step(*whole.arguments)
     alone = decoder.step(
@@ -79,8 +75,7 @@ def test_invariant_computation_reads_nothing_before_a_window(
         for cache in pair:
             for slot in range(first_seen):
                 cache[world.arguments[4][0].tables[0, slot // 16], slot % 16] = torch.nan
-    decoder = Decoder(library, world.weights, dtype, 2, products=products)
-    decoder.bind(world.caches)
+    decoder = decoder_of(library, world, dtype, 2, products)
     expected = decoder.step(*world.arguments)
     decoder.invariant = True
     assert expected.isfinite().all()
@@ -90,16 +85,14 @@ def test_invariant_computation_reads_nothing_before_a_window(
 def test_slot_minus_one_stores_nowhere(library: ctypes.CDLL) -> None:
     world = build_world(Case((2,), (2,)), torch.float32)
     *inputs, groups, rows = world.arguments
-    decoder = Decoder(library, world.weights, torch.float32, 1)
-    decoder.bind(world.caches)
+    decoder = decoder_of(library, world, torch.float32, 1)
     decoder.step(*inputs, [replace(groups[0], slots=torch.tensor([-1, groups[0].slots[1]]))], rows)
     assert int(world.caches[0][0].isfinite().all(-1).sum()) == 1
 
 
 def test_a_step_of_nothing_has_no_logits(library: ctypes.CDLL) -> None:
     world = build_world(Case((1,), (1,)), torch.float32)
-    decoder = Decoder(library, world.weights, torch.float32, 1)
-    decoder.bind(world.caches)
+    decoder = decoder_of(library, world, torch.float32, 1)
     none = torch.zeros(0, dtype=torch.int64)
     groups = [TokenGroup(none, torch.zeros(0, 0, dtype=torch.int32))]
     assert decoder.step(none, none, none, torch.zeros(1, dtype=torch.int32), groups, none).shape == (0, 97)
@@ -107,8 +100,7 @@ def test_a_step_of_nothing_has_no_logits(library: ctypes.CDLL) -> None:
 
 def test_a_chunk_whose_logits_nobody_wants_has_none(library: ctypes.CDLL) -> None:
     world = build_world(Case((30,), (30,)), torch.bfloat16)
-    decoder = Decoder(library, world.weights, torch.bfloat16, 2)
-    decoder.bind(world.caches)
+    decoder = decoder_of(library, world, torch.bfloat16)
     *inputs, _ = world.arguments
     assert decoder.step(*inputs, torch.zeros(0, dtype=torch.int64)).shape == (0, 97)
     assert bool(world.caches[1][0].isfinite().any()), "its keys are stored all the same"
@@ -116,38 +108,34 @@ def test_a_chunk_whose_logits_nobody_wants_has_none(library: ctypes.CDLL) -> Non
 
 def test_wrong_arguments_are_named(library: ctypes.CDLL) -> None:
     world = build_world(Case(), torch.float32)
-    decoder = Decoder(library, world.weights, torch.float32, 1)
-    ids, positions, cache_positions, starts, groups, rows = world.arguments
-    scores = scores_of(Case(counted=(1,)), torch.float32)[0]
+    unbound = Decoder(library, world.weights, torch.float32, 1)
     with pytest.raises(ValueError, match="no caches"):
-        decoder.step(*world.arguments)
+        unbound.step(*world.arguments)
     with pytest.raises(ValueError, match=r"k_cache.*float32"):
-        decoder.bind([(k.bfloat16(), v.bfloat16()) for k, v in world.caches])
-    decoder.bind(world.caches)
-    with pytest.raises(ValueError, match="positions"):
-        decoder.step(ids, positions[1:], cache_positions, starts, groups, rows)
-    with pytest.raises(ValueError, match="cache_positions"):
-        decoder.step(ids, positions, cache_positions.int(), starts, groups, rows)
-    with pytest.raises(ValueError, match="token_ids"):
-        decoder.step(ids.int(), positions, cache_positions, starts, groups, rows)
-    with pytest.raises(ValueError, match="slots"):
-        decoder.step(ids, positions, cache_positions, starts, [replace(groups[0], slots=positions[1:])], rows)
-    with pytest.raises(ValueError, match="tables"):
-        decoder.step(ids, positions, cache_positions, starts, [replace(groups[0], tables=groups[0].tables[1:])], rows)
-    with pytest.raises(ValueError, match=r"scores.weights: expected \[L, Hkv, T\]"):
-        decoder.step(*world.arguments, [replace(scores, weights=scores.weights[:, :, 1:])])
-    with pytest.raises(ValueError, match="scores: expected 1 to 1 rows, got 2"):
-        decoder.step(*world.arguments, [replace(scores, rows=2)])
-    with pytest.raises(ValueError, match="scores: attention is not scored"):
-        decoder.step(ids, positions, cache_positions, starts, [replace(groups[0], window=9)], rows, [scores])
-    with pytest.raises(ValueError, match="out"):
-        decoder.step(*world.arguments, out=torch.empty(len(rows) + 1, decoder.vocabulary))
+        unbound.bind([(k.bfloat16(), v.bfloat16()) for k, v in world.caches])
+    decoder = decoder_of(library, world)
+    names = ("token_ids", "positions", "cache_positions", "query_start", "groups", "rows")
+    right = dict(zip(names, world.arguments, strict=True))
+    ids, positions, cache_positions, _, (group,), rows = world.arguments
+    scores = scores_of(Case(counted=(1,)), torch.float32)[0]
+    for words, wrong in (
+        ("positions", {"positions": positions[1:]}),
+        ("cache_positions", {"cache_positions": cache_positions.int()}),
+        ("token_ids", {"token_ids": ids.int()}),
+        ("slots", {"groups": [replace(group, slots=positions[1:])]}),
+        ("tables", {"groups": [replace(group, tables=group.tables[1:])]}),
+        (r"scores.weights: expected \[L, Hkv, T\]", {"scores": [replace(scores, weights=scores.weights[:, :, 1:])]}),
+        ("scores: expected 1 to 1 rows, got 2", {"scores": [replace(scores, rows=2)]}),
+        ("scores: attention is not scored", {"groups": [replace(group, window=9)], "scores": [scores]}),
+        ("out", {"out": torch.empty(len(rows) + 1, decoder.vocabulary)}),
+    ):
+        with pytest.raises(ValueError, match=words):
+            decoder.step(**right | wrong)
 
 
 def test_logits_go_where_they_are_wanted(library: ctypes.CDLL) -> None:
     world = build_world(Case((1, 30), (90, 100)), torch.float32)
-    decoder = Decoder(library, world.weights, torch.float32, 2)
-    decoder.bind(world.caches)
+    decoder = decoder_of(library, world)
     place = torch.full((5, decoder.vocabulary), torch.nan)
     rows = len(world.arguments[-1])
     logits = decoder.step(*world.arguments, out=place[:rows])
@@ -175,16 +163,14 @@ def test_threads_that_lose_their_cores_change_nothing(library: ctypes.CDLL) -> N
     # With more threads than cores some are always displaced, and others do their pieces, too.
     shape = Case((1, 1), (40, 90), hidden=512, intermediate=1024, q_heads=8, kv_heads=2, vocabulary=2000, layers=8)
     world = build_world(replace(shape, threads=5), torch.float32)
-    decoder = Decoder(library, world.weights, torch.float32, 5)
-    decoder.bind(world.caches)
+    decoder = decoder_of(library, world, torch.float32, 5)
     first = decoder.step(*world.arguments)
     assert all(torch.equal(decoder.step(*world.arguments), first) for _ in range(200))
 
 
 def test_it_tells_what_the_time_went_to(library: ctypes.CDLL) -> None:
     world = build_world(Case(), torch.float32)
-    decoder = Decoder(library, world.weights, torch.float32, 2)
-    decoder.bind(world.caches)
+    decoder = decoder_of(library, world)
     assert set(decoder.seconds.values()) == {0.0}
     begin = time.perf_counter()
     decoder.step(*world.arguments)

@@ -6,12 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.cpu_decoder.launch import Decoder, obstacle
+from kernels.cpu_decoder.launch import obstacle
 from kernels.cpu_decoder.reference import step
 from kernels.scores import ScoreAccumulator
-from tests.kernels.decoder_cases import BARS, COUNTED, KINDS, Case, build_world, error_of, library, scores_of
-
-__all__ = ["library"]
+from tests.kernels.decoder_cases import BARS, COUNTED, KINDS, Case, build_world, decoder_of, error_of, scores_of
 
 
 @KINDS
@@ -22,8 +20,7 @@ def test_attention_is_counted(library: ctypes.CDLL, case: Case, dtype: torch.dty
         pytest.skip(reason)
     expected, sums = scores_of(case, torch.float64), scores_of(case, torch.float32)
     logits = step(world.weights, *world.arguments, [(k.double(), v.double()) for k, v in world.caches], expected)
-    decoder = Decoder(library, world.weights, dtype, case.threads, products=products)
-    decoder.bind(world.caches)
+    decoder = decoder_of(library, world, dtype, case.threads, products)
     assert error_of(decoder.step(*world.arguments, sums), logits) < BARS[dtype]
     for one, truth in zip(sums, expected, strict=True):
         assert truth.squares is not None
@@ -38,8 +35,7 @@ def test_attention_is_counted(library: ctypes.CDLL, case: Case, dtype: torch.dty
 def test_counting_changes_nothing_else_and_is_the_same_every_time(library: ctypes.CDLL, case: Case) -> None:
     case = replace(case, shared=0)
     world, sums = build_world(case, torch.float32), scores_of(case, torch.float32)
-    decoder = Decoder(library, world.weights, torch.float32, case.threads)
-    decoder.bind(world.caches)
+    decoder = decoder_of(library, world, torch.float32, case.threads)
     uncounted = decoder.step(*world.arguments)
     assert torch.equal(decoder.step(*world.arguments, sums), uncounted)
     for _ in range(20):
@@ -52,8 +48,7 @@ def test_counting_a_long_context_changes_no_more_than_rounding(library: ctypes.C
     """Its keys are divided among threads, unless they are counted."""
     case = Case((1, 2), (1200, 900), counted=(1, 0), threads=5)
     world, sums = build_world(case, torch.float32), scores_of(case, torch.float32)
-    decoder = Decoder(library, world.weights, torch.float32, case.threads)
-    decoder.bind(world.caches)
+    decoder = decoder_of(library, world, torch.float32, case.threads)
     uncounted = decoder.step(*world.arguments)
     counted = decoder.step(*world.arguments, sums)
     assert error_of(counted, uncounted.double()) < BARS[torch.float32]
@@ -71,8 +66,7 @@ def test_what_is_counted_is_added_up_where_that_is_wanted(
     totals = [one.clone() for one in before]
     # One of them only looks.
     wanting = [ScoreAccumulator(one, first, width) if number else None for number, one in enumerate(totals)]
-    decoder = Decoder(library, world.weights, torch.float32, case.threads)
-    decoder.bind(world.caches)
+    decoder = decoder_of(library, world, torch.float32, case.threads)
     decoder.step(*world.arguments, [replace(one, accumulator=to) for one, to in zip(sums, wanting, strict=True)])
     for one, total, old, to in zip(sums, totals, before, wanting, strict=True):
         expected = old.clone()
@@ -85,8 +79,7 @@ def test_what_is_counted_is_added_up_where_that_is_wanted(
 def test_wrong_totals_are_named(library: ctypes.CDLL) -> None:
     case = next(iter(COUNTED.values()))
     world, (one, *_) = build_world(case, torch.float32), scores_of(case, torch.float32)
-    decoder = Decoder(library, world.weights, torch.float32, 1)
-    decoder.bind(world.caches)
+    decoder = decoder_of(library, world, torch.float32, 1)
     slots = one.weights.shape[2]
     for accumulator in (
         ScoreAccumulator(torch.zeros(case.layers, 1, slots - 1)),

@@ -1,28 +1,22 @@
 """How the compiled decoder keeps weights: in as few bytes as give every one of them back."""
 
 import ctypes
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu_decoder.launch import Decoder
 from kernels.cpu_decoder.reference import step
 from kernels.weights import Weights
-from tests.kernels.decoder_cases import BARS, KINDS, Case, World, build_world, error_of, library, quantized
+from tests.kernels.decoder_cases import BARS, COMPUTED, Case, World, build_world, decoder_of, error_of, quantized
 
-__all__ = ["library"]
-
+Change = Callable[[Tensor], Tensor]
 # Rows that one part holds, several parts, and several blocks of rows.
 QUERIES = {"one row": (1,), "a part": (1,) * 9, "several parts": (30,), "a block": (100,), "blocks": (150, 150)}
-ROWS = pytest.mark.parametrize("queries", QUERIES.values(), ids=QUERIES.keys())
-
-
-# What floats were published in: bytes that a weight takes where it can be squeezed, and where not.
-PUBLISHED = {torch.bfloat16: (1.7, 2.001), torch.float16: (2.7, 4.001), torch.float32: (3.7, 4.001)}
-AS = pytest.mark.parametrize("kind", PUBLISHED, ids=["bfloat16", "float16", "float32"])
 
 
 def published(matrix: Tensor, kind: torch.dtype = torch.bfloat16) -> Tensor:
@@ -41,7 +35,7 @@ def with_outliers(matrix: Tensor, kind: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.where(some < 0.003, far, torch.where(some < 0.01, 0, published(matrix, kind)))
 
 
-def world_of(queries: tuple[int, ...], change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> World:
+def world_of(queries: tuple[int, ...], change: Change, dtype: torch.dtype) -> World:
     lengths = tuple(40 + count for count in queries)
     world = build_world(Case(queries, lengths, hidden=192, intermediate=480, vocabulary=500), dtype)
     layers = [
@@ -62,150 +56,108 @@ def error(library: ctypes.CDLL, world: World, dtype: torch.dtype, products: bool
     """Of a step's logits, and how many bytes a weight takes."""
     caches = [(k.double(), v.double()) for k, v in world.caches]
     expected = step(world.weights, *world.arguments, caches)
-    decoder = Decoder(library, world.weights, dtype, 2, products=products)
-    decoder.bind(world.caches)
+    decoder = decoder_of(library, world, dtype, 2, products)
     logits = decoder.step(*world.arguments)
     assert expected.isfinite().all()
     return error_of(logits, expected), decoder.weight_bytes / elements(library, world.weights)
 
 
-@ROWS
-@AS
-def test_floats_take_little_more_than_what_they_were_published_in(
-    library: ctypes.CDLL, queries: tuple[int, ...], kind: torch.dtype
-) -> None:
-    world = world_of(queries, lambda matrix: published(matrix, kind), torch.float32)
-    found, size = error(library, world, torch.float32)
-    assert found < BARS[torch.float32]
-    squeezed, plain = PUBLISHED[kind]
-    assert size < (squeezed if library.decoder_can_squeeze() else plain)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+# Bytes of a weight, by what it was published in: where it can be squeezed, and where not.
+PUBLISHED = dict(zip(FLOATS, ((1.7, 2.001), (2.7, 4.001), (3.7, 4.001)), strict=True))
+GGML = {"Q4_0": 0.63, "Q4_1": 0.63, "Q8_0": 1.07}
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Of the output matrix: [T, V] as the decoder has them, and as they were."""
+class Kept:
+    """Weights that a decoder computes with, and which bytes one takes; `plain`: at most, without squeezing."""
 
-    found: Tensor
-    expected: Tensor
-
-
-def columns_of(
-    library: ctypes.CDLL,
-    change: Callable[[Tensor], Tensor],
-    tokens: int,
-    dtype: torch.dtype,
-    products: bool | None = None,
-) -> Columns:
-    """Layers add nothing, and a token's hidden state is 8 at one place, so that logits are 8 times a column."""
-    case = Case((tokens,), (tokens,), hidden=64, vocabulary=70, tied=False)
-    world = build_world(case, dtype)
-    layers = [
-        replace(one, out=torch.zeros_like(one.out), down=torch.zeros_like(one.down)) for one in world.weights.layers
-    ]
-    head = change(world.weights.head.float()).to(dtype)
-    weights = replace(
-        world.weights, epsilon=0, embedding=torch.eye(70, 64), final_norm=torch.ones(64), head=head, layers=layers
-    )
-    ids = torch.arange(tokens) % 64
-    decoder = Decoder(library, weights, dtype, 2, products=products)
-    decoder.bind(world.caches)
-    logits = decoder.step(ids, *world.arguments[1:5], torch.arange(tokens))
-    return Columns(logits / 8, head.T[ids].float())
+    change: Change
+    dtype: torch.dtype = torch.float32
+    products: bool = False
+    least: float = 0.0
+    most: float = math.inf
+    plain: float = math.inf
 
 
-@pytest.mark.parametrize("tokens", [1, 9, 30, 64, 300])
-@pytest.mark.parametrize("change", [published, with_outliers, scattered])
-@AS
-def test_every_bit_of_a_float_comes_back(
-    library: ctypes.CDLL, kind: torch.dtype, change: Callable[[Tensor, torch.dtype], Tensor], tokens: int
-) -> None:
-    columns = columns_of(library, lambda head: change(head, kind).float(), tokens, torch.float32)
-    assert columns.found.equal(columns.expected)
+def as_computed(matrix: Tensor, way: str, dtype: torch.dtype) -> Tensor:
+    return quantized(matrix, way).to(dtype).to(matrix.dtype)
 
 
-@ROWS
-@KINDS
-def test_what_does_not_fit_in_stays_as_it_was(
-    library: ctypes.CDLL, queries: tuple[int, ...], dtype: torch.dtype, products: bool
-) -> None:
-    found, size = error(library, world_of(queries, with_outliers, dtype), dtype, products)
-    assert found < BARS[dtype]
-    if library.decoder_can_squeeze():
-        # Neither all of it as it was, nor nothing.
-        assert 1.6 < size < 1.95
+KEPT = {
+    **{
+        f"published {kind}": Kept(partial(published, kind=kind), most=most, plain=plain)
+        for kind, (most, plain) in PUBLISHED.items()
+    },
+    **{
+        f"scattered {kind}": Kept(partial(scattered, kind=kind), most=plain, plain=plain)
+        for kind, (_, plain) in PUBLISHED.items()
+    },
+    # Neither all of it as it was, nor nothing.
+    **{f"outliers, {name}": Kept(with_outliers, *kind, 1.6, 1.95) for name, kind in COMPUTED.items()},
+    **{
+        f"{way}, {name}": Kept(partial(as_computed, way=way, dtype=kind[0]), *kind, most=size, plain=size)
+        for way, size in GGML.items()
+        for name, kind in COMPUTED.items()
+    },
+}
 
 
-QUANTIZED = pytest.mark.parametrize(("way", "size"), [("Q4_0", 0.63), ("Q4_1", 0.63), ("Q8_0", 1.07)])
+@pytest.mark.parametrize("queries", QUERIES.values(), ids=QUERIES.keys())
+@pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT.keys())
+def test_a_weight_takes_no_more_bytes_than_it_needs(library: ctypes.CDLL, kept: Kept, queries: tuple[int, ...]) -> None:
+    found, size = error(library, world_of(queries, kept.change, kept.dtype), kept.dtype, kept.products)
+    assert found < BARS[kept.dtype]
+    assert kept.least < size < kept.most if library.decoder_can_squeeze() else size < kept.plain
 
 
-@ROWS
-@KINDS
-@QUANTIZED
-def test_what_was_quantized_takes_no_more_than_that(
-    library: ctypes.CDLL, queries: tuple[int, ...], dtype: torch.dtype, products: bool, way: str, size: float
-) -> None:
-    world = world_of(queries, lambda matrix: quantized(matrix, way).to(dtype).to(matrix.dtype), dtype)
-    found, taken = error(library, world, dtype, products)
-    assert found < BARS[dtype]
-    assert taken < size
+def with_nan(head: Tensor, way: str | None = None) -> Tensor:
+    """Published or quantized weights, one of which is no number."""
+    head = quantized(head, way) if way else published(head)
+    head[40, 5] = torch.nan
+    return head
+
+
+def with_stranger(head: Tensor) -> Tensor:
+    """A single weight that came of something else."""
+    head = quantized(head, "Q4_1")
+    head[40, 33] *= 1 + 2**-22
+    return head
+
+
+HEADS = {
+    **{
+        f"{change.__name__} {kind}": Kept(partial(change, kind=kind))
+        for change in (published, with_outliers, scattered)
+        for kind in FLOATS
+    },
+    **{
+        f"{change.__name__} {way}, {name}": Kept(partial(change, way=way), *kind)
+        for change in (quantized, with_nan)
+        for way in GGML
+        for name, kind in COMPUTED.items()
+    },
+    "one of something else": Kept(with_stranger),
+    **{f"with_nan {dtype}": Kept(with_nan, dtype) for dtype in BARS},
+}
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 9, 30, 64, 300])
-@KINDS
-@QUANTIZED
-def test_every_bit_of_what_was_quantized_comes_back(
-    library: ctypes.CDLL, tokens: int, dtype: torch.dtype, products: bool, way: str, size: float
-) -> None:
-    columns = columns_of(library, lambda head: quantized(head, way), tokens, dtype, products)
-    assert columns.found.equal(columns.expected)
-
-
-@pytest.mark.parametrize("tokens", [1, 9, 64])
-@KINDS
-@QUANTIZED
-def test_a_weight_that_is_no_number_stays_none_among_quantized_ones(
-    library: ctypes.CDLL, tokens: int, dtype: torch.dtype, products: bool, way: str, size: float
-) -> None:
-    def change(head: Tensor) -> Tensor:
-        head = quantized(head, way)
-        head[40, 5] = torch.nan
-        return head
-
-    columns = columns_of(library, change, tokens, dtype, products)
-    assert columns.found[:, 40].isnan().all()
-    others = torch.arange(70) != 40
-    assert columns.found[:, others].equal(columns.expected[:, others])
-
-
-def test_a_single_weight_that_came_of_something_else_comes_back_too(library: ctypes.CDLL) -> None:
-    def change(head: Tensor) -> Tensor:
-        head = quantized(head, "Q4_1")
-        head[40, 33] *= 1 + 2**-22
-        return head
-
-    columns = columns_of(library, change, 9, torch.float32)
-    assert columns.found.equal(columns.expected)
-
-
-@AS
-def test_what_cannot_be_squeezed_takes_no_more_than_before(library: ctypes.CDLL, kind: torch.dtype) -> None:
-    world = world_of((1, 20), lambda matrix: scattered(matrix, kind), torch.float32)
-    found, size = error(library, world, torch.float32)
-    assert found < BARS[torch.float32]
-    assert size < PUBLISHED[kind][1]
-
-
-@pytest.mark.parametrize("dtype", BARS, ids=["float32", "bfloat16"])
-def test_a_weight_that_is_no_number_spoils_its_own_column_alone(library: ctypes.CDLL, dtype: torch.dtype) -> None:
-    world = world_of((20,), published, dtype)
-    whole = Decoder(library, world.weights, dtype, 2)
-    whole.bind(world.caches)
-    expected = whole.step(*world.arguments)
-    unused = next(number for number in range(500) if number not in world.arguments[0])
-    world.weights.head[unused, 3] = torch.nan
-    broken = Decoder(library, world.weights, dtype, 2)
-    broken.bind(world.caches)
-    logits = broken.step(*world.arguments)
-    assert logits[:, unused].isnan().all()
-    others = torch.arange(500) != unused
-    assert torch.equal(logits[:, others], expected[:, others])
+@pytest.mark.parametrize("kept", HEADS.values(), ids=HEADS.keys())
+def test_every_bit_of_a_weight_comes_back(library: ctypes.CDLL, kept: Kept, tokens: int) -> None:
+    """Layers add nothing, and a token's hidden state is 8 at one place, so that logits are 8 times a column."""
+    case = Case((tokens,), (tokens,), hidden=64, vocabulary=70, tied=False)
+    world = build_world(case, kept.dtype)
+    layers = [
+        replace(one, out=torch.zeros_like(one.out), down=torch.zeros_like(one.down)) for one in world.weights.layers
+    ]
+    head = kept.change(world.weights.head.float()).to(kept.dtype)
+    changes = {"epsilon": 0, "embedding": torch.eye(70, 64), "final_norm": torch.ones(64), "head": head}
+    world = replace(world, weights=replace(world.weights, layers=layers, **changes))
+    ids = torch.arange(tokens) % 64
+    decoder = decoder_of(library, world, kept.dtype, products=kept.products)
+    logits = decoder.step(ids, *world.arguments[1:5], torch.arange(tokens))
+    expected = head.T[ids].float()
+    # A weight that is no number spoils its own column alone.
+    expected[:, head.isnan().any(1)] = torch.nan
+    assert (logits / 8).nan_to_num(7).equal(expected.nan_to_num(7))
