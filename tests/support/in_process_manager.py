@@ -815,10 +815,10 @@ class World:
         assert self.queries.check_pool() == []
         self.watcher.check(self.manager)
         records = {block.place: block for block in self.queries.records("e")}
-        if self.unread is None:
+        pools = self.manager._state.executors["e"].pools if self.manager.queries.knows_executor("e") else []
+        if pools and self.unread is None:
             stored = {place: _timeless(block) for place, block in self.journal.blocks.items()}
             assert stored == {place: _timeless(block) for place, block in records.items()}
-        pools = self.manager._state.executors["e"].pools if self.manager.queries.knows_executor("e") else []
         blocks = [block for pool in pools for block in pool.blocks if block is not None]
         ruled = {lease for block in blocks for lease in leases_of(block) if lease.request.holder.startswith(RULE)}
         assert {lease for leases in self.manager._state.leases._of_rules.values() for lease in leases} == ruled

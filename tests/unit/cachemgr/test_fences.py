@@ -37,7 +37,6 @@ def test_a_scheduler_cancels_no_copy_of_another_scheduler():
     assert world.sync().void_handles == []
     world.step()
     world.confirm()
-    world.check()
 
 
 def test_a_scheduler_cancels_no_copy_that_the_executor_runs_by_itself():

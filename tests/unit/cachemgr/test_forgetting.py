@@ -62,7 +62,6 @@ def test_a_failed_overwrite_does_not_count():
     assert world.free == 1
     world.run_executor_copies()
     assert (world.free, world.device.count("a", PROMPT[0])) == (4, 0)
-    world.check()
 
 
 def test_used_blocks_are_overwritten_when_their_last_user_ends():
@@ -89,7 +88,6 @@ def test_uncomputed_blocks_of_a_forgotten_sequence_are_not_matched():
     forget(world, salt="a")
     admission = world.admit(PROMPT, "later", salt="a")
     assert (admission.cached_tokens, admission.wait_for_handle) == (0, 0)
-    world.check()
 
 
 def test_a_fork_of_a_forgotten_sequence_stores_nothing_either():
@@ -153,7 +151,6 @@ def test_blocks_in_use_by_another_session_stay_and_unused_ones_are_forgotten():
     assert (receipt.removed, receipt.shared_blocks) == ({TierKind.DEVICE: 2}, 1)
     world.finish("live")
     assert world.found([*PROMPT[:4], 50]) == 5
-    world.check()
 
 
 def test_forgotten_blocks_in_flight_are_overwritten_behind_the_copy():
@@ -210,7 +207,6 @@ def test_a_pin_does_not_put_forgetting_off():
     world.check()
     world.run_executor_copies()
     assert world.free == 40
-    world.check()
 
 
 @pytest.mark.parametrize("windows", [(3,), (None, 3)])
@@ -225,7 +221,6 @@ def test_window_blocks_in_use_by_another_session_outlive_forgotten_ancestors(win
         at_once(world.operators.forget(ForgetTarget(session_id="x"), validate_only=True)).shared_blocks
         == said.shared_blocks
     )
-    world.check()
 
 
 def failing_on_the_way_down(world: World, tokens: list[int], group: int, depth: int) -> None:

@@ -99,7 +99,6 @@ def test_blocks_cached_after_a_forget_are_restored():
     lose_executor(world)
     assert world.manager.register_executor(world.spec(), remembered(world)) == (6, 0)
     assert world.found(PROMPT, salt="a") == 9
-    world.check()
 
 
 def test_children_of_forgotten_blocks_with_lost_bytes_are_not_restored():
@@ -109,7 +108,6 @@ def test_children_of_forgotten_blocks_with_lost_bytes_are_not_restored():
     world.lose_manager()
     at_once(world.operators.forget(ForgetTarget(session_id="x"), validate_only=False))
     assert world.manager.register_executor(world.spec(), remembered(world)) == (0, 0)
-    world.check()
 
 
 def test_beyond_the_bound_an_executor_that_was_away_brings_nothing_back(monkeypatch):
@@ -127,7 +125,6 @@ def test_beyond_the_bound_an_executor_that_was_away_brings_nothing_back(monkeypa
     for salt in "cde":
         at_once(world.operators.forget(ForgetTarget(salt=salt), validate_only=False))
     assert world.manager.register_executor(world.spec(), remembered(world)) == (0, 0)
-    world.check()
 
 
 @pytest.mark.parametrize("starts_again", [False, True])

@@ -100,7 +100,6 @@ def test_pins_by_hints_are_bounded_in_time_and_owned_by_their_caller():
     admission = world.admit([*PROMPT, 1], tenant_id="t", hints=Hints("0.1", "m", (action,)))
     assert admission.hint_answers[0].outcome is ACCEPTED
     assert {hold.owner for hold in world.queries.holds("")} == {*pins, "hint/t/agent"}
-    world.check()
 
 
 def test_demoted_blocks_are_evicted_first():
@@ -155,7 +154,6 @@ def test_prefetched_blocks_stay_on_the_device_when_the_manager_starts_again():
     world.run_executor_copies()
     assert world.restart_manager().device_blocks == 2
     assert [tier for tier, _ in blocks(world)] == [TierKind.DEVICE] * 2
-    world.check()
 
 
 def test_blocks_in_flight_are_not_prefetched_again():
@@ -210,7 +208,6 @@ def test_a_retain_of_a_request_is_deferred_until_its_blocks_are_computed():
     assert answer.outcome is DEFERRED
     world.finish("a")
     assert [priority for _, priority in blocks(world)] == [80, 80]
-    world.check()
 
 
 def test_other_hints_of_a_request_are_carried_out_at_once():
@@ -226,7 +223,6 @@ def test_other_hints_of_a_request_are_carried_out_at_once():
     admission = world.run([*PROMPT, 1], "a", hints=Hints("0.1", "m", actions))
     answers = [(answer.action_id, answer.outcome) for answer in admission.hint_answers]
     assert answers == [("1", ACCEPTED), ("2", REJECTED), ("3", ACCEPTED)]
-    world.check()
 
 
 def many(*kinds: tuple[str, dict]) -> Hints:
@@ -256,7 +252,6 @@ def test_a_prompt_is_hashed_looked_up_and_leased_once_for_all_actions(kind, payl
     assert len(hashed) == 2 * first
     # They are looked up once, too.
     assert many_actions < 2 * few
-    world.check()
 
 
 def test_the_last_retention_request_of_an_envelope_counts():
@@ -267,7 +262,6 @@ def test_the_last_retention_request_of_an_envelope_counts():
     assert {priority for _, priority in blocks(world)} == {60}
     answers, _ = world.operators.hint(Prefix(tuple(PROMPT)), many(("Retain", {"priority": 90}), ("Demote", {})), None)
     assert {priority for _, priority in blocks(world)} == {0}
-    world.check()
 
 
 def test_actions_that_move_blocks_are_seen_by_those_behind_them():
@@ -301,7 +295,6 @@ def test_a_retain_between_two_demotions_lets_the_second_offload():
     found = [(answer.outcome, answer.num_blocks) for answer in answers]
     assert found == [(REJECTED, 0), (ACCEPTED, 2), (ACCEPTED, 2)]
     world.run_executor_copies()
-    world.check()
 
 
 def test_a_prefetch_onloads_a_windows_blocks_left_after_evictions_in_another_group():
@@ -315,7 +308,6 @@ def test_a_prefetch_onloads_a_windows_blocks_left_after_evictions_in_another_gro
     # In the first group the other prompt goes down, and the second block is evicted there: the window loses it, too.
     assert send(world, "Prefetch", list(range(8))) == (CLIPPED, 2)
     world.run_executor_copies()
-    world.check()
 
 
 @pytest.mark.parametrize(("budget", "first"), [(1.0, ACCEPTED), (0.1, CLIPPED), (0.01, REJECTED)])

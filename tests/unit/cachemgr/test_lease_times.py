@@ -46,7 +46,6 @@ def test_a_later_attempt_of_a_request_replaces_its_lease():
     world.cache(PROMPT, request_id="a", retention=wish(80, 5.0))
     world.cache(PROMPT, request_id="a", retention=wish(60, 9.0))
     assert first(world) == 60
-    world.check()
 
 
 def test_the_end_of_a_lease_keeps_the_time_of_last_use():

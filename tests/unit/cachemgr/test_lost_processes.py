@@ -78,7 +78,6 @@ def test_blocks_of_a_lost_scheduler_are_freed_in_parts_and_its_sequences_are_unk
         assert not world.manager.is_behind
     assert [pool.used_blocks for pool in world.queries.pools()] == [3]
     assert [sequence.sequence_id for sequence in world.queries.sequences()] == ["a"]
-    world.check()
 
 
 def test_an_executor_whose_lease_ends_loses_its_pool_and_its_sequences_are_void():
@@ -124,7 +123,6 @@ def test_slots_of_a_lost_registration_are_allocated_once_its_sequences_are_relea
     assert not world.admit([1], "b").admitted
     world.sync()
     assert world.admit([1], "b").admitted
-    world.check()
 
 
 def test_an_older_executor_epoch_counts_again_once_the_lease_of_the_newer_has_run_out():
@@ -139,7 +137,6 @@ def test_an_older_executor_epoch_counts_again_once_the_lease_of_the_newer_has_ru
     world.executor_epoch = spec.executor_epoch
     world.start_scheduler()
     assert world.run([1, 2, 3], "after").cached_tokens == 0
-    world.check()
 
 
 # Executors with very many blocks

@@ -45,7 +45,6 @@ def test_a_manager_with_a_clock_that_went_back_reuses_no_generation():
     newest = max(record.generation for record in world.queries.records("e"))
     assert newest
     assert world.admit([1, 2, 3], "after").sequence_handle > newest
-    world.check()
 
 
 @pytest.mark.parametrize("lost", ["manager", "executor"])
@@ -58,7 +57,6 @@ def test_an_open_copy_to_a_lower_tier_counts_if_it_was_completed(lost):
     world.copy(second, failed=True)
     restored = world.restart_manager() if lost == "manager" else world.start_executor()
     assert restored.lower_blocks == 1
-    world.check()
 
 
 def beheaded() -> World:
@@ -83,7 +81,6 @@ def test_blocks_without_their_parent_match_once_it_is_computed_again():
     assert world.found(PROMPT) == 12
     world.finish("once more")
     assert world.run(PROMPT[:12], "whole").cached_tokens == 11
-    world.check()
 
 
 def test_blocks_without_their_parent_are_forgotten_with_the_prefix():
@@ -126,7 +123,6 @@ def test_lower_blocks_stay_when_the_executor_starts_again():
     assert len(events) == 4
     world.sync()
     assert world.run(PROMPT, "again").cached_tokens == 12
-    world.check()
 
 
 def test_another_model_restores_nothing():
@@ -169,7 +165,6 @@ def test_leases_holds_and_quotas_of_lower_tiers_outlive_the_executor():
     assert [lease.remaining for _, _, lease in filter(None, world.queries.leases("e/0", ""))] == [45.0, 45.0]
     assert [(quota.salt, host) for quota, _, _, host in world.queries.quotas()] == [("a", 2)]
     world.operators.release_hold(hold.name)
-    world.check()
 
 
 def test_open_overwrites_of_lower_tiers_outlive_the_executor():
@@ -196,7 +191,6 @@ def test_no_sequence_is_admitted_before_those_of_the_older_epoch_are_released():
     world.check()
     world.sync()
     assert world.run(PROMPT, "new").cached_tokens == 12
-    world.check()
 
 
 def pinned() -> World:
@@ -234,4 +228,3 @@ def test_no_block_without_its_parent_is_pinned(way):
         world.confirm()
         world.check()
     world.run(list(range(200, 216)), "others")
-    world.check()

@@ -72,7 +72,6 @@ def test_a_pool_grows_only_by_overwritten_slots() -> None:
     assert {transfer.target_slot for transfer in world.queries.executor_transfers("e")} == first
     give_back(world)
     assert update(world, "e/0", 6).total_blocks == 6
-    world.check()
 
 
 def test_overwrites_of_withheld_slots_end_with_the_executors_epoch() -> None:
@@ -83,7 +82,6 @@ def test_overwrites_of_withheld_slots_end_with_the_executors_epoch() -> None:
     world.start_executor()
     assert world.queries.executor_transfers("e") == []
     assert totals(world) == [1, 6]
-    world.check()
 
 
 def test_a_restarted_manager_overwrites_slots_outside_the_shares() -> None:
@@ -137,7 +135,6 @@ def test_restored_pins_fit_the_share_of_the_pool() -> None:
     world.start_scheduler()
     world.manager.register_executor(world.spec(), list(world.journal.blocks.values()), pins)
     assert totals(world) == [4, 4]
-    world.check()
 
 
 def test_a_pool_shrinks_by_empty_blocks_before_cached_ones_in_eviction_order():
@@ -168,7 +165,6 @@ def test_a_pool_does_not_shrink_below_its_blocks_in_use():
     assert list(refused.value.fields) == ["pool.total_blocks"]
     assert state_hash(world.queries.state()) == before
     assert update(world, "e/0", used).free_blocks == 0
-    world.check()
 
 
 def test_a_shrinking_pool_keeps_blocks_below_a_floor():
@@ -232,7 +228,6 @@ def test_forgotten_blocks_of_a_shrinking_pool_are_withheld_once_overwritten():
     world.manager.expire()
     assert not world.manager.is_behind
     assert (device.total, device.free, device.owed) == (2, 2, 0)
-    world.check()
 
 
 def test_memory_of_owed_slots_is_not_granted_to_another_pool():
@@ -246,4 +241,3 @@ def test_memory_of_owed_slots_is_not_granted_to_another_pool():
     at_once(call)
     give_back(world)
     update(world, "e/1", 12)
-    world.check()

@@ -18,7 +18,6 @@ def test_a_longer_block_replaces_the_shorter_ones_that_it_covers():
     world.cache([1, 2, 4])
     world.cache([1, 2, 3, 5, 6])
     assert sorted(block.token_ids for block in world.journal.blocks.values()) == [(1, 2, 3, 5), (1, 2, 4), (6,)]
-    world.check()
 
 
 def test_without_copies_an_idle_leaf_is_taken_over_and_any_other_is_left():
@@ -29,7 +28,6 @@ def test_without_copies_an_idle_leaf_is_taken_over_and_any_other_is_left():
     assert admit(world, [*range(4), 80, 81, 82], "finds it gone") == 4
     # The block behind the first four tokens is used by nobody, and another stands on it.
     assert admit(world, [*range(6), 90], "leaves the inner block") == 4
-    world.check()
 
 
 def test_partly_filled_blocks_that_nothing_could_find_are_not_stored():
@@ -41,7 +39,6 @@ def test_partly_filled_blocks_that_nothing_could_find_are_not_stored():
     world.cache([90, 91])
     world.cache([95, 96])
     assert admit(world, list(range(9)), "finds all full blocks") == 8
-    world.check()
 
 
 def test_a_group_without_its_window_shortens_the_match():
@@ -53,7 +50,6 @@ def test_a_group_without_its_window_shortens_the_match():
     )
     # Without the last block of the window only what ends before it is a match: block 3 is computed again.
     assert world.admit([*range(16), 0], "b").cached_tokens == 12
-    world.check()
 
 
 def test_a_covered_shorter_block_in_use_leaves_the_index_with_its_last_reference():

@@ -107,7 +107,6 @@ def test_the_quota_of_a_tenant_precedes_that_of_the_salt():
     assert counts(world) == {"a": 0, "t": 3}
     world.cache(list(range(100, 103)), salt="a")
     assert counts(world) == {"a": 1, "t": 3}
-    world.check()
 
 
 def test_a_prompt_beyond_its_ceiling_is_refused():
@@ -126,7 +125,6 @@ def test_a_prompt_beyond_its_ceiling_is_refused():
     world.cache(list(range(8)))
     quota(world, tenant_id="t", device_ceiling=1)
     assert world.admit(list(range(9)), tenant_id="t").admitted
-    world.check()
 
 
 def test_matched_blocks_of_others_count_against_neither_ceiling_nor_floor():
@@ -145,7 +143,6 @@ def test_a_floor_protects_no_free_slots_beside_blocks_in_use():
     quota(world, tenant_id="t", device_floor=2)
     world.run(list(range(5)), "a", tenant_id="t")
     assert world.admit(list(range(100, 124)), tenant_id="u").admitted
-    world.check()
 
 
 def test_a_restored_block_counts_against_the_quota_it_had():

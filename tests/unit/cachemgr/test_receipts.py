@@ -75,7 +75,6 @@ def test_blocks_have_the_leases_of_the_receipt():
     world.now = 5.0
     world.manager.expire()
     assert list(filter(None, world.queries.leases("e/0", ""))) == []
-    world.check()
 
 
 def test_a_request_that_stores_nothing_is_granted_nothing():

@@ -35,7 +35,6 @@ def test_a_held_and_covered_block_is_forgotten_once():
     world.check()
     world.run_executor_copies()
     assert (world.free, list(world.queries.records("e"))) == (16, [])
-    world.check()
 
 
 def test_a_pin_follows_its_blocks_to_the_device():
@@ -55,7 +54,6 @@ def test_a_pin_follows_its_blocks_to_the_device():
     assert {view.tier for view, _, _ in world.queries.explain(prefix, 0)[0].blocks} == {TierKind.DEVICE}
     (hold,) = world.queries.holds()
     assert world.operators.release_hold(hold.name) == 2
-    world.check()
 
 
 def test_a_rule_renews_its_pin_and_pushes_no_operators_pin_aside():
@@ -67,7 +65,6 @@ def test_a_rule_renews_its_pin_and_pushes_no_operators_pin_aside():
     for _ in range(12):
         world.cache([7, 7, 7, 7, 1])
     assert [(hold.owner, hold.num_blocks) for hold in world.queries.holds()] == [("ops", 2), ("rule/sys", 1)]
-    world.check()
 
 
 def test_two_owners_of_the_same_blocks_need_the_budget_once():
@@ -87,7 +84,6 @@ def test_a_host_ceiling_of_zero_evicts_no_block_of_others():
     world.cache(list(range(200, 216)))
     ((_, _, _, host),) = world.queries.quotas()
     assert host == 0
-    world.check()
 
 
 def test_text_that_follows_a_truncated_image_is_not_found_under_it():
@@ -111,7 +107,6 @@ def test_an_offload_rule_grants_no_priority():
     at_once(world.operators.create_rule(rule, validate_only=False))
     world.cache([*range(4), 9])
     assert [view.priority for _, view in filter(None, world.queries.blocks("e/0")) if not view.depth] == [10]
-    world.check()
 
 
 def test_a_rule_with_another_match_no_longer_applies_to_running_sequences():
@@ -170,4 +165,3 @@ def test_window_blocks_that_can_never_match_are_removed():
     # The blocks of the window behind the lost ones are worth nothing, whatever was wished for them.
     assert all(block.token_ids[0] >= 50 for block in world.queries.records("e"))
     assert {block.group for block in world.queries.records("e")} == {0, 1}
-    world.check()

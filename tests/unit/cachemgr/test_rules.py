@@ -64,7 +64,6 @@ def test_a_rule_is_about_requests_that_match_in_all_that_is_set(match, options, 
     make(world, "r", match, priority=80)
     world.cache(PROMPT, **options)
     assert (80 in priorities(world).values()) == applies
-    world.check()
 
 
 ONE_BLOCK = Retention((RetentionRange(0, 4, 20),))
@@ -99,7 +98,6 @@ def test_a_rule_without_storage_goes_before_the_retention_of_a_request():
     make(world, "r", RuleMatch(salt="a"), no_store=True)
     world.cache(PROMPT, salt="a", retention=wish(90))
     assert priorities(world) == {}
-    world.check()
 
 
 def test_an_offload_floor_decides_which_blocks_are_offloaded_whatever_the_request_says():
@@ -112,7 +110,6 @@ def test_an_offload_floor_decides_which_blocks_are_offloaded_whatever_the_reques
     world.cache(list(range(100, 116)), no_store=True)
     below = world.queries.explain(Prefix(tuple(PROMPT), salt="a"), 0)[0].blocks
     assert {view.tier for view, _, _ in below} == {TierKind.HOST}
-    world.check()
 
 
 def test_a_changed_rule_reaches_cached_blocks_at_once_and_is_announced():
@@ -128,7 +125,6 @@ def test_a_changed_rule_reaches_cached_blocks_at_once_and_is_announced():
     assert set(priorities(world).values()) == {60}
     told = {(event.kind, event.lease and event.lease.priority) for event in world.queries.events_after(before)}
     assert (EventKind.LEASE_GRANTED, 60) in told
-    world.check()
 
 
 def test_a_changed_rule_reaches_blocks_that_running_sequences_commit_later():
@@ -217,7 +213,6 @@ def test_a_rule_pins_blocks_of_a_released_sequence():
     world.now = 5.0
     world.manager.expire()
     assert (list(world.queries.holds()), world.free) == ([], 20)
-    world.check()
 
 
 def test_a_rule_does_not_pin_for_requests_with_retention_nor_once_deleted():
@@ -228,7 +223,6 @@ def test_a_rule_does_not_pin_for_requests_with_retention_nor_once_deleted():
     at_once(world.operators.delete_rule("r", "", validate_only=False))
     world.finish("a")
     assert list(world.queries.holds()) == []
-    world.check()
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 8)])
@@ -241,7 +235,6 @@ def test_leases_of_a_rule_end_with_the_device_that_their_blocks_were_to_be_compu
     assert at_once(world.operators.delete_rule("r", "", validate_only=True)) == 2 * len(windows)
     world.start_executor()
     assert at_once(world.operators.delete_rule("r", "", validate_only=True)) == 0
-    world.check()
 
 
 def test_rules_are_found_by_what_prompts_begin_with_in_their_order():

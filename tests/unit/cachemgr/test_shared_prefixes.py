@@ -24,7 +24,6 @@ def test_a_second_sequence_shares_blocks_before_they_are_computed():
     assert reader.wait_for_handle == writer.sequence_handle
     assert reader.block_tables[0].slots[:2] == writer.block_tables[0].slots[:2]
     assert reader.transfers == ()
-    world.check()
 
 
 def test_a_writer_that_ends_early_voids_its_readers():
@@ -43,7 +42,6 @@ def test_a_writer_that_ends_early_voids_its_readers():
     assert world.free == 8
     again = world.admit([*PROMPT, 50], "reader-2")
     assert (again.cached_tokens, again.wait_for_handle) == (5, 0)
-    world.check()
 
 
 def test_other_schedulers_and_salts_share_no_promises():
@@ -53,7 +51,6 @@ def test_other_schedulers_and_salts_share_no_promises():
     world.manager.register_scheduler("other", 1)
     request = replace(world.request(PROMPT, "x", salt="a"), scheduler_id="other", scheduler_epoch=1)
     assert world.manager.admit(request).cached_tokens == 0
-    world.check()
 
 
 def test_a_truncated_writer_voids_its_readers():
@@ -61,7 +58,6 @@ def test_a_truncated_writer_voids_its_readers():
     _, reader = two(world)
     assert world.manager.truncate(world.caller, "writer", 6).found
     assert world.manager.sync(world.next_sync()).void_handles == [reader.sequence_handle]
-    world.check()
 
 
 def test_a_failed_copy_of_the_writer_voids_both():
@@ -100,7 +96,6 @@ def test_shared_blocks_stay_evictable_though_their_writer_computed_an_equal_bloc
         world.sync(set())
         world.check()
     assert world.admit(list(range(100, 100 + world.free * BLOCK))).admitted
-    world.check()
 
 
 def test_no_block_is_committed_behind_one_that_another_group_has_yet_to_compute():
@@ -130,7 +125,6 @@ def test_a_prefix_of_two_writers_that_do_not_wait_for_each_other_is_computed_aga
     world.admit(PROMPT, "second", no_read=True)
     third = world.admit([*PROMPT, 50], "third")
     assert (third.cached_tokens, third.wait_for_handle) == (0, 0)
-    world.check()
 
 
 def test_a_writer_does_not_remember_a_released_reader():

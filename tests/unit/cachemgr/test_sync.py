@@ -46,7 +46,6 @@ def test_missing_blocks_are_counted_and_no_sequence_gets_capacity_ahead():
     # One for each of them.
     assert answer.missing_blocks == 2
     assert answer.free_blocks == 0
-    world.check()
 
 
 def test_stored_blocks_remember_the_step_of_their_sync():

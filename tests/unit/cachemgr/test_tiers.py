@@ -27,7 +27,6 @@ def test_blocks_in_flight_are_not_matched():
     world.step()
     world.confirm()
     assert world.found(list(range(9))) == 9
-    world.check()
 
 
 def test_a_host_block_is_evicted_only_for_a_block_later_in_eviction_order():
@@ -45,7 +44,6 @@ def test_a_host_block_is_evicted_only_for_a_block_later_in_eviction_order():
     # 60 does.
     assert len(fill(world, 300, "d").transfers) == 1
     assert world.found([50, 51, 52, 53]) == 0
-    world.check()
 
 
 def test_a_parent_of_offloaded_blocks_is_offloaded_at_any_priority():
@@ -56,7 +54,6 @@ def test_a_parent_of_offloaded_blocks_is_offloaded_at_any_priority():
     # The head has priority 5 and would be dropped, but what stands on it is worth 90.
     assert world.queries.explain(Prefix(tuple(range(8))), 0)[0].blocks[0][0].tier is TierKind.HOST
     assert world.found(list(range(8))) == 8
-    world.check()
 
 
 def test_a_failed_copy_down_loses_the_block_and_all_behind_it():
@@ -94,7 +91,6 @@ def test_onloaded_blocks_stay_when_the_sequence_is_released_before_the_rest():
     ]
     world.done[up[2]] = late
     world.confirm()
-    world.check()
 
 
 def test_a_slot_with_an_open_offload_is_not_allocated():
@@ -103,7 +99,6 @@ def test_a_slot_with_an_open_offload_is_not_allocated():
     world.admit([*range(100, 108)], "b")
     world.release("b")
     assert world.queries.pools()[0].free_blocks == 0
-    world.check()
 
 
 def test_a_purge_of_a_block_in_flight_is_refused():
@@ -133,7 +128,6 @@ def test_blocks_behind_a_prefix_stay_evictable_while_it_is_onloaded_twice():
     world.sync({"second"})
     world.check()
     world.finish("second")
-    world.check()
 
 
 def test_onloaded_blocks_are_on_the_device_after_a_restart_of_the_manager():
@@ -171,7 +165,6 @@ def test_a_copy_in_flight_is_not_matched_though_another_copy_of_the_block_has_en
     assert copy.target_slot not in third.block_tables[0].slots
     world.done[copy.ticket] = late
     world.confirm()
-    world.check()
 
 
 # How far down a match goes
@@ -208,7 +201,6 @@ def test_a_match_ends_at_the_first_block_below_the_lowest_tier(lowest, tokens):
     world.finish("a")
     world.check()
     assert world.run(list(range(12)), "b", lowest_tier=TierKind.DEVICE).cached_tokens == 11
-    world.check()
 
 
 # Copy tickets
@@ -232,7 +224,6 @@ def test_the_source_of_an_open_copy_is_not_evicted():
     world.step()
     world.confirm()
     assert world.free == 1
-    world.check()
 
 
 def test_a_confirmation_is_counted_once():
@@ -242,7 +233,6 @@ def test_a_confirmation_is_counted_once():
     assert confirm("e", 1, [copy.ticket], []) == 0
     assert confirm("e", 1, [copy.ticket], []) == 1
     assert confirm("e", 1, [copy.ticket + 1], [copy.ticket + 2]) == 2
-    world.check()
 
 
 def test_the_parent_of_an_open_copys_source_is_not_evicted():
@@ -254,4 +244,3 @@ def test_the_parent_of_an_open_copys_source_is_not_evicted():
     assert world.admit([50]).admitted
     world.check()
     world.confirm()
-    world.check()

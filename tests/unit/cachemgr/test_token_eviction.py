@@ -64,7 +64,6 @@ def test_a_sequence_moves_to_a_second_table_and_grows_no_more():
     world.sync()
     assert used(world) == 2
     assert live.kept <= 8
-    world.check()
 
 
 @pytest.mark.parametrize("wish", POLICIES, ids=NAMES)
@@ -88,7 +87,6 @@ def test_prefix_hits_end_at_the_first_eviction(wish, prompt):
     world.step(60)
     world.finish(f"q{world.names}")
     assert world.cached_tokens([*tokens, 7, 7]) == min(prompt, found)
-    world.check()
 
 
 def test_a_second_table_is_granted_whole_or_counted_as_missing():
@@ -99,7 +97,6 @@ def test_a_second_table_is_granted_whole_or_counted_as_missing():
     assert used(world) == 6
     world.leave(world.live["b"])
     assert world.sync().evicting_counts == [2]
-    world.check()
 
 
 def test_no_sequence_gets_capacity_ahead_while_another_has_too_few_blocks_to_move_to():
@@ -128,7 +125,6 @@ def test_a_sequence_that_commits_nothing_evicts_in_its_own_table():
     world.finish("a")
     assert used(world) == 0
     assert world.queries.pool("e/0").cached_blocks == 0
-    world.check()
 
 
 def test_a_sequence_whose_blocks_a_fork_shares_evicts_into_a_second_table():
@@ -155,7 +151,6 @@ def test_a_sequence_with_shared_blocks_evicts_into_a_second_table():
     world.compute(live, 30)
     world.finish("a")
     assert world.cached_tokens(PROMPT) == 18
-    world.check()
 
 
 @pytest.mark.parametrize("options", [{}, {"no_store": True}], ids=str)
@@ -184,7 +179,6 @@ def test_a_sequence_that_waits_gets_no_second_table():
     assert (answer.evicting_handles, answer.missing_blocks) == ([], 0)
     world.confirm()
     assert world.sync().evicting_handles == asking
-    world.check()
 
 
 @pytest.mark.parametrize(
@@ -236,7 +230,6 @@ def test_columns_about_evictions_that_do_not_fit_are_refused_and_nothing_changes
     assert list(refused.value.fields) == [field]
     assert state_hash(world.queries.state()) == before
     world.manager.sync(request)
-    world.check()
 
 
 def test_a_sequence_that_evicts_before_its_promised_blocks_are_computed_voids_its_readers():
@@ -286,7 +279,6 @@ def test_a_sequence_that_evicts_frees_all_blocks_however_it_ends(how, state, opt
     assert used(world) == 0
     world.check()
     world.run(PROMPT, "b")
-    world.check()
 
 
 # With other calls: forks, truncations, holds, quotas, forgetting, metrics
@@ -319,7 +311,6 @@ def test_a_hold_keeps_the_blocks_computed_before_the_first_eviction():
     assert used(world) == 5
     world.cache([1] * 40)
     assert world.cached_tokens([*PROMPT, 1]) == 19
-    world.check()
 
 
 def test_both_tables_count_for_the_quota_and_may_go_beyond_its_ceiling():
@@ -349,7 +340,6 @@ def test_a_second_table_leaves_the_floors_of_others():
     world.step(19)
     answer = world.sync()
     assert (answer.evicting_handles, answer.missing_blocks) == ([], 1)
-    world.check()
 
 
 @pytest.mark.parametrize(
@@ -376,7 +366,7 @@ def test_no_byte_of_a_forgotten_sequence_outlives_its_use(state, options):
     assert world.free == 20
 
 
-def test_a_table_that_is_missing_or_shared_is_reported_by_a_check():
+def test_a_table_that_is_missing_or_shared_is_reported_by_a_check(worlds):
     world, live = ready()
     world.sync()
     sequence = world.manager._state.sequences["a"]
@@ -392,6 +382,7 @@ def test_a_table_that_is_missing_or_shared_is_reported_by_a_check():
     assert world.queries.check_pool() == []
     table.blocks[0].writer = None
     assert [one.slot for one in world.queries.check_pool()] == [table.blocks[0].index]
+    worlds.clear()
 
 
 def test_those_that_begin_to_evict_are_counted_by_kind_once():

@@ -133,7 +133,6 @@ def test_reuse_leaves_the_queries_that_a_policy_scores(wish, cached):
     world.cache(PROMPT)
     preview = world.queries.preview(world.request(PROMPT, eviction_policy=wish), 0)
     assert world.admit(PROMPT, eviction_policy=wish).cached_tokens == preview.cached_tokens == cached
-    world.check()
 
 
 def test_a_policy_during_prefill_gets_blocks_for_tokens_before_its_first_eviction():
@@ -143,7 +142,6 @@ def test_a_policy_during_prefill_gets_blocks_for_tokens_before_its_first_evictio
     assert world.admit(list(range(200, 203)), "b", eviction_policy=AVERAGE).capacity_tokens == 8
     waiting = asked("AVERAGE", max_cache_tokens=8, period_tokens=2)
     assert world.admit(list(range(300, 319)), "c", eviction_policy=waiting).capacity_tokens == 20
-    world.check()
 
 
 def test_capacity_ahead_stops_where_it_first_evicts():
@@ -158,7 +156,6 @@ def test_capacity_ahead_stops_where_it_first_evicts():
     world.step(20, names={"b"})
     world.sync()
     assert world.live["b"].capacity == 20
-    world.check()
 
 
 @pytest.mark.parametrize(
@@ -185,7 +182,6 @@ def test_both_tables_of_a_sequence_must_fit_into_the_pool(wish, tokens, blocks, 
     world = World(blocks)
     generate = 1 if wish.message().kind == Kind.SNAPKV else 12
     world.run(PROMPT[:tokens], "a", eviction_policy=wish, generate=generate, **options)
-    world.check()
 
 
 @pytest.mark.parametrize("wish", POLICIES, ids=[Kind(wish.message().kind).name for wish in POLICIES])
@@ -207,7 +203,6 @@ def test_a_preview_has_the_blocks_to_completion(wish, prompt, new):
         world.sync()
         most = max(most, 40 - world.free)
     assert estimate.completion in (most - 1, most)
-    world.check()
 
 
 def test_a_preview_asks_the_rules_as_an_admission_does():

@@ -52,7 +52,6 @@ def test_a_block_whose_priority_rises_is_copied_later():
     world.cache(list(range(5)), session_id="other", retention=wish(50))
     world.back_up()
     assert world.backups == 2
-    world.check()
 
 
 def test_a_parent_of_offloaded_blocks_is_backed_up_at_any_priority():
@@ -66,7 +65,6 @@ def test_a_parent_of_offloaded_blocks_is_backed_up_at_any_priority():
     world.back_up()
     head = next(block for block in world.queries.records("e") if block.token_ids == (0, 1, 2, 3))
     assert head.backup is not None
-    world.check()
 
 
 def test_only_so_many_are_copied_at_a_time():
@@ -80,7 +78,6 @@ def test_only_so_many_are_copied_at_a_time():
     assert len(world.queries.executor_transfers("e")) == MAX_BACKUPS
     world.back_up()
     assert world.backups == 2 * MAX_BACKUPS
-    world.check()
 
 
 def test_write_through_can_be_switched_off():
@@ -121,7 +118,6 @@ def test_an_eviction_of_a_block_with_a_backup_needs_no_copy():
     assert len(moved) == 3
     world.finish("fill100")
     assert world.run(PROMPT, "again").cached_tokens == 11
-    world.check()
 
 
 def test_a_demotion_of_a_block_with_a_backup_needs_no_copy():
@@ -131,7 +127,6 @@ def test_a_demotion_of_a_block_with_a_backup_needs_no_copy():
     assert answer.num_blocks == 3
     assert world.queries.executor_transfers("e") == []
     assert (world.tiers(), world.free) == ({"host": 3}, 4)
-    world.check()
 
 
 def test_a_block_below_the_offload_floor_is_evicted_with_its_backup():
@@ -157,7 +152,6 @@ def test_device_blocks_with_backups_outlive_the_executor():
     assert told.count((EventKind.UPDATED, RemovalCause.NONE)) == 3
     world.sync()
     assert world.run(PROMPT, "again").cached_tokens == 11
-    world.check()
 
 
 def test_a_block_lost_on_the_device_is_restored_from_its_backup():
@@ -250,7 +244,6 @@ def test_an_eviction_does_not_wait_for_a_backup_in_flight_and_drops_it():
     world.finish("b")
     world.check()
     assert world.run(PROMPT, "again").cached_tokens in (0, 4)
-    world.check()
 
 
 # How they are seen
