@@ -31,8 +31,9 @@ class Managers:
         self._numbers = itertools.count()
 
     @asynccontextmanager
-    async def run(self, **settings: object) -> AsyncIterator[Client]:
-        """One that ends in order."""
+    async def run(self, *, epoch: int = 0, **settings: object) -> AsyncIterator[Client]:
+        """One that ends in order, and is checked before that. epoch: of the executor from now on."""
+        self.epoch = epoch or self.epoch
         folder = self._folder / str(next(self._numbers))
         folder.mkdir()
         values = {"pin_budget": 0.5, "lease_seconds": 1e9, "redis_flush_seconds": 0.001} | settings
@@ -44,6 +45,7 @@ class Managers:
         client = Client(read, epoch=self.epoch)
         try:
             yield client
+            await client.check()
         finally:
             await client.close()
             await process.stop()

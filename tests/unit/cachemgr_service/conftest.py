@@ -9,6 +9,7 @@ from cachemgr.process import CacheManagerProcess
 from tests.support import redis_servers
 from tests.support.cachemgr_client import Client, settings_for
 from tests.support.local_redis import LocalRedis
+from tests.support.managers import Managers
 from tests.support.redis_cluster import RedisCluster
 
 
@@ -50,11 +51,18 @@ def server(tmp_path: Path) -> Iterator[LocalRedis]:
 
 
 @pytest.fixture
+def managers(tmp_path: Path, server: LocalRedis) -> Managers:
+    """Cache managers one after the other, on a Redis of the test's own."""
+    return Managers(tmp_path, server.url)
+
+
+@pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[Client]:
     settings = settings_for(tmp_path)
     process = CacheManagerProcess(settings)
     await process.start()
     client = Client(settings)
     yield client
+    await client.check()
     await client.close()
     await process.stop()

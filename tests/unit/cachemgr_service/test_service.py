@@ -48,7 +48,6 @@ async def test_several_admissions_end_with_the_first_that_must_wait(client: Clie
     # One that is wrong is not answered, and takes back nothing of those before it.
     assert await admit(10, 12, NUM_BLOCKS * 400, 10) == [True, True]
     assert len((await client.admin.ListSequences(pb.ListSequencesRequest(), timeout=5)).sequences) == 2
-    await client.check()
 
 
 async def test_a_released_sequence_is_unknown_to_the_next_sync(client: Client) -> None:

@@ -79,33 +79,11 @@ async def test_another_epoch_leaves_what_lies_in_lower_tiers(life: CopiedStore, 
     }
 
 
-async def test_a_new_block_in_a_slot_replaces_the_old_one(life: CopiedStore) -> None:
-    life.note(EXECUTOR, block(1, step=3))
-    await life.store.flush()
-    life.note(EXECUTOR, block(1, step=9))
-    assert await loaded(life) == [block(1, step=9)]
-
-
 async def test_blocks_of_an_unknown_version_are_left_out(life: CopiedStore, redis: Redis) -> None:
     life.note(EXECUTOR, block(1))
     await life.store.flush()
     await redis.hset(f"{KEYS}blocks", b"12345678", b"\xff future")
     assert await loaded(life) == [block(1)]
-
-
-async def test_changes_made_while_redis_is_away_arrive_when_it_is_back(life: CopiedStore, any_server: Server) -> None:
-    life.note(EXECUTOR, block(1))
-    assert await life.store.flush()
-    any_server.stop()
-    life.note(EXECUTOR, block(2))
-    life.queue.removed(EXECUTOR, *block(1).place)
-    assert not await life.store.flush()
-    assert not life.store.up
-    assert life.store.pending == 2
-    any_server.start()
-    assert await life.store.flush()
-    assert life.store.up
-    assert await loaded(life) == [block(2)]
 
 
 async def test_too_many_changes_become_a_copy_of_everything(life: CopiedStore, any_server: Server) -> None:
@@ -160,19 +138,6 @@ async def test_a_redis_that_loses_everything_between_the_reading_and_the_first_w
     for _ in range(2):
         assert await restarted.store.flush()
     assert await loaded(restarted) == [block(1)]
-
-
-async def test_the_background_task_writes_without_being_asked(life: CopiedStore, redis: Redis) -> None:
-    task = asyncio.create_task(life.store.run())
-    life.note(EXECUTOR, block(1))
-    async with asyncio.timeout(10):
-        while not await redis.exists(f"{KEYS}blocks"):
-            await asyncio.sleep(0.01)
-    task.cancel()
-    await asyncio.wait({task})
-    life.queue.removed(EXECUTOR, *block(1).place)
-    await life.store.close()
-    assert not await redis.exists(f"{KEYS}blocks")
 
 
 @pytest.mark.parametrize("ticks", range(12))

@@ -46,7 +46,6 @@ async def test_an_eviction_from_its_policy_to_the_table_that_it_moves_to(client:
     plain = await client.admit("b", 11)
     assert not plain.HasField("eviction_policy")
     assert plain.cached_tokens == 10
-    await client.check()
 
 
 async def test_a_rules_policy_is_kept_shown_and_changed_as_it_was_said(client: Client) -> None:
