@@ -1,20 +1,20 @@
-"""Ghost caches: what a pool would find if it had another size or lost blocks in another order, from live requests.
+"""Ghost caches: the hits of a pool with another size or another eviction order, from live requests.
 
-Only blocks whose keys lie below a bound are followed, in caches smaller by the same share: spatially hashed sampling as
-in SHARDS (Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC construction with SHARDS", FAST '15). Keys are hashes
-already. What is missed is counted, and what is found is the rest: many blocks are missed once, but few are found very
-often, and in a sample they are or are not. The real pool's misses are known of all blocks: they say how much of what is
-missed the sample stands for. A cache of another size misses mostly the same ones, so that chance hardly counts.
+Only blocks whose keys lie below a bound are simulated, in caches smaller by the same share: spatially hashed sampling
+as in SHARDS (Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC construction with SHARDS", FAST '15). Keys are
+hashes already. Misses are counted, and hits are the rest: many blocks miss once, but few blocks hit very often, and
+each of them is in a sample or not. The misses of the real pool are known of all blocks: they say how many misses the
+sample stands for. A cache of another size has mostly the same misses, so that chance hardly counts.
 
-Where all blocks are followed, each cache looks for beginnings of blocks among its own. In a sample most of these are
-missing: there beginnings are found where the blocks that the real pool copied them from would still be. Beginnings that
-only a larger cache would have are not counted then, and no cache is said to find more than one that loses nothing.
+Where all blocks are simulated, each cache matches beginnings of blocks among its own. In a sample most of these are
+missing: there a beginning is a hit where the block is still cached that the real pool copied it from. Beginnings that
+only a larger cache would have are not counted then, and no cache has more hits than a cache that evicts nothing.
 
-A block is found only if all before it are. Nothing has to check that: who uses a block uses those before it, and gives
-them back later. So the block before is lost later in every order here, and each block may be followed alone.
+A block is a hit only if all its ancestors are. Nothing has to check that: a sequence uses a block with its ancestors,
+and releases them later. So an ancestor is evicted later in every order here, and each block is simulated alone.
 
-Not followed are pins, quotas, rules that change, what operators purge, and how many blocks are taken ahead of need.
-Tiers count as one cache of their common size.
+Not simulated are pins, quotas, rules that change, purges, and capacity ahead of need. All tiers count as one cache of
+their common size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 DEVICE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 # Of all tiers together, where there are several.
 TIER_FACTORS = (0.5, 1.0, 2.0, 4.0)
-# Half a megabyte: some million blocks are told apart.
+# Half a megabyte: enough to distinguish some million blocks.
 _SEEN_BITS = 1 << 22
 _EVERY_KEY = b"\xff" * 33
 
@@ -47,31 +47,31 @@ _REUSED = RetentionRequest("reused", DEFAULT_PRIORITY + 1, 600.0)
 
 
 class _Counts:
-    """Lookups of some time. Missed in a zone: found by caches from that number on."""
+    """Lookups of a time. A miss in a zone is a hit of the caches from that number on."""
 
     def __init__(self, begin: float, policies: int, zones: int) -> None:
         self.begin = begin
-        # Full blocks of prompts, their tokens that can be found, all tokens, and of these what the pool has found.
+        # Full blocks of prompts, their tokens that can be hits, all tokens, and the hits of the pool among them.
         self.blocks = self.reachable = self.tokens = self.found = 0
-        # Tokens that the pool has found in blocks of which only the beginning matched.
+        # Hits of the pool in blocks of which only the beginning matched.
         self.partly = 0
-        # Tokens that a cache which loses nothing would have found at least.
+        # The least hits of a cache that evicts nothing.
         self.endless = 0
-        # Of full blocks that the pool has not found: all of them, and those of the sample.
+        # Full blocks that the pool missed: all of them, and those of the sample.
         self.pool_missed_blocks = self.pool_missed_tokens = 0
         self.sampled_missed_blocks = self.sampled_missed_tokens = 0
         # Tokens of beginnings whose source is in the sample.
         self.sampled_partly = 0
-        # By policy and cache, where all blocks are followed.
-        self.found_tokens = [[0] * zones for _ in range(policies)]
+        # By policy and cache, where all blocks are simulated.
+        self.hit_tokens = [[0] * zones for _ in range(policies)]
         # By policy and zone, of the sample.
         self.missed_blocks = [[0] * (zones + 1) for _ in range(policies)]
         self.missed_tokens = [[0] * (zones + 1) for _ in range(policies)]
         self.missed_partly = [[0] * (zones + 1) for _ in range(policies)]
 
 
-class _Followed:
-    """One policy's caches, and the blocks that live sequences use in them, by handle."""
+class _PolicyCaches:
+    """The caches of one policy, and the blocks that live sequences use in them, by handle."""
 
     def __init__(self, policy: GhostPolicy, limits: tuple[float, ...]) -> None:
         self.policy = policy
@@ -90,9 +90,9 @@ class _Followed:
 
 
 class Ghosts:
-    """The ghost caches of one pool with full attention. `sample`: blocks followed of as many as the device has.
+    """The ghost caches of one pool with full attention. They sample `sample` blocks of as many as the device has.
 
-    partial_reuse: blocks that only begin as a prompt goes on are found, too.
+    With `partial_reuse` blocks of which only the beginning matches are hits, too.
     """
 
     def __init__(self, pool: BlockPool, sample: int, *, partial_reuse: bool) -> None:
@@ -104,8 +104,8 @@ class Ghosts:
         self._bound = _EVERY_KEY if self.rate == 1.0 else int(self.rate * (1 << 64)).to_bytes(8, "big")
         self._sizes = self._wanted_sizes()
         limits = self._limits()
-        self._followed = [_Followed(policy, limits) for policy in GhostPolicy]
-        # A bit for each key that was ever asked for or stored; keys may share one.
+        self._policies = [_PolicyCaches(policy, limits) for policy in GhostPolicy]
+        # A bit for each key that was ever looked up or stored; keys may share one.
         self._seen = bytearray(_SEEN_BITS // 8)
         self._all = self._counts(0.0)
         self._buckets: deque[_Counts] = deque(maxlen=int(MAX_WINDOW_SECONDS / BUCKET_SECONDS) + 1)
@@ -124,9 +124,9 @@ class Ghosts:
         return _Counts(begin, len(GhostPolicy), len(self._sizes))
 
     def admitted(self, sequence: LiveSequence, now: float, *, is_read: bool, source: bytes = b"") -> None:
-        """A sequence has got its blocks; `is_read` if it has looked for cached ones.
+        """A sequence was admitted; `is_read` if it has looked for cached blocks.
 
-        source: key of the block whose beginning it has found, empty where it has found none.
+        `source` is the key of the block whose beginning it copies or takes over, empty for none.
         """
         if self.pool.device.total != self._total:
             self._resize()
@@ -134,12 +134,12 @@ class Ghosts:
         full = len(sequence.tokens) // size
         sequence.key(full - 1)
         keys = sequence.keys
-        # The last token is computed: without partial reuse, all of a block that ends with it.
+        # The last token is computed: without partial reuse, with all of the block that ends with it.
         last = len(sequence.tokens) - 1
         reachable = min(full * size, last if self._partial_reuse else last // size * size)
         counted = self._counted(sequence, now, full, reachable) if is_read else ()
-        places = [place for place, key in enumerate(keys) if key < bound]
-        requests = self._requests(sequence, places)
+        indexes = [block_index for block_index, key in enumerate(keys) if key < bound]
+        requests = self._requests(sequence, indexes)
         is_whole = self._partial_reuse and sequence.cached_tokens >= reachable
         known = full if is_whole else sequence.cached_tokens // size
         partly = sequence.cached_tokens % size if source and source < bound else 0
@@ -148,69 +148,69 @@ class Ghosts:
             self._see(keys[known:full])
         for counts in counted:
             counts.endless += endless
-            missed = [min(size, reachable - place * size) for place in places if place >= known]
+            missed = [min(size, reachable - block_index * size) for block_index in indexes if block_index >= known]
             counts.sampled_missed_blocks += len(missed)
             counts.sampled_missed_tokens += sum(missed)
             counts.pool_missed_blocks += full - known
             counts.pool_missed_tokens += max(0, reachable - known * size)
             counts.sampled_partly += partly
-        # What the beginning is being copied from is in use besides, and among the blocks known here.
+        # The source of the beginning is in use, too, and among the blocks that are simulated.
         copied_from = bool(source and sequence.tickets)
         in_use = (self.pool.device.used - copied_from) * self.rate
-        for index, followed in enumerate(self._followed):
-            caches = followed.caches
+        for index, policy in enumerate(self._policies):
+            caches = policy.caches
             caches.advance(now)
             if self.rate == 1.0:
-                self._count_found(index, sequence, counted)
+                self._count_hits(index, sequence, counted)
             elif partly:
                 copied = caches.blocks.get(source)
                 for counts in counted:
                     counts.missed_partly[index][len(self._sizes) if copied is None else copied.zone] += partly
             used: list[Ghost] = []
-            for place, request in zip(places, requests, strict=True):
-                if sequence.no_store and keys[place] not in caches.blocks:
+            for block_index, request in zip(indexes, requests, strict=True):
+                if sequence.no_store and keys[block_index] not in caches.blocks:
                     zone = len(self._sizes)
                 else:
-                    content = None if keys[place] in caches.blocks else self._content(sequence, place)
-                    block, zone = followed.use(keys[place], request, content)
+                    content = None if keys[block_index] in caches.blocks else self._content(sequence, block_index)
+                    block, zone = policy.use(keys[block_index], request, content)
                     used.append(block)
                 if zone:
-                    tokens = min(size, reachable - place * size)
+                    tokens = min(size, reachable - block_index * size)
                     for counts in counted:
                         counts.missed_blocks[index][zone] += 1
                         counts.missed_tokens[index][zone] += tokens
-            followed.live[sequence.handle] = used
+            policy.live[sequence.handle] = used
             caches.fit(in_use)
 
-    def _content(self, sequence: LiveSequence, place: int) -> Content | None:
-        """What a full block is found by, where all blocks are followed."""
+    def _content(self, sequence: LiveSequence, block_index: int) -> Content | None:
+        """The content by which a beginning matches a full block, where all blocks are simulated."""
         if self.rate < 1.0:
             return None
-        start, end = place * self._size, (place + 1) * self._size
-        return Content(sequence.key(place - 1), sequence.packed(start, end), sequence.block_scope(start, end))
+        start, end = block_index * self._size, (block_index + 1) * self._size
+        return Content(sequence.key(block_index - 1), sequence.packed(start, end), sequence.block_scope(start, end))
 
-    def _count_found(self, index: int, sequence: LiveSequence, counted: tuple[_Counts, ...]) -> None:
-        """Where all blocks are followed: what each cache of a policy has of a prompt that looks for cached blocks."""
+    def _count_hits(self, index: int, sequence: LiveSequence, counted: tuple[_Counts, ...]) -> None:
+        """Counts the hits of each cache of a policy, where all blocks are simulated and the prompt was looked up."""
         if counted:
-            for number, tokens in enumerate(self._found(sequence, self._followed[index].caches)):
+            for number, tokens in enumerate(self._hits(sequence, self._policies[index].caches)):
                 for counts in counted:
-                    counts.found_tokens[index][number] += tokens
+                    counts.hit_tokens[index][number] += tokens
 
-    def _found(self, sequence: LiveSequence, caches: NestedCaches) -> list[int]:
-        """Tokens that each cache has of a prompt; what is copied to it is used last."""
+    def _hits(self, sequence: LiveSequence, caches: NestedCaches) -> list[int]:
+        """Cached tokens of a prompt in each cache; the sources of copies are used last."""
         size, number, most = self._size, len(self._sizes), len(sequence.tokens) - 1
         found = [0] * number
         sources: dict[Ghost, None] = {}
         # Caches from this one on have all blocks so far.
         first = 0
-        for place in range(most // size + 1):
-            block = caches.blocks.get(sequence.key(place)) if place < most // size else None
+        for block_index in range(most // size + 1):
+            block = caches.blocks.get(sequence.key(block_index)) if block_index < most // size else None
             zone = number if block is None else block.zone
             if zone <= first:
                 continue
-            start, end = place * size, min(most, (place + 1) * size)
+            start, end = block_index * size, min(most, (block_index + 1) * size)
             found[first:zone] = [start] * (zone - first)
-            parent, extra = sequence.key(place - 1), sequence.extra_of(start, start + size)
+            parent, extra = sequence.key(block_index - 1), sequence.extra_of(start, start + size)
             if self._partial_reuse:
                 tokens = sequence.packed(start, end)
                 for cache, source, common in caches.beginnings(parent, tokens, extra, range(first, zone)):
@@ -245,26 +245,26 @@ class Ghosts:
                 counts.partly += found % self._size
         return counted
 
-    def _requests(self, sequence: LiveSequence, places: Sequence[int]) -> list[RetentionRequest | None]:
-        """What is wished for each place or for what comes behind it, which it outlives."""
+    def _requests(self, sequence: LiveSequence, indexes: Sequence[int]) -> list[RetentionRequest | None]:
+        """The retention request of each block, or a larger one of its descendants, which it outlives."""
         requests, size = sequence.retention, self._size
         best = requests.at(len(sequence.tokens))
         found = []
-        for place in reversed(places):
-            best = _larger(requests.at(place * size), best)
+        for block_index in reversed(indexes):
+            best = _larger(requests.at(block_index * size), best)
             found.append(best)
         return found[::-1]
 
     def stored(self, sequence: LiveSequence) -> int:
-        """Leading blocks of a sequence that hold what their keys say."""
+        """Leading blocks of a sequence that hold the tokens of their keys."""
         eviction = sequence.eviction
-        # Once it has evicted tokens, its table tells nothing of what it has left behind.
+        # Once it has evicted tokens, its table says nothing of its earlier blocks.
         if eviction is not None and eviction.has_begun:
             return eviction.committed // self._size
         return sequence.tables[self.pool.spec.group].committed
 
     def released(self, sequence: LiveSequence, stored: int) -> None:
-        """A sequence has given its blocks back, of which so many were stored."""
+        """A sequence has released its blocks, of which so many were stored."""
         size, bound = self._size, self._bound
         in_use = self.pool.device.used * self.rate
         keys = sequence.keys[:stored]
@@ -273,8 +273,8 @@ class Ghosts:
         longer: list[Content] = []
         if not sequence.no_store:
             fresh = [
-                (key, sequence.retention.at(place * size), self._content(sequence, place))
-                for place, key in enumerate(keys[known:], known)
+                (key, sequence.retention.at(block_index * size), self._content(sequence, block_index))
+                for block_index, key in enumerate(keys[known:], known)
                 if key < bound
             ]
             self._see(keys[known:])
@@ -288,19 +288,19 @@ class Ghosts:
                     fresh.append((last, sequence.retention.at(start), tail))
                 longer.append(tail)
         keep = set(keys)
-        for followed in self._followed:
-            used = followed.live.pop(sequence.handle, [])
+        for policy in self._policies:
+            used = policy.live.pop(sequence.handle, [])
             mine = {block.key for block in used}
             for key, request, content in fresh:
-                if key not in mine and not _is_covered(followed.caches, content):
-                    used.append(followed.use(key, request, content)[0])
+                if key not in mine and not _is_covered(policy.caches, content):
+                    used.append(policy.use(key, request, content)[0])
             keep.update(key for key, _, _ in fresh)
             for block in reversed(used):
                 block.stored = block.stored or block.key in keep
-                followed.caches.drop(block)
+                policy.caches.drop(block)
             for content in longer:
-                followed.caches.cover(content)
-            followed.caches.fit(in_use)
+                policy.caches.cover(content)
+            policy.caches.fit(in_use)
 
     def _see(self, keys: Sequence[bytes]) -> None:
         seen = self._seen
@@ -311,34 +311,34 @@ class Ghosts:
     def _count_seen(self, keys: Sequence[bytes], known: int) -> int:
         """Leading keys that were seen before, of which so many are known to be."""
         seen = self._seen
-        for place in range(known, len(keys)):
-            at = int.from_bytes(keys[place][:4], "little") % _SEEN_BITS
+        for block_index in range(known, len(keys)):
+            at = int.from_bytes(keys[block_index][:4], "little") % _SEEN_BITS
             if not seen[at >> 3] & 1 << (at & 7):
-                return place
+                return block_index
         return len(keys)
 
     def _longer(self, sequence: LiveSequence, known: int, stored: int) -> list[Content]:
-        """Its full blocks that have siblings which are found by a beginning."""
+        """Full blocks of a sequence with siblings that a beginning may match."""
         size, found = self._size, []
-        for place in range(known, stored):
-            parent = sequence.key(place - 1)
-            if any(followed.caches.has_children(parent) for followed in self._followed):
-                start, end = place * size, (place + 1) * size
+        for block_index in range(known, stored):
+            parent = sequence.key(block_index - 1)
+            if any(policy.caches.has_children(parent) for policy in self._policies):
+                start, end = block_index * size, (block_index + 1) * size
                 found.append(Content(parent, sequence.packed(start, end), sequence.block_scope(start, end)))
         return found
 
     def _resize(self) -> None:
-        """An operator has changed the device's share: the sizes change with it, what is followed does not."""
+        """An operator has changed the share of the device: the sizes change with it, the sample does not."""
         self._total = self.pool.device.total
         zones = len(self._sizes)
         sizes = self._wanted_sizes()
-        # Two that are one by chance stay two.
+        # Two sizes that are equal by chance stay two.
         self._sizes = sizes + [sizes[-1]] * (zones - len(sizes)) if len(sizes) <= zones else sizes[:zones]
-        for followed in self._followed:
-            followed.caches.limits = self._limits()
+        for policy in self._policies:
+            policy.caches.limits = self._limits()
 
     def report(self, since: float | None = None) -> GhostReport:
-        """What was found from about this time on, or from the beginning."""
+        """The hits from about this time on, or from the beginning."""
         found = [self._all] if since is None else [one for one in self._buckets if one.begin + BUCKET_SECONDS > since]
         blocks, reachable, tokens, hit, partly, endless = (
             sum(getattr(counts, field) for counts in found)
@@ -357,20 +357,20 @@ class Ghosts:
         per_block = pool_blocks / sampled_blocks if sampled_blocks else 1 / self.rate
         per_token = pool_tokens / sampled_tokens if sampled_tokens else 1 / self.rate
         caches = []
-        for index, followed in enumerate(self._followed):
+        for index, policy in enumerate(self._policies):
             for zone, size in enumerate(self._sizes):
                 missed_blocks = sum(sum(counts.missed_blocks[index][zone + 1 :]) for counts in found) * per_block
                 missed_tokens = sum(sum(counts.missed_tokens[index][zone + 1 :]) for counts in found) * per_token
                 missed_partly = sum(sum(counts.missed_partly[index][zone + 1 :]) for counts in found)
                 whole = max(0.0, reachable - missed_tokens)
-                found_tokens = sum(counts.found_tokens[index][zone] for counts in found)
+                hit_tokens = sum(counts.hit_tokens[index][zone] for counts in found)
                 beginnings = partly * (1 - missed_partly / sampled_partly) if sampled_partly else partly
                 caches.append(
                     GhostCache(
-                        followed.policy,
+                        policy.policy,
                         size,
                         max(0, round(blocks - missed_blocks)),
-                        min(endless, round(whole + beginnings)) if self.rate < 1.0 else found_tokens,
+                        min(endless, round(whole + beginnings)) if self.rate < 1.0 else hit_tokens,
                     )
                 )
         return GhostReport(caches, blocks, tokens, hit, self.rate)
@@ -385,12 +385,12 @@ def _extent(request: RetentionRequest) -> tuple[int, float]:
 
 
 def _is_covered(caches: NestedCaches, content: Content | None) -> bool:
-    """Whether a block begins with this one's tokens. Caches too small for it are taken to have it: one size decides."""
+    """Whether a cached block begins with these tokens, also in caches that are too small for that block."""
     return content is not None and caches.covering(content) is not None
 
 
 def ghosts_of(pools: Iterable[BlockPool], config: ManagerConfig) -> Ghosts | None:
-    """Those of an executor: of its first pool with full attention, which decides how much of a prompt is found."""
+    """The ghost caches of an executor: of its first pool with full attention, which decides the prefix hits."""
     pool = next((pool for pool in pools if pool.window is None), None)
     if pool is None or not config.ghost_sample:
         return None

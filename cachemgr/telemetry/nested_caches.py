@@ -1,8 +1,8 @@
-"""Caches of several sizes that hold no bytes, one nested in the other: what each of them would still have.
+"""Caches of several sizes without bytes, nested in each other: the blocks that each of them would still have.
 
-An order of loss that does not depend on the size makes a smaller cache's blocks a part of a larger one's, so that one
-pass over the uses tells of all sizes (Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for storage
-hierarchies", IBM Systems Journal 9(2), 1970). What the cache of one size loses, only larger ones have from then on.
+With an eviction order that does not depend on the size, the blocks of a smaller cache are a part of those of a larger
+one. So one pass over the uses simulates all sizes (Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for
+storage hierarchies", IBM Systems Journal 9(2), 1970). A block that one cache evicts is in larger caches only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Content(NamedTuple):
-    """What a block's beginnings are found by: its parent's key, its packed tokens and its scope."""
+    """The content that a beginning matches: the key of the parent, the packed tokens and the scope."""
 
     parent: bytes
     tokens: bytes
@@ -34,7 +34,7 @@ class Content(NamedTuple):
 class Ghost(Block):
     """A block without bytes. `zone` is the number of the smallest cache that has it.
 
-    `stored` is false as long as nobody has computed it. Only one with a node, its parent's, is found by a beginning.
+    `stored` is false until a sequence has computed it. A beginning matches only blocks with a node, that of the parent.
     """
 
     __slots__ = ("node", "stored", "zone")
@@ -48,16 +48,18 @@ class Ghost(Block):
 
 
 class NestedCaches:
-    """`limits` are the sizes in blocks, ascending. Leases count as they do in a pool, in which no child is lost after
-    what it stands on: who uses blocks names them all, and requests at least as much for a block as for those behind it.
+    """`limits` are the sizes in blocks, ascending. Leases count as in a pool.
+
+    No child is evicted after its parent: callers use all ancestors of a block, and request at least as much retention
+    for a block as for its descendants.
     """
 
     def __init__(self, limits: tuple[float, ...]) -> None:
         self.limits = limits
         self.blocks: dict[bytes, Ghost] = {}
-        # By key of their parent, blocks that are found by a beginning.
+        # By the key of their parent, blocks that a beginning may match.
         self._parents: dict[bytes, Node] = {}
-        # Nobody asks; what ends leases counts them.
+        # Not read; the lease book counts here.
         self.honoured_leases = self.broken_leases = 0
         self.is_lost = False
         self._orders = [EvictionQueue() for _ in limits]
@@ -71,7 +73,7 @@ class NestedCaches:
         self._leases.advance(now)
 
     def use(self, key: bytes, content: Content | None = None) -> tuple[Ghost, int]:
-        """The block with a reference more, and the number of the smallest cache that had it, or how many there are."""
+        """Adds a reference; returns the block, and the number of the smallest cache that had it, or of all caches."""
         block = self.blocks.get(key)
         if block is None:
             zone = len(self.limits)
@@ -96,7 +98,7 @@ class NestedCaches:
         self._leases.grant(self, block, request)
 
     def drop(self, block: Ghost) -> None:
-        """Takes a reference back. Drop what stands on others before these."""
+        """Releases a reference. Descendants are released before their ancestors."""
         block.refs -= 1
         if block.refs:
             return
@@ -111,7 +113,7 @@ class NestedCaches:
             self._leases.start(block)
 
     def beginnings(self, parent: bytes, tokens: bytes, extra: bytes, caches: range) -> Iterator[tuple[int, Ghost, int]]:
-        """Of some caches those with a child that begins alike, with the best child and its tokens in common."""
+        """The caches among these with a child that begins alike, with the best child and its common tokens."""
         node = self._parents.get(parent)
         if node is None:
             return
@@ -126,7 +128,7 @@ class NestedCaches:
             yield number, best, common
 
     def touch(self, block: Ghost) -> None:
-        """It was read in the caches that have it: of what is not in use it is lost last."""
+        """The caches that have the block have read it: it is the last to be evicted."""
         if not block.refs:
             order = self._orders[block.zone]
             order.remove(block)
@@ -135,11 +137,11 @@ class NestedCaches:
             order.append(block)
 
     def has_children(self, parent: bytes) -> bool:
-        """Whether blocks that are found by a beginning have this parent."""
+        """Whether blocks that a beginning may match have this parent."""
         return parent in self._parents
 
     def covering(self, content: Content) -> Ghost | None:
-        """A block that begins with what another would hold."""
+        """A block that begins with this content."""
         node = self._parents.get(content.parent)
         found = None if node is None else covering_child(node, content.tokens, content.scope.extra)
         assert found is None or isinstance(found, Ghost)
@@ -167,13 +169,13 @@ class NestedCaches:
 
     @staticmethod
     def view(_: Block) -> BlockView:
-        """Nothing to see."""
+        """An empty view: no event is read."""
         return BlockView.of_pool("")
 
     def fit(self, in_use: float) -> None:
-        """Each cache loses what is too much, after every change; one whose blocks are all in use is too large.
+        """Evicts from each cache what exceeds its size. A cache whose blocks are all in use may exceed it.
 
-        So many blocks are really in use: room for those that are not known here, as they have no key yet, is left.
+        `in_use` counts the used blocks of the real pool. It leaves room for blocks that have no key yet.
         """
         total = max(0.0, in_use - self._used)
         limits, orders, counts = self.limits, self._orders, self._counts
