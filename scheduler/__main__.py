@@ -71,7 +71,6 @@ async def serve(settings: SchedulerSettings) -> int:
 
 
 def main() -> int:
-    """Reads the settings and serves."""
     process_parser(
         "python -m scheduler",
         "Runs the scheduler until SIGTERM: it serves generation over gRPC (KVKEEP_SCHEDULER_ADDRESS) and OpenAI's API\n"

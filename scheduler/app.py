@@ -14,6 +14,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from protos.execution.v1 import execution_pb2
 from protos.execution.v1 import execution_pb2_grpc as execution_rpc
+from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from protos.kvcache.v1 import kvcache_pb2
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from protos.rpc import addresses
@@ -65,7 +66,7 @@ class Scheduler:
         self._metrics = RequestMetrics(registry)
         access_log = AccessLog(self._metrics, self._access_log and self._access_log.log)
         self.service = GenerationService(self, access_log)
-        self.admin = SchedulerAdminService(self)
+        self._admin = SchedulerAdminService(self)
         self.failed = asyncio.Event()
         self.times = StepTimes(registry)
         self._settings = settings
@@ -82,7 +83,10 @@ class Scheduler:
     @property
     def services(self) -> Mapping[str, Callable[[grpc.aio.Server], None]]:
         """The gRPC services by their full names, with what adds them to a server."""
-        return {SERVICE: self.service.add_to, ADMIN_SERVICE: self.admin.add_to}
+        return {
+            SERVICE: partial(generation_rpc.add_GenerationServiceServicer_to_server, self.service),
+            ADMIN_SERVICE: partial(generation_rpc.add_SchedulerAdminServiceServicer_to_server, self._admin),
+        }
 
     def http_server(self, guard: Guard) -> HttpServer | None:
         """The server of the HTTP API; None without an address for it."""
@@ -210,7 +214,6 @@ class Scheduler:
             await asyncio.to_thread(self._access_log.close)
 
     def _run(self, steps: StepLoop, requests: RequestTable, loop: asyncio.AbstractEventLoop) -> None:
-        """The step loop's thread."""
         try:
             steps.run()
         except ExecutorChangedError as error:
@@ -267,7 +270,6 @@ class _Updates:
 
 
 async def _first(*events: asyncio.Event) -> None:
-    """Waits until an event is set."""
     waiting = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

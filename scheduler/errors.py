@@ -5,8 +5,6 @@ from protos.rpc.errors import RemoteError
 
 
 class ModelNotFoundError(ServiceError):
-    """The request names a model that is not served."""
-
     reason = "MODEL_NOT_FOUND"
 
 
@@ -17,26 +15,18 @@ class ContextLengthError(InvalidField):
 
 
 class RequestExistsError(ServiceError):
-    """A running request has the same request_id."""
-
     reason = "REQUEST_EXISTS"
 
 
 class QueueFullError(ServiceError):
-    """The waiting queue is full."""
-
     reason = "QUEUE_FULL"
 
 
 class TenantBusyError(ServiceError):
-    """The tenant has as many live requests as it may."""
-
     reason = "TENANT_BUSY"
 
 
 class DeadlineError(ServiceError):
-    """The caller's deadline passed."""
-
     reason = "DEADLINE_EXCEEDED"
 
 

@@ -98,8 +98,8 @@ def summary(usage: pb.Usage, started: float, first: float, ended: float) -> str:
     """One line: tokens, time to first token and speed of all answers together, as seen by the client."""
     behind = usage.output_tokens - 1
     speed = f"{behind / (ended - first):.1f}" if behind > 0 and ended > first else "-"
-    places = {"host memory": usage.host_tokens, "disk": usage.disk_tokens}
-    below = ", ".join(f"{tokens} from {place}" for place, tokens in places.items() if tokens)
+    tiers = {"host memory": usage.host_tokens, "disk": usage.disk_tokens}
+    below = ", ".join(f"{tokens} from {tier}" for tier, tokens in tiers.items() if tokens)
     return (
         f"cached {usage.cached_tokens}{below and f' ({below})'} · "
         f"prompt {usage.prompt_tokens} · output {usage.output_tokens} tokens · "

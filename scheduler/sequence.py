@@ -304,7 +304,6 @@ class Sequence:
 
     @property
     def has_new_tokens(self) -> bool:
-        """Whether this attempt has sampled a token."""
         return len(self.token_ids) > len(self.attempt.token_ids)
 
     def dump(self) -> dict[str, Any]:

@@ -28,12 +28,10 @@ class WaitingQueue:
         return list(islice((item for item in self._attempts if full.isdisjoint(item.request.cache.accounts)), count))
 
     def push(self, attempt: AdmissionAttempt) -> None:
-        """Queues an attempt by rank."""
         bisect.insort(self._attempts, attempt, key=lambda item: item.request.rank)
         self.changed.set()
 
     def remove(self, arrival: int) -> bool:
-        """Removes a request; False when it does not wait."""
         for index, attempt in enumerate(self._attempts):
             if attempt.request.arrival == arrival:
                 del self._attempts[index]

@@ -24,7 +24,6 @@ class CopyTracker:
         return any(sequence.leave_reason is LeaveReason.PREEMPTED for sequence in self.onloading.values())
 
     def add(self, sequence: Sequence) -> None:
-        """Adds the copies of an admitted sequence."""
         self.unsent += sequence.copies
         if sequence.pending_onloads:
             self.onloading[sequence.handle] = sequence

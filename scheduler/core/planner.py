@@ -26,7 +26,6 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no sequence computes."""
         return not self.decodes and not self.prefills
 
     @property
@@ -36,7 +35,6 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes."""
         return len(self.decodes) + sum(count for _, count in self.prefills)
 
 

@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -25,18 +26,17 @@ ABORTED = "CANCELLED"
 _REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
+@dataclass
 class LogLine:
     """The line of a call that is being served.
 
     generating: whether the call asks for output. is_quiet: whether no line is written.
     """
 
-    def __init__(self, peer: str, *, generating: bool) -> None:
-        """peer: the caller's address."""
-        self.generating = generating
-        self.is_quiet = False
-        self.started = time.monotonic()
-        self.fields: dict[str, Any] = {"peer": peer}
+    fields: dict[str, Any]
+    generating: bool
+    is_quiet: bool = False
+    started: float = field(default_factory=time.monotonic)
 
 
 _line: ContextVar[LogLine | None] = ContextVar("line", default=None)
@@ -58,8 +58,8 @@ class AccessLog:
 
     @contextlib.contextmanager
     def call(self, peer: str, *, generating: bool = False) -> Iterator[LogLine]:
-        """Around a call. Until its task ends, `note` is about this one."""
-        line = LogLine(peer, generating=generating)
+        """Around a call. Until its task ends, `note` is about this one. peer: the caller's address."""
+        line = LogLine({"peer": peer}, generating)
         _line.set(line)
         try:
             yield line

@@ -35,9 +35,6 @@ class GenerationService(rpc.GenerationServiceServicer):
         self.access_log = access_log
         self._source = source
 
-    def add_to(self, server: grpc.aio.Server) -> None:
-        rpc.add_GenerationServiceServicer_to_server(self, server)
-
     async def StreamGenerate(  # type: ignore[override]  # noqa: N802
         self, request: pb.StreamGenerateRequest, context: Context
     ) -> None:
@@ -88,7 +85,6 @@ class GenerationService(rpc.GenerationServiceServicer):
             return await requests.validator.encode(request)
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
-        """Text of ids, special tokens included."""
         return await self._source.requests.validator.decode(model, token_ids)
 
     def model(self, name: str = "") -> ModelInfo:
@@ -108,7 +104,6 @@ class GenerationService(rpc.GenerationServiceServicer):
     async def TokenizePrompt(  # noqa: N802
         self, request: pb.TokenizePromptRequest, context: Context
     ) -> pb.TokenizePromptResponse:
-        """The token ids of a prompt."""
         text = request.text if request.WhichOneof("input") == "text" else None
         chat = request.chat if request.WhichOneof("input") == "chat" else None
         with self.access_log.call(context.peer()):
@@ -137,13 +132,8 @@ class GenerationService(rpc.GenerationServiceServicer):
 
 
 class SchedulerAdminService(rpc.SchedulerAdminServiceServicer):
-    """The operator's methods of the scheduler."""
-
     def __init__(self, source: RequestTableSource) -> None:
         self._source = source
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        rpc.add_SchedulerAdminServiceServicer_to_server(self, server)
 
     async def SetDraining(  # noqa: N802
         self, request: pb.SetDrainingRequest, _context: Context

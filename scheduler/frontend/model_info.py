@@ -67,7 +67,6 @@ class ModelInfo:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether conversations can be rendered."""
         return self._chat is not None
 
     async def encode_text(self, text: str, most: int | None = None) -> array[int]:

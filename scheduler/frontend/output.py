@@ -56,12 +56,10 @@ class Generation:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of the output so far."""
         return self._num_detokenized + len(self._pending)
 
     @property
     def has_output(self) -> bool:
-        """Whether there are tokens to take."""
         return bool(self._pending or self._chunk.token_ids)
 
     def feed(self, token_id: int, now: float, meta: TokenMeta | None = None) -> None:
@@ -89,7 +87,6 @@ class Generation:
             self._masses.append(mass)
 
     def notify(self) -> None:
-        """Wakes the stream."""
         self._ready.set()
 
     def fail(self, error: ServiceError) -> None:
@@ -112,7 +109,6 @@ class Generation:
         return pb.StreamGenerateResponse(request_id=self.request.request_id, sample_index=self.request.sample_index)
 
     def usage(self) -> pb.Usage:
-        """The sample's usage so far."""
         usage = pb.Usage(output_tokens=self.output_tokens)
         usage.MergeFrom(self.counted)
         if self.policy is not None:
@@ -202,7 +198,6 @@ class StreamFlusher:
         self._order.append(generation)
 
     def remove(self, generation: Generation) -> None:
-        """Undoes `add`."""
         self._order.remove(generation)
 
     def flush(self) -> None:

@@ -86,7 +86,6 @@ class RequestTable:
 
     @property
     def is_draining(self) -> bool:
-        """Whether no more requests are taken."""
         return self._stopping or self._draining
 
     @property
@@ -176,17 +175,14 @@ class RequestTable:
                 yield stream
         finally:
             self._request_ids.remove(name)
-            self._drop(samples)
-
-    def _drop(self, samples: Seq[Request]) -> None:
-        for request in samples:
-            generation = self._live.pop(request.arrival)
-            if generation.first_token_at is not None:
-                self._flusher.remove(generation)
-            if not self._queue.remove(request.arrival):
-                self._commands.put(Cancel(request.arrival))
-        if not self._live:
-            self._idle.set()
+            for request in samples:
+                generation = self._live.pop(request.arrival)
+                if generation.first_token_at is not None:
+                    self._flusher.remove(generation)
+                if not self._queue.remove(request.arrival):
+                    self._commands.put(Cancel(request.arrival))
+            if not self._live:
+                self._idle.set()
 
     def receive(self, batch: TokenBatch) -> None:
         """Takes what answered steps brought: one call for all requests."""
@@ -254,7 +250,6 @@ class RequestTable:
                 generation.most_kept = max(generation.most_kept, tokens)
 
     def fail_all(self, error: ServiceError) -> None:
-        """Ends every live request with an error."""
         for generation in self._live.values():
             generation.fail(error)
 
@@ -267,7 +262,6 @@ class RequestTable:
         self.fail_all(DrainingError("the scheduler is stopping and the request did not end in time"))
 
     def admitted(self, attempt: AdmissionAttempt, admission: Admission) -> None:
-        """An attempt has its blocks."""
         generation = self._live[attempt.request.arrival]
         if admission.eviction_policy is not None:
             generation.policy = admission.eviction_policy
@@ -287,7 +281,6 @@ class RequestTable:
                 self.metrics.recomputations.inc()
 
     def refused(self, attempt: AdmissionAttempt, error: ServiceError) -> None:
-        """The request will never have blocks."""
         if generation := self._live.get(attempt.request.arrival):
             generation.fail(error)
 

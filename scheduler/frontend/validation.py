@@ -73,13 +73,13 @@ class RequestValidator:
         """Validates cheap things first; text is tokenized in a thread. Returns a request per sample."""
         arrived_at = time.monotonic()
         _check_size(message)
-        self._check_names(message)
+        if len(message.request_id.encode()) > MAX_REQUEST_ID_BYTES:
+            raise InvalidField("request_id", f"has more than {MAX_REQUEST_ID_BYTES} bytes")
+        self.check_model(message.model)
         sampling = _sampling(message.sampling, self._stop_token_ids(message))
         stop = _stop(message.stop)
         policy = parse(message.eviction_policy, self.model.layout) if message.HasField("eviction_policy") else None
-        options = _cache_options(message.cache)
-        if message.HasField("eviction_policy"):
-            options = replace(options, eviction_policy=message.eviction_policy)
+        options = _cache_options(message)
         places = _places(message)
         timeout = self._timeout(message.cache)
         if message.HasField("max_tokens") and message.max_tokens < 1:
@@ -114,11 +114,6 @@ class RequestValidator:
             return self._onload_timeout
         return _duration("cache.onload_timeout", cache.onload_timeout).ToNanoseconds() / 1e9
 
-    def _check_names(self, message: pb.StreamGenerateRequest) -> None:
-        if len(message.request_id.encode()) > MAX_REQUEST_ID_BYTES:
-            raise InvalidField("request_id", f"has more than {MAX_REQUEST_ID_BYTES} bytes")
-        self.check_model(message.model)
-
     def check_model(self, name: str) -> None:
         """Raises ModelNotFoundError unless this model is served; an empty name is any model."""
         if name not in ("", self.model.name):
@@ -135,7 +130,6 @@ class RequestValidator:
         return ids
 
     async def decode(self, model: str, token_ids: Sequence[int]) -> str:
-        """Text of ids, special tokens included."""
         self.check_model(model)
         self._check_ids("token_ids", token_ids)
         return await self.model.decode(token_ids)
@@ -279,7 +273,8 @@ def _stop(stop: Sequence[str]) -> tuple[str, ...]:
     return tuple(stop)
 
 
-def _cache_options(cache: pb.CacheOptions) -> CacheOptions:
+def _cache_options(message: pb.StreamGenerateRequest) -> CacheOptions:
+    cache = message.cache
     return CacheOptions(
         salt=_name(cache, "salt"),
         session_id=_name(cache, "session_id"),
@@ -288,6 +283,7 @@ def _cache_options(cache: pb.CacheOptions) -> CacheOptions:
         hints=cache.kv_hints if cache.HasField("kv_hints") else None,
         no_read=cache.no_read,
         no_store=cache.no_store,
+        eviction_policy=message.eviction_policy if message.HasField("eviction_policy") else None,
     )
 
 

@@ -268,7 +268,6 @@ def eviction(report: pb.EvictionReport) -> Eviction:
 
 
 def alternative(model: ModelInfo, token_id: int, logprob: float) -> Alternative:
-    """A token with its log-probability."""
     text = model.token_text(token_id)
     whole = "\N{REPLACEMENT CHARACTER}" not in text
     return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(text.encode()) if whole else None}

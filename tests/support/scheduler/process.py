@@ -11,12 +11,11 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos.execution.v1 import execution_pb2_grpc
 from protos.generation.v1 import generation_pb2_grpc as rpc
-from protos.kvcache.v1 import kvcache_pb2_grpc
 from protos.rpc.server import Server
 from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.real_manager import RealManager
+from tests.support.scheduler.stack import listening
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 ADDRESSES = ("scheduler", "cachemgr", "executor")
@@ -51,12 +50,9 @@ class Running:
 @contextlib.asynccontextmanager
 async def scheduler(folder: Path, *, http_address: str = "", **settings: object) -> AsyncIterator[Running]:
     """The process with its sockets in a folder."""
-    executor, neighbours = FakeExecutor(), Server("fakes", drain_seconds=0)
+    executor = FakeExecutor()
     manager = RealManager(executor)
-    add_manager = kvcache_pb2_grpc.add_CacheManagerServiceServicer_to_server
-    add_executor = execution_pb2_grpc.add_ExecutorServiceServicer_to_server
-    neighbours.listen(f"unix:{folder}/cachemgr", {"kvcache.v1.CacheManagerService": lambda s: add_manager(manager, s)})
-    neighbours.listen(f"unix:{folder}/executor", {"execution.v1.ExecutorService": lambda s: add_executor(executor, s)})
+    neighbours = listening(executor, manager, folder)
     variables = {f"KVKEEP_{name.upper()}_ADDRESS": f"unix:{folder}/{name}" for name in ADDRESSES}
     variables["KVKEEP_SCHEDULER_HTTP_ADDRESS"] = http_address
     variables |= {f"KVKEEP_SCHEDULER_{name.upper()}": str(value) for name, value in settings.items()}

@@ -5,14 +5,19 @@ import random
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
+from protos.execution.v1 import execution_pb2_grpc
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc
+from protos.kvcache.v1 import kvcache_pb2_grpc
 from protos.rpc.errors import RemoteError, from_rpc_error
+from protos.rpc.server import Server
 from scheduler.app import Scheduler
 from tests.support.generation import Output, generate
 from tests.support.scheduler.fake_executor import FakeExecutor
@@ -36,9 +41,15 @@ class Stack:
         assert value is not None
         return value
 
-    def check(self) -> None:
-        """The executor found no fault."""
-        assert self.executor.faults == []
+
+def listening(executor: FakeExecutor, manager: RealManager, folder: Path) -> Server:
+    """A server of both on sockets in a folder, once it is started and said to serve."""
+    server = Server("neighbours", drain_seconds=0)
+    add_manager = partial(kvcache_pb2_grpc.add_CacheManagerServiceServicer_to_server, manager)
+    add_executor = partial(execution_pb2_grpc.add_ExecutorServiceServicer_to_server, executor)
+    server.listen(f"unix:{folder}/cachemgr", {"kvcache.v1.CacheManagerService": add_manager})
+    server.listen(f"unix:{folder}/executor", {"execution.v1.ExecutorService": add_executor})
+    return server
 
 
 StackFactory = Callable[..., AbstractAsyncContextManager[Stack]]

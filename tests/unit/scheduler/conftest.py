@@ -1,7 +1,7 @@
 """A whole scheduler between a fake executor and a cache manager, over unix sockets."""
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -10,18 +10,15 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
-from protos.execution.v1 import execution_pb2_grpc
 from protos.generation.v1 import generation_pb2_grpc
-from protos.kvcache.v1 import kvcache_pb2_grpc
 from protos.rpc.server import Server
 from scheduler.app import Scheduler
-from scheduler.frontend.grpc_service import SERVICE
 from scheduler.settings import SchedulerSettings
 from tests.support.keyring import Keyring
 from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.http import client, serve
 from tests.support.scheduler.real_manager import RealManager
-from tests.support.scheduler.stack import Stack, StackFactory
+from tests.support.scheduler.stack import Stack, StackFactory, listening
 
 
 @pytest.fixture
@@ -36,29 +33,24 @@ def run_stack(tmp_path: Path) -> StackFactory:
         manager = manager or RealManager(executor)
         addresses = {name: f"unix:{tmp_path}/{name}" for name in ("scheduler", "cachemgr", "executor")}
         async with AsyncExitStack() as exits:
-            add_manager = kvcache_pb2_grpc.add_CacheManagerServiceServicer_to_server
-            add_executor = execution_pb2_grpc.add_ExecutorServiceServicer_to_server
-            await _serve(
-                exits, addresses["cachemgr"], "kvcache.v1.CacheManagerService", lambda s: add_manager(manager, s)
-            )
-            await _serve(
-                exits, addresses["executor"], "execution.v1.ExecutorService", lambda s: add_executor(executor, s)
-            )
+            neighbours = listening(executor, manager, tmp_path)
+            await neighbours.start()
+            neighbours.set_serving(True)
+            exits.push_async_callback(neighbours.stop)
             fields = {f"{name}_address": address for name, address in addresses.items()}
             registry = CollectorRegistry()
             server = Server("scheduler", drain_seconds=0)
             scheduler = Scheduler(SchedulerSettings(**fields, scheduler_id="test", **settings), server, registry)
-            server.listen(addresses["scheduler"], {SERVICE: scheduler.service.add_to})
+            server.listen(addresses["scheduler"], scheduler.services)
             await server.start()
             exits.push_async_callback(server.stop)
             exits.push_async_callback(scheduler.stop)
             await scheduler.start()
             channel = await exits.enter_async_context(grpc.aio.insecure_channel(addresses["scheduler"]))
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            stack = Stack(executor, manager, scheduler, stub, addresses["scheduler"], registry)
-            yield stack
+            yield Stack(executor, manager, scheduler, stub, addresses["scheduler"], registry)
             await manager.settled()
-            stack.check()
+            assert executor.faults == []
 
     return run
 
@@ -88,11 +80,3 @@ async def caller(address: str) -> AsyncIterator[openai.AsyncOpenAI]:
     """OpenAI's client of that API."""
     async with client(address) as caller:
         yield caller
-
-
-async def _serve(exits: AsyncExitStack, address: str, service: str, add: Callable[[grpc.aio.Server], None]) -> None:
-    server = Server("fake", drain_seconds=0)
-    server.listen(address, {service: add})
-    await server.start()
-    server.set_serving(True)
-    exits.push_async_callback(server.stop)

@@ -213,7 +213,7 @@ async def test_before_the_stack_is_there_refusals_have_lines_and_count(tmp_path:
         server = Server("scheduler", drain_seconds=0)
         scheduler = Scheduler(settings, server, registry)
         exits.push_async_callback(scheduler.stop)
-        server.listen(address, {"generation.v1.GenerationService": scheduler.service.add_to})
+        server.listen(address, scheduler.services)
         await server.start()
         exits.push_async_callback(server.stop)
         http = await exits.enter_async_context(serve(scheduler.service))
