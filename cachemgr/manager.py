@@ -425,9 +425,9 @@ class CacheManager:
         account = sequence.scope.account
         # A running sequence may exceed its ceiling; cached blocks of its account are evicted first.
         free = [pool.device.free_for(account, within_ceiling=False) for pool in executor.pools]
-        short = sum(max(0, wanted - start - one) for one in free)
-        if short:
-            return Extension(False, short, (), sequence.capacity)
+        missing = sum(max(0, wanted - start - spare) for spare in free)
+        if missing:
+            return Extension(False, missing, (), sequence.capacity)
         grow(sequence, wanted)
         return Extension(True, 0, sequence.slots(start), sequence.capacity, sequence.take_transfers())
 

@@ -97,8 +97,8 @@ class ExecutorSpec:
         """Whether some slot was filled before the registration."""
         return any(
             any(slots)
-            for told in (self.last_write_steps, self.host_generations, self.disk_generations)
-            for slots in told
+            for tier in (self.last_write_steps, self.host_generations, self.disk_generations)
+            for slots in tier
         )
 
     def without_contents(self) -> ExecutorSpec:

@@ -348,7 +348,7 @@ class OperatorCommands:
         return pinned
 
     def release_hold(self, name: str) -> int:
-        """Ends a hold or pin; returns the blocks that may be taken now. Raises UnknownHoldError."""
+        """Ends a hold or pin; returns the blocks that became evictable. Raises UnknownHoldError."""
         self._state.begin()
         for executor in self._state.executors.values():
             hold = executor.holds.get(name)

@@ -1,6 +1,6 @@
 """Hints of agent frameworks about cached blocks: an envelope of actions, each carried out and answered.
 
-The envelope is the one that vLLM and Dynamo use: protocol_version "0.1", message_id, and actions with action_id,
+The envelope is that of vLLM and Dynamo: protocol_version "0.1", message_id, and actions with action_id,
 action_type, action_version and a payload.
 """
 

@@ -27,7 +27,7 @@ def entry_name(entry: Entry) -> str:
 
 
 class OperatorJournal(Protocol):
-    """Is told at once of every change of an entry. Must not fail or block."""
+    """Receives every change of an entry at once. Must not fail or block."""
 
     def operator_changed(self, kind: Kind, name: str, executor_id: str = "") -> None:
         """The entry of this name is new, changed, or gone. `executor_id` is set for pins."""

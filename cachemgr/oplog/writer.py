@@ -1,6 +1,6 @@
 """The operation log: every call that changes a manager, with its time, in a file that can be replayed.
 
-Each entry is a length-prefixed LoggedOperation. The first tells the manager's epoch and settings. The
+Each entry is a length-prefixed LoggedOperation. The first has the manager's epoch and settings. The
 file holds token ids, so only its owner may read it.
 """
 

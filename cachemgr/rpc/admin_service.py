@@ -288,7 +288,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         return pb.DeleteQuotaResponse()
 
     async def PinPrefix(self, request: pb.PinPrefixRequest, context: Any) -> pb.PinPrefixResponse:
-        """Pins a prefix. Where a tenant asks for it, pins of others do not give way."""
+        """Pins a prefix. For a tenant, no pin of another tenant is degraded."""
         if not tenancy.sees_all():
             trial = pb.PinPrefixRequest()
             trial.CopyFrom(request)

@@ -113,7 +113,7 @@ class Mutations:
     async def run_in_slices(self, method: str, request: Message, steps: Callable[[], Steps[Answer]]) -> Answer:
         """Carries out a call that may touch very many blocks: others are answered meanwhile. One such call at a time.
 
-        It goes on when its caller has gone.
+        It continues when its caller has gone.
         """
         task = asyncio.create_task(self._run_in_slices(method, request, steps))
         self._tasks.add(task)

@@ -231,15 +231,15 @@ class Allocator:
         """The outcome of `admit` now."""
         sequence = self._draft(request, tokens, scheduler, executor)
         plan = self._plan(request, sequence, max_new_tokens)
-        short = 1 if scheduler.has_void_sequences_in(executor) else plan.missing_blocks
+        missing = 1 if scheduler.has_void_sequences_in(executor) else plan.missing_blocks
         evicted = (
             []
-            if short
+            if missing
             else evictions((group.pool, {*group.matched}, group.new_blocks + plan.ahead) for group in plan.groups)
         )
         return Preview(
-            not short,
-            short,
+            not missing,
+            missing,
             plan.match.tokens,
             estimates.before_admission(sequence, plan.match.blocks, max_new_tokens),
             evicted,
@@ -348,10 +348,10 @@ def grow(sequence: Sequence, num_blocks: int) -> None:
         blocks += [allocate(sequence) for _ in range(num_blocks - len(blocks))]
 
 
-def refusal(short: int, missing_without_ceiling: int, account: Account | None) -> Admission:
-    """The answer when blocks are missing; `short_in_all`: how many would be missing without a ceiling."""
+def refusal(missing: int, missing_without_ceiling: int, account: Account | None) -> Admission:
+    """The answer when blocks are missing, with and without a ceiling."""
     full = None if missing_without_ceiling or account is None else account.key
-    return Admission(False, missing_blocks=short, full_account=full)
+    return Admission(False, missing_blocks=missing, full_account=full)
 
 
 def admitted(sequence: Sequence, wait_for: int, receipts: tuple[Receipt, ...] = ()) -> Admission:

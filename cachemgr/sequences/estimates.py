@@ -35,7 +35,7 @@ def before_admission(sequence: Sequence, matched: list[list[Block | None]], max_
         step = blocks_for(sequence.slots_for(tokens), size) - held - absent
         last = sequence.peak_blocks(tokens + max_new_tokens) - held - absent
         if table.pool.window is not None:
-            # It has all blocks of its tokens at once; later blocks are paid for by those that leave the window.
+            # It has all blocks of its tokens at once; later blocks replace those that leave the window.
             last = min(last, max(step, _blocks_in_window(table.pool.window, tokens, tokens + max_new_tokens, size)))
         found.append(BlockEstimate(table.pool.spec.group, len(blocks) - absent, step, last))
     return found
@@ -52,7 +52,7 @@ def while_running(sequence: Sequence, step_tokens: int, max_new_tokens: int) -> 
         window = table.pool.window
         last = max(0, sequence.peak_blocks(known + max_new_tokens) - have)
         if window is not None:
-            # Every further block is paid for by one that leaves the window, up to these.
+            # Beyond these, each further block replaces one that leaves the window.
             present = sum(block is not None for block in table.blocks)
             need = _blocks_in_window(window, known, known + max_new_tokens, size)
             last = max(0, min(last, max(step, need - present)))
@@ -86,7 +86,7 @@ class _Order:
         self._tier = tier
         self._claimed = claimed
         self._gone = gone
-        # Only as many are looked at as are taken: a tier may have a million.
+        # Only as many are read as are evicted: a tier may have a million.
         self._listed = (block for block in tier.in_order() if block not in claimed)
         self._next = next(self._listed, None)
         # Those that have moved here, and parents whose children have left: (priority, recency, slot, block).
@@ -151,7 +151,7 @@ class _Allocations:
         self._lower = lower
         self._empty = pool.device.num_empty
         self._empty_below = 0 if lower is None else lower.num_empty
-        # The backup that was made last gives way first.
+        # The newest backup is evicted first.
         self._backups = reversed(pool.backups.indexes)
         self._without_backup: set[Block] = set()
         self._copied: set[Block] = set()
@@ -218,7 +218,7 @@ class _Allocations:
             return False
         self._below.take_first()
         if least in self._copied or (self._lower is not None and self._lower.below is None):
-            # A copy that nobody has been told of is called off: the block is nowhere.
+            # A copy that no scheduler has received is recalled: the block is in no tier.
             self._lose(least)
         return True
 
@@ -237,6 +237,6 @@ class _Allocations:
         for child in self.pool.tree.descendants(block):
             if child not in self.gone:
                 self.gone.add(child)
-                # A slot that a copy still uses is not given back.
+                # A slot that a copy still uses is not freed.
                 is_free = not child.refs and child not in self._copied
                 self._empty_below += is_free and self._below is not None and self._below.has(child)

@@ -1,4 +1,4 @@
-"""A second sequence that goes on from the blocks of a first."""
+"""A second sequence that shares the blocks of a first."""
 
 from collections.abc import Callable
 
@@ -44,10 +44,10 @@ def fork(
 
     def missing(*, within_ceiling: bool = True) -> int:
         free = (table.pool.device.free_for(account, within_ceiling=within_ceiling) for table in parent.tables)
-        return sum(max(0, needed - full - one) for one in free)
+        return sum(max(0, needed - full - spare) for spare in free)
 
-    if short := missing():
-        return refusal(short, missing(within_ceiling=False), account)
+    if missing_blocks := missing():
+        return refusal(missing_blocks, missing(within_ceiling=False), account)
     child = Sequence(
         sequence_id,
         next_number(),

@@ -27,7 +27,7 @@ _BLOCK: Callable[[tuple[BlockPool, Block]], Block] = itemgetter(1)
 MAX_PINS = 1000
 
 # Blocks of expired holds that one call releases: one costs some microseconds.
-LET_GO_AT_A_TIME = 2048
+RELEASED_AT_A_TIME = 2048
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -169,7 +169,7 @@ class Holds:
         if hold.pin:
             self._on_pin(hold.name)
         freed = 0
-        # The tail goes first, as when a sequence ends.
+        # The tail is released first, as when a sequence ends.
         for pool, block in reversed(hold.blocks):
             if block.refs > 1:
                 block.refs -= 1
@@ -183,7 +183,7 @@ class Holds:
 
         A hold that is too long for one call keeps its owners and its name until its last block is released.
         """
-        left = LET_GO_AT_A_TIME
+        left = RELEASED_AT_A_TIME
         self.is_behind = False
         for hold in self:
             lasting = {owner: end for owner, end in hold.owners.items() if end > now}

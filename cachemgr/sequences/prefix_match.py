@@ -27,14 +27,14 @@ _START = attrgetter("start")
 
 
 class Partial(enum.Enum):
-    """How a block is used that only begins as the prompt goes on."""
+    """How a block is used of which only the beginning matches."""
 
     NONE = "nothing"
     # It is copied when it ends where the prompt does: its key is exact.
     EXACT = "exact key"
     # Its beginning is copied.
     COPY = "copy"
-    # It is taken from the cache, if it has no reference and no child.
+    # The sequence takes the block over, if it has no reference and no child.
     TAKE_OVER = "take over"
 
 

@@ -108,13 +108,13 @@ def new_pools(
 
 def lower_tiers_survive(before: ExecutorSpec, spec: ExecutorSpec) -> bool:
     """Whether a restarted executor may have earlier blocks in its lower tiers; sizes may change."""
-    told = any(len(slots) for tier in (spec.host_generations, spec.disk_generations) for slots in tier)
+    reported = any(len(slots) for tier in (spec.host_generations, spec.disk_generations) for slots in tier)
     same = (before.model_fingerprint, before.block_size) == (spec.model_fingerprint, spec.block_size)
     layouts = [
         [replace(pool, num_blocks=0, share_blocks=0, host_blocks=0, disk_blocks=0) for pool in one.pools]
         for one in (before, spec)
     ]
-    return told and same and layouts[0] == layouts[1]
+    return reported and same and layouts[0] == layouts[1]
 
 
 def divide_device_memory(pools: list[BlockPool], spec: ExecutorSpec, shares: Mapping[str, PoolShare]) -> None:

@@ -201,7 +201,7 @@ class OpenedCopies:
     """The copies for a sequence that no scheduler has received, in their order.
 
     Until then a lower tier may evict the block of an offload: the copy is recalled. The victims are in a heap per tier,
-    as a long prompt beside full tiers opens a copy for each of its blocks.
+    as a long prompt opens a copy for each of its blocks when all tiers are full.
     """
 
     __slots__ = ("_heaps", "_tickets")

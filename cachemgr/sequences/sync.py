@@ -189,9 +189,9 @@ class Sync:
                 or not token_eviction.may_evict(sequence)
             ):
                 continue
-            short = token_eviction.grant(sequence)
-            self.answer.missing_blocks += short
-            if not short:
+            missing = token_eviction.grant(sequence)
+            self.answer.missing_blocks += missing
+            if not missing:
                 self.answer.transfers.extend(sequence.take_transfers())
                 self.answer.evicting_handles.append(handle)
                 self.answer.evicting_counts.append(len(sequence.private))

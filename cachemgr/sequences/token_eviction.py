@@ -91,9 +91,9 @@ def grant(sequence: Sequence) -> int:
     if eviction.policy.most_kept is None or not _all_its_own(sequence):
         count = blocks_for(eviction.slots, sequence.block_size)
         # A running sequence may exceed its ceiling; cached blocks of its account are evicted first.
-        short = count - table.pool.device.free_for(sequence.scope.account, within_ceiling=False)
-        if short > 0:
-            return short
+        missing = count - table.pool.device.free_for(sequence.scope.account, within_ceiling=False)
+        if missing > 0:
+            return missing
         eviction.private = [table.pool.allocate(sequence) for _ in range(count)]
     eviction.granted = True
     return 0

@@ -17,7 +17,7 @@ MAX_BACKUPS = 64
 
 
 class PoolFollower:
-    """What the pools of an executor tell: it opens their copies. The writers of their blocks are sequences."""
+    """The listener of the pools of an executor: it opens their copies. The writers of their blocks are sequences."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor

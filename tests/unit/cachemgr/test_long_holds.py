@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from bench.driver import CALLER, CONFIG, Driver, prompt
-from cachemgr.sequences.holds import LET_GO_AT_A_TIME
+from cachemgr.sequences.holds import RELEASED_AT_A_TIME
 
-BLOCKS = 2 * LET_GO_AT_A_TIME + 300
+BLOCKS = 2 * RELEASED_AT_A_TIME + 300
 
 
 def held(*lengths: int) -> Driver:
@@ -34,11 +34,11 @@ def ended(driver: Driver) -> list[int]:
 
 
 def test_a_long_hold_ends_in_parts_the_tail_first() -> None:
-    assert ended(held(BLOCKS)) == [LET_GO_AT_A_TIME, LET_GO_AT_A_TIME, 300]
+    assert ended(held(BLOCKS)) == [RELEASED_AT_A_TIME, RELEASED_AT_A_TIME, 300]
 
 
 def test_many_holds_that_end_at_once_end_in_parts() -> None:
-    assert ended(held(*[BLOCKS // 4] * 4)) == [LET_GO_AT_A_TIME, LET_GO_AT_A_TIME, 300]
+    assert ended(held(*[BLOCKS // 4] * 4)) == [RELEASED_AT_A_TIME, RELEASED_AT_A_TIME, 300]
 
 
 def test_a_lasting_hold_is_kept_while_another_ends_in_parts() -> None:
