@@ -27,15 +27,15 @@ def extra_keys(pieces: list[list[Any]]) -> list[pb.ExtraKey]:
     return [pb.ExtraKey(start=start, length=length, digest=name.encode()) for start, length, name in pieces]
 
 
-def retention(wishes: dict[str, Any]) -> pb.RetentionConfig:
+def retention(requested: dict[str, Any]) -> pb.RetentionConfig:
     """{"ranges": [[start, end or null, priority, seconds?], …], "decode": [priority, seconds?]}."""
     config = pb.RetentionConfig()
-    for start, end, priority, *seconds in wishes.get("ranges", []):
+    for start, end, priority, *seconds in requested.get("ranges", []):
         kept = config.ranges.add(start=start, end=end, retention_priority=priority)
         if seconds:
             kept.retention_duration.CopyFrom(duration(seconds[0]))
-    if "decode" in wishes:
-        config.decode_retention_priority, *seconds = wishes["decode"]
+    if "decode" in requested:
+        config.decode_retention_priority, *seconds = requested["decode"]
         if seconds:
             config.decode_retention_duration.CopyFrom(duration(seconds[0]))
     return config

@@ -68,7 +68,7 @@ def snapshot(manager: CacheManager) -> list[Event]:
     return found
 
 
-def wish(priority: int, duration: float | None = None) -> Retention:
+def retain(priority: int, duration: float | None = None) -> Retention:
     """One priority and duration for all blocks."""
     return Retention((RetentionRange(0, None, priority, duration),), priority, duration)
 

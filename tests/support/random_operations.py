@@ -48,7 +48,7 @@ from cachemgr.types import (
     TierKind,
 )
 from protos.errors import InvalidField
-from tests.support.in_process_manager import BLOCK, POLICIES, Live, World, asked, snapshot, wish
+from tests.support.in_process_manager import BLOCK, POLICIES, Live, World, asked, retain, snapshot
 
 # Prompts that share beginnings of every length.
 BASES = [[0] * 20, [0, 0, 0, 0, 1] + [0] * 15, [1, 2] * 10]
@@ -226,7 +226,7 @@ class RandomLife:
         options: dict[str, Any] = {
             "salt": choose([None] * 6 + ["a"]),
             "adapter_id": choose([None] * 8 + [0]),
-            "retention": Retention() if priority is None else wish(priority, choose([None, 1.0, 4.0, 30.0])),
+            "retention": Retention() if priority is None else retain(priority, choose([None, 1.0, 4.0, 30.0])),
             "session_id": choose([None, None, "x", "y"]),
             "tenant_id": choose(TENANTS),
             "no_store": draw() < 0.08,

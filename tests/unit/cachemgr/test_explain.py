@@ -6,7 +6,7 @@ from cachemgr.errors import UnknownSequenceError
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.steps import at_once
 from cachemgr.types import BlockFilter, ForgetTarget, MissReason, Prefix, RemovalCause, TierKind
-from tests.support.in_process_manager import World, wish
+from tests.support.in_process_manager import World, retain
 
 PROMPT = list(range(10, 18))
 
@@ -20,7 +20,7 @@ def explain(world: World, tokens: list[int] = PROMPT, group: int = 0, **options:
 
 def test_cached_blocks_are_explained_one_by_one():
     world = World(8)
-    world.cache(PROMPT, session_id="x", retention=wish(80, 5.0))
+    world.cache(PROMPT, session_id="x", retention=retain(80, 5.0))
     world.now = 2.0
     world.manager.expire()
     found = explain(world)
@@ -43,7 +43,7 @@ def test_a_block_that_was_never_committed_is_explained():
 
 def test_an_evicted_block_is_explained_with_time_and_sequence():
     world = World(4)
-    world.cache(PROMPT, retention=wish(20))
+    world.cache(PROMPT, retention=retain(20))
     world.now = 3.0
     world.admit([99] * 12, "guilty", no_store=True)
     world.now = 5.0

@@ -37,7 +37,7 @@ def conversations(count, seed=1):
     return requests
 
 
-def some_wish(requests):
+def some_retention(requests):
     """Every third conversation is to be kept for half a minute."""
     return [KEEP if request.conversation % 3 == 0 else None for request in requests]
 
@@ -45,11 +45,11 @@ def some_wish(requests):
 RATES = {}
 
 
-def rate(requests, num_blocks, wishes):
+def rate(requests, num_blocks, retentions):
     """Of a pool that really has this size."""
-    case = len(requests), num_blocks, wishes
+    case = len(requests), num_blocks, retentions
     if case not in RATES:
-        RATES[case] = Replay(num_blocks, BLOCK_TOKENS).run(requests, wishes(requests)).hit_rate
+        RATES[case] = Replay(num_blocks, BLOCK_TOKENS).run(requests, retentions(requests)).hit_rate
     return RATES[case]
 
 
@@ -66,14 +66,14 @@ def requests():
 # Half of 400 blocks is a small sample.
 @pytest.mark.parametrize(("sample", "close"), [(BLOCKS, POINT), (BLOCKS // 2, 2.5 * POINT)])
 def test_ghosts_are_within_a_point_of_pools_of_their_size(requests, sample, close):
-    wishes = some_wish
+    retentions = some_retention
     replay = Replay(BLOCKS, BLOCK_TOKENS, sample)
-    outcome = replay.run(requests, wishes(requests))
+    outcome = replay.run(requests, retentions(requests))
     assert replay.ghosts().hit_tokens == outcome.found
     assert replay.ghosts().queried_tokens == outcome.asked
     rates = ghost_rates(replay, RETENTION)
     assert rates[BLOCKS] == pytest.approx(outcome.hit_rate, abs=close)
-    real = {size: rate(requests, size, wishes) for size in (BLOCKS // 2, 2 * BLOCKS)}
+    real = {size: rate(requests, size, retentions) for size in (BLOCKS // 2, 2 * BLOCKS)}
     # It is a curve at all.
     assert real[2 * BLOCKS] > outcome.hit_rate + 3 * POINT > real[BLOCKS // 2] + 6 * POINT
     for size, found in real.items():
@@ -184,7 +184,7 @@ def test_a_pool_that_an_operator_changes_has_ghosts_of_its_present_size():
 def test_ghosts_change_nothing_and_are_off_without_a_sample(requests):
     with_ghosts, without = (Replay(BLOCKS, BLOCK_TOKENS, sample) for sample in (BLOCKS, 0))
     for replay in (with_ghosts, without):
-        replay.run(requests[:500], some_wish(requests[:500]))
+        replay.run(requests[:500], some_retention(requests[:500]))
     first, second = (list(replay._driver.manager.queries.state()) for replay in (with_ghosts, without))
     assert state_hash(first) == state_hash(second)
     assert without._driver.manager.queries.ghosts("e") is None

@@ -12,7 +12,7 @@ from cachemgr.retention.bounds import MAX_SESSION_SECONDS
 from cachemgr.sequences.holds import MAX_PINS
 from cachemgr.steps import at_once
 from cachemgr.types import HintAction, HintOutcome, Hints, Prefix, TierKind
-from tests.support.in_process_manager import CONFIG, World, wish
+from tests.support.in_process_manager import CONFIG, World, retain
 from tests.support.work import work_of
 
 PROMPT = list(range(10, 18))
@@ -256,8 +256,8 @@ def test_a_prompt_is_hashed_looked_up_and_leased_once_for_all_actions(kind, payl
 
 def test_the_last_retention_request_of_an_envelope_counts():
     world = with_prompt()
-    wishes = [("Retain", {"priority": 80}), ("Demote", {}), ("Retain", {"priority": 60}), ("Retain", {"priority": 101})]
-    answers, _ = world.operators.hint(Prefix(tuple(PROMPT)), many(*wishes), None)
+    kinds = [("Retain", {"priority": 80}), ("Demote", {}), ("Retain", {"priority": 60}), ("Retain", {"priority": 101})]
+    answers, _ = world.operators.hint(Prefix(tuple(PROMPT)), many(*kinds), None)
     assert [answer.outcome for answer in answers] == [CLIPPED, ACCEPTED, CLIPPED, REJECTED]
     assert {priority for _, priority in blocks(world)} == {60}
     answers, _ = world.operators.hint(Prefix(tuple(PROMPT)), many(("Retain", {"priority": 90}), ("Demote", {})), None)
@@ -284,7 +284,7 @@ def test_actions_that_move_blocks_are_seen_by_those_behind_them():
 
 def test_a_retain_between_two_demotions_lets_the_second_offload():
     world = World(8, host_blocks=2)
-    world.cache([70, 71, 72, 73, 74, 75, 76, 77], retention=wish(60))
+    world.cache([70, 71, 72, 73, 74, 75, 76, 77], retention=retain(60))
     send(world, "Demote", [70, 71, 72, 73, 74, 75, 76, 77], tier="host")
     world.run_executor_copies()
     world.cache(PROMPT)
@@ -303,7 +303,7 @@ def test_a_prefetch_onloads_a_windows_blocks_left_after_evictions_in_another_gro
     world.cache(list(range(8)))
     assert send(world, "Demote", list(range(8)), tier="host") == (ACCEPTED, 4)
     world.run_executor_copies()
-    world.cache([50, 51, 52, 53], retention=wish(80))
+    world.cache([50, 51, 52, 53], retention=retain(80))
     world.run([60, 61], "live")
     # In the first group the other prompt goes down, and the second block is evicted there: the window loses it, too.
     assert send(world, "Prefetch", list(range(8))) == (CLIPPED, 2)

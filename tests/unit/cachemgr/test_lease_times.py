@@ -9,7 +9,7 @@ from cachemgr.retention.leases import Deadlines, Lease
 from cachemgr.retention.priority import RetentionRequest
 from cachemgr.steps import at_once
 from cachemgr.types import BlockFilter, EventKind, RemovalCause, Retention, RetentionRange
-from tests.support.in_process_manager import CONFIG, World, wish
+from tests.support.in_process_manager import CONFIG, World, retain
 
 PROMPT = [1, 2, 3, 4, 5]
 LEASES = (EventKind.LEASE_GRANTED, EventKind.LEASE_EXPIRED, EventKind.LEASE_BROKEN)
@@ -36,22 +36,22 @@ def patient(num_blocks=8):
 
 def test_a_session_does_not_replace_the_lease_of_a_request_with_the_same_name():
     world = patient()
-    world.cache(PROMPT, request_id="chat", retention=wish(80))
-    world.cache(PROMPT, session_id="chat", retention=wish(10))
+    world.cache(PROMPT, request_id="chat", retention=retain(80))
+    world.cache(PROMPT, session_id="chat", retention=retain(10))
     assert first(world) == 80
 
 
 def test_a_later_attempt_of_a_request_replaces_its_lease():
     world = patient()
-    world.cache(PROMPT, request_id="a", retention=wish(80, 5.0))
-    world.cache(PROMPT, request_id="a", retention=wish(60, 9.0))
+    world.cache(PROMPT, request_id="a", retention=retain(80, 5.0))
+    world.cache(PROMPT, request_id="a", retention=retain(60, 9.0))
     assert first(world) == 60
 
 
 def test_the_end_of_a_lease_keeps_the_time_of_last_use():
     world = patient(4)
     world.cache([10, 11, 12, 13])
-    world.cache([20, 21, 22, 23], retention=wish(80, 1.0))
+    world.cache([20, 21, 22, 23], retention=retain(80, 1.0))
     world.cache([30, 31, 32, 33])
     world.now = 1.0
     world.manager.expire()
@@ -66,9 +66,9 @@ def test_the_end_of_a_lease_keeps_the_time_of_last_use():
 
 def test_a_longer_block_takes_over_the_leases_of_the_shorter_one_that_it_covers():
     world = patient()
-    world.cache([1, 2], session_id="s", retention=wish(80, 10.0))
+    world.cache([1, 2], session_id="s", retention=retain(80, 10.0))
     world.now = 4.0
-    world.cache([1, 2, 3], retention=wish(50))
+    world.cache([1, 2, 3], retention=retain(50))
     world.check()
     assert list(priorities(world).values()) == [80]
     world.now = 10.0
@@ -77,7 +77,7 @@ def test_a_longer_block_takes_over_the_leases_of_the_shorter_one_that_it_covers(
 
 def test_leases_have_events_when_granted_ended_and_broken():
     world = patient(4)
-    world.cache(PROMPT, session_id="s", retention=wish(80, 5.0))
+    world.cache(PROMPT, session_id="s", retention=retain(80, 5.0))
     holder = "session/s"
     granted = [(EventKind.LEASE_GRANTED, slot, holder, 80) for slot in (1, 2)]
     assert lease_events(world) == granted
@@ -87,7 +87,7 @@ def test_leases_have_events_when_granted_ended_and_broken():
     expired = lease_events(world, before)
     assert sorted(expired) == [(EventKind.LEASE_EXPIRED, slot, holder, 80) for slot in (1, 2)]
 
-    world.cache(PROMPT, session_id="s", retention=wish(60, 5.0))
+    world.cache(PROMPT, session_id="s", retention=retain(60, 5.0))
     before = world.queries.last_event
     at_once(world.operators.purge(BlockFilter(), validate_only=False))
     broken = [event for event in world.queries.events_after(before) if event.kind is EventKind.LEASE_BROKEN]
@@ -101,7 +101,7 @@ def test_leases_have_events_when_granted_ended_and_broken():
 
 def test_an_eviction_breaks_leases_before_it_removes_the_block():
     world = patient(3)
-    world.cache([1, 2, 3, 4], retention=wish(80, 50.0))
+    world.cache([1, 2, 3, 4], retention=retain(80, 50.0))
     before = world.queries.last_event
     world.cache([9] * 12, no_store=True)
     kinds = [(event.kind, event.cause) for event in world.queries.events_after(before)]
@@ -111,7 +111,7 @@ def test_an_eviction_breaks_leases_before_it_removes_the_block():
 def test_leases_of_a_promised_block_that_is_never_computed_end_with_it():
     world = patient()
     world.admit([1, 2, 3, 4, 5, 6, 7, 8, 9], "writer")
-    world.admit([1, 2, 3, 4, 5, 6, 7, 8, 9], "reader", retention=wish(80, 5.0))
+    world.admit([1, 2, 3, 4, 5, 6, 7, 8, 9], "reader", retention=retain(80, 5.0))
     before = world.queries.last_event
     world.manager.release(world.caller, "writer")
     world.manager.release(world.caller, "reader")
@@ -167,8 +167,8 @@ def test_a_lease_past_its_deadline_covers_no_other(monkeypatch):
     world.cache([1, 2, 3, 4], retention=Retention((RetentionRange(0, None, 90, 5.0),)))
     world.cache([5, 6, 7, 8], retention=Retention((RetentionRange(0, None, 90, 5.0),)))
     world.now = 20.0
-    wish = Retention((RetentionRange(0, None, 60, 5.0),))
-    world.cache([5, 6, 7, 8], retention=wish)
+    later = Retention((RetentionRange(0, None, 60, 5.0),))
+    world.cache([5, 6, 7, 8], retention=later)
     while world.manager.is_behind:
         world.manager.expire()
     assert sorted(priorities(world).values()) == [35, 60]

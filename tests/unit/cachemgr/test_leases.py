@@ -13,17 +13,17 @@ from cachemgr.retention.leases import MAX_LEASES, leases_of, offload_floor
 from cachemgr.retention.priority import DEFAULT_PRIORITY, RetentionRequest
 from cachemgr.telemetry.nested_caches import NestedCaches
 from cachemgr.types import EventKind, Outcome, RemovalCause, Retention, RetentionRange
-from tests.support.in_process_manager import CONFIG, World, wish
+from tests.support.in_process_manager import CONFIG, World, retain
 from tests.support.work import work_of
 
 PROMPT = [1, 2, 3, 4, 5]
-# Below every wish.
+# Below every requested floor.
 FLOOR = -1
 
 
 @dataclass
-class Wished:
-    """One wish of the model; `deadline` is None while its clock stands, and for none."""
+class Requested:
+    """One retention request of the model; `deadline` is None while its clock stands, and for none."""
 
     holder: str
     priority: int
@@ -37,13 +37,13 @@ class Wished:
 
 
 class AllLeases:
-    """The model: every wish is kept in a list until its end, or with `replaces` until its holder's next one."""
+    """The model: every request is kept in a list until its end, or with `replaces` until its holder's next one."""
 
     def __init__(self, *, replaces: bool = True) -> None:
         self.replaces = replaces
-        self.kept: list[Wished] = []
+        self.kept: list[Requested] = []
 
-    def grant(self, one: Wished) -> None:
+    def grant(self, one: Requested) -> None:
         self.kept = [other for other in self.kept if not self.replaces or other.holder != one.holder]
         self.kept.append(dataclasses.replace(one))
 
@@ -69,7 +69,7 @@ class OneBlock:
         self.block, _ = self.caches.use(b"key")
         self.block.stored = True
 
-    def grant(self, one: Wished) -> None:
+    def grant(self, one: Requested) -> None:
         self.caches.grant(self.block, RetentionRequest(one.holder, one.priority, one.duration, one.floor))
         assert len(list(leases_of(self.block))) <= MAX_LEASES
 
@@ -88,15 +88,15 @@ class OneBlock:
 
 
 def play(steps, *models):
-    """Uses of a block one after the other: what each wishes, whether it ends, how long nothing happens then.
+    """Uses of a block one after the other: what each requests, whether it ends, how long nothing happens then.
 
     Yields the block's state and the models' after every change.
     """
     block = OneBlock()
-    for wished, ends, pause in steps:
+    for requested, ends, pause in steps:
         if not block.block.refs:
             block.use()
-        for one in wished:
+        for one in requested:
             block.grant(one)
             for model in models:
                 model.grant(one)
@@ -113,21 +113,21 @@ def play(steps, *models):
 
 # Few enough for all that none of them covers to have room beside the leases of three sessions.
 DURATIONS = st.sampled_from([None, 1.0, 5.0, 20.0])
-WISHES = st.tuples(st.sampled_from([20, 60, 90]), st.sampled_from([None, 40]), DURATIONS)
+REQUESTS = st.tuples(st.sampled_from([20, 60, 90]), st.sampled_from([None, 40]), DURATIONS)
 
 
 def steps(holders):
-    """Uses of a block with wishes of such holders; each time a request wishes, it is another one."""
-    wishes = st.lists(st.builds(lambda holder, parts: Wished(holder, *parts), holders, WISHES), max_size=3)
-    return st.lists(st.tuples(wishes, st.booleans(), st.sampled_from([0.0, 0.5, 3.0, 10.0])), max_size=40).map(
+    """Uses of a block with retention requests of such holders; the holder "request/" is another one each time."""
+    requests = st.lists(st.builds(lambda holder, parts: Requested(holder, *parts), holders, REQUESTS), max_size=3)
+    return st.lists(st.tuples(requests, st.booleans(), st.sampled_from([0.0, 0.5, 3.0, 10.0])), max_size=40).map(
         _numbered
     )
 
 
 def _numbered(found):
     count = 0
-    for wished, _, _ in found:
-        for one in wished:
+    for requested, _, _ in found:
+        for one in requested:
             count += 1
             if one.holder == "request/":
                 one.holder += str(count)
@@ -144,9 +144,9 @@ def test_a_block_is_as_with_all_leases_of_few_sessions_and_any_requests(found):
 @settings(max_examples=200, deadline=None)
 @given(steps(st.sampled_from(["request/", *(f"session/{number}" for number in range(60))])))
 def test_a_block_is_as_with_all_leases_where_any_sessions_renew_their_requests(found):
-    first: dict[str, Wished] = {}
-    for wished, _, _ in found:
-        for one in wished:
+    first: dict[str, Requested] = {}
+    for requested, _, _ in found:
+        for one in requested:
             same = first.setdefault(one.holder, one)
             one.priority, one.floor, one.duration = same.priority, same.floor, same.duration
     for state, expected in play(found, AllLeases()):
@@ -156,8 +156,8 @@ def test_a_block_is_as_with_all_leases_where_any_sessions_renew_their_requests(f
 @settings(max_examples=200, deadline=None)
 @given(steps(st.sampled_from(["request/", "rule/r", *(f"session/{number}" for number in range(60))])))
 def test_a_block_is_between_all_leases_and_the_last_ones_where_sessions_change_their_requests(found):
-    for wished, _, _ in found:
-        for one in wished:
+    for requested, _, _ in found:
+        for one in requested:
             # Else a block would have more without a lease than with it.
             one.priority = max(one.priority, DEFAULT_PRIORITY)
     for state, least, most in play(found, AllLeases(), AllLeases(replaces=False)):
@@ -191,9 +191,9 @@ def test_too_many_leases_break_by_priority_with_receipts_and_events(found):
     world, model = patient(), AllLeases()
     seen = 0
     for count, (wanted, duration, pause) in enumerate(found):
-        admission = world.cache(PROMPT, request_id=str(count), retention=wish(wanted, float(duration)))
+        admission = world.cache(PROMPT, request_id=str(count), retention=retain(wanted, float(duration)))
         if admission.receipts[0].outcome is Outcome.GRANTED:
-            model.grant(Wished(str(count), wanted, None, float(duration)))
+            model.grant(Requested(str(count), wanted, None, float(duration)))
         else:
             assert admission.receipts[0].outcome is Outcome.REJECTED
             assert "too many leases of a higher priority" in admission.receipts[0].reason
@@ -217,10 +217,10 @@ def test_too_many_leases_break_by_priority_with_receipts_and_events(found):
 def test_a_lease_broken_for_one_of_a_higher_priority_has_an_event_with_the_cause():
     world = patient()
     for count in range(MAX_LEASES):
-        world.cache(PROMPT, retention=wish(10 + count, 1000.0 - count))
+        world.cache(PROMPT, retention=retain(10 + count, 1000.0 - count))
     seen = world.queries.last_event
     assert len(leases(world)) == MAX_LEASES
-    world.cache(PROMPT, retention=wish(90, 5.0))
+    world.cache(PROMPT, retention=retain(90, 5.0))
     assert priority(world) == 90
     (event,) = [
         event
@@ -236,7 +236,7 @@ def test_a_request_for_blocks_with_too_many_leases_is_clipped():
     for count in range(MAX_LEASES):
         retention = Retention((RetentionRange(0, 4, 90 - count, 100.0 + count),))
         world.cache(prompt, retention=retention)
-    receipt = world.cache(prompt, retention=wish(20, 1000.0)).receipts[0]
+    receipt = world.cache(prompt, retention=retain(20, 1000.0)).receipts[0]
     assert receipt.outcome is Outcome.CLIPPED
     assert receipt.reason == "1 of its blocks have too many leases of a higher priority"
     assert receipt.num_blocks == 3
@@ -244,18 +244,18 @@ def test_a_request_for_blocks_with_too_many_leases_is_clipped():
 
 def test_an_endless_lease_of_a_session_ends_a_day_after_its_last_request():
     world = patient()
-    admission = world.cache(PROMPT, session_id="chat", retention=wish(80))
+    admission = world.cache(PROMPT, session_id="chat", retention=retain(80))
     for receipt in admission.receipts:
         assert (receipt.outcome, receipt.duration) == (Outcome.CLIPPED, MAX_SESSION_SECONDS)
         assert receipt.reason == "the duration is at most 86400 s"
     world.now = MAX_SESSION_SECONDS - 1
-    world.cache(PROMPT, session_id="chat", retention=wish(80))
+    world.cache(PROMPT, session_id="chat", retention=retain(80))
     world.now = 2 * MAX_SESSION_SECONDS - 2
     assert priority(world) == 80
     world.now += 1
     assert priority(world) == 35
-    # What a request alone wishes without an end has none.
-    world.cache(PROMPT, retention=wish(80))
+    # A request alone may be without an end.
+    world.cache(PROMPT, retention=retain(80))
     world.now *= 10
     assert priority(world) == 80
 
@@ -263,10 +263,10 @@ def test_an_endless_lease_of_a_session_ends_a_day_after_its_last_request():
 @pytest.mark.parametrize(
     "options",
     [
-        lambda count: {"session_id": str(count), "retention": wish(80)},
-        lambda count: {"session_id": str(count), "retention": wish(80, 3600.0)},
-        lambda count: {"request_id": str(count), "retention": wish(80, 86400.0)},
-        lambda count: {"request_id": str(count), "retention": wish(count % 101, 86400.0 - count)},
+        lambda count: {"session_id": str(count), "retention": retain(80)},
+        lambda count: {"session_id": str(count), "retention": retain(80, 3600.0)},
+        lambda count: {"request_id": str(count), "retention": retain(80, 86400.0)},
+        lambda count: {"request_id": str(count), "retention": retain(count % 101, 86400.0 - count)},
     ],
     ids=["sessions", "sessions with an end", "requests with an end", "of all priorities"],
 )
@@ -290,7 +290,7 @@ def test_the_cost_of_an_admission_is_independent_of_requests_for_its_prefix(opti
 def test_too_many_leases_of_a_record_are_restored_in_linear_work(worlds):
     def work(number):
         world = patient()
-        world.cache(PROMPT, session_id="u", retention=wish(60))
+        world.cache(PROMPT, session_id="u", retention=retain(60))
         (record,) = [record for record in world.queries.records("e") if record.slot == 1]
         leases = tuple(LeaseRecord(f"session/{one}", 60, None, None) for one in range(number))
         world.lose_manager()

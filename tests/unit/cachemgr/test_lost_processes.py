@@ -10,7 +10,7 @@ from cachemgr.blocks.block import Block
 from cachemgr.errors import EventsGoneError, StaleExecutorError, UnknownExecutorError, UnknownSchedulerError
 from cachemgr.sequences import release as lifecycle
 from cachemgr.types import EventKind, RemovalCause
-from tests.support.in_process_manager import World, wish
+from tests.support.in_process_manager import World, retain
 from tests.support.random_operations import live_long, small_steps
 from tests.support.work import work_of
 
@@ -145,7 +145,7 @@ def test_an_older_executor_epoch_counts_again_once_the_lease_of_the_newer_has_ru
 def cached(blocks: int) -> World:
     world = World(blocks)
     for first in range(0, blocks * 4 - 40, 40):
-        world.cache(list(range(first, first + 40)), retention=wish(80, 500.0))
+        world.cache(list(range(first, first + 40)), retention=retain(80, 500.0))
     return world
 
 

@@ -8,7 +8,7 @@ from cachemgr.manager import CacheManager
 from cachemgr.operators.operator_journal import Kind
 from cachemgr.steps import at_once
 from cachemgr.types import EventKind, ForgetTarget, Prefix, Quota, RemovalCause, TierKind
-from tests.support.in_process_manager import CONFIG, World, wish
+from tests.support.in_process_manager import CONFIG, World, retain
 
 PROMPT = list(range(13))
 
@@ -150,7 +150,7 @@ def test_sizes_may_change_when_the_executor_starts_again():
 def test_leases_holds_and_quotas_of_lower_tiers_outlive_the_executor():
     world = World(4, host_blocks=4, config=dataclasses.replace(CONFIG, pin_budget=1.0))
     at_once(world.operators.set_quota(Quota(salt="a", host_ceiling=2), validate_only=False))
-    world.cache(PROMPT[:8], salt="a", retention=wish(90, 50.0))
+    world.cache(PROMPT[:8], salt="a", retention=retain(90, 50.0))
     world.cache(list(range(100, 116)))
     prefix = Prefix(tuple(PROMPT[:8]), salt="a")
     (pinned,) = world.operators.pin_prefix(prefix, "ops", 60.0, validate_only=False)

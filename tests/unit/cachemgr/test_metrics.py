@@ -8,7 +8,7 @@ from cachemgr.steps import at_once
 from cachemgr.telemetry.prometheus import LONGEST_STALL, Stalls, families
 from cachemgr.types import BlockFilter, RemovalCause
 from protos.rpc.logs import short_hash
-from tests.support.in_process_manager import CONFIG, World, wish
+from tests.support.in_process_manager import CONFIG, World, retain
 from tests.support.scrape import scraped
 
 
@@ -57,10 +57,10 @@ def test_requests_without_a_salt_are_told_apart_from_all_others():
 
 def test_leases_are_counted_by_how_they_ended():
     world = World(8, config=dataclasses.replace(CONFIG, lease_seconds=1e9))
-    world.cache(list(range(9)), session_id="s", retention=wish(80, 5.0))
+    world.cache(list(range(9)), session_id="s", retention=retain(80, 5.0))
     world.now = 5.0
     world.manager.expire()
-    world.cache(list(range(4)), session_id="s", retention=wish(80, 5.0))
+    world.cache(list(range(4)), session_id="s", retention=retain(80, 5.0))
     at_once(world.operators.purge(BlockFilter(), validate_only=False))
     assert scraped(world.manager, "pool_honoured_leases_total", pool="e/0") == 3
     assert scraped(world.manager, "pool_broken_leases_total", pool="e/0") == 1

@@ -1,7 +1,7 @@
 """Prefix hits that end within a block, and settings of partial reuse."""
 
 from cachemgr.types import ManagerConfig, Retention, RetentionRange
-from tests.support.in_process_manager import World, wish
+from tests.support.in_process_manager import World, retain
 
 
 def admit(world, tokens, name):
@@ -54,7 +54,7 @@ def test_a_group_without_its_window_shortens_the_match():
 
 def test_a_covered_shorter_block_in_use_leaves_the_index_with_its_last_reference():
     world = World(10)
-    world.cache([1, 2, 0], session_id="s", retention=wish(80))
+    world.cache([1, 2, 0], session_id="s", retention=retain(80))
     # Both copy its beginning; the first to end stores a block that covers it.
     world.admit([1, 2, 0, 4, 5], "a")
     world.admit([1, 2, 0, 5, 6], "b")

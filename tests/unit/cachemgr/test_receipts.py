@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from cachemgr.types import Outcome, Retention, RetentionRange
-from tests.support.in_process_manager import CONFIG, World, wish
+from tests.support.in_process_manager import CONFIG, World, retain
 
 PROMPT = list(range(10, 19))
 BOUNDED = dataclasses.replace(CONFIG, max_retention_priority=60, max_retention_seconds=5.0)
@@ -68,7 +68,7 @@ def test_requests_beyond_the_operators_bounds_are_clipped_to_them(priority, dura
 
 def test_blocks_have_the_leases_of_the_receipt():
     world = World(8, config=BOUNDED)
-    world.cache(PROMPT, retention=wish(100))
+    world.cache(PROMPT, retention=retain(100))
     assert {(lease.priority, lease.remaining) for _, _, lease in filter(None, world.queries.leases("e/0", ""))} == {
         (60, 5.0)
     }

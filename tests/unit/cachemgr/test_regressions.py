@@ -19,7 +19,7 @@ from cachemgr.types import (
     RuleMatch,
     TierKind,
 )
-from tests.support.in_process_manager import CONFIG, World, wish
+from tests.support.in_process_manager import CONFIG, World, retain
 
 ONES = [1] * 4
 
@@ -102,7 +102,7 @@ def test_text_that_follows_a_truncated_image_is_not_found_under_it():
 
 def test_an_offload_rule_grants_no_priority():
     world = World(8)
-    world.cache(list(range(4)), session_id="s", retention=wish(10))
+    world.cache(list(range(4)), session_id="s", retention=retain(10))
     rule = RetentionRule("r", action=RuleAction(offload_min_priority=50))
     at_once(world.operators.create_rule(rule, validate_only=False))
     world.cache([*range(4), 9])
@@ -158,10 +158,10 @@ def test_a_preview_counts_the_capacity_ahead():
 
 def test_window_blocks_that_can_never_match_are_removed():
     world = World(12, windows=(None, 4))
-    world.cache(list(range(8)), retention=wish(90))
+    world.cache(list(range(8)), retention=retain(90))
     world.cache(list(range(50, 58)))
     selected = BlockFilter(pool_id="e/0", prefix=Prefix(tuple(range(8))))
     at_once(world.operators.purge(selected, validate_only=False))
-    # The blocks of the window behind the lost ones are worth nothing, whatever was wished for them.
+    # The blocks of the window behind the lost ones are worth nothing, whatever their priority.
     assert all(block.token_ids[0] >= 50 for block in world.queries.records("e"))
     assert {block.group for block in world.queries.records("e")} == {0, 1}

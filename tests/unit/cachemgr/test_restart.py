@@ -9,7 +9,7 @@ from cachemgr.manager import CacheManager
 from cachemgr.steps import at_once
 from cachemgr.tokens import pack
 from cachemgr.types import ForgetTarget, Prefix, TierKind
-from tests.support.in_process_manager import CONFIG, World, wish
+from tests.support.in_process_manager import CONFIG, World, retain
 
 PROMPT = list(range(10))
 
@@ -41,7 +41,7 @@ def test_the_store_learns_that_a_lease_is_covered():
 
 def test_the_store_learns_of_a_lease_from_a_shorter_block():
     world = World(8)
-    world.cache([1, 2], retention=wish(60))
+    world.cache([1, 2], retention=retain(60))
     world.admit([1, 2, 3, 4, 5], "a")
     # While it is copied from, the shorter block stays beside the longer one.
     world.admit([1, 2, 6, 7, 8], "b")

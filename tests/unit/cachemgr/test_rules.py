@@ -18,7 +18,7 @@ from cachemgr.types import (
     TierKind,
 )
 from protos.errors import InvalidField
-from tests.support.in_process_manager import World, wish
+from tests.support.in_process_manager import World, retain
 
 PROMPT = list(range(10, 19))
 
@@ -96,7 +96,7 @@ def test_a_block_has_the_priority_of_the_request_or_else_of_the_first_rule(rules
 def test_a_rule_without_storage_goes_before_the_retention_of_a_request():
     world = World(12)
     make(world, "r", RuleMatch(salt="a"), no_store=True)
-    world.cache(PROMPT, salt="a", retention=wish(90))
+    world.cache(PROMPT, salt="a", retention=retain(90))
     assert priorities(world) == {}
 
 
@@ -106,7 +106,7 @@ def test_an_offload_floor_decides_which_blocks_are_offloaded_whatever_the_reques
     world.cache(PROMPT, salt="a")
     world.cache(list(range(100, 116)), no_store=True)
     assert world.queries.explain(Prefix(tuple(PROMPT), salt="a"), 0)[0].blocks == []
-    world.cache(PROMPT, salt="a", retention=wish(70))
+    world.cache(PROMPT, salt="a", retention=retain(70))
     world.cache(list(range(100, 116)), no_store=True)
     below = world.queries.explain(Prefix(tuple(PROMPT), salt="a"), 0)[0].blocks
     assert {view.tier for view, _, _ in below} == {TierKind.HOST}
@@ -156,7 +156,7 @@ def test_a_deleted_rule_ends_its_leases_with_events_and_no_others():
     make(world, "r", priority=80)
     make(world, "s", RuleMatch(salt="a"), order=-1, priority=70)
     world.cache(PROMPT)
-    world.cache(PROMPT, session_id="x", retention=wish(50))
+    world.cache(PROMPT, session_id="x", retention=retain(50))
     world.run(PROMPT, "live", salt="a")
     before = world.queries.last_event
     assert at_once(world.operators.delete_rule("r", "", validate_only=True)) == 3
@@ -218,7 +218,7 @@ def test_a_rule_pins_blocks_of_a_released_sequence():
 def test_a_rule_does_not_pin_for_requests_with_retention_nor_once_deleted():
     world = World(20)
     make(world, "r", pin_duration=5.0)
-    world.cache(PROMPT, retention=wish(10))
+    world.cache(PROMPT, retention=retain(10))
     world.run(PROMPT, "a")
     at_once(world.operators.delete_rule("r", "", validate_only=False))
     world.finish("a")

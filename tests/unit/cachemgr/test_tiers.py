@@ -5,7 +5,7 @@ import pytest
 from cachemgr.errors import BlocksInUseError
 from cachemgr.steps import at_once
 from cachemgr.types import BlockFilter, EventKind, Prefix, RemovalCause, Retention, RetentionRange, TierKind
-from tests.support.in_process_manager import BLOCK, World, wish
+from tests.support.in_process_manager import BLOCK, World, retain
 
 
 def places(world: World) -> list[tuple[str, int]]:
@@ -31,15 +31,15 @@ def test_blocks_in_flight_are_not_matched():
 
 def test_a_host_block_is_evicted_only_for_a_block_later_in_eviction_order():
     world = World(2, host_blocks=1)
-    world.cache(list(range(4)), retention=wish(40))
-    world.cache(list(range(50, 54)), retention=wish(50))
+    world.cache(list(range(4)), retention=retain(40))
+    world.cache(list(range(50, 54)), retention=retain(50))
     # The one at 40 goes first; its copy is called off for the one at 50.
-    assert len(fill(world, 100, "b", retention=wish(45)).transfers) == 1
+    assert len(fill(world, 100, "b", retention=retain(45)).transfers) == 1
     world.finish("b")
     assert world.found([0, 1, 2, 3]) == 0
     assert world.found([50, 51, 52, 53]) == 4
     # 45 does not displace 50.
-    assert fill(world, 200, "c", retention=wish(60)).transfers == ()
+    assert fill(world, 200, "c", retention=retain(60)).transfers == ()
     world.finish("c")
     # 60 does.
     assert len(fill(world, 300, "d").transfers) == 1

@@ -15,7 +15,7 @@ from tests.support.scrape import scraped
 KEYDIFF = asked("KEYDIFF", start_tokens=1, recent_tokens=2, max_cache_tokens=8, period_tokens=3)
 AVERAGE = asked("AVERAGE", max_cache_tokens=8, period_tokens=2, during_prefill=True)
 SNAPKV = asked("SNAPKV", max_cache_tokens=5, recent_tokens=2, score_window_tokens=2)
-NAMES = [str(wish.message().kind) for wish in POLICIES]
+NAMES = [str(requested.message().kind) for requested in POLICIES]
 PROMPT = list(range(10, 29))
 
 
@@ -66,12 +66,12 @@ def test_a_sequence_moves_to_a_second_table_and_grows_no_more():
     assert live.kept <= 8
 
 
-@pytest.mark.parametrize("wish", POLICIES, ids=NAMES)
+@pytest.mark.parametrize("requested", POLICIES, ids=NAMES)
 @pytest.mark.parametrize("prompt", [3, 12, 31])
-def test_prefix_hits_end_at_the_first_eviction(wish, prompt):
+def test_prefix_hits_end_at_the_first_eviction(requested, prompt):
     world = World(40)
     tokens = list(range(100, 100 + prompt))
-    world.admit(tokens, "a", eviction_policy=wish)
+    world.admit(tokens, "a", eviction_policy=requested)
     live = world.live["a"]
     world.compute(live, 60)
     clean = live.policy.clean_tokens(prompt, prompt)
@@ -212,9 +212,9 @@ def test_a_sequence_that_waits_gets_no_second_table():
 )
 def test_columns_about_evictions_that_do_not_fit_are_refused_and_nothing_changes(columns, field):
     world = World(40)
-    for name, wish in (("told", KEYDIFF), ("a", KEYDIFF), ("never", asked("SNAPKV")), ("plain", None)):
+    for name, requested in (("told", KEYDIFF), ("a", KEYDIFF), ("never", asked("SNAPKV")), ("plain", None)):
         first = 100 * ord(name[0])
-        world.admit(list(range(first, first + 19)), name, eviction_policy=wish)
+        world.admit(list(range(first, first + 19)), name, eviction_policy=requested)
     world.step(19)
     world.step(19)
     world.sync({"told"})

@@ -49,8 +49,8 @@ def test_the_answer_has_the_whole_policy_and_so_has_the_sequence():
 )
 def test_the_policy_is_the_requests_or_else_of_the_first_rule_with_one(rules, own, kind):
     world = World(20)
-    for order, wish in enumerate(rules):
-        action = RuleAction(priority=50, eviction_policy=wish)
+    for order, requested in enumerate(rules):
+        action = RuleAction(priority=50, eviction_policy=requested)
         at_once(world.operators.create_rule(RetentionRule(f"r{order}", order, action=action), validate_only=False))
     policy = world.admit(PROMPT, eviction_policy=own).eviction_policy
     assert (None if policy is None else policy.kind) == kind
@@ -69,14 +69,14 @@ def test_a_model_with_windows_takes_no_policy(windows):
 
 def test_positions_are_compacted_where_keys_can_be_rotated_and_that_does_not_change_within_an_epoch():
     world = World(20)
-    wish = asked("KEYDIFF", max_cache_tokens=8, period_tokens=2, start_tokens=1, recent_tokens=2, positions=2)
+    requested = asked("KEYDIFF", max_cache_tokens=8, period_tokens=2, start_tokens=1, recent_tokens=2, positions=2)
     spec = dataclasses.replace(world.spec(), plain_rotary=True)
     with pytest.raises(PoolSpecError):
         world.manager.register_executor(spec)
     before = state_hash(world.queries.state())
     world.manager.register_executor(dataclasses.replace(spec, executor_epoch=2))
     assert state_hash(world.queries.state()) != before
-    policy = world.admit(PROMPT, eviction_policy=wish).eviction_policy
+    policy = world.admit(PROMPT, eviction_policy=requested).eviction_policy
     assert policy is not None
     assert policy.compacted
 
@@ -111,7 +111,7 @@ def test_a_changed_rule_applies_to_later_sequences():
 
 
 @pytest.mark.parametrize(
-    ("wish", "cached"),
+    ("requested", "cached"),
     [
         (None, 18),
         (WINDOW, 18),
@@ -128,11 +128,11 @@ def test_a_changed_rule_applies_to_later_sequences():
         ),
     ],
 )
-def test_reuse_leaves_the_queries_that_a_policy_scores(wish, cached):
+def test_reuse_leaves_the_queries_that_a_policy_scores(requested, cached):
     world = World(30)
     world.cache(PROMPT)
-    preview = world.queries.preview(world.request(PROMPT, eviction_policy=wish), 0)
-    assert world.admit(PROMPT, eviction_policy=wish).cached_tokens == preview.cached_tokens == cached
+    preview = world.queries.preview(world.request(PROMPT, eviction_policy=requested), 0)
+    assert world.admit(PROMPT, eviction_policy=requested).cached_tokens == preview.cached_tokens == cached
 
 
 def test_a_policy_during_prefill_gets_blocks_for_tokens_before_its_first_eviction():
@@ -159,7 +159,7 @@ def test_capacity_ahead_stops_where_it_first_evicts():
 
 
 @pytest.mark.parametrize(
-    ("wish", "tokens", "blocks", "options", "field"),
+    ("requested", "tokens", "blocks", "options", "field"),
     [
         # 19 tokens, and another table for 8.
         (KEYDIFF, 19, 7, {}, "eviction_policy"),
@@ -172,26 +172,26 @@ def test_capacity_ahead_stops_where_it_first_evicts():
         (asked("SNAPKV", max_cache_tokens=30, recent_tokens=2, score_window_tokens=2), 19, 5, {}, "token_ids"),
     ],
 )
-def test_both_tables_of_a_sequence_must_fit_into_the_pool(wish, tokens, blocks, options, field):
+def test_both_tables_of_a_sequence_must_fit_into_the_pool(requested, tokens, blocks, options, field):
     tight = World(blocks - 1)
     before = state_hash(tight.manager.queries.state())
     with pytest.raises(SequenceTooLongError) as refused:
-        tight.admit(PROMPT[:tokens], eviction_policy=wish, **options)
+        tight.admit(PROMPT[:tokens], eviction_policy=requested, **options)
     assert list(refused.value.fields) == [field]
     assert state_hash(tight.manager.queries.state()) == before
     world = World(blocks)
-    generate = 1 if wish.message().kind == Kind.SNAPKV else 12
-    world.run(PROMPT[:tokens], "a", eviction_policy=wish, generate=generate, **options)
+    generate = 1 if requested.message().kind == Kind.SNAPKV else 12
+    world.run(PROMPT[:tokens], "a", eviction_policy=requested, generate=generate, **options)
 
 
-@pytest.mark.parametrize("wish", POLICIES, ids=[Kind(wish.message().kind).name for wish in POLICIES])
+@pytest.mark.parametrize("requested", POLICIES, ids=[Kind(requested.message().kind).name for requested in POLICIES])
 @pytest.mark.parametrize(("prompt", "new"), [(1, 1), (3, 30), (8, 1), (12, 20), (30, 3), (30, 40)])
-def test_a_preview_has_the_blocks_to_completion(wish, prompt, new):
+def test_a_preview_has_the_blocks_to_completion(requested, prompt, new):
     """They are what it has at once, but for what the manager gives a step ahead."""
     tokens = list(range(100, 100 + prompt))
     world = World(40)
-    (estimate,) = world.queries.preview(world.request(tokens, eviction_policy=wish), new).estimates
-    world.admit(tokens, "a", eviction_policy=wish)
+    (estimate,) = world.queries.preview(world.request(tokens, eviction_policy=requested), new).estimates
+    world.admit(tokens, "a", eviction_policy=requested)
     live = world.live["a"]
     (running,) = world.queries.estimate(world.caller, "a", None, new)
     assert estimate.completion - (40 - world.free) == running.completion

@@ -5,7 +5,7 @@ import dataclasses
 from cachemgr.sequences.transfers import MAX_BACKUPS
 from cachemgr.steps import at_once
 from cachemgr.types import EventKind, ForgetTarget, HintAction, Hints, Prefix, RemovalCause, TierKind
-from tests.support.in_process_manager import BLOCK, CONFIG, World, wish
+from tests.support.in_process_manager import BLOCK, CONFIG, World, retain
 from tests.support.scrape import scraped
 
 PROMPT = list(range(12))
@@ -46,18 +46,18 @@ def test_cached_blocks_are_copied_to_empty_host_slots_in_the_background_heads_fi
 
 def test_a_block_whose_priority_rises_is_copied_later():
     world = World(8, host_blocks=8)
-    world.cache(list(range(4)), retention=wish(10))
+    world.cache(list(range(4)), retention=retain(10))
     world.back_up()
     assert world.backups == 0
-    world.cache(list(range(5)), session_id="other", retention=wish(50))
+    world.cache(list(range(5)), session_id="other", retention=retain(50))
     world.back_up()
     assert world.backups == 2
 
 
 def test_a_parent_of_offloaded_blocks_is_backed_up_at_any_priority():
     world = World(3, host_blocks=3)
-    world.cache(PROMPT[:8], retention=wish(90))
-    # Its own wish has ended, and the first block is in use.
+    world.cache(PROMPT[:8], retention=retain(90))
+    # Its own lease has ended, and the first block is in use.
     world.run([*PROMPT[:4], 70], "first")
     fill_rest = world.cache([80, 81, 82])
     assert fill_rest.transfers
@@ -131,10 +131,10 @@ def test_a_demotion_of_a_block_with_a_backup_needs_no_copy():
 
 def test_a_block_below_the_offload_floor_is_evicted_with_its_backup():
     world = World(4, host_blocks=4)
-    world.cache(PROMPT, retention=wish(90, 5.0), session_id="s")
+    world.cache(PROMPT, retention=retain(90, 5.0), session_id="s")
     world.back_up()
     assert world.backups == 3
-    world.cache([*PROMPT, 70], retention=wish(10), session_id="s")
+    world.cache([*PROMPT, 70], retention=retain(10), session_id="s")
     world.fill()
     world.check()
     assert "host" not in world.tiers()

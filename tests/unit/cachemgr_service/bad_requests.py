@@ -87,23 +87,23 @@ EXTRA_KEYS: list[Case] = [
 DURATIONS = ({"seconds": 0}, {"seconds": -1}, {"nanos": -1}, {"seconds": MAX_DURATION, "nanos": 1_000_000}, None)
 
 
-def wish(**fields: object) -> dict[str, object]:
+def kept(**fields: object) -> dict[str, object]:
     return {"start": 0, "end": 4, "retention_priority": 1, **fields}
 
 
-def ranges(*wishes: dict[str, object]) -> dict[str, object]:
-    return {"retention": {"ranges": list(wishes)}}
+def ranges(*requested: dict[str, object]) -> dict[str, object]:
+    return {"retention": {"ranges": list(requested)}}
 
 
 RETENTION: list[Case] = [
-    (ranges(wish(retention_priority=101)), INVALID, "retention.ranges[0].retention_priority"),
-    (ranges(wish(start=4)), INVALID, "retention.ranges[0].end"),
-    (ranges(*(wish(start=at, end=at + 1) for at in range(65))), INVALID, "retention.ranges"),
-    (ranges(wish(start=2), wish(start=0, end=3)), INVALID, "retention.ranges[0].start"),
-    (ranges(wish(), wish(start=3, end=8)), INVALID, "retention.ranges[1].start"),
-    (ranges({"retention_priority": 1}, wish(start=5, end=6)), INVALID, "retention.ranges[0].end"),
+    (ranges(kept(retention_priority=101)), INVALID, "retention.ranges[0].retention_priority"),
+    (ranges(kept(start=4)), INVALID, "retention.ranges[0].end"),
+    (ranges(*(kept(start=at, end=at + 1) for at in range(65))), INVALID, "retention.ranges"),
+    (ranges(kept(start=2), kept(start=0, end=3)), INVALID, "retention.ranges[0].start"),
+    (ranges(kept(), kept(start=3, end=8)), INVALID, "retention.ranges[1].start"),
+    (ranges({"retention_priority": 1}, kept(start=5, end=6)), INVALID, "retention.ranges[0].end"),
     *(
-        (ranges(wish(retention_duration=time)), INVALID, "retention.ranges[0].retention_duration")
+        (ranges(kept(retention_duration=time)), INVALID, "retention.ranges[0].retention_duration")
         for time in DURATIONS
         if time is not None
     ),

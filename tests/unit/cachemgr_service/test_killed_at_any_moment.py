@@ -68,13 +68,13 @@ class Life:
         self.history.append(await self.said())
 
     async def compute(self) -> None:
-        """A prompt that shares a beginning with others, under a wish that lasts."""
+        """A prompt that shares a beginning with others, with retention that lasts."""
         self.names += 1
         self.step += 1
         length = self.random.choice((5, 9, 13))
         tokens = [self.random.randrange(3)] * 4 + [self.random.randrange(3)] * (length - 4)
-        wish = common.RetentionRange(start=0, retention_priority=80, retention_duration=timedelta(seconds=1000))
-        admitted = await self.client.admit(f"s{self.names}", tokens, retention=pb.RetentionConfig(ranges=[wish]))
+        kept = common.RetentionRange(start=0, retention_priority=80, retention_duration=timedelta(seconds=1000))
+        admitted = await self.client.admit(f"s{self.names}", tokens, retention=pb.RetentionConfig(ranges=[kept]))
         if admitted.admitted:
             own = admitted.block_tables[0].slots[admitted.cached_tokens // 4 :]
             for slot in own:

@@ -173,10 +173,10 @@ async def test_with_a_smaller_budget_the_oldest_pins_become_leases(managers: Man
 
 async def test_remaining_times_of_leases_come_back_exactly(managers: Managers) -> None:
     ranges = [common.RetentionRange(start=0, end=4, retention_priority=80, retention_duration=Duration(seconds=500))]
-    wish = pb.RetentionConfig(ranges=ranges)
+    retention = pb.RetentionConfig(ranges=ranges)
     async with managers.run() as client:
         await client.register()
-        steps = await cached(client, retention=wish)
+        steps = await cached(client, retention=retention)
         managers.now += 123.5
         # Nothing of the block changes, and time goes on.
         await client.admin.SetQuota(pb.SetQuotaRequest(quota=QUOTAS[0]))

@@ -113,8 +113,8 @@ async def test_a_watch_starts_with_a_snapshot_and_goes_on_without_a_gap(client: 
 
 async def test_leases_are_told_to_those_who_watch(client: Client) -> None:
     await client.register()
-    wish = common.RetentionRange(retention_priority=80, retention_duration=Duration(seconds=3600))
-    admission = await client.admit("a", 8, session_id="chat", retention=pb.RetentionConfig(ranges=[wish]))
+    kept = common.RetentionRange(retention_priority=80, retention_duration=Duration(seconds=3600))
+    admission = await client.admit("a", 8, session_id="chat", retention=pb.RetentionConfig(ranges=[kept]))
     await client.compute(admission, 8)
     await client.manager.ReleaseSequence(pb.ReleaseSequenceRequest(sequence_id="a", **SCHEDULED), timeout=5)
     watch = client.events.WatchEvents(pb.WatchEventsRequest(), timeout=10)

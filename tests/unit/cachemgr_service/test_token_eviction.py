@@ -86,8 +86,8 @@ def test_the_operation_log_leads_to_the_same_evictions(rotary: bool) -> None:
             plain_rotary=rotary,
         )
     )
-    wish = COMPACTED if rotary else WINDOW
-    rule = pb.RetentionRule(name="r", action=pb.RuleAction(eviction_policy=wish))
+    policy = COMPACTED if rotary else WINDOW
+    rule = pb.RetentionRule(name="r", action=pb.RuleAction(eviction_policy=policy))
     calls.run("CreateRetentionRule", pb.CreateRetentionRuleRequest(rule=rule))
     admission = {"scheduler_id": SCHEDULER, "scheduler_epoch": 1, "executor_id": EXECUTOR, "token_ids": range(10)}
     handles = [
