@@ -90,6 +90,22 @@ def test_uncomputed_blocks_of_a_forgotten_sequence_are_not_matched():
     assert (admission.cached_tokens, admission.wait_for_handle) == (0, 0)
 
 
+def test_a_forgotten_sequence_does_not_scrub_blocks_that_another_sequence_fills():
+    world = World(12)
+    world.admit(PROMPT, "writer", session_id="y")
+    reader = world.admit([*PROMPT, 1, 2, 3], "reader", session_id="x")
+    assert reader.wait_for_handle == world.live["writer"].handle
+    forget(world, session_id="x")
+    world.release("reader")
+    world.check()
+    # The reader's own blocks are overwritten, and nothing was written to those of the writer.
+    world.run_executor_copies()
+    world.release("writer")
+    assert world.queries.executor_transfers("e") == []
+    assert world.free == 12
+    world.check()
+
+
 def test_a_fork_of_a_forgotten_sequence_stores_nothing_either():
     world = World(16)
     world.run(PROMPT, "live", salt="a")
