@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from cachemgr import steps
 from cachemgr.blocks.block import Block, account_of
-from cachemgr.blocks.block_record import USED_LAST, BackupRecord, BlockRecord, LeaseRecord
+from cachemgr.blocks.block_record import USED_LAST, BlockRecord, CopyRecord, LeaseRecord
 from cachemgr.blocks.eviction_history import RemovalHistory, UseTimes
 from cachemgr.blocks.hit_counters import TokenMeter
-from cachemgr.blocks.offload import Eviction, Offloader
+from cachemgr.blocks.offload import Eviction, Offloader, OffloadListener, WriteThrough
 from cachemgr.blocks.radix_tree import RadixTree, children_of, covered_children, longer_sibling
 from cachemgr.blocks.tier import Tier
-from cachemgr.blocks.write_through import Backups
 from cachemgr.retention.leases import effective_priority, leases_of
 from cachemgr.retention.priority import DEFAULT_PRIORITY
 from cachemgr.tokens import TOKEN_BYTES
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from cachemgr.blocks.events import EventLog
     from cachemgr.blocks.leftovers import Leftovers
     from cachemgr.blocks.offload import OffloadingWriter
-    from cachemgr.blocks.write_through import CopyTicket
     from cachemgr.retention.leases import LeaseBook
     from cachemgr.retention.priority import RetentionRequest
     from cachemgr.steps import Steps
@@ -44,17 +42,8 @@ _LOST = RemovalCause.EXECUTOR_LOST
 _EVICTABLE = "every block without references is evictable: the ancestors of a referenced block are referenced, too"
 
 
-class PoolListener(Protocol):
+class PoolListener(OffloadListener, Protocol):
     """The executor's side of a pool: opens copies, and follows blocks that others refer to."""
-
-    def offloading(self, pool: BlockPool, block: Block, occupant: Block, writer: OffloadingWriter | None) -> CopyTicket:
-        """A block moves to a lower tier: opens its copy, which has the block's reference from now on.
-
-        `occupant` has the slot that the block leaves, for the sake of `writer`.
-        """
-
-    def offload_recalled(self, ticket: CopyTicket, writer: OffloadingWriter) -> None:
-        """A copy to a lower tier is called off before a scheduler knows of it."""
 
     def superseded(self, pool: BlockPool, old: Block, block: Block) -> None:
         """A device block has replaced an equal block in the prefix tree."""
@@ -111,7 +100,7 @@ class BlockPool:
         self.share_number = 0
         self.lru_clock = 0
         self.use_times = UseTimes()
-        self._write_through = write_through
+        self._writes_through = write_through
         self._windowed = windowed
         self._events = events
         self._leases = leases
@@ -130,8 +119,8 @@ class BlockPool:
         # By index: the slots of all tiers in one row.
         self.blocks: list[Block | None] = [None] * (disk.offset + disk.size + 1)
         self._listener = listener
-        self.backups = Backups(self, write_through=self._write_through)
-        self.offloader = Offloader(self, self.backups, partial(listener.offloading, self), listener.offload_recalled)
+        self.write_through = WriteThrough(self, enabled=self._writes_through)
+        self.offloader = Offloader(self, self.write_through, listener)
 
     # Where blocks are
 
@@ -281,7 +270,7 @@ class BlockPool:
             if self.offloader.reserve(block):
                 tier.used += 1
                 return
-            if self.backups.inherit(block):
+            if self.write_through.inherit(block):
                 return
         if self.zero_on_free and block in self.zero_on_free:
             self.zero_on_free.discard(block)
@@ -454,7 +443,7 @@ class BlockPool:
         tree.link(block, parent)
         self.tier_of(block).indexed += 1
         if self._has_lower:
-            self.backups.enqueue(block)
+            self.write_through.enqueue(block)
         self.removals.discard(key)
         self._events.add(_STORED, self.view(block))
         if block.lease is not None:
@@ -497,7 +486,7 @@ class BlockPool:
         block.priority = effective_priority(block)
         self._listener.superseded(self, old, block)
         if self._has_lower:
-            self.backups.superseded(old, block)
+            self.write_through.superseded(old, block)
         if not old.refs:
             if old.lru_prev is not None:
                 tier.delist(old, account_of(old))
@@ -575,7 +564,7 @@ class BlockPool:
         self._events.add(_REMOVED, view, cause, None, for_sequence_id)
         self.report_removed(tier, block)
         if self._has_lower and tier is device:
-            self.backups.end(block)
+            self.write_through.end(block)
         if self._windowed and cause not in _REPLACED:
             for pool in self._windowed:
                 # Without full attention's block of the same key it can never match.
@@ -595,7 +584,7 @@ class BlockPool:
         changed = priority != block.priority
         if changed:
             if self._has_lower and priority > block.priority:
-                self.backups.enqueue(block)
+                self.write_through.enqueue(block)
             if block.lru_prev is None:
                 block.priority = priority
                 self.offloader.offer(block)
@@ -637,7 +626,7 @@ class BlockPool:
             tier=tier.kind,
             slot=block.index - tier.offset,
             generation=tier.generation(block.index),
-            backup=self._backup_record(block) if self.backups.indexes else None,
+            lower_copy=self._copy_record(block) if self.write_through.copies else None,
             last_use=USED_LAST if tier is self.device else block.recency,
             key=block.key,
             parent_key=block.parent.key if block.depth else None,
@@ -652,11 +641,11 @@ class BlockPool:
             leases=() if block.lease is None else self._lease_records(block),
         )
 
-    def _backup_record(self, block: Block) -> BackupRecord | None:
-        index, tier = self.backups.indexes.get(block), self.backups.tier
+    def _copy_record(self, block: Block) -> CopyRecord | None:
+        index, tier = self.write_through.copies.get(block), self.write_through.tier
         if index is None or tier is None:
             return None
-        return BackupRecord(tier.kind, index - tier.offset, tier.generation(index))
+        return CopyRecord(tier.kind, index - tier.offset, tier.generation(index))
 
     def _lease_records(self, block: Block) -> tuple[LeaseRecord, ...]:
         return tuple(

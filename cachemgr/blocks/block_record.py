@@ -20,8 +20,8 @@ class LeaseRecord(NamedTuple):
     offload_min_priority: int | None = None
 
 
-class BackupRecord(NamedTuple):
-    """A slot of a lower tier that holds what a block of the device does, and the ticket of the copy that filled it."""
+class CopyRecord(NamedTuple):
+    """A slot of a lower tier that has a write-through copy of a device block, and the ticket of the copy."""
 
     tier: TierKind
     slot: int
@@ -52,7 +52,7 @@ class BlockRecord(NamedTuple):
     tier: TierKind = TierKind.DEVICE
     generation: int = 0
     last_use: int = 0
-    backup: BackupRecord | None = None
+    lower_copy: CopyRecord | None = None
 
     @property
     def place(self) -> Slot:
@@ -60,10 +60,10 @@ class BlockRecord(NamedTuple):
         return self.group, self.tier, self.slot
 
     def below(self) -> "BlockRecord | None":
-        """The record without the device: that of its backup, or None."""
-        if self.tier is not TierKind.DEVICE or self.backup is None:
+        """The record without the device: that of its write-through copy, or None."""
+        if self.tier is not TierKind.DEVICE or self.lower_copy is None:
             return None if self.tier is TierKind.DEVICE else self
-        return self._replace(**self.backup._asdict(), backup=None)
+        return self._replace(**self.lower_copy._asdict(), lower_copy=None)
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -1,16 +1,16 @@
-"""Offloading: what happens to a block of a pool with lower tiers when its slot is wanted."""
+"""Lower tiers: blocks are offloaded when their slots are wanted, or written through to the next tier ahead of that."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from typing import Protocol
+from collections import deque
+from typing import Any, Protocol
 
-from cachemgr.blocks.block import Block, Writer, account_of
+from cachemgr.blocks.block import Block, Node, Writer, account_of
 from cachemgr.blocks.cache_scope import Account
 from cachemgr.blocks.eviction_queue import goes_before
+from cachemgr.blocks.radix_tree import children_of
 from cachemgr.blocks.tier import Tier
-from cachemgr.blocks.write_through import Backups, CopyTicket, TieredPool
 from cachemgr.retention.leases import offload_floor
 from cachemgr.types import PoolSpec, RemovalCause
 
@@ -20,10 +20,10 @@ class Eviction(enum.Enum):
 
     DROPPED = "dropped"
     OFFLOADED = "offloaded by a copy"
-    ALREADY_BELOW = "offloaded to its backup"
+    ALREADY_BELOW = "offloaded to its write-through copy"
 
 
-# Looked up once, not for each block that goes.
+# Looked up once, not for each evicted block.
 _DROPPED, _OFFLOADED, _ALREADY_BELOW = Eviction
 
 
@@ -42,39 +42,225 @@ class OffloadingWriter(Writer, Protocol):
         """Offloads for its blocks that no scheduler knows of yet."""
 
 
-class OffloadingPool(TieredPool, Protocol):
-    """The pool as its offloads see it."""
+class CopyTicket(Protocol):
+    """An open copy from one tier to a lower one, which has a reference to its target.
+
+    `holds_source` says whether it has one to its source, too.
+    """
+
+    source: Block | None
+    holds_source: bool
 
     @property
-    def device(self) -> Tier: ...
+    def number(self) -> int: ...
+    @property
+    def target(self) -> Block: ...
+
+    def offer(self) -> None:
+        """The priority or the children of the target have changed: as long as the copy can be recalled, that counts."""
+
+
+class OffloadListener(Protocol):
+    """The executor's side of offloads: opens their copies, and calls them off."""
+
+    def offloading(self, pool: Any, block: Block, occupant: Block, writer: OffloadingWriter | None) -> CopyTicket:
+        """A block of this pool moves to a lower tier: opens its copy, which has the block's reference from now on.
+
+        `occupant` has the slot that the block leaves, for the sake of `writer`.
+        """
+
+    def offload_recalled(self, ticket: CopyTicket, writer: OffloadingWriter) -> None:
+        """A copy to a lower tier is called off before a scheduler knows of it."""
+
+
+class TieredPool(Protocol):
+    """The pool as its lower tiers see it."""
+
+    blocks: list[Block | None]
+    zero_on_free: set[Block]
+    window: int | None
+    offload_min_priority: int
+
     @property
     def spec(self) -> PoolSpec: ...
+    @property
+    def device(self) -> Tier: ...
+    def tier_of(self, block: Block) -> Tier: ...
+    def is_on_device(self, block: Block) -> bool: ...
     def is_evictable(self, block: Block) -> bool: ...
     def evict(self, tier: Tier, victim: Block, writer: OffloadingWriter | None) -> Eviction: ...
     def release(self, block: Block) -> None: ...
+    def zero(self, block: Block) -> None: ...
     def unlink(self, block: Block, cause: RemovalCause, writer: Writer | None) -> None: ...
     def lose_children(self, block: Block) -> None: ...
     def count_children_in_tier(self, block: Block) -> None: ...
     def child_left(self, parent: Block, tier: Tier) -> None: ...
     def report_updated(self, block: Block) -> None: ...
+    def report_stored(self, block: Block) -> None: ...
     def report_removed(self, tier: Tier, block: Block) -> None: ...
+
+
+class WriteThrough:
+    """Copies of device blocks in the next tier that has slots, ahead of their eviction and of the loss of the device.
+
+    The slot of a copy counts as free, and against no quota. The newest copy is dropped first, so that no block loses
+    its own before its descendants do.
+    """
+
+    def __init__(self, pool: TieredPool, *, enabled: bool) -> None:
+        """Where it is not enabled no copy begins, and replaced blocks below become copies all the same."""
+        self._pool = pool
+        self.tier = pool.device.below
+        # Index of each copy by its device block.
+        self.copies: dict[Block, int] = {}
+        # Copies in flight, by device block. They have a reference to their target only.
+        self.open: dict[Block, CopyTicket] = {}
+        # Copies in flight, with those that are useless once they end.
+        self.running = 0
+        # Replaced blocks below that copies still use, with the device blocks that have replaced them.
+        self.successors: dict[Block, Block] = {}
+        # Device blocks that may have no copy, the next to get one last.
+        self.queue: deque[Block] = deque(maxlen=pool.device.size if enabled and self.tier is not None else 0)
+
+    # What happens to blocks
+
+    def enqueue(self, block: Block) -> None:
+        self.queue.append(block)
+
+    def superseded(self, old: Block, block: Block) -> None:
+        """A device block has replaced an equal block, whose copy or slot below is its copy now."""
+        if self._pool.is_on_device(old):
+            index = self.copies.pop(old, None)
+            if index is not None:
+                self.copies[block] = index
+            self._cancel(old)
+        else:
+            self.successors[old] = block
+        self.enqueue(block)
+
+    def inherit(self, old: Block) -> bool:
+        """Keeps the slot of a replaced block below as the copy of its successor. False if that has no use for it."""
+        block, pool = self.successors.pop(old, None), self._pool
+        if block is None or old in pool.zero_on_free or pool.tier_of(old) is not self.tier:
+            return False
+        if block.parent is None or block.key != old.key or not pool.is_on_device(block) or block in self.copies:
+            return False
+        self._cancel(block)
+        self.copies[block] = old.index
+        pool.blocks[old.index] = None
+        pool.report_stored(block)
+        return True
+
+    def reject(self, old: Block) -> None:
+        """A block below does not hold its bytes: its slot becomes no copy."""
+        self.successors.pop(old, None)
+
+    def end(self, block: Block) -> None:
+        """A block has left the device or the prefix tree: frees its copy, or overwrites it as its own slot."""
+        pool = self._pool
+        zeroed = block in pool.zero_on_free
+        index = self.copies.pop(block, None)
+        if index is not None:
+            assert self.tier is not None
+            if zeroed:
+                copy = pool.blocks[index] = Block(index)
+                pool.zero(copy)
+            else:
+                self.tier.empty.append(index)
+        self._cancel(block)
+        if zeroed:
+            pool.zero_on_free.update(below for below, successor in self.successors.items() if successor is block)
+
+    def _cancel(self, block: Block) -> None:
+        """A copy of the block that is in flight, if there is one, is useless once it ends."""
+        ticket = self.open.pop(block, None)
+        if ticket is not None:
+            ticket.source = None
+            if block in self._pool.zero_on_free:
+                self._pool.zero_on_free.add(ticket.target)
+
+    def indexes_of(self, block: Block) -> list[int]:
+        """Indexes of slots below that may hold a device block's bytes; their generations tell."""
+        index, ticket = self.copies.get(block), self.open.get(block)
+        found = [] if index is None else [index]
+        if ticket is not None:
+            found.append(ticket.target.index)
+        return found + [
+            below.index for below, successor in self.successors.items() if successor is block and below.key == block.key
+        ]
+
+    # Slots
+
+    def pop_newest(self) -> int | None:
+        """The index of the newest copy, which is dropped; None when there is none."""
+        if not self.copies:
+            return None
+        block, index = self.copies.popitem()
+        self.enqueue(block)
+        self._pool.report_stored(block)
+        return index
+
+    # Making more
+
+    def next(self, limit: int) -> list[Block]:
+        """Blocks to copy down now, at most `limit`, parents before children."""
+        found: dict[Block, None] = {}
+        # A stored block may be in an unread slot.
+        known = self.tier is not None and self.tier.unread is None
+        room = min(limit, self.tier.num_empty) if known and self.tier is not None else 0
+        while self.queue and len(found) < room:
+            chain = self._chain(self.queue[-1], found)
+            if len(found) + len(chain) <= room:
+                self.queue.pop()
+            found.update(dict.fromkeys(chain[: room - len(found)]))
+        return list(found)
+
+    def _chain(self, block: Block, found: dict[Block, None]) -> list[Block]:
+        """A block and its ancestors that have no copy yet; empty for a block that should have none."""
+        pool, chain = self._pool, list[Block]()
+        if not self._should_have_copy(block):
+            return chain
+        node: Node | None = block
+        while isinstance(node, Block) and not (node in self.copies or node in self.open or node in found):
+            chain.append(node)
+            node = node.parent if pool.window is None else None
+        return chain[::-1]
+
+    def _should_have_copy(self, block: Block) -> bool:
+        pool, tier = self._pool, self.tier
+        if tier is None or block.parent is None or not pool.is_on_device(block) or tier.is_closed(account_of(block)):
+            return False
+        if block.priority >= offload_floor(block, pool.offload_min_priority):
+            return True
+        # Its children below are useless without it.
+        return pool.window is None and any(not pool.is_on_device(child) for child in children_of(block))
+
+    def begun(self, ticket: CopyTicket) -> None:
+        assert ticket.source is not None
+        self.open[ticket.source] = ticket
+        self.running += 1
+
+    def ended(self, ticket: CopyTicket, *, done: bool) -> None:
+        """A copy has ended; the caller releases its target next."""
+        self.running -= 1
+        block = ticket.source
+        if block is None:
+            return
+        del self.open[block]
+        if done:
+            assert self.tier is not None
+            self.tier.counters.written_through += 1
+            ticket.target.key = block.key
+            self.successors[ticket.target] = block
 
 
 class Offloader:
     """Moves evictable blocks of a pool to the next lower tier, and tracks the copies in flight."""
 
-    def __init__(
-        self,
-        pool: OffloadingPool,
-        backups: Backups,
-        open_copy: Callable[[Block, Block, OffloadingWriter | None], CopyTicket],
-        recall: Callable[[CopyTicket, OffloadingWriter], None],
-    ) -> None:
-        """`open_copy` and `recall` are `offloading` and `offload_recalled` of the pool's listener."""
+    def __init__(self, pool: TieredPool, write_through: WriteThrough, listener: OffloadListener) -> None:
         self._pool = pool
-        self._backups = backups
-        self._open_copy = open_copy
-        self._recall_copy = recall
+        self._write_through = write_through
+        self._listener = listener
         # Blocks in lower tiers whose copies are in flight; no sequence may match them.
         self.offloading: dict[Block, CopyTicket] = {}
         # Blocks that are not computed yet, in slots whose former bytes are still to be copied.
@@ -92,12 +278,12 @@ class Offloader:
         if not carries and victim.priority < offload_floor(victim, pool.offload_min_priority):
             return _DROPPED
         if tier is pool.device:
-            copied = None if closed else self._backups.indexes.pop(victim, None)
+            copied = None if closed else self._write_through.copies.pop(victim, None)
             if copied is not None:
                 self._lie_below(lower, victim, copied)
                 return _ALREADY_BELOW
-            # A backup in flight would come too late, and one that may not stay makes room.
-            self._backups.end(victim)
+            # A copy in flight would come too late, and the slot of a copy that may not stay is free.
+            self._write_through.end(victim)
         moved: Block | None = None
         index = None if closed else self._empty_index(lower)
         if index is None:
@@ -122,7 +308,7 @@ class Offloader:
 
     def begin(self, moved: Block, occupant: Block, writer: OffloadingWriter | None) -> None:
         """Opens the copy of a block that has moved; `occupant` has its old slot."""
-        ticket = self._open_copy(moved, occupant, writer)
+        ticket = self._listener.offloading(self._pool, moved, occupant, writer)
         self.offloading[moved] = self.draining[occupant] = ticket
         # The record has the ticket for its generation.
         self._pool.report_stored(moved)
@@ -180,13 +366,13 @@ class Offloader:
         return way is not _DROPPED
 
     def _empty_index(self, lower: Tier) -> int | None:
-        """The index of an empty slot of a lower tier, or of a backup's slot."""
+        """The index of a slot of a lower tier that is empty, or that holds a write-through copy."""
         if lower.empty or lower.unread:
             return lower.take_empty()
-        return self._backups.pop_newest() if lower is self._backups.tier else None
+        return self._write_through.pop_newest() if lower is self._write_through.tier else None
 
     def _lie_below(self, lower: Tier, block: Block, index: int) -> None:
-        """A device block moves to the slot of its backup, without a copy."""
+        """A device block moves to the slot of its write-through copy."""
         pool, account = self._pool, account_of(block)
         pool.device.counters.offloaded += 1
         pool.report_removed(pool.device, block)
@@ -213,7 +399,7 @@ class Offloader:
         assert writer is not None
         pool, ticket = self._pool, self.offloading.pop(block)
         del self.draining[ticket.source]
-        self._recall_copy(ticket, writer)
+        self._listener.offload_recalled(ticket, writer)
         block.refs = 0
         lower.used -= 1
         lower.count(account_of(block), blocks=-1, used=-1)
@@ -236,5 +422,5 @@ class Offloader:
                 pool.child_left(parent, tier)
                 if tier is pool.device:
                     # Its child below is useless without it.
-                    self._backups.enqueue(parent)
+                    self._write_through.enqueue(parent)
         pool.report_updated(block)

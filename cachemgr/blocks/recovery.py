@@ -103,7 +103,7 @@ def restart(
 
 def _slot_below(pool: BlockPool, block: Block, filled: Mapping[TierKind, Sequence[int]]) -> _LowerSlot | None:
     """The slot of a lower tier that holds a block's bytes."""
-    for index in (block.index, *pool.backups.copies(block)):
+    for index in (block.index, *pool.write_through.indexes_of(block)):
         tier = pool.tier_at(index)
         slot, generation = index - tier.offset, tier.generation(index)
         slots = filled.get(tier.kind, ())
@@ -232,7 +232,8 @@ class Recovery:
         for lease in leases_of(block):
             if self._is_deleted_rule(lease.request.holder):
                 self._leases.revoke(pool, block, lease.request.holder, RemovalCause.RULE_CHANGED)
-        # It may lie in its backup's slot, and its leases may run now, be covered, or come from a block that it covers.
+        # It may be in the slot of its write-through copy. Its leases may run now, be covered, or come from a block that
+        # it covers.
         stored = pool.record(block)
         if stored is None or _timeless(stored) != _timeless(record):
             self._journal.stored(executor_id, *found.place, partial(pool.record, block))
@@ -258,7 +259,7 @@ class Recovery:
         group = record.group
         if record.key not in pool.tree.by_key:
             pool.removals.add(record.key, RemovalCause.FORGOTTEN, self._leases.now, "", DEFAULT_PRIORITY)
-        for at in (record, record.backup):
+        for at in (record, record.lower_copy):
             tier = None if at is None else pool.tiers[at.tier]
             if at is None or tier is None or tier.unread is None or not tier.is_unread(at.slot):
                 continue
@@ -286,9 +287,9 @@ class Recovery:
             below = None
         if record.tier is not TierKind.DEVICE or not self._is_on_device(record):
             return below
-        backups = self._executor.pools[record.group].backups
-        is_backed_up = below is not None and backups.tier is not None and below.tier is backups.tier.kind
-        return record if is_backed_up else record._replace(backup=None)
+        tier = self._executor.pools[record.group].write_through.tier
+        has_copy = below is not None and tier is not None and below.tier is tier.kind
+        return record if has_copy else record._replace(lower_copy=None)
 
     def _is_sound(self, record: BlockRecord) -> bool:
         """Whether the key is that of the tokens behind the parent, and the block fits into the tree."""
@@ -349,7 +350,7 @@ class Recovery:
         tier = pool.tiers[record.tier]
         block = Block(tier.offset + record.slot)
         block.recency = record.last_use
-        for at in (record, record.backup):
+        for at in (record, record.lower_copy):
             unread = None if at is None else pool.tiers[at.tier].unread
             if at is not None and unread is not None:
                 unread.exclude(at.slot)
@@ -360,10 +361,10 @@ class Recovery:
             leases.restore(pool, block, request, lease.remaining)
         parent_key = scope.key if record.parent_key is None else record.parent_key
         pool.adopt(block, record.key, parent_key, record.tokens, record.depth, scope, record.stored_step)
-        if record.backup is not None:
-            below = pool.tiers[record.backup.tier]
-            pool.backups.indexes[block] = below.offset + record.backup.slot
-            below.fill(below.offset + record.backup.slot, record.backup.generation)
+        if record.lower_copy is not None:
+            below = pool.tiers[record.lower_copy.tier]
+            pool.write_through.copies[block] = below.offset + record.lower_copy.slot
+            below.fill(below.offset + record.lower_copy.slot, record.lower_copy.generation)
         return block
 
 

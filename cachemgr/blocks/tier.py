@@ -21,7 +21,7 @@ from cachemgr.types import RemovalCause, TierKind
 class TierCounters:
     """What happened in a tier since its pool was registered; `removed` by cause, the gap in seconds.
 
-    `backed_up` blocks of the device were copied here to be in both, `restored` ones came back from before a restart.
+    `written_through` blocks of the device were copied here to be in both, `restored` blocks are from before a restart.
     """
 
     allocated: int = 0
@@ -30,7 +30,7 @@ class TierCounters:
     onloaded: int = 0
     copied_bytes: int = 0
     failed_copies: int = 0
-    backed_up: int = 0
+    written_through: int = 0
     restored: int = 0
     timed_evictions: int = 0
     idle_before_eviction_seconds: float = 0.0

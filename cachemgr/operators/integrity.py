@@ -110,7 +110,7 @@ class _Check:
             # Slots that were met, and by account all blocks and blocks in use.
             seen = bytearray(tier.size + 1)
             accounts = {account: [0, 0] for account in tier.shares}
-            backups = pool.backups.indexes.values() if tier is pool.backups.tier else ()
+            backups = pool.write_through.copies.values() if tier is pool.write_through.tier else ()
             for index in itertools.chain(tier.all_empty(), tier.withheld, backups):
                 self._mark(tier, seen, index)
                 yield
@@ -170,8 +170,8 @@ class _Check:
 
     def backups(self) -> Iterator[None]:
         """Backups are of device blocks that need one."""
-        pool, backups = self._pool, self._pool.backups
-        for block, index in backups.indexes.items():
+        pool, backups = self._pool, self._pool.write_through
+        for block, index in backups.copies.items():
             yield
             on_device = block.parent is not None and pool.is_on_device(block)
             self._report(on_device and block not in backups.open, block.index, "has a backup that it does not need")

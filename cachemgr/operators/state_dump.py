@@ -15,7 +15,7 @@ from cachemgr.tokens import pack, packed_bytes
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
-    from cachemgr.blocks.write_through import Backups
+    from cachemgr.blocks.offload import WriteThrough
     from cachemgr.sequences.sequence import Executor, GroupTable, Scheduler, Sequence, Ticket
     from cachemgr.sequences.token_eviction_state import TokenEvictionState
     from cachemgr.types import RetentionRule
@@ -111,7 +111,7 @@ def _pool(pool: BlockPool) -> Iterator[str | Iterator[str]]:
             [block.index, ticket.number] for block, ticket in pool.offloader.draining.items() if block is not None
         ),
         zero_on_free=sorted(block.index for block in pool.zero_on_free),
-        **_backups(pool.backups),
+        **_write_through(pool.write_through),
         share_number=pool.share_number,
         leases=[pool.honoured_leases, pool.broken_leases],
         tombstones=sorted(key.hex() for key in pool.tree.tombstones),
@@ -136,21 +136,21 @@ def _pool(pool: BlockPool) -> Iterator[str | Iterator[str]]:
     yield (_block(pool, block) for block in pool.blocks if block is not None)
 
 
-def _backups(backups: Backups) -> dict[str, Any]:
-    tier = backups.tier
+def _write_through(write_through: WriteThrough) -> dict[str, Any]:
+    tier = write_through.tier
     numbers = (
         number
-        for block, index in backups.indexes.items()
+        for block, index in write_through.copies.items()
         if tier is not None
         for number in (block.index, index, tier.generation(index))
     )
     return {
         # In the order in which they were made.
-        "write_through_copies": [len(backups.indexes), _numbers(numbers)[1]],
-        "write_through_open": [[block.index, ticket.number] for block, ticket in backups.open.items()],
-        "write_through_running": backups.running,
-        "write_through_queue": _numbers(block.index for block in backups.queue),
-        "write_through_successors": [[below.index, heir.index] for below, heir in backups.successors.items()],
+        "write_through_copies": [len(write_through.copies), _numbers(numbers)[1]],
+        "write_through_open": [[block.index, ticket.number] for block, ticket in write_through.open.items()],
+        "write_through_running": write_through.running,
+        "write_through_queue": _numbers(block.index for block in write_through.queue),
+        "write_through_successors": [[below.index, heir.index] for below, heir in write_through.successors.items()],
     }
 
 

@@ -12,7 +12,7 @@ import struct
 from google.protobuf.message import DecodeError, Message
 
 from cachemgr.blocks.block_keys import DIGEST_BYTES
-from cachemgr.blocks.block_record import BackupRecord, BlockRecord, LeaseRecord
+from cachemgr.blocks.block_record import BlockRecord, CopyRecord, LeaseRecord
 from cachemgr.operators.operator_journal import Entry, Kind, entry_name
 from cachemgr.retention.rules import check_spec
 from cachemgr.tokens import TOKEN_BYTES
@@ -61,9 +61,9 @@ def encode_block(record: BlockRecord) -> bytes:
             remaining=remaining,
             offload_min_priority=floor,
         )
-    if record.backup is not None:
+    if record.lower_copy is not None:
         message.write_through_copy.tier, message.write_through_copy.slot, message.write_through_copy.generation = (
-            record.backup
+            record.lower_copy
         )
     return message.SerializeToString()
 
@@ -87,7 +87,7 @@ def decode_block(field: bytes, value: bytes) -> BlockRecord:
         raise RecordError("record cannot be read")
     try:
         group, tier, slot = _SLOT.unpack(field)
-        backup = message.write_through_copy if has("write_through_copy") else None
+        copy = message.write_through_copy if has("write_through_copy") else None
         return BlockRecord(
             group,
             slot,
@@ -105,7 +105,7 @@ def decode_block(field: bytes, value: bytes) -> BlockRecord:
             TierKind(tier),
             message.generation,
             message.last_use,
-            None if backup is None else BackupRecord(TierKind(backup.tier), backup.slot, backup.generation),
+            None if copy is None else CopyRecord(TierKind(copy.tier), copy.slot, copy.generation),
         )
     except (struct.error, ValueError) as error:
         raise RecordError("record cannot be read") from error

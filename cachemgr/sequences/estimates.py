@@ -152,7 +152,7 @@ class _Allocations:
         self._empty = pool.device.num_empty
         self._empty_below = 0 if lower is None else lower.num_empty
         # The newest backup is evicted first.
-        self._backups = reversed(pool.backups.indexes)
+        self._backups = reversed(pool.write_through.copies)
         self._without_backup: set[Block] = set()
         self._copied: set[Block] = set()
         # By priority: evicted blocks, and how many of them move down.
@@ -209,7 +209,7 @@ class _Allocations:
         if self._empty_below:
             self._empty_below -= 1
             return True
-        for other in self._backups if self._lower is self.pool.backups.tier else ():
+        for other in self._backups if self._lower is self.pool.write_through.tier else ():
             if self._has_backup(other):
                 self._without_backup.add(other)
                 return True
@@ -223,7 +223,7 @@ class _Allocations:
         return True
 
     def _has_backup(self, block: Block) -> bool:
-        return block in self.pool.backups.indexes and block not in self._without_backup
+        return block in self.pool.write_through.copies and block not in self._without_backup
 
     def _drop_backup(self, block: Block) -> None:
         if self._has_backup(block):

@@ -158,7 +158,7 @@ class Ticket:
             else:
                 self._lose(self.target)
         elif self.purpose is Purpose.BACKUP:
-            self.pool.backups.ended(self, done=outcome is Outcome.DONE)
+            self.pool.write_through.ended(self, done=outcome is Outcome.DONE)
         elif self.purpose is Purpose.ZERO and outcome is not Outcome.DONE:
             # It is requested again.
             self.pool.zero_on_free.add(self.target)
@@ -192,7 +192,7 @@ class Ticket:
     def _lose(self, block: Block | None) -> None:
         if block is None:
             return
-        self.pool.backups.reject(block)
+        self.pool.write_through.reject(block)
         if block.parent is not None:
             self.pool.discard_subtree(block, RemovalCause.COPY_FAILED)
 

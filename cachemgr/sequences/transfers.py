@@ -10,7 +10,7 @@ from cachemgr.sequences.sequence import Executor, Prefetch, Purpose, Sequence, T
 from cachemgr.types import Transfer
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.write_through import CopyTicket
+    from cachemgr.blocks.offload import CopyTicket
 
 # Open backups at a time, over all pools of an executor.
 MAX_BACKUPS = 64
@@ -79,7 +79,7 @@ def onload(sequence: Sequence, pool: BlockPool, source: Block, target: Block, in
 def back_up(executor: Executor) -> None:
     """Begins copies of device blocks to empty slots below; the executor receives them with its next renewal."""
     for pool in executor.pools:
-        backups, tier = pool.backups, pool.backups.tier
+        backups, tier = pool.write_through, pool.write_through.tier
         for block in backups.next(MAX_BACKUPS // len(executor.pools) - backups.running):
             assert tier is not None
             target = Block(tier.take_empty())

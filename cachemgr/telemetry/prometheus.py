@@ -149,7 +149,7 @@ def _lower_tier_families(pools: list[BlockPool]) -> Iterator[Metric]:
         "kvkeep_pool_written_through_blocks", "Device blocks with a write-through copy in the next tier.", labels=_POOL
     )
     for pool in pools:
-        backups.add_metric([pool.pool_id], len(pool.backups.indexes))
+        backups.add_metric([pool.pool_id], len(pool.write_through.copies))
         for tier in _tiers(pool):
             counts = tier.counters
             for family, value in (
@@ -158,7 +158,7 @@ def _lower_tier_families(pools: list[BlockPool]) -> Iterator[Metric]:
                 (cached, tier.cached),
                 (offloaded, counts.offloaded),
                 (onloaded, counts.onloaded),
-                (backed_up, counts.backed_up),
+                (backed_up, counts.written_through),
                 (restored, counts.restored),
                 (failed, counts.failed_copies),
             ):

@@ -797,7 +797,7 @@ class World:
 
     @property
     def backups(self) -> int:
-        return sum(block.backup is not None for block in self.queries.records("e"))
+        return sum(block.lower_copy is not None for block in self.queries.records("e"))
 
     @property
     def longest(self) -> int:
@@ -834,7 +834,7 @@ class World:
             assert arrived or (block.group, block.key) in arriving, f"{block.place} was not filled by the ticket"
             if arrived:
                 self.check_content(block)
-            if block.backup is not None:
+            if block.lower_copy is not None:
                 below = block.below()
                 assert below is not None
                 assert self.is_filled(below)

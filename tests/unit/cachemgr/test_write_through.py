@@ -64,7 +64,7 @@ def test_a_parent_of_offloaded_blocks_is_backed_up_at_any_priority():
     assert world.tiers()["host"] == 1
     world.back_up()
     head = next(block for block in world.queries.records("e") if block.token_ids == (0, 1, 2, 3))
-    assert head.backup is not None
+    assert head.lower_copy is not None
 
 
 def test_only_so_many_are_copied_at_a_time():
@@ -175,7 +175,7 @@ def test_backups_yield_their_slots_to_offloads_tails_first():
     (copy,) = world.run([100], "more").transfers
     assert copy.target_tier is TierKind.HOST
     world.check()
-    with_backup = [block.token_ids[0] for block in world.queries.records("e") if block.backup is not None]
+    with_backup = [block.token_ids[0] for block in world.queries.records("e") if block.lower_copy is not None]
     assert with_backup == [0, 4]
 
 

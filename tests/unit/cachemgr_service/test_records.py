@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachemgr.blocks.block_record import BackupRecord, BlockRecord, LeaseRecord
+from cachemgr.blocks.block_record import BlockRecord, CopyRecord, LeaseRecord
 from cachemgr.persistence.records import RecordError, decode_block, encode_block, encode_slot
 from cachemgr.tokens import pack
 from cachemgr.types import TierKind
@@ -43,7 +43,7 @@ RECORDS = st.builds(
     tier=TIER,
     generation=U64,
     last_use=st.integers(-(2**63), 2**63 - 1),
-    backup=st.none() | st.builds(BackupRecord, TIER, U32, U64),
+    lower_copy=st.none() | st.builds(CopyRecord, TIER, U32, U64),
 )
 
 
@@ -91,7 +91,7 @@ def test_a_place_in_a_tier_that_is_none_is_refused() -> None:
 def test_without_the_device_a_block_is_where_its_copy_lies_or_nowhere() -> None:
     record = BlockRecord(0, 1, bytes(32), None, 0, bytes(4), None, None, 9)
     assert record.below() is None
-    below = record._replace(backup=BackupRecord(TierKind.HOST, 5, 77)).below()
+    below = record._replace(lower_copy=CopyRecord(TierKind.HOST, 5, 77)).below()
     assert below is not None
-    assert (below.place, below.generation, below.backup) == ((0, TierKind.HOST, 5), 77, None)
+    assert (below.place, below.generation, below.lower_copy) == ((0, TierKind.HOST, 5), 77, None)
     assert below.below() == below

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from cachemgr.blocks.block_record import BackupRecord, BlockRecord
+from cachemgr.blocks.block_record import BlockRecord, CopyRecord
 from cachemgr.persistence.redis_client import open_redis
 from cachemgr.types import TierKind
 from tests.support.index_copy import Copied, CopiedStore, block
@@ -65,7 +65,7 @@ async def test_another_epoch_voids_what_redis_remembers(life: CopiedStore, redis
 
 
 async def test_another_epoch_leaves_what_lies_in_lower_tiers(life: CopiedStore, redis: Redis) -> None:
-    copied = block(2)._replace(backup=BackupRecord(TierKind.HOST, 5, 77))
+    copied = block(2)._replace(lower_copy=CopyRecord(TierKind.HOST, 5, 77))
     host, disk = (block(1)._replace(tier=tier, generation=9) for tier in (TierKind.HOST, TierKind.DISK))
     for one in (block(1), copied, host, disk):
         life.note(EXECUTOR, one)
