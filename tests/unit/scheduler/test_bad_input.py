@@ -11,7 +11,6 @@ from google.protobuf.duration_pb2 import Duration
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
-from protos.rpc.errors import from_rpc_error
 from scheduler.generate import summary
 from tests.support.generation import generate
 from tests.support.scheduler.stack import Stack, refusal
@@ -133,9 +132,8 @@ async def test_the_error_of_a_long_prompt_names_the_bound(stack: Stack) -> None:
         "has 400 tokens; at most 399 fit": ids(*[1] * 400),
         "is more than fits behind 390 prompt tokens, which is 10": ids(*[1] * 390, max_tokens=11),
     }.items():
-        with pytest.raises(grpc.aio.AioRpcError, match=said) as caught:
-            await generate(stack.stub, asked, 30)
-        assert from_rpc_error(caught.value).reason == "CONTEXT_LENGTH_EXCEEDED"
+        error = await refusal(generate(stack.stub, asked, 30))
+        assert (error.reason, said in error.message) == ("CONTEXT_LENGTH_EXCEEDED", True)
 
 
 async def test_an_invalid_request_is_not_tokenized(stack: Stack) -> None:
@@ -165,25 +163,22 @@ async def test_an_impossible_rule_fails_only_its_own_requests(stack: Stack) -> N
 async def test_a_request_that_never_fits_is_refused(stack: Stack) -> None:
     # 100 blocks of 4: a whole prompt and the table that it moves to do not fit in beside each other.
     policy = common.EvictionPolicy(kind="EVICTION_KIND_KEYDIFF", max_cache_tokens=300)  # type: ignore[arg-type]
-    with pytest.raises(grpc.aio.AioRpcError, match="100") as caught:
-        await generate(stack.stub, ids(*[1] * 390, max_tokens=2, eviction_policy=policy), 30)
-    error = from_rpc_error(caught.value)
+    error = await refusal(generate(stack.stub, ids(*[1] * 390, max_tokens=2, eviction_policy=policy), 30))
     assert (error.code, list(error.fields)) == (grpc.StatusCode.INVALID_ARGUMENT, ["eviction_policy"])
+    assert "100" in error.message
     # An operator has made the pool smaller since the model was described.
     stack.manager.shrink(10)
-    with pytest.raises(grpc.aio.AioRpcError, match="do not fit into 10 blocks") as caught:
-        await generate(stack.stub, ids(*[1] * 60, max_tokens=2), 30)
-    error = from_rpc_error(caught.value)
+    error = await refusal(generate(stack.stub, ids(*[1] * 60, max_tokens=2), 30))
     assert (error.code, list(error.fields)) == (grpc.StatusCode.INVALID_ARGUMENT, ["input"])
+    assert "do not fit into 10 blocks" in error.message
 
 
 async def test_a_rules_policy_that_needs_more_blocks_than_there_are_is_an_operators(stack: Stack) -> None:
     stack.manager.rule("ruled", common.EvictionPolicy(kind="EVICTION_KIND_KEYDIFF", max_cache_tokens=300))
     request = ids(*[1] * 390, max_tokens=2, cache=pb.CacheOptions(salt="ruled"))
-    with pytest.raises(grpc.aio.AioRpcError, match="blocks at once") as caught:
-        await generate(stack.stub, request, 30)
-    error = from_rpc_error(caught.value)
+    error = await refusal(generate(stack.stub, request, 30))
     assert (error.code, error.reason, error.fields) == (grpc.StatusCode.FAILED_PRECONDITION, "RULE_POLICY", {})
+    assert "blocks at once" in error.message
 
 
 async def test_a_call_without_deadline_is_served(stack: Stack) -> None:
@@ -196,24 +191,23 @@ async def test_the_model_is_described(stack: Stack) -> None:
     assert (model.model, model.max_model_tokens, model.dtype) == ("fake", 400, "float32")
 
 
-async def test_the_command_line_client_streams_and_sums_up(stack: Stack) -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "scheduler.generate", "the cat", "--raw", "--max-tokens", "5", "--seed", "0",
-        "--address", stack.address, stdout=PIPE, stderr=PIPE,
-    )  # fmt: skip
-    out, err = await process.communicate()
+async def say_the_cat(stack: Stack, *options: str) -> tuple[str, str]:
+    """What the command line client prints, and what it says beside."""
+    command = (sys.executable, "-m", "scheduler.generate", "the cat", "--raw", "--address", stack.address, *options)
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+    out, err = (text.decode() for text in await process.communicate())
     assert process.returncode == 0, err
+    return out, err
+
+
+async def test_the_command_line_client_streams_and_sums_up(stack: Stack) -> None:
+    out, err = await say_the_cat(stack, "--max-tokens", "5", "--seed", "0")
     assert out.strip()
-    assert b"output 5 tokens" in err
+    assert "output 5 tokens" in err
 
 
 async def test_the_command_line_client_shows_each_sample_whole(stack: Stack) -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "scheduler.generate", "the cat", "--raw", "--max-tokens", "30", "--n", "3",
-        "--address", stack.address, stdout=PIPE, stderr=PIPE,
-    )  # fmt: skip
-    out, err = (text.decode() for text in await process.communicate())
-    assert process.returncode == 0, err
+    out, err = await say_the_cat(stack, "--max-tokens", "30", "--n", "3")
     parts = [part.partition("\n") for part in out.split("--- ")[1:]]
     assert {heading for heading, _, _ in parts} == {"1 of 3", "2 of 3", "3 of 3"}
     [answer] = {text for _, _, text in parts}

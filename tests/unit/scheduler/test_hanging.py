@@ -22,38 +22,29 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "FIRST_STEP_SECONDS", 0.001)
 
 
-async def until(reached: Callable[[], bool]) -> None:
+async def until(reached: Callable[[], object]) -> None:
     async with asyncio.timeout(20):
         while not reached():
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
 async def test_a_hanging_executor_is_reported_and_no_request_is_lost(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch, soon: None
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, soon: None, is_lost: bool
 ) -> None:
-    monkeypatch.setattr(loop, "LOST_SECONDS", 1e9)
+    """One that hangs too long is lost, and its requests restart."""
+    if not is_lost:
+        monkeypatch.setattr(loop, "LOST_SECONDS", 1e9)
     executor, service = stack.executor, stack.scheduler.service
     tasks = [asyncio.create_task(generate(stack.stub, request([i + 1, 2], 30), 30)) for i in range(4)]
     await executor.stepped(3)
     executor.gate.clear()
-    await until(lambda: service.obstacle)
+    await until(lambda: executor.sessions == 2 if is_lost else service.obstacle)
     executor.gate.set()
     for i, task in enumerate(tasks):
         assert (await task).token_ids == executor.expected([i + 1, 2], 30)
     assert not service.obstacle
-    assert executor.sessions == 1
-
-
-async def test_an_executor_that_hangs_too_long_is_lost_and_its_requests_restart(stack: Stack, soon: None) -> None:
-    executor = stack.executor
-    tasks = [asyncio.create_task(generate(stack.stub, request([i + 1, 2], 30), 30)) for i in range(4)]
-    await executor.stepped(3)
-    executor.gate.clear()
-    await until(lambda: executor.sessions == 2)
-    executor.gate.set()
-    for i, task in enumerate(tasks):
-        assert (await task).token_ids == executor.expected([i + 1, 2], 30)
-    assert not stack.scheduler.service.obstacle
+    assert executor.sessions == 1 + is_lost
 
 
 async def test_requests_leave_while_the_executor_hangs(

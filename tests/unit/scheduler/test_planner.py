@@ -125,6 +125,16 @@ def test_a_preempted_sequence_comes_back_with_all_its_tokens_once_nothing_touche
     assert tokens.retried[0].sequence_id == "r2#2.1"
 
 
+def test_a_preempted_sequence_that_is_cancelled_does_not_come_back() -> None:
+    batch = batch_of(sequence(1), sequence(2))
+    _, flight = build_step(1, plan_step(batch.ranked, 64), [])
+    batch.leave(batch.ranked[1], LeaveReason.PREEMPTED)
+    batch.cancel(2)
+    answer(batch, flight)
+    tokens, update = updates(batch)
+    assert (update.released, tokens.retried) == ([2], [])
+
+
 def test_no_sequence_starts_on_blocks_of_the_same_steps_victim() -> None:
     starving = sequence(1, 4, max_tokens=50, priority=5, blocks=1)
     writer = sequence(2, 24, blocks=6)

@@ -56,17 +56,13 @@ async def test_an_executor_that_waits_for_a_scheduler_gets_one(tmp_path: Path) -
         assert (await generate(running.stub, request([1, 2], 5), 30)).token_ids == running.executor.expected([1, 2], 5)
 
 
-async def test_the_process_ends_when_the_cache_manager_refuses_its_first_registration(tmp_path: Path) -> None:
+@pytest.mark.parametrize("failure", ["the cache manager registers no scheduler", "the tokenizer cannot be read"])
+async def test_the_process_ends_when_its_start_fails(tmp_path: Path, failure: str) -> None:
     async with scheduler(tmp_path) as running:
-        running.manager.refuses_schedulers = True
-        await running.neighbours.start()
-        running.neighbours.set_serving(True)
-        assert await running.end(20) == 1
-
-
-async def test_the_process_ends_when_its_start_fails(tmp_path: Path) -> None:
-    async with scheduler(tmp_path) as running:
-        running.executor.tokenizer_json = b"not a tokenizer"
+        if "registers" in failure:
+            running.manager.refuses_schedulers = True
+        else:
+            running.executor.tokenizer_json = b"not a tokenizer"
         await running.neighbours.start()
         running.neighbours.set_serving(True)
         assert await running.end(20) == 1

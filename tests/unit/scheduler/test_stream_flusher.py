@@ -22,9 +22,13 @@ def model() -> ModelInfo:
     return ModelInfo(described, execution_pb2.GetExecutorResponse(block_size=16))
 
 
-def streams(model: ModelInfo, count: int) -> list[Stream]:
+def turns(model: ModelInfo, count: int) -> tuple[StreamFlusher, list[Stream]]:
+    """Streams, and a flusher that notifies all of them."""
     requests = [Request(f"r{i}", array("I", [1, 2]), 100, execution_pb2.SamplingParams(), i, 0.0) for i in range(count)]
-    return [Stream([request], model) for request in requests]
+    taking, order = [Stream([request], model) for request in requests], StreamFlusher()
+    for stream in taking:
+        order.add(stream.generations[0])
+    return order, taking
 
 
 def feed(taking: list[Stream], now: float) -> None:
@@ -51,9 +55,7 @@ async def test_many_streams_are_notified_a_few_at_a_time_and_all_in_turn(
     now = 1000.0
     monkeypatch.setattr(output, "MESSAGE_SECONDS", 20)
     monkeypatch.setattr(output.time, "monotonic", lambda: now)
-    order, taking = StreamFlusher(), streams(model, 6)
-    for stream in taking:
-        order.add(stream.generations[0])
+    order, taking = turns(model, 6)
     heard: list[list[int]] = []
     feed(taking, 0.0)
     order.flush()
@@ -70,9 +72,7 @@ async def test_many_streams_are_notified_a_few_at_a_time_and_all_in_turn(
 
 
 async def test_a_removed_stream_is_not_notified(model: ModelInfo) -> None:
-    order, taking = StreamFlusher(), streams(model, 3)
-    for stream in taking:
-        order.add(stream.generations[0])
+    order, taking = turns(model, 3)
     order.remove(taking[1].generations[0])
     feed(taking, 0.0)
     order.flush()
@@ -83,9 +83,7 @@ async def test_a_waiting_stream_is_notified_also_when_no_tokens_follow(
     model: ModelInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.02)
-    order, taking = StreamFlusher(), streams(model, 4)
-    for stream in taking:
-        order.add(stream.generations[0])
+    order, taking = turns(model, 4)
     order.flush()
     feed(taking, 0.0)
     order.flush()
@@ -96,7 +94,7 @@ async def test_a_waiting_stream_is_notified_also_when_no_tokens_follow(
 
 async def test_the_time_of_writing_brings_no_turn_forward(model: ModelInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.1)
-    order, taking = StreamFlusher(), streams(model, 4)
+    order, taking = turns(model, 4)
     written: list[Stream] = []
 
     async def write(stream: Stream) -> None:
@@ -112,8 +110,6 @@ async def test_the_time_of_writing_brings_no_turn_forward(model: ModelInfo, monk
     async with asyncio.TaskGroup() as group:
         writers = [group.create_task(write(stream)) for stream in taking]
         await asyncio.sleep(0)
-        for stream in taking:
-            order.add(stream.generations[0])
         feed(taking, 0.0)
         order.flush()
         await asyncio.sleep(0)
@@ -136,9 +132,7 @@ async def test_no_stream_is_notified_out_of_turn_while_tokens_follow(
     model: ModelInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.05)
-    order, taking = StreamFlusher(), streams(model, 2)
-    for stream in taking:
-        order.add(stream.generations[0])
+    order, taking = turns(model, 2)
     order.flush()
     began, heard = time.monotonic(), 0
     for step in range(20):

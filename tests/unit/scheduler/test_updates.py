@@ -59,3 +59,14 @@ def test_the_last_progress_comes_with_the_release() -> None:
     *_, last = reports(sequence(1, 8, max_tokens=4, blocks=50), 4)
     assert last.released == [1]
     assert list(last.progress[1].token_ids) == [1, 1, 1]
+
+
+def test_merged_updates_ask_for_private_blocks_until_the_sequence_is_released() -> None:
+    merged = CacheUpdate()
+    merged.merge(CacheUpdate(evicting={1: False, 2: False}))
+    assert not merged.is_urgent
+    merged.merge(CacheUpdate(evicting={1: True}))
+    merged.merge(CacheUpdate(evicting={1: False}))
+    assert (merged.is_urgent, merged.evicting) == (True, {1: True, 2: False})
+    merged.merge(CacheUpdate(released=[1], relocated={2: 20}))
+    assert (merged.released, merged.evicting, merged.relocated) == ([1], {2: False}, {2: 20})
