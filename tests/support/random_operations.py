@@ -192,12 +192,13 @@ class RandomLife:
         }
 
     def operate(self) -> str:
-        """Any operation; returns its name."""
+        """Any operation, of this class or with nothing drawn for it of the world; returns its name."""
         (name,) = self.random.choices(list(self._weights), list(self._weights.values()))
+        operation = getattr(self, name, None) or getattr(self.world, name)
         if name not in OF_A_SEQUENCE:
-            getattr(self, name)()
+            operation()
         elif self.world.live:
-            getattr(self, name)(self.random.choice(list(self.world.live.values())))
+            operation(self.random.choice(list(self.world.live.values())))
         return name
 
     def end(self) -> None:
@@ -276,17 +277,11 @@ class RandomLife:
             self.world.confirm()
             self.world.sync()
 
-    def sync(self) -> None:
-        self.world.sync()
-
     def sync_half(self) -> None:
         self.world.sync(set(list(self.world.live)[::2]))
 
     def confirm(self) -> None:
         self.world.confirm(self.random.randrange(3))
-
-    def leave(self, live: Live) -> None:
-        self.world.leave(live)
 
     def release(self, live: Live) -> None:
         world = self.world
@@ -481,9 +476,6 @@ class RandomLife:
     def executor_copies(self) -> None:
         self.world.run_executor_copies(self.random.choice([None, None, 0, 1, 3]), fail=self.random.random() < 0.15)
 
-    def renew(self) -> None:
-        self.world.renew()
-
     def set_quota(self) -> None:
         choose, manager = self.random.choice, self.world.manager
         floor, room = self.random.randrange(5), choose([None, 0, 1, 4])
@@ -620,9 +612,6 @@ class RandomLife:
         self._fall_back()
         self.world.lose_manager()
         self.world.come_back()
-
-    def silence_executor(self) -> None:
-        self.world.silence_executor()
 
     def lose_executor(self) -> None:
         self._break_off()

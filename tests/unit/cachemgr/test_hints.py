@@ -11,7 +11,7 @@ from cachemgr.operators.state_dump import state_hash
 from cachemgr.retention.bounds import MAX_SESSION_SECONDS
 from cachemgr.sequences.holds import MAX_PINS
 from cachemgr.steps import at_once
-from cachemgr.types import HintAction, HintOutcome, Hints, Prefix, TierKind
+from cachemgr.types import HintAction, HintOutcome, Hints, Prefix
 from tests.support.in_process_manager import CONFIG, World, retain
 from tests.support.work import work_of
 
@@ -32,8 +32,8 @@ def send(world: World, kind: str, tokens: list[int] = PROMPT, session_id: str | 
     return answer.outcome, answer.num_blocks
 
 
-def blocks(world: World):
-    return [(view.tier, view.priority) for view, _, _ in world.queries.explain(Prefix(tuple(PROMPT)), 0)[0].blocks]
+def priorities(world: World) -> list[int]:
+    return [view.priority for view, _, _ in world.queries.explain(Prefix(tuple(PROMPT)), 0)[0].blocks]
 
 
 def with_prompt(num_blocks: int = 10, **options: object) -> World:
@@ -63,11 +63,11 @@ def test_hints_about_uncached_prompts_are_missing_and_change_nothing(kind, paylo
 def test_retained_blocks_have_the_priority_for_the_duration():
     world = with_prompt()
     assert send(world, "Retain", priority=80, duration_seconds=5) == (ACCEPTED, 2)
-    assert [priority for _, priority in blocks(world)] == [80, 80]
+    assert priorities(world) == [80, 80]
     assert {lease.holder for _, _, lease in filter(None, world.queries.leases("e/0", ""))} == {"hint/m"}
     world.now = 5.0
     world.manager.expire()
-    assert [priority for _, priority in blocks(world)] == [35, 35]
+    assert priorities(world) == [35, 35]
 
 
 def test_an_endless_lease_of_a_hint_ends_after_a_day():
@@ -76,10 +76,10 @@ def test_an_endless_lease_of_a_hint_ends_after_a_day():
     assert send(world, "Retain", priority=80) == (CLIPPED, 2)
     world.now = MAX_SESSION_SECONDS - 1
     world.manager.expire()
-    assert [priority for _, priority in blocks(world)] == [80, 80]
+    assert priorities(world) == [80, 80]
     world.now = MAX_SESSION_SECONDS
     world.manager.expire()
-    assert [priority for _, priority in blocks(world)] == [35, 35]
+    assert priorities(world) == [35, 35]
 
 
 def test_pins_are_accepted_clipped_or_rejected_by_their_budget():
@@ -108,7 +108,7 @@ def test_demoted_blocks_are_evicted_first():
     assert send(world, "Retain", [50, 51, 52, 53], priority=80, duration_seconds=5)[0] is ACCEPTED
     assert send(world, "Demote", priority=1) == (ACCEPTED, 2)
     world.cache([99] * 12, no_store=True)
-    assert blocks(world) == []
+    assert priorities(world) == []
     assert len(list(world.queries.records("e"))) == 1
 
 
@@ -119,7 +119,7 @@ def test_a_demotion_to_the_host_begins_copies_that_the_executor_runs():
     world.run_executor_copies()
     world.check()
     assert world.free == 4
-    assert [tier for tier, _ in blocks(world)] == [TierKind.HOST] * 2
+    assert world.tiers_of(PROMPT) == ["host"] * 2
 
 
 def test_blocks_in_use_or_without_a_host_slot_are_not_demoted():
@@ -143,7 +143,7 @@ def test_a_prefetch_onloads_blocks_of_lower_tiers():
     world.check()
     world.run_executor_copies()
     world.check()
-    assert [tier for tier, _ in blocks(world)] == [TierKind.DEVICE] * 2
+    assert world.tiers_of(PROMPT) == ["device"] * 2
 
 
 def test_prefetched_blocks_stay_on_the_device_when_the_manager_starts_again():
@@ -153,7 +153,7 @@ def test_prefetched_blocks_stay_on_the_device_when_the_manager_starts_again():
     world.operators.hint(Prefix(tuple(PROMPT)), hints("Prefetch"), None)
     world.run_executor_copies()
     assert world.restart_manager().device_blocks == 2
-    assert [tier for tier, _ in blocks(world)] == [TierKind.DEVICE] * 2
+    assert world.tiers_of(PROMPT) == ["device"] * 2
 
 
 def test_blocks_in_flight_are_not_prefetched_again():
@@ -167,7 +167,7 @@ def test_blocks_in_flight_are_not_prefetched_again():
     assert world.free == 6
     world.run_executor_copies()
     world.check()
-    assert [tier for tier, _ in blocks(world)] == [TierKind.DEVICE] * 2
+    assert world.tiers_of(PROMPT) == ["device"] * 2
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_retain_of_a_request_is_deferred_until_its_blocks_are_computed():
     (answer,) = admission.hint_answers
     assert answer.outcome is DEFERRED
     world.finish("a")
-    assert [priority for _, priority in blocks(world)] == [80, 80]
+    assert priorities(world) == [80, 80]
 
 
 def test_other_hints_of_a_request_are_carried_out_at_once():
@@ -259,9 +259,9 @@ def test_the_last_retention_request_of_an_envelope_counts():
     kinds = [("Retain", {"priority": 80}), ("Demote", {}), ("Retain", {"priority": 60}), ("Retain", {"priority": 101})]
     answers, _ = world.operators.hint(Prefix(tuple(PROMPT)), many(*kinds), None)
     assert [answer.outcome for answer in answers] == [CLIPPED, ACCEPTED, CLIPPED, REJECTED]
-    assert {priority for _, priority in blocks(world)} == {60}
+    assert set(priorities(world)) == {60}
     answers, _ = world.operators.hint(Prefix(tuple(PROMPT)), many(("Retain", {"priority": 90}), ("Demote", {})), None)
-    assert {priority for _, priority in blocks(world)} == {0}
+    assert set(priorities(world)) == {0}
 
 
 def test_actions_that_move_blocks_are_seen_by_those_behind_them():
@@ -279,7 +279,7 @@ def test_actions_that_move_blocks_are_seen_by_those_behind_them():
     assert [(answer.outcome, answer.num_blocks) for answer in answers] == [(DEFERRED, 1), (REJECTED, 0), (REJECTED, 0)]
     world.run_executor_copies()
     world.check()
-    assert [tier for tier, _ in blocks(world)] == [TierKind.DEVICE] * 2
+    assert world.tiers_of(PROMPT) == ["device"] * 2
 
 
 def test_a_retain_between_two_demotions_lets_the_second_offload():

@@ -17,7 +17,6 @@ from cachemgr.types import (
     RetentionRule,
     RuleAction,
     RuleMatch,
-    TierKind,
 )
 from tests.support.in_process_manager import CONFIG, World, retain
 
@@ -43,7 +42,7 @@ def test_a_pin_follows_its_blocks_to_the_device():
     world.run(list(range(100, 132)), "b")
     world.finish("b")
     prefix = Prefix(tuple(range(8)))
-    assert {view.tier for view, _, _ in world.queries.explain(prefix, 0)[0].blocks} == {TierKind.HOST}
+    assert world.tiers_of([*range(8)]) == ["host"] * 2
     world.operators.pin_prefix(prefix, "ops", 1000.0, validate_only=False)
     world.run([*range(8), 50], "c")
     world.finish("c")
@@ -51,7 +50,7 @@ def test_a_pin_follows_its_blocks_to_the_device():
     for first in (200, 300, 400):
         world.cache(list(range(first, first + 20)))
         world.check()
-    assert {view.tier for view, _, _ in world.queries.explain(prefix, 0)[0].blocks} == {TierKind.DEVICE}
+    assert world.tiers_of([*range(8)]) == ["device"] * 2
     (hold,) = world.queries.holds()
     assert world.operators.release_hold(hold.name) == 2
 
@@ -111,11 +110,8 @@ def test_an_offload_rule_grants_no_priority():
 
 def test_a_rule_with_another_match_no_longer_applies_to_running_sequences():
     world = World(8)
-    at_once(
-        world.operators.create_rule(
-            RetentionRule("r", match=RuleMatch(salt="a"), action=RuleAction(priority=80)), validate_only=False
-        )
-    )
+    rule = RetentionRule("r", match=RuleMatch(salt="a"), action=RuleAction(priority=80))
+    at_once(world.operators.create_rule(rule, validate_only=False))
     world.admit(list(range(9)), "q", salt="a")
     changed = RetentionRule("r", match=RuleMatch(salt="b"), action=RuleAction(priority=80))
     at_once(world.operators.update_rule(changed, ("match",), validate_only=False))

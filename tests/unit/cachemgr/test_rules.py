@@ -31,6 +31,14 @@ def make(world: World, name: str, match: RuleMatch = ALL, order: int = 0, **acti
     return at_once(world.operators.create_rule(spec, validate_only=False))
 
 
+def update(world: World, rule: RetentionRule, mask: tuple[str, ...]):
+    return at_once(world.operators.update_rule(rule, mask, validate_only=False))
+
+
+def delete(world: World, name: str, *, validate_only: bool = False) -> int:
+    return at_once(world.operators.delete_rule(name, "", validate_only=validate_only))
+
+
 def priorities(world: World) -> dict[int, int]:
     """Priority of the block with each first token."""
     world.manager.expire()
@@ -118,9 +126,7 @@ def test_a_changed_rule_reaches_cached_blocks_at_once_and_is_announced():
     world.cache(PROMPT)
     before = world.queries.last_event
     spec = RetentionRule("r", action=RuleAction(priority=60))
-    _, leases, matching = at_once(
-        world.operators.update_rule(spec, ("action.retention_priority",), validate_only=False)
-    )
+    _, leases, matching = update(world, spec, ("action.retention_priority",))
     assert (leases, matching) == (3, 3)
     assert set(priorities(world).values()) == {60}
     told = {(event.kind, event.lease and event.lease.priority) for event in world.queries.events_after(before)}
@@ -131,11 +137,7 @@ def test_a_changed_rule_reaches_blocks_that_running_sequences_commit_later():
     world = World(12)
     make(world, "r", priority=80)
     world.admit(PROMPT, "a")
-    at_once(
-        world.operators.update_rule(
-            RetentionRule("r", action=RuleAction(priority=60)), ("action",), validate_only=False
-        )
-    )
+    update(world, RetentionRule("r", action=RuleAction(priority=60)), ("action",))
     world.compute(world.live["a"], 9)
     world.finish("a")
     assert set(priorities(world).values()) == {60}
@@ -159,8 +161,8 @@ def test_a_deleted_rule_ends_its_leases_with_events_and_no_others():
     world.cache(PROMPT, session_id="x", retention=retain(50))
     world.run(PROMPT, "live", salt="a")
     before = world.queries.last_event
-    assert at_once(world.operators.delete_rule("r", "", validate_only=True)) == 3
-    assert at_once(world.operators.delete_rule("r", "", validate_only=False)) == 3
+    assert delete(world, "r", validate_only=True) == 3
+    assert delete(world, "r") == 3
     assert holders(world) == {"session/x", "rule/s"}
     broken = [event for event in world.queries.events_after(before) if event.kind is EventKind.LEASE_BROKEN]
     assert [(event.cause, event.lease.holder) for event in broken] == [(RemovalCause.RULE_CHANGED, "rule/r")] * 3
@@ -174,11 +176,11 @@ def test_etags_change_with_every_change_and_stale_ones_are_refused():
     world = World(12)
     first, _ = make(world, "r", priority=80)
     changed = RetentionRule("r", action=RuleAction(priority=60), etag=first.etag)
-    second, _, _ = at_once(world.operators.update_rule(changed, FIELDS, validate_only=False))
+    second, _, _ = update(world, changed, FIELDS)
     assert second.etag != first.etag
     before = world.queries.rules()
     with pytest.raises(StaleRuleError) as refused:
-        at_once(world.operators.update_rule(changed, FIELDS, validate_only=False))
+        update(world, changed, FIELDS)
     assert list(refused.value.fields) == ["rule.etag"]
     with pytest.raises(StaleRuleError):
         at_once(world.operators.delete_rule("r", first.etag, validate_only=False))
@@ -190,13 +192,11 @@ def test_a_mask_changes_only_what_it_names():
     world = World(12)
     make(world, "r", RuleMatch(salt="a", start=4), order=3, priority=80, duration=5.0)
     spec = RetentionRule("r", 9, RuleMatch(salt="b"), RuleAction(priority=60))
-    rule, _, _ = at_once(
-        world.operators.update_rule(spec, ("action.retention_priority", "match.salt"), validate_only=False)
-    )
+    rule, _, _ = update(world, spec, ("action.retention_priority", "match.salt"))
     assert (rule.order, rule.match, rule.action) == (3, RuleMatch(salt="b", start=4), RuleAction(60, 5.0))
-    rule, _, _ = at_once(world.operators.update_rule(spec, ("order",), validate_only=False))
+    rule, _, _ = update(world, spec, ("order",))
     assert (rule.order, rule.match.start) == (9, 4)
-    rule, _, _ = at_once(world.operators.update_rule(spec, FIELDS, validate_only=False))
+    rule, _, _ = update(world, spec, FIELDS)
     assert (rule.match, rule.action) == (spec.match, spec.action)
 
 
@@ -220,7 +220,7 @@ def test_a_rule_does_not_pin_for_requests_with_retention_nor_once_deleted():
     make(world, "r", pin_duration=5.0)
     world.cache(PROMPT, retention=retain(10))
     world.run(PROMPT, "a")
-    at_once(world.operators.delete_rule("r", "", validate_only=False))
+    delete(world, "r")
     world.finish("a")
     assert list(world.queries.holds()) == []
 
@@ -232,9 +232,9 @@ def test_leases_of_a_rule_end_with_the_device_that_their_blocks_were_to_be_compu
     world.admit(PROMPT)
     # It waits for the first one's blocks, and has leases on them.
     assert world.admit(PROMPT).wait_for_handle
-    assert at_once(world.operators.delete_rule("r", "", validate_only=True)) == 2 * len(windows)
+    assert delete(world, "r", validate_only=True) == 2 * len(windows)
     world.start_executor()
-    assert at_once(world.operators.delete_rule("r", "", validate_only=True)) == 0
+    assert delete(world, "r", validate_only=True) == 0
 
 
 def test_rules_are_found_by_what_prompts_begin_with_in_their_order():
@@ -250,9 +250,9 @@ def test_rules_are_found_by_what_prompts_begin_with_in_their_order():
 
     assert found() == ["r5", "r4", "r1", "r0"]
     assert found(salt="a") == ["salted", "r5", "r4", "r1", "r0"]
-    at_once(world.operators.delete_rule("r4", "", validate_only=False))
+    delete(world, "r4")
     moved = RetentionRule("r0", 10, RuleMatch(prefix_token_ids=(11,)), RuleAction(priority=0))
-    at_once(world.operators.update_rule(moved, ("match",), validate_only=False))
+    update(world, moved, ("match",))
     assert found() == ["r5", "r1"]
 
 
@@ -266,7 +266,7 @@ def test_there_are_few_rules_about_the_same_prompts():
     make(world, "other", RuleMatch(salt="b"), priority=1)
     moved = RetentionRule("other", match=RuleMatch(salt="a"), action=RuleAction(priority=1))
     with pytest.raises(InvalidField):
-        at_once(world.operators.update_rule(moved, ("match",), validate_only=False))
+        update(world, moved, ("match",))
     # What is about the same prompts already stays so.
     same = RetentionRule("r1", match=RuleMatch(salt="a", end=4), action=RuleAction(priority=1))
-    at_once(world.operators.update_rule(same, ("match",), validate_only=False))
+    update(world, same, ("match",))

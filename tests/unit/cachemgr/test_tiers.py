@@ -4,14 +4,8 @@ import pytest
 
 from cachemgr.errors import BlocksInUseError
 from cachemgr.steps import at_once
-from cachemgr.types import BlockFilter, EventKind, Prefix, RemovalCause, Retention, RetentionRange, TierKind
+from cachemgr.types import BlockFilter, EventKind, RemovalCause, Retention, RetentionRange, TierKind
 from tests.support.in_process_manager import BLOCK, World, retain
-
-
-def places(world: World) -> list[tuple[str, int]]:
-    """Tier and slot of every indexed block."""
-    blocks = (view for _, view in filter(None, world.queries.blocks("e/0")))
-    return [(view.tier.name.lower(), view.slot) for view in blocks if view.key]
 
 
 def fill(world: World, first: int, name: str = "", **options: object):
@@ -52,7 +46,7 @@ def test_a_parent_of_offloaded_blocks_is_offloaded_at_any_priority():
     world.cache(list(range(9)), retention=low)
     fill(world, 100, "b")
     # The head has priority 5 and would be dropped, but what stands on it is worth 90.
-    assert world.queries.explain(Prefix(tuple(range(8))), 0)[0].blocks[0][0].tier is TierKind.HOST
+    assert world.tiers_of([*range(8)])[0] == "host"
     assert world.found(list(range(8))) == 8
 
 
@@ -84,11 +78,7 @@ def test_onloaded_blocks_stay_when_the_sequence_is_released_before_the_rest():
     world.leave(world.live["c"])
     world.sync()
     world.check()
-    assert [view.tier.name for view, _, _ in world.queries.explain(Prefix(tuple(range(13))), 0)[0].blocks] == [
-        "DEVICE",
-        "DEVICE",
-        "HOST",
-    ]
+    assert world.tiers_of([*range(13)]) == ["device", "device", "host"]
     world.done[up[2]] = late
     world.confirm()
 
@@ -107,7 +97,7 @@ def test_a_purge_of_a_block_in_flight_is_refused():
     world.admit([*range(100, 108)], "b")
     with pytest.raises(BlocksInUseError):
         at_once(world.operators.purge(BlockFilter(), validate_only=False))
-    assert len(places(world)) == 2
+    assert sum(world.tiers().values()) == 2
 
 
 def test_blocks_behind_a_prefix_stay_evictable_while_it_is_onloaded_twice():
@@ -139,9 +129,7 @@ def test_onloaded_blocks_are_on_the_device_after_a_restart_of_the_manager():
     world.finish("c")
     world.restart_manager()
     world.check()
-    assert [view.tier.name for view, _, _ in world.queries.explain(Prefix(tuple(range(13))), 0)[0].blocks][:3] == [
-        "DEVICE"
-    ] * 3
+    assert world.tiers_of([*range(13)])[:3] == ["device"] * 3
 
 
 def test_a_copy_in_flight_is_not_matched_though_another_copy_of_the_block_has_ended():
@@ -178,11 +166,7 @@ def three_tiers() -> World:
     world.cache(list(range(50, 54)))
     world.cache(list(range(60, 64)))
     world.finish("head")
-    assert [view.tier.name for view, _, _ in world.queries.explain(Prefix(tuple(range(12))), 0)[0].blocks] == [
-        "DEVICE",
-        "HOST",
-        "DISK",
-    ]
+    assert world.tiers_of([*range(12)]) == ["device", "host", "disk"]
     return world
 
 
