@@ -429,7 +429,7 @@ class CacheManager:
         if missing:
             return Extension(False, missing, (), sequence.capacity)
         grow(sequence, wanted)
-        return Extension(True, 0, sequence.slots(start), sequence.capacity, sequence.take_transfers())
+        return Extension(True, 0, sequence.slots(start), sequence.capacity, sequence.opened.take())
 
     def truncate(self, caller: SchedulerEpoch, sequence_id: str, num_tokens: int) -> Freed:
         """Drops the tokens of a sequence from a length on. All computed tokens must have been reported before.

@@ -353,24 +353,6 @@ class BlockView(NamedTuple):
         return cls(pool_id, 0, b"", b"", b"", 0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceView:
-    """A live sequence in answers."""
-
-    sequence_id: str
-    sequence_handle: int
-    scheduler_id: str
-    executor_id: str
-    num_tokens: int
-    computed_tokens: int
-    cached_tokens: int
-    capacity_tokens: int
-    num_blocks: int
-    scope: Scope | None = None
-    eviction_policy: Policy | None = None
-    evicting: bool = False
-
-
 class EventKind(enum.IntEnum):
     """Numbers as in the message."""
 

@@ -44,7 +44,6 @@ from cachemgr.types import (
     Quota,
     RetentionRule,
     SchedulerEpoch,
-    SequenceView,
     TierKind,
     Transfer,
 )
@@ -282,11 +281,9 @@ class Queries:
         tokens = tuple(sequence.tokens)
         return self.explain(Prefix(tokens, executor_id, scope.salt, scope.adapter_id, sequence.extra_keys), group)
 
-    def sequences(self, after_handle: int = 0) -> Iterator[SequenceView]:
-        """Live sequences by handle."""
-        for sequence in list(self._state.sequences.values()):
-            if sequence.handle > after_handle:
-                yield sequence.view()
+    def sequences(self, after_handle: int = 0) -> Iterator[Sequence]:
+        """Live sequences by handle, to read."""
+        return (sequence for sequence in list(self._state.sequences.values()) if sequence.handle > after_handle)
 
     def evicted_sequences(self) -> dict[Kind, int]:
         """Sequences that have begun to evict tokens, by the kind of their policy."""

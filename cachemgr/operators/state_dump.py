@@ -27,23 +27,15 @@ _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 def state_hash(lines: Iterable[str]) -> str:
     """SHA-256 over the lines of a state."""
-    digest = StateDigest()
-    digest.add(lines)
+    digest = sha256()
+    for state_line in lines:
+        digest.update(hashed(state_line))
     return digest.hexdigest()
 
 
-class StateDigest:
-    """SHA-256 over a state that comes in pieces."""
-
-    def __init__(self) -> None:
-        self._digest = sha256()
-
-    def add(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self._digest.update(line.encode() + b"\n")
-
-    def hexdigest(self) -> str:
-        return self._digest.hexdigest()
+def hashed(state_line: str) -> bytes:
+    """The part of a line in the hash of a state."""
+    return state_line.encode() + b"\n"
 
 
 def line(kind: str, **facts: Any) -> str:

@@ -4,13 +4,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any, TypeVar
 
 from google.protobuf.field_mask_pb2 import FieldMask
 
 from cachemgr.blocks.cache_scope import Account
 from cachemgr.blocks.hit_counters import MAX_WINDOW_SECONDS
-from cachemgr.operators.state_dump import StateDigest
+from cachemgr.operators.state_dump import hashed
 from cachemgr.persistence.records import quota_message, quota_of, rule_message, rule_of
 from cachemgr.rpc import convert, convert_admin, paging, tenancy
 from cachemgr.rpc.mutations import ServiceContext, kept, long_mutation, mutation
@@ -154,9 +155,9 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
             case "prefix":
                 found = self._manager.queries.explain(convert_admin.prefix(request.prefix), request.group)
             case "sequence_id":
-                for view in self._manager.queries.sequences():
-                    if view.sequence_id == request.sequence_id:
-                        tenancy.check_sequence(view.sequence_id, view.scope)
+                for live in self._manager.queries.sequences():
+                    if live.sequence_id == request.sequence_id:
+                        tenancy.check_sequence(live.sequence_id, live.scope)
                 found = self._manager.queries.explain_sequence(request.sequence_id, request.group)
             case _:
                 raise InvalidField("subject", "must be a prefix or a sequence_id")
@@ -182,13 +183,13 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
     async def DumpState(self, request: pb.DumpStateRequest, context: Any) -> AsyncIterator[pb.DumpStateResponse]:
         """The state in pieces; all of it at one moment."""
         lines = await steady(self._state, self._manager.queries.fingerprint)
-        digest = StateDigest()
+        digest = sha256()
         # From the end, and let go of at once: to free all of them together would take long.
         lines.reverse()
         while lines:
             part = lines[: -_DUMP_LINES - 1 : -1]
             del lines[-_DUMP_LINES:]
-            digest.add(part)
+            digest.update(b"".join(map(hashed, part)))
             yield pb.DumpStateResponse(lines=part)
             await asyncio.sleep(0)
         yield pb.DumpStateResponse(state_hash=digest.hexdigest())
@@ -217,15 +218,15 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         if request.HasField("salt"):
             check_id("salt", request.salt)
         rest = (
-            view
-            for view in self._manager.queries.sequences(after)
-            if tenancy.sees(view.scope)
-            and request.executor_id in ("", view.executor_id)
-            and request.scheduler_id in ("", view.scheduler_id)
-            and (not request.HasField("salt") or (view.scope is not None and view.scope.salt == request.salt))
+            live
+            for live in self._manager.queries.sequences(after)
+            if tenancy.sees(live.scope)
+            and request.executor_id in ("", live.executor.executor_id)
+            and request.scheduler_id in ("", live.scheduler.scheduler_id)
+            and (not request.HasField("salt") or live.scope.salt == request.salt)
         )
-        page, token = paging.cut(rest, limit, "sequences", lambda view: view.sequence_handle)
-        return pb.ListSequencesResponse(sequences=[convert.sequence(view) for view in page], next_page_token=token)
+        page, token = paging.cut(rest, limit, "sequences", lambda live: live.handle)
+        return pb.ListSequencesResponse(sequences=[convert.sequence(live) for live in page], next_page_token=token)
 
     @long_mutation
     def PurgeBlocks(self, request: pb.PurgeBlocksRequest) -> Steps[pb.PurgeBlocksResponse]:

@@ -8,6 +8,7 @@ from google.protobuf.json_format import MessageToDict
 
 from cachemgr import types
 from cachemgr.blocks.events import Event
+from cachemgr.sequences.sequence import Sequence
 from cachemgr.tokens import pack, unpack
 from protos.errors import InvalidField
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -267,22 +268,22 @@ def block(view: types.BlockView, *, token_ids: bool = False) -> pb.Block:
     )
 
 
-def sequence(view: types.SequenceView) -> pb.Sequence:
+def sequence(live: Sequence) -> pb.Sequence:
     return pb.Sequence(
-        sequence_id=view.sequence_id,
-        sequence_handle=view.sequence_handle,
-        scheduler_id=view.scheduler_id,
-        executor_id=view.executor_id,
-        num_tokens=view.num_tokens,
-        computed_tokens=view.computed_tokens,
-        cached_tokens=view.cached_tokens,
-        capacity_tokens=view.capacity_tokens,
-        num_blocks=view.num_blocks,
-        salt=None if view.scope is None else view.scope.salt,
-        tenant_id=None if view.scope is None else view.scope.tenant_id,
-        session_id=None if view.scope is None else view.scope.session_id,
-        eviction_policy=None if view.eviction_policy is None else message_of(view.eviction_policy),
-        evicting=view.evicting,
+        sequence_id=live.sequence_id,
+        sequence_handle=live.handle,
+        scheduler_id=live.scheduler.scheduler_id,
+        executor_id=live.executor.executor_id,
+        num_tokens=len(live.tokens),
+        computed_tokens=live.computed,
+        cached_tokens=live.cached_tokens,
+        capacity_tokens=live.capacity,
+        num_blocks=live.blocks_held,
+        salt=live.scope.salt,
+        tenant_id=live.scope.tenant_id,
+        session_id=live.scope.session_id,
+        eviction_policy=None if live.eviction is None else message_of(live.eviction.policy),
+        evicting=live.has_evicted_tokens,
     )
 
 

@@ -362,7 +362,7 @@ def admitted(sequence: Sequence, wait_for: int, receipts: tuple[Receipt, ...] = 
         wait_for_handle=wait_for,
         capacity_tokens=sequence.capacity,
         block_tables=sequence.slots(),
-        transfers=sequence.take_transfers(),
+        transfers=sequence.opened.take(),
         receipts=receipts,
         eviction_policy=None if sequence.eviction is None else sequence.eviction.policy,
     )

@@ -32,7 +32,6 @@ from cachemgr.types import (
     RemovalCause,
     Restored,
     Retention,
-    SequenceView,
     SyncAnswer,
     Table,
     Transfer,
@@ -251,7 +250,7 @@ class OpenedCopies:
         ticket.opened_by = None
 
     def take(self) -> tuple[Transfer, ...]:
-        """The copies, to send: from now on none can be recalled."""
+        """The copies, to send in this order: from now on none can be recalled."""
         transfers = tuple([ticket.transfer for ticket in self._tickets.values()])
         self.clear()
         return transfers
@@ -471,25 +470,10 @@ class Sequence:
         """Its tables from an index on."""
         return tuple([table.slots(start) for table in self.tables])
 
-    def take_transfers(self) -> tuple[Transfer, ...]:
-        """Copies to send, once, in the order in which they must run."""
-        return self.opened.take()
-
-    def view(self) -> SequenceView:
-        return SequenceView(
-            sequence_id=self.sequence_id,
-            sequence_handle=self.handle,
-            scheduler_id=self.scheduler.scheduler_id,
-            executor_id=self.executor.executor_id,
-            num_tokens=len(self.tokens),
-            computed_tokens=self.computed,
-            cached_tokens=self.cached_tokens,
-            capacity_tokens=self.capacity,
-            num_blocks=sum(block is not None for table in self.tables for block in table.blocks) + len(self.private),
-            scope=self.scope,
-            eviction_policy=None if self.eviction is None else self.eviction.policy,
-            evicting=self.has_evicted_tokens,
-        )
+    @property
+    def blocks_held(self) -> int:
+        """Blocks over all groups, without those that left a window."""
+        return sum(block is not None for table in self.tables for block in table.blocks) + len(self.private)
 
     def depend_on_writers(self) -> None:
         """Notes every sequence that has yet to fill a block of this one."""

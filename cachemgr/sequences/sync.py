@@ -192,7 +192,7 @@ class Sync:
             missing = token_eviction.grant(sequence)
             self.answer.missing_blocks += missing
             if not missing:
-                self.answer.transfers.extend(sequence.take_transfers())
+                self.answer.transfers.extend(sequence.opened.take())
                 self.answer.evicting_handles.append(handle)
                 self.answer.evicting_counts.append(len(sequence.private))
                 self.answer.evicting_slots.extend(block.index for block in sequence.private)
@@ -220,7 +220,7 @@ class Sync:
         return wanted - have - given
 
     def _report(self, sequence: Sequence, start: int) -> None:
-        self.answer.transfers.extend(sequence.take_transfers())
+        self.answer.transfers.extend(sequence.opened.take())
         for table in sequence.slots(start):
             self.answer.extended_handles.append(sequence.handle)
             self.answer.extended_groups.append(table.group)

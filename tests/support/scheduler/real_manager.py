@@ -115,9 +115,7 @@ class RealManager(rpc.CacheManagerServiceServicer):
     async def SyncSequences(self, request: pb.SyncSequencesRequest, context: object) -> pb.SyncSequencesResponse:
         await self.gate.wait()
         answer = await self._service.SyncSequences(request, context)
-        void = [
-            view.sequence_handle for view in self._manager.queries.sequences() if view.sequence_id in self.void_next
-        ]
+        void = [view.handle for view in self._manager.queries.sequences() if view.sequence_id in self.void_next]
         self.void_next.clear()
         answer.void_handles.extend(void)
         return answer

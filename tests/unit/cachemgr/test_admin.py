@@ -51,14 +51,14 @@ def test_listings_show_what_is_there():
     ]
     assert [view.slot for _, view in filter(None, world.queries.blocks("e/0", after_index=1))] == [2, 3]
     (sequence,) = world.queries.sequences()
-    assert (sequence.sequence_id, sequence.num_tokens, sequence.computed_tokens, sequence.cached_tokens) == (
+    assert (sequence.sequence_id, len(sequence.tokens), sequence.computed, sequence.cached_tokens) == (
         "a",
         6,
         5,
         4,
     )
-    assert (sequence.capacity_tokens, sequence.num_blocks) == (8, 2)
-    assert list(world.queries.sequences(sequence.sequence_handle)) == []
+    assert (sequence.capacity, sequence.blocks_held) == (8, 2)
+    assert list(world.queries.sequences(sequence.handle)) == []
     pool = world.queries.pool("e/0")
     assert (pool.total_blocks, pool.free_blocks, pool.used_blocks, pool.cached_blocks) == (8, 6, 2, 1)
     for method in (world.queries.pool, world.queries.check_pool, world.queries.blocks):

@@ -56,9 +56,9 @@ def test_a_sequence_moves_to_a_second_table_and_grows_no_more():
     assert live.moved
     assert used(world) == 2
     assert world.queries.pool("e/0").cached_blocks == 5
-    (view,) = world.queries.sequences()
-    assert (view.evicting, view.num_blocks, view.capacity_tokens) == (True, 2, 8)
-    assert (view.num_tokens, view.computed_tokens) == (21, 20)
+    (sequence,) = world.queries.sequences()
+    assert (sequence.has_evicted_tokens, sequence.blocks_held, sequence.capacity) == (True, 2, 8)
+    assert (len(sequence.tokens), sequence.computed) == (21, 20)
     world.check()
     world.compute(live, 60)
     world.sync()

@@ -30,8 +30,9 @@ def test_the_answer_has_the_whole_policy_and_so_has_the_sequence():
     assert policy is not None
     assert (policy.kind, policy.start, policy.recent, policy.maximum) == (Kind.SLIDING_WINDOW, 0, 6, 6)
     assert (policy.block_size, policy.period) == (BLOCK, 1)
-    (view,) = world.queries.sequences()
-    assert (view.eviction_policy, view.evicting) == (policy, False)
+    (live,) = world.queries.sequences()
+    assert live.eviction is not None
+    assert (live.eviction.policy, live.has_evicted_tokens) == (policy, False)
     assert world.admit(PROMPT, "b").eviction_policy is None
 
 

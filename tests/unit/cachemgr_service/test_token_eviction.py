@@ -106,4 +106,4 @@ def test_the_operation_log_leads_to_the_same_evictions(rotary: bool) -> None:
         assert replayed.refused == 0
         assert state_hash(replayed.manager.queries.state()) == state_hash(manager.queries.state())
     assert len(states) == 2
-    assert [(one.evicting, one.num_blocks) for one in manager.queries.sequences()] == [(True, 2), (False, 5)]
+    assert [(one.has_evicted_tokens, one.blocks_held) for one in manager.queries.sequences()] == [(True, 2), (False, 5)]
