@@ -1,4 +1,4 @@
-"""What must be true when all is calm again."""
+"""What must hold in calm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from protos.kvcache.v1 import kvcache_pb2 as kv
-from tests.chaos.measuring import CALL_SECONDS, Lines, Manager
+from tests.chaos.measuring import CALL_SECONDS, ExecutorLog, Manager
 from tests.chaos.stage import Stage
 from tests.stack import metrics
 
@@ -20,7 +20,7 @@ CHECK_SECONDS = 60.0
 
 
 async def until_settled(manager: Manager) -> str:
-    """Waits until nobody holds a block and no copy is open; what is left after a long time, in words."""
+    """Waits until no sequence holds a block and no copy is in flight; what is left after a long time, in words."""
     deadline, left = time.monotonic() + SETTLE_SECONDS, ""
     while time.monotonic() < deadline:
         try:
@@ -52,7 +52,7 @@ def _unaccounted(pool: kv.Pool) -> list[str]:
 
 
 async def check_pools(manager: Manager) -> list[str]:
-    """Faults of a stack that nobody uses."""
+    """Faults of a stack without requests."""
     left = await until_settled(manager)
     report = await manager.admin.CheckPool(kv.CheckPoolRequest(), timeout=CHECK_SECONDS)
     faults = [left] if left else []
@@ -65,17 +65,17 @@ async def check_pools(manager: Manager) -> list[str]:
 async def check_store(stage: Stage, manager: Manager) -> list[str]:
     """Whether Redis holds what the index does; by the manager's own comparison and by a death.
 
-    Restarting is the comparison that counts: what came back is what can be found.
+    A restart is the comparison that counts: only restored blocks can be found.
     """
     faults = await _until_written(stage) or await _compare(manager)
     before = await manager.index()
-    lines = Lines(stage)
+    log = ExecutorLog(stage)
     await stage.restart("cachemgr")
-    await lines.registered()
+    await log.registered()
     after = await manager.index()
     if after != before:
         missing, fresh = before.keys() - after.keys(), after.keys() - before.keys()
-        other = sum(before[place] != after[place] for place in before.keys() & after.keys())
+        other = sum(before[slot] != after[slot] for slot in before.keys() & after.keys())
         faults.append(
             f"after a calm restart of the cache manager {len(missing)} of {len(before)} blocks are missing, "
             f"{len(fresh)} are new and {other} are others"

@@ -1,22 +1,21 @@
-"""What is done to a stage, and when: a schedule that follows from a seed."""
+"""Disturbances of a stage: a schedule that follows from a seed, and how each kind is performed."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import signal
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from tests.chaos import measuring
-from tests.chaos.measuring import Death
+from tests.chaos.measuring import Death, kill
 from tests.chaos.meddling import Trouble
 from tests.chaos.stage import PROCESSES, REDIS, Stage
 from tests.stack import MODULES
 
-# The cache manager dies this often whatever else happens, for the first time after half of it.
+# The cache manager is killed at this period whatever else happens, for the first time after half of it.
 CACHEMGR_SECONDS = 20.0
-# Between other disturbances, on average; they may overlap. Short runs are more crowded, but something must get done.
+# Between other disturbances, on average; they may overlap. Short runs are more crowded.
 MEAN_GAP_SECONDS, LEAST_GAP_SECONDS = 4.0, 3.0
 # A silent process is taken for gone after a lease, a silent connection after keepalive's 25 s.
 PAUSES = (0.3, 6.0)
@@ -25,95 +24,66 @@ LONG_PAUSE = (26.0, 32.0)
 LONG_PAUSES_FROM = 300.0
 REDIS_SECONDS = (3.0, 10.0)
 REDIS_DELAYS = (0.05, 3.0)
+# A killed Redis stays away for up to this share of the run.
+REDIS_AWAY_SHARE = 0.1
 TROUBLE_SECONDS = (2.0, 5.0)
 TROUBLE_SHARE = (0.05, 0.2)
 DISK_SECONDS = (3.0, 10.0)
 # Behind every log, before or in the middle of a disk tier's file.
 NOTHING_FITS, HALF_FITS = 16 << 20, 128 << 20
+KINDS = ("kill", "terminate", "pause", "slow", "cut off", "fill", "break streams", "refuse writes", *Trouble)
 
 
 @dataclass(frozen=True)
 class Disturbance:
-    """at, seconds: from the begin of the schedule, and how long it lasts. strength: what its kind makes of it."""
+    """at, seconds: from the begin of the schedule, and its length. strength: the delay, share or size of its kind."""
 
     at: float
     kind: str
     target: str
     seconds: float = 0.0
-    strength: float = 0.0
+    strength: float = 1.0
 
     def __str__(self) -> str:
-        lasting = f" for {self.seconds:.1f} s" if self.seconds else ""
-        strength = f" ({self.strength:.3g})" if self.strength else ""
-        return f"{self.at:6.1f} s  {self.kind} {self.target}{lasting}{strength}"
+        lasting = f" for {self.seconds:.1f} s ({self.strength:.3g})" if self.seconds else ""
+        return f"{self.at:6.1f} s  {self.kind} {self.target}{lasting}"
 
+    async def perform(self, stage: Stage) -> Death | None:
+        """Returns when the disturbance is over."""
+        match self.kind:
+            case "kill":
+                return await kill(stage, self.target, self.seconds)
+            case "terminate":
+                await stage.restart(self.target, signal.SIGTERM)
+            case "pause":
+                await stage.pause(self.target, self.seconds)
+            case "break streams":
+                for proxy in stage.proxies:
+                    proxy.break_streams()
+            case _:
+                await self._set(stage, self.strength)
+                await asyncio.sleep(self.seconds)
+                await self._set(stage, 0)
+        return None
 
-Do = Callable[[Stage, Disturbance], Awaitable[Death | None]]
-
-
-async def _kill(stage: Stage, one: Disturbance) -> Death:
-    return await measuring.kill(stage, one.target)
-
-
-async def _ask_to_end(stage: Stage, one: Disturbance) -> None:
-    await stage.restart(one.target, signal.SIGTERM)
-
-
-async def _pause(stage: Stage, one: Disturbance) -> None:
-    await stage.pause(one.target, one.seconds)
-
-
-async def _slow_redis(stage: Stage, one: Disturbance) -> None:
-    stage.redis_proxy.delay = one.strength
-    await asyncio.sleep(one.seconds)
-    stage.redis_proxy.delay = 0.0
-
-
-async def _cut_redis(stage: Stage, one: Disturbance) -> None:
-    stage.redis_proxy.cut()
-    await asyncio.sleep(one.seconds)
-    stage.redis_proxy.mend()
-
-
-async def _fill_redis(stage: Stage, one: Disturbance) -> None:
-    await stage.fill_redis(True)
-    await asyncio.sleep(one.seconds)
-    await stage.fill_redis(False)
-
-
-async def _meddle(stage: Stage, one: Disturbance) -> None:
-    stage.meddling.begin(Trouble(one.kind), one.strength)
-    await asyncio.sleep(one.seconds)
-    stage.meddling.end(Trouble(one.kind))
-
-
-async def _break_streams(stage: Stage, one: Disturbance) -> None:
-    for proxy in stage.proxies:
-        proxy.break_streams()
-
-
-async def _fill_disk(stage: Stage, one: Disturbance) -> None:
-    stage.limit_files(int(one.strength))
-    await asyncio.sleep(one.seconds)
-    stage.limit_files(None)
-
-
-PERFORM: dict[str, Do] = {
-    "kill": _kill,
-    "terminate": _ask_to_end,
-    "pause": _pause,
-    "slow": _slow_redis,
-    "cut off": _cut_redis,
-    "fill": _fill_redis,
-    "break streams": _break_streams,
-    "refuse writes": _fill_disk,
-    **dict.fromkeys(Trouble, _meddle),
-}
+    async def _set(self, stage: Stage, strength: float) -> None:
+        match self.kind:
+            case "slow":
+                stage.redis_proxy.delay = strength
+            case "cut off":
+                stage.redis_proxy.cut() if strength else stage.redis_proxy.mend()
+            case "fill":
+                await stage.fill_redis(bool(strength))
+            case "refuse writes":
+                stage.limit_files(int(strength) or None)
+            case _:
+                stage.meddling.shares[Trouble(self.kind)] = strength
 
 
 def _deck(rng: random.Random, seconds: float) -> list[Disturbance]:
     """Every kind once, but for the cache manager's deaths, in an order of chance."""
-    deck = [Disturbance(0, "kill", name) for name in ("executor", "scheduler", REDIS)]
+    deck = [Disturbance(0, "kill", name) for name in ("executor", "scheduler")]
+    deck.append(Disturbance(0, "kill", REDIS, rng.uniform(0, REDIS_AWAY_SHARE * seconds)))
     deck += [Disturbance(0, "terminate", name) for name in MODULES]
     deck += [Disturbance(0, "pause", name, rng.uniform(*PAUSES)) for name in PROCESSES]
     if seconds >= LONG_PAUSES_FROM:
@@ -133,10 +103,11 @@ def _deck(rng: random.Random, seconds: float) -> list[Disturbance]:
     return deck
 
 
-def mixed(seed: int, seconds: float) -> list[Disturbance]:
-    """Everything there is, within so many seconds: crowded where each kind can come once."""
+def schedule_of(seed: int, seconds: float) -> list[Disturbance]:
+    """Every kind within so many seconds: crowded where each kind can come once."""
     rng = random.Random(f"schedule {seed}")
-    found = regular("cachemgr", seconds, CACHEMGR_SECONDS)
+    deaths = range(int((seconds - CACHEMGR_SECONDS / 2) // CACHEMGR_SECONDS) + 1)
+    found = [Disturbance((0.5 + number) * CACHEMGR_SECONDS, "kill", "cachemgr") for number in deaths]
     at = 1.0
     while at < seconds:
         deck = _deck(rng, seconds)
@@ -146,12 +117,6 @@ def mixed(seed: int, seconds: float) -> list[Disturbance]:
             deck.sort(key=lambda one: one.kind != "kill")
         for one in deck:
             if at < seconds:
-                found.append(Disturbance(at, one.kind, one.target, one.seconds, one.strength))
+                found.append(dataclasses.replace(one, at=at))
             at += rng.uniform(0.5, 1.5) * gap
     return sorted(found, key=lambda one: one.at)
-
-
-def regular(target: str, seconds: float, period: float) -> list[Disturbance]:
-    """A process is killed once in each period."""
-    times = range(int((seconds - period / 2) // period) + 1)
-    return [Disturbance(period / 2 + number * period, "kill", target) for number in times]

@@ -1,4 +1,4 @@
-"""Clients that send known requests without end, and what they say of every answer."""
+"""Clients that send known requests without end and compare every answer."""
 
 from __future__ import annotations
 
@@ -39,20 +39,9 @@ class Way:
     cancel_seconds: float | None = None
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How one attempt ended, on the monotonic clock. fault: what is wrong with it; empty when nothing is."""
-
-    kind: str
-    begin: float
-    end: float
-    first_token: float | None = None
-    fault: str = ""
-
-
 @dataclass
 class Tally:
-    """What happened to all requests so far."""
+    """Of all requests so far."""
 
     endings: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
@@ -60,8 +49,6 @@ class Tally:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     running: int = 0
-    # Begin and first token of what was sent, in order of the first tokens.
-    first_tokens: list[tuple[float, float]] = field(default_factory=list)
     # Longest time from the first attempt's begin to a request's end.
     longest: float = 0.0
 
@@ -119,24 +106,22 @@ class Load:
             request.request_id = f"{request_id}.{attempt}"
             self.tally.running += 1
             try:
-                ending = await self._attempt(stub, request, known, way)
+                kind, fault = await self._attempt(stub, request, known, way)
             finally:
                 self.tally.running -= 1
-            self._count(ending, f"{request.request_id} ({known.name})")
-            if ending.kind not in RETRIED or (self._stopping.is_set() and time.monotonic() - begin > REQUEST_SECONDS):
+            self.tally.endings[kind] += 1
+            if fault:
+                self.tally.faults.append(f"{request.request_id} ({known.name}): {fault}")
+            if kind not in RETRIED or (self._stopping.is_set() and time.monotonic() - begin > REQUEST_SECONDS):
                 break
             await asyncio.sleep(pause)
             pause = min(2 * pause, RETRY_SECONDS[1])
         self.tally.longest = max(self.tally.longest, time.monotonic() - begin)
 
-    def _count(self, ending: Ending, what: str) -> None:
-        self.tally.endings[ending.kind] += 1
-        if ending.fault:
-            self.tally.faults.append(f"{what}: {ending.fault}")
-
     async def _attempt(
         self, stub: rpc.GenerationServiceAsyncStub, request: pb.StreamGenerateRequest, known: Known, way: Way
-    ) -> Ending:
+    ) -> tuple[str, str]:
+        """The kind of ending and what is wrong with it; empty where nothing is."""
         begin = time.monotonic()
         reading = Reading(known, way)
         try:
@@ -148,12 +133,10 @@ class Load:
         self.tally.output_tokens += reading.tokens
         self.tally.prompt_tokens += reading.prompt_tokens
         self.tally.cached_tokens += reading.cached_tokens
-        if reading.first_token is not None:
-            self.tally.first_tokens.append((begin, reading.first_token))
-        return Ending(kind, begin, time.monotonic(), reading.first_token, reading.fault or fault)
+        return kind, reading.fault or fault
 
     def _judge(self, failure: grpc.aio.AioRpcError, begin: float, tokens: int) -> tuple[str, str]:
-        """What a status means: the kind of ending and, where it should not have come, why."""
+        """The kind of ending that a status is and, where it should not have come, why."""
         error, end = from_rpc_error(failure), time.monotonic()
         away = self._away(begin - RECONNECT_SECONDS, end)
         seconds = f"after {end - begin:.1f} s and {tokens} tokens"
@@ -167,7 +150,7 @@ class Load:
         if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason and away:
             return "scheduler died", ""
         if error.code is grpc.StatusCode.CANCELLED and not error.reason and not tokens and away:
-            # Came while the server closed: gRPC turns such a call away before anybody has seen it.
+            # Came while the server closed: gRPC turns such a call away before a servicer has seen it.
             return "scheduler stopped", ""
         return "failed", f"ended with {error} {seconds}"
 
@@ -180,7 +163,6 @@ class Reading:
     """Reads one attempt's answers and compares them as they come."""
 
     def __init__(self, known: Known, way: Way) -> None:
-        self.first_token: float | None = None
         self.tokens = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -232,8 +214,6 @@ class Reading:
         self.tokens += len(message.token_ids)
         self.prompt_tokens += message.usage.prompt_tokens
         self.cached_tokens += message.usage.cached_tokens
-        if self.first_token is None:
-            self.first_token = time.monotonic()
         known = self._known.samples[message.sample_index]
         if not self.fault and not sample.begins(known):
             self.fault = f"other output: {_difference(sample, known)}"

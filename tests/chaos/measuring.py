@@ -1,4 +1,4 @@
-"""What a death costs: blocks that come back, and how long nobody is admitted. And what is in the cache."""
+"""What a death costs: blocks that are restored, and how long nothing is admitted. And what is in the cache."""
 
 from __future__ import annotations
 
@@ -17,23 +17,27 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
-from tests.chaos.stage import Absence, Stage
+from tests.chaos.stage import RESTART_SECONDS, Stage
+from tests.support.generation import generate, greedy_request
 from tests.support.prompts import prose
 
 CALL_SECONDS = 5.0
 LOOK_SECONDS = 0.02
-# Until what was lost has come back, or never will.
+# Until blocks are restored, or never will be.
 RETURN_SECONDS = 60.0
+# Prompts that are repeated, to see what the cache still holds of them, and the characters of each.
+REPEATED, CHARACTERS = 6, 1200
 # A prompt that another one's blocks are copied for may be answered before the copy is confirmed: then it is not cached.
 STEADY_ROUNDS = 3
 REGISTERED = "registered with the cache manager"
 
-Place = tuple[str, int, int]
+# Pool, tier and slot.
+BlockSlot = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
 class Death:
-    """One kill of a process. Blocks: what could be found before, and what could again when it was back.
+    """A kill of a process, at a time of the monotonic clock. Blocks: those in the index before, and those restored.
 
     seconds_to_admission: from its start until a request had blocks. None is what was not seen.
     """
@@ -48,14 +52,14 @@ class Death:
     seconds_to_admission: float | None = None
 
     def share(self, *, lower: bool = False) -> float | None:
-        """Of the blocks, those that came back; None where there were none."""
+        """Of the blocks, those that were restored; None where there were none."""
         before = self.lower_blocks if lower else self.device_blocks
         after = self.restored_lower_blocks if lower else self.restored_blocks
         return None if not before or after is None else after / before
 
 
 class Manager:
-    """Asks the cache manager what operators ask. Use it in an async with statement."""
+    """The cache manager as operators see it. Use it in an async with statement."""
 
     def __init__(self, address: str) -> None:
         options = [("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 100)]
@@ -72,77 +76,64 @@ class Manager:
         """All pools."""
         return list((await self.admin.ListPools(kv.ListPoolsRequest(), timeout=CALL_SECONDS)).pools)
 
-    async def index(self) -> dict[Place, tuple[object, ...]]:
-        """What can be found, by pool, tier and slot."""
-        found: dict[Place, tuple[object, ...]] = {}
+    async def index(self) -> dict[BlockSlot, tuple[object, ...]]:
+        """Every findable block."""
+        found: dict[BlockSlot, tuple[object, ...]] = {}
         for pool in await self.pools():
-            token = ""
+            request = kv.ListBlocksRequest(pool_id=pool.pool_id, page_size=1000)
             while True:
-                request = kv.ListBlocksRequest(pool_id=pool.pool_id, page_size=1000, page_token=token)
                 page = await self.admin.ListBlocks(request, timeout=CALL_SECONDS)
                 for block in page.blocks:
                     if block.key:
                         owners = block.salt, block.tenant_id, block.session_id
-                        found[block.pool_id, block.tier, block.slot] = (
-                            block.key,
-                            block.depth,
-                            block.num_tokens,
-                            *owners,
-                        )
-                token = page.next_page_token
-                if not token:
+                        record = block.key, block.depth, block.num_tokens, *owners
+                        found[block.pool_id, block.tier, block.slot] = record
+                request.page_token = page.next_page_token
+                if not request.page_token:
                     break
         return found
 
     async def sequences(self) -> set[str]:
-        """Ids of the live ones."""
+        """Ids of the live sequences."""
         answer = await self.admin.ListSequences(kv.ListSequencesRequest(page_size=1000), timeout=CALL_SECONDS)
         return {sequence.sequence_id for sequence in answer.sequences}
 
+    async def new_sequence(self, known: set[str]) -> float | None:
+        """When a sequence was live that is not known; None if there was none in time."""
+        deadline = time.monotonic() + RETURN_SECONDS
+        while time.monotonic() < deadline:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                if await self.sequences() - known:
+                    return time.monotonic()
+            await asyncio.sleep(LOOK_SECONDS)
+        return None
 
-def _lower_blocks(index: Iterable[Place]) -> int:
-    return sum(tier != kv.TIER_DEVICE for _, tier, _ in index)
 
-
-async def kill(stage: Stage, name: str) -> Death:
-    """Kills a process, starts it again and sees what comes back; it waits for that."""
+async def kill(stage: Stage, name: str, away: float = 0.0) -> Death:
+    """Kills a process, starts it again after `away` seconds or a supervisor's pause, and waits for restored blocks."""
+    away = max(away, RESTART_SECONDS)
     if name not in ("cachemgr", "executor"):
-        absence = await stage.restart(name)
+        absence = await stage.restart(name, away=away)
         return Death(name, absence.begin, absence.end - absence.begin)
     async with Manager(stage.stack.admin) as manager:
-        before, sequences = None, set[str]()
-        # A manager that is paused says nothing.
+        device = lower = admitted = None
+        sequences: set[str] = set()
+        # A manager that is paused does not answer.
         with contextlib.suppress(grpc.aio.AioRpcError):
-            before, sequences = await manager.index(), await manager.sequences()
-        lines = Lines(stage)
-        absence = await stage.restart(name)
-        registered = await lines.registered()
+            tiers = [tier for _, tier, _ in await manager.index()]
+            device = tiers.count(kv.TIER_DEVICE)
+            lower = len(tiers) - device
+            sequences = await manager.sequences()
+        log = ExecutorLog(stage)
+        absence = await stage.restart(name, away=away)
+        registered = await log.registered()
         if name == "cachemgr":
-            return await _manager_death(manager, absence, before, sequences, registered)
-        lower = None if before is None else _lower_blocks(before)
-        return Death(
-            name,
-            absence.begin,
-            absence.end - absence.begin,
-            lower_blocks=lower,
-            restored_lower_blocks=registered.get("restored_lower_blocks"),
-        )
-
-
-async def _manager_death(
-    manager: Manager,
-    absence: Absence,
-    before: dict[Place, tuple[object, ...]] | None,
-    sequences: set[str],
-    registered: dict[str, Any],
-) -> Death:
-    admitted = await _new_sequence(manager, sequences)
-    lower = None if before is None else _lower_blocks(before)
+            admitted = await manager.new_sequence(sequences)
     return Death(
-        "cachemgr",
+        name,
         absence.begin,
         absence.end - absence.begin,
-        device_blocks=None if before is None or lower is None else len(before) - lower,
+        device_blocks=device if name == "cachemgr" else None,
         restored_blocks=registered.get("restored_blocks"),
         lower_blocks=lower,
         restored_lower_blocks=registered.get("restored_lower_blocks"),
@@ -150,19 +141,8 @@ async def _manager_death(
     )
 
 
-async def _new_sequence(manager: Manager, known: set[str]) -> float | None:
-    """When there was a sequence that was not known before."""
-    deadline = time.monotonic() + RETURN_SECONDS
-    while time.monotonic() < deadline:
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            if await manager.sequences() - known:
-                return time.monotonic()
-        await asyncio.sleep(LOOK_SECONDS)
-    return None
-
-
-class Lines:
-    """What the executor's log says from now on."""
+class ExecutorLog:
+    """What the executor logs from now on."""
 
     def __init__(self, stage: Stage) -> None:
         self._path = stage.stack.log_path("executor")
@@ -182,39 +162,23 @@ class Lines:
         return {}
 
 
-class PrefixSet:
-    """Prompts that are sent again and again, to see what the cache still knows of them."""
-
-    def __init__(self, count: int = 6, characters: int = 1200) -> None:
-        self._requests = [
-            pb.StreamGenerateRequest(text=f"Set {index}: {prose(index)[index * 613 :][:characters]}", max_tokens=1)
-            for index in range(count)
-        ]
-
-    async def hit_rate(self, address: str) -> float:
-        """Share of the prompts' tokens that came from the cache, of what can: all but the last token of each."""
-        usable = cached = 0
-        async with grpc.aio.insecure_channel(address) as channel:
-            stub: generation_rpc.GenerationServiceAsyncStub = generation_rpc.GenerationServiceStub(channel)
-            for request in self._requests:
-                async for message in stub.StreamGenerate(request, timeout=RETURN_SECONDS):
-                    usable += max(0, message.usage.prompt_tokens - 1)
-                    cached += message.usage.cached_tokens
-        return cached / usable
-
-    async def steady_hit_rate(self, address: str) -> float:
-        """What it is once all have been asked before."""
-        return [await self.hit_rate(address) for _ in range(STEADY_ROUNDS)][-1]
+async def steady_hit_rate(address: str) -> float:
+    """Share of cached tokens of prompts that were all asked before, of what can be: all but the last of each."""
+    texts = [f"Set {index}: {prose(index)[index * 613 :][:CHARACTERS]}" for index in range(REPEATED)]
+    usable = cached = 0
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: generation_rpc.GenerationServiceAsyncStub = generation_rpc.GenerationServiceStub(channel)
+        for _ in range(STEADY_ROUNDS):
+            requests = [pb.StreamGenerateRequest(text=text, max_tokens=1) for text in texts]
+            usages = [(await generate(stub, request, RETURN_SECONDS)).usage for request in requests]
+            usable = sum(usage.prompt_tokens - 1 for usage in usages)
+            cached = sum(usage.cached_tokens for usage in usages)
+    return cached / usable
 
 
 async def first_token_seconds(address: str, prompts: Iterable[list[int]]) -> float:
-    """Median time to the first token, one prompt after the other."""
-    times = []
+    """Median time to first token, one prompt after the other."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub: generation_rpc.GenerationServiceAsyncStub = generation_rpc.GenerationServiceStub(channel)
-        for prompt in prompts:
-            begin = time.monotonic()
-            request = pb.StreamGenerateRequest(token_ids=pb.TokenIds(token_ids=prompt), max_tokens=1, ignore_eos=True)
-            await stub.StreamGenerate(request, timeout=RETURN_SECONDS).read()
-            times.append(time.monotonic() - begin)
-    return statistics.median(times)
+        outputs = [await generate(stub, greedy_request(prompt, 1), RETURN_SECONDS) for prompt in prompts]
+    return statistics.median(output.token_times[0] - output.started for output in outputs)

@@ -1,4 +1,4 @@
-"""What networks do to messages: a proxy asks here what happens to the one that it carries."""
+"""What networks do to messages: a proxy asks here what happens to the message that it carries."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ AGAIN = (0.0, 0.3)
 # Of messages in a stream: they come at most steps a second, and each one delays all behind it.
 STREAM_DELAYS = (0.0, 0.1)
 
-Ask = Callable[[], Awaitable[bytes]]
-
 
 class Trouble(enum.StrEnum):
     """What can happen to a call."""
 
     DELAY = "delay"
-    # The other side never hears of it.
+    # The server never receives it.
     LOSE_REQUEST = "lose request"
-    # The other side has done what was asked.
+    # The server has done what was asked.
     LOSE_ANSWER = "lose answer"
-    # It is asked twice, as by somebody who had no answer and asks again.
+    # The server receives it twice, as from a client that had no answer and asks again.
     REPEAT = "repeat"
 
 
@@ -34,24 +32,17 @@ class ConnectionLostError(Exception):
 
 
 class Meddling:
-    """The troubles of now. Carries everything as it is until somebody begins one."""
+    """Meddles with no call while `shares` is empty. A call meets one trouble at most."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._shares: dict[Trouble, float] = {}
-        # Calls that met each, so far.
+        # Of all calls, 0..1, those that meet each trouble.
+        self.shares: dict[Trouble, float] = {}
+        # Calls that met each trouble so far.
         self.met: Counter[Trouble] = Counter()
 
-    def begin(self, trouble: Trouble, share: float) -> None:
-        """From now on a share of all calls, 0..1, meets the trouble. One call meets one at most."""
-        self._shares[trouble] = share
-
-    def end(self, trouble: Trouble) -> None:
-        """No more of it."""
-        self._shares.pop(trouble, None)
-
-    async def carry(self, ask: Ask) -> bytes:
-        """Answers a call by asking the other side. Raises what `ask` raises, and ConnectionLostError.
+    async def carry(self, ask: Callable[[], Awaitable[bytes]]) -> bytes:
+        """Answers a call by asking the server. Raises what `ask` raises, and ConnectionLostError.
 
         A call whose messages are lost in silence is never answered: the caller's deadline ends it.
         """
@@ -71,21 +62,19 @@ class Meddling:
                 return await ask()
             case Trouble.LOSE_ANSWER:
                 await ask()
-            case Trouble.LOSE_REQUEST:
-                pass
         if self._rng.random() < 0.5:
             await asyncio.Event().wait()
         raise ConnectionLostError
 
     async def delay_in_stream(self) -> None:
         """Waits as long as the next message of a stream takes longer."""
-        share = self._shares.get(Trouble.DELAY, 0.0)
+        share = self.shares.get(Trouble.DELAY, 0.0)
         if share and self._rng.random() < share:
             await asyncio.sleep(self._rng.uniform(*STREAM_DELAYS))
 
     def _draw(self) -> Trouble | None:
         drawn = self._rng.random()
-        for trouble, share in self._shares.items():
+        for trouble, share in self.shares.items():
             if drawn < share:
                 return trouble
             drawn -= share

@@ -20,9 +20,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -34,7 +35,7 @@ from bench.tables import table
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from tests.chaos.checks import CHECK_SECONDS
 from tests.chaos.measuring import Manager
-from tests.chaos.stage import REDIS, Stage, Tiers
+from tests.chaos.stage import REDIS, Stage
 from tests.stack import MODULES, free_address
 
 STREAMS, OUTPUT_TOKENS = 16, 120
@@ -73,16 +74,15 @@ class Stream:
 
 @dataclass
 class Row:
-    """What one outage cost."""
+    """What an outage cost."""
 
     outage: str
-    streams: int = 0
     lost: int = 0
     wrong: int = 0
     longest_gap_s: float = 0.0
     restarted: int = 0
-    # How often each process's health and /health said what while the outage lasted, in the order of first appearance.
-    health: dict[str, dict[str, int]] = field(default_factory=dict)
+    # Answers of each process's health and of /health while the outage lasted, in the order of first appearance.
+    health: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     new_request: str = ""
     cached_blocks_before: int = 0
     cached_blocks_after: int = 0
@@ -91,55 +91,38 @@ class Row:
     next_round_cached_tokens: int = 0
     faults: list[str] = field(default_factory=list)
 
-    def cells(self) -> tuple[str, ...]:
-        """For the table."""
+    def cells(self) -> dict[str, str]:
+        """By the table's heads."""
         health = "; ".join(
             f"{name} " + ", ".join(f"{count} {said}" for said, count in counts.items())
             for name, counts in sorted(self.health.items())
         )
-        return (
-            self.outage,
-            f"{self.lost}/{self.streams}",
-            str(self.wrong),
-            f"{self.longest_gap_s:.1f}",
-            str(self.restarted),
-            self.new_request,
-            f"{self.cached_blocks_before}>{self.cached_blocks_after}",
-            str(self.violations),
-            f"{self.next_round_right}/{STREAMS}",
-            health,
-        )
-
-
-HEADER = (
-    "outage",
-    "streams\nlost",
-    "wrong",
-    "longest\ngap s",
-    "restarted",
-    "new request\nmeanwhile",
-    "cached\nblocks",
-    "viola-\ntions",
-    "next\nround",
-    "health meanwhile",
-)
+        return {
+            "outage": self.outage,
+            "streams\nlost": f"{self.lost}/{STREAMS}",
+            "wrong": str(self.wrong),
+            "longest\ngap s": f"{self.longest_gap_s:.1f}",
+            "restarted": str(self.restarted),
+            "new request\nmeanwhile": self.new_request,
+            "cached\nblocks": f"{self.cached_blocks_before}>{self.cached_blocks_after}",
+            "viola-\ntions": str(self.violations),
+            "next\nround": f"{self.next_round_right}/{STREAMS}",
+            "health meanwhile": health,
+        }
 
 
 @dataclass(frozen=True)
 class Outage:
-    """act: does it and returns when it is over, with a list of faults if it found any.
+    """act: performs the outage until it is over; returns the faults that it found.
 
-    loses: it may end streams, as the process that holds them dies.
-
-    restarts: sequences may be restarted. keeps_cache: the cache must be as full afterwards.
+    loses: the outage may end streams, as the process that holds them dies. restarts: sequences may be restarted.
     """
 
     name: str
-    act: Callable[[Stage], Awaitable[Sequence[str] | object]]
+    act: Callable[[Stage], Awaitable[Sequence[str] | None]]
     loses: bool = False
     restarts: bool = True
-    keeps_cache: bool = True
-    # The processes that are away, so that their health is not asked.
+    # The processes whose health is not asked, as they are away.
     away: tuple[str, ...] = ()
 
 
@@ -200,7 +183,7 @@ class Table:
 
     async def run(self, outage: Outage) -> None:
         """Performs one outage under load and measures it."""
-        stage, row = self._stage, Row(outage.name, STREAMS)
+        stage, row = self._stage, Row(outage.name)
         self._tell(outage.name)
         row.cached_blocks_before = await self._cached_blocks()
         restarts = self._restarted_so_far()
@@ -213,8 +196,7 @@ class Table:
                 late = asyncio.create_task(self._late_request(outage))
                 leave = asyncio.get_running_loop().call_later(1.0, leaving.cancel)
                 try:
-                    found = await outage.act(stage)
-                    row.faults += found if isinstance(found, list) else []
+                    row.faults += await outage.act(stage) or []
                 except TimeoutError:
                     row.faults.append("a process did not serve again in time")
                 leave.cancel()
@@ -229,7 +211,7 @@ class Table:
             self._judge_streams(outage, row, streams, unfinished)
             await self._judge_rest(outage, row, restarts, client)
         self.rows.append(row)
-        self._tell("  ".join(row.cells()) + "".join(f"\n  FAULT {fault}" for fault in row.faults))
+        self._tell("  ".join(row.cells().values()) + "".join(f"\n  FAULT {fault}" for fault in row.faults))
 
     def _judge_streams(self, outage: Outage, row: Row, streams: Sequence[Stream], unfinished: int) -> None:
         for stream, whole in zip(streams, self._reference, strict=True):
@@ -256,7 +238,7 @@ class Table:
         while (blocks := await self._cached_blocks()) < row.cached_blocks_before and time.monotonic() < deadline:
             await asyncio.sleep(0.5)
         row.cached_blocks_after = blocks
-        if outage.keeps_cache and blocks < row.cached_blocks_before:
+        if blocks < row.cached_blocks_before:
             row.faults.append(f"{row.cached_blocks_before - blocks} cached blocks are lost")
         row.violations = await self._violations()
         if row.violations:
@@ -283,7 +265,7 @@ class Table:
                 await asyncio.sleep(0.2)
 
     async def _late_request(self, outage: Outage) -> str:
-        """A request that arrives during the outage: how long it took, or its error."""
+        """How long a request takes that arrives during the outage, or its error."""
         await asyncio.sleep(1.0)
         if "scheduler" in outage.away:
             return "-"
@@ -293,56 +275,32 @@ class Table:
         taken = f"{time.monotonic() - begin:.1f} s"
         return f"{stream.error[:40]} after {taken}" if stream.error else taken
 
-    # What is seen from outside
-
     @contextlib.asynccontextmanager
     async def _probing(self, outage: Outage, row: Row) -> AsyncIterator[None]:
         """Asks every process that is there for its health, again and again."""
-        addresses = {
-            "scheduler": self._stage.stack.scheduler,
-            "cachemgr": self._stage.stack.cachemgr,
-            "executor": self._stage.stack.executor,
-        }
-        probes = [
-            asyncio.create_task(self._probe(name, address, row))
-            for name, address in addresses.items()
-            if name not in outage.away
-        ]
-        if "scheduler" not in outage.away:
-            probes.append(asyncio.create_task(self._probe_http(row)))
-        try:
-            yield
-        finally:
-            for probe in probes:
-                probe.cancel()
-            await asyncio.gather(*probes, return_exceptions=True)
-
-    async def _probe(self, name: str, address: str, row: Row) -> None:
-        async with grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-            stub: Any = health_pb2_grpc.HealthStub(channel)
-            while True:
-                try:
-                    answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT)
-                    said = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-                except grpc.aio.AioRpcError as error:
-                    said = error.code().name
-                _count(row.health, name, said)
-                await asyncio.sleep(PROBE_SECONDS)
-
-    async def _probe_http(self, row: Row) -> None:
-        while True:
-            said = await asyncio.to_thread(_get_health, f"http://{self._http}/health")
-            _count(row.health, "/health", said)
-            await asyncio.sleep(PROBE_SECONDS)
+        asks: dict[str, Callable[[], Awaitable[str]]] = {}
+        async with contextlib.AsyncExitStack() as opened:
+            for name in (name for name in MODULES if name not in outage.away):
+                address = getattr(self._stage.stack, name)
+                channel = grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
+                asks[name] = partial(_ask_health, await opened.enter_async_context(channel))
+            if "scheduler" in asks:
+                asks["/health"] = partial(asyncio.to_thread, _get_health, f"http://{self._http}/health")
+            probes = [asyncio.create_task(_probe(row.health[name], ask)) for name, ask in asks.items()]
+            try:
+                yield
+            finally:
+                for probe in probes:
+                    probe.cancel()
+                await asyncio.gather(*probes, return_exceptions=True)
 
     async def _cached_blocks(self) -> int:
-        """Blocks in the index, in whatever tiers, once the cache manager answers; 0 when it does not in time."""
+        """Blocks in the index, in any tier, once the cache manager answers; 0 when it does not in time."""
         deadline = time.monotonic() + SETTLE_SECONDS
         async with Manager(self._stage.stack.admin) as manager:
             while time.monotonic() < deadline:
                 with contextlib.suppress(grpc.aio.AioRpcError):
-                    index = await manager.index()
-                    return len({(pool, key) for (pool, _, _), (key, *_) in index.items()})
+                    return len({(pool, key) for (pool, _, _), (key, *_) in (await manager.index()).items()})
                 await asyncio.sleep(0.2)
         return 0
 
@@ -362,9 +320,19 @@ class Table:
         return found
 
 
-def _count(health: dict[str, dict[str, int]], name: str, said: str) -> None:
-    counts = health.setdefault(name, {})
-    counts[said] = counts.get(said, 0) + 1
+async def _probe(answers: Counter[str], ask: Callable[[], Awaitable[str]]) -> None:
+    while True:
+        answers[await ask()] += 1
+        await asyncio.sleep(PROBE_SECONDS)
+
+
+async def _ask_health(channel: grpc.aio.Channel) -> str:
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    try:
+        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT)
+    except grpc.aio.AioRpcError as error:
+        return str(error.code().name)
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
 def _get_health(url: str) -> str:
@@ -375,9 +343,6 @@ def _get_health(url: str) -> str:
         return str(error.code)
     except OSError as error:
         return type(error).__name__
-
-
-# What is done
 
 
 def _pause(name: str, seconds: float) -> Outage:
@@ -493,10 +458,9 @@ async def measure(chosen: Sequence[Outage], tell: Callable[[str], None], seed: i
     """Runs the outages one after the other on one stack."""
     _limit_files(SOFT_FILES)
     http = free_address()
-    tiers = Tiers(host_bytes=128 << 20, disk_bytes=128 << 20)
-    stage = Stage(seed, proxied=False, tiers=tiers, tell=tell, scheduler_http_address=http, executor_max_tokens=16_384)
+    stage = Stage(seed, proxied=False, tell=tell, scheduler_http_address=http, executor_max_tokens=16_384)
     async with stage:
-        # From here on for the idle connections of this process.
+        # This process opens the idle connections.
         _limit_files(None)
         found = Table(stage, http, tell)
         await found.learn()
@@ -512,7 +476,6 @@ def main() -> int:
     """Runs the chosen outages and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="outages whose name contains this; separate several by commas")
-    parser.add_argument("--json", type=Path, help="file for the rows")
     given = parser.parse_args()
     names = [name.strip() for name in given.only.split(",")]
     chosen = [outage for outage in outages() if any(name in outage.name for name in names)]
@@ -524,11 +487,11 @@ def main() -> int:
         print(f"[{time.monotonic() - begin:6.1f}] {line}", file=sys.stderr, flush=True)
 
     rows = asyncio.run(measure(chosen, tell))
-    print(table(HEADER, [row.cells() for row in rows]))
+    print(table(list(rows[0].cells()), [list(row.cells().values()) for row in rows]))
     for row in rows:
         for fault in row.faults:
             print(f"FAULT {row.outage}: {fault}")
-    Result("outages", {"rows": [asdict(row) for row in rows]}).write(given.json)
+    Result("outages", {"rows": [vars(row) for row in rows]}).write()
     return 1 if any(row.faults for row in rows) else 0
 
 

@@ -1,4 +1,4 @@
-"""Requests whose greedy outputs are known: mixed prompts, wishes, samples, stop strings and eviction policies."""
+"""Requests with known greedy outputs: mixed prompts, retention requests, samples, stop strings, eviction policies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Sample:
-    """What one sample gives."""
+    """Output of a sample."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -47,7 +47,7 @@ class Sample:
         self.finish_reason = message.finish_reason
 
     def begins(self, whole: Sample) -> bool:
-        """Whether it is the whole one, or may still become it."""
+        """Whether this is the whole output, or may still become it."""
         if self.finish_reason:
             return self == whole
         return self.token_ids == whole.token_ids[: len(self.token_ids)] and whole.text.startswith(self.text)
@@ -55,7 +55,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Known:
-    """A request with what it has to give, sample by sample."""
+    """A request with the output of each of its samples."""
 
     name: str
     request: pb.StreamGenerateRequest
@@ -80,7 +80,12 @@ def base_requests() -> dict[str, pb.StreamGenerateRequest]:
             requests[f"prefix {family}.{tail}"] = _request(begin + chat(QUESTIONS[family + tail]), 16 + 4 * tail)
     for index in range(2):
         session = _request(chat(f"{QUESTIONS[index + 2]} Think of {index}."), 20)
-        requests[f"session {index}"] = in_session(session, f"session-{index}")
+        session.cache.session_id = f"session-{index}"
+        retained = session.cache.retention_ranges.add(start=0, end=16, retention_priority=80)
+        retained.retention_duration.FromSeconds(20)
+        session.cache.decode_retention_priority = 60
+        session.cache.decode_retention_duration.FromSeconds(10)
+        requests[f"session {index}"] = session
     for index, (name, policy) in enumerate(POLICIES.items()):
         request = _request(f"Policy {index}: {prose(index)[index * 331 :][:700]}", 40)
         request.eviction_policy.CopyFrom(common.EvictionPolicy(**policy))
@@ -88,22 +93,12 @@ def base_requests() -> dict[str, pb.StreamGenerateRequest]:
     return requests
 
 
-def in_session(request: pb.StreamGenerateRequest, session: str) -> pb.StreamGenerateRequest:
-    """With wishes for the first tokens, the output, and some seconds of both."""
-    request.cache.session_id = session
-    wish = request.cache.retention_ranges.add(start=0, end=16, retention_priority=80)
-    wish.retention_duration.FromSeconds(20)
-    request.cache.decode_retention_priority = 60
-    request.cache.decode_retention_duration.FromSeconds(10)
-    return request
-
-
 def _request(text: str, max_tokens: int) -> pb.StreamGenerateRequest:
     return pb.StreamGenerateRequest(text=text, max_tokens=max_tokens, ignore_eos=True)
 
 
 async def learn(stub: rpc.GenerationServiceAsyncStub, tell: Callable[[str], None]) -> list[Known]:
-    """Runs everything in calm and returns what can be relied on."""
+    """Runs every request in calm and returns those whose output cannot depend on the batch."""
     known = await _run(stub, base_requests(), tell)
     by_name = {one.name: one for one in known}
     more: dict[str, pb.StreamGenerateRequest] = {}

@@ -5,31 +5,31 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import psutil
 
 from bench.driver import prompt
 from bench.manager_rpc import BLOCK, Client
 from cachemgr.types import ManagerConfig
-from tests.chaos.run import Act, Scene
-from tests.chaos.stage import PROCESSES
+from tests.chaos.report import Report
+from tests.chaos.stage import PROCESSES, Stage
 
 MB = 1e6
 LOOK_SECONDS = 5.0
-# Pools, allocators and what is kept of the past within bounds fill up first.
+# Pools, allocators and bounded histories fill up first.
 WARM_UP_SECONDS = 300.0
 # Of the time behind it, what the first and the last part are compared of.
 PART = 0.2
 GROWTH = 0.02
-# Events that the cache manager keeps, and blocks of the prompts that make them: each comes and goes.
+# Events that the cache manager keeps, and blocks of the prompts that make them: each is stored and evicted.
 EVENTS = ManagerConfig().event_history
 PROMPT_BLOCKS = 512
 CALL_SECONDS = 10
 
 
 def fill_history(address: str) -> None:
-    """Blocks come and go until the cache manager's events are as many as it keeps: a real load takes hours for that."""
+    """Stores and evicts blocks until the cache manager's history of events is full: a real load takes hours for it."""
     client = Client(address, 2 * PROMPT_BLOCKS)
     try:
         for number in range(EVENTS // (2 * PROMPT_BLOCKS) + 3):
@@ -42,29 +42,25 @@ def fill_history(address: str) -> None:
         client.close()
 
 
-def watch_memory(seconds: float) -> Act:
+async def watch_memory(stage: Stage, report: Report, tell: Callable[[str], None], seconds: float) -> None:
     """For so long; short runs warm up for a third of their time."""
-
-    async def act(scene: Scene) -> None:
-        await asyncio.to_thread(fill_history, scene.stage.stack.cachemgr)
-        seen: dict[str, list[float]] = {name: [] for name in PROCESSES}
-        begin = time.monotonic()
-        warm_up = min(WARM_UP_SECONDS, seconds / 3)
-        while time.monotonic() < begin + seconds:
-            await asyncio.sleep(LOOK_SECONDS)
-            resident = {name: _resident(scene.stage.pid(name)) for name in PROCESSES}
-            scene.tell("  ".join(f"{name} {value:.1f} MB" for name, value in resident.items()))
-            if time.monotonic() > begin + warm_up:
-                for name, value in resident.items():
-                    seen[name].append(value)
-        for name, values in seen.items():
-            change = change_of(values)
-            scene.report.figures[f"memory of {name}, MB"] = values[-1]
-            scene.report.figures[f"change of {name}, %"] = 100 * change
-            if abs(change) > GROWTH:
-                scene.report.faults.append(f"memory of {name} changed by {change:.1%} behind the warm-up")
-
-    return act
+    await asyncio.to_thread(fill_history, stage.stack.cachemgr)
+    seen: dict[str, list[float]] = {name: [] for name in PROCESSES}
+    begin = time.monotonic()
+    warm_up = min(WARM_UP_SECONDS, seconds / 3)
+    while time.monotonic() < begin + seconds:
+        await asyncio.sleep(LOOK_SECONDS)
+        resident = {name: psutil.Process(stage.pid(name)).memory_info().rss / MB for name in PROCESSES}
+        tell("  ".join(f"{name} {value:.1f} MB" for name, value in resident.items()))
+        if time.monotonic() > begin + warm_up:
+            for name, value in resident.items():
+                seen[name].append(value)
+    for name, values in seen.items():
+        change = change_of(values)
+        report.figures[f"memory of {name}, MB"] = values[-1]
+        report.figures[f"change of {name}, %"] = 100 * change
+        if abs(change) > GROWTH:
+            report.faults.append(f"memory of {name} changed by {change:.1%} behind the warm-up")
 
 
 def change_of(values: Sequence[float]) -> float:
@@ -72,7 +68,3 @@ def change_of(values: Sequence[float]) -> float:
     part = max(1, int(PART * len(values)))
     first, last = statistics.median(values[:part]), statistics.median(values[-part:])
     return last / first - 1
-
-
-def _resident(pid: int) -> float:
-    return psutil.Process(pid).memory_info().rss / MB

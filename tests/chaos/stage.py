@@ -34,6 +34,8 @@ STOP_SECONDS = 20.0
 # Between the end of a process and its next start, as a supervisor takes.
 RESTART_SECONDS = 0.2
 LOOK_SECONDS = 0.05
+# Blocks of the default model in float32 take 737 kB.
+HOST_BYTES, DISK_BYTES = 192 << 20, 384 << 20
 
 
 @dataclasses.dataclass
@@ -48,19 +50,10 @@ class Absence:
     asked: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Tiers:
-    """Sizes of the tiers below the device."""
-
-    host_bytes: int
-    disk_bytes: int
-
-
 class Stage:
     """Processes, the proxies between them and a Redis of its own. Use it in an async with statement.
 
-    proxied: whether messages pass through proxies. tiers: below the device; None for none. `failures` takes what no
-    disturbance explains.
+    proxied: whether messages pass through proxies. `failures` takes what no disturbance explains.
     """
 
     def __init__(
@@ -68,7 +61,6 @@ class Stage:
         seed: int,
         *,
         proxied: bool,
-        tiers: Tiers | None = None,
         tell: Callable[[str], None] = lambda _: None,
         **settings: object,
     ) -> None:
@@ -94,13 +86,12 @@ class Stage:
                 self.proxies.append(GrpcProxy(address, target, self.meddling))
                 self.stack.own.setdefault(name, {})[f"{other}_address"] = address
         self._memory = Path("/dev/shm", folder.name)
-        if tiers is not None:
-            self.stack.own.setdefault("executor", {}).update(
-                executor_host_cache_size=tiers.host_bytes,
-                executor_host_cache_dir=self._memory,
-                executor_disk_cache_size=tiers.disk_bytes,
-                executor_disk_cache_dir=folder / "blocks",
-            )
+        self.stack.own.setdefault("executor", {}).update(
+            executor_host_cache_size=HOST_BYTES,
+            executor_host_cache_dir=self._memory,
+            executor_disk_cache_size=DISK_BYTES,
+            executor_disk_cache_dir=folder / "blocks",
+        )
         self._changing = {name: asyncio.Lock() for name in PROCESSES}
         self._paused: dict[str, int] = {}
         self._watching: asyncio.Task[None] | None = None
@@ -141,9 +132,7 @@ class Stage:
 
     def pid(self, name: str) -> int:
         """Number of a process that is there."""
-        if name != REDIS:
-            return self.stack.pid(name)
-        return self._redis.pid
+        return self._redis.pid if name == REDIS else self.stack.pid(name)
 
     def redis(self) -> Redis:
         """A client that passes no proxy."""
@@ -181,11 +170,6 @@ class Stage:
             await self.begin(name, absence)
             return absence
 
-    async def lose_redis(self) -> None:
-        """Redis dies and stays away."""
-        await self._changing[REDIS].acquire()
-        await self.end(REDIS)
-
     async def pause(self, name: str, seconds: float) -> None:
         """Stops a process as if the machine had forgotten it; it may be killed meanwhile."""
         async with self._changing[name]:
@@ -212,8 +196,8 @@ class Stage:
                     return bool(await redis.ping())
             except (RedisError, OSError):
                 return False
-        address = {"cachemgr": self.stack.cachemgr, "executor": self.stack.executor, "scheduler": self.stack.scheduler}
-        async with grpc.aio.insecure_channel(address[name], options=[("grpc.enable_http_proxy", 0)]) as channel:
+        address = getattr(self.stack, name)
+        async with grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             try:
                 answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=1)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos import plans
-from tests.chaos.run import run
+from tests.chaos.run import mixed
 
 SECONDS = 80.0
 SEED = 4
@@ -19,7 +18,7 @@ def tell(line: str) -> None:
 @pytest.mark.model
 @pytest.mark.timeout(600)
 async def test_under_chaos_every_request_ends_exactly_and_no_block_is_lost() -> None:
-    report = await run(plans.make("mixed", SEED, SECONDS), SEED, tell)
+    report = await mixed(SEED, SECONDS, tell)
     print(report.text())
     assert report.faults == []
     assert report.tally.endings["exact"] > 0

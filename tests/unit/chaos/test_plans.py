@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-from tests.chaos import disturbances
-from tests.chaos.disturbances import PERFORM
+from tests.chaos.disturbances import KINDS, schedule_of
 from tests.chaos.measuring import Death
 from tests.chaos.report import Report
 from tests.chaos.requests import Sample
@@ -15,8 +14,8 @@ from tests.chaos.requests import Sample
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_long_schedule_has_every_kind_and_kills_the_cache_manager_every_20_seconds(seed: int) -> None:
-    schedule = disturbances.mixed(seed, 600)
-    assert {one.kind for one in schedule} == PERFORM.keys()
+    schedule = schedule_of(seed, 600)
+    assert {one.kind for one in schedule} == set(KINDS)
     assert {one.target for one in schedule if one.kind == "pause"} == {"cachemgr", "executor", "scheduler", "redis"}
     deaths = [one.at for one in schedule if (one.kind, one.target) == ("kill", "cachemgr")]
     assert deaths == [10 + 20 * number for number in range(30)]
@@ -27,7 +26,7 @@ def test_a_long_schedule_has_every_kind_and_kills_the_cache_manager_every_20_sec
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_short_schedule_kills_every_process(seed: int) -> None:
-    killed = {one.target for one in disturbances.mixed(seed, 45) if one.kind == "kill"}
+    killed = {one.target for one in schedule_of(seed, 45) if one.kind == "kill"}
     assert killed == {"cachemgr", "executor", "scheduler", "redis"}
 
 
@@ -49,7 +48,7 @@ DEATH = Death("cachemgr", 10.0, 1.0, device_blocks=1000, restored_blocks=995, lo
 )
 def test_a_death_is_judged_by_lost_blocks_and_time(changes: dict[str, float | None], words: str) -> None:
     report = Report("test", 1)
-    report.judge([dataclasses.replace(DEATH, **changes)], tiers=True)  # type: ignore[arg-type]
+    report.judge([dataclasses.replace(DEATH, **changes)])  # type: ignore[arg-type]
     if words:
         [fault] = report.faults
         assert words in fault

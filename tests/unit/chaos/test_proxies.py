@@ -66,13 +66,12 @@ async def between(tmp_path: Path) -> AsyncIterator[Between]:
 
 
 async def test_a_lost_request_is_never_heard_and_a_lost_answer_once(between: Between) -> None:
-    between.meddling.begin(Trouble.LOSE_REQUEST, 1.0)
+    between.meddling.shares = {Trouble.LOSE_REQUEST: 1.0}
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await between.purge(0.5)
     assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
     assert between.admin.heard == 0
-    between.meddling.end(Trouble.LOSE_REQUEST)
-    between.meddling.begin(Trouble.LOSE_ANSWER, 1.0)
+    between.meddling.shares = {Trouble.LOSE_ANSWER: 1.0}
     with pytest.raises(grpc.aio.AioRpcError):
         await between.purge(0.5)
     # A broken connection is tried again by the channel itself.
@@ -80,7 +79,7 @@ async def test_a_lost_request_is_never_heard_and_a_lost_answer_once(between: Bet
 
 
 async def test_a_repeated_request_is_heard_twice_and_answered_once(between: Between) -> None:
-    between.meddling.begin(Trouble.REPEAT, 1.0)
+    between.meddling.shares = {Trouble.REPEAT: 1.0}
     assert await between.purge() == 2
     assert between.admin.heard == 2
 
@@ -101,7 +100,7 @@ async def test_only_the_asked_share_of_calls_meets_a_trouble() -> None:
             return True
         return False
 
-    meddling.begin(Trouble.LOSE_REQUEST, 0.25)
+    meddling.shares = {Trouble.LOSE_REQUEST: 0.25}
     gone = sum([await lost(lambda: meddling.carry(ask)) for _ in range(200)])
     assert 30 < gone < 70
     assert asked == 200 - gone
