@@ -7,7 +7,7 @@ import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -48,15 +48,14 @@ class Caller:
         self,
         channels: dict[str, grpc.aio.Channel],
         report: Report,
-        maker: Callable[[Memory], Maker] = Maker,
         meter: Meter | None = None,
     ) -> None:
-        """meter: measures each call, where there is never more than one."""
+        """meter: measures calls with numbers at bounds, of which there is never more than one at a time."""
         self._channels = channels
         self._report = report
         self._meter = meter
         self._memory = Memory()
-        self._maker = maker(self._memory)
+        self._maker = Maker(self._memory, at_bounds=meter is not None)
         # Streams that came to their end by themselves.
         self._ends: Counter[str] = Counter()
 
@@ -182,20 +181,16 @@ def _shown(method: Method, sent: Sequence[Made]) -> str:
     return "\n".join(shown)
 
 
-async def repeat(channel: grpc.aio.Channel, method: Method, messages: Sequence[bytes], seconds: float) -> str:
+async def repeat(channel: grpc.aio.Channel, method: Method, messages: Sequence[bytes]) -> str:
     """Sends messages again; how it ended, in words."""
 
     async def requests() -> AsyncIterator[bytes]:
         for data in messages:
             yield data
 
-    call = _multicallable(channel, method)(requests() if method.streams_requests else messages[0], timeout=seconds)
-    answers = 0
+    call = _multicallable(channel, method)(requests() if method.streams_requests else messages[0], timeout=PATIENCE)
     try:
-        if not method.streams_responses:
-            return f"OK: {await call}"
-        async for _ in call:
-            answers += 1
+        answers = [answer async for answer in call] if method.streams_responses else [await call]
     except grpc.aio.AioRpcError as error:
         return f"{error.code().name}: {error.details()}"
-    return f"OK with {answers} answers"
+    return f"OK with {len(answers)} answers: {answers[:1]}"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.fuzz import values
-from tests.fuzz.bounds import HOW_MANY
 from tests.fuzz.limits import keep_body
+from tests.fuzz.messages import NUMBERS_SET
 from tests.fuzz.meter import Meter
 from tests.fuzz.report import Report
 
@@ -127,7 +127,7 @@ def _sample(schema: Schema, schemas: Schema) -> Any:
 
 def _body(route: str, paths: list[Path], rng: random.Random) -> Any:
     body: Any = copy.deepcopy(VALID[route])
-    for path in rng.sample(paths, min(len(paths), rng.choice(HOW_MANY))):
+    for path in rng.sample(paths, min(len(paths), rng.choice(NUMBERS_SET))):
         body = _put(body, path, _value(rng))
     if "top_logprobs" in body:
         body["logprobs"] = True

@@ -24,6 +24,10 @@ _FLEETING = ("epoch", "step", "number", "token", "etag", "handle", "ticket")
 # Of what was once answered well, and of what was refused, per type.
 _KEPT = 24
 _MOST_ROUNDS = 20
+# At bounds: the share of requests that stay as they are, so that valid ones are learnt from answers, and how many
+# numbers of the others are set.
+_UNCHANGED = 0.25
+NUMBERS_SET = (1, 1, 1, 2, 3)
 
 
 class Made(NamedTuple):
@@ -35,10 +39,14 @@ class Made(NamedTuple):
 
 
 class Maker:
-    """Makes messages of any type. What was answered well is kept and changed a little."""
+    """Makes messages of any type. What was answered well is kept and changed a little.
 
-    def __init__(self, memory: Memory) -> None:
+    at_bounds: some numbers of most messages are at the bounds of their types.
+    """
+
+    def __init__(self, memory: Memory, *, at_bounds: bool = False) -> None:
         self._memory = memory
+        self._at_bounds = at_bounds
         # By type, and whether they began a stream.
         self._good: dict[tuple[str, bool], list[bytes]] = {}
         # With the fields at fault and what was said of them, and how often it was mended already.
@@ -62,6 +70,18 @@ class Maker:
 
     def make(self, cls: type[Message], rng: random.Random, *, first: bool = False) -> Made:
         """One request. first: of a stream, which mostly begins with the first of its kinds."""
+        made = self._made(cls, rng, first=first)
+        if not self._at_bounds or rng.random() < _UNCHANGED:
+            return made
+        try:
+            message = cls.FromString(made.data)
+            _set_at_bounds(message, rng)
+            keep_within(message)
+            return made._replace(data=message.SerializeToString())
+        except (DecodeError, EncodeError):
+            return made
+
+    def _made(self, cls: type[Message], rng: random.Random, *, first: bool) -> Made:
         draw = rng.random()
         if draw < 0.03:
             return Made(_within(cls, rng.randbytes(rng.choice((1, 2, 5, 20, 300)))), first)
@@ -116,11 +136,11 @@ class _Filling:
         self._depth = depth
         self._left = _NODES
 
-    def fill(self, message: Message, depth: int = 0, *, first: bool = False) -> None:
+    def fill(self, message: Any, depth: int = 0, *, first: bool = False) -> None:
         """Sets some of the fields."""
         rng, descriptor = self._rng, message.DESCRIPTOR
         if descriptor.full_name == "google.protobuf.Duration":
-            self._fill_duration(message)
+            message.seconds, message.nanos = values.seconds(rng, usual=self._is_usual())
             return
         chosen = {oneof.name: self._choose(oneof, first=first) for oneof in _real_oneofs(descriptor)}
         share = rng.choice((0.05, 0.15, 0.4, 0.8))
@@ -137,21 +157,15 @@ class _Filling:
                     continue
             elif rng.random() > (parts if field.message_type is not None else share):
                 continue
-            self._set(message, field, depth, column)
+            self.set(message, field, depth, column)
 
     def change(self, message: Any) -> None:
         """Sets or clears one field."""
-        descriptor = message.DESCRIPTOR
-        if not descriptor.fields:
-            return
-        field = self._rng.choice(list(descriptor.fields))
-        message.ClearField(field.name)
-        if self._rng.random() < 0.8:
-            self._set(message, field, 1, None)
-
-    def set(self, message: Message, field: FieldDescriptor) -> None:
-        """Sets one field."""
-        self._set(message, field, 1, None)
+        if fields := list(message.DESCRIPTOR.fields):
+            field = self._rng.choice(fields)
+            message.ClearField(field.name)
+            if self._rng.random() < 0.8:
+                self.set(message, field)
 
     def refresh(self, message: Message) -> None:
         """Mostly gives fields whose values hold for a moment only those that were seen last."""
@@ -167,7 +181,8 @@ class _Filling:
             return oneof.fields[0]
         return self._rng.choice(list(oneof.fields)) if self._rng.random() < 0.9 else None
 
-    def _set(self, message: Any, field: FieldDescriptor, depth: int, column: int | None) -> None:
+    def set(self, message: Any, field: FieldDescriptor, depth: int = 1, column: int | None = None) -> None:
+        """Sets one field. column: length of the lists that belong together."""
         self._left -= 1
         if field.message_type is not None:
             if depth < self._depth:
@@ -216,9 +231,6 @@ class _Filling:
                 return seen
         return values.scalar(self._rng, field, usual=usual)
 
-    def _fill_duration(self, message: Any) -> None:
-        message.seconds, message.nanos = values.seconds(self._rng, usual=self._is_usual())
-
     def _is_usual(self) -> bool:
         return self._rng.random() < self._usual
 
@@ -243,6 +255,18 @@ def parts(message: Message) -> Iterator[Message]:
                 yield from parts(one)
         else:
             yield from parts(value)
+
+
+def _set_at_bounds(message: Message, rng: random.Random) -> None:
+    numbers = [
+        (part, field) for part in parts(message) for field in part.DESCRIPTOR.fields if field.cpp_type in values.NUMBERS
+    ]
+    for part, field in rng.sample(numbers, min(len(numbers), rng.choice(NUMBERS_SET))):
+        value = values.bound(rng, field)
+        if field.is_repeated:
+            getattr(part, field.name).append(value)
+        else:
+            setattr(part, field.name, value)
 
 
 def _within(cls: type[Message], data: bytes) -> bytes:

@@ -29,14 +29,6 @@ class Row:
     # The longest that others waited while the loop worked for one.
     longest_stall: float = 0.0
 
-    def costs(self) -> dict[str, float]:
-        """Of the costliest one."""
-        return {
-            "most_megabytes": round(self.most_bytes / 1e6, 1),
-            "most_loop_seconds": round(self.most_loop_seconds, 3),
-            "longest_stall_seconds": round(self.longest_stall, 3),
-        }
-
 
 @dataclass
 class Report:
@@ -100,38 +92,22 @@ class Report:
         """All of them, also those that were not kept."""
         return self._kinds.total()
 
-    def data(self) -> dict[str, object]:
-        """For programs."""
-        rows = {
-            name: {"statuses": dict(row.statuses), "left_early": row.left, "slowest_seconds": round(row.slowest, 3)}
-            | ({} if not row.most_loop_seconds else row.costs())
-            for name, row in sorted(self.rows.items())
-        }
+    def figures(self) -> dict[str, object]:
+        """For a Result."""
         told = {"notes": self.notes, "pauses": self.pauses.count, "faults": self.faults}
-        return {"seed": self.seed, "calls": self.calls, "num_faults": self.num_faults, **told, "rows": rows}
+        rows = {name: vars(row) for name, row in sorted(self.rows.items())}
+        return {"calls": self.calls, "num_faults": self.num_faults, **told, "rows": rows}
 
     def text(self) -> str:
         """For people."""
-        rows = sorted(self.rows.items())
-        numbers = [
-            (
-                name,
-                str(row.statuses.total()),
-                str(row.left),
-                f"{row.slowest:.2f}",
-                f"{row.most_bytes / 1e6:.0f}",
-                f"{row.most_loop_seconds:.3f}",
-                f"{row.longest_stall:.3f}",
-            )
-            for name, row in rows
-        ]
         heads = ("method or route", "calls", "left early", "slowest s", "most MB", "most of a loop s", "stall s")
-        head, *lines = table(heads, numbers).splitlines()
-        total = Counter[str]()
-        for line, (_, row) in enumerate(rows):
-            lines[line] += f"  {_counts(row.statuses)}"
+        rows, total = [], Counter[str]()
+        for name, row in sorted(self.rows.items()):
             total.update(row.statuses)
-        lines = [f"{head}  statuses", *lines, "", f"{self.calls} calls: {_counts(total)}", *self.notes]
+            costs = f"{row.most_bytes / 1e6:.0f}", f"{row.most_loop_seconds:.3f}", f"{row.longest_stall:.3f}"
+            calls = str(row.statuses.total()), str(row.left), f"{row.slowest:.2f}"
+            rows.append((name, *calls, *costs, _counts(row.statuses)))
+        lines = [table((*heads, "statuses"), rows), "", f"{self.calls} calls: {_counts(total)}", *self.notes]
         if self.pauses.count:
             lines.append(f"the machine was paused {self.pauses.count} times: what took too long then is no fault")
         if self.num_faults:

@@ -123,7 +123,7 @@ class Stage:
         report.note(f"resident memory: {grown}")
 
     async def recover(self, report: Report) -> None:
-        """Starts all processes again, as an operator does whose processes were shut out, and checks all."""
+        """Restarts all processes, as an operator does whose processes were shut out, and checks all."""
         for name in reversed(MODULES):
             self.stack.kill(name)
         for name in MODULES:
@@ -170,7 +170,7 @@ class Stage:
                 await asyncio.sleep(TIDY_SECONDS)
 
     async def _clear(self, manager: Manager, most: int = 0) -> None:
-        """Takes back what operators have asked for, where it is more than so many."""
+        """Deletes rules, quotas and holds where there are more than so many, and gives pools their size."""
         admin = manager.admin
         rules = (await admin.ListRetentionRules(kv.ListRetentionRulesRequest(page_size=1000), timeout=30)).rules
         for rule in rules if len(rules) > most else ():
@@ -217,14 +217,13 @@ class Stage:
         return [(name, *sample) for name, address in self.metrics.items() for sample in metrics(address)]
 
     def _check_logs(self, report: Report) -> None:
-        """What a process did not expect is in its log."""
+        """New errors in each log are faults."""
         for name in MODULES:
             lines = self.stack.log_path(name).read_text(errors="replace").splitlines()
-            errors = [
-                line for line in lines[self._lines_seen[name] :] if _ERROR.search(line) and _CALLER_GONE not in line
-            ]
+            new = lines[self._lines_seen[name] :]
             self._lines_seen[name] = len(lines)
-            for text in dict.fromkeys(map(_readable, errors)):
+            errors = [_readable(line) for line in new if _ERROR.search(line) and _CALLER_GONE not in line]
+            for text in dict.fromkeys(errors):
                 report.fault(f"error in the log of the {name}", text)
 
     def _resident(self) -> dict[str, int]:
@@ -241,32 +240,30 @@ def _readable(line: str) -> str:
 
 
 async def _set_serving(scheduler: str) -> None:
-    """Ends a drain that somebody has begun."""
+    """Ends a drain that a call has begun."""
     async with grpc.aio.insecure_channel(scheduler) as channel:
         stub: rpc.SchedulerAdminServiceAsyncStub = rpc.SchedulerAdminServiceStub(channel)
         await stub.SetDraining(pb.SetDrainingRequest(draining=False), timeout=CALL_SECONDS)
 
 
 async def _check_books(manager: Manager) -> list[str]:
-    """What the cache manager itself finds, when the leases of all who were only pretended have run out.
+    """What the cache manager itself finds, when the leases of all invented schedulers have expired.
 
-    What was admitted in the name of the stack's own scheduler stays: that one lives.
+    Sequences in the name of the stack's own scheduler stay, as it lives.
     """
     deadline = time.monotonic() + SETTLE_SECONDS
-    while (live := await _strangers(manager)) and time.monotonic() < deadline:
+    while True:
+        answer = await manager.admin.ListSequences(kv.ListSequencesRequest(page_size=1000), timeout=CALL_SECONDS)
+        live = {sequence.scheduler_id for sequence in answer.sequences} - {OWN_SCHEDULER}
+        if not live or time.monotonic() > deadline:
+            break
         await asyncio.sleep(0.2)
     checked = await manager.admin.CheckPool(kv.CheckPoolRequest(), timeout=SETTLE_SECONDS)
     faults = [f"sequences of {live} are live"] if live else []
     return faults + [f"CheckPool: {one.pool_id} slot {one.slot}: {one.message}" for one in checked.violations]
 
 
-async def _strangers(manager: Manager) -> set[str]:
-    """Schedulers with live sequences, but for the stack's own."""
-    answer = await manager.admin.ListSequences(kv.ListSequencesRequest(page_size=1000), timeout=CALL_SECONDS)
-    return {sequence.scheduler_id for sequence in answer.sequences} - {OWN_SCHEDULER}
-
-
 async def _ignoring(call: Any) -> None:
-    """What is gone already need not be deleted."""
+    """Deletes what may be gone already."""
     with contextlib.suppress(grpc.aio.AioRpcError):
         await call
