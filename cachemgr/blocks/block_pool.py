@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 from cachemgr import steps
 from cachemgr.blocks.block import Block, account_of
 from cachemgr.blocks.block_record import USED_LAST, BlockRecord, CopyRecord, LeaseRecord
-from cachemgr.blocks.eviction_history import RemovalHistory, UseTimes
 from cachemgr.blocks.hit_counters import TokenMeter
 from cachemgr.blocks.offload import Eviction, Offloader, OffloadListener, WriteThrough
 from cachemgr.blocks.radix_tree import RadixTree, children_of, covered_children, longer_sibling
+from cachemgr.blocks.removal_history import RemovalHistory, UseTimes
 from cachemgr.blocks.tier import Tier
 from cachemgr.retention.leases import effective_priority, leases_of
 from cachemgr.retention.priority import DEFAULT_PRIORITY
