@@ -1,13 +1,14 @@
 """A running executor over a unix socket, with a cache manager that only takes notes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 import torch
 from google.protobuf.duration_pb2 import Duration
 
@@ -26,7 +27,7 @@ from protos.execution.v1 import execution_pb2_grpc as rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kv_rpc
 from protos.rpc.channel import open_channel
-from protos.rpc.errors import ServiceError, from_rpc_error
+from protos.rpc.errors import RemoteError, ServiceError, from_rpc_error
 from protos.rpc.server import Server
 from tests.unit.executor.conftest import BLOCK_SIZE
 
@@ -46,6 +47,16 @@ class StaleExecutorError(ServiceError):
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "STALE_EXECUTOR"
+
+
+@contextmanager
+def refused(reason: str = "", field: str = "", code: grpc.StatusCode | None = None) -> Iterator[None]:
+    """Expects an error with this reason, which names this field alone, as far as they are given."""
+    with pytest.raises(RemoteError) as caught:
+        yield
+    assert reason in ("", caught.value.reason)
+    assert not field or list(caught.value.fields) == [field]
+    assert code in (None, caught.value.code)
 
 
 @dataclass
