@@ -71,7 +71,6 @@ ATTENTION = {
     "prompt, int8": replace(PROMPT, cache=torch.int8),
     "prompt, float8": replace(PROMPT, cache=FLOAT8),
 }
-WIDE_ATTENTION = ("decode", "prompt, all options")
 # Bytes that a program may put aside so that one more fits a multiprocessor: two or three values, outside of the loops.
 FEW_BYTES = 16
 
@@ -249,81 +248,71 @@ def refused_without_float8(cache: torch.dtype | None, capability: int) -> Iterat
         yield
 
 
-@pytest.mark.parametrize("capability", SHARED, ids="sm_{}".format)
-class TestCompiles:
-    @pytest.mark.parametrize("case", ATTENTION.values(), ids=ATTENTION.keys())
-    def test_paged_attention(self, compiler: Compile, case: Attention, capability: int) -> None:
-        arguments = (attend_on_nothing, case, torch.bfloat16, capability)
-        with refused_without_float8(case.cache, capability):
-            used, *merging = compiler(compile_launch, "paged_attention", ATTENTION_KERNELS, capability, *arguments)
-            assert used.shared <= SHARED[capability]
-            assert all(one.spilled == 0 for one in merging)
-            assert used.spilled <= FEW_BYTES or not case.full
-            # The copies that a tile does not wait for are those of later tiles.
-            assert max(int(number) for number in re.findall(r"cp\.async\.wait_group\s+(\d+)", used.ptx)) >= 2 * (
-                case.head_dim <= 128
-            )
+@dataclass(frozen=True)
+class Launch:
+    """Of an operation's one kernel. cache: of a quantized one. spilled: bytes that registers may spill."""
 
-    @pytest.mark.parametrize("name", WIDE_ATTENTION)
-    def test_paged_attention_in_float32(self, compiler: Compile, name: str, capability: int) -> None:
-        arguments = (attend_on_nothing, ATTENTION[name], torch.float32, capability)
-        used, *_ = compiler(compile_launch, "paged_attention", ATTENTION_KERNELS, capability, *arguments)
+    kernel: str
+    launch: Callable[..., None]
+    arguments: tuple[Any, ...]
+    cache: torch.dtype | None = None
+    spilled: int = 0
+
+    @property
+    def op(self) -> str:
+        return "compact_kv" if self.kernel == "copy_slots_kernel" else self.kernel.removesuffix("_kernel")
+
+
+BF16, F32, INT8 = torch.bfloat16, torch.float32, torch.int8
+LAUNCHES = [
+    *(
+        Launch("attention_scores_kernel", score_on_nothing, (BF16, queries, cache, squares), cache, FEW_BYTES)
+        for queries, cache in ((1, BF16), (512, BF16), (512, INT8), (512, FLOAT8))
+        for squares in (False, True)
+    ),
+    *(
+        Launch(kernel, launch, (dtype, cache or dtype), cache)
+        for kernel, launch in (("store_kv_kernel", store_nothing), ("rotary_store_kernel", rotate_nothing))
+        for dtype, cache in ((F32, None), (BF16, None), (BF16, INT8), (BF16, FLOAT8))
+    ),
+    *(Launch("rms_norm_kernel", norm_nothing, (shape, BF16)) for shape in ((1, 7, 576), (1, 64, 4096), (64, 32, 128))),
+    *(Launch("copy_blocks_kernel", copy_nothing, (dtype,)) for dtype in (F32, BF16)),
+    *(Launch("copy_slots_kernel", compact_nothing, (dtype,)) for dtype in (F32, BF16, INT8, FLOAT8)),
+    *(Launch("rotate_keys_kernel", turn_nothing, (dtype,), dtype) for dtype in (F32, BF16, INT8, FLOAT8)),
+]
+CAPABILITIES = pytest.mark.parametrize("capability", SHARED, ids="sm_{}".format)
+
+
+@CAPABILITIES
+@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda one: f"{one.kernel} {one.arguments}")
+def test_kernels_compile(compiler: Compile, launch: Launch, capability: int) -> None:
+    arguments = (launch.op, (launch.kernel,), capability, launch.launch, *launch.arguments)
+    with refused_without_float8(launch.cache, capability):
+        compiled = compiler(compile_launch, *arguments)
+        assert compiled
+        for used in compiled:
+            assert used.spilled <= launch.spilled
+            assert used.shared <= SHARED[capability]
+            assert launch.op != "rms_norm" or "ld.global.v4" in used.ptx
+
+
+@CAPABILITIES
+@pytest.mark.parametrize("case", ATTENTION.values(), ids=ATTENTION.keys())
+def test_paged_attention_compiles(compiler: Compile, case: Attention, capability: int) -> None:
+    arguments = (attend_on_nothing, case, BF16, capability)
+    with refused_without_float8(case.cache, capability):
+        used, *merging = compiler(compile_launch, "paged_attention", ATTENTION_KERNELS, capability, *arguments)
         assert used.shared <= SHARED[capability]
+        assert all(one.spilled == 0 for one in merging)
+        assert used.spilled <= FEW_BYTES or not case.full
+        # The copies that a tile does not wait for are those of later tiles.
+        ahead = max(int(number) for number in re.findall(r"cp\.async\.wait_group\s+(\d+)", used.ptx))
+        assert ahead >= 2 * (case.head_dim <= 128)
 
-    @pytest.mark.parametrize(
-        ("queries", "cache"), [(1, torch.bfloat16), (512, torch.bfloat16), (512, torch.int8), (512, FLOAT8)], ids=str
-    )
-    @pytest.mark.parametrize("squares", [False, True], ids=["sums", "squares too"])
-    def test_attention_scores(
-        self, compiler: Compile, queries: int, cache: torch.dtype, squares: bool, capability: int
-    ) -> None:
-        arguments = (score_on_nothing, torch.bfloat16, queries, cache, squares)
-        with refused_without_float8(cache, capability):
-            (used,) = compiler(compile_launch, "attention_scores", ("attention_scores_kernel",), capability, *arguments)
-            assert used.spilled <= FEW_BYTES
-            assert used.shared <= SHARED[capability]
 
-    @pytest.mark.parametrize(
-        ("dtype", "quantized"),
-        [(torch.float32, None), *((torch.bfloat16, quantized) for quantized in (None, torch.int8, FLOAT8))],
-        ids=str,
-    )
-    @pytest.mark.parametrize(("op", "launch"), [("store_kv", store_nothing), ("rotary_store", rotate_nothing)])
-    def test_stores(
-        self,
-        compiler: Compile,
-        op: str,
-        launch: Callable[..., None],
-        quantized: torch.dtype | None,
-        dtype: torch.dtype,
-        capability: int,
-    ) -> None:
-        arguments = (compile_launch, op, (f"{op}_kernel",), capability, launch, dtype, quantized or dtype)
-        with refused_without_float8(quantized, capability):
-            (used,) = compiler(*arguments)
-            assert used.spilled == 0
-
-    @pytest.mark.parametrize("shape", [(1, 7, 576), (1, 64, 4096), (64, 32, 128)], ids=str)
-    def test_rms_norm(self, compiler: Compile, shape: tuple[int, ...], capability: int) -> None:
-        launch = (norm_nothing, shape, torch.bfloat16)
-        (used,) = compiler(compile_launch, "rms_norm", ("rms_norm_kernel",), capability, *launch)
-        assert used.spilled == 0
-        assert "ld.global.v4" in used.ptx
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_copy_blocks(self, compiler: Compile, dtype: torch.dtype, capability: int) -> None:
-        (used,) = compiler(compile_launch, "copy_blocks", ("copy_blocks_kernel",), capability, copy_nothing, dtype)
-        assert used.spilled == 0
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, FLOAT8], ids=str)
-    def test_compact_kv(self, compiler: Compile, dtype: torch.dtype, capability: int) -> None:
-        arguments = ("compact_kv", ("copy_slots_kernel",), capability, compact_nothing, dtype)
-        for used in compiler(compile_launch, *arguments):
-            assert used.spilled == 0
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, FLOAT8], ids=str)
-    def test_rotate_keys(self, compiler: Compile, dtype: torch.dtype, capability: int) -> None:
-        arguments = ("rotate_keys", ("rotate_keys_kernel",), capability, turn_nothing, dtype)
-        with refused_without_float8(dtype, capability):
-            (used,) = compiler(compile_launch, *arguments)
-            assert used.spilled == 0
+@CAPABILITIES
+@pytest.mark.parametrize("name", ["decode", "prompt, all options"])
+def test_paged_attention_compiles_in_float32(compiler: Compile, name: str, capability: int) -> None:
+    arguments = (attend_on_nothing, ATTENTION[name], F32, capability)
+    used, *_ = compiler(compile_launch, "paged_attention", ATTENTION_KERNELS, capability, *arguments)
+    assert used.shared <= SHARED[capability]
