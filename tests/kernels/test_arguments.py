@@ -1,4 +1,4 @@
-"""A wrong argument is refused by name before anything is written."""
+"""A wrong argument is refused by name before anything is written, and nothing to do is no error."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -179,3 +179,22 @@ def test_a_wrong_argument_is_named(operation: Callable[..., object], wrong: dict
     with pytest.raises(ValueError, match=f"^{message}"):
         operation(**RIGHT[operation] | wrong)
     assert not CACHE.any()
+
+
+NO_OWN_SLOTS = OWN_SLOTS[..., :0]
+NOTHING: dict[Callable[..., object], dict[str, Any]] = {
+    store_kv: {"key": KEY[:0], "value": KEY[:0], "slot_mapping": SLOTS[:0]},
+    rms_norm: {"x": torch.ones(0, 16)},
+    copy_blocks: {"sources": SLOTS[:0], "targets": SLOTS[:0]},
+    compact_kv: {"sources": NO_OWN_SLOTS, "targets": NO_OWN_SLOTS},
+    rotate_keys: {"slots": NO_OWN_SLOTS, "deltas": NO_OWN_SLOTS},
+}
+
+
+@pytest.mark.parametrize("operation", NOTHING, ids=lambda one: one.__name__)
+def test_nothing_to_do_changes_nothing(operation: Callable[..., object]) -> None:
+    right = RIGHT[operation]
+    caches = {name: torch.ones_like(right[name]) for name in ("k_cache", "v_cache") if name in right}
+    made = operation(**right | caches | NOTHING[operation])
+    assert made is None or made.shape == (0, 16)
+    assert all(bool(cache.eq(1).all()) for cache in caches.values())

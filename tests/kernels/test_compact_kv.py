@@ -82,10 +82,3 @@ def test_slots_may_be_views(run_on: Run) -> None:
     slots = [chosen(shape, 10, seed=seed).transpose(0, 2).contiguous().transpose(0, 2)[..., ::2] for seed in (1, 2)]
     got, expected = run_on(compact, shape, slots, torch.bfloat16)
     assert torch.equal(got, expected)
-
-
-def test_no_slots_are_no_work() -> None:
-    cache = torch.ones(1, 2, 4, 1, 8)
-    none = torch.empty(1, 1, 0, dtype=torch.int64)
-    compact_kv(cache, cache.clone(), none, none)
-    assert cache.eq(1).all()

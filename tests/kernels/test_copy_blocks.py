@@ -56,10 +56,3 @@ def test_blocks_of_8_bits_are_copied_bit_by_bit(backend: str) -> None:
 def test_a_block_never_written_is_copied_as_it_is(run_on: Callable[..., tuple[Tensor, Tensor]]) -> None:
     got, _ = run_on(copy, (2, 6, 4, 1, 8), [2], [1], torch.float32)
     assert got[:, :, 1].isnan().all()
-
-
-def test_no_pairs_are_no_work() -> None:
-    cache = torch.ones(1, 2, 4, 1, 8)
-    none = torch.empty(0, dtype=torch.int64)
-    copy_blocks(cache, cache.clone(), none, none)
-    assert cache.eq(1).all()

@@ -123,10 +123,3 @@ def test_keys_of_8_bits_stay_within_their_range(run_on: Run, dtype: torch.dtype)
     one = torch.ones(1, 1, 1, dtype=torch.int64)
     got = run_on(turn, cache, one, one, torch.tensor([torch.pi / 4])).float()
     torch.testing.assert_close(got[0, 0, 1, 0], torch.tensor([largest, 0.0]), rtol=0, atol=1e-4)
-
-
-def test_no_slots_are_no_work() -> None:
-    cache = torch.ones(1, 2, 4, 1, 8)
-    none = torch.empty(1, 1, 0, dtype=torch.int64)
-    rotate_keys(cache, none, none, torch.ones(4))
-    assert cache.eq(1).all()

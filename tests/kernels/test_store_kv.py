@@ -90,10 +90,3 @@ def halves(backend: str) -> Tensor:
     op = store_with_triton if backend == "interpreter" else store_kv
     op(key, key, caches[0], caches[1], torch.zeros(1, dtype=torch.int64, device=device), k_scale=one, v_scale=one)
     return caches[0, 0, 0, 0].cpu()
-
-
-def test_no_tokens_are_no_work() -> None:
-    cache = torch.zeros(2, 4, 1, 8)
-    none = torch.empty(0, 1, 8)
-    store_kv(none, none, cache, cache.clone(), torch.empty(0, dtype=torch.int64))
-    assert not cache.any()
