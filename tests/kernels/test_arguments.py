@@ -192,7 +192,7 @@ NOTHING: dict[Callable[..., object], dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("operation", NOTHING, ids=lambda one: one.__name__)
-def test_nothing_to_do_changes_nothing(operation: Callable[..., object]) -> None:
+def test_nothing_to_do_changes_nothing(operation: Callable[..., Any]) -> None:
     right = RIGHT[operation]
     caches = {name: torch.ones_like(right[name]) for name in ("k_cache", "v_cache") if name in right}
     made = operation(**right | caches | NOTHING[operation])

@@ -1,5 +1,6 @@
 """When compiled code takes the place of torch, and when it must not."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +13,17 @@ from transformers import LlamaConfig
 
 from executor.models.cpu import CpuModel
 from executor.models.files import find
-from executor.models.forward import ForwardOutput
-from executor.models.llama import probe
+from executor.models.forward import ForwardOutput, Model
+from executor.models.llama import FAMILIES, probe
 from executor.models.load import load_model, multiplies_bfloat16
 from executor.models.torch import TorchForward
 from tests.kernels.decoder_cases import compiled_decoder
 from tests.stack import model_cache
-from tests.unit.executor.conftest import Driver, load, on_torch, save_model
+from tests.unit.executor.conftest import Driver, load, load_fused, on_torch, save_model
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS
 
 FOLDER = model_cache() / "compiled"
+Build = Callable[[Path], Model]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,27 +36,40 @@ def test_a_family_that_it_knows_is_compiled(name: str, model_folder: Callable[[s
     assert isinstance(load(model_folder(name)).forward, CpuModel)
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_others_run_on_torch_and_the_log_says_why(name: str, model_folder: Callable[[str], Path]) -> None:
+OTHERS = [(load, name, ".") for name in sorted(CONFIGS)]
+OTHERS += [(load_fused, name, "no fused decoder") for name in sorted(CONFIGS) if not name.startswith(FAMILIES)]
+
+
+@pytest.mark.parametrize(("build", "name", "words"), OTHERS)
+def test_others_run_on_torch_and_the_log_says_why(
+    build: Build, name: str, words: str, model_folder: Callable[[str], Path]
+) -> None:
     with capture_logs() as logs:
-        model = load(model_folder(name))
+        model = build(model_folder(name))
     assert isinstance(model.forward, TorchForward)
-    assert [bool(entry["cause"]) for entry in logs if entry["event"].startswith("running on torch")] == [True]
+    assert [bool(re.match(words, entry["cause"])) for entry in logs if "running on torch" in entry["event"]] == [True]
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("build", "changes", "words"),
     [
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "changes with the length"),
-        ({"hidden_act": "gelu"}, "not SiLU"),
-        ({"mlp_bias": True}, "mlp.gate_proj.bias"),
-        ({"attention_bias": True}, "self_attn.o_proj.bias"),
+        (
+            load,
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "changes with",
+        ),
+        (load, {"hidden_act": "gelu"}, "not SiLU"),
+        (load_fused, {"hidden_act": "gelu"}, "not SiLU"),
+        (load, {"mlp_bias": True}, "mlp.gate_proj.bias"),
+        (load, {"attention_bias": True}, "self_attn.o_proj.bias"),
     ],
 )
-def test_what_a_configuration_adds_keeps_it_on_torch(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_what_a_configuration_adds_keeps_it_on_torch(
+    build: Build, changes: dict[str, object], words: str, tmp_path: Path
+) -> None:
     base = COMPILED_CONFIGS["llama, compiled"]().to_dict()
     with capture_logs() as logs:
-        model = load(save_model(LlamaConfig(**(base | changes)), tmp_path / "model"))
+        model = build(save_model(LlamaConfig(**(base | changes)), tmp_path / "model"))
     assert isinstance(model.forward, TorchForward)
     assert [words in entry["cause"] for entry in logs if "slower" in entry["event"]] == [True]
 

@@ -1,6 +1,7 @@
 """What holds for every policy of token eviction in the runner, alone and in company, on every path of a model."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from executor.errors import CapacityExceededError, InvalidStepError, UnknownSequenceError
 from executor.models.forward import Model
-from executor.step import Evicted, Step
+from executor.step import Evicted, Step, StepOutput
 from protos.kvcommon.eviction import AREAS, Kind, Policy, parse
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.unit.executor.conftest import BLOCK_SIZE, PATHS, Driver, load, save_model
@@ -91,19 +92,34 @@ class Client:
         self.computed += count
         return changes
 
+    def step(self, driver: Driver) -> StepOutput:
+        """The next step of this sequence alone, whose prompt is PROMPT."""
+        changes = self.next(driver, PROMPT)
+        return driver.step(
+            new_sequences=(changes["joining"],) if "joining" in changes else (),
+            chunks={self.handle: changes["chunk"]} if "chunk" in changes else {},
+            evicting={self.handle: changes["evicting"]} if "evicting" in changes else {},
+        )
 
-def run(model: Model, prompts: dict[int, list[int]], policies: dict[int, Policy | None], **fields: Any) -> Any:
-    """Outputs of all in one running set, by handle, and what was evicted."""
+
+def run(
+    model: Model,
+    prompts: dict[int, list[int]],
+    policies: dict[int, Policy | None],
+    output: int = OUTPUT,
+    **fields: Any,
+) -> Any:
+    """So many tokens of all in one running set, by handle, and what was evicted."""
     driver = Driver(model, num_blocks=400)
     clients = {handle: Client(handle, policy, **fields) for handle, policy in policies.items() if policy}
     outputs: dict[int, list[int]] = {handle: [] for handle in prompts}
     evicted: list[Evicted] = []
     plain = {handle: len(tokens) for handle, tokens in prompts.items() if policies[handle] is None}
     step = 0
-    while any(len(output) < OUTPUT for output in outputs.values()):
+    while any(len(tokens) < output for tokens in outputs.values()):
         joining, chunks, evicting, idle = [], {}, {}, set()
         for handle, tokens in prompts.items():
-            if len(outputs[handle]) >= OUTPUT:
+            if len(outputs[handle]) >= output:
                 idle.add(handle)
             elif handle in clients:
                 changes = clients[handle].next(driver, tokens)
@@ -210,17 +226,8 @@ def test_compacted_positions_are_those_of_the_kept_tokens_alone(tmp_path: Path, 
     client = Client(1, chosen)
     outputs: list[int] = []
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "one layer", dtype=torch.float32)
-    steps = 0
     while len(outputs) < OUTPUT:
-        changes = client.next(driver, PROMPT)
-        steps += 1
-        made = Step(
-            steps,
-            new_sequences=(changes["joining"],) if "joining" in changes else (),
-            chunks={1: changes["chunk"]} if "chunk" in changes else {},
-            evicting={1: changes["evicting"]} if "evicting" in changes else {},
-        )
-        outcome = driver.runner.launch(made).result()
+        outcome = client.step(driver)
         if not outcome.sampled:
             continue
         # With one layer a key depends on its token and its place only: what is kept, computed alone, says the same.
@@ -244,21 +251,12 @@ def test_only_compacted_positions_go_beyond_the_models_length(tiny: Model, compa
     fields = small(Kind.SLIDING_WINDOW) | {"period_tokens": 8, "positions": 2 if compacted else 1}
     driver, client = Driver(tiny), Client(1, policy_of(tiny, fields), chunk=len(PROMPT))
     length = tiny.max_positions
-    for step in range(1, length + 40 - len(PROMPT)):
-        changes = client.next(driver, PROMPT)
-        made = Step(
-            step,
-            new_sequences=(changes["joining"],) if "joining" in changes else (),
-            chunks={1: changes["chunk"]} if "chunk" in changes else {},
-            evicting={1: changes["evicting"]} if "evicting" in changes else {},
-        )
-        if client.computed > length and not compacted:
-            with pytest.raises(CapacityExceededError, match=f"the model takes {length}"):
-                driver.runner.launch(made)
-            return
-        assert driver.runner.launch(made).result().sampled
-    assert compacted
-    assert client.computed > length
+    while client.computed < length:
+        assert client.step(driver).sampled
+    beyond = nullcontext() if compacted else pytest.raises(CapacityExceededError, match=f"the model takes {length}")
+    for _ in range(39 if compacted else 1):
+        with beyond:
+            assert client.step(driver).sampled
 
 
 def test_steps_that_evict_wrongly_are_refused_and_change_nothing(tiny: Model) -> None:
