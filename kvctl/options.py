@@ -3,6 +3,7 @@
 import getpass
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -14,17 +15,9 @@ from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
 Salt = Annotated[str | None, typer.Option(help="Under this salt.")]
-Tenant = Annotated[str | None, typer.Option(help="Of this tenant.")]
-SessionId = Annotated[str | None, typer.Option("--session", help="Of this session.")]
 Adapter = Annotated[int | None, typer.Option(min=0, help="Of this LoRA adapter.")]
 Executor = Annotated[str, typer.Option(help="Of this executor; of all without it.")]
 Pool = Annotated[str, typer.Option(help="Pool as `kvctl pools` names it; all of them without it.")]
-Tokens = Annotated[str | None, typer.Option(help="Token ids of a prompt: 1,2,3.")]
-File = Annotated[str | None, typer.Option("--file", help="File with the token ids of a prompt; - reads them.")]
-Text = Annotated[str | None, typer.Option(help="Plain text of a prompt, which the scheduler tokenizes; - reads it.")]
-Chat = Annotated[str | None, typer.Option(help="A user's message: a conversation of one message, as a prompt.")]
-TierName = Annotated[str, typer.Option(help="In this tier: device, host or disk.")]
-MaxPriority = Annotated[int | None, typer.Option(min=0, max=100, help="Of this retention priority at most.")]
 Limit = Annotated[int, typer.Option(min=0, help="How many to list at most; 0 for all.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the effects of the call, and change nothing.")]
@@ -45,35 +38,75 @@ def duration_of(text: str, option: str) -> Duration:
     return made
 
 
-def prompt_of(
-    session: Session, tokens: str | None, file: str | None, text: str | None, chat: str | None
-) -> list[int] | None:
-    """The token ids of the prompt that the options give, or None. Raises typer.BadParameter, CommandError."""
-    given = {"--tokens": tokens, "--file": file, "--text": text, "--chat": chat}
-    names = [name for name, value in given.items() if value is not None]
-    if len(names) > 1:
-        raise typer.BadParameter(f"a prompt is given in one way, not by {' and '.join(names)}", param_hint=names[-1])
-    if tokens is not None:
-        return _ids(tokens, "--tokens")
-    if file is not None:
-        return _ids(_read(file), "--file")
-    if text is not None:
-        return _tokenize(session, generation_pb2.TokenizePromptRequest(text=sys.stdin.read() if text == "-" else text))
-    if chat is not None:
-        message = generation_pb2.ChatMessage(role="user", content=chat)
-        return _tokenize(
-            session, generation_pb2.TokenizePromptRequest(chat=generation_pb2.ChatInput(messages=[message]))
-        )
-    return None
+@dataclass(frozen=True)
+class Prompt:
+    """Options that give a prompt, in one of four ways."""
 
+    tokens: Annotated[str | None, typer.Option(help="Token ids of a prompt: 1,2,3.")] = None
+    file: Annotated[str | None, typer.Option("--file", help="File with the token ids of a prompt; - reads them.")] = (
+        None
+    )
+    text: Annotated[
+        str | None, typer.Option(help="Plain text of a prompt, which the scheduler tokenizes; - reads it.")
+    ] = None
+    chat: Annotated[str | None, typer.Option(help="A user's message: a conversation of one message, as a prompt.")] = (
+        None
+    )
 
-def prefix_of(
-    token_ids: list[int] | None, salt: str | None, adapter: int | None, executor: str
-) -> pb.PrefixSelector | None:
-    """The prompt in its cache scope; None without one."""
-    if token_ids is None:
+    def token_ids(self, session: Session) -> list[int] | None:
+        """The token ids of the prompt, or None without one. Raises typer.BadParameter, CommandError."""
+        names = [f"--{name}" for name, value in vars(self).items() if value is not None]
+        if len(names) > 1:
+            said = f"a prompt is given in one way, not by {' and '.join(names)}"
+            raise typer.BadParameter(said, param_hint=names[-1])
+        if self.tokens is not None:
+            return _ids(self.tokens, "--tokens")
+        if self.file is not None:
+            return _ids(_read(self.file), "--file")
+        if self.text is not None:
+            text = sys.stdin.read() if self.text == "-" else self.text
+            return _tokenize(session, generation_pb2.TokenizePromptRequest(text=text))
+        if self.chat is not None:
+            messages = [generation_pb2.ChatMessage(role="user", content=self.chat)]
+            chat = generation_pb2.ChatInput(messages=messages)
+            return _tokenize(session, generation_pb2.TokenizePromptRequest(chat=chat))
         return None
-    return pb.PrefixSelector(token_ids=token_ids, salt=salt, adapter_id=adapter, executor_id=executor)
+
+    def prefix(
+        self, session: Session, salt: str | None, adapter: int | None, executor: str
+    ) -> pb.PrefixSelector | None:
+        """The prompt in its cache scope; None without one. Raises typer.BadParameter, CommandError."""
+        token_ids = self.token_ids(session)
+        if token_ids is None:
+            return None
+        return pb.PrefixSelector(token_ids=token_ids, salt=salt, adapter_id=adapter, executor_id=executor)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Options that select blocks by what they are."""
+
+    salt: Salt = None
+    tenant: Annotated[str | None, typer.Option(help="Of this tenant.")] = None
+    session_id: Annotated[str | None, typer.Option("--session", help="Of this session.")] = None
+    adapter: Adapter = None
+    tier: Annotated[str, typer.Option(help="In this tier: device, host or disk.")] = ""
+    max_priority: Annotated[int | None, typer.Option(min=0, max=100, help="Of this retention priority at most.")] = None
+
+    def filter(self, pool: str = "", prefix: pb.PrefixSelector | None = None) -> pb.BlockFilter:
+        """The blocks that the options select; of a prefix, its blocks. Raises typer.BadParameter."""
+        if self.tier and self.tier not in TIERS:
+            raise typer.BadParameter(f"{self.tier!r} is none of {', '.join(TIERS)}", param_hint="--tier")
+        return pb.BlockFilter(
+            pool_id=pool,
+            salt=self.salt,
+            tenant_id=self.tenant,
+            session_id=self.session_id,
+            adapter_id=self.adapter,
+            tier=TIERS.get(self.tier, pb.TIER_UNSPECIFIED),
+            max_retention_priority=self.max_priority,
+            prefix=prefix,
+        )
 
 
 def required(prefix: pb.PrefixSelector | None) -> pb.PrefixSelector:
@@ -81,36 +114,6 @@ def required(prefix: pb.PrefixSelector | None) -> pb.PrefixSelector:
     if prefix is None:
         raise typer.BadParameter("name the prompt: --tokens, --file, --text or --chat", param_hint="--tokens")
     return prefix
-
-
-def block_filter(
-    salt: str | None,
-    tenant: str | None,
-    session_id: str | None,
-    adapter: int | None,
-    tier: str,
-    max_priority: int | None,
-    pool: str = "",
-    *,
-    prompt: list[int] | None = None,
-) -> pb.BlockFilter:
-    """The blocks that the options select; of a prompt, its blocks. Raises typer.BadParameter."""
-    return pb.BlockFilter(
-        pool_id=pool,
-        salt=salt,
-        tenant_id=tenant,
-        session_id=session_id,
-        adapter_id=adapter,
-        tier=_tier(tier),
-        max_retention_priority=max_priority,
-        prefix=prefix_of(prompt, salt, adapter, ""),
-    )
-
-
-def _tier(name: str) -> pb.Tier:
-    if name and name not in TIERS:
-        raise typer.BadParameter(f"{name!r} is none of {', '.join(TIERS)}", param_hint="--tier")
-    return TIERS[name] if name else pb.TIER_UNSPECIFIED
 
 
 def user() -> str:

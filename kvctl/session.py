@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import os
@@ -16,6 +17,7 @@ import typer
 from kvctl.display.output import Data, Format, show
 from kvctl.status import CommandError, Status, command_error
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
+from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from protos.rpc.addresses import AddressError
 from protos.rpc.channel import open_sync_channel
@@ -146,6 +148,16 @@ class Session:
         """The cache manager's data plane."""
         return self._remote(address, kvcache_rpc.CacheManagerServiceStub)
 
+    def pools(self) -> list[pb.Pool]:
+        """All pools with their counters. Raises CommandError."""
+        admin = self.admin
+        return list(admin.all_pages(admin.stub.ListPools, pb.ListPoolsRequest(), "pools").pools)
+
+    def quotas(self) -> pb.ListQuotasResponse:
+        """All quotas with the blocks of their accounts. Raises CommandError."""
+        admin = self.admin
+        return admin.all_pages(admin.stub.ListQuotas, pb.ListQuotasRequest(), "quotas")
+
     def at(self, address: str) -> grpc.Channel:
         """The channel to an address; the end of the session closes it."""
         if address not in self._channels:
@@ -175,17 +187,29 @@ def _common(
 
 
 def verb(app: typer.Typer, name: str, example: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a command of a function that takes a session and its own options; the common ones are added."""
+    """Makes a command of a function that takes a session and its own options; the common ones are added.
+
+    A parameter whose type is a dataclass stands for a group of options: the fields of the class, in its place.
+    """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
+        parameters = inspect.signature(function, eval_str=True).parameters
+        annotations: dict[str, Any] = {name: item.annotation for name, item in parameters.items()}
+        groups: dict[str, Any] = {name: group for name, group in annotations.items() if dataclasses.is_dataclass(group)}
+        members = {name: inspect.signature(group, eval_str=True).parameters for name, group in groups.items()}
         own = [
-            item for item in inspect.signature(function, eval_str=True).parameters.values() if item.name != "session"
+            option
+            for name, item in parameters.items()
+            if name != "session"
+            for option in (members[name].values() if name in members else (item,))
         ]
         common = inspect.signature(_common, eval_str=True).parameters
 
         @functools.wraps(function)
         def run(**options: Any) -> None:
             with _common(**{name: options.pop(name) for name in common}) as session:
+                for name, group in groups.items():
+                    options[name] = group(**{member: options.pop(member) for member in members[name]})
                 try:
                     function(session, **options)
                 except BrokenPipeError:
@@ -211,3 +235,25 @@ def confirm(question: str, *, yes: bool) -> None:
         raise typer.BadParameter("is needed without a terminal", param_hint="--yes")
     if not typer.confirm(question, err=True):
         raise CommandError("not confirmed: nothing was changed", Status.REFUSED)
+
+
+def call_confirmed(
+    remote: Remote[Any],
+    method: Callable[..., R],
+    request: Any,
+    question: Callable[[R], str],
+    *,
+    dry_run: bool,
+    yes: bool,
+) -> R:
+    """The answer of a call that loses something: first with validate_only, then, unless `dry_run`, once confirmed.
+
+    question: from the first answer. Raises CommandError.
+    """
+    request.validate_only = True
+    answer = remote.call(method, request)
+    if not dry_run:
+        confirm(question(answer), yes=yes)
+        request.validate_only = False
+        answer = remote.call(method, request)
+    return answer

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvctl.display.output import printable, share
+from kvctl.display.tables import account
 from kvctl.measure.readings import WINDOW_SECONDS, Reading, rates, sees_all
-from kvctl.verbs.quota import account
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
 # Salts and quotas that are shown at most.

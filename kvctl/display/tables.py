@@ -108,6 +108,25 @@ HOLDS: Sequence[Column[pb.Hold]] = (
     Column("EXECUTOR", lambda hold: hold.executor_id),
 )
 
+
+def account(of: pb.Quota | pb.DeleteQuotaRequest) -> str:
+    """Whose: "tenant acme" or "salt acme"."""
+    if of.HasField("tenant_id"):
+        return f"tenant {printable(of.tenant_id)}"
+    return f"salt {printable(of.salt)}"
+
+
+QUOTAS: Sequence[Column[pb.QuotaUsage]] = (
+    Column("ACCOUNT", lambda item: account(item.quota)),
+    Column("POOL", lambda item: item.pool_id),
+    Column("DEVICE", lambda item: item.device_blocks),
+    Column("FLOOR", lambda item: item.quota.device_floor_blocks),
+    Column("CEILING", lambda item: optional(item.quota, "device_ceiling_blocks")),
+    Column("HOST", lambda item: item.host_blocks),
+    Column("HOST-FLOOR", lambda item: item.quota.host_floor_blocks),
+    Column("HOST-CEILING", lambda item: optional(item.quota, "host_ceiling_blocks")),
+)
+
 _EXPLAINED: Sequence[Column[pb.ExplainedBlock]] = (
     Column("DEPTH", lambda item: item.block.depth),
     Column("TIER", lambda item: _tier(item.block.tier)),

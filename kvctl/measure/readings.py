@@ -12,7 +12,6 @@ from google.protobuf.duration_pb2 import Duration
 from kvctl.measure.metrics import samples
 from kvctl.session import Session
 from kvctl.status import CommandError
-from kvctl.verbs.quota import listed
 from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
@@ -54,14 +53,14 @@ class Reading:
 def read(session: Session, metrics: Mapping[str, str]) -> Reading:
     """Asks all services. Raises CommandError when the cache manager does not answer; without others less is shown."""
     admin, trouble = session.admin, list[str]()
-    pools = list(admin.all_pages(admin.stub.ListPools, pb.ListPoolsRequest(), "pools").pools)
+    pools = session.pools()
     # Counts of a single tenant are known since the start only.
     window = Duration(seconds=WINDOW_SECONDS) if sees_all(pools) else None
     stats = {
         pool.pool_id: admin.call(admin.stub.GetStats, pb.GetStatsRequest(pool_id=pool.pool_id, window=window))
         for pool in pools
     }
-    quotas = list(listed(session).quotas)
+    quotas = list(session.quotas().quotas)
     model = loads = None
     scheduler = session.scheduler
     try:

@@ -8,31 +8,23 @@ from kvctl.display.output import blocks, printable, span
 from kvctl.display.tables import counts
 from kvctl.options import (
     Adapter,
-    Chat,
     DryRun,
     Executor,
-    File,
-    MaxPriority,
     Pool,
+    Prompt,
     Salt,
-    SessionId,
-    Tenant,
-    Text,
-    TierName,
-    Tokens,
+    Selection,
     Yes,
-    block_filter,
     duration_of,
-    prefix_of,
-    prompt_of,
     required,
     user,
 )
-from kvctl.session import CACHEMGR, Session, confirm, verb
+from kvctl.session import CACHEMGR, Session, call_confirmed, confirm, verb
 from kvctl.status import Status
 from kvctl.verbs.show import CachemgrAddress, hold_named
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
+from protos.rpc.durations import seconds
 
 app = typer.Typer()
 
@@ -40,11 +32,9 @@ app = typer.Typer()
 @verb(app, "pin", "kvctl pin --tokens 1,2,3 --for 1h --owner ops")
 def pin(
     session: Session,
+    *,
     lasts: Annotated[str, typer.Option("--for", help="How long: 90s, 1h30m, 2d.")],
-    tokens: Tokens = None,
-    file: File = None,
-    text: Text = None,
-    chat: Chat = None,
+    prompt: Prompt,
     salt: Salt = None,
     adapter: Adapter = None,
     executor: Executor = "",
@@ -52,7 +42,7 @@ def pin(
     dry_run: DryRun = False,
 ) -> None:
     """Keep a prompt's cached blocks in place. There is a budget for pins; exits with 4 when nothing was pinned."""
-    prefix = required(prefix_of(prompt_of(session, tokens, file, text, chat), salt, adapter, executor))
+    prefix = required(prompt.prefix(session, salt, adapter, executor))
     request = pb.PinPrefixRequest(
         prefix=prefix, owner=owner or user(), duration=duration_of(lasts, "--for"), validate_only=dry_run
     )
@@ -66,7 +56,7 @@ def _pinned(answer: pb.PinPrefixResponse, *, dry_run: bool) -> str:
     receipt = answer.receipt
     if receipt.outcome == common.OUTCOME_REJECTED:
         return f"nothing {'would be ' if dry_run else ''}pinned: {receipt.reason}"
-    lasts = span(receipt.retention_duration.ToNanoseconds() / 1e9)
+    lasts = span(seconds(receipt.retention_duration))
     lines = [f"{'would pin' if dry_run else 'pinned'} {blocks(receipt.num_blocks)} for {lasts}"]
     if receipt.reason:
         lines[0] += f": {receipt.reason}"
@@ -96,12 +86,10 @@ def unpin(
 @verb(app, "retain", "kvctl retain --tokens 1,2,3 --priority 80 --for 1h")
 def retain(
     session: Session,
+    *,
     priority: Annotated[int, typer.Option(min=0, max=100, help="0..100, higher is kept longer.")],
     lasts: Annotated[str, typer.Option("--for", help="How long: 90s, 1h30m, 2d; without end when absent.")] = "",
-    tokens: Tokens = None,
-    file: File = None,
-    text: Text = None,
-    chat: Chat = None,
+    prompt: Prompt,
     salt: Salt = None,
     adapter: Adapter = None,
     executor: Executor = "",
@@ -109,11 +97,11 @@ def retain(
     cachemgr: CachemgrAddress = CACHEMGR,
 ) -> None:
     """Request retention of a prompt's cached blocks. A later one replaces it; exits with 4 when no block is cached."""
-    prefix = required(prefix_of(prompt_of(session, tokens, file, text, chat), salt, adapter, executor))
+    prefix = required(prompt.prefix(session, salt, adapter, executor))
     action = common.HintAction(action_id="retain", action_type="Retain", action_version="0.1")
     action.payload.update({"priority": priority})
     if lasts:
-        action.payload.update({"duration_seconds": duration_of(lasts, "--for").ToNanoseconds() / 1e9})
+        action.payload.update({"duration_seconds": seconds(duration_of(lasts, "--for"))})
     hints = common.KvHints(protocol_version="0.1", message_id=f"kvctl-{user()}", actions=[action])
     remote = session.cachemgr(cachemgr)
     answer = remote.call(remote.stub.SendHints, pb.SendHintsRequest(prefix=prefix, hints=hints, session_id=session_id))
@@ -128,36 +116,26 @@ def retain(
 @verb(app, "evict", "kvctl evict --salt acme --dry-run")
 def evict(
     session: Session,
+    *,
     everything: Annotated[bool, typer.Option("--all", help="All cached blocks, without any filter.")] = False,
     pool: Pool = "",
-    salt: Salt = None,
-    tenant: Tenant = None,
-    session_id: SessionId = None,
-    adapter: Adapter = None,
-    tier: TierName = "",
-    max_priority: MaxPriority = None,
-    tokens: Tokens = None,
-    file: File = None,
-    text: Text = None,
-    chat: Chat = None,
+    selected: Selection,
+    prompt: Prompt,
     skip_used: Annotated[
         bool, typer.Option("--skip-used", help="Leave blocks that are in use; without it they are refused.")
     ] = False,
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
-    """Drop cached blocks. Their bytes stay until they are overwritten, which `kvctl forget` does at once."""
-    prompt = prompt_of(session, tokens, file, text, chat)
-    chosen = block_filter(salt, tenant, session_id, adapter, tier, max_priority, pool, prompt=prompt)
+    """Evict cached blocks. Their bytes stay until they are overwritten, which `kvctl forget` does at once."""
+    chosen = selected.filter(pool, prompt.prefix(session, selected.salt, selected.adapter, ""))
     if bool(chosen.ByteSize()) == everything:
         raise typer.BadParameter("give a filter, or --all for all cached blocks", param_hint="--all")
-    request = pb.PurgeBlocksRequest(filter=chosen, skip_used=skip_used, validate_only=True)
-    answer = session.admin.call(session.admin.stub.PurgeBlocks, request)
-    if not dry_run:
-        confirm(f"Drop {_purged(answer)}?", yes=yes)
-        request.validate_only = False
-        answer = session.admin.call(session.admin.stub.PurgeBlocks, request)
-    session.show(answer, lambda _wide: f"{'would drop' if dry_run else 'dropped'} {_purged(answer)}")
+    admin, request = session.admin, pb.PurgeBlocksRequest(filter=chosen, skip_used=skip_used)
+    answer = call_confirmed(
+        admin, admin.stub.PurgeBlocks, request, lambda found: f"Evict {_purged(found)}?", dry_run=dry_run, yes=yes
+    )
+    session.show(answer, lambda _wide: f"{'would evict' if dry_run else 'evicted'} {_purged(answer)}")
 
 
 def _purged(answer: pb.PurgeBlocksResponse) -> str:
@@ -168,19 +146,17 @@ def _purged(answer: pb.PurgeBlocksResponse) -> str:
 @verb(app, "forget", "kvctl forget --salt acme --dry-run")
 def forget(
     session: Session,
+    *,
     salt: Annotated[str | None, typer.Option(help="All blocks under this salt; or the salt of the prompt.")] = None,
     session_id: Annotated[str | None, typer.Option("--session", help="All that this session stored.")] = None,
-    tokens: Tokens = None,
-    file: File = None,
-    text: Text = None,
-    chat: Chat = None,
+    prompt: Prompt,
     adapter: Annotated[int | None, typer.Option(min=0, help="LoRA adapter of the prompt.")] = None,
     executor: Annotated[str, typer.Option(help="Executor of the prompt; all of them without it.")] = "",
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
     """Remove blocks from all tiers and Redis. Their bytes are overwritten with zeros."""
-    prefix = prefix_of(prompt_of(session, tokens, file, text, chat), salt, adapter, executor)
+    prefix = prompt.prefix(session, salt, adapter, executor)
     if prefix is not None and session_id is None:
         request = pb.ForgetBlocksRequest(prefix=prefix)
     elif prefix is None and salt is None and session_id is not None:
@@ -189,14 +165,12 @@ def forget(
         request = pb.ForgetBlocksRequest(salt=salt)
     else:
         raise typer.BadParameter("name a salt, a session or a prompt", param_hint="--salt")
-    request.validate_only = True
-    answer = session.admin.call(session.admin.stub.ForgetBlocks, request)
-    if not dry_run:
-        confirm(f"Forget {_forgotten(answer)}?", yes=yes)
-        request.validate_only = False
-        answer = session.admin.call(session.admin.stub.ForgetBlocks, request)
-        if not answer.store_updated:
-            typer.echo("warning: Redis has not dropped them yet; it does when it is back", err=True)
+    admin = session.admin
+    answer = call_confirmed(
+        admin, admin.stub.ForgetBlocks, request, lambda found: f"Forget {_forgotten(found)}?", dry_run=dry_run, yes=yes
+    )
+    if not dry_run and not answer.store_updated:
+        typer.echo("warning: Redis has not dropped them yet; it does when it is back", err=True)
     session.show(answer, lambda _wide: f"{'would forget' if dry_run else 'forgot'} {_forgotten(answer)}")
 
 

@@ -33,8 +33,7 @@ def ghosts(
 ) -> None:
     """Show hit rates of caches of other sizes. Estimates from live prompts; ghost caches hold no bytes."""
     admin = session.admin
-    pools = admin.all_pages(admin.stub.ListPools, pb.ListPoolsRequest(), "pools").pools
-    names = [executor] if executor else sorted({pool.pool_id.rpartition("/")[0] for pool in pools})
+    names = [executor] if executor else sorted({pool.pool_id.rpartition("/")[0] for pool in session.pools()})
     lasts = duration_of(window, "--window") if window else None
     found = {
         name: admin.call(admin.stub.GetGhostCaches, pb.GetGhostCachesRequest(executor_id=name, window=lasts))

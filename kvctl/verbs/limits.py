@@ -17,7 +17,6 @@ from kvctl.measure.readings import sees_all
 from kvctl.options import DryRun, Yes
 from kvctl.session import Session, confirm, verb
 from kvctl.status import CommandError, Status, command_error
-from protos.kvcache.v1 import kvcache_pb2
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.channel import open_channel
 from protos.rpc.errors import RemoteError, from_rpc_error
@@ -125,8 +124,7 @@ def _caller(own: Security, token_file: Path | None) -> Security:
 
 def _cached_blocks(session: Session) -> int:
     """Blocks that a load may evict, over all tiers. Raises CommandError without a pool."""
-    admin = session.admin
-    pools = admin.all_pages(admin.stub.ListPools, kvcache_pb2.ListPoolsRequest(), "pools").pools
+    pools = session.pools()
     if not pools:
         raise CommandError("no executor is registered", Status.REFUSED)
     if not sees_all(pools):

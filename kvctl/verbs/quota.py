@@ -1,11 +1,12 @@
 """`kvctl quota`: floors and ceilings of tenants and salts."""
 
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
-from kvctl.display.output import Column, optional, printable, table
+from kvctl.display import tables
+from kvctl.display.output import table
+from kvctl.display.tables import account
 from kvctl.options import DryRun, Yes
 from kvctl.session import Session, confirm, verb
 from kvctl.status import CommandError, Status
@@ -20,8 +21,8 @@ SaltAccount = Annotated[str | None, typer.Option("--salt", help="Of this salt.")
 @verb(app, "list", "kvctl quota list")
 def list_quotas(session: Session) -> None:
     """List quotas and the blocks of their accounts in each pool."""
-    answer = listed(session)
-    session.show(answer, lambda wide: table(QUOTAS, answer.quotas, wide=wide))
+    answer = session.quotas()
+    session.show(answer, lambda wide: table(tables.QUOTAS, answer.quotas, wide=wide))
 
 
 @verb(app, "set", "kvctl quota set --tenant acme --device-floor 8 --device-ceiling 1024")
@@ -55,7 +56,7 @@ def delete_quota(
     """Delete a quota: its account has neither floor nor ceiling then."""
     request = pb.DeleteQuotaRequest(**_account(tenant, salt))
     named = account(request)
-    found = [item for item in listed(session).quotas if account(item.quota) == named]
+    found = [item for item in session.quotas().quotas if account(item.quota) == named]
     if not found:
         raise CommandError(f"there is no quota of {named}", Status.REFUSED)
     if dry_run:
@@ -64,31 +65,6 @@ def delete_quota(
     confirm(f"Delete the quota of {named}?", yes=yes)
     answer = session.admin.call(session.admin.stub.DeleteQuota, request)
     session.show(answer, lambda _wide: f"deleted the quota of {named}")
-
-
-def listed(session: Session) -> pb.ListQuotasResponse:
-    """All quotas."""
-    admin = session.admin
-    return admin.all_pages(admin.stub.ListQuotas, pb.ListQuotasRequest(), "quotas")
-
-
-def account(of: pb.Quota | pb.DeleteQuotaRequest) -> str:
-    """Whose: "tenant acme" or "salt acme"."""
-    if of.HasField("tenant_id"):
-        return f"tenant {printable(of.tenant_id)}"
-    return f"salt {printable(of.salt)}"
-
-
-QUOTAS: Sequence[Column[pb.QuotaUsage]] = (
-    Column("ACCOUNT", lambda item: account(item.quota)),
-    Column("POOL", lambda item: item.pool_id),
-    Column("DEVICE", lambda item: item.device_blocks),
-    Column("FLOOR", lambda item: item.quota.device_floor_blocks),
-    Column("CEILING", lambda item: optional(item.quota, "device_ceiling_blocks")),
-    Column("HOST", lambda item: item.host_blocks),
-    Column("HOST-FLOOR", lambda item: item.quota.host_floor_blocks),
-    Column("HOST-CEILING", lambda item: optional(item.quota, "host_ceiling_blocks")),
-)
 
 
 def _account(tenant: str | None, salt: str | None) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.json_format import ParseDict, ParseError
 
 from kvctl.display.output import Column, blocks, lasting, printable, table
-from kvctl.options import Chat, DryRun, File, Text, Tokens, Yes, duration_of, prompt_of
-from kvctl.session import Session, confirm, verb
+from kvctl.options import DryRun, Prompt, Yes, duration_of
+from kvctl.session import Session, call_confirmed, confirm, verb
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 
@@ -67,6 +67,7 @@ def list_rules(session: Session) -> None:
 @verb(app, "set", "kvctl rules set acme --salt acme --priority 80 --for 1h")
 def set_rule(
     session: Session,
+    *,
     name: Name,
     rule_file: Annotated[
         Path | None,
@@ -78,10 +79,7 @@ def set_rule(
     salt: Annotated[str | None, typer.Option(help="Requests with this salt.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Requests of this tenant.")] = None,
     adapter: Annotated[int | None, typer.Option(min=0, help="Requests with this adapter.")] = None,
-    tokens: Tokens = None,
-    file: File = None,
-    text: Text = None,
-    chat: Chat = None,
+    prompt: Prompt,
     start: Annotated[int | None, typer.Option(min=0, help="Blocks that begin at or behind this token.")] = None,
     end: Annotated[int | None, typer.Option(min=0, help="Blocks that begin before this token.")] = None,
     priority: Annotated[int | None, typer.Option(min=0, max=100, help="Retention priority of the blocks.")] = None,
@@ -99,7 +97,7 @@ def set_rule(
     Asks before a rule is replaced, and before one is made that all requests meet.
     """
     match = pb.RuleMatch(salt=salt, tenant_id=tenant, adapter_id=adapter, start=start, end=end)
-    match.prefix_token_ids.extend(prompt_of(session, tokens, file, text, chat) or [])
+    match.prefix_token_ids.extend(prompt.token_ids(session) or [])
     action = pb.RuleAction(retention_priority=priority, no_store=no_store, offload_min_priority=offload_min_priority)
     if lasts:
         action.retention_duration.CopyFrom(duration_of(lasts, "--for"))
@@ -175,11 +173,13 @@ def _is_for_all(match: pb.RuleMatch) -> bool:
 def delete_rule(session: Session, name: Name, dry_run: DryRun = False, yes: Yes = False) -> None:
     """Delete a rule and end its leases."""
     admin = session.admin
-    request = pb.DeleteRetentionRuleRequest(name=name, validate_only=True)
-    answer = admin.call(admin.stub.DeleteRetentionRule, request)
-    if not dry_run:
-        confirm(f"Delete rule {printable(name)} and end {answer.ended_leases} leases?", yes=yes)
-        request.validate_only = False
-        answer = admin.call(admin.stub.DeleteRetentionRule, request)
+    answer = call_confirmed(
+        admin,
+        admin.stub.DeleteRetentionRule,
+        pb.DeleteRetentionRuleRequest(name=name),
+        lambda found: f"Delete rule {printable(name)} and end {found.ended_leases} leases?",
+        dry_run=dry_run,
+        yes=yes,
+    )
     done = "would delete" if dry_run else "deleted"
     session.show(answer, lambda _wide: f"{done} rule {printable(name)}; {answer.ended_leases} leases end with it")

@@ -1,6 +1,7 @@
 """Verbs that only read."""
 
 import time
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import grpc
@@ -11,21 +12,12 @@ from kvctl.display import tables
 from kvctl.display.output import Column, as_yaml, table
 from kvctl.options import (
     Adapter,
-    Chat,
     Executor,
-    File,
     Limit,
-    MaxPriority,
     Pool,
+    Prompt,
     Salt,
-    SessionId,
-    Tenant,
-    Text,
-    TierName,
-    Tokens,
-    block_filter,
-    prefix_of,
-    prompt_of,
+    Selection,
 )
 from kvctl.session import CACHEMGR, EXECUTOR, Session, verb
 from kvctl.status import CommandError, Status
@@ -104,55 +96,33 @@ def sequences(
 @verb(app, "prefixes", "kvctl prefixes --salt acme --limit 20")
 def prefixes(
     session: Session,
+    *,
     pool: Pool = "",
-    salt: Salt = None,
-    tenant: Tenant = None,
-    session_id: SessionId = None,
-    adapter: Adapter = None,
-    tier: TierName = "",
-    max_priority: MaxPriority = None,
+    selected: Selection,
     limit: Limit = 0,
 ) -> None:
     """List cached chains of blocks by their last block."""
-    admin, whole = session.admin, pb.ListPrefixesResponse()
-    for pool_id in _pools(session, pool):
-        request = pb.ListPrefixesRequest(
-            pool_id=pool_id, filter=block_filter(salt, tenant, session_id, adapter, tier, max_priority)
-        )
-        left = _left(limit, len(whole.prefixes))
-        if left is not None:
-            whole.MergeFrom(admin.all_pages(admin.stub.ListPrefixes, request, "prefixes", left))
+    request, whole = pb.ListPrefixesRequest(filter=selected.filter()), pb.ListPrefixesResponse()
+    _add_pools(session, pool, session.admin.stub.ListPrefixes, request, whole, "prefixes", limit)
     session.show(whole, lambda wide: table(tables.PREFIXES, whole.prefixes, wide=wide))
 
 
 @verb(app, "blocks", "kvctl blocks --tier host --limit 20")
 def blocks(
     session: Session,
+    *,
     pool: Pool = "",
-    salt: Salt = None,
-    tenant: Tenant = None,
-    session_id: SessionId = None,
-    adapter: Adapter = None,
-    tier: TierName = "",
-    max_priority: MaxPriority = None,
-    tokens: Tokens = None,
-    file: File = None,
-    text: Text = None,
-    chat: Chat = None,
+    selected: Selection,
+    prompt: Prompt,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="Show the tokens of each block (wide, JSON).")] = False,
     limit: Limit = 0,
 ) -> None:
     """List blocks in use or cached. Any filter leaves only those in the index."""
-    admin, whole = session.admin, pb.ListBlocksResponse()
-    prompt = prompt_of(session, tokens, file, text, chat)
-    chosen = block_filter(salt, tenant, session_id, adapter, tier, max_priority, prompt=prompt)
-    for pool_id in _pools(session, pool):
-        request = pb.ListBlocksRequest(pool_id=pool_id, include_token_ids=token_ids)
-        if chosen.ByteSize():
-            request.filter.CopyFrom(chosen)
-        left = _left(limit, len(whole.blocks))
-        if left is not None:
-            whole.MergeFrom(admin.all_pages(admin.stub.ListBlocks, request, "blocks", left))
+    request, whole = pb.ListBlocksRequest(include_token_ids=token_ids), pb.ListBlocksResponse()
+    chosen = selected.filter(prefix=prompt.prefix(session, selected.salt, selected.adapter, ""))
+    if chosen.ByteSize():
+        request.filter.CopyFrom(chosen)
+    _add_pools(session, pool, session.admin.stub.ListBlocks, request, whole, "blocks", limit)
     session.show(whole, lambda wide: table(tables.BLOCKS, whole.blocks, wide=wide))
 
 
@@ -164,12 +134,8 @@ def leases(
     limit: Limit = 0,
 ) -> None:
     """List the leases that are held now."""
-    admin, whole = session.admin, pb.ListLeasesResponse()
-    for pool_id in _pools(session, pool):
-        request = pb.ListLeasesRequest(pool_id=pool_id, holder=holder)
-        left = _left(limit, len(whole.leases))
-        if left is not None:
-            whole.MergeFrom(admin.all_pages(admin.stub.ListLeases, request, "leases", left))
+    request, whole = pb.ListLeasesRequest(holder=holder), pb.ListLeasesResponse()
+    _add_pools(session, pool, session.admin.stub.ListLeases, request, whole, "leases", limit)
     session.show(whole, lambda wide: table(tables.LEASES, whole.leases, wide=wide))
 
 
@@ -184,10 +150,8 @@ def holds(session: Session, owner: Annotated[str, typer.Option(help="Of this own
 @verb(app, "explain", "kvctl explain --tokens 1,2,3 --salt acme")
 def explain(
     session: Session,
-    tokens: Tokens = None,
-    file: File = None,
-    text: Text = None,
-    chat: Chat = None,
+    *,
+    prompt: Prompt,
     sequence: Annotated[str, typer.Option(help="A live sequence, instead of a prompt.")] = "",
     salt: Salt = None,
     adapter: Adapter = None,
@@ -195,7 +159,7 @@ def explain(
     group: Annotated[int, typer.Option(min=0, help="Layer group.")] = 0,
 ) -> None:
     """Say where a prompt's blocks are. At the first missing block, say why."""
-    prefix = prefix_of(prompt_of(session, tokens, file, text, chat), salt, adapter, executor)
+    prefix = prompt.prefix(session, salt, adapter, executor)
     if (prefix is None) == (not sequence):
         raise typer.BadParameter("name a prompt or a sequence", param_hint="--tokens")
     request = pb.ExplainPrefixRequest(prefix=prefix, group=group)
@@ -278,9 +242,9 @@ def _stack(session: Session) -> dict[str, Any]:
     return {
         "model": scheduler.call(scheduler.stub.GetModel, generation_pb2.GetModelRequest()),
         "loads": scheduler.call(scheduler.stub.GetLoads, generation_pb2.GetLoadsRequest()),
-        "pools": list(admin.all_pages(stub.ListPools, pb.ListPoolsRequest(), "pools").pools),
+        "pools": session.pools(),
         "rules": list(admin.all_pages(stub.ListRetentionRules, pb.ListRetentionRulesRequest(), "rules").rules),
-        "quotas": list(admin.all_pages(stub.ListQuotas, pb.ListQuotasRequest(), "quotas").quotas),
+        "quotas": list(session.quotas().quotas),
         "holds": list(admin.all_pages(stub.ListHolds, pb.ListHoldsRequest(), "holds").holds),
     }
 
@@ -292,15 +256,13 @@ def _named(kind: str, name: str, listed: Any) -> Any:
     raise CommandError(f"there is no {kind} {name!r}", Status.REFUSED)
 
 
-def _pools(session: Session, pool: str) -> list[str]:
-    if pool:
-        return [pool]
-    admin = session.admin
-    return [item.pool_id for item in admin.all_pages(admin.stub.ListPools, pb.ListPoolsRequest(), "pools").pools]
-
-
-def _left(limit: int, have: int) -> int | None:
-    """How many more may be listed, 0 for all; None when there are enough."""
-    if not limit:
-        return 0
-    return limit - have if have < limit else None
+def _add_pools(
+    session: Session, pool: str, method: Callable[..., Any], request: Any, whole: Any, items: str, limit: int
+) -> None:
+    """Adds the listings of a pool, or of all without one. items: their field; limit: how many in all, 0 for all."""
+    listed = getattr(whole, items)
+    for pool_id in [pool] if pool else [item.pool_id for item in session.pools()]:
+        if limit and len(listed) >= limit:
+            return
+        request.pool_id, request.page_token = pool_id, ""
+        whole.MergeFrom(session.admin.all_pages(method, request, items, limit and limit - len(listed)))

@@ -165,7 +165,7 @@ def test_a_dry_run_says_what_would_happen_and_changes_nothing(own: Stack, kvctl:
     for line, said in (
         (("pin", *prompt, "--for", "1h", "--owner", "ops"), "would pin 3 blocks for 1h"),
         (("unpin", pin), f"would end {pin} of ops, 3 blocks"),
-        (("evict", "--salt", "kept"), "would drop 0 blocks"),
+        (("evict", "--salt", "kept"), "would evict 0 blocks"),
         (("forget", "--salt", "kept"), "would forget blocks: 3 device"),
         (("rules", "set", "other", "--no-store"), "would make rule other"),
         (("rules", "delete", "acme"), "would delete rule acme"),
@@ -232,7 +232,7 @@ def test_a_pool_is_made_smaller_and_larger_again(kvctl: Kvctl) -> None:
 def test_blocks_are_evicted_and_forgotten(own: Stack, kvctl: Kvctl) -> None:
     prompt = ("--tokens", listed(remember(own, 6, "gone")), "--salt", "gone")
     settled(kvctl, "gone")
-    assert "dropped 3 blocks" in kvctl.text("evict", *prompt, "--yes")
+    assert "evicted 3 blocks" in kvctl.text("evict", *prompt, "--yes")
     assert "removed: purged" in kvctl.text("explain", *prompt)
     remember(own, 6, "gone")
     settled(kvctl, "gone")
