@@ -1,7 +1,8 @@
 """A real server on a unix socket with a tiny servicer behind it."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,25 @@ def add_echo(server: grpc.aio.Server) -> None:
         echo, pb.GetPoolRequest.FromString, pb.GetPoolRequest.SerializeToString
     )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Echo", {"Stream": handler}),))
+
+
+SERVICES: dict[str, Callable[[grpc.aio.Server], None]] = {
+    ADMIN: lambda server: pb_grpc.add_CacheAdminServiceServicer_to_server(Admin(), server)
+}
+
+
+@asynccontextmanager
+async def serving(
+    address: str, services: Mapping[str, Callable[[grpc.aio.Server], None]] = SERVICES, **options: Any
+) -> AsyncIterator[Server]:
+    """A server that runs within the block and never drains."""
+    server = Server("test", drain_seconds=0, **options)
+    server.listen(address, services)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
 
 
 @dataclass

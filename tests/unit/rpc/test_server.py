@@ -27,7 +27,7 @@ from protos.rpc.security import Security
 from protos.rpc.server import Server
 from protos.rpc.startup import raise_file_limit
 from tests.stack import free_address
-from tests.unit.rpc.conftest import ADMIN, EVENTS, Admin, Endless, Served
+from tests.unit.rpc.conftest import ADMIN, EVENTS, Admin, Endless, Served, serving
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -100,36 +100,27 @@ async def test_a_watch_that_needs_no_token_ends(monkeypatch: pytest.MonkeyPatch)
 
 async def test_connections_of_grpc_leave_files_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "SHARE_OF_FILES", raise_file_limit() // 4)
-    server = Server("few", drain_seconds=0)
-    server.listen("127.0.0.1:0", {})
-    await server.start()
-    most = raise_file_limit() // server_module.SHARE_OF_FILES
-    opened = [await asyncio.open_connection(*server.addresses[0].split(":")) for _ in range(most + 4)]
-    for _, writer in opened:
-        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")
-    answers = []
-    for reader, _ in opened:
-        try:
-            answers.append(await asyncio.wait_for(reader.read(1), 30))
-        except ConnectionError:
-            answers.append(b"")
-    assert sum(map(bool, answers)) == most
-    for _, writer in opened:
-        writer.close()
-    await server.stop()
+    async with serving("127.0.0.1:0", {}) as server:
+        most = raise_file_limit() // server_module.SHARE_OF_FILES
+        opened = [await asyncio.open_connection(*server.addresses[0].split(":")) for _ in range(most + 4)]
+        for _, writer in opened:
+            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")
+        answers = []
+        for reader, _ in opened:
+            try:
+                answers.append(await asyncio.wait_for(reader.read(1), 30))
+            except ConnectionError:
+                answers.append(b"")
+        assert sum(map(bool, answers)) == most
+        for _, writer in opened:
+            writer.close()
 
 
 @contextlib.asynccontextmanager
 async def watched() -> AsyncIterator[health_pb2_grpc.HealthStub]:
     """Health of a server without services."""
-    server = Server("watched", drain_seconds=0)
-    server.listen("127.0.0.1:0", {})
-    await server.start()
-    try:
-        async with open_channel(server.addresses[0]) as channel:
-            yield health_pb2_grpc.HealthStub(channel)
-    finally:
-        await server.stop()
+    async with serving("127.0.0.1:0", {}) as server, open_channel(server.addresses[0]) as channel:
+        yield health_pb2_grpc.HealthStub(channel)
 
 
 @pytest.mark.parametrize("version", ["v1alpha", "v1"])
@@ -253,17 +244,14 @@ async def test_a_second_signal_does_not_wait_for_the_drain(tmp_path: Path) -> No
 async def test_a_connection_without_a_call_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "HANDSHAKE_SECONDS", 0.3)
     monkeypatch.setattr(server_module, "IDLE_SECONDS", 0.3)
-    server = Server("test", drain_seconds=0)
-    server.listen("127.0.0.1:0", {ADMIN: lambda s: pb_grpc.add_CacheAdminServiceServicer_to_server(Admin(), s)})
-    await server.start()
-    [address] = server.addresses
-    reader, writer = await asyncio.open_connection(*address.split(":"))
-    writer.write(sent)
-    async with asyncio.timeout(30):
-        while await reader.read(1 << 16):
-            pass
-    writer.close()
-    await server.stop()
+    async with serving("127.0.0.1:0") as server:
+        [address] = server.addresses
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(sent)
+        async with asyncio.timeout(30):
+            while await reader.read(1 << 16):
+                pass
+        writer.close()
 
 
 async def test_metrics_are_served_beside_connections_that_ask_for_nothing(
@@ -272,62 +260,52 @@ async def test_metrics_are_served_beside_connections_that_ask_for_nothing(
     monkeypatch.setattr(http_connection, "REQUEST_SECONDS", 0.05)
     metrics_address = free_address()
     threads = threading.active_count()
-    server = Server("test", drain_seconds=0, metrics_address=metrics_address)
-    server.listen(f"unix:{tmp_path}/s", {ADMIN: lambda s: pb_grpc.add_CacheAdminServiceServicer_to_server(Admin(), s)})
-    await server.start()
-    idle = [await asyncio.open_connection(*metrics_address.split(":")) for _ in range(50)]
-    text = await asyncio.to_thread(lambda: urllib.request.urlopen(f"http://{metrics_address}/metrics").read().decode())
-    assert "kvkeep_rpc_in_flight" in text
-    # One for the server and one for the reading above, none for a connection.
-    assert threading.active_count() < threads + 10
-    for reader, writer in idle:
-        async with asyncio.timeout(30):
-            assert await reader.read() == b""
-        writer.close()
-    await server.stop()
+    async with serving(f"unix:{tmp_path}/s", metrics_address=metrics_address):
+        idle = [await asyncio.open_connection(*metrics_address.split(":")) for _ in range(50)]
+        text = await asyncio.to_thread(
+            lambda: urllib.request.urlopen(f"http://{metrics_address}/metrics").read().decode()
+        )
+        assert "kvkeep_rpc_in_flight" in text
+        # One for the server and one for the reading above, none for a connection.
+        assert threading.active_count() < threads + 10
+        for reader, writer in idle:
+            async with asyncio.timeout(30):
+                assert await reader.read() == b""
+            writer.close()
 
 
 async def test_metrics_count_calls_by_method_and_code(tmp_path: Path) -> None:
     metrics_address = free_address()
-    server = Server("test", drain_seconds=0, metrics_address=metrics_address)
-    server.listen(f"unix:{tmp_path}/s", {ADMIN: lambda s: pb_grpc.add_CacheAdminServiceServicer_to_server(Admin(), s)})
-    await server.start()
-    async with open_channel(f"unix:{tmp_path}/s") as channel:
-        stub = pb_grpc.CacheAdminServiceStub(channel)
-        await stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=5)
-        with pytest.raises(grpc.aio.AioRpcError):
-            await stub.GetPool(pb.GetPoolRequest(pool_id="field"), timeout=5)
+    async with serving(f"unix:{tmp_path}/s", metrics_address=metrics_address):
+        async with open_channel(f"unix:{tmp_path}/s") as channel:
+            stub = pb_grpc.CacheAdminServiceStub(channel)
+            await stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=5)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stub.GetPool(pb.GetPoolRequest(pool_id="field"), timeout=5)
 
-    def read() -> str:
-        with urllib.request.urlopen(f"http://{metrics_address}/metrics") as response:
-            return response.read().decode()
+        def read() -> str:
+            with urllib.request.urlopen(f"http://{metrics_address}/metrics") as response:
+                return response.read().decode()
 
-    text = await asyncio.to_thread(read)
-    assert f'kvkeep_rpc_handled_total{{code="INVALID_ARGUMENT",method="{ADMIN}/GetPool"}}' in text
-    assert f'kvkeep_rpc_handled_total{{code="OK",method="{ADMIN}/PurgeBlocks"}}' in text
-    await server.stop()
+        text = await asyncio.to_thread(read)
+        assert f'kvkeep_rpc_handled_total{{code="INVALID_ARGUMENT",method="{ADMIN}/GetPool"}}' in text
+        assert f'kvkeep_rpc_handled_total{{code="OK",method="{ADMIN}/PurgeBlocks"}}' in text
 
 
 async def test_a_cancelled_stream_ends_its_handler(tmp_path: Path) -> None:
     endless = Endless()
-    server = Server("test", drain_seconds=0)
-    server.listen(f"unix:{tmp_path}/s", {"test.Endless": endless.add})
-    await server.start()
-    async with open_channel(f"unix:{tmp_path}/s") as channel:
+    address = f"unix:{tmp_path}/s"
+    async with serving(address, {"test.Endless": endless.add}), open_channel(address) as channel:
         call = channel.unary_stream("/test.Endless/Stream")(b"", timeout=30)
         assert await call.read() == b""
         call.cancel()
         await asyncio.wait_for(endless.ended.wait(), 5)
-    await server.stop()
 
 
 async def test_a_message_beyond_the_limit_is_refused_by_its_size(tmp_path: Path) -> None:
-    server = Server("test", drain_seconds=0, max_message_bytes=1000)
-    server.listen(f"unix:{tmp_path}/s", {ADMIN: lambda s: pb_grpc.add_CacheAdminServiceServicer_to_server(Admin(), s)})
-    await server.start()
-    async with open_channel(f"unix:{tmp_path}/s") as channel:
+    address = f"unix:{tmp_path}/s"
+    async with serving(address, max_message_bytes=1000), open_channel(address) as channel:
         stub = pb_grpc.CacheAdminServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.GetPool(pb.GetPoolRequest(pool_id="x" * 2000), timeout=5)
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    await server.stop()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

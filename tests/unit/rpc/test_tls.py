@@ -19,10 +19,9 @@ from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc import files
 from protos.rpc.channel import open_channel, open_sync_channel
 from protos.rpc.security import PLAIN, Security
-from protos.rpc.server import Server
 from protos.rpc.settings import ProcessSettings, SettingsError, load
 from tests.stack import free_address
-from tests.unit.rpc.conftest import ADMIN, Admin
+from tests.unit.rpc import conftest
 
 CA = certs.authority()
 
@@ -36,11 +35,8 @@ def made(folder: Path, name: str = "peer", ca: certs.Pair = CA, **options: objec
 
 @asynccontextmanager
 async def serving(security: Security, address: str = "127.0.0.1:0", metrics: str = "") -> AsyncIterator[str]:
-    server = Server("test", drain_seconds=0, security=security, metrics_address=metrics)
-    server.listen(address, {ADMIN: lambda s: pb_grpc.add_CacheAdminServiceServicer_to_server(Admin(), s)})
-    await server.start()
-    yield server.addresses[0]
-    await server.stop()
+    async with conftest.serving(address, security=security, metrics_address=metrics) as server:
+        yield server.addresses[0]
 
 
 async def answers(address: str, security: Security) -> bool:

@@ -23,10 +23,10 @@ from protos.rpc.channel import open_channel, open_sync_channel
 from protos.rpc.errors import InvalidField, from_rpc_error
 from protos.rpc.identity import Identity, PermissionDeniedError, Role, UnauthenticatedError
 from protos.rpc.security import Security
-from protos.rpc.server import Server
 from protos.rpc.settings import ProcessSettings, SettingsError, load
 from tests.support.keyring import Keyring
-from tests.unit.rpc.conftest import ADMIN, EVENTS, Admin, Events
+from tests.unit.rpc import conftest
+from tests.unit.rpc.conftest import ADMIN, EVENTS, Events
 
 
 @pytest.fixture
@@ -37,18 +37,12 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keyring:
 
 @asynccontextmanager
 async def serving(keys: Keyring, events: pb_grpc.CacheEventServiceServicer | None = None) -> AsyncIterator[str]:
-    server = Server("test", drain_seconds=0, security=Security(tokens_file=keys.file, audit_file=keys.folder / "audit"))
-    address = f"unix:{keys.folder}/s"
-    server.listen(
-        address,
-        {
-            ADMIN: lambda s: pb_grpc.add_CacheAdminServiceServicer_to_server(Admin(), s),
-            EVENTS: lambda s: pb_grpc.add_CacheEventServiceServicer_to_server(events or Events(), s),
-        },
-    )
-    await server.start()
-    yield address
-    await server.stop()
+    services = conftest.SERVICES | {
+        EVENTS: lambda s: pb_grpc.add_CacheEventServiceServicer_to_server(events or Events(), s)
+    }
+    security = Security(tokens_file=keys.file, audit_file=keys.folder / "audit")
+    async with conftest.serving(f"unix:{keys.folder}/s", services, security=security) as server:
+        yield server.addresses[0]
 
 
 async def code(address: str, security: Security, metadata: tuple[tuple[str, str], ...] = ()) -> grpc.StatusCode:
