@@ -8,10 +8,11 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import typer
 import yaml
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.cells import cell_len
+
+from protos.rpc.durations import seconds
 
 T = TypeVar("T")
 Data: TypeAlias = "Message | Mapping[str, Data] | Sequence[Data] | str | float | None"
@@ -108,17 +109,16 @@ def lasting(message: Message, field: str) -> str:
     """A time that is left, or none where it has no end."""
     if not message.HasField(field):
         return "-"
-    duration: Duration = getattr(message, field)
-    return span(duration.ToNanoseconds() / 1e9)
+    return span(seconds(getattr(message, field)))
 
 
-def span(seconds: float) -> str:
-    """A time in its two largest units."""
+def span(duration: float) -> str:
+    """Seconds as a time in its two largest units."""
     for name, size, smaller, rest in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
-        if seconds >= size:
-            whole, left = divmod(int(seconds), size)
+        if duration >= size:
+            whole, left = divmod(int(duration), size)
             return f"{whole}{name}" + (f"{left // rest}{smaller}" if left // rest else "")
-    return f"{seconds:.3g}s"
+    return f"{duration:.3g}s"
 
 
 def blocks(count: int) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from kvctl.display.output import Column, key, lasting, optional, printable, share, size, span, table, word
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
+from protos.rpc.durations import seconds
 
 
 def _tier(number: pb.Tier) -> str:
@@ -164,7 +165,7 @@ def _missing(item: pb.Explanation) -> str:
     removal = item.removal
     cause = _cause(removal.cause)
     whom = f" for {printable(removal.for_sequence_id)}" if removal.for_sequence_id else ""
-    age = span(removal.age.ToNanoseconds() / 1e9)
+    age = span(seconds(removal.age))
     return f"{reason}: {cause} {age} ago{whom}, with priority {removal.retention_priority}"
 
 

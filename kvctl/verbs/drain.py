@@ -9,6 +9,7 @@ from kvctl.options import DryRun, Yes, duration_of
 from kvctl.session import Session, confirm, verb
 from kvctl.status import Status
 from protos.generation.v1 import generation_pb2 as pb
+from protos.rpc.durations import seconds
 
 app = typer.Typer()
 
@@ -26,7 +27,7 @@ def drain(
     yes: Yes = False,
 ) -> None:
     """Have the scheduler admit no more requests. Waits for running ones; exits with 1 when some are left."""
-    operation, deadline = session.operation, time.monotonic() + duration_of(lasts, "--for").ToNanoseconds() / 1e9
+    operation, deadline = session.operation, time.monotonic() + seconds(duration_of(lasts, "--for"))
 
     def ask(*, dry_run: bool) -> pb.SetDrainingResponse:
         request = pb.SetDrainingRequest(draining=not undo, validate_only=dry_run)

@@ -13,6 +13,7 @@ from kvctl.display.output import Format, as_yaml, plain
 from kvctl.options import Pool, Salt, duration_of
 from kvctl.session import Session, verb
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.rpc.durations import seconds
 
 app = typer.Typer()
 
@@ -29,9 +30,9 @@ def watch(
 ) -> None:
     """Show events as they happen. A snapshot of the cache is first; each event is a line, as JSON too."""
     request = pb.WatchEventsRequest(pool_id=pool, salt=salt, after_event_number=after, include_token_ids=token_ids)
-    seconds = duration_of(lasts, "--for").ToNanoseconds() / 1e9 if lasts else None
+    limit = seconds(duration_of(lasts, "--for")) if lasts else None
     service = session.events
-    batches = service.messages(service.stub.WatchEvents, request, seconds, ends=True)
+    batches = service.messages(service.stub.WatchEvents, request, limit, ends=True)
     for number, event in enumerate((event for batch in batches for event in batch.events), start=1):
         typer.echo(_line(event, session.output))
         if number == count:
