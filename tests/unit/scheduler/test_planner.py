@@ -123,7 +123,6 @@ def test_a_preempted_sequence_comes_back_with_all_its_tokens_once_nothing_touche
     assert update.released == [2]
     assert list(tokens.retried[0].token_ids) == [*range(10), 1, 1]
     assert tokens.retried[0].sequence_id == "r2#2.1"
-    assert list(victim.request.prompt_ids) == [*range(10)]
 
 
 def test_a_preempted_sequence_that_is_cancelled_does_not_come_back() -> None:
