@@ -44,6 +44,18 @@ def test_padding_changes_nothing(count: int, model_folder: Callable[[str], Path]
     assert [len(tokens) for tokens in outputs[0]] == [count] * 3
 
 
+def test_chunks_of_one_token_need_not_end_a_prompt(model_folder: Callable[[str], Path]) -> None:
+    folder, outputs = model_folder("llama"), []
+    for model in (load_fused(folder), on_torch(folder)):
+        driver = Driver(model)
+        joining = tuple(driver.new_sequence(i, prompt) for i, prompt in enumerate(([5, 60, 7], [11, 3])))
+        outcomes = [driver.step(new_sequences=joining, chunks={0: 1, 1: 1})]
+        outcomes += [driver.step(chunks={0: 1, 1: 1}), driver.step(chunks={0: 1}), driver.step()]
+        outputs.append([[one.token_id for one in outcome.sampled] for outcome in outcomes])
+    assert outputs[0] == outputs[1]
+    assert [len(tokens) for tokens in outputs[0]] == [0, 1, 2, 2]
+
+
 def test_tables_grow_while_sequences_join_and_leave(model_folder: Callable[[str], Path]) -> None:
     folder = model_folder("llama, compiled")
     prompts = [[5, 60, 7, 80, 9], [11, 3, 44], [1, 2, 3, 4, 5, 6, 7, 8, 9], [90]]
