@@ -104,7 +104,7 @@ def account_of(block: Block) -> Account | None:
 class EvictionQueue:
     """The evictable blocks in eviction order: by priority, within it least recently used first.
 
-    Per priority a ring in the order of use, and a heap for blocks that come back into the middle of it: when a lease
+    Per priority a ring in the order of use, and a heap for blocks that return to the middle of it: when a lease
     ends, or when the last child of a block that lies between others is gone. A bit per priority that has blocks.
     """
 

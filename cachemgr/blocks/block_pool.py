@@ -148,7 +148,7 @@ class BlockPool:
             key, tokens = block.key, block.tokens
             if depth:
                 parent_key = parent.key
-        # Half the time of BlockView(...), for each block that comes or goes.
+        # Half the time of BlockView(...), for each block that is stored or removed.
         return _new(
             BlockView,
             (
@@ -329,43 +329,43 @@ class BlockPool:
 
         Where pools share memory, withheld slots are overwritten: of empty ones those in `written`, None for all.
         """
-        self._owe(total)
+        self._set_total(total)
         # All at once: a registration may withhold millions.
-        self._withhold(min(self.device.num_empty, self.device.owed), written)
-        while self.device.may_pay:
-            self.pay()
+        self._withhold(min(self.device.num_empty, self.device.to_withhold), written)
+        while self.device.can_withhold:
+            self.withhold_part()
 
     def resize_in_steps(self, total: int) -> Steps[None]:
         """As `resize`; the slots cannot be allocated from now on, and are withheld in steps."""
-        self._owe(total)
-        while self.device.may_pay:
-            self.pay()
+        self._set_total(total)
+        while self.device.can_withhold:
+            self.withhold_part()
             yield
 
-    def _owe(self, total: int) -> None:
+    def _set_total(self, total: int) -> None:
         device = self.device
         if device.total < total:
             device.give_back(total - device.total)
-        device.owed += device.total - total
+        device.to_withhold += device.total - total
         self.share_number += 1
 
-    def pay(self) -> None:
-        """Withholds a part of the slots that are owed and not in use."""
+    def withhold_part(self) -> None:
+        """Withholds a part of the slots that are to be withheld and not in use."""
         device = self.device
         most = steps.CHANGES if self.spec.share_blocks else steps.LOOKS
-        self._withhold(min(device.num_empty, device.owed, most))
+        self._withhold(min(device.num_empty, device.to_withhold, most))
         for _ in range(steps.CHANGES):
-            if device.num_empty or not device.may_pay:
+            if device.num_empty or not device.can_withhold:
                 break
             victim = device.victim(None)
             assert victim is not None, _EVICTABLE
             self.discard_subtree(victim, RemovalCause.POOL_SHRUNK)
-            self._withhold(min(device.num_empty, device.owed))
+            self._withhold(min(device.num_empty, device.to_withhold))
 
     def _withhold(self, count: int, written: Iterable[int] | None = None) -> None:
         device = self.device
         before = len(device.withheld)
-        device.owed -= count
+        device.to_withhold -= count
         device.withhold(count)
         if self.spec.share_blocks:
             gone = device.withheld[before:]
@@ -394,7 +394,7 @@ class BlockPool:
     def adopt(
         self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, scope: CacheScope, step: int
     ) -> None:
-        """Enters a remembered block as cached; its slot is free, and the parent of a device block is there."""
+        """Enters a stored block as cached; its slot is free, and the parent of a device block is there."""
         tier = self.tier_of(block)
         self.blocks[block.index] = block
         tier.cached += 1
@@ -403,7 +403,7 @@ class BlockPool:
         block.scope = scope
         self._enter(block, key, parent_key, tokens, depth, scope, step)
         if block.children is not None:
-            # They came back before it.
+            # They were restored before it.
             self.count_children_in_tier(block)
         if self.is_evictable(block):
             tier.enlist(block, scope.account, newest=False)
@@ -669,7 +669,7 @@ class BlockPool:
     # The end of the executor
 
     def lose_all(self) -> None:
-        """The executor is gone: every slot is empty. The journal keeps the blocks that may come back with it."""
+        """The executor is gone: every slot is empty. The journal keeps the blocks that may be restored with it."""
         for block in self.tree.by_key.values():
             self.lose(block)
         self.start_empty(self.spec, self._listener)

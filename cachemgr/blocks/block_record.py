@@ -1,4 +1,4 @@
-"""What of a block outlives the process, and the journal that learns of it."""
+"""The record of a block, which outlives the process, and the journal of changes of the prefix tree."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol

@@ -41,7 +41,7 @@ class EventLog:
         for_sequence_id: str = "",
     ) -> None:
         """Numbers an event and keeps it."""
-        # A third of the time of Event(...), for each block that comes or goes.
+        # A third of the time of Event(...), for each block that is stored or removed.
         last, ring = self.last, self._ring
         event = _new(Event, (last + 1, kind, block, cause, lease, for_sequence_id))
         if len(ring) < self._capacity:

@@ -121,7 +121,7 @@ class WriteThrough:
         # Device blocks that may have no copy, the next to get one last.
         self.queue: deque[Block] = deque(maxlen=pool.device.size if enabled and self.tier is not None else 0)
 
-    # What happens to blocks
+    # Changes of blocks
 
     def enqueue(self, block: Block) -> None:
         self.queue.append(block)

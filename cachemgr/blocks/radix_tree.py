@@ -45,7 +45,7 @@ class RadixTree:
     def link(self, block: Block, parent: Node) -> None:
         """Enters a block whose key, tokens and scope are set. It takes over the children of its tombstone."""
         if not isinstance(parent, Block):
-            # It goes with its last child, and may have been gone.
+            # A tombstone is removed with its last child, and may have been removed.
             self.tombstones[parent.key] = parent
         block.parent = parent
         add_child(parent, block)

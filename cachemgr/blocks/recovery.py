@@ -31,7 +31,7 @@ _LowerSlot = tuple[TierKind, int, int]
 
 
 class RecoveringExecutor(Protocol):
-    """An executor whose remembered blocks are put back."""
+    """An executor whose stored blocks are put back."""
 
     executor_id: str
     pools: list[BlockPool]
@@ -51,10 +51,10 @@ class ForgottenBlocks(Protocol):
     """Blocks that were forgotten before they were read."""
 
     def means(self, record: BlockRecord) -> bool:
-        """Whether a remembered block is among them."""
+        """Whether a stored block is among them."""
 
     def add(self, target: ForgetTarget) -> None:
-        """Adds the remembered blocks that a later call forgets."""
+        """Adds the stored blocks that a later call forgets."""
 
 
 def restart(
@@ -65,7 +65,7 @@ def restart(
     held: Mapping[Block, int],
     zeroing: Iterable[int],
 ) -> None:
-    """The executor has started again: the device is void, and a lower slot counts if it is filled as remembered.
+    """The executor has started again: the device is void, and a lower slot counts if its copy is on record.
 
     `filled` has for each lower tier the tickets that filled its slots. What stays keeps the references `held`;
     callers end all others before. Lower indexes in `zeroing` are overwritten.
@@ -154,9 +154,9 @@ def _zero(pool: BlockPool, tier: Tier, slot: int) -> None:
 
 
 class Recovery:
-    """Puts back remembered blocks one by one, parents before children, while sequences use the pools already.
+    """Puts back stored blocks one by one, parents before children, while sequences use the pools already.
 
-    A remembered block counts if its slot has kept its content until the registration of the executor, and has not been
+    A stored block counts if its slot has kept its content until the registration of the executor, and has not been
     allocated since: `Tier.unread` has these slots. Every difference from the record is reported to the journal.
     """
 
@@ -191,10 +191,10 @@ class Recovery:
                 filled = steps if tier is pool.device else spec.generations(tier.kind, group)
                 # The spec has the contents of all slots of a tier, or of none.
                 if len(filled):
-                    tier.await_remembered(filled)
+                    tier.await_stored_blocks(filled)
 
     def purge(self, is_meant: Callable[[BlockRecord], bool]) -> None:
-        """Remembered blocks that are meant, and their descendants, are overwritten instead of put back."""
+        """Stored blocks that are meant, and their descendants, are overwritten instead of put back."""
         self.purged.append(is_meant)
 
     def overwrite(self, slots: Iterable[Slot]) -> None:
@@ -239,10 +239,10 @@ class Recovery:
             self._journal.stored(executor_id, *found.place, partial(pool.record, block))
 
     def end(self) -> None:
-        """No remembered block follows: the other slots are empty."""
+        """No stored block follows: the other slots are empty."""
         for pool in self._executor.pools:
             for tier in pool.tiers:
-                tier.end_remembered()
+                tier.end_stored_blocks()
 
     def _leave(self, record: BlockRecord) -> None:
         """Reports a record as removed, unless another block in its slot is reported already."""
@@ -255,7 +255,7 @@ class Recovery:
         self._journal.removed(self._executor.executor_id, *record.place)
 
     def _overwrite(self, pool: BlockPool, record: BlockRecord) -> None:
-        """Overwrites the slots that may hold the bytes of a remembered block."""
+        """Overwrites the slots that may hold the bytes of a stored block."""
         group = record.group
         if record.key not in pool.tree.by_key:
             pool.removals.add(record.key, RemovalCause.FORGOTTEN, self._leases.now, "", DEFAULT_PRIORITY)
@@ -331,7 +331,7 @@ class Recovery:
         return self._spec.last_write_steps[record.group][record.slot - 1] <= record.stored_step
 
     def _is_filled(self, record: BlockRecord) -> bool:
-        """Whether a lower slot was filled by the remembered copy, and may hold this block. Its parent may be lost."""
+        """Whether a lower slot was filled by the copy on record, and may hold this block. Its parent may be lost."""
         pool = self._executor.pools[record.group]
         if not pool.tiers[record.tier].is_unread(record.slot):
             return False

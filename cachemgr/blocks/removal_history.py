@@ -12,7 +12,7 @@ _MAX_MARKS = 36_000
 
 
 class RemovalHistory:
-    """The last keys that left an index and have not come back: at least `capacity` / 2 of them, at most `capacity`."""
+    """The last keys that left an index and have not returned: at least `capacity` / 2 of them, at most `capacity`."""
 
     __slots__ = ("_half", "_newer", "_older")
 

@@ -44,7 +44,7 @@ class TierCounters:
         return self.idle_before_eviction_seconds / self.timed_evictions if self.timed_evictions else 0.0
 
     def note_idle_before_eviction(self, seconds: float) -> None:
-        """A block goes that was used last so long ago."""
+        """A block is evicted that was used last so long ago."""
         self.timed_evictions += 1
         self.idle_before_eviction_seconds += seconds
 
@@ -132,8 +132,8 @@ class Tier:
     """Slots 1..size of one kind of memory.
 
     A pool numbers the slots of all its tiers in one row, its indexes; the first slot is at index `offset` + 1. `used`
-    counts blocks with references, `cached` those without. Slots that the pool may not use are `withheld`, or `owed` as
-    long as they are in use.
+    counts blocks with references, `cached` those without. Slots that the pool may not use are `withheld`, or still
+    `to_withhold` as long as they are in use.
     """
 
     def __init__(self, kind: TierKind, offset: int, size: int, below: Tier | None = None) -> None:
@@ -148,7 +148,7 @@ class Tier:
         self.indexed = 0
         self.withheld: list[int] = []
         # How many of its slots are withheld once they are free.
-        self.owed = 0
+        self.to_withhold = 0
         # Of those withheld, indexes that the executor has yet to overwrite.
         self.clearing: set[int] = set()
         self.counters = TierCounters()
@@ -159,7 +159,7 @@ class Tier:
         self.empty: deque[int] = deque()
         self._fresh = range(offset + 1, offset + size + 1)
         self._refill()
-        # Set while remembered blocks are read: free slots beside the empty ones.
+        # Set while stored blocks are read: free slots beside the empty ones.
         self.unread: UnreadSlots | None = None
         # Evictable blocks of accounts without a quota.
         self.order = EvictionQueue()
@@ -172,19 +172,19 @@ class Tier:
     @property
     def total(self) -> int:
         """Slots that may be used."""
-        return self.size - len(self.withheld) - self.owed
+        return self.size - len(self.withheld) - self.to_withhold
 
     @property
     def free(self) -> int:
         """Slots that can be allocated: empty ones and those of cached blocks."""
-        free = self.size - len(self.withheld) - self.owed - self.used
-        # Pins and overwriting need no free slot: more than the total may be in use while slots are owed.
+        free = self.size - len(self.withheld) - self.to_withhold - self.used
+        # Pins and overwriting need no free slot: more than the total may be in use while slots are to be withheld.
         return free if free > 0 else 0
 
     @property
-    def may_pay(self) -> bool:
-        """Whether a slot that is owed can be withheld now."""
-        return self.owed > 0 and (self.num_empty > 0 or self.cached > 0)
+    def can_withhold(self) -> bool:
+        """Whether a slot that is still to be withheld is free."""
+        return self.to_withhold > 0 and (self.num_empty > 0 or self.cached > 0)
 
     @property
     def num_empty(self) -> int:
@@ -226,13 +226,13 @@ class Tier:
 
     @property
     def num_ready(self) -> int:
-        """Withheld slots that may be used again, and those that are owed."""
-        return len(self.withheld) - len(self.clearing) + self.owed
+        """Withheld slots that may be used again, and those still to be withheld."""
+        return len(self.withheld) - len(self.clearing) + self.to_withhold
 
     def give_back(self, count: int) -> None:
-        """Makes so many more slots usable; those that are owed come first. Only call it when so many are ready."""
-        kept = min(self.owed, count)
-        self.owed -= kept
+        """Makes so many more slots usable; slots to be withheld come first. Only call it when so many are ready."""
+        kept = min(self.to_withhold, count)
+        self.to_withhold -= kept
         count -= kept
         if not count:
             return
@@ -241,19 +241,19 @@ class Tier:
         self.empty.extend(islice(reversed(self.withheld), count))
         del self.withheld[-count:]
 
-    def await_remembered(self, filled: Sequence[int]) -> None:
-        """Sets the empty slots aside for remembered blocks; `filled` is 0 for each slot that was never filled."""
+    def await_stored_blocks(self, filled: Sequence[int]) -> None:
+        """Sets the empty slots aside for stored blocks; `filled` is 0 for each slot that was never filled."""
         is_whole = self.num_empty == self.size
         free = None if is_whole else (index - self.offset for index in self.all_empty())
         self.unread = UnreadSlots(islice(filled, self.size), free)
         self.set_empty(())
 
     def is_unread(self, slot: int) -> bool:
-        """Whether a remembered block may be in a slot."""
+        """Whether a stored block may be in a slot."""
         return self.unread is not None and 1 <= slot <= self.size and slot in self.unread
 
-    def end_remembered(self) -> None:
-        """No remembered block follows."""
+    def end_stored_blocks(self) -> None:
+        """No stored block follows."""
         if self.unread is not None:
             self.empty.extend(map(self.offset.__add__, self.unread))
             self.unread = None

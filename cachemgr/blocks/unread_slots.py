@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import compress, islice
 
-# What is known of a slot whose remembered block is not read yet, by slot - 1.
+# The state of a slot whose stored block is not read yet, by slot - 1.
 _NEVER_FILLED, _FILLED, _EXCLUDED = range(3)
 
 
@@ -15,7 +15,7 @@ def _excluded(mark: int) -> bytes:
 
 
 class UnreadSlots:
-    """Slots that are free, and that a remembered block may turn out to be in.
+    """Slots that are free, and that a stored block may turn out to be in.
 
     They are allocated last, slots that were never filled before the others. Each operation takes constant time on
     average.
@@ -40,7 +40,7 @@ class UnreadSlots:
         return self._marks[slot - 1] != _EXCLUDED
 
     def exclude(self, slot: int) -> None:
-        """The slot is no longer free, or it is known that no remembered block is in it."""
+        """The slot is no longer free, or it is known that no stored block is in it."""
         self._marks[slot - 1] = _EXCLUDED
         self._count -= 1
 

@@ -161,7 +161,7 @@ class OperatorCommands:
         most = pool.device.total + (memory - used) // pool.spec.block_bytes
         if total_blocks > most:
             raise InvalidField("pool.total_blocks", f"must be at most {most}: make another pool smaller first")
-        going = [(other, len(other.device.clearing) + other.device.owed) for other in executor.pools]
+        going = [(other, len(other.device.clearing) + other.device.to_withhold) for other in executor.pools]
         clearing = sum(count * other.spec.block_bytes for other, count in going)
         most = min(pool.device.num_ready, (memory - used - clearing) // pool.spec.block_bytes)
         if growth > most:

@@ -131,7 +131,7 @@ class _Check:
             )
             self._report(indexes == sorted(tier.clearing), 0, f"asks for other {name} slots than it waits for")
             possible = tier.used + tier.cached + tier.num_empty
-            self._report(0 <= tier.owed <= possible, 0, f"owes more {name} slots than it has")
+            self._report(0 <= tier.to_withhold <= possible, 0, f"owes more {name} slots than it has")
             self._report(tier.clearing.issubset(tier.withheld), 0, f"has a {name} slot overwritten that is in use")
             self._report(tier.used == used, 0, f"counts {tier.used} used {name} blocks, {used} are")
             self._report(tier.cached == cached, 0, f"counts {tier.cached} cached {name} blocks, {cached} are")

@@ -100,7 +100,7 @@ class Queries:
                 for pool in self._state.pools()
             ],
             [
-                (tier.used, tier.cached, tier.owed, len(tier.shares), tier.protected)
+                (tier.used, tier.cached, tier.to_withhold, len(tier.shares), tier.protected)
                 for pool in self._state.pools()
                 for tier in pool.tiers
             ],

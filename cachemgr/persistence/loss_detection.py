@@ -1,6 +1,6 @@
 """Writes that find out when Redis has lost acknowledged data.
 
-It does when it comes back empty, from an older file, or as a replica that did not have everything yet.
+Redis has lost data when it starts again empty, from an older file, or as a replica that did not have everything yet.
 """
 
 from collections.abc import Callable, Sequence

@@ -57,7 +57,7 @@ class OperatorStore:
                 self._queue.rewrite(kind)
 
     async def read(self) -> None:
-        """Hands remembered entries that have not changed since to the manager; only the first time. Raises UNAVAILABLE.
+        """Hands stored entries that have not changed since to the manager; only the first time. Raises UNAVAILABLE.
 
         Without an await between the last look at what has changed and the call.
         """

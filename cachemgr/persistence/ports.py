@@ -1,4 +1,4 @@
-"""What the copy in Redis needs of the rest: the state that it copies, and the calls that put back what it remembers."""
+"""Ports of the copy in Redis: the state that it copies, and the calls that restore that state."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -30,7 +30,7 @@ class Source(Protocol):
 
 
 class Restoring(Protocol):
-    """The calls by which remembered state comes back; each is in the operation log."""
+    """The calls that restore stored state; each is in the operation log."""
 
     def restore_operators(self, remembered: pb.StoredOperators) -> None:
         """Rules, quotas and shares."""
@@ -42,4 +42,4 @@ class Restoring(Protocol):
         """No blocks follow, and these pins; tells which blocks are cached then."""
 
     def is_recovering(self, executor_id: str) -> bool:
-        """Whether remembered blocks of an executor are still to come."""
+        """Whether stored blocks of an executor are still to come."""

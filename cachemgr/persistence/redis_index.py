@@ -64,7 +64,7 @@ log = structlog.get_logger()
 
 
 class IndexStore:
-    """Brings the changes of a queue to Redis, and the remembered blocks back to the manager."""
+    """Brings the changes of a queue to Redis, and the stored blocks back to the manager."""
 
     def __init__(
         self, redis: Redis, queue: WriteQueue, source: Source, calls: Restoring, *, interval: float = 0.05
@@ -251,7 +251,7 @@ class IndexStore:
         return None if block is None else at_rest(block, self._clocks.time(executor_id))
 
     async def recall(self, executor_id: str, seconds: float = WAIT_SECONDS) -> Reading:
-        """Begins to read what Redis remembers of an executor, and waits for it for this time at most.
+        """Begins to read the copy that Redis has of an executor, and waits for it for this time at most.
 
         The reading goes on for as long as it takes, also when Redis is away. Until `taken_back` nothing of the executor
         is written: nothing is deleted unread. What was read for a registration that is over is read again.
@@ -306,7 +306,7 @@ class IndexStore:
         self._writes.found(executor_id, clock if isinstance(clock, bytes) else None)
 
     def registered(self, executor_id: str, epoch: int) -> None:
-        """The manager has accepted an epoch; its changes are written once its remembered blocks are restored."""
+        """The manager has accepted an epoch; its changes are written once its stored blocks are restored."""
         self._queue.registered(executor_id, epoch)
         reading = self._readings.get(executor_id)
         if reading is not None and reading.is_spent:
@@ -341,7 +341,7 @@ class IndexStore:
         self._recovering.discard(reading)
         RECOVERING.set(len(self._recovering))
         if not self._is_wanted(reading):
-            # Redis keeps what it has for when the executor comes back.
+            # Redis keeps its copy until the executor registers again.
             reading.is_spent = True
             reading.has_been_restored.set()
             log.info("an executor is gone before its stored blocks are restored", executor=executor_id)

@@ -25,7 +25,7 @@ from cachemgr.types import BlockView, EventKind, LeaseView, RemovalCause
 
 
 class LeasedBlock(Protocol):
-    """What a lease needs of its block."""
+    """A block as its leases see it."""
 
     lease: Lease | None
     priority: int
@@ -40,7 +40,7 @@ class LeasedBlock(Protocol):
 
 
 class LeasedPool(Protocol):
-    """What a lease needs of the pool that its block is in. The pool is asked about its own blocks only."""
+    """The pool of a block as its leases see it. The pool is asked about its own blocks only."""
 
     honoured_leases: int
     broken_leases: int
@@ -249,7 +249,7 @@ class LeaseBook:
         return bool(started)
 
     def restore(self, pool: LeasedPool, block: LeasedBlock, request: RetentionRequest, remaining: float | None) -> None:
-        """Adds a remembered lease to a block that is put back; its clock runs on, or starts."""
+        """Adds a stored lease to a block that is put back; its clock runs on, or starts."""
         lease = Lease(pool, block, request)
         seconds = request.duration if remaining is None else remaining
         if seconds is not None:

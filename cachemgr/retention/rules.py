@@ -135,7 +135,7 @@ class RuleBook:
         return rule
 
     def is_deleted(self, holder: str) -> bool:
-        """Whether a lease's holder is a deleted rule, which remembered blocks may still have."""
+        """Whether a lease's holder is a deleted rule, which stored blocks may still have."""
         return holder.startswith(RULE) and holder.removeprefix(RULE) not in self._rules
 
     def for_request(self, request: AdmitRequest, tokens: array[int]) -> list[Rule]:
@@ -161,7 +161,7 @@ class RuleBook:
         self._enter(rule)
 
     def restore(self, spec: RetentionRule) -> None:
-        """Puts a remembered rule in force with its etag, unless there is one of its name."""
+        """Puts a stored rule in force with its etag, unless there is one of its name."""
         if spec.name not in self._rules:
             self._enter(Rule(spec))
 

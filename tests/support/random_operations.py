@@ -550,7 +550,7 @@ class RandomLife:
         assert (view.total_blocks, view.used_blocks) == (total, pool.used_blocks)
         if total > pool.total_blocks and world.memory_bytes is not None:
             taken = sum(
-                one.spec.block_bytes * (one.device.total + one.device.owed + len(one.device.clearing))
+                one.spec.block_bytes * (one.device.total + one.device.to_withhold + len(one.device.clearing))
                 for one in manager._state.executors["e"].pools
             )
             assert taken <= world.memory_bytes

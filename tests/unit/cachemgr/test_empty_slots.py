@@ -32,15 +32,15 @@ def test_the_last_slots_are_withheld_first_also_after_releases():
 def test_slots_set_aside_for_a_recovery_are_all_empty_after_it():
     tier = Tier(TierKind.HOST, 50, SLOTS)
     first = tier.take_empty()
-    tier.await_remembered([1] * SLOTS)
+    tier.await_stored_blocks([1] * SLOTS)
     assert tier.num_empty == SLOTS - 1
-    tier.end_remembered()
+    tier.end_stored_blocks()
     assert sorted([first, *tier.all_empty()]) == list(range(51, 51 + SLOTS))
 
 
 def test_slots_of_remembered_blocks_are_withheld_last():
     tier = Tier(TierKind.DEVICE, 0, 12)
-    tier.await_remembered([0, 5, 5, 0, 5, 5, 5, 0, 5, 5, 5, 5])
+    tier.await_stored_blocks([0, 5, 5, 0, 5, 5, 5, 0, 5, 5, 5, 5])
     tier.withhold(5)
     assert tier.withheld == [1, 4, 8, 11, 12]
     assert [tier.take_empty() for _ in range(tier.num_empty)] == [10, 9, 7, 6, 5, 3, 2]

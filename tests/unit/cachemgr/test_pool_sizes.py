@@ -221,13 +221,13 @@ def test_forgotten_blocks_of_a_shrinking_pool_are_withheld_once_overwritten():
     world.check()
     at_once(call)
     device = world.manager._state.pool("e/0").device
-    assert (device.total, device.free, device.used, device.owed) == (2, 0, 6, 4)
+    assert (device.total, device.free, device.used, device.to_withhold) == (2, 0, 6, 4)
     assert not world.manager.is_behind
     give_back(world)
     assert world.manager.is_behind
     world.manager.expire()
     assert not world.manager.is_behind
-    assert (device.total, device.free, device.owed) == (2, 2, 0)
+    assert (device.total, device.free, device.to_withhold) == (2, 2, 0)
 
 
 def test_memory_of_owed_slots_is_not_granted_to_another_pool():
