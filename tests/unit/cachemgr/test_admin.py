@@ -6,7 +6,7 @@ from cachemgr.blocks.block import Block
 from cachemgr.errors import BlocksInUseError, UnknownPoolError
 from cachemgr.steps import at_once
 from cachemgr.types import BlockFilter, Purged
-from tests.support.in_process_manager import World
+from tests.support.in_process_manager import World, retain
 from tests.support.random_operations import small_steps
 
 
@@ -24,6 +24,17 @@ def test_a_purge_removes_unused_blocks_and_a_dry_run_counts_them():
     world.check()
     assert at_once(world.operators.purge(BlockFilter(), validate_only=False, skip_used=True)) == Purged(0, 1)
     assert world.cached_tokens(list(range(9))) == 4
+
+
+@pytest.mark.parametrize(("windows", "removed"), [((None,), 3), ((None, 12), 6)])
+def test_a_purge_by_priority_removes_children_of_purged_blocks(windows, removed):
+    world = World(12, windows=windows)
+    world.cache(list(range(4)), retention=retain(10))
+    world.cache(list(range(9)))
+    for validate_only in (True, False):
+        call = world.operators.purge(BlockFilter(max_priority=10), validate_only=validate_only)
+        assert at_once(call) == Purged(removed, 0)
+    assert list(world.queries.records("e")) == []
 
 
 def test_a_purge_in_steps_spares_blocks_with_new_children():
