@@ -95,7 +95,7 @@ async def _serve(settings: ExecutorSettings) -> int:
             raise ModelError(
                 f"{setting}: {files.name} does not run in compiled code here, and only that is batch invariant"
             )
-        model.forward.be_invariant()
+        model.forward.decoder.invariant = True
     tokenizer = load_tokenizer(files)
     release_unused_memory()
     blocks = count_blocks(
@@ -148,10 +148,10 @@ async def _serve(settings: ExecutorSettings) -> int:
         signal.raise_signal(signal.SIGTERM)
 
     if isinstance(model.forward, CpuModel):
-        KindSeconds(model.forward.seconds)
-        weight_bytes = model.forward.weight_bytes
-        WEIGHT_BYTES.set(weight_bytes)
-        log.info("running in compiled code", weight_bytes=weight_bytes, bfloat16_products=model.forward.products)
+        decoder = model.forward.decoder
+        KindSeconds(lambda: decoder.seconds)
+        WEIGHT_BYTES.set(decoder.weight_bytes)
+        log.info("running in compiled code", weight_bytes=decoder.weight_bytes, bfloat16_products=decoder.products)
     transfers = TransferLog(loop)
     outbox = Outbox(transfers, tiers.block_times)
     runner = Runner(model, pools, tiers, outbox)

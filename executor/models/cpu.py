@@ -21,7 +21,7 @@ class CpuModel:
     """A model's forward pass in compiled code."""
 
     def __init__(self, decoder: Decoder, groups: Sequence[LayerGroup]) -> None:
-        self._decoder = decoder
+        self.decoder = decoder
         self._windows = [group.shape.window for group in groups]
         # Layers and KV heads of models that compute attention scores.
         self._shape = sum(len(group.layers) for group in groups), groups[0].shape.kv_heads
@@ -29,26 +29,12 @@ class CpuModel:
         # One buffer for all steps: the allocator keeps more memory of changing sizes.
         self._logits = torch.empty(0, decoder.vocabulary)
 
-    def seconds(self) -> dict[str, float]:
-        """Seconds of all steps so far by phase."""
-        return self._decoder.seconds
-
-    @property
-    def products(self) -> bool:
-        """Whether the processor multiplies bfloat16 itself; its rounding differs."""
-        return self._decoder.products
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the packed matrices."""
-        return self._decoder.weight_bytes
-
     def warmup(self, pools: KvPools, last_tokens: Tensor) -> None:
         """Nothing is to be done."""
 
     def prepare(self, batch: HostBatch, pools: KvPools) -> Callable[[], ForwardOutput]:
         if pools is not self._pools:
-            self._decoder.bind([pools.layer(layer)[1:] for layer in range(len(pools.places))])
+            self.decoder.bind([pools.layer(layer)[1:] for layer in range(len(pools.places))])
             self._pools = pools
         # The arrays of the host themselves: a copy to the device would be one to the same memory.
         here = torch.from_numpy
@@ -63,21 +49,14 @@ class CpuModel:
         rows = here(batch.rows)
         if len(rows) > len(self._logits):
             # Rows that no step writes take no memory.
-            self._logits = torch.empty(1 << (len(rows) - 1).bit_length(), self._decoder.vocabulary)
+            self._logits = torch.empty(1 << (len(rows) - 1).bit_length(), self.decoder.vocabulary)
         output = ForwardOutput(self._logits[: len(rows)], None, here(batch.output_token_rows), scores)
 
         def run() -> ForwardOutput:
-            self._decoder.step(here(ids), *positions, here(batch.query_start), groups, rows, scores, out=output.logits)
+            self.decoder.step(here(ids), *positions, here(batch.query_start), groups, rows, scores, out=output.logits)
             return output
 
         return run
-
-    def be_invariant(self) -> None:
-        """From now on a row's logits depend neither on the rest of its batch nor on the number of threads.
-
-        Rows of scored sequences are left out.
-        """
-        self._decoder.invariant = True
 
     def _scores(self, entry: ScoredSequence, slots: int) -> SequenceScores:
         shape = (*self._shape, slots)

@@ -64,7 +64,9 @@ def _ways(weight: Tensor) -> Iterator[tuple[Tensor, int]]:
 class Decoder:
     """Owns packed copies of the weights and the threads that compute with them. One step at a time.
 
-    vocabulary: V, the length of a row of logits.
+    vocabulary: V, the length of a row of logits. weight_bytes: of the packed matrices. products: whether bfloat16 is
+    multiplied by instructions for it, whose rounding differs; else it is widened first. invariant: whether a row's
+    logits depend neither on the rest of its batch nor on the number of threads; rows of scored sequences are left out.
     """
 
     def __init__(
@@ -83,12 +85,11 @@ class Decoder:
         reason = obstacle(library, weights, dtype)
         if reason:
             raise ValueError(f"weights: {reason}")
-        # Whether a row's logits depend on nothing that it is computed beside, nor on the number of threads.
         self.invariant = False
         self._library = library
         self._dtype = dtype
         prefers = library.decoder_prefers_products
-        self._products = dtype == torch.bfloat16 and bool(prefers() if products is None else products)
+        self.products = dtype == torch.bfloat16 and bool(prefers() if products is None else products)
         assert library.decoder_phases() == len(PHASES)
         self._seconds = (c_double * len(PHASES))()
         self.vocabulary, self._hidden = weights.head.shape
@@ -102,7 +103,7 @@ class Decoder:
         # Enough however they are stored; what is left is never touched, and so takes no memory.
         way = abi.SQUEEZED_4 if dtype == torch.float32 else abi.SQUEEZED_2
         most = sum(self._packed_bytes(one, way) for one in matrices)
-        self._packed, self._filled = library.decoder_allocate(most), 0
+        self._packed, self.weight_bytes = library.decoder_allocate(most), 0
         if not self._packed:
             raise MemoryError(f"no {most} bytes for packed weights")
         self._at_end(library.decoder_free, self._packed)
@@ -132,16 +133,6 @@ class Decoder:
     def seconds(self) -> dict[str, float]:
         """What the time of all steps so far went to, as one thread saw it; norms and the embedding are the rest."""
         return dict(zip(PHASES, self._seconds, strict=True))
-
-    @property
-    def products(self) -> bool:
-        """Whether bfloat16 is multiplied by instructions for it, where there are some; else it is widened first."""
-        return self._products
-
-    @property
-    def weight_bytes(self) -> int:
-        """What the packed matrices take."""
-        return self._filled
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Names each layer's keys and values, [N, B, Hkv, D] each, which later steps read and write."""
@@ -222,7 +213,7 @@ class Decoder:
                 (abi.Scored * len(scored))(*scored),
                 self.invariant,
             )
-            types = self._dtype == torch.bfloat16, self._products
+            types = self._dtype == torch.bfloat16, self.products
             inputs = ctypes.byref(self._model), ctypes.byref(batch)
             self._library.decoder_step(*inputs, logits.data_ptr(), self._team, self._seconds, *types)
         return logits
@@ -279,7 +270,7 @@ class Decoder:
 
     def _pack(self, weight: Tensor) -> tuple[int, int]:
         """Where a matrix lies now, and how: in the first way that it can be, squeezed if that is worth it."""
-        at = self._packed + self._filled
+        at = self._packed + self.weight_bytes
         for same, stored in _ways(weight):
             if stored in abi.SQUEEZED and not self._library.decoder_can_squeeze():
                 continue
@@ -287,7 +278,7 @@ class Decoder:
             plain = self._packed_bytes(same, abi.FLOATS if same.dtype == torch.float32 else abi.BF16)
             if size and (stored not in abi.SQUEEZED or size < _WORTH_SQUEEZING * plain):
                 break
-        self._filled += size
+        self.weight_bytes += size
         return at, stored
 
     def _packed_bytes(self, weight: Tensor, stored: int) -> int:

@@ -70,7 +70,7 @@ def load(folder: Path, dtype: str, threads: int) -> Model:
     finally:
         torch.set_num_threads(before)
     assert isinstance(model.forward, CpuModel)
-    model.forward.be_invariant()
+    model.forward.decoder.invariant = True
     return model
 
 
