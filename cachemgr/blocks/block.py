@@ -1,22 +1,92 @@
-"""A block, which is a node of the prefix tree, and the order in which cached blocks are evicted."""
+"""A block, which is a node of the prefix tree; its cache scope, and the account that it counts against."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from heapq import heapify, heappop, heappush, merge
-from operator import attrgetter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from cachemgr.retention.priority import DEFAULT_PRIORITY
+from cachemgr.types import AccountKey, Quota, TierKind
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.cache_scope import Account, CacheScope
     from cachemgr.retention.leases import Lease
 
 
-# Bits of an index in the position of a block among those of its priority.
-_SLOT_BITS = 40
-_RECENCY = attrgetter("recency")
+class Account:
+    """A tenant or a salt with a quota: its blocks are counted, and have an eviction order of their own."""
+
+    __slots__ = ("quota",)
+
+    def __init__(self, quota: Quota) -> None:
+        self.quota = quota
+
+    @property
+    def key(self) -> AccountKey:
+        quota = self.quota
+        return ("salt", quota.salt or "") if quota.tenant_id is None else ("tenant_id", quota.tenant_id)
+
+    def floor(self, kind: TierKind) -> int:
+        """Blocks that other accounts cannot evict."""
+        return {TierKind.DEVICE: self.quota.device_floor, TierKind.HOST: self.quota.host_floor}.get(kind, 0)
+
+    def ceiling(self, kind: TierKind) -> int | None:
+        """The most blocks that it may have; None for no bound."""
+        return {TierKind.DEVICE: self.quota.device_ceiling, TierKind.HOST: self.quota.host_ceiling}.get(kind)
+
+
+class Accounts(dict[AccountKey, Account]):
+    """All accounts, and the sum of their floors."""
+
+    def __init__(self) -> None:
+        self.floors = {TierKind.DEVICE: 0, TierKind.HOST: 0}
+
+    def set(self, quota: Quota) -> Account | None:
+        """Sets the quota of an account; returns the account if there was one already."""
+        new = Account(quota)
+        known = self.setdefault(new.key, new)
+        self._add(quota, 1)
+        if known is new:
+            return None
+        self._add(known.quota, -1)
+        known.quota = quota
+        return known
+
+    def remove(self, key: AccountKey) -> None:
+        self._add(self.pop(key).quota, -1)
+
+    def _add(self, quota: Quota, sign: int) -> None:
+        self.floors[TierKind.DEVICE] += sign * quota.device_floor
+        self.floors[TierKind.HOST] += sign * quota.host_floor
+
+
+class CacheScope:
+    """Salt, adapter, tenant and session that many blocks have in common, and their extra bytes, mostly none.
+
+    Blocks are shared under equal `key`, that is by sequences of one model with equal salt and equal adapter. It is the
+    parent key of their first blocks.
+    """
+
+    __slots__ = ("__weakref__", "account", "adapter_id", "extra", "key", "names", "salt", "session_id", "tenant_id")
+
+    def __init__(
+        self,
+        key: bytes,
+        salt: str | None = None,
+        adapter_id: int | None = None,
+        tenant_id: str | None = None,
+        session_id: str | None = None,
+        extra: bytes = b"",
+    ) -> None:
+        self.key = key
+        self.salt = salt
+        self.adapter_id = adapter_id
+        self.tenant_id = tenant_id
+        self.session_id = session_id
+        self.extra = extra
+        # The account that its blocks count against.
+        self.account: Account | None = None
+        # The scopes of its tenant and of its salt, which live as long as it does.
+        self.names: Sequence[object] = ()
 
 
 class Writer(Protocol):
@@ -99,177 +169,3 @@ def account_of(block: Block) -> Account | None:
     """The account that a block counts against."""
     scope = block.scope
     return None if scope is None else scope.account
-
-
-class EvictionQueue:
-    """The evictable blocks in eviction order: by priority, within it least recently used first.
-
-    Per priority a ring in the order of use, and a heap for blocks that return to the middle of it: when a lease
-    ends, or when the last child of a block that lies between others is gone. A bit per priority that has blocks.
-    """
-
-    __slots__ = ("_bits", "_reinserted", "_rings")
-
-    def __init__(self) -> None:
-        self._bits = 0
-        # Neighbour of blocks that are in a heap of this order, and of no other's.
-        self._reinserted = Block(0)
-        # By priority, those that have had blocks: there may be an order for each of very many tenants.
-        self._rings: dict[int, _LruList] = {}
-
-    def append(self, block: Block) -> None:
-        """Adds a block that was used more recently than all others."""
-        priority = block.priority
-        ring = self._rings.get(priority)
-        if ring is None:
-            ring = self._rings[priority] = _LruList(self._reinserted)
-        ring.append(block)
-        self._bits |= 1 << priority
-
-    def insert(self, block: Block) -> None:
-        """Adds a block at the position that its recency gives it."""
-        priority = block.priority
-        ring = self._rings.get(priority)
-        if ring is None:
-            ring = self._rings[priority] = _LruList(self._reinserted)
-        ring.insert(block)
-        self._bits |= 1 << priority
-
-    def remove(self, block: Block) -> None:
-        """Takes a block out; its priority must be the one that it was added with."""
-        ring = self._rings[block.priority]
-        ring.remove(block)
-        if not ring.size:
-            self._bits &= ~(1 << block.priority)
-
-    def first(self) -> Block | None:
-        """The block that is evicted next."""
-        bits = self._bits
-        return self._rings[(bits & -bits).bit_length() - 1].first() if bits else None
-
-    @property
-    def size(self) -> int:
-        return sum(ring.size for ring in self._rings.values())
-
-    def in_order(self) -> Iterator[Block]:
-        """All blocks in eviction order."""
-        for _, ring in sorted(self._rings.items()):
-            yield from ring.in_order()
-
-    def walk(self) -> Iterator[tuple[int, bool, Iterator[tuple[Block, bool]]]]:
-        """Priority, its bit and its blocks for checks: each with whether it is linked, those oldest first."""
-        for priority, ring in sorted(self._rings.items()):
-            yield priority, bool(self._bits >> priority & 1), ring.walk()
-
-
-class _LruList:
-    """The evictable blocks of one priority."""
-
-    __slots__ = ("_end", "_heap", "_in_heap", "_reinserted", "size")
-
-    def __init__(self, mark: Block) -> None:
-        self._in_heap = mark
-        end = Block(0)
-        end.lru_prev = end.lru_next = end
-        self._end = end
-        # Blocks that are not linked, by their position in the order; the heap also has positions that were given up.
-        # They are numbers, as very many are sorted at once when too many have been given up.
-        self._reinserted: dict[int, Block] = {}
-        self._heap: list[int] = []
-        self.size = 0
-
-    def append(self, block: Block) -> None:
-        newest = self._end.lru_prev
-        assert newest is not None
-        self._link(newest, block, self._end)
-        self.size += 1
-
-    def insert(self, block: Block) -> None:
-        end, recency = self._end, block.recency
-        oldest, newest = end.lru_next, end.lru_prev
-        assert oldest is not None
-        assert newest is not None
-        self.size += 1
-        if oldest is end or recency < oldest.recency:
-            self._link(end, block, oldest)
-        elif recency > newest.recency:
-            self._link(newest, block, end)
-        else:
-            if len(self._heap) > 2 * self.size:
-                self._sort()
-            position = _position(block)
-            self._reinserted[position] = block
-            heappush(self._heap, position)
-            block.lru_prev = block.lru_next = self._in_heap
-
-    def remove(self, block: Block) -> None:
-        older, newer = block.lru_prev, block.lru_next
-        assert older is not None
-        assert newer is not None
-        if older is self._in_heap:
-            del self._reinserted[_position(block)]
-        else:
-            older.lru_next = newer
-            newer.lru_prev = older
-        block.lru_prev = block.lru_next = None
-        self.size -= 1
-
-    def first(self) -> Block | None:
-        oldest, heap, late = self._end.lru_next, self._heap, self._reinserted
-        if heap and heap[0] not in late:
-            self._pop()
-            heap = self._heap
-        if heap and (oldest is self._end or oldest is None or heap[0] >> _SLOT_BITS < oldest.recency):
-            return late[heap[0]]
-        return oldest
-
-    def _pop(self) -> None:
-        """Takes positions that were given up from the top of the heap."""
-        heap, late = self._heap, self._reinserted
-        for _ in range(1 + len(heap) // 8):
-            heappop(heap)
-            if not heap or heap[0] in late:
-                return
-        # To take very many one by one takes longer.
-        self._sort()
-
-    def _sort(self) -> None:
-        self._heap = list(self._reinserted)
-        heapify(self._heap)
-
-    def in_order(self) -> Iterator[Block]:
-        late = [self._reinserted[position] for position in sorted(self._reinserted)]
-        return merge((block for block, is_linked in self.walk() if is_linked), late, key=_RECENCY)
-
-    def walk(self) -> Iterator[tuple[Block, bool]]:
-        block = self._end.lru_next
-        while block is not None and block is not self._end:
-            yield block, True
-            block = block.lru_next
-        # Others may come and go between two of them.
-        for block in list(self._reinserted.values()):
-            yield block, False
-
-    @staticmethod
-    def _link(older: Block, block: Block, newer: Block) -> None:
-        block.lru_prev = older
-        block.lru_next = newer
-        older.lru_next = block
-        newer.lru_prev = block
-
-
-def _position(block: Block) -> int:
-    """Where a block stands among those of its priority: by recency, each at a position of its own."""
-    return block.recency << _SLOT_BITS | block.index
-
-
-def loss(block: Block) -> tuple[int, int]:
-    """The position of a block in the eviction order."""
-    return block.priority, block.recency
-
-
-def goes_before(block: Block, other: Block) -> bool:
-    """Whether a block is evicted before another."""
-    if block.priority != other.priority:
-        return block.priority < other.priority
-    return block.recency < other.recency

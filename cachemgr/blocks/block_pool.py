@@ -20,9 +20,8 @@ from cachemgr.tokens import TOKEN_BYTES
 from cachemgr.types import BlockView, EventKind, PoolSpec, RemovalCause, TierKind
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.block import Writer
+    from cachemgr.blocks.block import CacheScope, Writer
     from cachemgr.blocks.block_record import IndexJournal
-    from cachemgr.blocks.cache_scope import CacheScope
     from cachemgr.blocks.events import EventLog
     from cachemgr.blocks.leftovers import Leftovers
     from cachemgr.blocks.offload import OffloadingWriter

@@ -6,8 +6,8 @@ import enum
 from collections import deque
 from typing import Any, Protocol
 
-from cachemgr.blocks.block import Block, Node, Writer, account_of, goes_before
-from cachemgr.blocks.cache_scope import Account
+from cachemgr.blocks.block import Account, Block, Node, Writer, account_of
+from cachemgr.blocks.eviction_queue import goes_before
 from cachemgr.blocks.radix_tree import children_of
 from cachemgr.blocks.tier import Tier
 from cachemgr.retention.leases import offload_floor

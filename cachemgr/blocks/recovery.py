@@ -18,9 +18,9 @@ from cachemgr.tokens import TOKEN_BYTES
 from cachemgr.types import RemovalCause, TierKind
 
 if TYPE_CHECKING:
+    from cachemgr.blocks.block import CacheScope
     from cachemgr.blocks.block_pool import BlockPool, PoolListener
     from cachemgr.blocks.block_record import BlockRecord, IndexJournal
-    from cachemgr.blocks.cache_scope import CacheScope
     from cachemgr.blocks.tier import Tier
     from cachemgr.retention.leases import LeaseBook
     from cachemgr.types import ExecutorSpec, ForgetTarget, PoolSpec, Slot

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, merge
 from itertools import islice
 
-from cachemgr.blocks.block import Block, EvictionQueue, account_of, goes_before, loss
-from cachemgr.blocks.cache_scope import Account
+from cachemgr.blocks.block import Account, Block, account_of
+from cachemgr.blocks.eviction_queue import EvictionQueue, goes_before, loss
 from cachemgr.blocks.unread_slots import UnreadSlots
 from cachemgr.errors import SequenceTooLongError
 from cachemgr.types import RemovalCause, TierKind

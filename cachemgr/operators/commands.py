@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cachemgr import steps
-from cachemgr.blocks.cache_scope import Account
+from cachemgr.blocks.block import Account
 from cachemgr.blocks.radix_tree import children_of
 from cachemgr.errors import (
     PoolInUseError,

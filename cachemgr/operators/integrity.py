@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from cachemgr.blocks.block import Block, Node, account_of, loss
+from cachemgr.blocks.block import Block, Node, account_of
 from cachemgr.blocks.block_keys import child_key
 from cachemgr.blocks.block_pool import BlockPool
+from cachemgr.blocks.eviction_queue import loss
 from cachemgr.blocks.radix_tree import children_of
 from cachemgr.blocks.tier import Tier
 from cachemgr.retention.leases import MAX_LEASES, effective_priority, leases_of

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from cachemgr.blocks.cache_scope import Accounts
+from cachemgr.blocks.block import Accounts
 from cachemgr.blocks.events import EventLog
 from cachemgr.blocks.leftovers import Leftovers
 from cachemgr.errors import (

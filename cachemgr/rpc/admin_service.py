@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.field_mask_pb2 import FieldMask
 
-from cachemgr.blocks.cache_scope import Account
+from cachemgr.blocks.block import Account
 from cachemgr.blocks.hit_counters import MAX_WINDOW_SECONDS
 from cachemgr.operators.state_dump import hashed
 from cachemgr.persistence.records import quota_message, quota_of, rule_message, rule_of

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from hashlib import sha256
 
-from cachemgr.blocks.block import Block, account_of
+from cachemgr.blocks.block import Account, Block, account_of
 from cachemgr.blocks.block_pool import BlockPool
-from cachemgr.blocks.cache_scope import Account
 from cachemgr.errors import SequenceTooLongError
 from cachemgr.retention.bounds import check_retention
 from cachemgr.retention.plan import RetentionPlan

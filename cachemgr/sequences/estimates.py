@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from cachemgr.blocks.block import Block, goes_before
+from cachemgr.blocks.block import Block
+from cachemgr.blocks.eviction_queue import goes_before
 from cachemgr.blocks.radix_tree import children_of
 from cachemgr.retention.leases import offload_floor
 from cachemgr.sequences.sequence import first_needed

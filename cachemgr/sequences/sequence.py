@@ -13,10 +13,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
-from cachemgr.blocks.block import Block, account_of
+from cachemgr.blocks.block import Block, CacheScope, account_of
 from cachemgr.blocks.block_keys import extend_keys, extra_bytes, root_key
 from cachemgr.blocks.block_pool import BlockPool
-from cachemgr.blocks.cache_scope import CacheScope
 from cachemgr.retention.plan import RetentionPlan
 from cachemgr.sequences.holds import Holds
 from cachemgr.sequences.token_eviction_state import TokenEvictionState, blocks_for
@@ -38,7 +37,7 @@ from cachemgr.types import (
 )
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.cache_scope import Account
+    from cachemgr.blocks.block import Account
     from cachemgr.blocks.recovery import Recovery
     from cachemgr.blocks.tier import Tier
 

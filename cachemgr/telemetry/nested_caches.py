@@ -11,15 +11,16 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from cachemgr.blocks.block import Block, EvictionQueue, Node
+from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.events import EventLog
+from cachemgr.blocks.eviction_queue import EvictionQueue
 from cachemgr.blocks.radix_tree import add_child, closest_child, covered_children, covering_child, remove_child
 from cachemgr.retention.leases import LeaseBook, effective_priority
 from cachemgr.retention.priority import RetentionRequest
 from cachemgr.types import BlockView
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.cache_scope import CacheScope
+    from cachemgr.blocks.block import CacheScope
 
 
 class Content(NamedTuple):

@@ -9,8 +9,7 @@ from functools import partial
 import pytest
 
 from cachemgr.blocks import block_keys as keys
-from cachemgr.blocks.block import Block, account_of
-from cachemgr.blocks.cache_scope import Account
+from cachemgr.blocks.block import Account, Block, account_of
 from cachemgr.blocks.tier import Tier
 from cachemgr.manager import CacheManager
 from cachemgr.operators.removal_plan import RemovalPlan

@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachemgr.blocks.block import Block, EvictionQueue
+from cachemgr.blocks.block import Block
+from cachemgr.blocks.eviction_queue import EvictionQueue
 from tests.support.work import work_of
 
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from cachemgr.blocks.block import Block, loss
-from cachemgr.blocks.cache_scope import Account
+from cachemgr.blocks.block import Account, Block
+from cachemgr.blocks.eviction_queue import loss
 from cachemgr.blocks.tier import Tier
 from cachemgr.errors import QuotaTooLargeError, SequenceTooLongError, UnknownQuotaError
 from cachemgr.operators.state_dump import state_hash

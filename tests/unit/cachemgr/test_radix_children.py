@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachemgr.blocks.block import Block, Node
-from cachemgr.blocks.cache_scope import CacheScope
+from cachemgr.blocks.block import Block, CacheScope, Node
 from cachemgr.blocks.radix_tree import (
     add_child,
     children_of,
