@@ -79,7 +79,6 @@ class RequestMetrics:
     """Counts and latencies of requests. Written on the asyncio loop only."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(f"{_PREFIX}_{name}", text, registry=registry)
 
