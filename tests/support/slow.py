@@ -12,13 +12,17 @@ SLOW = (
     "tests/kernels/test_(ahead_of_time|sanitizers|package|decoder_counting|decoder_weights)",
     "tests/unit/executor/test_cuda_decoder",
     r"tests/(kernels|unit/executor)/.*\binterpreter\b",
-    # The CPU decoder with bfloat16 and with fused layers, and token eviction on any decoder but the default one.
-    r"tests/kernels/test_decoder\.py.*bfloat16",
+    # Whole executor processes.
+    "tests/unit/executor/test_models.py::test_a_(wrong_model|tier_without_room)_ends_the_process",
+    # The CPU decoder with bfloat16, other counts of threads and fused layers.
+    # Token eviction on any decoder but the default one.
+    r"tests/kernels/test_decoder\.py.*(bfloat16|one thread|more threads than cores)",
     "tests/unit/executor/test_exactness.*fused_layers",
     r"tests/unit/executor/test_token_eviction.*\[(torch|fused)-",
     # Every kind of Redis but one single server.
     r"tests/unit/cachemgr_service/.*(redis7|cluster)",
     "tests/unit/cachemgr_service/test_killed_at_any_moment",
+    r"tests/unit/cachemgr_service/test_redis_agrees.*slow_redis",
     # Three of four random lives, and ghost caches of many shapes.
     "tests/unit/cachemgr/test_ghost_cache.py::test_ghost_caches_predict_the_hits_of_short_prompts",
     r"tests/unit/cachemgr/test_random_operations.*\[(2[5-9]|[3-9]\d)\]",
