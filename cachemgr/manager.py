@@ -138,17 +138,17 @@ class CacheManager:
     def register_executor(
         self,
         spec: ExecutorSpec,
-        remembered: Iterable[BlockRecord] = (),
+        stored: Iterable[BlockRecord] = (),
         pins: Iterable[PinRecord] = (),
         *,
         later: bool = False,
     ) -> Restored:
         """Registers an executor, or registers it again; returns its cached blocks that stay.
 
-        A new epoch has an empty device; of lower tiers stays what `spec` lists. `remembered` and `pins` come from the
+        A new epoch has an empty device; of lower tiers stays what `spec` lists. `stored` and `pins` come from the
         store: those of this epoch, or of lower tiers for an older one. They count for an executor that is not
         registered; each record is checked, and a record that does not hold is reported to the journals as removed. With
-        `later` they come in calls of `put_back`, and `end_recovery` is the last.
+        `later` they come in calls of `restore_blocks`, and `end_recovery` is the last.
 
         Raises InvalidField, StaleExecutorError, PoolSpecError. Raises SchedulerFirstError when blocks may be restored
         and sequences of an earlier manager may still write into them.
@@ -167,17 +167,17 @@ class CacheManager:
                 raise PoolSpecError("the pools of one epoch do not change", fields={"pools": "are not those of before"})
             known.deadline = deadline
             return known.cached()
-        remembered = [] if known is not None else list(remembered)
+        stored = [] if known is not None else list(stored)
         later = later or (known is not None and known.recovery is not None)
-        if (remembered or (later and spec.has_contents)) and not self._state.old_writers_fenced:
+        if (stored or (later and spec.has_contents)) and not self._state.old_writers_fenced:
             raise SchedulerFirstError
-        if not remembered and not later:
+        if not stored and not later:
             self._journal.cleared(spec.executor_id, spec.executor_epoch)
         executor = self._enter_executor(spec, known, deadline)
         # Taken out in any case: neither applies to later blocks.
         to_zero = self._forgotten.to_zero(spec.executor_id)
         purged = self._forgotten.purged(spec.executor_id)
-        if remembered or later or to_zero:
+        if stored or later or to_zero:
             forgotten = self._forgotten.of(executor)
             if known is not None and known.recovery is not None:
                 purged = known.recovery.purged
@@ -186,8 +186,8 @@ class CacheManager:
             )
             executor.recovery.overwrite(to_zero)
         executor.spec = spec.without_contents()
-        if remembered:
-            self.put_back(spec.executor_id, spec.executor_epoch, sorted(remembered, key=lambda record: record.depth))
+        if stored:
+            self.restore_blocks(spec.executor_id, spec.executor_epoch, sorted(stored, key=lambda record: record.depth))
         # Before pins are restored: their budget is a share of the pool.
         divide_device_memory(executor.pools, spec, self._state.shares)
         if not later:
@@ -251,8 +251,8 @@ class CacheManager:
         executor = self._state.executors.get(executor_id)
         return Restored(0, 0) if executor is None else executor.cached()
 
-    def put_back(self, executor_id: str, executor_epoch: int, remembered: Iterable[BlockRecord]) -> None:
-        """Restores a part of the remembered blocks: all parents come before their children, over all calls.
+    def restore_blocks(self, executor_id: str, executor_epoch: int, stored: Iterable[BlockRecord]) -> None:
+        """Restores a part of the stored blocks: all parents come before their children, over all calls.
 
         Blocks that do not hold are reported to the journal as removed. Blocks of an earlier epoch are ignored.
         """
@@ -260,8 +260,8 @@ class CacheManager:
         executor = self._state.executors.get(executor_id)
         if executor is None or executor.epoch != executor_epoch or executor.recovery is None:
             return
-        for record in remembered:
-            executor.recovery.put_back(record)
+        for record in stored:
+            executor.recovery.restore_blocks(record)
 
     def end_recovery(self, executor_id: str, executor_epoch: int, pins: Iterable[PinRecord] = ()) -> None:
         """Ends the restoring of blocks, and restores `pins` as far as their blocks are cached again."""
@@ -277,7 +277,7 @@ class CacheManager:
         executor.holds.restore_pins(pins, executor.pools, self._state.leases.now)
 
     def _end_executor(self, executor: Executor) -> None:
-        # Remembered blocks of this executor were used before all later blocks.
+        # Stored blocks of this executor were used before all later blocks.
         self._state.uses = max(self._state.uses, *(pool.lru_clock for pool in executor.pools)) + MAX_SLOTS
         if executor.recovery is None:
             self._forgotten.lost(executor.executor_id)

@@ -139,7 +139,7 @@ def rows(blocks: int) -> Iterator[Row]:
     yield from ends_of_leases(blocks)
     yield from sizes(blocks)
     yield from schedulers(blocks)
-    yield from remembered_quotas(blocks)
+    yield from stored_quotas(blocks)
     yield from restarts(blocks)
     yield from registrations(blocks)
 
@@ -198,7 +198,7 @@ def schedulers(blocks: int) -> Iterator[Row]:
     yield from _and_behind(cache, "RegisterScheduler again", lambda: cache.manager.register_scheduler("s", 2))
 
 
-def remembered_quotas(blocks: int) -> Iterator[Row]:
+def stored_quotas(blocks: int) -> Iterator[Row]:
     """Quotas come back from the store when blocks of their salts are there already."""
     cache = Cache(blocks)
     for first in range(blocks // CHAIN):

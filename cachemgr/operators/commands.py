@@ -20,7 +20,7 @@ from cachemgr.operators.forget import ForgetHistory, Forgetting
 from cachemgr.operators.hints import HintRunner
 from cachemgr.operators.hints import check as check_hints
 from cachemgr.operators.operator_journal import Kind, OperatorJournal, entry_name
-from cachemgr.operators.purge import is_remembered, purge
+from cachemgr.operators.purge import may_match_record, purge
 from cachemgr.operators.state import pool_view
 from cachemgr.retention.bounds import check_duration
 from cachemgr.retention.priority import HINT, SESSION
@@ -85,13 +85,13 @@ class OperatorCommands:
         if not validate_only:
             for executor in dict.fromkeys(executor for executor, _, _ in pools):
                 if executor.recovery is not None:
-                    executor.recovery.purge(partial(is_remembered, selected))
+                    executor.recovery.purge(partial(may_match_record, selected))
         return purged
 
     def forget(self, target: ForgetTarget, *, validate_only: bool) -> Steps[Forgotten]:
         """Takes blocks out of every tier and has their bytes overwritten. Raises InvalidField, UnknownExecutorError.
 
-        `Forgetting` says what becomes of sequences that are admitted meanwhile. Remembered blocks that are not back in
+        `Forgetting` says what becomes of sequences that are admitted meanwhile. Stored blocks that are not back in
         the index yet, of whatever executor, are overwritten when they come.
         """
         self._state.begin()

@@ -315,7 +315,7 @@ class ForgetHistory:
 
     A target applies to all blocks that the store had of an executor before the call ended, and to the slots of an
     executor that was lost before it had overwritten them. Calls are numbered. Beyond `MOST_KEPT` the oldest targets are
-    dropped; of executors that have been away for longer all remembered blocks are forgotten.
+    dropped; of executors that have been away for longer all stored blocks are forgotten.
     """
 
     def __init__(self) -> None:
@@ -327,7 +327,7 @@ class ForgetHistory:
         self._running: dict[int, Forgetting] = {}
         # The last call whose target was dropped.
         self._dropped = 0
-        # By executor: the last call that has reached all its remembered blocks.
+        # By executor: the last call that has reached all its stored blocks.
         self._reached: dict[str, int] = {}
         self._slots: dict[str, list[Slot]] = {}
         self._num_slots = 0
@@ -395,7 +395,7 @@ class ForgetHistory:
         return found
 
     def of(self, executor: Executor) -> ForgottenRecords:
-        """The filter of remembered blocks for an executor that registers."""
+        """The filter of stored blocks for an executor that registers."""
         reached = self._reached.get(executor.executor_id, 0)
         found = ForgottenRecords(executor, everything=reached < self._dropped)
         for target, number in self._targets.items():
@@ -405,7 +405,7 @@ class ForgetHistory:
 
 
 class ForgottenRecords:
-    """Remembered blocks of an executor that are to be forgotten, without their descendants.
+    """Stored blocks of an executor that are to be forgotten, without their descendants.
 
     Blocks of a session are forgotten also where another session has descendants: the other records are yet to be read.
     """
@@ -434,7 +434,7 @@ class ForgottenRecords:
                 self._beginnings.setdefault((prefix.salt, prefix.adapter_id), []).append(tokens)
 
     def means(self, record: BlockRecord) -> bool:
-        """Whether a remembered block is to be forgotten."""
+        """Whether a stored block is to be forgotten."""
         return (
             self._everything
             or record.salt in self._salts

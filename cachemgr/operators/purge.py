@@ -29,8 +29,8 @@ def matches(pool: BlockPool, block: Block, selected: BlockFilter) -> bool:
     return selected.max_priority is None or block.priority <= selected.max_priority
 
 
-def is_remembered(selected: BlockFilter, record: BlockRecord) -> bool:
-    """Whether a filter may match a remembered block: its tier and its priority are not known yet."""
+def may_match_record(selected: BlockFilter, record: BlockRecord) -> bool:
+    """Whether a filter may match a stored block: its tier and its priority are not known yet."""
     return (
         selected.salt in (None, record.salt)
         and selected.adapter_id in (None, record.adapter_id)

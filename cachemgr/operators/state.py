@@ -45,7 +45,7 @@ class ManagerState:
         self.config = config
         # Numbers of handles and tickets, never given twice, also not by a later manager process.
         self.number = epoch << 20 if epoch < 1 << 43 else epoch
-        # The first LRU time of a new pool: after those of all blocks that may be remembered.
+        # The first LRU time of a new pool: after those of all blocks that may be stored.
         self.uses = self.number + MAX_SLOTS
         # Calls that have begun to change something.
         self.begun = 0

@@ -97,9 +97,9 @@ class _Calls:
         if entry.method == names.END_EPOCH:
             self._mutations.end_epoch(*named)
         elif entry.method == names.RESTORE_BLOCKS:
-            self._mutations.put_back(*named, oplog.remembered_blocks(entry))
+            self._mutations.restore_blocks(*named, oplog.stored_blocks(entry))
         else:
-            self._mutations.end_recovery(*named, oplog.remembered_pins(entry))
+            self._mutations.end_recovery(*named, oplog.stored_pins(entry))
 
     def _run_method(self, entry: pb.LoggedOperation) -> None:
         handler = self._handlers.get(entry.method)

@@ -72,7 +72,7 @@ class OperationLog:
         now: float,
         method: str,
         request: Message | None,
-        remembered: Iterable[BlockRecord] = (),
+        stored: Iterable[BlockRecord] = (),
         pins: Iterable[PinRecord] = (),
         *,
         later: bool = False,
@@ -84,9 +84,7 @@ class OperationLog:
             time=now,
             method=method,
             request=b"" if request is None else request.SerializeToString(),
-            blocks=[
-                pb.StoredBlock(field=encode_slot(*block.place), record=encode_block(block)) for block in remembered
-            ],
+            blocks=[pb.StoredBlock(field=encode_slot(*block.place), record=encode_block(block)) for block in stored],
             pins=[pin_message(pin) for pin in pins],
             later=later,
         )
@@ -157,16 +155,16 @@ def settings_of(start: pb.LoggedOperation) -> tuple[int, ManagerConfig]:
         raise OperationLogError("another version of the cache manager wrote this operation log") from error
 
 
-def remembered_blocks(entry: pb.LoggedOperation) -> list[BlockRecord]:
-    """Blocks that the store remembered of an executor. Raises OperationLogError."""
+def stored_blocks(entry: pb.LoggedOperation) -> list[BlockRecord]:
+    """Blocks that the store has of an executor. Raises OperationLogError."""
     try:
         return [decode_block(block.field, block.record) for block in entry.blocks]
     except RecordError as error:
         raise OperationLogError("another version of the cache manager wrote this operation log") from error
 
 
-def remembered_pins(entry: pb.LoggedOperation) -> list[PinRecord]:
-    """Pins that the store remembered of an executor. Raises OperationLogError."""
+def stored_pins(entry: pb.LoggedOperation) -> list[PinRecord]:
+    """Pins that the store has of an executor. Raises OperationLogError."""
     try:
         return [pin_of(message) for message in entry.pins]
     except RecordError as error:

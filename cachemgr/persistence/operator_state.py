@@ -64,19 +64,19 @@ class OperatorStore:
         if self._was_read:
             return
         found = [(kind, await self.stored(kind)) for kind in _SHARED]
-        remembered = pb.StoredOperators()
+        stored = pb.StoredOperators()
         fields: dict[Kind, Any] = {
-            Kind.RULE: remembered.rules,
-            Kind.QUOTA: remembered.quotas,
-            Kind.SHARE: remembered.shares,
+            Kind.RULE: stored.rules,
+            Kind.QUOTA: stored.quotas,
+            Kind.SHARE: stored.shares,
         }
         for kind, entries in found:
             fields[kind].extend(
                 to_message(entry) for entry in entries if not self._queue.is_pending(kind, entry_name(entry))
             )
         self._was_read = True
-        if remembered.ListFields():
-            self._calls.restore_operators(remembered)
+        if stored.ListFields():
+            self._calls.restore_operators(stored)
             log.info("operators' settings restored", **{kind.value: len(field) for kind, field in fields.items()})
 
     async def stored_pins(self, executor_id: str) -> list[PinRecord]:

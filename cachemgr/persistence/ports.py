@@ -32,10 +32,10 @@ class Source(Protocol):
 class Restoring(Protocol):
     """The calls that restore stored state; each is in the operation log."""
 
-    def restore_operators(self, remembered: pb.StoredOperators) -> None:
+    def restore_operators(self, stored: pb.StoredOperators) -> None:
         """Rules, quotas and shares."""
 
-    def put_back(self, executor_id: str, executor_epoch: int, remembered: list[BlockRecord]) -> None:
+    def restore_blocks(self, executor_id: str, executor_epoch: int, stored: list[BlockRecord]) -> None:
         """A part of an executor's blocks."""
 
     def end_recovery(self, executor_id: str, executor_epoch: int, pins: list[PinRecord]) -> Restored:

@@ -37,7 +37,7 @@ UP = Gauge("kvkeep_redis_up", "Whether the last exchange with Redis succeeded.")
 PENDING = Gauge("kvkeep_redis_pending_blocks", "Changed blocks that are not written to Redis yet.")
 FLUSH_SECONDS = Histogram("kvkeep_redis_flush_seconds", "Time of one flush to Redis.")
 RESYNCS = Counter("kvkeep_redis_resyncs", "Times that an executor's whole index was written again.")
-RECOVERING = Gauge("kvkeep_recovering_executors", "Executors whose remembered blocks are not all back yet.")
+RECOVERING = Gauge("kvkeep_recovering_executors", "Executors whose stored blocks are not all restored yet.")
 
 SCHEMA = b"2"
 # Bounds of waiting for Redis: a start, calls that need its content or its acknowledgement, and a comparison of all.
@@ -335,7 +335,7 @@ class IndexStore:
         for part in self._parts(reading):
             if not self._is_wanted(reading):
                 break
-            calls.put_back(executor_id, self.epoch_of(executor_id), part)
+            calls.restore_blocks(executor_id, self.epoch_of(executor_id), part)
             # Calls that wait come first.
             await asyncio.sleep(0)
         self._recovering.discard(reading)
@@ -352,9 +352,9 @@ class IndexStore:
         )
         self._restored(reading)
         log.info(
-            "remembered blocks are back",
+            "stored blocks are restored",
             executor=executor_id,
-            remembered=reading.num_blocks,
+            stored=reading.num_blocks,
             device_blocks=restored.device_blocks,
             lower_blocks=restored.lower_blocks,
             seconds=round(monotonic() - begin, 3),

@@ -33,7 +33,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         self._manager = context.manager
 
     async def RegisterExecutor(self, request: pb.RegisterExecutorRequest, context: Any) -> pb.RegisterExecutorResponse:
-        """Restores remembered blocks, when the manager itself does not know the executor."""
+        """Restores stored blocks, when the manager itself does not know the executor."""
         store = self.context.store
         spec = convert.executor_spec(request)
         check_spec(spec)
@@ -56,7 +56,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
     def register(
         self, request: pb.RegisterExecutorRequest, spec: ExecutorSpec, *, later: bool = False
     ) -> pb.RegisterExecutorResponse:
-        """Registers an executor; `later` says that remembered blocks come by `put_back` until `end_recovery`.
+        """Registers an executor; `later` says that stored blocks come by `restore_blocks` until `end_recovery`.
 
         `spec` is the request, converted: to do that again takes long where there are very many slots.
         """
@@ -81,7 +81,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
     async def _recall(
         self, request: pb.RegisterExecutorRequest, spec: ExecutorSpec, store: IndexStore, *, old_writers_fenced: bool
     ) -> pb.RegisterExecutorResponse:
-        """Registers an executor; it waits a moment for its remembered blocks, which come into the index later then.
+        """Registers an executor; it waits a moment for its stored blocks, which come into the index later then.
 
         Raises SchedulerFirstError when there may be blocks, and sequences of an earlier manager may be writing yet.
         """

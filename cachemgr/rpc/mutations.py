@@ -68,7 +68,7 @@ class CallLog(Protocol):
         now: float,
         method: str,
         request: Message | None,
-        remembered: Iterable[BlockRecord] = (),
+        stored: Iterable[BlockRecord] = (),
         pins: Iterable[PinRecord] = (),
         *,
         later: bool = False,
@@ -105,7 +105,7 @@ class Mutations:
     def run(self, method: str, request: Message | None, call: Callable[[], Answer], *, later: bool = False) -> Answer:
         """Carries out a call. Raises what it raises; the log has the attempt, too, as it moves the time.
 
-        `later` is for a registration whose remembered blocks come by `put_back` until `end_recovery`.
+        `later` is for a registration whose stored blocks come by `restore_blocks` until `end_recovery`.
         """
         self._note(method, request, later=later)
         return self._whole(method, call)
@@ -178,11 +178,11 @@ class Mutations:
     def is_recovering(self, executor_id: str) -> bool:
         return self.manager.is_recovering(executor_id)
 
-    def put_back(self, executor_id: str, executor_epoch: int, remembered: list[BlockRecord]) -> None:
+    def restore_blocks(self, executor_id: str, executor_epoch: int, stored: list[BlockRecord]) -> None:
         """A part of the blocks that the store remembers."""
         executor = pb.RecoveringExecutor(executor_id=executor_id, executor_epoch=executor_epoch)
-        self._note(RESTORE_BLOCKS, executor, remembered)
-        self._whole(RESTORE_BLOCKS, lambda: self.manager.put_back(executor_id, executor_epoch, remembered))
+        self._note(RESTORE_BLOCKS, executor, stored)
+        self._whole(RESTORE_BLOCKS, lambda: self.manager.restore_blocks(executor_id, executor_epoch, stored))
 
     def end_recovery(self, executor_id: str, executor_epoch: int, pins: list[PinRecord]) -> Restored:
         """The store remembers no more blocks, and these pins; tells which blocks are cached then."""
@@ -191,13 +191,13 @@ class Mutations:
         self._whole(END_RECOVERY, lambda: self.manager.end_recovery(executor_id, executor_epoch, pins))
         return self.manager.cached_blocks(executor_id)
 
-    def restore_operators(self, remembered: pb.StoredOperators) -> None:
+    def restore_operators(self, stored: pb.StoredOperators) -> None:
         """Rules, quotas and shares that the store remembers."""
-        self._note(RESTORE_OPERATORS, remembered)
+        self._note(RESTORE_OPERATORS, stored)
         self._whole(
             RESTORE_OPERATORS,
             lambda: self.manager.operators.restore(
-                map(rule_of, remembered.rules), map(quota_of, remembered.quotas), map(share_of, remembered.shares)
+                map(rule_of, stored.rules), map(quota_of, stored.quotas), map(share_of, stored.shares)
             ),
         )
 
@@ -231,17 +231,17 @@ class Mutations:
         self,
         method: str,
         request: Message | None = None,
-        remembered: Iterable[BlockRecord] = (),
+        stored: Iterable[BlockRecord] = (),
         pins: Iterable[PinRecord] = (),
         *,
         later: bool = False,
     ) -> None:
         if self.failed:
             raise ManagerFailedError("an earlier call has failed inside: the cache manager ends and starts again")
-        # Remembered leases are as of the time that the clock shows: the time since would prolong each of them.
+        # Stored leases are as of the time that the clock shows: the time since would prolong each of them.
         now = self._clock.now if method in (RESTORE_BLOCKS, END_RECOVERY) else self._clock.advance()
         if self._log is not None:
-            self._log.write(now, method, request, remembered, pins, later=later)
+            self._log.write(now, method, request, stored, pins, later=later)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def fork(
     # The fork computes its last token itself, for the token after it.
     computed = min(parent.computed, len(tokens) - 1)
     if any(table.window_start > first_needed(computed, table.pool.window, size) for table in parent.tables):
-        raise WindowPassedError("the window before that length is given back already")
+        raise WindowPassedError("the window before that length was released already")
     full, copied = divmod(computed, size)
     eviction = None
     if parent.eviction is not None:

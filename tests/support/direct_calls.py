@@ -45,5 +45,5 @@ class DirectCalls:
         return await self.mutations.run_in_slices(method, request, partial(self.handlers[method], request))
 
     def register(self, request: pb.RegisterExecutorRequest, *, later: bool = False) -> pb.RegisterExecutorResponse:
-        """As RegisterExecutor without a store; `later` says that remembered blocks come by `put_back`."""
+        """As RegisterExecutor without a store; `later` says that stored blocks come by `restore_blocks`."""
         return self.data.register(request, convert.executor_spec(request), later=later)

@@ -169,7 +169,7 @@ class Journal:
     blocks: dict[tuple[int, TierKind, int], BlockRecord] = field(default_factory=dict)
     # What reached the store some time ago.
     written: dict[tuple[int, TierKind, int], BlockRecord] = field(default_factory=dict)
-    # False while blocks that were remembered are not read: they may be gone from here already.
+    # False while blocks that were stored are not read: they may be gone from here already.
     is_read: bool = True
 
     def cleared(self, executor_id: str, epoch: int) -> None:
@@ -330,12 +330,12 @@ class World:
         )
         return dataclasses.replace(settings, **self.device.registered(pools))
 
-    def start_executor(self, remembered: Iterable[BlockRecord] = ()) -> Restored:
+    def start_executor(self, stored: Iterable[BlockRecord] = ()) -> Restored:
         """A newer epoch with an empty device, lower tiers stay; the scheduler gives all its sequences up."""
         self.executor_epoch += 1
         self.device.lose()
         self.done.clear()
-        restored = self.manager.register_executor(self.spec(), remembered)
+        restored = self.manager.register_executor(self.spec(), stored)
         self.released += [live.handle for live in self.live.values()]
         self.live.clear()
         return restored
@@ -397,11 +397,11 @@ class World:
         return [below for block in blocks if (below := block.below()) is not None]
 
     def read_store(self, count: int) -> None:
-        """So many remembered blocks are put back."""
+        """So many stored blocks are put back."""
         assert self.unread is not None
         part = self.unread[:count]
         del self.unread[:count]
-        self.manager.put_back("e", self.executor_epoch, self._of_this_epoch(part))
+        self.manager.restore_blocks("e", self.executor_epoch, self._of_this_epoch(part))
 
     def end_recovery(self) -> None:
         """The rest is put back, and the store is written again."""
@@ -418,9 +418,9 @@ class World:
 
     def come_back(self) -> Restored:
         """The executor starts again after the manager has forgotten it, which asks the journal."""
-        remembered = [below for block in self._stored() if (below := block.below()) is not None]
-        self.journal.set(remembered)
-        restored = self.start_executor(remembered)
+        stored = [below for block in self._stored() if (below := block.below()) is not None]
+        self.journal.set(stored)
+        restored = self.start_executor(stored)
         # What the journal has of another epoch gives way to what is there.
         self.journal.set(self.queries.records("e"))
         return restored

@@ -36,12 +36,12 @@ class Copied:
     def entry(self, kind: Kind, name: str, executor_id: str = "") -> Entry | None:
         return None
 
-    def restore_operators(self, remembered: pb.StoredOperators) -> None:
+    def restore_operators(self, stored: pb.StoredOperators) -> None:
         raise AssertionError("nothing of operators is written")
 
-    def put_back(self, executor_id: str, executor_epoch: int, remembered: list[BlockRecord]) -> None:
-        self.put_back_blocks += remembered
-        for record in remembered:
+    def restore_blocks(self, executor_id: str, executor_epoch: int, stored: list[BlockRecord]) -> None:
+        self.put_back_blocks += stored
+        for record in stored:
             self.index.setdefault(record.place, record)
 
     def end_recovery(self, executor_id: str, executor_epoch: int, pins: list[PinRecord]) -> Restored:

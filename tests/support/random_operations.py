@@ -457,7 +457,7 @@ class RandomLife:
             return
         told = receipt.purged_blocks if isinstance(meant, BlockFilter) else sum(receipt.removed.values())
         if self.world.windows == (None,) and self._pools() == self.pools:
-            # Remembered blocks that were forgotten before they were read are removed, too.
+            # Stored blocks that were forgotten before they were read are removed, too.
             assert told <= self._removed() - self.removed_before
         if isinstance(meant, ForgetTarget) and meant.salt is not None:
             for pool in self._pools():

@@ -38,7 +38,7 @@ def test_slots_set_aside_for_a_recovery_are_all_empty_after_it():
     assert sorted([first, *tier.all_empty()]) == list(range(51, 51 + SLOTS))
 
 
-def test_slots_of_remembered_blocks_are_withheld_last():
+def test_slots_of_stored_blocks_are_withheld_last():
     tier = Tier(TierKind.DEVICE, 0, 12)
     tier.await_stored_blocks([0, 5, 5, 0, 5, 5, 5, 0, 5, 5, 5, 5])
     tier.withhold(5)

@@ -24,7 +24,7 @@ def cached() -> World:
     return world
 
 
-def remembered(world: World):
+def stored(world: World):
     return list(world.journal.blocks.values())
 
 
@@ -46,13 +46,13 @@ def forget_before_a_registration(world: World, target: ForgetTarget) -> None:
     world.lose_manager()
     assert at_once(world.operators.forget(target, validate_only=True)).removed == {}
     assert at_once(world.operators.forget(target, validate_only=False)).removed == {}
-    assert world.manager.register_executor(world.spec(), remembered(world)) == (3, 0)
+    assert world.manager.register_executor(world.spec(), stored(world)) == (3, 0)
 
 
 def forget_while_the_executor_is_lost(world: World, target: ForgetTarget) -> None:
     lose_executor(world)
     at_once(world.operators.forget(target, validate_only=False))
-    assert world.manager.register_executor(world.spec(), remembered(world)) == (3, 0)
+    assert world.manager.register_executor(world.spec(), stored(world)) == (3, 0)
 
 
 def lose_the_executor_during_the_call(world: World, target: ForgetTarget) -> None:
@@ -60,7 +60,7 @@ def lose_the_executor_during_the_call(world: World, target: ForgetTarget) -> Non
         steps = world.operators.forget(target, validate_only=False)
         next(steps)
         lose_executor(world)
-        world.manager.register_executor(world.spec(), remembered(world))
+        world.manager.register_executor(world.spec(), stored(world))
         for _ in steps:
             world.manager.go_on()
 
@@ -97,7 +97,7 @@ def test_blocks_cached_after_a_forget_are_restored():
     world.run_executor_copies()
     world.cache(PROMPT, salt="a")
     lose_executor(world)
-    assert world.manager.register_executor(world.spec(), remembered(world)) == (6, 0)
+    assert world.manager.register_executor(world.spec(), stored(world)) == (6, 0)
     assert world.found(PROMPT, salt="a") == 9
 
 
@@ -107,7 +107,7 @@ def test_children_of_forgotten_blocks_with_lost_bytes_are_not_restored():
     world.cache(list(range(10, 27)), salt="a", session_id="y")
     world.lose_manager()
     at_once(world.operators.forget(ForgetTarget(session_id="x"), validate_only=False))
-    assert world.manager.register_executor(world.spec(), remembered(world)) == (0, 0)
+    assert world.manager.register_executor(world.spec(), stored(world)) == (0, 0)
 
 
 def test_beyond_the_bound_an_executor_that_was_away_brings_nothing_back(monkeypatch):
@@ -116,15 +116,15 @@ def test_beyond_the_bound_an_executor_that_was_away_brings_nothing_back(monkeypa
     world.lose_manager()
     for salt in "cdc":
         at_once(world.operators.forget(ForgetTarget(salt=salt), validate_only=False))
-    assert world.manager.register_executor(world.spec(), remembered(world)) == (6, 0)
+    assert world.manager.register_executor(world.spec(), stored(world)) == (6, 0)
     lose_executor(world)
     for salt in "ce":
         at_once(world.operators.forget(ForgetTarget(salt=salt), validate_only=False))
-    assert world.manager.register_executor(world.spec(), remembered(world)) == (6, 0)
+    assert world.manager.register_executor(world.spec(), stored(world)) == (6, 0)
     lose_executor(world)
     for salt in "cde":
         at_once(world.operators.forget(ForgetTarget(salt=salt), validate_only=False))
-    assert world.manager.register_executor(world.spec(), remembered(world)) == (0, 0)
+    assert world.manager.register_executor(world.spec(), stored(world)) == (0, 0)
 
 
 @pytest.mark.parametrize("starts_again", [False, True])
@@ -143,7 +143,7 @@ def test_open_overwrites_of_a_lost_executor_are_done_when_it_registers_again(tar
     if starts_again:
         assert world.come_back().lower_blocks == 3
     else:
-        world.manager.register_executor(world.spec(), remembered(world))
+        world.manager.register_executor(world.spec(), stored(world))
     check_forgotten(world)
 
 
@@ -199,7 +199,7 @@ def come_back_in_the_same_epoch(world: World) -> None:
     world.live.clear()
     world.leaving.clear()
     world.start_scheduler()
-    world.manager.register_executor(world.spec(), remembered(world))
+    world.manager.register_executor(world.spec(), stored(world))
     for _ in range(3):
         world.run_executor_copies()
     world.check()

@@ -276,7 +276,7 @@ def test_a_block_counts_against_the_quota_of_the_sequence_that_commits_it():
     assert counts(world) == {"t": 0}
 
 
-def test_blocks_come_to_count_against_quotas_that_are_remembered_a_part_at_a_time():
+def test_blocks_come_to_count_against_quotas_that_are_stored_a_part_at_a_time():
     world = World(12)
     world.cache([1] * 9, salt="a")
     world.cache([2] * 9, salt="b")

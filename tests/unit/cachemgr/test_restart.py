@@ -20,22 +20,22 @@ def cached(**options):
     return world
 
 
-def restart(world, remembered=None, spec=None):
+def restart(world, stored=None, spec=None):
     """Another manager process, with what the store has; returns the blocks that it restored."""
-    remembered = list(world.journal.blocks.values()) if remembered is None else remembered
-    world.journal.blocks = {block.place: block for block in remembered}
+    stored = list(world.journal.blocks.values()) if stored is None else stored
+    world.journal.blocks = {block.place: block for block in stored}
     world.manager = CacheManager(2, lambda: world.now, CONFIG, world.journal)
     world.start_scheduler()
     assert not world.manager.queries.knows_executor("e")
-    return world.manager.register_executor(spec or world.spec(), remembered).device_blocks
+    return world.manager.register_executor(spec or world.spec(), stored).device_blocks
 
 
 def test_the_store_learns_that_a_lease_is_covered():
     world = cached()
     session = LeaseRecord("session/x", 35, 1.0, 0.5, None)
     shared = LeaseRecord("shared", 90, 30.0, 20.0, None)
-    remembered = [block._replace(leases=(session, shared)) for block in world.journal.blocks.values()]
-    assert restart(world, remembered) == 3
+    stored = [block._replace(leases=(session, shared)) for block in world.journal.blocks.values()]
+    assert restart(world, stored) == 3
     assert {block.leases for block in world.queries.records("e")} == {(shared,)}
 
 
@@ -48,9 +48,9 @@ def test_the_store_learns_of_a_lease_from_a_shorter_block():
     world.step(20, names={"a"})
     world.confirm()
     world.sync()
-    remembered = sorted(world.journal.blocks.values(), key=lambda block: len(block.tokens))
-    assert [len(block.token_ids) for block in remembered] == [2, 4]
-    assert restart(world, remembered) == 1
+    stored = sorted(world.journal.blocks.values(), key=lambda block: len(block.tokens))
+    assert [len(block.token_ids) for block in stored] == [2, 4]
+    assert restart(world, stored) == 1
     (block,) = world.queries.records("e")
     assert [lease.priority for lease in block.leases] == [60]
 
@@ -75,7 +75,7 @@ def test_blocks_read_for_another_epoch_are_not_restored():
     world = cached()
     records = list(world.journal.blocks.values())
     world.begin_recovery()
-    world.manager.put_back("e", world.executor_epoch + 1, records)
+    world.manager.restore_blocks("e", world.executor_epoch + 1, records)
     assert list(world.queries.records("e")) == []
 
 

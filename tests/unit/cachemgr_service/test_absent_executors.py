@@ -36,7 +36,7 @@ class Time:
         return CopiedStore(redis, self.copied)
 
     async def register(self, life: CopiedStore, executor_id: str) -> int:
-        """Registers an executor; tells how many blocks Redis remembered."""
+        """Registers an executor; tells how many blocks Redis stored."""
         self.here.add(executor_id)
         _, blocks = await life.register(executor_id, 7)
         assert await life.store.flush()

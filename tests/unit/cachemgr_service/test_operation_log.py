@@ -81,16 +81,16 @@ def settings_of_process(folder: Path, log: Path) -> dict[str, str]:
     return environment(folder, KVKEEP_CACHEMGR_OPERATION_LOG=str(log))
 
 
-def register(operations: "DirectCalls | Calls", remembered: tuple[BlockRecord, ...] = ()) -> None:
+def register(operations: "DirectCalls | Calls", stored: tuple[BlockRecord, ...] = ()) -> None:
     operations.run("RegisterScheduler", pb.RegisterSchedulerRequest(scheduler_id="s", scheduler_epoch=1))
-    pools = [pb.PoolSpec(group=0, num_blocks=8, last_write_steps=[0] * 8 if remembered else ())]
+    pools = [pb.PoolSpec(group=0, num_blocks=8, last_write_steps=[0] * 8 if stored else ())]
     registration = pb.RegisterExecutorRequest(
         executor_id="e", executor_epoch=1, model_fingerprint=b"f", block_size=4, pools=pools
     )
-    operations.register(registration, later=bool(remembered))
-    if remembered:
+    operations.register(registration, later=bool(stored))
+    if stored:
         assert isinstance(operations, DirectCalls)
-        operations.mutations.put_back("e", 1, list(remembered))
+        operations.mutations.restore_blocks("e", 1, list(stored))
         operations.mutations.end_recovery("e", 1, [])
 
 
@@ -108,12 +108,12 @@ class Calls:
         return self.run("RegisterExecutor", request)
 
 
-def logged(*requests: pb.AdmitSequenceRequest, remembered: tuple[BlockRecord, ...] = ()) -> tuple[bytes, str]:
+def logged(*requests: pb.AdmitSequenceRequest, stored: tuple[BlockRecord, ...] = ()) -> tuple[bytes, str]:
     """The log of a manager that is registered with and then asked, and its state."""
     file, clock = io.BytesIO(), ManagerClock(map(float, itertools.count(1)).__next__)
     manager = CacheManager(3, clock, CONFIG)
     operations = DirectCalls(manager, clock, file)
-    register(operations, remembered)
+    register(operations, stored)
     for request in requests:
         operations.run("AdmitSequence", request)
     operations.mutations.expire()
@@ -130,10 +130,10 @@ def release(name: str) -> pb.ReleaseSequenceRequest:
     return pb.ReleaseSequenceRequest(sequence_id=name, scheduler_id="s", scheduler_epoch=1)
 
 
-def test_what_the_store_remembered_is_in_the_log() -> None:
+def test_stored_blocks_are_in_the_log() -> None:
     tokens = packed_bytes(pack(range(4)))
     record = BlockRecord(0, 2, child_key(root_key(b"f", None, None), tokens), None, 0, tokens, None, None, 0)
-    data, state = logged(remembered=(record,))
+    data, state = logged(stored=(record,))
     found = replay.replay(io.BytesIO(data)).manager
     assert state_hash(found.queries.state()) == state
     assert found.queries.pools()[0].cached_blocks == 1

@@ -57,7 +57,7 @@ async def offload_two_blocks(client: Client) -> list[int]:
     return generations
 
 
-async def test_remembered_blocks_are_not_believed_before_the_scheduler_has_given_up_its_sequences(
+async def test_stored_blocks_are_not_believed_before_the_scheduler_has_given_up_its_sequences(
     managers: Managers,
 ) -> None:
     slots = await store_two_blocks(managers)
@@ -78,18 +78,18 @@ async def test_an_executor_that_is_lost_in_its_recovery_finds_its_blocks_when_it
     async with managers.run() as client:
         await client.register(host_blocks=4)
         generations = await offload_two_blocks(client)
-    put_back, parts = Mutations.put_back, 0
+    restore_blocks, parts = Mutations.restore_blocks, 0
 
-    def and_lose_it(self: Mutations, executor_id: str, executor_epoch: int, remembered: list[BlockRecord]) -> None:
+    def and_lose_it(self: Mutations, executor_id: str, executor_epoch: int, stored: list[BlockRecord]) -> None:
         nonlocal parts
-        put_back(self, executor_id, executor_epoch, remembered)
+        restore_blocks(self, executor_id, executor_epoch, stored)
         parts += 1
         if parts == 1:
             self.manager._state.executors[executor_id].deadline = 0.0
             self.manager.expire()
 
     monkeypatch.setattr(redis_index, "_PART", 1)
-    monkeypatch.setattr(Mutations, "put_back", and_lose_it)
+    monkeypatch.setattr(Mutations, "restore_blocks", and_lose_it)
     async with managers.run(epoch=8) as client:
         assert (await client.register(host_blocks=4, host_generations=generations)).restored_lower_blocks == 0
         assert parts == 1
