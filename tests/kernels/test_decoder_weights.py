@@ -89,10 +89,6 @@ KEPT = {
         f"published {kind}": Kept(partial(published, kind=kind), most=most, plain=plain)
         for kind, (most, plain) in PUBLISHED.items()
     },
-    **{
-        f"scattered {kind}": Kept(partial(scattered, kind=kind), most=plain, plain=plain)
-        for kind, (_, plain) in PUBLISHED.items()
-    },
     # Neither all of it as it was, nor nothing.
     **{f"outliers, {name}": Kept(with_outliers, *kind, 1.6, 1.95) for name, kind in COMPUTED.items()},
     **{
@@ -109,6 +105,14 @@ def test_a_weight_takes_no_more_bytes_than_it_needs(library: ctypes.CDLL, kept: 
     found, size = error(library, world_of(queries, kept.change, kept.dtype), kept.dtype, kept.products)
     assert found < BARS[kept.dtype]
     assert kept.least < size < kept.most if library.decoder_can_squeeze() else size < kept.plain
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+def test_weights_that_cannot_be_squeezed_take_no_more_than_plain_ones(library: ctypes.CDLL, kind: torch.dtype) -> None:
+    world = world_of((1, 20), partial(scattered, kind=kind), torch.float32)
+    found, size = error(library, world, torch.float32)
+    assert found < BARS[torch.float32]
+    assert size < PUBLISHED[kind][1]
 
 
 def with_nan(head: Tensor, way: str | None = None) -> Tensor:
