@@ -52,7 +52,7 @@ from cachemgr.sequences.sequence import Sequence as LiveSequence
 from cachemgr.sequences.sync import Sync
 from cachemgr.sequences.token_eviction import cached_before_eviction
 from cachemgr.sequences.token_eviction_state import blocks_for
-from cachemgr.sequences.transfers import PoolFollower, back_up
+from cachemgr.sequences.transfers import PoolFollower, open_write_through_copies
 from cachemgr.steps import Steps
 from cachemgr.types import (
     Admission,
@@ -287,7 +287,7 @@ class CacheManager:
         end_executor(executor, self._state.events, self._state.leftovers)
 
     def renew_executor(self, executor_id: str, executor_epoch: int, manager_epoch: int) -> None:
-        """Renews the lease, and begins backups.
+        """Renews the lease, and begins write-through copies.
 
         Raises ExecutorLeaseError or ManagerRestartedError when the executor must register again.
         """
@@ -303,7 +303,7 @@ class CacheManager:
                 fields={"executor_id" if executor is None else "executor_epoch": "is not registered"},
             )
         executor.deadline = now + self.config.lease_seconds
-        back_up(executor)
+        open_write_through_copies(executor)
 
     def confirm_transfers(
         self,

@@ -33,7 +33,7 @@ def parts(executor: Executor, pools: list[BlockPool]) -> list[Part]:
             _Check.references,
             _Check.counters,
             _Check.slots,
-            _Check.backups,
+            _Check.write_through_copies,
             _Check.order,
             _Check.leases,
             _Check.keys,
@@ -110,8 +110,8 @@ class _Check:
             # Slots that were met, and by account all blocks and blocks in use.
             seen = bytearray(tier.size + 1)
             accounts = {account: [0, 0] for account in tier.shares}
-            backups = pool.write_through.copies.values() if tier is pool.write_through.tier else ()
-            for index in itertools.chain(tier.all_empty(), tier.withheld, backups):
+            copies = pool.write_through.copies.values() if tier is pool.write_through.tier else ()
+            for index in itertools.chain(tier.all_empty(), tier.withheld, copies):
                 self._mark(tier, seen, index)
                 yield
             for block in self._blocks:
@@ -132,7 +132,7 @@ class _Check:
             )
             self._report(indexes == sorted(tier.clearing), 0, f"asks for other {name} slots than it waits for")
             possible = tier.used + tier.cached + tier.num_empty
-            self._report(0 <= tier.to_withhold <= possible, 0, f"owes more {name} slots than it has")
+            self._report(0 <= tier.to_withhold <= possible, 0, f"has to withhold more {name} slots than it has")
             self._report(tier.clearing.issubset(tier.withheld), 0, f"has a {name} slot overwritten that is in use")
             self._report(tier.used == used, 0, f"counts {tier.used} used {name} blocks, {used} are")
             self._report(tier.cached == cached, 0, f"counts {tier.cached} cached {name} blocks, {cached} are")
@@ -168,25 +168,29 @@ class _Check:
         # Entry 0 is for slots that the tier does not have.
         seen[slot if 1 <= slot <= tier.size else 0] += seen[slot if 1 <= slot <= tier.size else 0] < 2
 
-    def backups(self) -> Iterator[None]:
-        """Backups are of device blocks that need one."""
-        pool, backups = self._pool, self._pool.write_through
-        for block, index in backups.copies.items():
+    def write_through_copies(self) -> Iterator[None]:
+        """Write-through copies are of device blocks that need one."""
+        pool, write_through = self._pool, self._pool.write_through
+        for block, index in write_through.copies.items():
             yield
             on_device = block.parent is not None and pool.is_on_device(block)
-            self._report(on_device and block not in backups.open, block.index, "has a backup that it does not need")
-            filled = pool.tier_at(index) is backups.tier and backups.tier.generation(index) != 0
-            self._report(filled, index, "is a backup and was never filled")
-        running = [ticket for ticket in self._executor.tickets.values() if ticket.purpose is Purpose.BACKUP]
+            self._report(
+                on_device and block not in write_through.open,
+                block.index,
+                "has a write-through copy that it does not need",
+            )
+            filled = pool.tier_at(index) is write_through.tier and write_through.tier.generation(index) != 0
+            self._report(filled, index, "is a write-through copy and was never filled")
+        running = [ticket for ticket in self._executor.tickets.values() if ticket.purpose is Purpose.WRITE_THROUGH]
         mine = {ticket.number for ticket in running if ticket.pool is pool}
         wanted = {ticket.number for ticket in running if ticket.pool is pool and ticket.source is not None}
-        awaited = {ticket.number for ticket in backups.open.values()}
-        self._report(backups.running == len(mine), 0, "counts backups without a copy")
-        self._report(awaited == wanted, 0, "waits for a backup without a copy")
-        for block, ticket in backups.open.items():
+        awaited = {ticket.number for ticket in write_through.open.values()}
+        self._report(write_through.running == len(mine), 0, "counts write-through copies without a ticket")
+        self._report(awaited == wanted, 0, "waits for a write-through copy without a ticket")
+        for block, ticket in write_through.open.items():
             right = ticket.source is block and block.parent is not None and pool.is_on_device(block)
-            self._report(right, block.index, "has a backup under way that it does not need")
-        for below in backups.successors:
+            self._report(right, block.index, "has a write-through copy in flight that it does not need")
+        for below in write_through.successors:
             left = below.parent is None and below.refs > 0 and pool.blocks[below.index] is below
             self._report(left, below.index, "has an heir and is not in use")
 

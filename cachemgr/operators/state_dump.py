@@ -121,7 +121,7 @@ def _pool(pool: BlockPool) -> Iterator[str | Iterator[str]]:
             cached=tier.cached,
             empty=_numbers(tier.all_empty()),
             withheld=_numbers(tier.withheld),
-            owed=tier.to_withhold,
+            to_withhold=tier.to_withhold,
             shares=shares,
             **counters,
         )

@@ -151,7 +151,7 @@ class _Allocations:
         self._lower = lower
         self._empty = pool.device.num_empty
         self._empty_below = 0 if lower is None else lower.num_empty
-        # The newest backup is evicted first.
+        # The newest write-through copy is evicted first.
         self._backups = reversed(pool.write_through.copies)
         self._without_backup: set[Block] = set()
         self._copied: set[Block] = set()
@@ -195,9 +195,9 @@ class _Allocations:
         pool, below = self.pool, self._below
         carries = pool.window is None and any(child not in self.gone for child in children_of(block))
         may = carries or block.priority >= offload_floor(block, pool.offload_min_priority)
-        has_backup = self._has_backup(block)
-        if below is not None and may and (has_backup or self._has_room_below(block, carries)):
-            (self._without_backup if has_backup else self._copied).add(block)
+        has_lower_copy = self._has_lower_copy(block)
+        if below is not None and may and (has_lower_copy or self._has_room_below(block, carries)):
+            (self._without_backup if has_lower_copy else self._copied).add(block)
             below.add(block)
             return True
         self._drop_backup(block)
@@ -210,7 +210,7 @@ class _Allocations:
             self._empty_below -= 1
             return True
         for other in self._backups if self._lower is self.pool.write_through.tier else ():
-            if self._has_backup(other):
+            if self._has_lower_copy(other):
                 self._without_backup.add(other)
                 return True
         least = self._below.first()
@@ -222,11 +222,11 @@ class _Allocations:
             self._lose(least)
         return True
 
-    def _has_backup(self, block: Block) -> bool:
+    def _has_lower_copy(self, block: Block) -> bool:
         return block in self.pool.write_through.copies and block not in self._without_backup
 
     def _drop_backup(self, block: Block) -> None:
-        if self._has_backup(block):
+        if self._has_lower_copy(block):
             self._without_backup.add(block)
             self._empty_below += 1
 

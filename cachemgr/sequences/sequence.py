@@ -54,7 +54,7 @@ class Purpose(enum.Enum):
     # No source: the target is a slot that its pool may no longer use.
     CLEAR = "clear"
     # To a lower tier as well. The source has no reference of the copy: None once it is evicted.
-    BACKUP = "backup"
+    WRITE_THROUGH = "write_through"
 
 
 # Looked up once, not for each of very many copies.
@@ -155,7 +155,7 @@ class Ticket:
                 self.pool.offloader.drained(self.target)
             else:
                 self._lose(self.target)
-        elif self.purpose is Purpose.BACKUP:
+        elif self.purpose is Purpose.WRITE_THROUGH:
             self.pool.write_through.ended(self, done=outcome is Outcome.DONE)
         elif self.purpose is Purpose.ZERO and outcome is not Outcome.DONE:
             # It is requested again.

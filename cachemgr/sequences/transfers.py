@@ -12,8 +12,8 @@ from cachemgr.types import Transfer
 if TYPE_CHECKING:
     from cachemgr.blocks.offload import CopyTicket
 
-# Open backups at a time, over all pools of an executor.
-MAX_BACKUPS = 64
+# Open write-through copies at a time, over all pools of an executor.
+MAX_WRITE_THROUGH_COPIES = 64
 
 
 class PoolFollower:
@@ -76,17 +76,19 @@ def onload(sequence: Sequence, pool: BlockPool, source: Block, target: Block, in
         tier.counters.copied_bytes += pool.spec.block_bytes
 
 
-def back_up(executor: Executor) -> None:
+def open_write_through_copies(executor: Executor) -> None:
     """Begins copies of device blocks to empty slots below; the executor receives them with its next renewal."""
     for pool in executor.pools:
-        backups, tier = pool.write_through, pool.write_through.tier
-        for block in backups.next(MAX_BACKUPS // len(executor.pools) - backups.running):
+        write_through, tier = pool.write_through, pool.write_through.tier
+        for block in write_through.next(MAX_WRITE_THROUGH_COPIES // len(executor.pools) - write_through.running):
             assert tier is not None
             target = Block(tier.take_empty())
             target.refs = 1
             pool.blocks[target.index] = target
             tier.used += 1
-            backups.begun(executor.add(Ticket(executor.next_number(), Purpose.BACKUP, pool, block, target)))
+            write_through.begun(
+                executor.add(Ticket(executor.next_number(), Purpose.WRITE_THROUGH, pool, block, target))
+            )
             pool.device.counters.copied_bytes += pool.spec.block_bytes
 
 

@@ -138,18 +138,18 @@ def _lower_tier_families(pools: list[BlockPool]) -> Iterator[Metric]:
     onloaded = CounterMetricFamily(
         "kvkeep_tier_onloaded_blocks", "Blocks onloaded from this tier to the device.", labels=_TIER
     )
-    backed_up = CounterMetricFamily(
+    written_through = CounterMetricFamily(
         "kvkeep_tier_written_through_blocks", "Device blocks copied to this tier by write-through.", labels=_TIER
     )
     restored = CounterMetricFamily(
         "kvkeep_tier_restored_blocks", "Blocks of this tier restored after a restart.", labels=_TIER
     )
     failed = CounterMetricFamily("kvkeep_tier_failed_copies", "Failed copies from this tier.", labels=_TIER)
-    backups = GaugeMetricFamily(
+    copies = GaugeMetricFamily(
         "kvkeep_pool_written_through_blocks", "Device blocks with a write-through copy in the next tier.", labels=_POOL
     )
     for pool in pools:
-        backups.add_metric([pool.pool_id], len(pool.write_through.copies))
+        copies.add_metric([pool.pool_id], len(pool.write_through.copies))
         for tier in _tiers(pool):
             counts = tier.counters
             for family, value in (
@@ -158,12 +158,12 @@ def _lower_tier_families(pools: list[BlockPool]) -> Iterator[Metric]:
                 (cached, tier.cached),
                 (offloaded, counts.offloaded),
                 (onloaded, counts.onloaded),
-                (backed_up, counts.written_through),
+                (written_through, counts.written_through),
                 (restored, counts.restored),
                 (failed, counts.failed_copies),
             ):
                 family.add_metric([pool.pool_id, tier.kind.name.lower()], value)
-    yield from (total, used, cached, offloaded, onloaded, backed_up, restored, failed, backups)
+    yield from (total, used, cached, offloaded, onloaded, written_through, restored, failed, copies)
 
 
 def _salt_families(pools: list[BlockPool]) -> Iterator[Metric]:

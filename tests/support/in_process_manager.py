@@ -630,7 +630,7 @@ class World:
         if limit is None:
             self.confirm()
 
-    def back_up(self) -> None:
+    def open_write_through_copies(self) -> None:
         """Renews until there is nothing more to copy down."""
         self.renew()
         while self.queries.executor_transfers("e"):
@@ -796,7 +796,7 @@ class World:
         return self.queries.pools()[0].lower_tiers[0]
 
     @property
-    def backups(self) -> int:
+    def lower_copies(self) -> int:
         return sum(block.lower_copy is not None for block in self.queries.records("e"))
 
     @property

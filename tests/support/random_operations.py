@@ -594,7 +594,7 @@ class RandomLife:
             world.leave(live)
         world.run_in_slices()
         world.sync()
-        world.back_up()
+        world.open_write_through_copies()
         world.confirm()
         world.journal.flush()
         before = {block.place: block for block in world.queries.records("e")}

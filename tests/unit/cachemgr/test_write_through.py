@@ -1,8 +1,8 @@
-"""Write-through: backups of device blocks one tier below, and evictions that need no copy."""
+"""Write-through: copies of device blocks one tier below, and evictions that need no copy."""
 
 import dataclasses
 
-from cachemgr.sequences.transfers import MAX_BACKUPS
+from cachemgr.sequences.transfers import MAX_WRITE_THROUGH_COPIES
 from cachemgr.steps import at_once
 from cachemgr.types import EventKind, ForgetTarget, HintAction, Hints, Prefix, RemovalCause, TierKind
 from tests.support.in_process_manager import BLOCK, CONFIG, World, retain
@@ -11,13 +11,13 @@ from tests.support.scrape import scraped
 PROMPT = list(range(12))
 
 
-def backed_up(num_blocks: int = 4, host_blocks: int = 4, **options: object) -> World:
+def written_through(num_blocks: int = 4, host_blocks: int = 4, **options: object) -> World:
     """PROMPT is cached on the device, with a copy of each of its three blocks below."""
     world = World(num_blocks, host_blocks=host_blocks, **options)
     world.cache(PROMPT)
-    world.back_up()
+    world.open_write_through_copies()
     world.check()
-    assert world.backups == 3
+    assert world.lower_copies == 3
     return world
 
 
@@ -38,7 +38,7 @@ def test_cached_blocks_are_copied_to_empty_host_slots_in_the_background_heads_fi
     world.check()
     world.run_executor_copies()
     world.check()
-    assert world.backups == 2
+    assert world.lower_copies == 2
     # Their slots may be taken.
     assert (world.host.used_blocks, world.host.free_blocks, world.host.cached_blocks) == (0, 2, 0)
     assert world.tiers() == {"device": 3}
@@ -47,11 +47,11 @@ def test_cached_blocks_are_copied_to_empty_host_slots_in_the_background_heads_fi
 def test_a_block_whose_priority_rises_is_copied_later():
     world = World(8, host_blocks=8)
     world.cache(list(range(4)), retention=retain(10))
-    world.back_up()
-    assert world.backups == 0
+    world.open_write_through_copies()
+    assert world.lower_copies == 0
     world.cache(list(range(5)), session_id="other", retention=retain(50))
-    world.back_up()
-    assert world.backups == 2
+    world.open_write_through_copies()
+    assert world.lower_copies == 2
 
 
 def test_a_parent_of_offloaded_blocks_is_backed_up_at_any_priority():
@@ -62,22 +62,22 @@ def test_a_parent_of_offloaded_blocks_is_backed_up_at_any_priority():
     fill_rest = world.cache([80, 81, 82])
     assert fill_rest.transfers
     assert world.tiers()["host"] == 1
-    world.back_up()
+    world.open_write_through_copies()
     head = next(block for block in world.queries.records("e") if block.token_ids == (0, 1, 2, 3))
     assert head.lower_copy is not None
 
 
 def test_only_so_many_are_copied_at_a_time():
-    world = World(3 * MAX_BACKUPS, host_blocks=3 * MAX_BACKUPS)
-    world.cache(list(range(2 * MAX_BACKUPS * BLOCK)))
+    world = World(3 * MAX_WRITE_THROUGH_COPIES, host_blocks=3 * MAX_WRITE_THROUGH_COPIES)
+    world.cache(list(range(2 * MAX_WRITE_THROUGH_COPIES * BLOCK)))
     world.renew()
     world.renew()
-    assert len(world.queries.executor_transfers("e")) == MAX_BACKUPS
+    assert len(world.queries.executor_transfers("e")) == MAX_WRITE_THROUGH_COPIES
     world.run_executor_copies()
     world.renew()
-    assert len(world.queries.executor_transfers("e")) == MAX_BACKUPS
-    world.back_up()
-    assert world.backups == 2 * MAX_BACKUPS
+    assert len(world.queries.executor_transfers("e")) == MAX_WRITE_THROUGH_COPIES
+    world.open_write_through_copies()
+    assert world.lower_copies == 2 * MAX_WRITE_THROUGH_COPIES
 
 
 def test_write_through_can_be_switched_off():
@@ -90,7 +90,7 @@ def test_write_through_can_be_switched_off():
     world.finish("fill100")
     world.run(PROMPT, "again")
     world.check()
-    assert world.backups == 2
+    assert world.lower_copies == 2
 
 
 def test_a_failed_copy_is_no_backup_and_is_not_tried_again():
@@ -99,7 +99,7 @@ def test_a_failed_copy_is_no_backup_and_is_not_tried_again():
     world.renew()
     world.run_executor_copies(fail=True)
     world.check()
-    assert (world.backups, world.host.free_blocks) == (0, 4)
+    assert (world.lower_copies, world.host.free_blocks) == (0, 4)
     world.renew()
     assert world.queries.executor_transfers("e") == []
 
@@ -108,7 +108,7 @@ def test_a_failed_copy_is_no_backup_and_is_not_tried_again():
 
 
 def test_an_eviction_of_a_block_with_a_backup_needs_no_copy():
-    world = backed_up()
+    world = written_through()
     before = world.queries.last_event
     assert world.fill().transfers == ()
     world.check()
@@ -121,7 +121,7 @@ def test_an_eviction_of_a_block_with_a_backup_needs_no_copy():
 
 
 def test_a_demotion_of_a_block_with_a_backup_needs_no_copy():
-    world = backed_up()
+    world = written_through()
     hints = Hints("0.1", "m", (HintAction("one", "Demote", "0.1", {"tier": "host"}),))
     ((answer,), _) = world.operators.hint(Prefix(tuple(PROMPT)), hints, None)
     assert answer.num_blocks == 3
@@ -132,8 +132,8 @@ def test_a_demotion_of_a_block_with_a_backup_needs_no_copy():
 def test_a_block_below_the_offload_floor_is_evicted_with_its_backup():
     world = World(4, host_blocks=4)
     world.cache(PROMPT, retention=retain(90, 5.0), session_id="s")
-    world.back_up()
-    assert world.backups == 3
+    world.open_write_through_copies()
+    assert world.lower_copies == 3
     world.cache([*PROMPT, 70], retention=retain(10), session_id="s")
     world.fill()
     world.check()
@@ -142,7 +142,7 @@ def test_a_block_below_the_offload_floor_is_evicted_with_its_backup():
 
 
 def test_device_blocks_with_backups_outlive_the_executor():
-    world = backed_up()
+    world = written_through()
     before = world.queries.last_event
     world.cache(list(range(50, 53)))
     assert world.start_executor() == (0, 3)
@@ -155,7 +155,7 @@ def test_device_blocks_with_backups_outlive_the_executor():
 
 
 def test_a_block_lost_on_the_device_is_restored_from_its_backup():
-    world = backed_up()
+    world = written_through()
     # A step wrote to the second block's slot.
     world.device.written[0, 2] = 99
     assert world.restart_manager() == (1, 2)
@@ -167,7 +167,7 @@ def test_a_block_lost_on_the_device_is_restored_from_its_backup():
 
 
 def test_backups_yield_their_slots_to_offloads_tails_first():
-    world = backed_up(num_blocks=7, host_blocks=3)
+    world = written_through(num_blocks=7, host_blocks=3)
     world.cache(list(range(50, 62)))
     # Of all that is cached this was used last.
     world.run([*PROMPT, 70], "again")
@@ -180,7 +180,7 @@ def test_backups_yield_their_slots_to_offloads_tails_first():
 
 
 def test_a_backup_of_a_forgotten_block_is_overwritten():
-    world = backed_up()
+    world = written_through()
     at_once(world.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False))
     world.check()
     targets = {(copy.target_tier, copy.target_slot) for copy in world.queries.executor_transfers("e")}
@@ -250,7 +250,7 @@ def test_an_eviction_does_not_wait_for_a_backup_in_flight_and_drops_it():
 
 
 def test_metrics_have_the_tiers_of_present_pools_only():
-    world = backed_up()
+    world = written_through()
     host_tier, manager = {"pool": "e/0", "tier": "host"}, world.manager
     assert scraped(manager, "tier_written_through_blocks_total", **host_tier) == 3
     assert scraped(manager, "pool_written_through_blocks", pool="e/0") == 3
