@@ -27,6 +27,8 @@ STOP_SECONDS = 15.0
 # What runs as each process, in the order in which they start.
 MODULES = {"cachemgr": "cachemgr", "executor": "executor", "scheduler": "scheduler"}
 CONSOLE = {"console": "kvctl.console"}
+# Ports that this process has given to tests.
+_given: set[int] = set()
 
 
 def model_cache() -> Path:
@@ -40,10 +42,13 @@ def free_address() -> str:
     It is none of those that the system gives to clients: a connection of another test would take it before its server.
     """
     while True:
-        address = ("127.0.0.1", random.SystemRandom().randrange(10_000, 32_768))
+        port = random.SystemRandom().randrange(10_000, 32_768)
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(address)
-            return f"{address[0]}:{address[1]}"
+            probe.bind(("127.0.0.1", port))
+            # Asked for twice before anything listens, it must not be the same.
+            if port not in _given:
+                _given.add(port)
+                return f"127.0.0.1:{port}"
 
 
 class Stack:

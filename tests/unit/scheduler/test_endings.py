@@ -178,9 +178,9 @@ async def test_a_changed_executor_ends_the_scheduler(
 
 
 async def test_requests_of_a_changed_executor_may_be_retried(stack: Stack) -> None:
-    stack.executor.gate.clear()
-    running = asyncio.create_task(generate(stack.stub, request([1, 2], 5), 30))
-    await stack.manager.admitted(1)
+    running = asyncio.create_task(generate(stack.stub, request([1, 2], 300), 30))
+    # From now on the step loop has the sequence, and releases it.
+    await stack.executor.stepped(1)
     stack.executor.chat_template = "another"
     stack.executor.restart()
     error = await refusal(running)
