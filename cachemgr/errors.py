@@ -29,7 +29,7 @@ class SchedulerFirstError(ServiceError):
     reason = "SCHEDULER_FIRST"
 
     def __init__(self) -> None:
-        super().__init__("waiting for a scheduler: steps of before may still write into its blocks")
+        super().__init__("waiting for a scheduler: earlier steps may still write into its blocks")
 
 
 class UnknownSchedulerError(ServiceError):
@@ -49,7 +49,7 @@ class ManagerRestartedError(ServiceError):
 
 
 class ManagerFailedError(ServiceError):
-    """An earlier call has failed inside: the process ends and starts again."""
+    """An earlier call has failed unexpectedly: the process ends and starts again."""
 
     reason = "MANAGER_FAILED"
 

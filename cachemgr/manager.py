@@ -164,7 +164,9 @@ class CacheManager:
         deadline = now + self.config.lease_seconds
         if known is not None and known.epoch == spec.executor_epoch:
             if known.spec != spec.without_contents():
-                raise PoolSpecError("the pools of one epoch do not change", fields={"pools": "are not those of before"})
+                raise PoolSpecError(
+                    "the pools of one epoch do not change", fields={"pools": "differ from the registered ones"}
+                )
             known.deadline = deadline
             return known.cached()
         stored = [] if known is not None else list(stored)

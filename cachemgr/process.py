@@ -26,7 +26,7 @@ from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.event_service import CacheEventService
 from cachemgr.rpc.mutations import EXPIRE_SECONDS, ManagerClock, Mutations, ServiceContext
 from cachemgr.settings import CachemgrSettings
-from cachemgr.slices import SLICE_SECONDS
+from cachemgr.steps import SLICE_SECONDS
 from cachemgr.telemetry.ghost_cache import ghosts_of
 from cachemgr.telemetry.prometheus import CacheCollector, Stalls
 from cachemgr.types import ManagerConfig
@@ -43,7 +43,7 @@ REDIS_HEALTH = "redis"
 OPERATION_LOG_HEALTH = "operation_log"
 # A stall seems shorter by so much at most.
 _BEAT_SECONDS = 0.02
-# In the state folder: the manager's state when a call failed inside.
+# In the state folder: the manager's state when a call failed unexpectedly.
 FAILED_STATE = "cachemgr-failed.jsonl"
 # Written in about a second.
 _MAX_STATE_LINES = 100_000
@@ -180,7 +180,7 @@ class CacheManagerProcess:
         """Ends the process, with the manager's state in a file: a call may have left half of its work."""
         written = _write_state(self._state_file, self._manager)
         log.critical(
-            "a call failed inside; the cache manager ends, to start again from what is known to be right",
+            "a call failed unexpectedly; the cache manager ends, to start again from its stored state",
             call=method,
             state=str(self._state_file) if written else "",
             exc_info=error,

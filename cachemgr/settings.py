@@ -20,7 +20,7 @@ class CachemgrSettings(ProcessSettings):
     lease_seconds: float = Field(
         10.0,
         gt=0,
-        description="Time without a renewal after which an executor or scheduler counts as gone.",
+        description="Time without a renewal after which an executor or scheduler counts as lost.",
     )
     capacity_ahead_tokens: int = Field(
         32, ge=0, description="Tokens of capacity allocated to running sequences ahead of need."

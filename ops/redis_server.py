@@ -114,7 +114,7 @@ def _socket(folder: Path) -> Path:
     private = runtime / f"kvkeep-{os.getuid()}"
     private.mkdir(mode=0o700, exist_ok=True)
     if private.is_symlink() or private.stat().st_uid != os.getuid():
-        raise RedisServerError(f"{private} belongs to somebody else")
+        raise RedisServerError(f"{private} belongs to another user")
     return private / hashlib.sha256(bytes(folder)).hexdigest()[:16]
 
 

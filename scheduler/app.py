@@ -217,7 +217,7 @@ class Scheduler:
         try:
             steps.run()
         except ExecutorChangedError as error:
-            log.error("the executor came back as another one", cause=str(error))
+            log.error("the executor was replaced", cause=str(error))
             loop.call_soon_threadsafe(self._fail, requests, ExecutorReplacedError(f"{error}; ask again"))
         except Exception:
             log.exception("the step loop failed", state=steps.dump())

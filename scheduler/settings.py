@@ -68,7 +68,7 @@ class SchedulerSettings(ProcessSettings):
         # Absent when they are at fault themselves.
         if "*" in origins and not info.data.get("insecure", True) and info.data.get("tokens_file") is None:
             raise ValueError(
-                "* lets every web page that somebody opens on this machine use the model: name the pages' origins, "
+                "* lets every web page that is open on this machine use the model: name the pages' origins, "
                 "give KVKEEP_TOKENS_FILE, or allow it with KVKEEP_INSECURE=1"
             )
         return origins

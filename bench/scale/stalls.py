@@ -19,7 +19,7 @@ from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
 from cachemgr.sequences.registration import MAX_SLOTS
 from cachemgr.sequences.release import MOST_CARRIED_OVER
-from cachemgr.slices import sliced, steady
+from cachemgr.steps import sliced, steady
 from cachemgr.types import (
     Admission,
     AdmitRequest,
@@ -145,7 +145,7 @@ def rows(blocks: int) -> Iterator[Row]:
 
 
 def losses(blocks: int) -> Iterator[Row]:
-    """The executor is gone; its blocks are freed by the calls of `expire` that follow."""
+    """The executor is lost; its blocks are freed by the calls of `expire` that follow."""
     cache = Cache(blocks)
     for first in range(blocks // CHAIN):
         cache.run(first * CHAIN * BLOCK, CHAIN * BLOCK)

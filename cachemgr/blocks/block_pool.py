@@ -90,7 +90,7 @@ class BlockPool:
         # Used blocks whose slots are overwritten before they are empty.
         self.zero_on_free: set[Block] = set()
         self.removals = RemovalHistory(lost_blocks)
-        # Set once the executor is gone: leases of the blocks no longer count.
+        # Set once the executor is lost: leases of the blocks no longer count.
         self.is_lost = False
         self.tokens = TokenMeter()
         # Leases that ended by time or by their holder, and leases whose block was removed before.
@@ -668,7 +668,7 @@ class BlockPool:
     # The end of the executor
 
     def lose_all(self) -> None:
-        """The executor is gone: every slot is empty. The journal keeps the blocks that may be restored with it."""
+        """The executor is lost: every slot is empty. The journal keeps the blocks that may be restored with it."""
         for block in self.tree.by_key.values():
             self.lose(block)
         self.start_empty(self.spec, self._listener)

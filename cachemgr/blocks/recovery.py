@@ -1,4 +1,4 @@
-"""Blocks after the loss or restart of their executor: carried over in lower tiers, or put back from a store."""
+"""Blocks after the loss or restart of their executor: carried over in lower tiers, or restored from a store."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LowerSlot = tuple[TierKind, int, int]
 
 
 class RecoveringExecutor(Protocol):
-    """An executor whose stored blocks are put back."""
+    """An executor whose stored blocks are restored."""
 
     executor_id: str
     pools: list[BlockPool]
@@ -194,7 +194,7 @@ class Recovery:
                     tier.await_stored_blocks(filled)
 
     def purge(self, is_meant: Callable[[BlockRecord], bool]) -> None:
-        """Stored blocks that are meant, and their descendants, are overwritten instead of put back."""
+        """Stored blocks that are meant, and their descendants, are overwritten instead of restored."""
         self.purged.append(is_meant)
 
     def overwrite(self, slots: Iterable[Slot]) -> None:

@@ -142,8 +142,8 @@ class OperatorCommands:
         shrink = pool.device.total - total_blocks
         if shrink > pool.device.free_for(None):
             raise PoolInUseError(
-                f"{shrink} blocks should go and {pool.device.free_for(None)} are free",
-                fields={"pool.total_blocks": "would take blocks that are in use or protected"},
+                f"{shrink} blocks should be withheld and {pool.device.free_for(None)} are free",
+                fields={"pool.total_blocks": "would withhold blocks that are in use or protected"},
             )
         if not validate_only:
             number = pool.share_number + 1
@@ -166,12 +166,8 @@ class OperatorCommands:
         most = min(pool.device.num_ready, (memory - used - clearing) // pool.spec.block_bytes)
         if growth > most:
             count = sum(count for _, count in going)
-            text = (
-                f"must be at most {pool.device.total + max(0, most)} until the executor has given {count} blocks back"
-            )
-            raise PoolInUseError(
-                f"the executor has yet to give {count} blocks back", fields={"pool.total_blocks": text}
-            )
+            text = f"must be at most {pool.device.total + max(0, most)} until the executor has freed {count} blocks"
+            raise PoolInUseError(f"the executor has yet to free {count} blocks", fields={"pool.total_blocks": text})
 
     # Rules
 

@@ -270,7 +270,7 @@ class HintRunner:
     def _share(self, _: Mapping[str, Any], blocks: Blocks) -> Result:
         if not blocks:
             return HintOutcome.MISSING, "", 0
-        return HintOutcome.ACCEPTED, "it is found by all who have its salt", len(blocks)
+        return HintOutcome.ACCEPTED, "requests with its salt share it", len(blocks)
 
 
 def _is_request(action: HintAction) -> bool:

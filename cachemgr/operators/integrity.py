@@ -192,7 +192,7 @@ class _Check:
             self._report(right, block.index, "has a write-through copy in flight that it does not need")
         for below in write_through.successors:
             left = below.parent is None and below.refs > 0 and pool.blocks[below.index] is below
-            self._report(left, below.index, "has an heir and is not in use")
+            self._report(left, below.index, "has a successor and is not in use")
 
     def order(self) -> Iterator[None]:
         """Evictable blocks are in the eviction order, and no others."""

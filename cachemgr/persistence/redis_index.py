@@ -50,7 +50,7 @@ BEAT_SECONDS = 1.0
 _SETTLE_SECONDS = 1.0
 # Blocks that are written, and read, at a time.
 _CHUNK, _READ = 256, 1024
-# Blocks that are put back at a time: a fraction of the time that the event loop may be kept.
+# Blocks that are restored at a time: a fraction of the time that the event loop may be kept.
 _PART = 256
 # How long the copy of an absent executor is kept, while a manager runs.
 KEPT_SECONDS = 24 * 3600.0
@@ -253,8 +253,8 @@ class IndexStore:
     async def recall(self, executor_id: str, seconds: float = WAIT_SECONDS) -> Reading:
         """Begins to read the copy that Redis has of an executor, and waits for it for this time at most.
 
-        The reading goes on for as long as it takes, also when Redis is away. Until `taken_back` nothing of the executor
-        is written: nothing is deleted unread. What was read for a registration that is over is read again.
+        The reading goes on for as long as it takes, also when Redis is away. Until the manager has accepted the epoch,
+        nothing of the executor is written: nothing is deleted unread. The copy is read again for a new registration.
         """
         reading = self._readings.get(executor_id)
         if reading is None or reading.is_spent:
@@ -344,7 +344,7 @@ class IndexStore:
             # Redis keeps its copy until the executor registers again.
             reading.is_spent = True
             reading.has_been_restored.set()
-            log.info("an executor is gone before its stored blocks are restored", executor=executor_id)
+            log.info("an executor ended before its stored blocks were restored", executor=executor_id)
             return
         now = self._clocks.time(executor_id)
         restored = calls.end_recovery(

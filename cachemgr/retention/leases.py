@@ -249,7 +249,7 @@ class LeaseBook:
         return bool(started)
 
     def restore(self, pool: LeasedPool, block: LeasedBlock, request: RetentionRequest, remaining: float | None) -> None:
-        """Adds a stored lease to a block that is put back; its clock runs on, or starts."""
+        """Adds a stored lease to a block that is restored; its clock runs on, or starts."""
         lease = Lease(pool, block, request)
         seconds = request.duration if remaining is None else remaining
         if seconds is not None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from cachemgr.blocks.events import Event
 from cachemgr.rpc import convert, tenancy
 from cachemgr.rpc.mutations import ServiceContext
-from cachemgr.slices import sliced
+from cachemgr.steps import sliced
 from cachemgr.types import EventKind
 from cachemgr.validation import check_id
 from protos.kvcache.v1 import kvcache_pb2 as pb

@@ -22,8 +22,7 @@ from cachemgr.manager import CacheManager
 from cachemgr.persistence.records import quota_of, rule_of, share_of
 from cachemgr.persistence.redis_index import IndexStore
 from cachemgr.rpc.event_feed import EventFeed
-from cachemgr.slices import SLICE_SECONDS
-from cachemgr.steps import Steps
+from cachemgr.steps import SLICE_SECONDS, Steps
 from cachemgr.types import PinRecord, Restored
 from protos.errors import ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -237,7 +236,7 @@ class Mutations:
         later: bool = False,
     ) -> None:
         if self.failed:
-            raise ManagerFailedError("an earlier call has failed inside: the cache manager ends and starts again")
+            raise ManagerFailedError("an earlier call has failed unexpectedly: the cache manager ends and starts again")
         # Stored leases are as of the time that the clock shows: the time since would prolong each of them.
         now = self._clock.now if method in (RESTORE_BLOCKS, END_RECOVERY) else self._clock.advance()
         if self._log is not None:

@@ -104,7 +104,7 @@ def _check_size(sequence: Sequence, max_new_tokens: int = 0) -> None:
         peak = sequence.peak_blocks(tokens)
         if peak > blocks:
             text = f"to evict tokens it needs {peak} blocks at once, there are {blocks}"
-            raise SequenceTooLongError(text, fields={field: f"takes {peak} blocks, at most {blocks} can be had"})
+            raise SequenceTooLongError(text, fields={field: f"needs {peak} blocks, more than the {blocks} of the pool"})
 
 
 def _lowest_tier(request: AdmitRequest, sequence: Sequence) -> TierKind | None:

@@ -152,8 +152,8 @@ class _Allocations:
         self._empty = pool.device.num_empty
         self._empty_below = 0 if lower is None else lower.num_empty
         # The newest write-through copy is evicted first.
-        self._backups = reversed(pool.write_through.copies)
-        self._without_backup: set[Block] = set()
+        self._copies = reversed(pool.write_through.copies)
+        self._without_copy: set[Block] = set()
         self._copied: set[Block] = set()
         # By priority: evicted blocks, and how many of them move down.
         self._evicted: dict[int, list[int]] = {}
@@ -183,7 +183,7 @@ class _Allocations:
             elif self.pool.is_on_device(block):
                 self._count(block, moves_down=False)
                 self._empty += 1
-                self._drop_backup(block)
+                self._drop_copy(block)
             self.gone.add(block)
 
     def _count(self, block: Block, *, moves_down: bool) -> None:
@@ -197,10 +197,10 @@ class _Allocations:
         may = carries or block.priority >= offload_floor(block, pool.offload_min_priority)
         has_lower_copy = self._has_lower_copy(block)
         if below is not None and may and (has_lower_copy or self._has_room_below(block, carries)):
-            (self._without_backup if has_lower_copy else self._copied).add(block)
+            (self._without_copy if has_lower_copy else self._copied).add(block)
             below.add(block)
             return True
-        self._drop_backup(block)
+        self._drop_copy(block)
         self._lose(block)
         return False
 
@@ -209,9 +209,9 @@ class _Allocations:
         if self._empty_below:
             self._empty_below -= 1
             return True
-        for other in self._backups if self._lower is self.pool.write_through.tier else ():
+        for other in self._copies if self._lower is self.pool.write_through.tier else ():
             if self._has_lower_copy(other):
-                self._without_backup.add(other)
+                self._without_copy.add(other)
                 return True
         least = self._below.first()
         if least is None or not (carries or goes_before(least, block)):
@@ -223,11 +223,11 @@ class _Allocations:
         return True
 
     def _has_lower_copy(self, block: Block) -> bool:
-        return block in self.pool.write_through.copies and block not in self._without_backup
+        return block in self.pool.write_through.copies and block not in self._without_copy
 
-    def _drop_backup(self, block: Block) -> None:
+    def _drop_copy(self, block: Block) -> None:
         if self._has_lower_copy(block):
-            self._without_backup.add(block)
+            self._without_copy.add(block)
             self._empty_below += 1
 
     def _lose(self, block: Block) -> None:

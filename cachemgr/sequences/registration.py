@@ -30,7 +30,7 @@ def check_spec(spec: ExecutorSpec) -> None:
     if not spec.pools:
         raise InvalidField("pools", "must not be empty")
     if spec.last_write_steps and len(spec.last_write_steps) != len(spec.pools):
-        raise InvalidField("pools", "must all tell their last_write_steps, or none")
+        raise InvalidField("pools", "must all have last_write_steps, or none")
     _check_pools(spec)
     if spec.memory_bytes is not None:
         need = sum(pool.share_blocks * pool.block_bytes for pool in spec.pools)

@@ -58,12 +58,15 @@ def check_columns(request: SyncRequest, sequences: Mapping[int, Sequence]) -> No
         if sequence is None or sequence.void:
             continue
         if sequence.eviction is None or not sequence.eviction.granted or sequence.eviction.has_begun:
-            raise InvalidField(f"evicted_handles[{row}]", "must name a sequence that was told to move and has not")
+            raise InvalidField(
+                f"evicted_handles[{row}]",
+                "must name a sequence with granted blocks that has not evicted",
+            )
         most = min(reported.get(handle, len(sequence.tokens)), sequence.most_computed)
         if not sequence.computed <= clean <= most:
             raise InvalidField(f"computed_tokens_before_eviction[{row}]", f"must be from {sequence.computed} to {most}")
         if handle in request.trimmed_handles:
-            raise InvalidField(f"trimmed_handles[{list(request.trimmed_handles).index(handle)}]", "must not also move")
+            raise InvalidField(f"trimmed_handles[{list(request.trimmed_handles).index(handle)}]", "must not also evict")
 
 
 def check_in_place(sequence: Sequence, field: str) -> None:

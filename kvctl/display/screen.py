@@ -72,13 +72,13 @@ def _load(before: Reading, now: Reading) -> RenderableType:
         (
             ("running", running),
             ("step", _milliseconds(found["step_seconds"])),
-            ("first token", _milliseconds(found["time_to_first_token_seconds"])),
+            ("TTFT", _milliseconds(found["time_to_first_token_seconds"])),
             ("prompt/s", _number(found["prompt_tokens_per_second"])),
         ),
         (
             ("waiting", waiting),
             ("planning", _milliseconds(found["planning_seconds"])),
-            ("per token", _milliseconds(found["inter_token_latency_seconds"])),
+            ("ITL", _milliseconds(found["inter_token_latency_seconds"])),
             ("cached/s", _number(found["cached_tokens_per_second"])),
         ),
         (
@@ -100,7 +100,7 @@ def _load(before: Reading, now: Reading) -> RenderableType:
 
 def _pools(before: Reading, now: Reading) -> RenderableType:
     hit = f"hit {WINDOW_SECONDS}s" if sees_all(now.pools) else "hit"
-    made = _table(("pool", "tier"), (hit, "used", "cached", "blocks", "evicted/s", "up", "down"))
+    made = _table(("pool", "tier"), (hit, "used", "cached", "blocks", "evicted/s", "onloaded/s", "offloaded/s"))
     made.expand = True
     made.add_column(
         Text.assemble(("used", USED), " ", ("cached", CACHED), " ", ("empty", EMPTY)), ratio=1, no_wrap=True
@@ -144,7 +144,7 @@ def _salts(now: Reading) -> RenderableType:
             sums = found.setdefault(name, [0, 0])
             sums[0] += one.tokens.queried_tokens
             sums[1] += one.tokens.hit_tokens
-    made = _table(("salt",), ("asked", "found", "hit"))
+    made = _table(("salt",), ("queried", "hit", "hit rate"))
     for name, (asked, hit) in sorted(found.items(), key=lambda item: -item[1][0])[:MOST]:
         made.add_row(name, str(asked), str(hit), share(hit, asked))
     return _panel("prompt tokens by salt, since the start", made)

@@ -61,7 +61,7 @@ def _pinned(answer: pb.PinPrefixResponse, *, dry_run: bool) -> str:
     if receipt.reason:
         lines[0] += f": {receipt.reason}"
     lines += [f"name {name}" for name in answer.hold_names]
-    lines += [f"made room for it: {name}" for name in answer.degraded_hold_names]
+    lines += [f"degraded for it: {name}" for name in answer.degraded_hold_names]
     return "\n".join(lines)
 
 

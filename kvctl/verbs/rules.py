@@ -87,7 +87,7 @@ def set_rule(
     pin_for: Annotated[str, typer.Option(help="Pin the blocks for so long.")] = "",
     no_store: Annotated[bool, typer.Option("--no-store", help="Leave nothing of these requests in the cache.")] = False,
     offload_min_priority: Annotated[
-        int | None, typer.Option(min=0, max=100, help="Drop blocks below it instead of moving them to a lower tier.")
+        int | None, typer.Option(min=0, max=100, help="Drop blocks below it instead of offloading them.")
     ] = None,
     dry_run: DryRun = False,
     yes: Yes = False,

@@ -70,7 +70,7 @@ async def test_the_page_shows_all_of_it(browser: Browser, console: Console) -> N
             "tenants": "globex",
             "leases": "session/s1",
             "events": "stored",
-            "tree": "found 3",
+            "tree": " hits",
             "ghosts-text": "are sampled",
         }.items():
             await expect(page.locator(f"#{name}")).to_contain_text(text)

@@ -397,14 +397,14 @@ class World:
         return [below for block in blocks if (below := block.below()) is not None]
 
     def read_store(self, count: int) -> None:
-        """So many stored blocks are put back."""
+        """So many stored blocks are restored."""
         assert self.unread is not None
         part = self.unread[:count]
         del self.unread[:count]
         self.manager.restore_blocks("e", self.executor_epoch, self._of_this_epoch(part))
 
     def end_recovery(self) -> None:
-        """The rest is put back, and the store is written again."""
+        """The rest is restored, and the store is written again."""
         if self.unread is None:
             return
         self.read_store(len(self.unread))

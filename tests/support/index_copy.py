@@ -1,4 +1,4 @@
-"""What a copy in Redis is made of and put back into, for tests of the copy alone."""
+"""What a copy in Redis is made of and restored into, for tests of the copy alone."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 
 @dataclass
 class Copied:
-    """An index that is copied; what is put back comes into it. Every executor is registered unless `here` has some."""
+    """An index that is copied; what is restored comes into it. Every executor is registered unless `here` has some."""
 
     index: dict[Slot, BlockRecord] = field(default_factory=dict)
     now: float = 100.0

@@ -148,7 +148,7 @@ class CopyThreads:
         try:
             try:
                 if job.doomed:
-                    raise LostSourceError("what it was to read is not there")
+                    raise LostSourceError("its source was never written")
                 self._run(job.copy, job.after, lambda: self._read(job))
             except Exception:
                 self._void(job.copy)

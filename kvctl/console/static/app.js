@@ -82,7 +82,7 @@ function gauges() {
   return [
     ...tiers.map(({ tier, used, cached, total }) => `${tier}: ${count(used)} in use, ${count(cached)} cached`
       + ` of ${count(total)}`),
-    `found ${share(hit, queried)} of ${count(queried)} prompt tokens`,
+    `hit rate ${share(hit, queried)} of ${count(queried)} prompt tokens`,
   ];
 }
 
@@ -106,7 +106,7 @@ async function loadEvents() {
 
 async function loadTenants() {
   const found = await read("tenants", { pool: state.pool.pool_id });
-  const rows = map.owners.map((name, index) => ({ name, ...map.domains[index], blocks: map.blocksOf[index] ?? 0,
+  const rows = map.owners.map((name, index) => ({ name, ...map.scopes[index], blocks: map.blocksOf[index] ?? 0,
     queried: 0, hit: 0, quota: "" })).filter((row) => row.blocks);
   // Lookups are counted by salt and quotas are of a tenant or a salt: where that is one row, it is that row's.
   const rowOf = (names, isMeant) => {
@@ -126,10 +126,10 @@ async function loadTenants() {
   }
   const sorted = rows.sort((a, b) => b.blocks - a.blocks || b.queried - a.queried);
   fill(byId("tenants"), [
-    ["who", (one) => one.name], ["blocks", (one) => count(one.blocks), true],
-    ["tokens asked for", (one) => count(one.queried), true], ["found", (one) => share(one.hit, one.queried), true],
+    ["account", (one) => one.name], ["blocks", (one) => count(one.blocks), true],
+    ["queried tokens", (one) => count(one.queried), true], ["hit rate", (one) => share(one.hit, one.queried), true],
     ["quota in device blocks", (one) => one.quota],
-  ], sorted.slice(0, MAX_ROWS), "Nobody yet.");
+  ], sorted.slice(0, MAX_ROWS), "No blocks yet.");
 }
 
 // Leases by holder, priority and time left.

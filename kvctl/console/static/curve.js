@@ -87,7 +87,7 @@ export class GhostCurve {
     pen.arc(x(found.device_blocks), y(found.hit_tokens / found.queried_tokens), 6, 0, 7);
     pen.stroke();
     const asNow = found.caches.filter((one) => one.policy === "retention");
-    text.textContent = `Share of the last hour's ${count(found.queried_tokens)} prompt tokens that is found: really `
+    text.textContent = `Share of the last hour's ${count(found.queried_tokens)} prompt tokens that hit: measured `
       + `${share(found.hit_tokens, found.queried_tokens)}; `
       + asNow.map((one) => `${Number((one.blocks / found.device_blocks).toPrecision(2))}× `
         + share(one.hit_tokens, found.queried_tokens)).join(", ")

@@ -46,7 +46,7 @@ export class BlockMap {
     this.idle = new Float32Array(this.size + 1);
     this.owner = new Uint16Array(this.size + 1);
     this.owners = [];
-    this.domains = [];
+    this.scopes = [];
     this.blocksOf = [];
   }
 
@@ -64,10 +64,10 @@ export class BlockMap {
     this.owners.forEach((name, index) => known.set(name, index));
     for await (const page of pages("blocks", { pool: pool.pool_id })) {
       if (this.pool !== pool) return;
-      const names = page.owners.map((domain) => {
-        const name = owner(domain);
+      const names = page.owners.map((scope) => {
+        const name = owner(scope);
         if (!known.has(name)) {
-          this.domains[known.size] = domain;
+          this.scopes[known.size] = scope;
           known.set(name, known.size);
         }
         return known.get(name);
@@ -222,10 +222,10 @@ export class BlockMap {
       `Slot ${place}, ${this.pool.tiers.findLast((tier) => place > tier.offset).tier}`,
       found.key ? `key ${found.key.slice(0, 12)}…` : "not in the index",
       `block ${count(found.depth)} of its chain, ${found.tokens} tokens`,
-      `references ${found.references}, found ${count(found.hits)} times`,
+      `references ${found.references}, ${count(found.hits)} hits`,
       `priority ${found.priority}`,
       found.references ? "in use" : `last used ${seconds(found.idle)} ago`,
-      owner(this.domains[found.owner]),
+      owner(this.scopes[found.owner]),
       ...leases,
     ].join(" · ");
   }

@@ -11,7 +11,7 @@ export class PrefixTree {
     this.root = document.getElementById("tree");
     this.pool = null;
     this.children = new Map();
-    this.domains = [];
+    this.scopes = [];
     this.open = new Set();
     this.focused = "";
     this.root.addEventListener("keydown", (event) => this.pressed(event));
@@ -26,9 +26,9 @@ export class PrefixTree {
     this.pool = pool;
   }
 
-  load({ blocks, domains }) {
+  load({ blocks, scopes }) {
     this.children = new Map();
-    this.domains = domains;
+    this.scopes = scopes;
     blocks.filter(({ key }) => key).forEach((block) => {
       const siblings = this.children.get(block.parent);
       if (siblings) siblings.push(block);
@@ -77,8 +77,8 @@ export class PrefixTree {
   row(node, level) {
     const blocks = node.blocks === 1 ? "1 block" : `${count(node.blocks)} blocks`;
     const hits = node.hits === node.end_hits ? count(node.hits) : `${count(node.hits)} to ${count(node.end_hits)}`;
-    const parts = level === 1 ? [owner(this.domains[node.owner])] : [];
-    parts.push(`found ${hits}×`, `${blocks}, ${count(node.tokens)} tokens`, `priority ${node.priority}`);
+    const parts = level === 1 ? [owner(this.scopes[node.owner])] : [];
+    parts.push(`${hits} hits`, `${blocks}, ${count(node.tokens)} tokens`, `priority ${node.priority}`);
     if (node.references) parts.push("in use");
     if (node.branches) parts.push(`${count(node.branches)} branches`);
     const row = element("div", `${node.key.slice(0, 8)} · ${parts.join(" · ")}`,

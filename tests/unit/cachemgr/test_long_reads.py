@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from cachemgr import slices
+from cachemgr import steps
 from cachemgr.blocks.events import Event
 from cachemgr.errors import EventsGoneError, StateChangesError
 from cachemgr.manager import CacheManager
 from cachemgr.operators.snapshot import SnapshotReader
-from cachemgr.slices import sliced, steady
+from cachemgr.steps import sliced, steady
 from cachemgr.types import BlockFilter, EventKind, PoolViolation
 from tests.support.in_process_manager import CONFIG, World, snapshot
 from tests.support.random_operations import RandomLife
@@ -81,7 +81,7 @@ def test_a_snapshot_gives_up_when_more_has_changed_than_is_kept():
 
 
 async def test_requests_run_between_slices_and_items_stay_in_order(monkeypatch):
-    monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(steps, "SLICE_SECONDS", 0.0)
     turns = 0
 
     async def count() -> None:
@@ -98,8 +98,8 @@ async def test_requests_run_between_slices_and_items_stay_in_order(monkeypatch):
 
 
 async def test_a_steady_read_begins_again_when_the_state_has_changed(monkeypatch):
-    monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
-    monkeypatch.setattr(slices, "LONGEST_SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(steps, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(steps, "LONGEST_SLICE_SECONDS", 0.0)
     state, reads = [0], 0
 
     def read() -> Iterator[int]:
@@ -116,8 +116,8 @@ async def test_a_steady_read_begins_again_when_the_state_has_changed(monkeypatch
 
 
 async def test_a_steady_read_does_not_go_on_after_a_change(monkeypatch):
-    monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
-    monkeypatch.setattr(slices, "LONGEST_SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(steps, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(steps, "LONGEST_SLICE_SECONDS", 0.0)
     state = dict.fromkeys(range(100))
 
     async def add() -> None:
@@ -143,9 +143,9 @@ def test_a_token_within_the_last_block_leaves_the_fingerprint_as_it_is():
 
 
 async def test_a_steady_read_gives_up_where_the_state_never_stands_still(monkeypatch):
-    monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
-    monkeypatch.setattr(slices, "LONGEST_SLICE_SECONDS", 0.0)
-    monkeypatch.setattr(slices, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(steps, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(steps, "LONGEST_SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(steps, "PATIENCE_SECONDS", 0.0)
     state = [0]
 
     def read() -> Iterator[int]:
@@ -206,7 +206,7 @@ async def checked(manager: CacheManager) -> list[PoolViolation]:
 
 
 async def test_a_check_reports_a_fault_and_nothing_else_while_requests_are_served(monkeypatch):
-    monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(steps, "SLICE_SECONDS", 0.0)
     world = cached_world(40)
     manager = world.manager
     turns = 0

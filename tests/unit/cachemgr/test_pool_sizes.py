@@ -48,7 +48,7 @@ def test_memory_moves_to_another_pool_once_the_executor_has_overwritten_it() -> 
     assert update(world, "e/0", 4).total_blocks == 4
     with pytest.raises(PoolInUseError) as refused:
         update(world, "e/1", 10)
-    assert refused.value.fields == {"pool.total_blocks": "must be at most 6 until the executor has given 2 blocks back"}
+    assert refused.value.fields == {"pool.total_blocks": "must be at most 6 until the executor has freed 2 blocks"}
     give_back(world)
     assert update(world, "e/1", 10).total_blocks == 10
     with pytest.raises(InvalidField) as wrong:
@@ -236,7 +236,7 @@ def test_memory_of_owed_slots_is_not_granted_to_another_pool():
     call = begin_shrinking(world, 1)
     give_back(world)
     world.check()
-    with pytest.raises(PoolInUseError, match="yet to give 3 blocks back"):
+    with pytest.raises(PoolInUseError, match="yet to free 3 blocks"):
         update(world, "e/1", 12)
     at_once(call)
     give_back(world)
