@@ -100,7 +100,7 @@ def _load(before: Reading, now: Reading) -> RenderableType:
 
 def _pools(before: Reading, now: Reading) -> RenderableType:
     hit = f"hit {WINDOW_SECONDS}s" if sees_all(now.pools) else "hit"
-    made = _table(("pool", "tier"), (hit, "used", "cached", "blocks", "evicted/s", "onloaded/s", "offloaded/s"))
+    made = _table(("pool", "tier"), (hit, "used", "cached", "blocks", "evicted/s", "up", "down"))
     made.expand = True
     made.add_column(
         Text.assemble(("used", USED), " ", ("cached", CACHED), " ", ("empty", EMPTY)), ratio=1, no_wrap=True
