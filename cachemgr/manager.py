@@ -263,7 +263,7 @@ class CacheManager:
         if executor is None or executor.epoch != executor_epoch or executor.recovery is None:
             return
         for record in stored:
-            executor.recovery.restore_blocks(record)
+            executor.recovery.restore(record)
 
     def end_recovery(self, executor_id: str, executor_epoch: int, pins: Iterable[PinRecord] = ()) -> None:
         """Ends the restoring of blocks, and restores `pins` as far as their blocks are cached again."""

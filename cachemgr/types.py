@@ -32,7 +32,7 @@ class ManagerConfig:
     offload_min_priority: int = 35
     # Whether device blocks are copied to empty host slots before they are evicted.
     write_through: bool = True
-    # Removed blocks that are stored, to explain why they are missing.
+    # Removed blocks whose keys are kept, to explain why they are missing.
     lost_blocks: int = 20_000
     # Whether the beginning of a longer block is copied; else such a block is taken over if it has no reference.
     copy_on_partial_reuse: bool = True

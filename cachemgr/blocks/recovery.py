@@ -208,7 +208,7 @@ class Recovery:
             if tier.is_unread(slot) and (tier is not pool.device or self._spec.last_write_steps[group][slot - 1]):
                 self._zero(pool, tier, slot)
 
-    def restore_blocks(self, record: BlockRecord) -> None:
+    def restore(self, record: BlockRecord) -> None:
         """Adopts a block where its bytes are; among equal priorities the least recently used one is evicted first."""
         executor_id = self._executor.executor_id
         pools = self._executor.pools

@@ -35,7 +35,7 @@ class AdaptiveRkv(Blocks):
             self._recent[step] = F.pad(scores, (0, tracked - scores.shape[-1])).gather(-1, kept)
 
     def scores(self, slots: int) -> Tensor:
-        """[L, slots] float32: the mean of the stored steps, 0 where a token was not there yet."""
+        """[L, slots] float32: the mean over the last `mass_steps` steps, 0 for tokens that came later."""
         start = self.policy.start
         total = torch.zeros(self.shape.layers, 1, max(slots, start), device=self.shape.device)
         for scores in self._recent:

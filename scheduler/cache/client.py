@@ -13,15 +13,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
 from protos.kvcommon.eviction import Layout, parse
 from protos.rpc.errors import RemoteError, from_rpc_error
-from scheduler.bridge import (
-    Admission,
-    AdmissionListener,
-    Admitted,
-    CacheUpdate,
-    Cancel,
-    CommandQueue,
-    ManagerLost,
-)
+from scheduler.bridge import Admission, AdmissionListener, Admitted, CacheUpdate, Cancel, CommandQueue, ManagerLost
 from scheduler.cache.sync import copies, sync_answer, sync_request
 from scheduler.cache.tier_costs import TierCosts
 from scheduler.cache.waiting_queue import WaitingQueue
