@@ -48,6 +48,11 @@ class PrefillBudget:
         return (median(self._long_prefills) or None) if self._long_prefills else None
 
     @property
+    def decode_step_seconds(self) -> float | None:
+        """Time of the last steps that only decoded; None before it is measured."""
+        return median(self._decode_only) if self._decode_only else None
+
+    @property
     def has_target(self) -> bool:
         """Whether the bound is an inter-token latency, which holds for every sequence and prompt."""
         return self._target > 0
