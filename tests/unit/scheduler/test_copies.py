@@ -46,7 +46,9 @@ def test_tiers_have_the_numbers_of_both_protocols() -> None:
 def test_copies_within_the_device_travel_once_with_the_next_step_and_say_nothing_of_tiers() -> None:
     batch = batch_of(sequence(1, cached_tokens=6, copies=(within(9),)))
     message = run(batch, 1)
-    assert (message.copy_tickets, message.copy_source_slots, message.copy_target_slots) == ([9], [5], [101])
+    assert message.copy_tickets == [9]
+    assert message.copy_source_slots == [5]
+    assert message.copy_target_slots == [101]
     assert not message.copy_source_tiers
     assert not message.copy_target_tiers
     assert message.new_sequences[0].num_computed_tokens == 6
