@@ -24,7 +24,7 @@ from executor.step import BlockTableUpdate, NewSequence
 from kernels.rotary_store.launch import rotary_store
 from tests.support.reference import first_mismatch, greedy
 from tests.unit.executor.conftest import BLOCK_SIZE, Driver, fused, load_fused, on_torch
-from tests.unit.executor.test_token_eviction import PROMPT, VARIANTS, policy_of, run
+from tests.unit.executor.evicting_sequences import PROMPT, VARIANTS, policy_of, run
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS, VOCAB
 
 KNOWN = [name for name in sorted(CONFIGS | COMPILED_CONFIGS) if name.startswith(FAMILIES)]

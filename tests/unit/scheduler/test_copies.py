@@ -9,22 +9,8 @@ from scheduler.core.batch import RunningBatch
 from scheduler.core.planner import plan_step
 from scheduler.request import Tier
 from scheduler.sequence import Copy, LeaveReason, Sequence
+from tests.support.scheduler.copies import down, up, within
 from tests.support.scheduler.sequences import BLOCK, answer, batch_of, run, send, sequence, synced, updates
-
-
-def within(ticket: int, target: int = 101) -> Copy:
-    """From a device block to another."""
-    return Copy(ticket, 0, 5, target)
-
-
-def up(ticket: int, target: int = 101, tier: Tier = Tier.HOST) -> Copy:
-    """A block that comes to the device."""
-    return Copy(ticket, 0, 7, target, tier, Tier.DEVICE, BLOCK)
-
-
-def down(ticket: int, source: int = 101) -> Copy:
-    """A block that makes room."""
-    return Copy(ticket, 0, source, 9, Tier.DEVICE, Tier.HOST, BLOCK)
 
 
 def onloading(handle: int, *copies: Copy, **fields: object) -> Sequence:
