@@ -608,8 +608,8 @@ class BlockPool:
         """Reports to the journal that a block has come to its slot, or has changed."""
         device = self.device
         tier = device if block.index <= device.size else self.tier_of(block)
-        for tell in self._events.quiet:
-            tell(self.pool_id, block.key)
+        for listener in self._events.quiet_listeners:
+            listener.changed_quietly(self.pool_id, block.key)
         # Not the record itself: most blocks change again before it is read.
         current = partial(self.record, block)
         self._journal.stored(self.executor_id, self.spec.group, tier.kind, block.index - tier.offset, current)
