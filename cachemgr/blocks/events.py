@@ -1,7 +1,7 @@
 """The last events, numbered without a gap."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from cachemgr import steps
 from cachemgr.errors import EventsGoneError
@@ -22,6 +22,13 @@ class Event(NamedTuple):
     for_sequence_id: str = ""
 
 
+class QuietListener(Protocol):
+    """Follows changes of blocks that are no events."""
+
+    def changed_quietly(self, pool_id: str, key: bytes) -> None:
+        """The clock of a lease of this block has started."""
+
+
 class EventLog:
     """A ring of the last `capacity` events."""
 
@@ -29,8 +36,7 @@ class EventLog:
         self._capacity = capacity
         self._ring: list[Event] = []
         self.last = 0
-        # Called with the pool and key of a block that changes without an event: the clock of a lease has started.
-        self.quiet: list[Callable[[str, bytes], None]] = []
+        self.quiet_listeners: list[QuietListener] = []
 
     def add(
         self,

@@ -8,6 +8,7 @@ from itertools import islice
 from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.blocks.cache_scopes import account_for
 from cachemgr.blocks.events import Event
 from cachemgr.errors import UnknownSequenceError
 from cachemgr.operators.explain import explain
@@ -24,7 +25,7 @@ from cachemgr.sequences import prefix_match
 from cachemgr.sequences.admission import Allocator, check_request
 from cachemgr.sequences.estimates import while_running
 from cachemgr.sequences.holds import Hold
-from cachemgr.sequences.sequence import Executor, Sequence, account_for
+from cachemgr.sequences.sequence import Executor, Sequence
 from cachemgr.types import (
     AccountKey,
     AdmitRequest,

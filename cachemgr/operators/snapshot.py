@@ -35,13 +35,14 @@ class SnapshotReader:
         self._now = 0.0
         self.number = events.last
         self._touched: dict[tuple[str, bytes], None] = {}
-        events.quiet.append(self._touch)
+        events.quiet_listeners.append(self)
 
     def close(self) -> None:
         """Stops listening for changes."""
-        self._events.quiet.remove(self._touch)
+        self._events.quiet_listeners.remove(self)
 
-    def _touch(self, pool_id: str, key: bytes) -> None:
+    def changed_quietly(self, pool_id: str, key: bytes) -> None:
+        """The leases of a block have changed: it is read again."""
         self._touched[pool_id, key] = None
 
     def steps(self) -> Iterator[None]:
@@ -59,7 +60,7 @@ class SnapshotReader:
         while self.number < self._events.last:
             for event in self._events.after(self.number, 1000):
                 self.number = event.number
-                self._touch(event.block.pool_id, event.block.key)
+                self._touched[event.block.pool_id, event.block.key] = None
         for pool_id, key in self._touched:
             pool = pools.get(pool_id)
             block = None if pool is None else pool.tree.by_key.get(key)

@@ -246,7 +246,7 @@ class Allocator:
 
     def _draft(self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor) -> Sequence:
         """The sequence for a request and its rules, without a number and without blocks."""
-        scope = executor.scope(request.salt, request.adapter_id, request.tenant_id, request.session_id)
+        scope = executor.scopes.of(request.salt, request.adapter_id, request.tenant_id, request.session_id)
         rules = self._rules.for_request(request, tokens)
         no_store = request.no_store or any(rule.spec.action.no_store for rule in rules)
         policy = resolve(request, rules, executor)

@@ -181,16 +181,20 @@ def can_carry_over(before: Executor, spec: ExecutorSpec) -> bool:
     return max(slots, sum(len(pool.blocks) for pool in before.pools)) <= MOST_CARRIED_OVER
 
 
-def carry_over(before: Executor, executor: Executor, listener: PoolListener) -> None:
-    """Keeps the blocks of a restarted executor that its lower tiers still have, and slots to overwrite."""
+def carry_over(before: Executor, spec: ExecutorSpec, listener: PoolListener) -> None:
+    """Keeps the blocks of a restarted executor that its lower tiers still have, and slots to overwrite.
+
+    `spec` is that of the new epoch, which takes over pools, scopes and holds of the one `before`.
+    """
     zeroing = list(to_zero(before))
     _end_epoch(before)
     held = before.holds.held()
-    for pool in executor.pools:
-        spec = executor.spec.pools[pool.spec.group]
-        filled = {tier: executor.spec.generations(tier, spec.group) for tier in (TierKind.HOST, TierKind.DISK)}
-        restart(pool, spec, listener, filled, held, [block_index for other, block_index in zeroing if other is pool])
-    executor.holds.keep_cached()
+    for pool in before.pools:
+        group = pool.spec.group
+        filled = {tier: spec.generations(tier, group) for tier in (TierKind.HOST, TierKind.DISK)}
+        indexes = [block_index for other, block_index in zeroing if other is pool]
+        restart(pool, spec.pools[group], listener, filled, held, indexes)
+    before.holds.keep_cached()
 
 
 def _end_epoch(executor: Executor) -> None:

@@ -130,5 +130,5 @@ async def test_leases_are_told_to_those_who_watch(client: Client) -> None:
 async def read_events(watch: grpc.aio.UnaryStreamCall, at_least: int) -> list[pb.Event]:
     found: list[pb.Event] = []
     while len(found) < at_least:
-        found += (await watch.read()).events
+        found += (await anext(aiter(watch))).events
     return found

@@ -130,11 +130,12 @@ async def test_reflection_lists_the_services(served: Served, version: str) -> No
         request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
         response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
     )(timeout=5)
+    answers = aiter(call)
     await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-    names = {service.name for service in (await call.read()).list_services_response.service}
+    names = {service.name for service in (await anext(answers)).list_services_response.service}
     assert {ADMIN, EVENTS, "grpc.health.v1.Health"} <= names
     await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=ADMIN))
-    assert (await call.read()).file_descriptor_response.file_descriptor_proto
+    assert (await anext(answers)).file_descriptor_response.file_descriptor_proto
     await call.done_writing()
 
 
