@@ -34,14 +34,15 @@ class StepLoad(NamedTuple):
     """What the running batch still has to compute, and how fast the device is. Seconds; None: not measured.
 
     prefill_tokens: prompt tokens that running sequences still have to compute. step: of a step that only decodes.
-    host_block, disk_block: of a block's way to the device. prompt_token: of a token of a long prompt.
+    host_block, disk_block: of a block's way to the device. prompt_token: of a prompt token in a prefill,
+    with what is computed beside it.
     """
 
     prefill_tokens: int = 0
     step: float | None = None
+    prompt_token: float | None = None
     host_block: float | None = None
     disk_block: float | None = None
-    prompt_token: float | None = None
 
 
 class StepTimes:

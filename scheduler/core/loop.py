@@ -218,7 +218,15 @@ class StepLoop:
         speed = _speed(result, self._budget)
         if onloaded:
             self._batch.update.speed = speed
-        self._times.load = StepLoad(self._batch.prefill_tokens, self._budget.decode_step_seconds, *speed)
+        # Beside decodes a prefill is slower: what a prompt waits for is its whole time.
+        prompt_token = self._budget.prefill_token_seconds if step.decodes else speed.prompt_token
+        self._times.load = StepLoad(
+            self._batch.prefill_tokens,
+            self._budget.decode_step_seconds,
+            prompt_token=prompt_token or speed.prompt_token,
+            host_block=speed.host_block,
+            disk_block=speed.disk_block,
+        )
         self._times.add(self._timing)
         self._timing = StepTiming()
 
