@@ -78,16 +78,17 @@ class StubSettings(ExecutorSettings):
 
 
 class Record(NamedTuple):
-    """One step: its begin on the device, idle time before it, both in seconds; samples; bytes of step and result."""
+    """One step: its begin, idle time before it, its length, in seconds; samples; bytes of step and result."""
 
     begin: float
     idle: float
+    seconds: float
     sampled: int
     step_bytes: int
     result_bytes: int
 
 
-_RECORD = struct.Struct("ddiii")
+_RECORD = struct.Struct("dddiii")
 
 
 def records_file(folder: Path, executor_id: str) -> Path:
@@ -256,7 +257,7 @@ class StubExecutor(rpc.ExecutorServiceServicer):
             end = begin + seconds
             result.compute_time.FromNanoseconds(int(seconds * 1e9))
             result.idle_time.FromNanoseconds(int(idle * 1e9))
-            record = Record(begin, idle, len(result.sequences), step.ByteSize(), result.ByteSize())
+            record = Record(begin, idle, seconds, len(result.sequences), step.ByteSize(), result.ByteSize())
             self._records.write(_RECORD.pack(*record))
             time.sleep(max(0.0, end - time.perf_counter()))
             if step.awaits_copies:
