@@ -194,6 +194,7 @@ def parser() -> argparse.ArgumentParser:
 
 # What --smoke changes.
 SMOKE = {
+    "policies": (DIRECT, "cost") if has_router() else (DIRECT,),
     "engines": 2,
     "rates": [10.0],
     "seconds": 3.0,

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -26,7 +27,9 @@ ROUTER = "scheduler.router"
 # The client goes to one engine after the other itself, without a router.
 DIRECT = "direct"
 POLICIES = ("round-robin", "least-load", "session", "prefix", "cost")
-ROUTED, REGRET = "kvkeep_router_routed_tokens_total", "kvkeep_router_regret_tokens_total"
+# Its counters.
+REQUESTS, ROUTED = "kvkeep_router_routed_requests_total", "kvkeep_router_routed_tokens_total"
+REGRET = "kvkeep_router_regret_tokens_total"
 
 
 def has_router() -> bool:
@@ -218,14 +221,11 @@ class Fleet:
 
     def _by_engine(self, answers: list[Answer], before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
         """Requests of each engine."""
-        name = "kvkeep_router_requests_total"
-        found = {labels: count - before.get(labels, 0.0) for labels, count in after.items() if labels.startswith(name)}
-        if found:
-            return {labels.partition('engine="')[2].partition('"')[0]: count for labels, count in found.items()}
-        counts = dict.fromkeys((f"engine-{number}" for number in range(self.engines)), 0.0)
-        for answer in answers:
-            counts[f"engine-{answer.target}"] += 1
-        return counts
+        if self._router is None:
+            targets = Counter(answer.target for answer in answers)
+            return {f"engine-{number}": targets[number] for number in range(self.engines)}
+        names = (f'{REQUESTS}{{engine="{address}"}}' for address in self.schedulers)
+        return {f"engine-{number}": after.get(name, 0.0) - before.get(name, 0.0) for number, name in enumerate(names)}
 
     def _router_counts(self) -> dict[str, float]:
         """The router's metrics by name and labels; those of one name add up under the name alone."""
