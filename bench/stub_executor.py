@@ -71,6 +71,13 @@ class StubSettings(ExecutorSettings):
         """Seconds to copy a block between tiers."""
         return self.block_bytes / self.stub_copy_rate
 
+    def seconds(self, prompt_tokens: int, num_tokens: int, seed: int) -> float:
+        """What a step of so many tokens takes; nothing without any."""
+        if not num_tokens:
+            return 0.0
+        prefill = prompt_tokens / self.stub_prefill_rate if self.stub_prefill_rate else 0.0
+        return max(self.stub_step_seconds or seed / 1e6, prefill)
+
     def slots(self, tier: Tier) -> int:
         """Blocks of a tier; nothing of them takes memory."""
         sizes = {Tier.HOST: self.host_cache_size, Tier.DISK: self.disk_cache_size}
@@ -253,7 +260,7 @@ class StubExecutor(rpc.ExecutorServiceServicer):
             within = self._copies.begin(copies_of(step), onloads)
             result = running.run(step)
             self.last_step = step.step
-            seconds = self._seconds(step, result, running.last_seed)
+            seconds = self._settings.seconds(sum(step.chunk_tokens), result.num_tokens, running.last_seed)
             end = begin + seconds
             result.compute_time.FromNanoseconds(int(seconds * 1e9))
             result.idle_time.FromNanoseconds(int(idle * 1e9))
@@ -266,14 +273,6 @@ class StubExecutor(rpc.ExecutorServiceServicer):
             if within:
                 self._transfers.confirm(tuple(within), ())
             yield pb.StreamStepsResponse(result=result)
-
-    def _seconds(self, step: pb.Step, result: pb.StepResult, seed: int) -> float:
-        """What a step takes: nothing without tokens."""
-        if not result.num_tokens:
-            return 0.0
-        rate = self._settings.stub_prefill_rate
-        prefill = sum(step.chunk_tokens) / rate if rate else 0.0
-        return max(self._settings.stub_step_seconds or seed / 1e6, prefill)
 
     def _report_copies(self, result: pb.StepResult, onloads: OnloadTracker) -> None:
         copied, failed = onloads.take()

@@ -67,7 +67,6 @@ def record(stage: Stage, answers: Sequence[Answer], **values: Any) -> dict[str, 
 def measured(found: Measured) -> dict[str, Any]:
     """What there is to say beside the answers."""
     counts, load = found.by_engine.values(), found.load
-    routed = {} if found.regret is None else {"regret_tokens": found.regret, "routed_tokens": found.routed}
     return {
         "saturated": max(load.machine, load.busiest) > SATURATED,
         "cpu": load.machine,
@@ -78,7 +77,7 @@ def measured(found: Measured) -> dict[str, Any]:
         "by_engine": found.by_engine,
         "most_by_mean": max(counts) / max(statistics.mean(counts), 1e-9),
         "late_p99_s": percentile([one.sent - one.due for one in found.answers], 0.99),
-        **routed,
+        **found.router,
     }
 
 

@@ -27,9 +27,15 @@ ROUTER = "scheduler.router"
 # The client goes to one engine after the other itself, without a router.
 DIRECT = "direct"
 POLICIES = ("round-robin", "least-load", "session", "prefix", "cost")
-# Its counters.
-REQUESTS, ROUTED = "kvkeep_router_routed_requests_total", "kvkeep_router_routed_tokens_total"
-REGRET = "kvkeep_router_regret_tokens_total"
+# Its counters, and the words for them.
+REQUESTS = "kvkeep_router_routed_requests_total"
+COUNTERS = {
+    "routed_tokens": "kvkeep_router_routed_tokens_total",
+    "expected_cached_tokens": "kvkeep_router_expected_cached_tokens_total",
+    "regret_tokens": "kvkeep_router_regret_tokens_total",
+    "decisions": "kvkeep_router_decision_seconds_count",
+    "decision_s": "kvkeep_router_decision_seconds_sum",
+}
 
 
 def has_router() -> bool:
@@ -81,15 +87,14 @@ class Measured:
     """One stage: the answers, whose time the processor took while it was measured, and what engines and router say.
 
     idle_share: of the time in which an engine had sequences, the share in which none of its steps ran: what the
-    processes around it cost. routed, regret: tokens, None without a router.
+    processes around it cost. router: what its counters went up by, empty without one.
     """
 
     answers: list[Answer]
     load: Load
     idle_share: float
     by_engine: dict[str, float]
-    routed: float | None = None
-    regret: float | None = None
+    router: dict[str, float]
 
 
 @dataclass
@@ -215,8 +220,7 @@ class Fleet:
             load,
             idle_share,
             self._by_engine(answers, before, after),
-            _difference(ROUTED, before, after),
-            _difference(REGRET, before, after),
+            {word: after[name] - before.get(name, 0.0) for word, name in COUNTERS.items() if name in after},
         )
 
     def _by_engine(self, answers: list[Answer], before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
@@ -262,7 +266,3 @@ def _idle_share(records: list[list[Record]]) -> float:
     idle = sum(record.idle for one in records for record in one)
     busy = sum(record.seconds for one in records for record in one)
     return idle / max(idle + busy, 1e-9)
-
-
-def _difference(name: str, before: dict[str, float], after: dict[str, float]) -> float | None:
-    return after[name] - before.get(name, 0.0) if name in after else None

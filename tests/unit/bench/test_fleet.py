@@ -16,7 +16,7 @@ from bench.fleet.bounds import IN_TURN, PLACED, PLACEMENTS, Cache, Device, Simul
 from bench.fleet.client import Ask
 from bench.fleet.processes import DIRECT
 from bench.fleet.workload import Groups, Request, Stage, Trace
-from bench.stub_executor import TOKEN_BYTES
+from bench.stub_executor import TOKEN_BYTES, StubSettings
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from tests.stack import ROOT, Stack
 from tests.support.generation import Output, generate, greedy_request
@@ -88,12 +88,21 @@ def test_one_engine_for_each_group_finds_more_than_engines_in_turn() -> None:
     assert cached[PLACED] > 1.2 * cached[IN_TURN]
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 120), st.booleans()), max_size=60))
+def test_a_cache_drops_what_was_used_longest_ago() -> None:
+    cache = Cache(300)
+    for content in (1, 2, 3, 1, 4):
+        request = alone(((content, 99),))
+        cache.admit(request)
+        cache.release(request)
+    assert [cache._cached(alone(((content, 99),))) for content in (1, 2, 3, 4)] == [98, 0, 98, 98]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 120), st.integers(0, 5)), max_size=60))
 def test_a_cache_never_holds_more_than_its_room_and_keeps_what_runs(
-    operations: list[tuple[int, int, bool]],
+    operations: list[tuple[int, int, int]],
 ) -> None:
     cache, running = Cache(300), list[Request]()
-    for number, (prefix, tokens, ends) in enumerate(operations):
+    for number, (prefix, tokens, ending) in enumerate(operations):
         request = alone(((prefix, 100), (100 + number, tokens)))
         seen = cache.admit(request)
         if seen is None:
@@ -105,8 +114,8 @@ def test_a_cache_never_holds_more_than_its_room_and_keeps_what_runs(
         for one in running:
             # Everything of a running request is there.
             assert cache._cached(one) == one.prompt_tokens - 1
-        if ends and running:
-            cache.release(running.pop(0))
+        if ending < len(running):
+            cache.release(running.pop(ending))
 
 
 @given(
@@ -142,6 +151,13 @@ def test_a_small_fleet_is_measured(tmp_path: Path) -> None:
     assert found[DIRECT, "10"]["hit_rate"] > found[DIRECT, "cold"]["hit_rate"]
     assert {"cachemgr", "executor", "scheduler", "redis", "client"} <= found[DIRECT, "10"]["cpu_s_per_s"].keys()
     assert "output tokens/s / TTFT p90 in s" in done.stdout
+
+
+def test_a_step_of_a_stub_takes_the_time_of_its_prompts_or_of_its_decodes() -> None:
+    stub = StubSettings(stub_step_seconds=0.05, stub_prefill_rate=1_000)
+    assert [stub.seconds(*step) for step in ((0, 8, 7), (40, 48, 7), (200, 208, 7), (0, 0, 7))] == [0.05, 0.05, 0.2, 0]
+    # The seed says it, in microseconds, and prompts are free.
+    assert StubSettings().seconds(200, 208, 2_000) == 0.002
 
 
 def test_a_stub_executor_offloads_to_its_host_tier_and_onloads_from_it() -> None:
