@@ -9,10 +9,10 @@ from google.protobuf.json_format import MessageToDict
 from cachemgr import types
 from cachemgr.blocks.events import Event
 from cachemgr.sequences.sequence import Sequence
-from cachemgr.tokens import pack, unpack
 from protos.errors import InvalidField
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.eviction_message import EvictionPolicyRequest, message_of
+from protos.kvcommon.tokens import pack, unpack
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.durations import duration, seconds
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 
 from cachemgr.blocks.block import Block
-from cachemgr.blocks.block_keys import cut_extra_keys
 from cachemgr.blocks.block_pool import BlockPool, PoolListener
 from cachemgr.blocks.events import EventLog
+from cachemgr.blocks.extra_keys import cut_extra_keys
 from cachemgr.blocks.leftovers import Leftovers
 from cachemgr.blocks.recovery import restart
 from cachemgr.errors import SharedBlockError, VoidSequenceError, WindowPassedError

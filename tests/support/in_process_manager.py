@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cachemgr.blocks.block_keys import cut_extra_keys
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.blocks.events import Event
+from cachemgr.blocks.extra_keys import cut_extra_keys
 from cachemgr.errors import EventsGoneError
 from cachemgr.manager import CacheManager
 from cachemgr.operators.commands import OperatorCommands
