@@ -19,7 +19,7 @@ from scheduler.router.messages import start_request
 from scheduler.router.metrics import RouterMetrics
 from scheduler.router.notes import Note, Notes
 from scheduler.router.policies import Policy, Prompt
-from scheduler.router.score import Candidate, Match
+from scheduler.router.score import Candidate, Match, filled
 from scheduler.router.view import CacheView
 
 log = structlog.get_logger()
@@ -170,7 +170,7 @@ class Fleet:
             keys = self._view.keys(links[0].executor_id, attempt.token_ids, request.cache.salt)
             matches = self._view.match([link.executor_id for link in links], keys)
         candidates = []
-        for link in links:
+        for link, rates in zip(links, filled([link.rates for link in links]), strict=True):
             match = matches.get(link.executor_id, Match())
             noted = self._notes.match(link.address, keys, now)
             if noted > match.blocks:
@@ -183,7 +183,7 @@ class Fleet:
                     queued_tokens=link.queued_tokens(now),
                     load=link.load,
                     max_running=link.loads.max_running_requests,
-                    rates=link.rates,
+                    rates=rates,
                     cold_at=link.cold_at,
                 )
             )

@@ -190,4 +190,6 @@ class Router:
                 if address not in self._feeds:
                     feed = ViewFeed(self.view, address, self._settings.security)
                     self._feeds[address] = asyncio.create_task(feed.run())
+            self._router_metrics.blocks.set(len(self.view))
+            await self.view.sweep()
             await asyncio.sleep(WATCH_SECONDS)

@@ -5,7 +5,9 @@ Pure: no clock, no I/O.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 # Where nothing is measured yet: the order of an engine on a processor. Equal for all engines, so that load decides.
@@ -35,6 +37,13 @@ class Rates(NamedTuple):
     host_block: float | None = None
     disk_block: float | None = None
     request: float | None = None
+
+
+def filled(rates: Sequence[Rates]) -> list[Rates]:
+    """The rates with what an engine has not measured as the others have it in the mean."""
+    columns = [[value for value in column if value is not None] for column in zip(*rates, strict=True)]
+    means = [fmean(column) if column else None for column in columns]
+    return [Rates(*(mean if value is None else value for value, mean in zip(one, means, strict=True))) for one in rates]
 
 
 @dataclass(slots=True)

@@ -5,12 +5,15 @@ import contextlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 from prometheus_client import CollectorRegistry
 
 from protos.generation.v1 import generation_pb2_grpc
+from protos.kvcache.v1 import kvcache_pb2_grpc
 from protos.rpc.server import Server
 from scheduler.app import Scheduler
 from scheduler.router.process import Router
@@ -53,6 +56,17 @@ class Fleet:
                 await asyncio.sleep(0.01)
 
 
+class _Events(kvcache_pb2_grpc.CacheEventServiceServicer):
+    """The events of a cache manager, also once it has started again."""
+
+    def __init__(self, manager: RealManager) -> None:
+        self._manager = manager
+
+    async def WatchEvents(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        async for message in self._manager.events.WatchEvents(request, context):
+            yield message
+
+
 @contextlib.asynccontextmanager
 async def run_engine(
     folder: Path, executor: FakeExecutor | None = None, manager: RealManager | None = None, **settings: object
@@ -60,9 +74,11 @@ async def run_engine(
     """A scheduler between a fake executor and a cache manager, with sockets in a folder. Every block must come back."""
     executor = executor or FakeExecutor()
     manager = manager or RealManager(executor)
-    addresses = {name: f"unix:{folder}/{name}" for name in ("scheduler", "cachemgr", "executor")}
+    addresses = {name: f"unix:{folder}/{name}" for name in ("scheduler", "cachemgr", "cachemgr_admin", "executor")}
     async with AsyncExitStack() as exits:
         neighbours = listening(executor, manager, folder)
+        add_events = partial(kvcache_pb2_grpc.add_CacheEventServiceServicer_to_server, _Events(manager))
+        neighbours.listen(addresses["cachemgr_admin"], {"kvcache.v1.CacheEventService": add_events})
         await neighbours.start()
         neighbours.set_serving(True)
         exits.push_async_callback(neighbours.stop)
@@ -89,7 +105,9 @@ async def run_fleet(folder: Path, count: int = 2, **settings: object) -> AsyncIt
         engines = []
         for number in range(count):
             (folder / f"engine-{number}").mkdir()
-            engines.append(await exits.enter_async_context(run_engine(folder / f"engine-{number}")))
+            executor = FakeExecutor()
+            executor.executor_id = f"executor-{number}"
+            engines.append(await exits.enter_async_context(run_engine(folder / f"engine-{number}", executor)))
         registry = CollectorRegistry()
         server = Server("router", drain_seconds=0)
         fields = {"engines": ",".join(engine.address for engine in engines), "address": f"unix:{folder}/router"}

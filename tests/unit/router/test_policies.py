@@ -16,7 +16,7 @@ from scheduler.router.policies import (
     RoundRobin,
     Session,
 )
-from scheduler.router.score import Candidate, Match, Rates, seconds_to_first_token
+from scheduler.router.score import Candidate, Match, Rates, filled, seconds_to_first_token
 
 BLOCK = 16
 KEYS = list(range(1, 65))
@@ -44,6 +44,14 @@ def test_the_expected_time_counts_queue_prefill_onloading_and_the_wait_for_a_pla
     assert seconds_to_first_token(engine("a", device=64), 1024) == pytest.approx(0.001)
     # Nine samples are before it, and the batch holds eight: two have to end.
     assert seconds_to_first_token(engine("a", device=64, load=9), 1024) == pytest.approx(0.001 + 2 * 2.0 / 8)
+
+
+def test_what_an_engine_has_not_measured_is_as_the_others_have_it() -> None:
+    assert filled([Rates(), Rates(prompt_token=2e-3), Rates(4e-3, 1e-3)]) == [
+        Rates(3e-3, 1e-3),
+        Rates(2e-3, 1e-3),
+        Rates(4e-3, 1e-3),
+    ]
 
 
 def test_blocks_that_are_onloaded_slower_than_computed_cost_no_more_than_computing() -> None:
