@@ -147,6 +147,9 @@ class Stage:
         os.kill(self.pid(name), number)
         deadline = absence.begin + STOP_SECONDS
         while not self._ended(name):
+            if self._paused[self.pid(name)]:
+                # It hears of the signal once it goes on.
+                deadline = time.monotonic() + STOP_SECONDS
             if time.monotonic() > deadline:
                 self.failures.append(f"{name} did not end within {STOP_SECONDS:.0f} s of {signal.Signals(number).name}")
                 os.kill(self.pid(name), signal.SIGKILL)
