@@ -162,7 +162,7 @@ def test_pods_set_only_known_settings(case: str, tmp_path: Path) -> None:
             files = {"tls/ca.crt": "ca", "tls/tls.crt": "certificate", "tls/tls.key": "key", "tokens/tokens": "tokens"}
             role = TOKENS["cachemgr" if process == "console" else process]
             Secrets(folder, {what: name for name, what in files.items()} | {"token": f"tokens/{role}.token"})
-            told = variables(container) | {"KVKEEP_LOG_LEVEL": "info"}
+            told = variables(container)
             if told.get("KVKEEP_REDIS_URL") == "secret":
                 told["KVKEEP_REDIS_URL"] = "rediss://:secret@elsewhere"
             environment = {
@@ -547,6 +547,7 @@ def test_every_process_is_watched_as_the_job_of_its_name() -> None:
         ({"image": {"executor": {"repository": ""}}}, "repository"),
         ({"inferencePool": {"enabled": True}}, "endpointPicker"),
         ({"router": {"minReplicas": 0}}, "minReplicas"),
+        ({"router": {"minReplicas": 9, "maxReplicas": 8}}, "router.minReplicas .* router.maxReplicas"),
         ({"executor": {"hostCacheSize": "8GB"}}, "hostCacheSize"),
         ({"scheduler": {"settings": {"MAX_RUNNING": "8"}}}, "MAX_RUNNING"),
         ({"scheduler": {"settings": {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://here"}}}, "OTEL_EXPORTER_OTLP_ENDPOINT"),

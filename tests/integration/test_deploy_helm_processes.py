@@ -130,7 +130,7 @@ class Cluster:
         while not wanted(found := self.probe(what)):
             tails = {name: child.tail() for name, child in self.children.items()}
             assert time.monotonic() < deadline, (found, tails)
-            assert all(child.pid and "status" not in child.ended() for child in self.children.values()), tails
+            assert not any(child.ended() for child in self.children.values()), tails
             time.sleep(0.2)
 
     def run_test(self, **changed: str) -> subprocess.CompletedProcess[str]:

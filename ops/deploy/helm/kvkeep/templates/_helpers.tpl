@@ -3,17 +3,20 @@
 {{- $router := .Values.router.enabled -}}
 {{- if not .Values.insecure -}}
 {{- if not .Values.tls.enabled -}}
-{{- fail "tls.enabled=false lets whoever is in the cluster's network read along: allow it with insecure=true" -}}
+{{- fail "tls.enabled=false lets every pod of the cluster's network read along: allow it with insecure=true" -}}
 {{- end -}}
 {{- range $part := $router | ternary (list "scheduler" "router") (list "scheduler") -}}
 {{- if not (or $.Values.tokens.enabled (index $.Values $part).settings.KVKEEP_TLS_CLIENT_CA_FILE) -}}
-{{- fail (printf "tokens.enabled=false lets whoever reaches a %s call it: allow it with insecure=true, or ask for %s%s%s"
+{{- fail (printf "tokens.enabled=false lets every pod that reaches a %s call it: allow it with insecure=true, or ask for %s%s%s"
   $part "certificates, " $part ".settings.KVKEEP_TLS_CLIENT_CA_FILE=/run/secrets/tls/ca.crt") -}}
 {{- end -}}
 {{- end -}}
 {{- if and (not .Values.redis.bundled) (regexMatch "^redis(\\+cluster)?:" .Values.redis.url) -}}
 {{- fail "redis.url leads to Redis without TLS: write rediss:// or rediss+cluster://, or allow it with insecure=true" -}}
 {{- end -}}
+{{- end -}}
+{{- if gt (int .Values.router.minReplicas) (int .Values.router.maxReplicas) -}}
+{{- fail "router.minReplicas must be at most router.maxReplicas" -}}
 {{- end -}}
 {{- if and (gt (len .Values.shards) 1) (not .Values.redis.bundled) -}}
 {{- if or .Values.redis.urlSecret (not (contains "$(SHARD)" .Values.redis.url)) (contains "+cluster:" .Values.redis.url) -}}
