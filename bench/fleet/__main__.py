@@ -1,4 +1,4 @@
-"""What placement gives a fleet of engines that compute nothing, under each of the router's policies and at many rates.
+"""What each policy of the router gives a fleet of engines that compute nothing, at many rates.
 
 Everything but the devices is real: cache managers with Redis, schedulers, the router, and a client in a process of its
 own that sends what is due, Poisson arrivals with a fixed seed, the same requests for every policy. A device takes a

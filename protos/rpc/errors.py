@@ -129,7 +129,10 @@ class RemoteError(Exception):
 
 
 class PassedOnError(ServiceError):
-    """The error that another server answered, for a caller of this one."""
+    """The error that another server answered, for a caller of this one: with the code and the reason of that one."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "PASSED_ON"
 
     def __init__(self, cause: RemoteError) -> None:
         super().__init__(cause.message, fields=cause.fields, metadata=cause.metadata, retry_after=cause.retry_after)
