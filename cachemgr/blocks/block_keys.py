@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 
 from cachemgr.tokens import TOKEN_BYTES
@@ -25,6 +25,8 @@ DIGEST_BYTES = 32
 
 _ROOT = b"kvkeep/root/1\0"
 _CHILD = b"kvkeep/block/2\0"
+# Of an extra key in a block, before its digest: first token, number of tokens, length of the digest.
+_PIECE = struct.Struct("<iII")
 
 
 def root_key(fingerprint: bytes, salt: str | None, adapter_id: int | None) -> bytes:
@@ -69,8 +71,18 @@ def extra_bytes(extra_keys: Sequence[ExtraKey], start: int, end: int) -> bytes:
         if extra.start >= end:
             break
         covered = min(extra.start + extra.length, end) - max(extra.start, start)
-        parts.append(struct.pack("<iII", extra.start - start, covered, len(extra.digest)) + extra.digest)
+        parts.append(_PIECE.pack(extra.start - start, covered, len(extra.digest)) + extra.digest)
     return b"".join(parts)
+
+
+def extra_digests(extra: bytes) -> Iterator[tuple[int, bytes]]:
+    """From the extra bytes of a block: the first token of each extra key, counted from the block's, and its digest."""
+    at = 0
+    while at < len(extra):
+        start, _, length = _PIECE.unpack_from(extra, at)
+        at += _PIECE.size
+        yield start, extra[at : at + length]
+        at += length
 
 
 def _end_of(extra: ExtraKey) -> int:

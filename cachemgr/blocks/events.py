@@ -29,6 +29,8 @@ class EventLog:
         self._capacity = capacity
         self._ring: list[Event] = []
         self.last = 0
+        # Counts the ends of `scrub`.
+        self.scrubs = 0
         # Called with the pool and key of a block that changes without an event: the clock of a lease has started.
         self.quiet: list[Callable[[str, bytes], None]] = []
 
@@ -84,3 +86,4 @@ class EventLog:
                     gone.add(block.key)
                     self._ring[at % self._capacity] = event._replace(block=block._replace(tokens=b""))
             yield
+        self.scrubs += 1
