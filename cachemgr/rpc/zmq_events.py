@@ -44,13 +44,15 @@ KEPT_BYTES, _KEPT_BATCH_BYTES = 16 << 20, 128
 BEAT_SECONDS = 1.0
 # A reader that takes nothing of a replay for so long gets no more of it, and how often it is tried.
 _PATIENCE_SECONDS, _RETRY_SECONDS = 10.0, 0.02
+# For what is sent last.
+_LINGER_MILLISECONDS = 100
 _MAX_PORT = 65_535
 _NUMBER = re.compile(r"\d+$")
 # What ends a replay, in place of a number.
 _END = (-1).to_bytes(8, "big", signed=True)
 
-BATCHES = Counter("kvkeep_router_batches", "Batches of events published to routers.", ["executor"])
-REPLAYS = Counter("kvkeep_router_replays", "Replays for routers, of kept batches or of the whole cache.", ["source"])
+BATCHES = Counter("kvkeep_zmq_batches", "Batches of events published to routers.", ["executor"])
+REPLAYS = Counter("kvkeep_zmq_replays", "Replays for routers, of kept batches or of the whole cache.", ["source"])
 
 log = structlog.get_logger()
 
@@ -75,6 +77,8 @@ class Stream:
         self, publisher: zmq.Socket[bytes], replays: zmq.asyncio.Socket | None, next_number: int, *, token_ids: bool
     ) -> None:
         self.replays = replays
+        # The reader whose replay is under way.
+        self.reader: bytes | None = None
         self.executor_id = self.pool_id = ""
         # The number of the newest batch.
         self.last = next_number - 1
@@ -163,9 +167,18 @@ class Stream:
         return list(enumerate(islice(self._kept, number - first, None), start=number))
 
     def close(self) -> None:
-        for socket in (self._publisher, self.replays):
-            if socket is not None:
-                socket.close()
+        """Closes the sockets. Replays are answered before: readers may wait for their end for ever."""
+        self._publisher.close(linger=0)
+        if self.replays is None:
+            return
+        socket: zmq.Socket[bytes] = zmq.Socket.shadow(self.replays)
+        peers = [] if self.reader is None else [self.reader]
+        with contextlib.suppress(zmq.ZMQError):
+            while True:
+                for peer in peers:
+                    socket.send_multipart((peer, b"", _END, b""), zmq.DONTWAIT)
+                peers = [socket.recv_multipart(zmq.DONTWAIT)[0]]
+        self.replays.close(linger=_LINGER_MILLISECONDS)
 
     def forget(self) -> None:
         """Drops the kept batches: there may be tokens of forgotten blocks in them."""
@@ -292,9 +305,9 @@ class ZmqEvents:
                 bound.append(_bind(replays, self._settings.replays, number))
         except (zmq.ZMQError, ValueError) as error:
             log.error("the blocks of an executor are not published", executor=executor_id, error=str(error))
-            publisher.close()
+            publisher.close(linger=0)
             if replays is not None:
-                replays.close()
+                replays.close(linger=0)
             return None
         log.info("publishing events", executor=executor_id, addresses=bound)
         stream = Stream(publisher, replays, self._first_number, token_ids=self._settings.token_ids)
@@ -311,13 +324,16 @@ class ZmqEvents:
                 await self._replay(stream, socket, peer, int.from_bytes(frames[1], "big"))
 
     async def _replay(self, stream: Stream, socket: zmq.asyncio.Socket, peer: bytes, first: int) -> None:
+        stream.reader = peer
         kept = stream.kept_from(first)
         REPLAYS.labels("everything" if kept is None else "kept").inc()
         batches = self._everything(stream) if kept is None else _each(kept)
         async for number, message in batches:
             if not await _send(socket, (peer, b"", number.to_bytes(8, "big"), message)):
-                return
-        await _send(socket, (peer, b"", _END, b""))
+                break
+        else:
+            await _send(socket, (peer, b"", _END, b""))
+        stream.reader = None
 
     async def _everything(self, stream: Stream) -> AsyncIterator[tuple[int, bytes]]:
         """The published blocks in as many batches as needed, of which the last one has the number of the newest batch.
@@ -365,7 +381,6 @@ def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str, number: 
     if port + number > _MAX_PORT:
         raise ValueError(f"the port {port} and {number}, the number at the end of its name, are more than {_MAX_PORT}")
     host = "127.0.0.1" if host == "localhost" else host
-    socket.linger = 0
     socket.tcp_keepalive = 1
     # Subscriptions and requests for replays are short.
     socket.maxmsgsize = 1024

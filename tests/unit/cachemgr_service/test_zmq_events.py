@@ -379,6 +379,31 @@ async def test_a_request_that_is_none_gets_no_answer_and_ends_nothing(published:
         assert await asyncio.wait_for(asking.recv_multipart(), 20) == [b"", b"\xff" * 8, b""]
 
 
+async def test_a_replay_ends_also_when_the_process_does(published: Published, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq_events, "WAITING_BATCHES", 1)
+    world = World(num_blocks=400, config=PATIENT)
+    monkeypatch.setattr(zmq_events, "_MAX_BLOCKS", 1)
+    await published.publish(world)
+    world.cache(list(range(100_000, 100_000 + 300 * BLOCK)))
+    await published.quiet(world)
+    async with published.reader().following() as view:
+        await published.quiet(world, view)
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as first, context.socket(zmq.DEALER) as second:
+        first.rcvhwm = 1
+        for asking in (first, second):
+            asking.connect(f"tcp://{published.replays}")
+            await asking.send_multipart([b"", bytes(8)])
+        _, number, _ = await first.recv_multipart()
+        assert number != b"\xff" * 8
+        await published.publishing[-1].stop()
+        published.publishing.clear()
+        for asking in (first, second):
+            number = b""
+            async with asyncio.timeout(20):
+                while number != b"\xff" * 8:
+                    _, number, _ = await asking.recv_multipart()
+
+
 def register(world: World, executor_id: str) -> None:
     world.manager.register_executor(ExecutorSpec(executor_id, 1, "m", FINGERPRINT, BLOCK, [PoolSpec(0, 4)]))
 
