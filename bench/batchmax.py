@@ -1,9 +1,10 @@
-"""Eviction in the prompt and behind it (BM), behind it only (ED), and none (FKV): batches, speed and what output keeps.
+"""Batch size, speed and quality with eviction in the prompt, behind it, and without eviction.
 
-Run it with `make bench-batchmax`. Batch-Max (Metel, Chen, Rezagholizadeh, ES-FoMo III 2025) evicts by average attention
-while the prompt is computed, so that no sequence ever has more than its budget; evicting behind the prompt alone still
-needs room for a whole prompt. Prompts are 700 to 1,000 tokens of prose. They come in two ways: all together, and
-continuously, each once the one before is computed.
+Run it with `make bench-batchmax`. BM evicts in the prompt and behind it, ED behind it only, FKV never. Batch-Max
+(Metel, Chen, Rezagholizadeh, ES-FoMo III 2025) evicts by average attention while the prompt is computed, so that no
+sequence ever has more than its budget; evicting behind the prompt alone still needs room for a whole prompt. Prompts
+are 700 to 1,000 tokens of prose. They come in two ways: all together, and continuously, each once the one before is
+computed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import asyncio
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -23,7 +23,7 @@ from bench import plots
 from bench.fairness import NO_TARGET
 from bench.prose import NoTextError, pieces
 from bench.quality import rouge_2
-from bench.result import Result
+from bench.result import Result, add_json_argument
 from bench.serving import INTERRUPTED, RED, keep, note
 from bench.tables import table
 from bench.totals import agreement
@@ -287,7 +287,7 @@ def main() -> int:
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--pool-tokens", type=int, default=4_096)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--json", type=Path, help="where every figure is kept")
+    add_json_argument(parser)
     given = parser.parse_args()
     settings = {key: value for key, value in vars(given).items() if key != "json"}
     try:

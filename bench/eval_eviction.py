@@ -1,4 +1,4 @@
-"""The quality of every eviction policy: what is lost of a model's predictions when tokens are evicted.
+"""Quality of every eviction policy: how predictions change when tokens are evicted.
 
 Run it with `make eval-eviction`. The model and its cache run here, without a server; policies act through the
 executor's own engine.

@@ -1,4 +1,4 @@
-"""What token eviction costs and gains in speed: the same requests with policies and without, in turns.
+"""Speed of token eviction: the same requests with policies and without, in turns.
 
 Run it with `make bench-eviction-cost`. "scores alone" counts attention in every step and never evicts: its budget is
 above every length. Prompts are computed one after the other, for one token each, by turns with a policy and without.
@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 from tokenizers import Tokenizer
 
-from bench.result import Result
+from bench.result import Result, add_json_argument
 from bench.runs import Others, processes, watched
 from bench.tables import table
 from bench.workloads import CASES, Case, Corpus
@@ -138,7 +138,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
-    parser.add_argument("--json", type=Path)
+    add_json_argument(parser)
     arguments = parser.parse_args()
     names = list(dict.fromkeys(["none", *arguments.policies]))
     encode = Tokenizer.from_file(str(Path(find("", model_cache()).source, "tokenizer.json"))).encode

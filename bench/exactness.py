@@ -1,4 +1,4 @@
-"""Greedy output of the whole stack against transformers' generate(), in every combination of settings.
+"""Greedy output of the whole stack against transformers' generate(), with all settings.
 
 Run it with `make exactness`. Prints one line per combination and exits with 1 when a token differs that is no tie.
 """
@@ -8,12 +8,13 @@ import asyncio
 import itertools
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 from tokenizers import Tokenizer
 
+from bench.result import Result, add_json_argument
 from executor.models.files import resolve
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
@@ -25,8 +26,8 @@ from tests.support.reference import Reference, first_mismatch, references
 COUNT = 32
 OUTPUT_TOKENS = 32
 BATCHES = (1, 8, 32)
-# Settings of the stack. In the tight pool the longest prompt with its output just fits, and nobody gets blocks before
-# they are needed: with several requests at a time some have to give theirs back.
+# Settings of the stack. In the tight pool the longest prompt with its output just fits, and no sequence gets blocks
+# before it needs them: of several requests at a time some are preempted.
 POOLS: dict[str, dict[str, object]] = {
     "roomy": {"executor_max_tokens": 65_536},
     "tight": {"executor_max_tokens": 1_552, "cachemgr_capacity_ahead_tokens": 0},
@@ -54,9 +55,11 @@ def compare(expected: Sequence[Reference], outputs: Sequence[Output], label: str
     return ties, errors
 
 
-async def one_stack(stack: Stack, label: str, inputs: list[list[int]], expected: list[Reference]) -> Counter[str]:
-    """All batch sizes and ways of reuse on one running stack; counts outputs, ties, errors and preemptions."""
-    total: Counter[str] = Counter()
+async def one_stack(
+    stack: Stack, label: str, inputs: list[list[int]], expected: list[Reference]
+) -> list[dict[str, Any]]:
+    """All batch sizes and ways of reuse on one running stack; a row for each combination."""
+    rows: list[dict[str, Any]] = []
     for batch, reuse in itertools.product(BATCHES, ("off", "on", "second time")):
         if reuse == "on":
             await purge(stack.admin)
@@ -73,8 +76,20 @@ async def one_stack(stack: Stack, label: str, inputs: list[list[int]], expected:
             f"{cached} cached tokens, {preemptions} preemptions, {seconds:.1f} s",
             flush=True,
         )
-        total += Counter(outputs=len(outputs), ties=counts[0], errors=counts[1], preemptions=preemptions)
-    return total
+        rows.append(
+            {
+                "settings": label,
+                "batch": batch,
+                "reuse": reuse,
+                "outputs": len(outputs),
+                "ties": counts[0],
+                "errors": counts[1],
+                "cached_tokens": cached,
+                "preemptions": preemptions,
+                "seconds": seconds,
+            }
+        )
+    return rows
 
 
 def main() -> int:
@@ -82,25 +97,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pools", nargs="+", choices=POOLS, default=[*POOLS])
     parser.add_argument("--chunk-budgets", nargs="+", type=int, default=[64, 512])
+    add_json_argument(parser)
     arguments = parser.parse_args()
     model = resolve("")
     encode = Tokenizer.from_file(str(model / "tokenizer.json")).encode
     inputs = prompts(COUNT, lambda text: encode(text, add_special_tokens=False).ids)
     print(f"{COUNT} prompts, {min(map(len, inputs))} to {max(map(len, inputs))} tokens, {sum(map(len, inputs))} in all")
     expected = references(model, inputs, OUTPUT_TOKENS, model_cache(), print)
-    total: Counter[str] = Counter()
+    rows: list[dict[str, Any]] = []
+    too_roomy = 0
     for pool, budget in itertools.product(arguments.pools, arguments.chunk_budgets):
         with Stack(scheduler_max_batched_tokens=budget, **POOLS[pool]) as stack:
-            counts = asyncio.run(one_stack(stack, f"{pool} pool, chunk budget {budget}", inputs, expected))
-        if pool == "tight" and not counts["preemptions"]:
-            print("the tight pool was not tight enough: nobody was preempted")
-            counts["errors"] += 1
-        total += counts
+            found = asyncio.run(one_stack(stack, f"{pool} pool, chunk budget {budget}", inputs, expected))
+        if pool == "tight" and not any(row["preemptions"] for row in found):
+            print("the tight pool was not tight enough: no request was preempted")
+            too_roomy += 1
+        rows += found
+    total = {name: sum(row[name] for row in rows) for name in ("outputs", "ties", "errors", "preemptions")}
     print(
         f"in all: {total['outputs']} outputs, {total['ties']} ties, {total['errors']} different, "
         f"{total['preemptions']} preemptions"
     )
-    return 1 if total["errors"] else 0
+    asked = {"pools": arguments.pools, "chunk_budgets": arguments.chunk_budgets}
+    Result("exactness", {"combinations": rows, "total": total}, asked).write(arguments.json)
+    return 1 if total["errors"] or too_roomy else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a long prompt does to streams that are under way: their time between tokens before, while and after it.
+"""Inter-token latency of running streams before, during and after a long prompt.
 
 Run it with `make bench-fairness`. Streams decode; a prompt arrives; the streams go on until they were left alone again.
 """
@@ -13,10 +13,11 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
-from bench.result import percentile
+from bench.result import Result, add_json_argument, percentile
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from tests.stack import Stack
@@ -87,26 +88,29 @@ async def turn(
     return result
 
 
-def report(name: str, turns: Sequence[Turn]) -> None:
-    """Prints one row of medians over the turns."""
+def report(name: str, turns: Sequence[Turn]) -> dict[str, Any]:
+    """Prints one row of medians over the turns; returns the values of all turns."""
     columns = []
+    figures: dict[str, Any] = {"name": name, "prompt_ttft_s": [one.first for one in turns]}
     for share in (0.5, 0.99):
         quiet = [percentile(one.quiet, share) * 1e3 for one in turns]
         disturbed = [percentile(one.disturbed, share) * 1e3 for one in turns]
+        figures[f"p{share * 100:.0f}_ms"] = {"quiet": quiet, "disturbed": disturbed}
         ratio = statistics.median(b / a for a, b in zip(quiet, disturbed, strict=True))
         columns.append(f"{statistics.median(quiet):9.1f}{statistics.median(disturbed):10.1f}{ratio:8.2f}")
     first = statistics.median(one.first for one in turns)
     print(f"{name:<22}{columns[0]}   {columns[1]}{first:12.2f}", flush=True)
+    return figures
 
 
-async def measure(stack: Stack, name: str, streams: int, tokens: int, repeats: int) -> None:
+async def measure(stack: Stack, name: str, streams: int, tokens: int, repeats: int) -> dict[str, Any]:
     """Several turns on one stack, after one that warms it up."""
     rng = random.Random(7)
     async with grpc.aio.insecure_channel(stack.scheduler) as channel:
         stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
         vocabulary = (await stub.GetModel(pb.GetModelRequest(), timeout=10)).vocab_size
         await turn(stub, rng, vocabulary, 1, 64)
-        report(name, [await turn(stub, rng, vocabulary, streams, tokens) for _ in range(repeats)])
+        return report(name, [await turn(stub, rng, vocabulary, streams, tokens) for _ in range(repeats)])
 
 
 def main() -> None:
@@ -117,14 +121,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--targets", type=float, nargs="+", default=[0, NO_TARGET], help="seconds; 0 is the default")
+    add_json_argument(parser)
     arguments = parser.parse_args()
     print(f"{arguments.streams} streams, a prompt of {arguments.prompt_tokens} tokens, {arguments.dtype}")
     columns = "   ".join(f"{name:>9}{'beside it':>10}{'ratio':>8}" for name in ("p50 ms", "p99 ms"))
     print(f"{'time between tokens':<22}{columns}{'prompt s':>12}")
+    rows: list[dict[str, Any]] = []
     for target in arguments.targets:
         name = {0: "default", NO_TARGET: "whole budget"}.get(target, f"target {target * 1e3:g} ms")
         with Stack(executor_dtype=arguments.dtype, scheduler_target_itl_seconds=target) as stack:
-            asyncio.run(measure(stack, name, arguments.streams, arguments.prompt_tokens, arguments.repeats))
+            row = asyncio.run(measure(stack, name, arguments.streams, arguments.prompt_tokens, arguments.repeats))
+        rows.append({"target_s": target} | row)
+    asked = {name: value for name, value in vars(arguments).items() if name != "json"}
+    Result("fairness", {"targets": rows}, asked).write(arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every family of decoders that transformers knows, as a tiny model: is what would be served what generate() computes?
+"""Every decoder family of transformers as a tiny model: served output against generate().
 
 `python -m bench.families [--json FILE] [NAME ...]` builds each with random weights, saves it, loads it as the
 executor does, runs six prompts side by side in chunks, and compares greedy tokens with generate(). Each family ends as
@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from bench.result import Result as Kept
+from bench.result import add_json_argument
 from executor.errors import ModelError
 from tests.unit.executor.conftest import Driver, on_torch, save_model
 
@@ -297,7 +298,7 @@ def main(arguments: list[str]) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("names", nargs="*", metavar="NAME", help="family or family/variant; all without any")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    add_json_argument(parser)
     chosen = parser.parse_args(arguments)
     results = []
     for name in chosen.names or names():

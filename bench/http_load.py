@@ -1,4 +1,4 @@
-"""Whether the stack holds under many callers: streams over HTTP, some of which leave, for minutes.
+"""Many HTTP streams for minutes, some of which are cancelled: errors, cost and freed blocks.
 
 Run it with `make bench-http-load`, for example ARGS="--seconds 60 --streams 64". It prints what callers saw, what each
 process took per output token, how much of that is HTTP (the same load over gRPC, for a shorter time), memory over time,
@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,7 +26,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 
 from bench.callers import SILENT_SECONDS, Grpc, Http, Load, Way, ask
 from bench.http_load_report import Counters, Found, Phase, show
-from bench.result import Result
+from bench.result import Result, add_json_argument
 from bench.runs import Others, cpu_seconds, processes
 from cachemgr.types import ManagerConfig
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
@@ -43,14 +42,9 @@ WARM_SECONDS = 60.0
 POLL_SECONDS = 0.02
 # Of somebody who leaves while nobody else is there, and how often that is done.
 ALONE_TOKENS, ALONE_PIECES, ALONE_TIMES = 4_000, 3, 20
-# Stands for a model that takes a fixed time for a step and no processor, and its settings: it knows of no copies,
-# registers once, and takes prompts of any length.
+# Stands for a model that takes a fixed time for a step and no processor; it takes prompts of any length.
 STUB = "bench.stub_executor"
-STUB_SETTINGS = {
-    "cachemgr_partial_reuse": False,
-    "cachemgr_lease_seconds": 36_000,
-    "scheduler_max_batched_tokens": 8_192,
-}
+STUB_SETTINGS = {"scheduler_max_batched_tokens": 8_192}
 FILL_TOKENS = 512
 PREFIX = "kvkeep_scheduler_"
 MB = 1e6
@@ -238,7 +232,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="auto", help="of weights and cache, as the executor's setting")
     parser.add_argument("--pool-tokens", type=int, default=16_384, help="few enough to be full after a minute")
     parser.add_argument("--step-ms", type=float, help="no model, but steps of so long, so that only kvkeep has work")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    add_json_argument(parser)
     given = parser.parse_args()
     stub = {} if given.step_ms is None else STUB_SETTINGS
     with Stack(

@@ -1,4 +1,4 @@
-"""What batch-invariant computation costs: steps with it beside the same steps without it, in turns.
+"""Cost of batch-invariant computation: steps with it and without it, in turns.
 
 Run it with `make bench-invariance`. The compiled decoder computes six layers of SmolLM2-135M's sizes with random
 weights and a fifth of its vocabulary, which keeps what each part of the model takes of a step as it is with thirty
@@ -12,9 +12,11 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from bench.result import Result, add_json_argument
 from kernels.cpu_decoder import build
 from kernels.cpu_decoder.launch import DTYPES, Decoder
 from tests.kernels.decoder_cases import Case, build_world
@@ -68,15 +70,19 @@ def main(arguments: list[str]) -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--turns", type=int, default=15, help="steps of each kind (%(default)s)")
-    turns = parser.parse_args(arguments).turns
+    add_json_argument(parser)
+    given = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
     torch.set_num_threads(1)
     print("| step | float32 | bfloat16 |\n| --- | --- | --- |")
     for name in STEPS:
         columns = []
         for dtype in DTYPES:
-            plain, invariant = seconds(model_cache() / "compiled", name, dtype, turns)
+            plain, invariant = seconds(model_cache() / "compiled", name, dtype, given.turns)
+            rows.append({"step": name, "dtype": str(dtype), "plain_s": plain, "invariant_s": invariant})
             columns.append(f"{invariant / plain - 1:+.1%} of {plain * 1e3:.1f} ms")
         print(f"| {name} | {' | '.join(columns)} |", flush=True)
+    Result("invariance", {"steps": rows}, {"turns": given.turns}).write(given.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the cache manager's decisions cost: time per call and per block, memory per block, and how both grow.
+"""Cost of the cache manager's decisions: time per call and block, and memory per block.
 
 Run it with `make bench-manager`. One core, a virtual clock and no device; the second part asks a real process over a
 unix socket. Times are medians, minima and maxima of several runs. Nothing fails for being slow.
@@ -13,11 +13,12 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bench import manager_rpc
 from bench.driver import CALLER, CONFIG, Driver, prompt
+from bench.result import Result, add_json_argument
 from cachemgr.retention.leases import ENDED_AT_A_TIME
 from cachemgr.types import Retention, RetentionRange
 from protos.rpc.startup import collect_rarely
@@ -135,8 +136,8 @@ class FullPool:
         return taken
 
 
-def grow(sizes: Sequence[int], runs: int, pauses: Pauses) -> Iterator[Row]:
-    """The curve over the number of cached blocks; yields the rows that have targets.
+def grow(sizes: Sequence[int], runs: int, pauses: Pauses) -> tuple[list[dict[str, Any]], list[Row]]:
+    """The curve over the number of cached blocks, and the rows that have targets.
 
     The pools take turns, so that the sizes compare also on a machine whose speed changes.
     """
@@ -156,10 +157,28 @@ def grow(sizes: Sequence[int], runs: int, pauses: Pauses) -> Iterator[Row]:
         cached[size].append(pool.admit_cached() * per_block)
     print(f"\n{'us per block, medians':>22}{'eviction by':>13}{'eviction by':>13}{'storing':>10}{'admission of':>14}")
     print(f"{'cached blocks':>22}{'extension':>13}{'admission':>13}{'':>10}{'cached blocks':>14}")
+    columns = {
+        "eviction_by_extension": extensions,
+        "eviction_by_admission": unseen,
+        "storing": stored,
+        "admission_of_cached_blocks": cached,
+    }
     for size in sizes:
-        values = [statistics.median(column[size]) for column in (extensions, unseen, stored, cached)]
+        values = [statistics.median(column[size]) for column in columns.values()]
         print(f"{size:>22,}{values[0]:>13.2f}{values[1]:>13.2f}{values[2]:>10.2f}{values[3]:>14.2f}")
     pauses.show()
+    # In microseconds per block.
+    curve = [{"cached_blocks": size} | {name: column[size] for name, column in columns.items()} for size in sizes]
+    return curve, list(_judged(sizes, extensions, unseen, cached))
+
+
+def _judged(
+    sizes: Sequence[int],
+    extensions: dict[int, list[float]],
+    unseen: dict[int, list[float]],
+    cached: dict[int, list[float]],
+) -> Iterator[Row]:
+    """Points of the curve that have targets."""
     if 100_000 in sizes:
         yield Row("admission of 8,192 cached tokens", "ms", [value * CHAIN / 1e3 for value in cached[100_000]], 3)
         yield Row("eviction by extension, 100,000 blocks", "us per block", extensions[100_000], 3)
@@ -188,8 +207,8 @@ def expiry(runs: int) -> Row:
         for number, tokens in enumerate(prompts):
             # The last prompt asks for what is left to the number of leases.
             left = min(PROMPT_TOKENS, LEASES * BLOCK - number * PROMPT_TOKENS)
-            wish = Retention((RetentionRange(0, left, 60, 10.0),))
-            driver.cache(f"{run}/{number}", tokens, session_id=f"session {number}", retention=wish)
+            retention = Retention((RetentionRange(0, left, 60, 10.0),))
+            driver.cache(f"{run}/{number}", tokens, session_id=f"session {number}", retention=retention)
             driver.now += 0.001
         driver.now += 60.0
         before = driver.manager.queries.last_event
@@ -246,6 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="blocks of the pools on the curve")
     parser.add_argument("--runs", type=int, default=30, help="times that each call is measured")
+    add_json_argument(parser)
     arguments = parser.parse_args()
     collect_rarely()
     print(f"Python {sys.version.split()[0]}, collector thresholds {gc.get_threshold()}, {gc.get_freeze_count()} frozen")
@@ -253,18 +273,25 @@ def main() -> None:
     FullPool(10_000)
     print(f"a million turns of an empty loop take {timed(_spin)[0] * 1e3:.0f} ms")
     pauses = Pauses()
-    rows = list(grow(arguments.sizes, arguments.runs, pauses))
+    curve, rows = grow(arguments.sizes, arguments.runs, pauses)
     header("in process")
     for row in rows:
         row.show()
     for measure in (lambda: extension(arguments.runs), lambda: synchronisation(8 * arguments.runs), lambda: expiry(5)):
-        measure().show()
+        rows.append(measure())
+        rows[-1].show()
     pauses.show()
-    memory().show()
+    rows.append(memory())
+    rows[-1].show()
     header("over gRPC, from a client's view")
+    over_grpc = []
     for name, unit, values, target in manager_rpc.measure(arguments.runs):
-        Row(name, unit, values, target).show()
+        over_grpc.append(Row(name, unit, values, target))
+        over_grpc[-1].show()
     print(f"a million turns of an empty loop take {timed(_spin)[0] * 1e3:.0f} ms")
+    parts = {"in_process": [asdict(row) for row in rows], "over_grpc": [asdict(row) for row in over_grpc]}
+    asked = {"sizes": arguments.sizes, "runs": arguments.runs}
+    Result("manager", {"curve_us_per_block": curve, **parts}, asked).write(arguments.json)
 
 
 if __name__ == "__main__":

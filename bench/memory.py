@@ -1,4 +1,4 @@
-"""Resident memory of every process: at the start, with a full KV pool, and while requests come and go.
+"""Resident memory of every process: at the start, with a full pool, and over many requests.
 
 Run it with `make bench-memory`. Requests with text of their own fill the pool and evict from it; a process that keeps
 something of each would grow with them. What is kept of the past within bounds, the cache manager's last 100,000 events
@@ -18,6 +18,7 @@ import grpc
 import psutil
 
 from bench.limits import ELEMENT_BYTES, ModelShape
+from bench.result import Result, add_json_argument
 from bench.runs import processes
 from bench.tables import table
 from executor.models.files import resolve
@@ -69,6 +70,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--dtype", choices=ELEMENT_BYTES, default="bfloat16")
     parser.add_argument("--pool-tokens", type=int, default=8_192)
+    add_json_argument(parser)
     given = parser.parse_args()
     shape = ModelShape.read(resolve(""))
     rng = random.Random(3)
@@ -96,6 +98,14 @@ def main() -> int:
     ]
     for what, found, bound in verdicts:
         print(f"{what:<34}{found:8.1f} MB, {'less' if found < bound else 'NOT less'} than {bound:.1f}")
+    figures = {
+        "weights_mb": weights,
+        "pool_mb": pool,
+        "resident_mb": seen,
+        "bounds_mb": {what: {"found": found, "bound": bound} for what, found, bound in verdicts},
+    }
+    asked = {name: value for name, value in vars(given).items() if name != "json"}
+    Result("memory", figures, asked).write(given.json)
     return 0 if all(found < bound for _, found, bound in verdicts) else 1
 
 

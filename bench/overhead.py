@@ -1,4 +1,4 @@
-"""What the cache manager costs in a process of its own: the same work with it and with an allocator in the scheduler.
+"""Cost of a cache manager in its own process, beside an allocator in the scheduler.
 
 Run it with `make bench-overhead`. The executor is a stub whose steps take a fixed time, so that nothing but the control
 plane makes a difference; both wirings run side by side and take turns. With `--model` the real executor runs.
@@ -14,13 +14,12 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
 import psutil
 
-from bench.result import Result, percentile
+from bench.result import Result, add_json_argument, percentile
 from bench.stub_executor import Record, read_records
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
@@ -269,7 +268,6 @@ def start(exits: ExitStack, name: str, arguments: argparse.Namespace) -> Wiring:
         scheduler_metrics_address=address,
         scheduler_max_running=most,
         scheduler_max_waiting=most,
-        cachemgr_lease_seconds=36_000,
         executor_max_tokens=max(65_536, 2 * tokens),
     )
     return Wiring(name, exits.enter_context(stack), address)
@@ -283,7 +281,7 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, help="at least 256 and twice the sequences unless given")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", action="store_true", help="the real executor instead of the stub")
-    parser.add_argument("--json", type=Path, help="file for all results")
+    add_json_argument(parser)
     arguments = parser.parse_args()
     arguments.sequences = arguments.sequences or ([1, 32] if arguments.model else [1, 32, 128, 512])
     if arguments.model:

@@ -1,4 +1,4 @@
-"""What prefix reuse gains: requests that share a long prefix, with and without reuse.
+"""Gain of prefix reuse: requests that share a long prefix, with reuse and without.
 
 Run it with `make bench-prefix`. All requests arrive at once on an empty cache; each repeat uses another prefix.
 """
@@ -8,9 +8,11 @@ import asyncio
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
+from bench.result import Result, add_json_argument
 from executor.models.files import resolve
 from tests.stack import Stack
 from tests.support.generation import Output, generate_all, greedy_request
@@ -19,8 +21,9 @@ from tests.support.prompts import shared_prefix_prompts
 OUTPUT_TOKENS = 32
 
 
-def describe(name: str, outputs: list[Output], seconds: float) -> float:
-    """Prints one row and returns output tokens per second."""
+def describe(outputs: list[Output], seconds: float, *, reuse: bool) -> dict[str, Any]:
+    """Prints one row and returns its figures."""
+    name = "with reuse" if reuse else "without reuse"
     rate = sum(len(output.token_ids) for output in outputs) / seconds
     cached = [output.usage.cached_tokens for output in outputs]
     first = statistics.mean(output.token_times[0] - output.started for output in outputs)
@@ -29,7 +32,13 @@ def describe(name: str, outputs: list[Output], seconds: float) -> float:
         f"cached tokens per request {min(cached)}..{max(cached)}, {sum(cached)} in all",
         flush=True,
     )
-    return rate
+    return {
+        "reuse": reuse,
+        "output_tokens_per_s": rate,
+        "seconds": seconds,
+        "ttft_mean_s": first,
+        "cached_tokens": cached,
+    }
 
 
 async def measure(stack: Stack, inputs: list[list[int]], *, reuse: bool) -> tuple[list[Output], float]:
@@ -40,16 +49,18 @@ async def measure(stack: Stack, inputs: list[list[int]], *, reuse: bool) -> tupl
     return outputs, time.monotonic() - begin
 
 
-async def run(stack: Stack, encode: object, count: int, repeats: int) -> None:
-    """Repeats the pair and prints the ratio of the medians."""
-    rates: dict[bool, list[float]] = {False: [], True: []}
+async def run(stack: Stack, encode: object, count: int, repeats: int) -> dict[str, Any]:
+    """Repeats the pair, and prints and returns the ratio of the medians."""
+    runs: list[dict[str, Any]] = []
     for repeat in range(repeats):
         inputs = shared_prefix_prompts(count, encode, variant=repeat)  # type: ignore[arg-type]
         for reuse in (True, False):
             outputs, seconds = await measure(stack, inputs, reuse=reuse)
-            rates[reuse].append(describe("with reuse" if reuse else "without reuse", outputs, seconds))
+            runs.append(describe(outputs, seconds, reuse=reuse))
+    rates = {reuse: [one["output_tokens_per_s"] for one in runs if one["reuse"] is reuse] for reuse in (True, False)}
     ratio = statistics.median(rates[True]) / statistics.median(rates[False])
     print(f"{count} requests, common prefix 1024 tokens: {ratio:.1f} times faster with reuse (medians of {repeats})")
+    return {"runs": runs, "ratio": ratio}
 
 
 def main() -> None:
@@ -57,10 +68,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
+    add_json_argument(parser)
     arguments = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(Path(resolve("")) / "tokenizer.json"))
     with Stack() as stack:
-        asyncio.run(
+        figures = asyncio.run(
             run(
                 stack,
                 lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
@@ -68,6 +80,8 @@ def main() -> None:
                 arguments.repeats,
             )
         )
+    asked = {"requests": arguments.requests, "repeats": arguments.repeats}
+    Result("prefix", figures, asked).write(arguments.json)
 
 
 if __name__ == "__main__":

@@ -98,8 +98,8 @@ def demand(requests: Sequence[Request], keep_seconds: float) -> tuple[float, flo
 class LeaseCount:
     """What became of leases, from the manager's events.
 
-    Honoured: the block was there until the lease's own end, or until a wish of the same holder or a longer block with
-    the same tokens took its place. Broken: the block was lost before. The rest has not ended.
+    Honoured: the block was cached until the lease's own end, or until a retention request of the same holder or a
+    longer block with the same tokens replaced it. Broken: the block was removed before. The rest has not ended.
     """
 
     granted: int = 0
@@ -154,11 +154,11 @@ class Replay:
     """One pool. A request begins when all blocks that it may need are free; until then it and those behind it wait."""
 
     def __init__(self, num_blocks: int, block_size: int, ghost_sample: int = 0) -> None:
-        # Blocks are taken for the whole output at once, and none ahead of that.
+        # Blocks are allocated for the whole output at once, and none ahead of that.
         config = replace(CONFIG, capacity_ahead_tokens=0, ghost_sample=ghost_sample)
         self._driver = Driver(num_blocks, block_size=block_size, config=config)
         # Admissions leave some blocks free; a copy needs its source besides its target.
-        self._room = num_blocks - int(num_blocks * CONFIG.free_watermark) - 1
+        self._most_used = num_blocks - int(num_blocks * CONFIG.free_watermark) - 1
         self._block_size = block_size
         self._generated = _FIRST_GENERATED
         self._names = 0
@@ -169,14 +169,14 @@ class Replay:
         self._requests: dict[int, Request] = {}
         self.outcome = Outcome()
 
-    def run(self, requests: Iterable[Request], wishes: Iterable[Retention | None]) -> Outcome:
-        """All requests, each with what it wishes, until the last has ended. Raises PoolTooSmallError."""
-        for request, wish in zip(requests, wishes, strict=True):
-            if self._needed(request) > self._room:
+    def run(self, requests: Iterable[Request], retention: Iterable[Retention | None]) -> Outcome:
+        """All requests, each with its retention request, until the last has ended. Raises PoolTooSmallError."""
+        for request, kept in zip(requests, retention, strict=True):
+            if self._needed(request) > self._most_used:
                 raise PoolTooSmallError(f"a request of {request.input_length} tokens does not fit into the pool")
             self._end_until(request.time)
             self._driver.now = request.time
-            self._waiting.append((request, wish))
+            self._waiting.append((request, kept))
             self._start_waiting()
             self.outcome.waited += bool(self._waiting)
         self._end_until(math.inf)
@@ -215,18 +215,18 @@ class Replay:
     def _start_waiting(self) -> None:
         while self._waiting:
             used = self._driver.pool.used_blocks
-            if used + self._needed(self._waiting[0][0]) > self._room:
+            if used + self._needed(self._waiting[0][0]) > self._most_used:
                 return
             self._start(*self._waiting.popleft())
 
-    def _start(self, request: Request, wish: Retention | None) -> None:
-        """Takes the blocks for the prompt and all that will be generated; computes the prompt."""
+    def _start(self, request: Request, retention: Retention | None) -> None:
+        """Allocates blocks for the prompt and all tokens to be generated; computes the prompt."""
         driver, outcome = self._driver, self.outcome
         self._names += 1
         name = str(self._names)
-        options: dict[str, object] = {} if wish is None else {"retention": wish}
-        if wish is not None and any(part.duration is not None for part in wish.ranges):
-            # What has an end is wished for by the conversation: its next request takes the place of this wish.
+        options: dict[str, object] = {} if retention is None else {"retention": retention}
+        if retention is not None and any(part.duration is not None for part in retention.ranges):
+            # A request with an end is one of the conversation: the retention of its next request replaces it.
             options["session_id"] = f"c{request.conversation}"
         admission = driver.admit(name, request.tokens(), **options)
         assert admission.admitted
@@ -260,5 +260,5 @@ def _timed(call: Callable[..., None], seconds: list[float]) -> Callable[..., Non
 
 
 def _capacity(request: Request) -> int:
-    """Tokens that it needs blocks for; a sync gives room for two more than are computed."""
+    """Tokens that it needs blocks for; a sync extends by two more than are computed."""
     return request.input_length + max(2, request.output_length)

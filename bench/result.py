@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -15,7 +16,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # Ignored by git. Chosen results are kept below bench/results, in a folder for each machine.
-RESULTS = ROOT / "build/bench"
+_SHORT = "build/bench"
+RESULTS = ROOT / _SHORT
 PACKAGES = ("torch", "triton", "transformers", "grpcio", "protobuf", "redis", "uvloop")
 
 
@@ -69,6 +71,11 @@ class Result:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(self.values(), indent=1, default=str) + "\n")
         return target
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds --json, the file that `Result.write` takes as its target."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"file of the results (NAME.json in {_SHORT})")
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -1,4 +1,4 @@
-"""How fast the stack serves the workloads of bench.workloads, through all processes, beside the machine's limits.
+"""Speed of the whole stack on four workloads, beside the machine's limits.
 
 Run it with `make bench-serving`, for example ARGS="--workloads W1 W4 --dtypes bfloat16 --repeats 1". Each data type has
 a stack of its own; its greedy output is checked first, which also warms it up, and a red check ends the run without a
@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from bench import gate, limits, plots
 from bench.limits import Limits, ModelShape
-from bench.result import Result
+from bench.result import Result, add_json_argument
 from bench.runs import Run, WrongCountError, run
 from bench.tables import table
 from bench.workloads import Case, Corpus, chosen
@@ -218,7 +218,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--repeats", type=int, default=3)
     made.add_argument("--model", default="", help="as KVKEEP_EXECUTOR_MODEL")
     made.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings: executor_threads=1")
-    made.add_argument("--json", type=Path, help="where every run is kept")
+    add_json_argument(made)
     return made
 
 

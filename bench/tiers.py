@@ -1,4 +1,4 @@
-"""What host memory and a disk gain: prompts that come again when the device has no room for them any more.
+"""Gain of the host and disk tiers for prompts that return after their blocks were evicted.
 
 Run it with `make bench-tiers`. A working set of four times the device's pool is asked for round after round, one
 prompt at a time: without lower tiers no prompt is ever found. Outputs must be those of the first round, and what comes
@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.result import Result, percentile
+from bench.result import Result, add_json_argument, percentile
 from bench.tables import table
 from executor.metrics import CHECKSUM_MISMATCHES
 from tests.stack import Stack, free_address, metrics
@@ -111,7 +111,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2, help="rounds behind the first, which are measured")
     parser.add_argument("--dtype", nargs="+", default=["auto"], help="of weights and cache, as the executor's setting")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    add_json_argument(parser)
     given = parser.parse_args()
     rng = random.Random(0)
     prompts = [[rng.randrange(1000, 40_000) for _ in range(PROMPT)] for _ in range(FITTING * TIMES)]

@@ -1,7 +1,7 @@
-"""What the cache manager finds of recorded requests, in pools of several sizes, with wishes and without.
+"""Prefix hits of recorded requests in pools of several sizes, with retention requests and without.
 
 Run it with `make bench-trace TRACE=file`, a JSONL file in Mooncake's format. No model runs, and the clock is virtual: a
-request keeps its blocks for 0.2 s and 10 ms per generated token; generated tokens are found again by nobody.
+request keeps its blocks for 0.2 s and 10 ms per generated token; no later prompt has its generated tokens.
 """
 
 import argparse
@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 
 from bench.replay import Outcome, PoolTooSmallError, Replay, demand, upper_bound, with_pauses
+from bench.result import Result, add_json_argument
 from bench.trace_file import BLOCK_TOKENS, Request, TraceError, read
 from cachemgr.types import GhostPolicy, Retention, RetentionRange
 
@@ -27,22 +29,22 @@ SHARED_BY = 4
 LEASE_SECONDS = 10.0
 SEED = 7
 
-Wishes = Callable[[Sequence[Request]], list[Retention | None]]
+Policy = Callable[[Sequence[Request]], list[Retention | None]]
 
 
-def no_wishes(requests: Sequence[Request]) -> list[Retention | None]:
+def no_retention(requests: Sequence[Request]) -> list[Retention | None]:
     """Plain least recently used."""
     return [None] * len(requests)
 
 
-def wishes_by_history(requests: Sequence[Request]) -> list[Retention | None]:
-    """What a router could ask for that knows only what came before.
+def retention_by_history(requests: Sequence[Request]) -> list[Retention | None]:
+    """The retention that a router could request that knows earlier requests only.
 
-    The first request of a conversation wishes for the leading blocks that many conversations have had, without an end;
-    a request that follows wishes for the rest of its conversation.
+    The first request of a conversation asks to keep the leading blocks that many conversations have had, without an
+    end; a request that follows asks to keep the rest of its conversation.
     """
     owners: dict[int, set[int]] = {}
-    wishes: list[Retention | None] = []
+    found: list[Retention | None] = []
     for request in requests:
         for number in request.hash_ids:
             known = owners.setdefault(number, set())
@@ -51,23 +53,23 @@ def wishes_by_history(requests: Sequence[Request]) -> list[Retention | None]:
         leading = takewhile(lambda number: len(owners[number]) == SHARED_BY, request.hash_ids)
         common = min(sum(1 for _ in leading) * BLOCK_TOKENS, request.input_length)
         if request.follows and common < request.input_length:
-            wishes.append(Retention((RetentionRange(common, None, 60, KEEP_SECONDS),)))
+            found.append(Retention((RetentionRange(common, None, 60, KEEP_SECONDS),)))
         elif common and not request.follows:
-            wishes.append(Retention((RetentionRange(0, common, 80),)))
+            found.append(Retention((RetentionRange(0, common, 80),)))
         else:
-            wishes.append(None)
-    return wishes
+            found.append(None)
+    return found
 
 
 KEEP = Retention((RetentionRange(0, None, 60, LEASE_SECONDS),), 60, LEASE_SECONDS)
 
 
-def everybody_asks(requests: Sequence[Request]) -> list[Retention | None]:
+def every_request(requests: Sequence[Request]) -> list[Retention | None]:
     """Each request asks to keep its conversation."""
     return [KEEP] * len(requests)
 
 
-def those_who_return_ask(requests: Sequence[Request]) -> list[Retention | None]:
+def all_but_last_requests(requests: Sequence[Request]) -> list[Retention | None]:
     """As an agent does that knows whether it calls a tool: the last request of a conversation asks for nothing."""
     last = {request.conversation: index for index, request in enumerate(requests)}
     return [None if last[request.conversation] == index else KEEP for index, request in enumerate(requests)]
@@ -85,7 +87,7 @@ def blocks_in(tokens: float, block_size: int) -> int:
 
 
 def replays(
-    requests: Sequence[Request], pools: dict[str, float], policies: dict[str, Wishes], block_size: int
+    requests: Sequence[Request], pools: dict[str, float], policies: dict[str, Policy], block_size: int
 ) -> Iterator[tuple[str, str, Outcome]]:
     """Every policy in every pool; pools by label, in tokens. One that is too small is left out with a note."""
     for label, tokens in pools.items():
@@ -98,55 +100,76 @@ def replays(
                 break
 
 
-def sizes(requests: Sequence[Request], block_size: int) -> None:
-    """The first table."""
+def row(pool: str, blocks: int, policy: str, outcome: Outcome) -> dict[str, Any]:
+    """A replay in the results: tokens, requests that waited, and leases."""
+    leases = outcome.leases
+    return {
+        "pool": pool,
+        "blocks": blocks,
+        "policy": policy,
+        "queried_tokens": outcome.asked,
+        "hit_tokens": outcome.found,
+        "queried_tokens_of_follow_ups": outcome.asked_following,
+        "hit_tokens_of_follow_ups": outcome.found_following,
+        "waited": outcome.waited,
+        "leases": {"granted": leases.granted, "honoured": leases.honoured, "broken": leases.broken},
+    }
+
+
+def sizes(requests: Sequence[Request], block_size: int) -> dict[str, Any]:
+    """Prints the first table, of pool sizes; returns its figures."""
     base, _ = demand(requests, WINDOW_SECONDS)
     bound = upper_bound(requests) / sum(request.input_length for request in requests)
     print(
         f"\nHit rate in prompt tokens. 1x = {base:,.0f} tokens: what is in use or was in the last"
         f" {WINDOW_SECONDS:.0f} s, as the mean over time.\n"
-        f"Wishes: priority 80 without an end for leading blocks that {SHARED_BY} conversations"
-        f" have had; 60 for {KEEP_SECONDS:.0f} s,\nby session, for the rest of a conversation that came back; else the"
-        f" default 35.\n{'pool':>10}{'blocks':>10}  {'policy':<20}{'hit rate':>10}{'of follow-ups':>15}"
+        f"Retention requests: priority 80 without an end for leading blocks that {SHARED_BY} conversations"
+        f" have had; 60 for {KEEP_SECONDS:.0f} s,\nby session, for the rest of a conversation with an earlier request;"
+        f" else the default 35.\n{'pool':>10}{'blocks':>10}  {'policy':<20}{'hit rate':>10}{'of follow-ups':>15}"
         f"{'of the bound':>14}{'waited':>8}"
     )
+    rows: list[dict[str, Any]] = []
     pools = {f"{size:g}x": size * base for size in SIZES}
-    policies = {"least recently used": no_wishes, "wishes": wishes_by_history}
+    policies = {"least recently used": no_retention, "retention requests": retention_by_history}
     for label, name, outcome in replays(requests, pools, policies, block_size):
+        rows.append(row(label, blocks_in(pools[label], block_size), name, outcome))
         print(
             f"{label:>10}{blocks_in(pools[label], block_size):>10,}  {name:<20}{outcome.hit_rate:>10.2%}"
             f"{outcome.following_hit_rate:>15.2%}{outcome.hit_rate / max(bound, 1e-9):>14.1%}{outcome.waited:>8,}",
             flush=True,
         )
     print(f"{'endless':>10}{'':>10}  {'upper bound':<20}{bound:>10.2%}")
+    return {"demand_tokens": base, "upper_bound": bound, "replays": rows}
 
 
-def agents(requests: Sequence[Request], block_size: int) -> None:
-    """The second table."""
+def agents(requests: Sequence[Request], block_size: int) -> dict[str, Any]:
+    """Prints the second table, of pressures; returns its figures."""
     moved = with_pauses(requests, SEED)
     bound = upper_bound(moved) / sum(request.input_length for request in moved)
     mean, most = demand(moved, LEASE_SECONDS)
     print(
         f"\nAgents: {sum(request.follows for request in moved):,} requests follow another one of their conversation, a"
-        f" pause after its end: 86 % within 1 s,\n95 % within 10 s, the rest 70 s on average. Wish: priority 60 for"
-        f" {LEASE_SECONDS:.0f} s by session, prompt and output.\n"
+        f" pause after its end: 86 % within 1 s,\n95 % within 10 s, the rest 70 s on average."
+        f" Retention request: priority 60 for {LEASE_SECONDS:.0f} s by session, prompt and output.\n"
         f"Demand is what is in use or was in the last {LEASE_SECONDS:.0f} s: {mean:,.0f} tokens as the mean over time,"
         f" {most:,.0f} at its peak.\nPressure = demand / pool. Honoured: the block was there until its lease ended or"
         " was replaced.\n"
         f"{'pressure':>10}{'blocks':>10}  {'policy':<20}{'hit rate':>10}{'of follow-ups':>15}{'granted':>10}"
         f"{'honoured':>10}{'broken':>9}{'share':>9}{'waited':>8}"
     )
+    rows: list[dict[str, Any]] = []
     pools = {
         f"{pressure:g}x {name}": tokens / pressure
         for name, tokens in (("peak", most), ("mean", mean))
         for pressure in PRESSURES
     }
     policies = {
-        "least recently used": no_wishes,
-        "everybody asks": everybody_asks,
-        "who returns asks": those_who_return_ask,
+        "least recently used": no_retention,
+        "of every request": every_request,
+        "of all but the last": all_but_last_requests,
     }
     for label, name, outcome in replays(moved, pools, policies, block_size):
+        rows.append(row(label, blocks_in(pools[label], block_size), name, outcome))
         leases = outcome.leases
         share = f"{leases.honoured / leases.granted:.2%}" if leases.granted else "-"
         print(
@@ -156,13 +179,15 @@ def agents(requests: Sequence[Request], block_size: int) -> None:
             flush=True,
         )
     print(f"{'endless':>10}{'':>10}  {'upper bound':<20}{bound:>10.2%}")
+    return {"mean_demand_tokens": mean, "most_demand_tokens": most, "upper_bound": bound, "replays": rows}
 
 
-def ghosts(requests: Sequence[Request], block_size: int, sample: int) -> None:
-    """What ghost caches of one pool tell, beside pools that really have these sizes."""
+def ghosts(requests: Sequence[Request], block_size: int, sample: int) -> list[dict[str, Any]]:
+    """Prints hit rates of the ghost caches of a pool beside those of pools of these sizes; returns the figures."""
+    rows: list[dict[str, Any]] = []
     base, _ = demand(requests, WINDOW_SECONDS)
     blocks = blocks_in(base, block_size)
-    policies = {"least recently used": no_wishes, "wishes": wishes_by_history}
+    policies = {"least recently used": no_retention, "retention requests": retention_by_history}
     print(
         f"\nGhost caches of a pool of {blocks:,} blocks that follow {min(sample, blocks):,}, beside pools of these"
         f" sizes.\n{'policy':<20}{'blocks':>10}{'pool':>10}{'ghost':>10}{'error':>10}"
@@ -177,6 +202,8 @@ def ghosts(requests: Sequence[Request], block_size: int, sample: int) -> None:
         for label, _, outcome in replays(requests, pools, {name: policy}, block_size):
             total = blocks_in(pools[label], block_size)
             found = of[total].hit_tokens / report.queried_tokens
+            rates = {"hit_rate": outcome.hit_rate, "ghost_hit_rate": found}
+            rows.append({"policy": name, "blocks": total, "cpu_s": sum(seconds), **rates})
             print(
                 f"{name:<20}{total:>10,}{outcome.hit_rate:>10.2%}{found:>10.2%}{found - outcome.hit_rate:>10.2%}",
                 flush=True,
@@ -187,6 +214,7 @@ def ghosts(requests: Sequence[Request], block_size: int, sample: int) -> None:
             f"{taken / report.queried_blocks * 1e6:.2f} us per block: 1 % of a core for"
             f" {0.01 / taken * report.queried_tokens:,.0f} prompt tokens per second"
         )
+    return rows
 
 
 def main() -> int:
@@ -195,6 +223,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, help="only so many requests, from the beginning")
     parser.add_argument("--block-size", type=int, choices=(16, 512), default=512, help="tokens per block (512)")
     parser.add_argument("--ghosts", type=int, metavar="N", help="only how good ghost caches are that follow N blocks")
+    add_json_argument(parser)
     arguments = parser.parse_args()
     trace = os.environ.get("TRACE", "")
     if not trace:
@@ -213,11 +242,13 @@ def main() -> int:
     seconds = requests[-1].time - requests[0].time
     print(f"{len(requests):,} requests of {conversations:,} conversations in {seconds:,.0f} s, blocks of", end=" ")
     print(f"{arguments.block_size} tokens")
+    figures: dict[str, Any]
     if arguments.ghosts:
-        ghosts(requests, arguments.block_size, arguments.ghosts)
-        return 0
-    sizes(requests, arguments.block_size)
-    agents(requests, arguments.block_size)
+        figures = {"ghosts": ghosts(requests, arguments.block_size, arguments.ghosts)}
+    else:
+        figures = {part.__name__: part(requests, arguments.block_size) for part in (sizes, agents)}
+    asked = {name: value for name, value in vars(arguments).items() if name != "json"} | {"trace": Path(trace).name}
+    Result("trace", figures, asked).write(arguments.json)
     return 0
 
 

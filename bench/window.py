@@ -1,4 +1,4 @@
-"""What a sliding window saves beside the full cache: memory, preemptions, agreement and capacity, in four tables.
+"""Gain of a sliding window beside the full cache: memory, preemptions, agreement, capacity.
 
 Run it with `make bench-window`. Prompts have 6 to 8 tokens, on the default model and on a small GPT-2 that is trained
 on a novel first, once. Nobody reads or stores cached blocks: what a request keeps is its own.
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from bench import plots
 from bench.prose import NoTextError, pieces
-from bench.result import Result
+from bench.result import Result, add_json_argument
 from bench.serving import INTERRUPTED, RED, keep, note
 from bench.small_gpt2 import small_gpt2
 from bench.tables import table
@@ -304,7 +304,7 @@ def main() -> int:
     """Measures and shows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="where every figure is kept")
+    add_json_argument(parser)
     given = parser.parse_args()
     if given.repeats < 1:
         parser.error("--repeats must be at least 1")

@@ -7,6 +7,8 @@ from functools import partial
 from cachemgr import steps
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.block_record import BlockRecord, IndexJournal, NoJournal
+from cachemgr.blocks.cache_scopes import CacheScopes
+from cachemgr.blocks.events import NO_BLOCK
 from cachemgr.blocks.recovery import Recovery
 from cachemgr.errors import (
     ExecutorLeaseError,
@@ -47,7 +49,7 @@ from cachemgr.sequences.release import (
     tickets_of,
     truncate,
 )
-from cachemgr.sequences.sequence import Executor, GhostCaches, Scheduler
+from cachemgr.sequences.sequence import Executor, GhostCaches, Scheduler, Tickets
 from cachemgr.sequences.sequence import Sequence as LiveSequence
 from cachemgr.sequences.sync import Sync
 from cachemgr.sequences.token_eviction import cached_before_eviction
@@ -57,6 +59,7 @@ from cachemgr.steps import Steps
 from cachemgr.types import (
     Admission,
     AdmitRequest,
+    EventKind,
     ExecutorSpec,
     Extension,
     Freed,
@@ -175,50 +178,68 @@ class CacheManager:
             raise SchedulerFirstError
         if not stored and not later:
             self._journal.cleared(spec.executor_id, spec.executor_epoch)
-        executor = self._enter_executor(spec, known, deadline)
-        # Taken out in any case: neither applies to later blocks.
-        to_zero = self._forgotten.to_zero(spec.executor_id)
-        purged = self._forgotten.purged(spec.executor_id)
-        if stored or later or to_zero:
-            forgotten = self._forgotten.of(executor)
-            if known is not None and known.recovery is not None:
-                purged = known.recovery.purged
-            executor.recovery = Recovery(
-                executor, spec, self._journal, self._state.leases, self._state.rules.is_deleted, forgotten, purged
-            )
-            executor.recovery.overwrite(to_zero)
-        executor.spec = spec.without_contents()
-        if stored:
-            self.restore_blocks(spec.executor_id, spec.executor_epoch, sorted(stored, key=lambda record: record.depth))
-        # Before pins are restored: their budget is a share of the pool.
-        divide_device_memory(executor.pools, spec, self._state.shares)
+        executor = self._enter_executor(spec, known, deadline, stored, later=later)
         if not later:
             self._end_recovery(executor, pins)
-        executor.ghosts = self._new_ghosts(executor.pools, self.config)
         return executor.cached()
 
-    def _enter_executor(self, spec: ExecutorSpec, known: Executor | None, deadline: float) -> Executor:
+    def _enter_executor(
+        self, spec: ExecutorSpec, known: Executor | None, deadline: float, stored: list[BlockRecord], *, later: bool
+    ) -> Executor:
         """Enters a new epoch, with the pools of the last epoch where its lower tiers survive."""
         before = known if known is not None and lower_tiers_survive(known.spec, spec) else None
         if known is not None and before is None:
             known.holds.end_pins()
             self._end_executor(known)
+        self._state.events.add(EventKind.EXECUTOR_REGISTERED, NO_BLOCK, executor=spec.without_contents())
         report_pin = partial(self._operator_journal.operator_changed, EntryKind.PIN, executor_id=spec.executor_id)
         holds = before.holds if before else Holds(self._state.next_number, self.config.pin_budget, report_pin)
-        executor = Executor(spec, deadline, self._state.next_number, holds, self._state.accounts, before)
-        executor.stores_partial = self.config.partial_reuse or self.config.copy_on_partial_reuse
-        follower = PoolFollower(executor)
+        scopes = before.scopes if before else CacheScopes(spec.model_fingerprint, self._state.accounts)
+        tickets = Tickets(self._state.next_number)
+        follower = PoolFollower(tickets, holds)
         if before is not None:
-            carry_over(before, executor, follower)
+            pools = before.pools
+            carry_over(before, spec, follower)
         else:
-            executor.pools = new_pools(
-                self.config, self._state.events, self._state.leases, self._journal, spec, follower
-            )
-            for pool in executor.pools:
+            pools = new_pools(self.config, self._state.events, self._state.leases, self._journal, spec, follower)
+            for pool in pools:
                 pool.lru_clock = self._state.uses
-        self._state.executors[spec.executor_id] = executor
         self._state.number_after(spec)
+        recovery = self._recovery(spec, known, pools, scopes, needed=later or bool(stored))
+        if recovery is not None:
+            for record in sorted(stored, key=lambda record: record.depth):
+                recovery.restore(record)
+        # Before pins are restored: their budget is a share of the pool. The sample of ghost caches is one, too.
+        divide_device_memory(pools, spec, self._state.shares)
+        executor = Executor(
+            spec.without_contents(),
+            deadline,
+            pools,
+            scopes,
+            tickets,
+            holds,
+            stores_partial=self.config.partial_reuse or self.config.copy_on_partial_reuse,
+            ghosts=self._new_ghosts(pools, self.config),
+            recovery=recovery,
+        )
+        self._state.executors[spec.executor_id] = executor
         return executor
+
+    def _recovery(
+        self, spec: ExecutorSpec, known: Executor | None, pools: list[BlockPool], scopes: CacheScopes, *, needed: bool
+    ) -> Recovery | None:
+        """The recovery of an executor that registers; None unless blocks may be restored or must be overwritten."""
+        # Taken out in any case: neither applies to later blocks.
+        to_zero = self._forgotten.to_zero(spec.executor_id)
+        purged = self._forgotten.purged(spec.executor_id)
+        if not needed and not to_zero:
+            return None
+        if known is not None and known.recovery is not None:
+            purged = known.recovery.purged
+        forgotten, is_deleted = self._forgotten.of(spec), self._state.rules.is_deleted
+        recovery = Recovery(spec, pools, scopes, self._journal, self._state.leases, is_deleted, forgotten, purged)
+        recovery.overwrite(to_zero)
+        return recovery
 
     def is_too_large_to_carry_over(self, spec: ExecutorSpec) -> bool:
         """Whether a restarted executor has too many slots to carry over in one call: then `end_epoch` comes first.

@@ -65,7 +65,9 @@ class CachemgrSettings(ProcessSettings):
     zmq_replays: str = Field(
         "", description="Where they ask for what they missed, likewise, as `127.0.0.1:6557`; empty is nowhere."
     )
-    zmq_topic: str = Field("", description="Topic of these events; {executor_id} stands for the name.")
+    zmq_topic: str = Field(
+        "", description="Topic of these events, in which {executor_id} and {model} stand for those of the executor."
+    )
     zmq_token_ids: bool = Field(
         False,
         description="Send token ids with these events, for routers that hash them. They are prompts and answers in "

@@ -1,10 +1,10 @@
-"""What the GPU path reaches on the CUDA device at hand, beside what the device can do: `make bench-gpu`.
+"""Speed of the GPU path on this CUDA device, beside the limits of the device.
 
-Correctness comes first: each kernel against its reference, and greedy output of small models with and without graphs,
-through transformers' modules, and of generate(). What a red check stands for is not measured. Each part has a time that
-it may take, and all of them end within nine minutes. Prints one table and keeps everything as JSON. The status is 0
-when all parts were done, whatever their figures, and 1 otherwise. Without a CUDA device there is nothing to measure,
-and the status is 0.
+Run it with `make bench-gpu`. Correctness comes first: each kernel against its reference, and greedy output of small
+models with and without graphs, through transformers' modules, and of generate(). What a red check stands for is not
+measured. Each part has a time that it may take, and all of them end within nine minutes. Prints one table and keeps
+everything as JSON. The status is 0 when all parts were done, whatever their figures, and 1 otherwise. Without a CUDA
+device there is nothing to measure, and the status is 0.
 """
 
 from __future__ import annotations

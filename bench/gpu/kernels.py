@@ -130,16 +130,16 @@ def _store(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     key, value = _random(dtype, 5, KV_HEADS, HEAD_DIM), _random(dtype, 5, KV_HEADS, HEAD_DIM, seed=1)
     slots = torch.tensor([17, 3, -1, 40, 95])
     got, truth = (torch.zeros(2, 6, BLOCK, KV_HEADS, HEAD_DIM, dtype=dtype, device=one) for one in (device, "cpu"))
-    store_kv(key.to(device), value.to(device), *got, slots.to(device))
-    store_reference.store_kv(key, value, *truth, slots)
+    store_kv(key.to(device), value.to(device), got[0], got[1], slots.to(device))
+    store_reference.store_kv(key, value, truth[0], truth[1], slots)
     return got.cpu(), truth
 
 
 def _copy(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     truth = _random(dtype, 2, 3, 9, BLOCK, KV_HEADS, HEAD_DIM)
     got, sources, targets = truth.to(device), torch.tensor([1, 4, 8]), torch.tensor([2, 3, 0])
-    copy_blocks(*got, sources.to(device), targets.to(device))
-    copy_reference.copy_blocks(*truth, sources, targets)
+    copy_blocks(got[0], got[1], sources.to(device), targets.to(device))
+    copy_reference.copy_blocks(truth[0], truth[1], sources, targets)
     return got.cpu(), truth
 
 
@@ -148,8 +148,8 @@ def _compacted(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     truth = _random(dtype, 2, 3, 9, BLOCK, KV_HEADS, HEAD_DIM)
     sources, targets = _slots(1), _slots(2)
     got = truth.to(device, copy=True)
-    compact_kv(*got, sources.to(device), targets.to(device))
-    compact_reference.compact_kv(*truth, sources, targets)
+    compact_kv(got[0], got[1], sources.to(device), targets.to(device))
+    compact_reference.compact_kv(truth[0], truth[1], sources, targets)
     return got.cpu(), truth
 
 

@@ -1,10 +1,11 @@
-"""kvkeep beside other engines: the same token ids, in turns, in one run. Run it with `make bench-peers`.
+"""kvkeep beside other engines on the same token ids, in turns, in one run.
 
-`make peers` installs the others first; one that is missing or fails is named with the reason, and the rest goes on. All
-engines of a data type stay loaded, and those whose turn it is not are stopped. Every engine's greedy output is checked
-against the same references before it is measured: kvkeep's must be right, a peer whose output is wrong is left out.
-Each repeat measures the machine and then every case on every engine, in another order each time. A peer that was less
-than half as fast as the best one in the first repeat is not measured again in that case: it decides nothing.
+Run it with `make bench-peers`. `make peers` installs the others first; one that is missing or fails is named with the
+reason, and the rest goes on. All engines of a data type stay loaded, and those whose turn it is not are stopped. Every
+engine's greedy output is checked against the same references before it is measured: kvkeep's must be right, a peer
+whose output is wrong is left out. Each repeat measures the machine and then every case on every engine, in another
+order each time. A peer that was less than half as fast as the best one in the first repeat is not measured again in
+that case: it decides nothing.
 
 The table shows medians: output tokens per second, for W4 milliseconds per token. The ratio says how many times better
 kvkeep is than the best peer; "of limit" is its share of what the machine could do (bench.limits).

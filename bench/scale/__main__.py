@@ -1,4 +1,4 @@
-"""What the cache manager costs at scale: a million blocks, sessions and rules by the hundred thousand, long prompts.
+"""Stalls and costs of the cache manager with a million blocks and very many rules.
 
 Run it with `make bench-scale`. Every module of this package with a function `rows(blocks)` adds its rows. Stalls and
 costs are process time, so that a busy machine disturbs them little. Nothing fails for being slow.
@@ -8,10 +8,9 @@ import argparse
 import importlib
 import pkgutil
 from dataclasses import asdict
-from pathlib import Path
 
 from bench import scale
-from bench.result import Result
+from bench.result import Result, add_json_argument
 from bench.scale.row import Row
 from protos.rpc.startup import collect_rarely
 
@@ -22,7 +21,7 @@ def main() -> None:
     names = [module.name for module in pkgutil.iter_modules(scale.__path__) if module.name not in ("row", "__main__")]
     parser.add_argument("--blocks", type=int, default=1_000_000, help="blocks of the cache")
     parser.add_argument("--only", choices=names, action="append", help="a part; may be repeated")
-    parser.add_argument("--json", type=Path, help="a JSON file for the rows")
+    add_json_argument(parser)
     arguments = parser.parse_args()
     collect_rarely()
     found: dict[str, list[Row]] = {}

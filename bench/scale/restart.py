@@ -132,9 +132,9 @@ async def _fill(blocks: int, url: str) -> tuple[int, int]:
         life.cache((number + 1) * CHAIN * BLOCK, CHAIN * BLOCK, salt=f"s{number % 100}", session_id=f"t{number % 100}")
         if not number % FLUSH:
             await life.store.flush()
-    wished = Retention((RetentionRange(0, None, 60, LASTS),))
+    retention = Retention((RetentionRange(0, None, 60, LASTS),))
     for number in range(blocks):
-        life.cache(0, BLOCK + 1, session_id=f"x{number}", retention=wished, no_store=number > 0)
+        life.cache(0, BLOCK + 1, session_id=f"x{number}", retention=retention, no_store=number > 0)
     await life.store.flush()
     kept = _kept(life.manager)
     await life.stop()

@@ -163,8 +163,8 @@ def ends_of_leases(blocks: int) -> Iterator[Row]:
     """Every block has a lease, and all are over at the same moment."""
     cache = Cache(blocks)
     for first in range(blocks // CHAIN):
-        wish = Retention((RetentionRange(0, None, 80, 5.0),))
-        cache.run(first * CHAIN * BLOCK, CHAIN * BLOCK, session_id=f"t{first}", retention=wish)
+        retention = Retention((RetentionRange(0, None, 80, 5.0),))
+        cache.run(first * CHAIN * BLOCK, CHAIN * BLOCK, session_id=f"t{first}", retention=retention)
     cache.now = 6.0
     cache.clock.advance()
     ending = [_timed(cache.manager.expire)]

@@ -16,8 +16,8 @@ from cachemgr.blocks.removal_history import RemovalHistory, UseTimes
 from cachemgr.blocks.tier import Tier
 from cachemgr.retention.leases import effective_priority, leases_of
 from cachemgr.retention.priority import DEFAULT_PRIORITY
-from cachemgr.tokens import TOKEN_BYTES
 from cachemgr.types import BlockView, EventKind, PoolSpec, RemovalCause, TierKind
+from protos.kvcommon.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import CacheScope, Writer
@@ -104,6 +104,8 @@ class BlockPool:
         self._events = events
         self._leases = leases
         self._journal = journal
+        # Lists to which each block is added that replaces another in the index.
+        self.superseding: list[list[Block]] = []
         self._set_up(spec, listener)
         events.add(EventKind.CREATED, BlockView.of_pool(self.pool_id))
 
@@ -483,6 +485,8 @@ class BlockPool:
         device.indexed += 1
         self._leases.move(old, block)
         block.priority = effective_priority(block)
+        for superseding in self.superseding:
+            superseding.append(block)
         self._listener.superseded(self, old, block)
         if self._has_lower:
             self.write_through.superseded(old, block)
@@ -604,8 +608,8 @@ class BlockPool:
         """Reports to the journal that a block has come to its slot, or has changed."""
         device = self.device
         tier = device if block.index <= device.size else self.tier_of(block)
-        for tell in self._events.quiet:
-            tell(self.pool_id, block.key)
+        for listener in self._events.quiet_listeners:
+            listener.changed_quietly(self.pool_id, block.key)
         # Not the record itself: most blocks change again before it is read.
         current = partial(self.record, block)
         self._journal.stored(self.executor_id, self.spec.group, tier.kind, block.index - tier.offset, current)

@@ -8,19 +8,19 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 from cachemgr.blocks.block import Block, account_of
-from cachemgr.blocks.block_keys import child_key
 from cachemgr.blocks.block_record import USED_LAST
 from cachemgr.blocks.radix_tree import children_of, covering_child
 from cachemgr.retention.bounds import MAX_PRIORITY
 from cachemgr.retention.leases import leases_of
 from cachemgr.retention.priority import DEFAULT_PRIORITY, NO_PRIORITY, RetentionRequest
-from cachemgr.tokens import TOKEN_BYTES
 from cachemgr.types import RemovalCause, TierKind
+from protos.kvcommon.block_keys import child_key
+from protos.kvcommon.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.block import CacheScope
     from cachemgr.blocks.block_pool import BlockPool, PoolListener
     from cachemgr.blocks.block_record import BlockRecord, IndexJournal
+    from cachemgr.blocks.cache_scopes import CacheScopes
     from cachemgr.blocks.tier import Tier
     from cachemgr.retention.leases import LeaseBook
     from cachemgr.types import ExecutorSpec, ForgetTarget, PoolSpec, Slot
@@ -28,23 +28,6 @@ if TYPE_CHECKING:
 _DEPTH, _RECENCY = attrgetter("depth"), attrgetter("recency")
 # Tier, slot, and the ticket of the copy that filled it.
 _LowerSlot = tuple[TierKind, int, int]
-
-
-class RecoveringExecutor(Protocol):
-    """An executor whose stored blocks are restored."""
-
-    executor_id: str
-    pools: list[BlockPool]
-
-    def scope(
-        self,
-        salt: str | None,
-        adapter_id: int | None,
-        tenant_id: str | None = None,
-        session_id: str | None = None,
-        extra: bytes = b"",
-    ) -> CacheScope:
-        """The scope of blocks that have so much in common."""
 
 
 class ForgottenBlocks(Protocol):
@@ -162,8 +145,9 @@ class Recovery:
 
     def __init__(
         self,
-        executor: RecoveringExecutor,
         spec: ExecutorSpec,
+        pools: Sequence[BlockPool],
+        scopes: CacheScopes,
         journal: IndexJournal,
         leases: LeaseBook,
         is_deleted_rule: Callable[[str], bool],
@@ -174,8 +158,9 @@ class Recovery:
 
         `purged` has filters for blocks that were purged before they were read.
         """
-        self._executor = executor
         self._spec = spec
+        self._pools = pools
+        self._scopes = scopes
         self._journal = journal
         self._leases = leases
         self._is_deleted_rule = is_deleted_rule
@@ -183,8 +168,8 @@ class Recovery:
         self.purged = purged
         self._forgotten_keys: set[bytes] = set()
         # All uses since are later ones. The recency of blocks that were on the device counts down from here.
-        self._last_uses = [pool.lru_clock for pool in executor.pools]
-        for pool in executor.pools:
+        self._last_uses = [pool.lru_clock for pool in pools]
+        for pool in pools:
             group = pool.spec.group
             steps = spec.last_write_steps[group] if spec.last_write_steps else ()
             for tier in pool.tiers:
@@ -200,9 +185,9 @@ class Recovery:
     def overwrite(self, slots: Iterable[Slot]) -> None:
         """Overwrites slots that were forgotten before the executor was lost, unless they are in use again."""
         for group, kind, slot in slots:
-            if group >= len(self._executor.pools):
+            if group >= len(self._pools):
                 continue
-            pool = self._executor.pools[group]
+            pool = self._pools[group]
             tier = pool.tiers[kind]
             # The device of a new process holds none of the former bytes.
             if tier.is_unread(slot) and (tier is not pool.device or self._spec.last_write_steps[group][slot - 1]):
@@ -210,9 +195,7 @@ class Recovery:
 
     def restore(self, record: BlockRecord) -> None:
         """Adopts a block where its bytes are; among equal priorities the least recently used one is evicted first."""
-        executor_id = self._executor.executor_id
-        pools = self._executor.pools
-        pool = pools[record.group] if record.group < len(pools) else None
+        pool = self._pools[record.group] if record.group < len(self._pools) else None
         if pool is not None and self._is_forgotten(record):
             # Its descendants are forgotten, too, also where its own bytes are lost.
             self._forgotten_keys.add(record.key)
@@ -236,23 +219,23 @@ class Recovery:
         # it covers.
         stored = pool.record(block)
         if stored is None or _timeless(stored) != _timeless(record):
-            self._journal.stored(executor_id, *found.place, partial(pool.record, block))
+            self._journal.stored(self._spec.executor_id, *found.place, partial(pool.record, block))
 
     def end(self) -> None:
         """No stored block follows: the other slots are empty."""
-        for pool in self._executor.pools:
+        for pool in self._pools:
             for tier in pool.tiers:
                 tier.end_stored_blocks()
 
     def _leave(self, record: BlockRecord) -> None:
         """Reports a record as removed, unless another block in its slot is reported already."""
-        if record.group < len(self._executor.pools):
-            pool = self._executor.pools[record.group]
+        if record.group < len(self._pools):
+            pool = self._pools[record.group]
             tier = pool.tiers[record.tier]
             block = pool.blocks[tier.offset + record.slot] if 1 <= record.slot <= tier.size else None
             if block is not None and block.parent is not None:
                 return
-        self._journal.removed(self._executor.executor_id, *record.place)
+        self._journal.removed(self._spec.executor_id, *record.place)
 
     def _overwrite(self, pool: BlockPool, record: BlockRecord) -> None:
         """Overwrites the slots that may hold the bytes of a stored block."""
@@ -287,13 +270,13 @@ class Recovery:
             below = None
         if record.tier is not TierKind.DEVICE or not self._is_on_device(record):
             return below
-        tier = self._executor.pools[record.group].write_through.tier
+        tier = self._pools[record.group].write_through.tier
         has_copy = below is not None and tier is not None and below.tier is tier.kind
         return record if has_copy else record._replace(lower_copy=None)
 
     def _is_sound(self, record: BlockRecord) -> bool:
         """Whether the key is that of the tokens behind the parent, and the block fits into the tree."""
-        pool = self._executor.pools[record.group]
+        pool = self._pools[record.group]
         if any(not NO_PRIORITY <= lease.priority <= MAX_PRIORITY for lease in record.leases):
             return False
         full = pool.block_size * TOKEN_BYTES
@@ -307,7 +290,7 @@ class Recovery:
             return False
         parent_key = record.parent_key
         if parent_key is None:
-            parent_key = self._executor.scope(record.salt, record.adapter_id).key
+            parent_key = self._scopes.of(record.salt, record.adapter_id).key
         parent = pool.tree.by_key.get(parent_key)
         if parent is not None and (parent.depth != record.depth - 1 or len(parent.tokens) != full):
             return False
@@ -321,7 +304,7 @@ class Recovery:
 
     def _is_on_device(self, record: BlockRecord) -> bool:
         """Whether no step has written to the slot since, and the parent is on the device, too."""
-        pool = self._executor.pools[record.group]
+        pool = self._pools[record.group]
         if not pool.device.is_unread(record.slot):
             return False
         if record.parent_key is not None and pool.window is None:
@@ -332,7 +315,7 @@ class Recovery:
 
     def _is_filled(self, record: BlockRecord) -> bool:
         """Whether a lower slot was filled by the copy on record, and may hold this block. Its parent may be lost."""
-        pool = self._executor.pools[record.group]
+        pool = self._pools[record.group]
         if not pool.tiers[record.tier].is_unread(record.slot):
             return False
         if pool.window is None:
@@ -345,8 +328,8 @@ class Recovery:
         return self._spec.generations(record.tier, record.group)[record.slot - 1] == record.generation != 0
 
     def _adopt(self, record: BlockRecord) -> Block:
-        executor, pool, leases = self._executor, self._executor.pools[record.group], self._leases
-        scope = executor.scope(record.salt, record.adapter_id, record.tenant_id, record.session_id, record.extra)
+        pool, leases = self._pools[record.group], self._leases
+        scope = self._scopes.of(record.salt, record.adapter_id, record.tenant_id, record.session_id, record.extra)
         tier = pool.tiers[record.tier]
         block = Block(tier.offset + record.slot)
         block.recency = record.last_use

@@ -29,7 +29,6 @@ from cachemgr.sequences.holds import Pinned, with_ancestors
 from cachemgr.sequences.prefix_match import cached_chain, keys_of
 from cachemgr.sequences.registration import fits
 from cachemgr.steps import Steps, changes, looks
-from cachemgr.tokens import TOKEN_BYTES, pack, packed_bytes
 from cachemgr.types import (
     AccountKey,
     BlockFilter,
@@ -48,6 +47,7 @@ from cachemgr.types import (
 )
 from cachemgr.validation import check_id
 from protos.errors import InvalidField
+from protos.kvcommon.tokens import TOKEN_BYTES, pack, packed_bytes
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block, Node
@@ -324,7 +324,7 @@ class OperatorCommands:
         else:
             check_id("session_id", session_id)
         who = HINT + hints.message_id if session_id is None else SESSION + session_id
-        prefixes = [(executor, keys_of(executor, prefix)) for executor in executors]
+        prefixes = [(executor, keys_of(executor.spec, prefix)) for executor in executors]
         runner = HintRunner(prefixes, who, self._state.config, now)
         return runner.run(hints), runner.transfers
 
@@ -338,7 +338,7 @@ class OperatorCommands:
         check_duration("duration", duration)
         pinned = []
         for executor in executors:
-            keys = keys_of(executor, prefix)
+            keys = keys_of(executor.spec, prefix)
             blocks = [(pool, block) for pool in executor.pools for block in cached_chain(pool, keys)]
             pinned.append(executor.holds.pin(with_ancestors(blocks), owner, now, duration, validate_only=validate_only))
         return pinned

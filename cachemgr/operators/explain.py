@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cachemgr.blocks.block_keys import extra_bytes, prefix_keys
+from cachemgr.blocks.extra_keys import extra_bytes, prefix_keys
 from cachemgr.blocks.radix_tree import covering_child
 from cachemgr.retention.leases import LeaseBook, leases_of
 from cachemgr.sequences.prefix_match import keys_of
-from cachemgr.tokens import TOKEN_BYTES, pack, packed_bytes
 from cachemgr.types import Explanation, MissReason, Prefix
+from protos.kvcommon.tokens import TOKEN_BYTES, pack, packed_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ _MAX_HASHED = 4096
 def explain(executor: Executor, pool: BlockPool, prefix: Prefix, cached_tokens: int, leases: LeaseBook) -> Explanation:
     """Looks the full blocks of a prompt up in one pool, without touching them."""
     found = Explanation(executor.executor_id, cached_tokens)
-    for block_index, key in enumerate(keys_of(executor, prefix)):
+    for block_index, key in enumerate(keys_of(executor.spec, prefix)):
         block = pool.tree.by_key.get(key)
         if block is None:
             _explain_miss(executor, pool, prefix, block_index, key, leases, found)
@@ -67,7 +67,7 @@ def _elsewhere(executor: Executor, pool: BlockPool, prefix: Prefix, block_index:
     most = _MAX_ROOTS if pool.window is None else _MAX_HASHED // (block_index + 1) + 1
     roots: set[bytes] = set()
     reason = MissReason.NEVER_STORED
-    for scope in executor.scopes():
+    for scope in executor.scopes:
         if (scope.salt, scope.adapter_id) == (prefix.salt, prefix.adapter_id) or scope.key in roots:
             continue
         if len(roots) >= most:

@@ -13,8 +13,8 @@ from cachemgr.blocks.radix_tree import children_of
 from cachemgr.operators.removal_plan import RemovalPlan, with_descendants
 from cachemgr.sequences.prefix_match import keys_of, partial_blocks
 from cachemgr.steps import Steps, changes, looks
-from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import ForgetTarget, Forgotten, RemovalCause, Scope, Slot
+from protos.kvcommon.tokens import pack, packed_bytes
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import BlockPool
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cachemgr.blocks.events import EventLog
     from cachemgr.sequences.holds import Hold
     from cachemgr.sequences.sequence import Executor, Sequence
+    from cachemgr.types import ExecutorSpec
 
     IsMeant = Callable[[BlockRecord], bool]
 
@@ -93,7 +94,7 @@ class Forgetting:
     def _begin(self, executor: Executor) -> None:
         # There may be events about blocks of the prompt that were lost before.
         prefix = self.target.prefix
-        self._gone[executor.executor_id] = set() if prefix is None else set(keys_of(executor, prefix))
+        self._gone[executor.executor_id] = set() if prefix is None else set(keys_of(executor.spec, prefix))
 
     def _plan(self, executor: Executor, indexed: list[tuple[BlockPool, list[bytes]]]) -> Steps[RemovalPlan]:
         plan, gone = RemovalPlan(), self._gone[executor.executor_id]
@@ -284,7 +285,7 @@ def _of_prefix(executor: Executor, pool: BlockPool, target: ForgetTarget) -> lis
     """The blocks of a prompt and, where a block is lost, its descendants."""
     assert target.prefix is not None
     found = partial_blocks(executor, pool, target.prefix)
-    for key in keys_of(executor, target.prefix):
+    for key in keys_of(executor.spec, target.prefix):
         node = pool.tree.node(key)
         if isinstance(node, Block):
             found.append(node)
@@ -394,10 +395,10 @@ class ForgetHistory:
         self._num_slots -= len(found)
         return found
 
-    def of(self, executor: Executor) -> ForgottenRecords:
+    def of(self, spec: ExecutorSpec) -> ForgottenRecords:
         """The filter of stored blocks for an executor that registers."""
-        reached = self._reached.get(executor.executor_id, 0)
-        found = ForgottenRecords(executor, everything=reached < self._dropped)
+        reached = self._reached.get(spec.executor_id, 0)
+        found = ForgottenRecords(spec, everything=reached < self._dropped)
         for target, number in self._targets.items():
             if number > reached:
                 found.add(target)
@@ -410,8 +411,8 @@ class ForgottenRecords:
     Blocks of a session are forgotten also where another session has descendants: the other records are yet to be read.
     """
 
-    def __init__(self, executor: Executor, *, everything: bool = False) -> None:
-        self._executor = executor
+    def __init__(self, spec: ExecutorSpec, *, everything: bool = False) -> None:
+        self._spec = spec
         self._everything = everything
         self._salts: set[str] = set()
         self._sessions: set[str] = set()
@@ -426,8 +427,8 @@ class ForgottenRecords:
             self._salts.add(target.salt)
         elif target.session_id is not None:
             self._sessions.add(target.session_id)
-        elif prefix is not None and prefix.executor_id in ("", self._executor.executor_id):
-            keys = keys_of(self._executor, prefix)
+        elif prefix is not None and prefix.executor_id in ("", self._spec.executor_id):
+            keys = keys_of(self._spec, prefix)
             self._keys.update(keys)
             if not keys:
                 tokens = packed_bytes(pack(prefix.token_ids))

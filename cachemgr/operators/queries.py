@@ -8,6 +8,7 @@ from itertools import islice
 from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.blocks.cache_scopes import account_for
 from cachemgr.blocks.events import Event
 from cachemgr.errors import UnknownSequenceError
 from cachemgr.operators.explain import explain
@@ -24,13 +25,14 @@ from cachemgr.sequences import prefix_match
 from cachemgr.sequences.admission import Allocator, check_request
 from cachemgr.sequences.estimates import while_running
 from cachemgr.sequences.holds import Hold
-from cachemgr.sequences.sequence import Executor, Sequence, account_for
+from cachemgr.sequences.sequence import Executor, Sequence
 from cachemgr.types import (
     AccountKey,
     AdmitRequest,
     BlockEstimate,
     BlockFilter,
     BlockView,
+    ExecutorSpec,
     Explanation,
     GhostReport,
     HoldView,
@@ -317,6 +319,27 @@ class Queries:
             step_tokens = len(sequence.tokens) - sequence.computed
         return while_running(sequence, step_tokens, max_new_tokens)
 
+    def executors(self) -> list[ExecutorSpec]:
+        """All executors by name, without the contents of their memory."""
+        return [executor.spec for executor in self._executors()]
+
+    def indexed_keys(
+        self, pool: BlockPool, after_index: int, limit: int, is_meant: Callable[[Block], bool] | None = None
+    ) -> dict[TierKind, list[bytes]]:
+        """Keys of the indexed blocks among the next `limit` slots of a pool that are meant, by tier."""
+        found: dict[TierKind, list[bytes]] = {}
+        for tier in pool.tiers:
+            first, end = tier.offset + 1, tier.offset + tier.size + 1
+            part = pool.blocks[max(first, after_index + 1) : min(end, after_index + 1 + limit)]
+            keys = [
+                block.key
+                for block in part
+                if block is not None and block.parent is not None and (is_meant is None or is_meant(block))
+            ]
+            if keys:
+                found[tier.kind] = keys
+        return found
+
     def records(self, executor_id: str) -> Iterator[BlockRecord]:
         """Every indexed block of an executor by index, at the moment of its turn; none of an unknown executor."""
         executor = self._state.executors.get(executor_id)
@@ -364,7 +387,10 @@ class Queries:
 
     def snapshot(self) -> SnapshotReader:
         """A reader of the whole cache, slice by slice."""
-        return SnapshotReader(self._state.events, self._state.leases, self._state.pools)
+        return SnapshotReader(self._state.events, self._state.leases, self._executors)
+
+    def _executors(self) -> list[Executor]:
+        return [executor for _, executor in sorted(self._state.executors.items())]
 
     def events_after(self, number: int, limit: int = 1000) -> list[Event]:
         """Up to `limit` events with the next numbers. Raises EventsGoneError."""

@@ -8,9 +8,10 @@ from hashlib import sha256
 
 import msgspec
 
-from cachemgr.blocks.block_keys import extra_digests
-from cachemgr.tokens import unpack
+from cachemgr.blocks.extra_keys import extra_digests
 from cachemgr.types import BlockView, Scope, TierKind
+from protos.kvcommon.block_keys import low_keys
+from protos.kvcommon.tokens import unpack
 
 # What the readers call the tiers.
 _MEDIA = {TierKind.DEVICE: "GPU", TierKind.HOST: "CPU", TierKind.DISK: "STORAGE"}
@@ -65,7 +66,7 @@ class Batch:
         if not isinstance(event, BlockStored) or event.medium != medium or block.parent_key != self._last_key:
             event = self._new_chain(block, medium)
             self._events.append(event)
-        event.block_hashes.append(hash_of(block.key))
+        event.block_hashes += low_keys([block.key])
         event.extra_keys.append(_extra_keys(block.scope))
         if self._token_ids:
             event.token_ids.extend(unpack(block.tokens))
@@ -74,7 +75,7 @@ class Batch:
 
     def _new_chain(self, block: BlockView, medium: str) -> BlockStored:
         adapter = None if block.scope is None else block.scope.adapter_id
-        parent = hash_of(block.parent_key) if block.parent_key else None
+        parent = low_keys([block.parent_key])[0] if block.parent_key else None
         # Readers tell adapters apart by their names, and take blocks without a name for those of the base model.
         name = None if adapter is None else str(adapter)
         return BlockStored([], parent, [], self._block_size, adapter, medium, name, [])
@@ -86,7 +87,7 @@ class Batch:
         if not isinstance(event, BlockRemoved) or event.medium != medium:
             event = BlockRemoved([], medium)
             self._events.append(event)
-        event.block_hashes.append(hash_of(key))
+        event.block_hashes += low_keys([key])
         self.num_blocks += 1
 
     def __bool__(self) -> bool:
@@ -95,11 +96,6 @@ class Batch:
     def encoded(self) -> bytes:
         """The message, with the present time. It has no rank: the reader's own for this address counts."""
         return msgspec.msgpack.encode((time.time(), self._events, None))
-
-
-def hash_of(key: bytes) -> int:
-    """The low 64 bits of a key that is read as one big-endian number."""
-    return int.from_bytes(key[-8:], "big")
 
 
 def _extra_keys(scope: Scope | None) -> list[str | tuple[str, int]] | None:

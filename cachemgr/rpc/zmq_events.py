@@ -27,7 +27,7 @@ from cachemgr.operators.queries import Queries
 from cachemgr.rpc.event_feed import EventFeed, ShuttingDownError
 from cachemgr.rpc.vllm_events import Batch
 from cachemgr.steps import sliced
-from cachemgr.types import EventKind, PoolView, RemovalCause, TierKind
+from cachemgr.types import EventKind, ExecutorSpec, TierKind
 from protos.rpc import addresses
 
 # Events that are looked at in one slice.
@@ -61,7 +61,7 @@ log = structlog.get_logger()
 class ZmqSettings:
     """Addresses are of executors whose names end with no number or with 0; others add theirs to the ports.
 
-    Without an address for replays there are none. In `topic` {executor_id} stands for the name.
+    Without an address for replays there are none. In `topic` {executor_id} and {model} stand for those of the executor.
     """
 
     events: str
@@ -80,6 +80,7 @@ class Stream:
         # The reader whose replay is under way.
         self.reader: bytes | None = None
         self.executor_id = self.pool_id = ""
+        self.is_lost = True
         # The number of the newest batch.
         self.last = next_number - 1
         # The tiers of published blocks by key, the block that came to its tier last at the end. The ancestors of a
@@ -98,13 +99,19 @@ class Stream:
     def new_batch(self) -> Batch:
         return Batch(self._block_size, token_ids=self._token_ids)
 
-    def begin(self, pool: PoolView, topic: str) -> None:
-        """From now on it is about the blocks of this pool, which has none yet."""
-        self.executor_id, self.pool_id = pool.executor_id, pool.pool_id
-        self._block_size = pool.block_size
-        self._topic = topic.encode()
-        size = _BLOCK_BYTES + (_TOKEN_BYTES * pool.block_size if self._token_ids else 0)
+    def begin(self, executor: ExecutorSpec, pool_id: str, topic: str) -> None:
+        """From now on it is about the blocks of this pool, which may have some of its executor's last epoch."""
+        self.executor_id, self.pool_id, self.is_lost = executor.executor_id, pool_id, False
+        self._topic = topic.replace("{executor_id}", executor.executor_id).replace("{model}", executor.model).encode()
+        self._block_size = executor.block_size
+        size = _BLOCK_BYTES + (_TOKEN_BYTES * executor.block_size if self._token_ids else 0)
         self.batch_blocks = max(1, min(_MAX_BLOCKS, _MAX_BYTES // size))
+        self.flush()
+        self._batch = self.new_batch()
+
+    def end(self) -> None:
+        """The executor is lost."""
+        self.is_lost = True
         self.clear()
 
     def clear(self) -> None:
@@ -122,8 +129,6 @@ class Stream:
                 return
             del self.known[block.key]
             batch.remove(block.key, before)
-            if event.cause is RemovalCause.EXECUTOR_LOST and not self.known:
-                batch.clear()
         elif event.kind in (EventKind.STORED, EventKind.UPDATED) and block.tier is not before:
             if before is not None:
                 del self.known[block.key]
@@ -172,12 +177,14 @@ class Stream:
         if self.replays is None:
             return
         socket: zmq.Socket[bytes] = zmq.Socket.shadow(self.replays)
-        peers = [] if self.reader is None else [self.reader]
-        with contextlib.suppress(zmq.ZMQError):
+        readers = [] if self.reader is None else [self.reader]
+        with contextlib.suppress(zmq.Again):
             while True:
-                for peer in peers:
-                    socket.send_multipart((peer, b"", _END, b""), zmq.DONTWAIT)
-                peers = [socket.recv_multipart(zmq.DONTWAIT)[0]]
+                readers.append(socket.recv_multipart(zmq.DONTWAIT)[0])
+        for reader in readers:
+            # There is no room for it where too many batches wait for a slow one.
+            with contextlib.suppress(zmq.ZMQError):
+                socket.send_multipart((reader, b"", _END, b""), zmq.DONTWAIT)
         self.replays.close(linger=_LINGER_MILLISECONDS)
 
     def forget(self) -> None:
@@ -252,44 +259,52 @@ class ZmqEvents:
                 return number
         for stream in self._streams.values():
             if not self._queries.knows_executor(stream.executor_id):
-                stream.clear()
-                stream.flush()
+                stream.end()
         async for events in sliced(snapshot.events()):
             self._publish(event for event in events if event is not None)
         return snapshot.number
 
     def _publish(self, events: Iterable[Event]) -> None:
         for event in events:
-            if event.kind is EventKind.CREATED:
-                self._begin(event.block.pool_id)
+            if event.executor is not None:
+                self._executor_changed(event.kind, event.executor)
             elif (stream := self._by_pool.get(event.block.pool_id)) is not None:
-                stream.note(event)
+                if event.kind is EventKind.CREATED:
+                    stream.clear()
+                else:
+                    stream.note(event)
         for stream in self._streams.values():
             stream.flush()
 
-    def _begin(self, pool_id: str) -> None:
-        """A pool is new, or empty again."""
-        executor_id = pool_id.rpartition("/")[0]
-        pools = (pool for pool in self._queries.pools() if pool.executor_id == executor_id)
-        pool = next((pool for pool in pools if pool.spec.attention_window is None), None)
-        if pool is None or pool.pool_id != pool_id:
+    def _executor_changed(self, kind: EventKind, executor: ExecutorSpec) -> None:
+        if kind is EventKind.EXECUTOR_LOST:
+            for pool_id in executor.pool_ids:
+                if (stream := self._by_pool.pop(pool_id, None)) is not None:
+                    stream.end()
             return
+        pools = zip(executor.pool_ids, executor.pools, strict=True)
+        pool_id = next((pool_id for pool_id, pool in pools if pool.attention_window is None), "")
+        stream = self._stream_of(executor.executor_id) if pool_id else None
+        if stream is not None:
+            self._by_pool.pop(stream.pool_id, None)
+            self._by_pool[pool_id] = stream
+            stream.begin(executor, pool_id, self._settings.topic)
+
+    def _stream_of(self, executor_id: str) -> Stream | None:
+        """The stream for an executor; None, with an error in the log, where it can have none."""
         found = _NUMBER.search(executor_id)
         number = int(found[0]) if found else 0
         stream = self._streams.get(number)
         if stream is None:
-            stream = self._open(executor_id, number)
-        elif stream.executor_id != executor_id and self._queries.knows_executor(stream.executor_id):
-            log.error(
-                "the blocks of an executor are not published: another one has the same number at the end of its name",
-                executor=executor_id,
-                other=stream.executor_id,
-            )
-            return
-        if stream is not None:
-            self._by_pool.pop(stream.pool_id, None)
-            self._by_pool[pool_id] = stream
-            stream.begin(pool, self._settings.topic.replace("{executor_id}", executor_id))
+            return self._open(executor_id, number)
+        if stream.is_lost or stream.executor_id == executor_id:
+            return stream
+        log.error(
+            "the blocks of an executor are not published: another one has the same number at the end of its name",
+            executor=executor_id,
+            other=stream.executor_id,
+        )
+        return None
 
     def _open(self, executor_id: str, number: int) -> Stream | None:
         """Opens the sockets for executors with a number; None, with an error in the log, where that is not possible."""
@@ -319,7 +334,12 @@ class ZmqEvents:
 
     async def _answer_replays(self, stream: Stream, socket: zmq.asyncio.Socket) -> None:
         while True:
-            peer, *frames = await socket.recv_multipart()
+            # A request that is taken out at the end of the process would be lost.
+            await socket.poll()
+            try:
+                peer, *frames = await socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                continue
             if len(frames) == 2 and not frames[0] and len(frames[1]) == len(_END):
                 await self._replay(stream, socket, peer, int.from_bytes(frames[1], "big"))
 

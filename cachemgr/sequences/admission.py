@@ -23,10 +23,10 @@ from cachemgr.sequences.sequence import Executor, GroupTable, Scheduler, Sequenc
 from cachemgr.sequences.token_eviction import resolve
 from cachemgr.sequences.token_eviction_state import TokenEvictionState, blocks_for
 from cachemgr.sequences.transfers import onload
-from cachemgr.tokens import packed_bytes
 from cachemgr.types import Admission, AdmitRequest, ManagerConfig, Preview, Receipt, TierKind
 from cachemgr.validation import check_extra_keys, check_id, check_tokens
 from protos.errors import InvalidField
+from protos.kvcommon.tokens import packed_bytes
 
 
 def check_request(request: AdmitRequest) -> array[int]:
@@ -246,7 +246,7 @@ class Allocator:
 
     def _draft(self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor) -> Sequence:
         """The sequence for a request and its rules, without a number and without blocks."""
-        scope = executor.scope(request.salt, request.adapter_id, request.tenant_id, request.session_id)
+        scope = executor.scopes.of(request.salt, request.adapter_id, request.tenant_id, request.session_id)
         rules = self._rules.for_request(request, tokens)
         no_store = request.no_store or any(rule.spec.action.no_store for rule in rules)
         policy = resolve(request, rules, executor)

@@ -10,17 +10,19 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from cachemgr.blocks.block import Block, Node
-from cachemgr.blocks.block_keys import child_key, extra_bytes, prefix_keys, root_key
 from cachemgr.blocks.block_pool import BlockPool
+from cachemgr.blocks.extra_keys import extra_bytes, prefix_keys
 from cachemgr.blocks.radix_tree import children_of, closest_child
 from cachemgr.sequences.sequence import Sequence, first_needed
-from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import Prefix, TierKind
+from protos.kvcommon.block_keys import child_key, root_key
+from protos.kvcommon.tokens import pack, packed_bytes
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.sequences.sequence import Executor
+    from cachemgr.types import ExecutorSpec
 
 
 _START = attrgetter("start")
@@ -242,10 +244,10 @@ def _single_writer_covers(match: Match) -> bool:
     return True
 
 
-def keys_of(executor: Executor, prefix: Prefix) -> list[bytes]:
-    """Keys of the full blocks of a prompt."""
-    root = root_key(executor.spec.model_fingerprint, prefix.salt, prefix.adapter_id)
-    return prefix_keys(root, packed_bytes(pack(prefix.token_ids)), executor.block_size, prefix.extra_keys)
+def keys_of(spec: ExecutorSpec, prefix: Prefix) -> list[bytes]:
+    """Keys that the full blocks of a prompt have in an executor."""
+    root = root_key(spec.model_fingerprint, prefix.salt, prefix.adapter_id)
+    return prefix_keys(root, packed_bytes(pack(prefix.token_ids)), spec.block_size, prefix.extra_keys)
 
 
 def cached_chain(pool: BlockPool, keys: list[bytes]) -> list[Block]:
@@ -262,13 +264,13 @@ def cached_chain(pool: BlockPool, keys: list[bytes]) -> list[Block]:
 
 def cached_blocks_of(executor: Executor, pool: BlockPool, prefix: Prefix) -> list[Block]:
     """Cached full blocks of a prompt, also those without their ancestors."""
-    found = (pool.tree.by_key.get(key) for key in keys_of(executor, prefix))
+    found = (pool.tree.by_key.get(key) for key in keys_of(executor.spec, prefix))
     return [block for block in found if block is not None]
 
 
 def partial_blocks(executor: Executor, pool: BlockPool, prefix: Prefix) -> list[Block]:
     """Blocks after the full ones of a prompt that begin with its last tokens, or hold their beginning."""
-    keys = keys_of(executor, prefix)
+    keys = keys_of(executor.spec, prefix)
     rest = packed_bytes(pack(prefix.token_ids[len(keys) * executor.block_size :]))
     root = root_key(executor.spec.model_fingerprint, prefix.salt, prefix.adapter_id)
     node = pool.tree.node(keys[-1] if keys else root)

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakSet, WeakValueDictionary
 
 from cachemgr.blocks.block import Block, CacheScope, account_of
-from cachemgr.blocks.block_keys import extend_keys, extra_bytes, root_key
 from cachemgr.blocks.block_pool import BlockPool
+from cachemgr.blocks.cache_scopes import CacheScopes
+from cachemgr.blocks.extra_keys import extend_keys, extra_bytes
 from cachemgr.retention.plan import RetentionPlan
 from cachemgr.sequences.holds import Holds
 from cachemgr.sequences.token_eviction_state import TokenEvictionState, blocks_for
 from cachemgr.steps import Steps, looks
-from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import (
     AccountKey,
     Admission,
@@ -35,6 +34,7 @@ from cachemgr.types import (
     Table,
     Transfer,
 )
+from protos.kvcommon.tokens import pack, packed_bytes
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Account
@@ -193,6 +193,27 @@ class Ticket:
         self.pool.write_through.reject(block)
         if block.parent is not None:
             self.pool.discard_subtree(block, RemovalCause.COPY_FAILED)
+
+
+class Tickets(dict[int, Ticket]):
+    """The open copies of an executor by their numbers. `next_number` never gives a number twice."""
+
+    def __init__(self, next_number: Callable[[], int]) -> None:
+        self._next_number = next_number
+
+    def open(
+        self,
+        purpose: Purpose,
+        pool: BlockPool,
+        source: Block | None,
+        target: Block,
+        num_tokens: int = 0,
+        scheduler: Scheduler | None = None,
+    ) -> Ticket:
+        """Opens a copy. `num_tokens` is 0 where it copies all bytes of a block."""
+        ticket = Ticket(self._next_number(), purpose, pool, source, target, num_tokens, scheduler)
+        self[ticket.number] = ticket
+        return ticket
 
 
 class OpenedCopies:
@@ -397,7 +418,7 @@ class Sequence:
     def probe(cls, executor: Executor, prefix: Prefix) -> Sequence:
         """A sequence for a look-up, with one token more, as the last token is never matched."""
         tokens = pack([*prefix.token_ids, 0])
-        scope = executor.scope(prefix.salt, prefix.adapter_id)
+        scope = executor.scopes.of(prefix.salt, prefix.adapter_id)
         no_scheduler: Any = None
         retention = RetentionPlan(Retention(), 0, "")
         return cls("", 0, no_scheduler, executor, tokens, scope, retention, True, prefix.extra_keys)
@@ -463,7 +484,7 @@ class Sequence:
 
     def block_scope(self, start: int, end: int) -> CacheScope:
         """The cache scope of a block with these tokens."""
-        return self.executor.with_extra(self.scope, self.extra_of(start, end)) if self.extra_keys else self.scope
+        return self.executor.scopes.with_extra(self.scope, self.extra_of(start, end)) if self.extra_keys else self.scope
 
     def slots(self, start: int = 0) -> tuple[Table, ...]:
         """Its tables from an index on."""
@@ -485,21 +506,6 @@ class Sequence:
 
 
 _SCOPE = attrgetter("scope")
-
-
-def account_for(accounts: Mapping[AccountKey, Account], tenant_id: str | None, salt: str | None) -> Account | None:
-    """The account that blocks count against, None for none: a quota of the tenant precedes that of the salt."""
-    tenants = None if tenant_id is None else accounts.get(("tenant_id", tenant_id))
-    return tenants or (None if salt is None else accounts.get(("salt", salt)))
-
-
-class AccountScopes:
-    """The cache scopes of one tenant or salt."""
-
-    __slots__ = ("__weakref__", "scopes")
-
-    def __init__(self) -> None:
-        self.scopes: WeakSet[CacheScope] = WeakSet()
 
 
 class GhostCaches(Protocol):
@@ -530,124 +536,67 @@ class Executor:
         self,
         spec: ExecutorSpec,
         deadline: float,
-        next_number: Callable[[], int],
+        pools: list[BlockPool],
+        scopes: CacheScopes,
+        tickets: Tickets,
         holds: Holds,
-        accounts: Mapping[AccountKey, Account],
-        before: Executor | None = None,
+        *,
+        stores_partial: bool,
+        ghosts: GhostCaches | None = None,
+        recovery: Recovery | None = None,
     ) -> None:
-        """`before` is the last epoch, whose pools it takes over."""
+        """`deadline` is the time at which its lease ends. With `stores_partial`, partly filled blocks can be found.
+
+        `recovery` is given while stored blocks are still to be restored.
+        """
         self.spec = spec
         self.executor_id = spec.executor_id
         self.epoch = spec.executor_epoch
         self.block_size = spec.block_size
         self.deadline = deadline
-        self.sequences: dict[int, Sequence] = {}
-        self.tickets: dict[int, Ticket] = {}
-        # Gives the numbers of its copies.
-        self.next_number = next_number
-        # Lists to which each block is added that replaces another in the index.
-        self.superseding: list[list[tuple[BlockPool, Block]]] = []
-        self.ghosts: GhostCaches | None = None
-        # Whether anything can find partly filled blocks.
-        self.stores_partial = True
-        # Set while what the store remembers is still to come.
-        self.recovery: Recovery | None = None
+        self.pools = pools
+        self.scopes = scopes
+        self.tickets = tickets
         self.holds = holds
-        self._accounts = accounts
-        self._scopes: WeakValueDictionary[tuple[object, ...], CacheScope]
-        self._scopes = WeakValueDictionary() if before is None else before._scopes
-        # By what a quota may be of, as long as there are scopes of that.
-        self._named: WeakValueDictionary[tuple[str, str | None], AccountScopes]
-        self._named = WeakValueDictionary() if before is None else before._named
-        # Of a first epoch they are made next.
-        self.pools: list[BlockPool] = [] if before is None else before.pools
-
-    def add(self, ticket: Ticket) -> Ticket:
-        """A copy that has just been opened."""
-        self.tickets[ticket.number] = ticket
-        return ticket
-
-    def scope(
-        self,
-        salt: str | None,
-        adapter_id: int | None,
-        tenant_id: str | None = None,
-        session_id: str | None = None,
-        extra: bytes = b"",
-    ) -> CacheScope:
-        """The cache scope of these values: the same object for all blocks, as long as there are any."""
-        parts = (salt, adapter_id, tenant_id, session_id, extra)
-        scope, account = self._scopes.get(parts), account_for(self._accounts, tenant_id, salt)
-        # Where quotas have come or gone, another one takes its place.
-        if scope is None or scope.account is not account:
-            scope = CacheScope(root_key(self.spec.model_fingerprint, salt, adapter_id), *parts)
-            scope.account = account
-            names = [self._name(key) for key in (("tenant_id", tenant_id), ("salt", salt)) if key[1] is not None]
-            for named in names:
-                named.scopes.add(scope)
-            scope.names = names
-            self._scopes[parts] = scope
-        return scope
-
-    def _name(self, key: tuple[str, str | None]) -> AccountScopes:
-        named = self._named.get(key)
-        if named is None:
-            named = self._named[key] = AccountScopes()
-        return named
-
-    def with_extra(self, scope: CacheScope, extra: bytes) -> CacheScope:
-        """The scope with these extra bytes instead."""
-        if extra == scope.extra:
-            return scope
-        return self.scope(scope.salt, scope.adapter_id, scope.tenant_id, scope.session_id, extra)
+        self.stores_partial = stores_partial
+        self.ghosts = ghosts
+        self.recovery = recovery
+        self.sequences: dict[int, Sequence] = {}
 
     def cached(self) -> Restored:
         """Indexed blocks, in use or not."""
         device = sum(pool.device.indexed for pool in self.pools)
         return Restored(device, sum(len(pool.tree.by_key) for pool in self.pools) - device)
 
-    def _renewed(self, scope: CacheScope) -> CacheScope:
-        """The scope itself, or the one that has replaced it since quotas have changed."""
-        if not self._renews(scope):
-            return scope
-        return self.scope(scope.salt, scope.adapter_id, scope.tenant_id, scope.session_id, scope.extra)
-
-    def _renews(self, scope: CacheScope) -> bool:
-        return scope.account is not account_for(self._accounts, scope.tenant_id, scope.salt)
-
     def change_accounts(self, changed: Iterable[AccountKey]) -> Steps[None]:
         """Books the blocks of these accounts anew, whose quotas are new or gone.
 
         Until its turn a block counts against the quota of before; new blocks count against the new quota.
         """
-        named = [one for key in changed if (one := self._named.get(key)) is not None]
-        scopes = {scope for one in named for scope in one.scopes if self._renews(scope)}
+        scopes = self.scopes.outdated(changed)
         if not scopes:
             return
         for sequence in self.sequences.values():
-            sequence.scope = self._renewed(sequence.scope)
-        superseding: list[tuple[BlockPool, Block]] = []
-        self.superseding.append(superseding)
+            sequence.scope = self.scopes.current(sequence.scope)
+        superseding: list[tuple[BlockPool, list[Block]]] = [(pool, []) for pool in self.pools]
+        for pool, blocks in superseding:
+            pool.superseding.append(blocks)
         yield
-        for pool in self.pools:
+        for pool, later in superseding:
             for part in looks(range(len(pool.blocks))):
                 self._rebook(pool, pool.blocks[part[0] : part[-1] + 1], scopes)
                 yield
             # The blocks that they replace may not have been looked at.
-            later = [block for other, block in superseding if other is pool and pool.blocks[block.index] is block]
-            self._rebook(pool, later, scopes)
-        self.superseding = [one for one in self.superseding if one is not superseding]
+            self._rebook(pool, [block for block in later if pool.blocks[block.index] is block], scopes)
+        for pool, blocks in superseding:
+            pool.superseding = [one for one in pool.superseding if one is not blocks]
 
     def _rebook(self, pool: BlockPool, blocks: Iterable[Block | None], scopes: AbstractSet[CacheScope]) -> None:
         there = list(filter(None, blocks))
         # Not block by block in Python: most are of other scopes.
         for block in compress(there, map(scopes.__contains__, map(_SCOPE, there))):
             assert block.scope is not None
-            pool.rebook(block, self._renewed(block.scope))
-
-    def scopes(self) -> Iterator[CacheScope]:
-        """All cache scopes. None may be added or freed meanwhile."""
-        return iter(self._scopes.values())
+            pool.rebook(block, self.scopes.current(block.scope))
 
 
 class Scheduler:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, cast
 
 from cachemgr.blocks.block import Block, Writer
 from cachemgr.blocks.block_pool import BlockPool
-from cachemgr.sequences.sequence import Executor, Prefetch, Purpose, Sequence, Ticket
+from cachemgr.sequences.holds import Holds
+from cachemgr.sequences.sequence import Executor, Prefetch, Purpose, Sequence, Ticket, Tickets
 from cachemgr.types import Transfer
 
 if TYPE_CHECKING:
@@ -19,42 +20,37 @@ MAX_WRITE_THROUGH_COPIES = 64
 class PoolFollower:
     """The listener of the pools of an executor: it opens their copies. The writers of their blocks are sequences."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+    def __init__(self, tickets: Tickets, holds: Holds) -> None:
+        self._tickets = tickets
+        self._holds = holds
 
     def offloading(self, pool: BlockPool, block: Block, occupant: Block, writer: Writer | None) -> Ticket:
         """Opens the copy of a block that is offloaded to make room for a sequence; `occupant` has its slot now."""
-        executor, sequence = self._executor, cast("Sequence | None", writer)
+        sequence = cast("Sequence | None", writer)
         scheduler = None if sequence is None else sequence.scheduler
-        ticket = executor.add(Ticket(executor.next_number(), Purpose.OFFLOAD, pool, occupant, block, 0, scheduler))
+        ticket = self._tickets.open(Purpose.OFFLOAD, pool, occupant, block, scheduler=scheduler)
         if sequence is not None:
             sequence.opened.add(ticket)
         return ticket
 
     def offload_recalled(self, ticket: CopyTicket, writer: Writer) -> None:
         """Cancels an offload that was not sent."""
-        cast("Sequence", writer).opened.recall(self._executor.tickets.pop(ticket.number))
+        cast("Sequence", writer).opened.recall(self._tickets.pop(ticket.number))
 
     def zeroing(self, pool: BlockPool, block: Block) -> None:
         """Opens the copy that overwrites a slot before it is empty."""
-        self._overwrite(pool, Purpose.ZERO, block)
+        self._tickets.open(Purpose.ZERO, pool, None, block)
 
     def withheld(self, pool: BlockPool, block: Block) -> None:
         """Opens the copy that overwrites a slot before other pools may have its memory."""
-        self._overwrite(pool, Purpose.CLEAR, block)
-
-    def _overwrite(self, pool: BlockPool, purpose: Purpose, block: Block) -> None:
-        self._executor.add(Ticket(self._executor.next_number(), purpose, pool, None, block))
+        self._tickets.open(Purpose.CLEAR, pool, None, block)
 
     def superseded(self, pool: BlockPool, old: Block, block: Block) -> None:
         """A device block replaces an equal one in the index, and gets its children."""
-        executor = self._executor
-        for superseding in executor.superseding:
-            superseding.append((pool, block))
         if not old.refs:
             return
-        executor.holds.replace(pool, old, block)
-        for ticket in executor.tickets.values():
+        self._holds.replace(pool, old, block)
+        for ticket in self._tickets.values():
             if ticket.source is old and ticket.sequence is not None and not ticket.num_tokens:
                 # It copies the one below for itself, and may share what others compute behind it.
                 ticket.sequence.tables[pool.spec.group].refer_to_duplicate(ticket.index, block)
@@ -63,10 +59,7 @@ class PoolFollower:
 def onload(sequence: Sequence, pool: BlockPool, source: Block, target: Block, index: int, num_tokens: int) -> None:
     """Copies a source into a block of a sequence. The copy takes the reference of the source over."""
     pool.acquire(target)
-    executor = sequence.executor
-    ticket = executor.add(
-        Ticket(executor.next_number(), Purpose.ONLOAD, pool, source, target, num_tokens, sequence.scheduler)
-    )
+    ticket = sequence.executor.tickets.open(Purpose.ONLOAD, pool, source, target, num_tokens, sequence.scheduler)
     ticket.sequence, ticket.index = sequence, index
     sequence.tickets.add(ticket)
     sequence.opened.add(ticket)
@@ -86,9 +79,7 @@ def open_write_through_copies(executor: Executor) -> None:
             target.refs = 1
             pool.blocks[target.index] = target
             tier.used += 1
-            write_through.begun(
-                executor.add(Ticket(executor.next_number(), Purpose.WRITE_THROUGH, pool, block, target))
-            )
+            write_through.begun(executor.tickets.open(Purpose.WRITE_THROUGH, pool, block, target))
             pool.device.counters.copied_bytes += pool.spec.block_bytes
 
 
@@ -113,7 +104,7 @@ def prefetch(executor: Executor, pool: BlockPool, chain: list[Block]) -> list[Tr
         tier.counters.onloaded += 1
         tier.counters.copied_bytes += pool.spec.block_bytes
         target = pool.allocate(None)
-        tickets.append(executor.add(Ticket(executor.next_number(), Purpose.PREFETCH, pool, source, target)))
+        tickets.append(executor.tickets.open(Purpose.PREFETCH, pool, source, target))
     # Device blocks of the chain stay until their children are on the device.
     tickets[0].held_ancestors = here
     Prefetch(pool, tickets)

@@ -81,6 +81,12 @@ def score_with_torch(
     out: Tensor,
     squares: Tensor | None = None,
 ) -> None:
+    """Write `out`, and `squares` if given: arguments as attention_scores has checked them, on a CPU.
+
+    query: [T, Hq, D], of any float dtype. lse: [T, Hq] float32, natural logarithms. counts: [S] int32, queries.
+    k_cache: [N, B, Hkv, D], like query, or int8 or float8_e4m3fn with args.k_scale.
+    out, squares: [S, Hkv, K] float32, overwritten; sums of weights, which have no unit.
+    """
     block_size, kv_heads = k_cache.shape[1:3]
     window, softcap, k_scale = args.window, args.softcap, args.k_scale
     group = query.shape[1] // kv_heads
@@ -127,6 +133,10 @@ def score_with_triton(
     out: Tensor,
     squares: Tensor | None = None,
 ) -> None:
+    """As score_with_torch, with the same shapes and dtypes, on CUDA or in Triton's interpreter.
+
+    The launch depends on shapes and on batch.max_query_len alone.
+    """
     # Imported here because a CPU machine may have no triton.
     import triton
 

@@ -34,7 +34,7 @@ def attention_scores(
             first = 0 if args.window is None else max(0, position - args.window + 1)
             slots = [(table[at // block_size], at % block_size) for at in range(first, position + 1)]
             for head in range(query.shape[1]):
-                keys = torch.stack([k_cache[block, place, head // group] for block, place in slots]).to(query.dtype)
+                keys = torch.stack([k_cache[block, offset, head // group] for block, offset in slots]).to(query.dtype)
                 logits = keys @ query[end - 1 - back, head] * args.scale
                 if args.softcap is not None:
                     logits = args.softcap * torch.tanh(logits / args.softcap)

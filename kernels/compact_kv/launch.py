@@ -11,7 +11,7 @@ def compact_kv(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tenso
     """Copy each source slot's key and value to its target slot, each layer and head for itself; no other is touched.
 
     k_cache, v_cache: [L, N, B, Hkv, D] contiguous, the whole pool.
-    sources, targets: [1 or L, 1 or Hkv, n] int64, block * B + place in the block; with a 1 all layers or heads alike.
+    sources, targets: [1 or L, 1 or Hkv, n] int64, block * B + offset in the block; with a 1 all layers or heads alike.
         All sources are read before any target is written, so that both may overlap in any way; of one layer and head
         no target is named twice.
     Raises ValueError naming the argument whose shape, dtype or device is wrong. Slots are not checked.
@@ -26,6 +26,10 @@ def compact_kv(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tenso
 
 
 def compact_with_torch(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Copy slots on a CPU; all sources are read before any target of the same cache is written.
+
+    k_cache, v_cache: [L, N, B, Hkv, D] contiguous, of any dtype. sources, targets: [1 or L, 1 or Hkv, n] int64 slots.
+    """
     # Where all heads go alike, one row has them all.
     heads = max(sources.shape[1], targets.shape[1])
     read, written = (row_numbers(k_cache, slots, heads) for slots in (sources, targets))
@@ -40,6 +44,10 @@ ELEMENTS = 2048
 
 
 def compact_with_triton(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """As compact_with_torch, with the same shapes and dtypes, on CUDA or in Triton's interpreter.
+
+    Holds copies of n slots of every layer and head, of K and of V, until the second of two launches ends.
+    """
     if k_cache.element_size() == 1:
         # As bytes: Triton does not handle float8 on every device.
         k_cache, v_cache = k_cache.view(torch.int8), v_cache.view(torch.int8)
@@ -55,6 +63,11 @@ def compact_with_triton(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targe
 def copy_slots_with_triton(
     source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor], from_slots: Tensor, to_slots: Tensor
 ) -> None:
+    """Copy slots of one pair of tensors (K, V) to slots of another, in one launch.
+
+    source, target: [L, N, B, Hkv, D] contiguous, N and B of each its own, all of one dtype.
+    from_slots, to_slots: [1 or L, 1 or Hkv, n] int64 slots in source and target.
+    """
     # Imported here because a CPU machine may have no triton.
     import triton
 

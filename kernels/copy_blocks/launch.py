@@ -36,6 +36,11 @@ PIECE = 2048
 
 
 def copy_with_triton(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Copy blocks on CUDA or in Triton's interpreter, in one launch.
+
+    k_cache, v_cache: [L, N, B, Hkv, D] contiguous, of one dtype that Triton handles. sources, targets: [C] int64 block
+    numbers.
+    """
     # Imported here because a CPU machine may have no triton.
     import triton
 

@@ -41,7 +41,7 @@ def _attend_to_tiles(
     TILE_KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,  # some row does not see some key, or some place holds no key
+    MASKED: tl.constexpr,  # some row does not see some key, or some slot holds no key
     DTYPE: tl.constexpr,  # of the query, in which weights are rounded
 ):
     """The softmax after the keys [begin, end), begin a multiple of TILE_KEYS; the rows see none before first_key."""
@@ -55,7 +55,7 @@ def _attend_to_tiles(
         next_block = tl.load(table + tl.minimum(tile_start + TILE_KEYS + key, last_key) // BLOCK_SIZE)
         key_position = tile_start + key
         if MASKED:
-            # Nothing else is read: those places may hold anything, and 0 times NaN is NaN.
+            # Nothing else is read: those slots may hold anything, and 0 times NaN is NaN.
             key_used = (key_position >= first_key) & (key_position <= last_key)
         at = block.to(tl.int64) * (BLOCK_SIZE * KV_HEADS * HEAD_DIM)
         at += (key_position % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM

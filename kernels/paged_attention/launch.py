@@ -74,7 +74,12 @@ def attend_with_triton(
     lse: Tensor | None = None,
     sizes: TileSizes | None = None,
 ) -> None:
-    """Launch the Triton kernels on checked arguments; the grid depends on nothing but shapes, as CUDA graphs need."""
+    """Write `out`, and `lse` if given: arguments as paged_attention has checked them, on CUDA or in the interpreter.
+
+    query: [T, Hq, D], of any float dtype and strides. k_cache, v_cache: [N, B, Hkv, D], like query, or int8 or
+    float8_e4m3fn with scales. out: [T, Hq, D] like query. lse: [T, Hq] float32, natural logarithms.
+    The grid depends on nothing but shapes and the bounds in `batch`, as CUDA graphs need. Split keys take two launches.
+    """
     # Imported here because a CPU machine may have no triton.
     from kernels.paged_attention.kernel import merge_splits_kernel, paged_attention_kernel
 

@@ -36,8 +36,8 @@ def paged_attention(
             slots = [(table[at // block_size], at % block_size) for at in range(first, position + 1)]
             for head in range(query.shape[1]):
                 kv_head = head // (query.shape[1] // kv_heads)
-                keys = torch.stack([k_cache[block, place, kv_head] for block, place in slots]).to(query.dtype)
-                values = torch.stack([v_cache[block, place, kv_head] for block, place in slots]).to(query.dtype)
+                keys = torch.stack([k_cache[block, offset, kv_head] for block, offset in slots]).to(query.dtype)
+                values = torch.stack([v_cache[block, offset, kv_head] for block, offset in slots]).to(query.dtype)
                 logits = keys @ query[row, head] * args.scale
                 if args.softcap is not None:
                     logits = args.softcap * torch.tanh(logits / args.softcap)

@@ -61,7 +61,11 @@ ELEMENTS = 1024
 
 
 def norm_with_triton(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor) -> None:
-    """Launch on [groups, rows, N] tensors of any group and row strides."""
+    """Norm rows on CUDA or in Triton's interpreter, in one launch.
+
+    x, residual, out: [G, R, N] of one float dtype, with any strides of groups and rows. weight: [N], like x.
+    eps: added to the mean of squares. `residual` becomes residual + x, which is normed; `out` may be x.
+    """
     # Imported here because a CPU machine may have no triton.
     import triton
 

@@ -75,6 +75,12 @@ def rotate_with_torch(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
+    """Rotate and store on a CPU: arguments as rotary_store has checked them.
+
+    query: [T, Hq, D], written; key, value: [T, Hkv, D]; all of one float dtype. cos, sin: [P, D] of any float dtype.
+    positions: [T] int64, in tokens. slot_mapping: [T] int64 slots, -1 for none.
+    k_cache, v_cache: [N, B, Hkv, D], like key, or int8 or float8_e4m3fn with k_scale, v_scale: [Hkv] float32.
+    """
     rows = (slot_mapping >= 0).nonzero().flatten()
     cos, sin = (table[positions[rows], None] for table in (cos, sin))
     query[rows] = reference.rotate(query[rows], cos, sin)
@@ -95,6 +101,7 @@ def rotate_with_triton(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
+    """As rotate_with_torch, with the same shapes and dtypes, on CUDA or in Triton's interpreter, in one launch."""
     # Imported here because a CPU machine may have no triton.
     import triton
 

@@ -14,8 +14,8 @@ def rotate_keys(k_cache: Tensor, slots: Tensor, deltas: Tensor, frequencies: Ten
 
     k_cache: [L, N, B, Hkv, D] contiguous, the whole pool; halves of a head are pairs, as in rotary_store.
         Quantized keys need no scale, which a rotation leaves as it is.
-    slots: [1 or L, 1 or Hkv, n] int64, block * B + place in the block; with a 1 all layers or heads alike. Of one layer
-        and head no slot is named twice.
+    slots: [1 or L, 1 or Hkv, n] int64, block * B + offset in the block; with a 1 all layers or heads alike. Of one
+        layer and head no slot is named twice.
     deltas: as slots, in positions. Where it is 0 the key keeps its bytes.
     frequencies: [D / 2] float32, radians per position of the model's plain rotary embedding.
     Angles and products are float32, rounded once to the cache's dtype; keys of 8 bits stay within its range.
@@ -42,6 +42,12 @@ ELEMENTS = 1 << 18
 
 
 def rotate_with_torch(k_cache: Tensor, slots: Tensor, deltas: Tensor, frequencies: Tensor) -> None:
+    """Turn keys back on a CPU, some slots at a time.
+
+    k_cache: [L, N, B, Hkv, D] contiguous, written, of a float dtype, int8 or float8_e4m3fn.
+    slots: [1 or L, 1 or Hkv, n] int64 slots; deltas: the same, in positions. frequencies: [D / 2] float32, radians per
+    position.
+    """
     at_once = max(1, ELEMENTS // k_cache[:, 0, 0].numel())
     for first in range(0, slots.shape[2], at_once):
         some = slice(first, first + at_once)
@@ -49,6 +55,7 @@ def rotate_with_torch(k_cache: Tensor, slots: Tensor, deltas: Tensor, frequencie
 
 
 def rotate_at_once(k_cache: Tensor, slots: Tensor, deltas: Tensor, frequencies: Tensor) -> None:
+    """As rotate_with_torch, all slots together: takes several times the memory of their keys in float32."""
     layers, _, _, kv_heads, head_dim = k_cache.shape
     heads = slots.shape[1]
     rows, numbers = as_rows(k_cache, heads), row_numbers(k_cache, slots, heads)
@@ -66,6 +73,7 @@ PAIRS = 1024
 
 
 def rotate_with_triton(k_cache: Tensor, slots: Tensor, deltas: Tensor, frequencies: Tensor) -> None:
+    """As rotate_with_torch, with the same shapes and dtypes, on CUDA or in Triton's interpreter, in one launch."""
     # Imported here because a CPU machine may have no triton.
     import triton
 

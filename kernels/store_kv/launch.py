@@ -21,7 +21,7 @@ def store_kv(
 
     key, value: [T, Hkv, D], any strides, the caches' dtype; of quantized caches any float dtype.
     k_cache, v_cache: [N, B, Hkv, D] contiguous, one layer of the pool.
-    slot_mapping: [T] int64, block * B + place in the block, no slot twice; -1 skips the token.
+    slot_mapping: [T] int64, block * B + offset in the block, no slot twice; -1 skips the token.
     k_scale, v_scale: [Hkv] float32 of int8 or float8_e4m3fn caches, which hold what is divided by them.
     Raises ValueError naming the argument whose shape, dtype or device is wrong. Slots are not checked on CUDA.
     """
@@ -53,6 +53,11 @@ def store_with_torch(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
+    """Store on a CPU: arguments as store_kv has checked them.
+
+    key, value: [T, Hkv, D] of a float dtype. slot_mapping: [T] int64 slots, -1 for none.
+    k_cache, v_cache: [N, B, Hkv, D], written, like key, or int8 or float8_e4m3fn with k_scale, v_scale: [Hkv] float32.
+    """
     if bool((slot_mapping < 0).any()):
         kept = (slot_mapping >= 0).nonzero().flatten()
         key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
@@ -74,6 +79,7 @@ def store_with_triton(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
+    """As store_with_torch, with the same shapes and dtypes, on CUDA or in Triton's interpreter, in one launch."""
     # Imported here because a CPU machine may have no triton.
     import triton
 

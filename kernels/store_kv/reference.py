@@ -14,7 +14,7 @@ def store_kv(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Write row t of key and value [T, Hkv, D] to place slot_mapping[t] of the caches [N, B, Hkv, D]; -1 skips it."""
+    """Write row t of key and value [T, Hkv, D] to slot slot_mapping[t] of the caches [N, B, Hkv, D]; -1 skips it."""
     block_size = k_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:

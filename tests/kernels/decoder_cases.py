@@ -226,11 +226,11 @@ def error_of(computed: Tensor, expected: Tensor) -> float:
 
 
 def scores_of(case: Case, dtype: torch.dtype) -> list[SequenceScores]:
-    """Places for what a case counts, full of what is no number."""
+    """Tensors for the scores that a case counts, full of NaN."""
+
+    def empty(number: int) -> Tensor:
+        return torch.full((case.layers, case.kv_heads, case.lengths[number]), torch.nan, dtype=dtype)
+
     return [
-        SequenceScores(
-            *torch.full((2, case.layers, case.kv_heads, case.lengths[number]), torch.nan, dtype=dtype), rows, number
-        )
-        for number, rows in enumerate(case.counted)
-        if rows
+        SequenceScores(empty(number), empty(number), rows, number) for number, rows in enumerate(case.counted) if rows
     ]

@@ -229,7 +229,8 @@ def compact_nothing(dtype: torch.dtype) -> None:
 def turn_nothing(dtype: torch.dtype) -> None:
     with torch.device("meta"):
         cache = torch.empty(2, 1 << 20, 16, 3, 64, dtype=dtype)
-        turn_with_triton(cache, *torch.empty(2, 2, 3, 5, dtype=torch.int64), torch.empty(32))
+        slots, offsets = torch.empty(2, 2, 3, 5, dtype=torch.int64)
+        turn_with_triton(cache, slots, offsets, torch.empty(32))
 
 
 Compile = Callable[..., list[Resources]]

@@ -84,9 +84,10 @@ def test_invariant_computation_reads_nothing_before_a_window(
 
 def test_slot_minus_one_stores_nowhere(library: ctypes.CDLL) -> None:
     world = build_world(Case((2,), (2,)), torch.float32)
-    *inputs, groups, rows = world.arguments
+    tokens, positions, cache_positions, query_start, [group], rows = world.arguments
+    nowhere = replace(group, slots=torch.tensor([-1, group.slots[1]]))
     decoder = decoder_of(library, world, torch.float32, 1)
-    decoder.step(*inputs, [replace(groups[0], slots=torch.tensor([-1, groups[0].slots[1]]))], rows)
+    decoder.step(tokens, positions, cache_positions, query_start, [nowhere], rows)
     assert int(world.caches[0][0].isfinite().all(-1).sum()) == 1
 
 

@@ -10,6 +10,7 @@ import json
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 KEPT = Path(__file__).with_suffix(".json")
 # Where a package has the classes of its requests and their messages.
@@ -73,9 +74,9 @@ def _fields(classes: Mapping[str, ast.ClassDef], name: str) -> Iterator[str]:
                 yield field
 
 
-def read() -> dict[str, dict[str, object]]:
+def read() -> dict[str, dict[str, Any]]:
     """What is kept: package -> {"version": ..., "fields": {route: names}}."""
-    kept: dict[str, dict[str, object]] = json.loads(KEPT.read_text())
+    kept: dict[str, dict[str, Any]] = json.loads(KEPT.read_text())
     return kept
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from cachemgr import steps
 from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.blocks.cache_scopes import account_for
 from cachemgr.errors import (
     PoolInUseError,
     QuotaTooLargeError,
@@ -28,7 +29,6 @@ from cachemgr.errors import (
     WindowPassedError,
 )
 from cachemgr.retention.rules import FIELDS
-from cachemgr.sequences.sequence import account_for
 from cachemgr.steps import at_once
 from cachemgr.types import (
     Admission,

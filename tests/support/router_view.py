@@ -16,8 +16,8 @@ from cachemgr.manager import CacheManager
 from cachemgr.operators.queries import Queries
 from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.zmq_events import ZmqEvents, ZmqSettings
-from cachemgr.tokens import unpack
 from cachemgr.types import TierKind
+from protos.kvcommon.tokens import unpack
 
 MEDIA = {TierKind.DEVICE: "GPU", TierKind.HOST: "CPU", TierKind.DISK: "STORAGE"}
 END = (1 << 64) - 1
@@ -177,7 +177,7 @@ def truth(manager: CacheManager, *, token_ids: bool = False) -> dict[int, Known]
 
 
 def _hash(key: bytes) -> int:
-    return int.from_bytes(key, "big") % (1 << 64)
+    return int.from_bytes(key[:8], "little")
 
 
 def _extra_keys(scope: Any) -> tuple[str, ...]:

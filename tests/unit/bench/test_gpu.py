@@ -16,6 +16,8 @@ from bench.gpu.parts import (
 )
 from executor.cache.pool import KvPools
 from executor.core.runner import Runner
+from executor.models.load import model_of
+from kernels.rms_norm.launch import rms_norm
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,7 +37,7 @@ def test_every_speed_stands_on_a_check() -> None:
 
 def test_the_check_of_kernels_passes_and_can_be_red(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels.check_on("cpu")
-    right = kernels.rms_norm
+    right = rms_norm
     monkeypatch.setattr(kernels, "rms_norm", lambda *args, **options: right(*args, **options) * 1.05)
     for name in ("store_kv", "compact_kv", "rotate_keys"):
         monkeypatch.setattr(kernels, name, lambda *args: None)
@@ -86,7 +88,7 @@ def test_the_check_of_models_is_red_when_a_way_is_refused(monkeypatch: pytest.Mo
 
 def test_steps_are_measured_one_after_the_other() -> None:
     module = models.build(LlamaConfig(**(TINY.to_dict() | {"max_position_embeddings": 2048})), torch.float32, "cpu")
-    model = models.model_of(module, "tiny")
+    model = model_of(module, "tiny")
     blocks = -(-(models.CONTEXT + models.STEPS + models.WARM) // models.BLOCK)
     runner = Runner(model, KvPools(model.groups, blocks, models.BLOCK, torch.float32, model.device))
     large = models.Large(module, runner, 1)

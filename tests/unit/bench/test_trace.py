@@ -7,7 +7,7 @@ import pytest
 
 from bench.driver import Driver, prompt
 from bench.replay import LeaseCount, Replay, demand, upper_bound, with_pauses
-from bench.trace import everybody_asks, no_wishes, wishes_by_history
+from bench.trace import every_request, no_retention, retention_by_history
 from bench.trace_file import read
 from cachemgr.types import Retention, RetentionRange
 
@@ -68,7 +68,7 @@ def test_prefix_hits_of_an_unbounded_pool_equal_the_bound(requests):
     found = 512 + 3 * 512 + 4 * 512
     assert upper_bound(requests) == found
     for block_size in (16, 512):
-        outcome = Replay(64 * 512 // block_size, block_size).run(requests, no_wishes(requests))
+        outcome = Replay(64 * 512 // block_size, block_size).run(requests, no_retention(requests))
         assert outcome.found == found
         assert outcome.found_following == 7 * 512
         assert outcome.asked == sum(request.input_length for request in requests)
@@ -86,14 +86,14 @@ def test_demand_counts_shared_blocks_once(tmp_path):
 def test_retention_is_requested_for_shared_prefixes_and_returning_conversations(tmp_path):
     rows = [row(number, [0, 10 * number + 1, 10 * number + 2]) for number in range(4)]
     requests = read(write(tmp_path, *rows, row(5, [0, 1, 3])))
-    *_, shared, _ = wishes_by_history(requests)
+    *_, shared, _ = retention_by_history(requests)
     assert shared == Retention((RetentionRange(0, 512, 80),))
     requests = read(write(tmp_path, *rows, row(5, [0, 1, 2, 3]), row(6, [0, 1, 2, 3, 4])))
-    assert wishes_by_history(requests)[-1] == Retention((RetentionRange(512, None, 60, 600.0),))
+    assert retention_by_history(requests)[-1] == Retention((RetentionRange(512, None, 60, 600.0),))
 
 
 def test_leases_of_an_endless_pool_are_all_honoured(requests):
-    leases = Replay(64, 512).run(requests, everybody_asks(requests)).leases
+    leases = Replay(64, 512).run(requests, every_request(requests)).leases
     assert leases.granted > 0
     # Time stands still after the last request.
     assert leases.broken == 0
@@ -107,8 +107,9 @@ class Counted:
         self.driver, self.count = Driver(4), LeaseCount()
 
     def cache(self, number, length, session=None, duration=10.0):
-        wish = Retention((RetentionRange(0, None, 60, duration),)) if session else Retention()
-        self.driver.cache(f"{number} at {self.driver.now}", prompt(number, length), session_id=session, retention=wish)
+        retention = Retention((RetentionRange(0, None, 60, duration),)) if session else Retention()
+        name = f"{number} at {self.driver.now}"
+        self.driver.cache(name, prompt(number, length), session_id=session, retention=retention)
         return self.leases()
 
     def leases(self):

@@ -37,7 +37,7 @@ POOL = {
     "share_blocks": NUM_BLOCKS,
     "host_blocks": HOST_BLOCKS,
 }
-REGISTRATION = {
+REGISTRATION: dict[str, Any] = {
     "executor_id": EXECUTOR,
     "executor_epoch": EPOCH,
     "model": "tiny",

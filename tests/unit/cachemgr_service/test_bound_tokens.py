@@ -5,6 +5,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf.descriptor import MethodDescriptor
 
 from cachemgr.process import CacheManagerProcess
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -97,7 +98,7 @@ OWNED = [method for method in DATA.methods if method.name != "SendHints"]
 
 
 @pytest.mark.parametrize("method", OWNED, ids=lambda method: method.name)
-def test_every_call_of_an_executor_or_a_scheduler_says_whose_it_is(method: object) -> None:
+def test_every_call_of_an_executor_or_a_scheduler_says_whose_it_is(method: MethodDescriptor) -> None:
     (role,) = roles_of(f"{DATA.full_name}/{method.name}")
     messages = [method.input_type, *(field.message_type for field in method.input_type.fields if field.message_type)]
     assert any(f"{role}_id" in message.fields_by_name for message in messages)

@@ -12,6 +12,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.support import redis_servers
 from tests.support.cachemgr_client import EXECUTOR, Client
 from tests.support.managers import POOL, Managers, agreed, cached, compared, make_rule, pin, sync_redis
+from tests.support.redis_cluster import RedisCluster
 from tests.support.redis_servers import Server
 
 BLOCKS = f"kvkeep:{{{EXECUTOR}}}:blocks"
@@ -228,7 +229,7 @@ async def test_a_url_without_cluster_that_leads_to_one_is_explained(
 
 
 @cluster_only
-async def test_keys_that_move_to_another_node_are_followed(managers: Managers, any_server: Server) -> None:
+async def test_keys_that_move_to_another_node_are_followed(managers: Managers, any_server: RedisCluster) -> None:
     async with managers.run() as client:
         await furnish(client)
         await agreed(client)

@@ -1,8 +1,10 @@
 """Pending changes: coalesced, bounded, and never older than what happened since."""
 
+from functools import partial
+
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.persistence.write_queue import BlockQueue, Changes
-from cachemgr.types import TierKind
+from cachemgr.types import Slot, TierKind
 
 DEVICE = TierKind.DEVICE
 
@@ -11,10 +13,10 @@ def block(slot: int, step: int = 0) -> BlockRecord:
     return BlockRecord(0, slot, bytes(32), None, 0, bytes(8), None, None, step)
 
 
-def put(queue: BlockQueue, *slots: int, executor_id: str = "e", epoch: int = 7) -> None:
+def put(queue: BlockQueue, *slots: int, executor_id: str = "e", epoch: int = 7, step: int = 0) -> None:
     """A change of a block in each of the slots."""
     for slot in slots:
-        queue.put(executor_id, epoch, (0, DEVICE, slot), block(slot))
+        queue.put(executor_id, epoch, (0, DEVICE, slot), partial(block, slot, step))
 
 
 def take(queue: BlockQueue) -> tuple[str, Changes]:
@@ -23,16 +25,21 @@ def take(queue: BlockQueue) -> tuple[str, Changes]:
     return taken
 
 
+def current(changes: Changes) -> dict[Slot, BlockRecord | None]:
+    """The blocks that would be written now."""
+    return {slot: block and block() for slot, block in changes.blocks.items()}
+
+
 def test_changes_of_one_place_become_one() -> None:
     queue = BlockQueue(10)
     for step in range(5):
-        queue.put("e", 7, (0, DEVICE, 1), block(1, step))
+        put(queue, 1, step=step)
     put(queue, 2)
     queue.put("e", 7, (0, DEVICE, 2), None)
     assert queue.pending == 2
     executor_id, changes = take(queue)
     assert executor_id == "e"
-    assert changes.blocks == {(0, DEVICE, 1): block(1, 4), (0, DEVICE, 2): None}
+    assert current(changes) == {(0, DEVICE, 1): block(1, 4), (0, DEVICE, 2): None}
     assert queue.pending == 0
     assert queue.take() is None
 
@@ -68,7 +75,7 @@ def test_what_failed_comes_back_below_what_is_newer() -> None:
     queue.put("e", 7, (0, DEVICE, 2), None)
     queue.give_back(*failed)
     assert queue.pending == 2
-    assert take(queue)[1].blocks == {(0, DEVICE, 1): block(1), (0, DEVICE, 2): None}
+    assert current(take(queue)[1]) == {(0, DEVICE, 1): block(1), (0, DEVICE, 2): None}
 
 
 def test_what_failed_is_void_after_a_newer_epoch() -> None:

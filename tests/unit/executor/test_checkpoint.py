@@ -84,7 +84,11 @@ def broken_configuration(folder: Path) -> None:
 
 def generates(text: str) -> Change:
     """Writes generation_config.json."""
-    return lambda folder: (folder / "generation_config.json").write_text(text) and None
+
+    def change(folder: Path) -> None:
+        (folder / "generation_config.json").write_text(text)
+
+    return change
 
 
 def pickled_codes(folder: Path) -> None:

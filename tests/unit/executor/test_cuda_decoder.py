@@ -21,9 +21,10 @@ from executor.models.forward import Model
 from executor.models.llama import FAMILIES
 from executor.models.torch import TorchForward
 from executor.step import BlockTableUpdate, NewSequence
+from kernels.rotary_store.launch import rotary_store
 from tests.support.reference import first_mismatch, greedy
 from tests.unit.executor.conftest import BLOCK_SIZE, Driver, fused, load_fused, on_torch
-from tests.unit.executor.test_token_eviction import PROMPT, VARIANTS, policy_of, run
+from tests.unit.executor.evicting_sequences import PROMPT, VARIANTS, policy_of, run
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS, VOCAB
 
 KNOWN = [name for name in sorted(CONFIGS | COMPILED_CONFIGS) if name.startswith(FAMILIES)]
@@ -99,6 +100,7 @@ def replaying(folder: Path) -> Iterator[Model]:
     """In Triton's interpreter: a model that launches every kernel as on CUDA, and repeats decoding steps."""
     from executor.models import cuda as cuda_decoder
     from executor.models.attention import NAME
+    from kernels.paged_attention import cpu
     from kernels.paged_attention import launch as attention
     from kernels.rms_norm import launch as norms
     from kernels.rotary_store import launch as rotary
@@ -112,7 +114,7 @@ def replaying(folder: Path) -> Iterator[Model]:
         return out
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention.cpu, "attend", attention.attend_with_triton)
+        patch.setattr(cpu, "attend", attention.attend_with_triton)
         patch.setattr(rotary, "rotate_with_torch", rotary.rotate_with_triton)
         patch.setattr(cuda_decoder, "rms_norm", rms_norm)
         module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=NAME).eval()
@@ -176,7 +178,7 @@ def test_a_repeated_step_stores_tokens_where_evicted_ones_were(
 def test_layers_that_compute_something_else_or_fail_are_not_used(
     change: Callable[[Tensor], Tensor], words: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = cuda_decoder.rotary_store
+    right = rotary_store
     monkeypatch.setattr(cuda_decoder, "rotary_store", lambda query, *rest: right(change(query), *rest))
     with capture_logs() as logs:
         model = load_fused(model_folder("llama"))

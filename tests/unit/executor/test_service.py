@@ -1,10 +1,10 @@
 """The executor's service over a unix socket, with a cache manager that only takes notes."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -143,7 +143,7 @@ async def test_a_token_that_is_bound_to_ids_opens_no_session_for_another(stack: 
     assert list(caught.value.fields) == ["open.scheduler_id"]
     answers = stack.servicer.StreamSteps(opening("s"), None)
     assert (await anext(answers)).opened.first_step == 1
-    await answers.aclose()
+    await cast(AsyncGenerator[pb.StreamStepsResponse], answers).aclose()
 
 
 async def opened(stack: Stack, *epochs: int, **changes: Any) -> None:

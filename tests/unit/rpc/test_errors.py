@@ -56,9 +56,9 @@ async def test_a_handler_may_abort_by_itself(served: Served) -> None:
 async def test_a_stream_fails_after_what_it_sent(served: Served) -> None:
     stub = pb_grpc.CacheEventServiceStub(served.channel)
     watch = stub.WatchEvents(pb.WatchEventsRequest(), timeout=5)
-    assert [(await watch.read()).events[0].event_number for _ in range(2)] == [1, 2]
+    assert [(await anext(aiter(watch))).events[0].event_number for _ in range(2)] == [1, 2]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await watch.read()
+        await anext(aiter(watch))
     assert from_rpc_error(caught.value).reason == "OUT_OF_STOCK"
 
 

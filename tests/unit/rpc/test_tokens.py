@@ -149,7 +149,7 @@ async def test_what_goes_on_ends_with_its_token(
             channel = await exits.enter_async_context(open_channel(address, viewer))
             stub: pb_grpc.CacheEventServiceAsyncStub = pb_grpc.CacheEventServiceStub(channel)
             calls.append(stub.WatchEvents(pb.WatchEventsRequest(), timeout=10))
-            assert (await calls[-1].read()).events[0].event_number == 1
+            assert (await anext(aiter(calls[-1]))).events[0].event_number == 1
         _, other, same = keys.file.read_text().splitlines()
         keys.file.write_text(other.replace('"tenant":""', '"tenant":"acme"') + "\n" + same + "\n")
         for call in calls[:2]:

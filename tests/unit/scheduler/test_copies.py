@@ -9,22 +9,8 @@ from scheduler.core.batch import RunningBatch
 from scheduler.core.planner import plan_step
 from scheduler.request import Tier
 from scheduler.sequence import Copy, LeaveReason, Sequence
+from tests.support.scheduler.copies import down, up, within
 from tests.support.scheduler.sequences import BLOCK, answer, batch_of, run, send, sequence, synced, updates
-
-
-def within(ticket: int, target: int = 101) -> Copy:
-    """From a device block to another."""
-    return Copy(ticket, 0, 5, target)
-
-
-def up(ticket: int, target: int = 101, tier: Tier = Tier.HOST) -> Copy:
-    """A block that comes to the device."""
-    return Copy(ticket, 0, 7, target, tier, Tier.DEVICE, BLOCK)
-
-
-def down(ticket: int, source: int = 101) -> Copy:
-    """A block that makes room."""
-    return Copy(ticket, 0, source, 9, Tier.DEVICE, Tier.HOST, BLOCK)
 
 
 def onloading(handle: int, *copies: Copy, **fields: object) -> Sequence:
@@ -46,7 +32,9 @@ def test_tiers_have_the_numbers_of_both_protocols() -> None:
 def test_copies_within_the_device_travel_once_with_the_next_step_and_say_nothing_of_tiers() -> None:
     batch = batch_of(sequence(1, cached_tokens=6, copies=(within(9),)))
     message = run(batch, 1)
-    assert (message.copy_tickets, message.copy_source_slots, message.copy_target_slots) == ([9], [5], [101])
+    assert message.copy_tickets == [9]
+    assert message.copy_source_slots == [5]
+    assert message.copy_target_slots == [101]
     assert not message.copy_source_tiers
     assert not message.copy_target_tiers
     assert message.new_sequences[0].num_computed_tokens == 6

@@ -171,6 +171,7 @@ def test_an_executor_that_follows_the_policy_has_slots_for_every_planned_token(
         assert moved is not None
         assert moved <= executor.computed
     if chosen.during_prefill:
+        assert chosen.most_kept is not None
         assert executor.most <= chosen.most_kept
 
 

@@ -92,11 +92,11 @@ async def test_a_request_that_waits_for_blocks_takes_no_turn(
     async with run_stack(max_running=1) as stack:
         stack.executor.step_seconds = 0.005
         call = stack.stub.StreamGenerate(request(prompt_of(9), 100), timeout=30)
-        parts = [list((await call.read()).token_ids)]
+        parts = [list((await anext(aiter(call))).token_ids)]
         others = [stack.stub.StreamGenerate(request(prompt_of(9, seed=seed), 3), timeout=30) for seed in range(40)]
         await waiting(stack, len(others))
         while sum(map(len, parts)) < 100:
-            parts.append(list((await call.read()).token_ids))
+            parts.append(list((await anext(aiter(call))).token_ids))
         assert len(parts) > 5
         for other in others:
             other.cancel()

@@ -1,12 +1,14 @@
 """An executor that does not answer: requests wait, leave and restart, and health says so."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
 
 from scheduler.bridge import CommandQueue
 from scheduler.core import loop
+from scheduler.errors import ExecutorLostError
 from tests.support.generation import generate
 from tests.support.generation import greedy_request as request
 from tests.support.scheduler.sequences import Updates
@@ -83,8 +85,8 @@ class Hung:
 def test_a_pause_of_the_scheduler_is_no_silence_of_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that was stopped finds its clock far ahead: each wait counts for a second at most."""
     hung = Hung(pause=60.0)
-    monkeypatch.setattr(loop.time, "monotonic", lambda: hung.now)
+    monkeypatch.setattr(time, "monotonic", lambda: hung.now)
     steps = loop.StepLoop(hung, CommandQueue(), Updates(), None, max_batched_tokens=1, budget=None)  # type: ignore[arg-type]
-    with pytest.raises(loop.ExecutorLostError, match="within 30 seconds"):
+    with pytest.raises(ExecutorLostError, match="within 30 seconds"):
         steps._answer(0.1, "step 1 was not answered")
     assert hung.asked == loop.LOST_SECONDS / loop.LONGEST_TURN_SECONDS

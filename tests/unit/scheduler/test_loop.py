@@ -11,8 +11,8 @@ from scheduler.bridge import Admitted, CommandQueue, Stop, TokenBatch
 from scheduler.core.loop import StepLoop
 from scheduler.core.prefill_budget import PrefillBudget
 from scheduler.metrics import StepTimes
+from tests.support.scheduler.copies import down
 from tests.support.scheduler.sequences import Updates, sequence, synced
-from tests.unit.scheduler.test_copies import down
 
 
 def step_loop(executor: object, commands: CommandQueue, updates: Updates) -> StepLoop:

@@ -112,7 +112,7 @@ async def test_an_ended_sample_holds_no_blocks_while_others_run(stack: Stack) ->
     whole = expected(stack, prompt, 300, n=2)
     at = next(at for at in range(LONG, 300) if whole[0][at] not in whole[1] + whole[0][:at])
     call = stack.stub.StreamGenerate(drawn(prompt, 300, n=2, stop_token_ids=[whole[0][at]]), timeout=30)
-    while not (part := await call.read()).finish_reason:
+    while not (part := await anext(aiter(call))).finish_reason:
         pass
     assert part.sample_index == 0
     async with asyncio.timeout(20):

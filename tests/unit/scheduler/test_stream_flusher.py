@@ -54,7 +54,7 @@ async def test_many_streams_are_notified_a_few_at_a_time_and_all_in_turn(
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(output, "MESSAGE_SECONDS", 20)
-    monkeypatch.setattr(output.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     order, taking = turns(model, 6)
     heard: list[list[int]] = []
     feed(taking, 0.0)

@@ -1,0 +1,87 @@
+"""The cache scopes of an executor, and the quotas that their blocks count against."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from weakref import WeakSet, WeakValueDictionary
+
+from cachemgr.blocks.block import Account, CacheScope
+from cachemgr.types import AccountKey
+from protos.kvcommon.block_keys import root_key
+
+
+def account_for(accounts: Mapping[AccountKey, Account], tenant_id: str | None, salt: str | None) -> Account | None:
+    """The account that blocks count against, None for none: a quota of the tenant precedes that of the salt."""
+    tenants = None if tenant_id is None else accounts.get(("tenant_id", tenant_id))
+    return tenants or (None if salt is None else accounts.get(("salt", salt)))
+
+
+class _AccountScopes:
+    """The cache scopes of one tenant or salt."""
+
+    __slots__ = ("__weakref__", "scopes")
+
+    def __init__(self) -> None:
+        self.scopes: WeakSet[CacheScope] = WeakSet()
+
+
+class CacheScopes:
+    """The cache scopes of an executor: the same object for all blocks of equal values, as long as there are any."""
+
+    def __init__(self, model_fingerprint: bytes, accounts: Mapping[AccountKey, Account]) -> None:
+        self._model_fingerprint = model_fingerprint
+        self._accounts = accounts
+        self._scopes: WeakValueDictionary[tuple[object, ...], CacheScope] = WeakValueDictionary()
+        # By what a quota may be of, as long as there are scopes of that.
+        self._by_account: WeakValueDictionary[AccountKey, _AccountScopes] = WeakValueDictionary()
+
+    def __iter__(self) -> Iterator[CacheScope]:
+        """All cache scopes. None may be added or freed meanwhile."""
+        return iter(self._scopes.values())
+
+    def of(
+        self,
+        salt: str | None,
+        adapter_id: int | None,
+        tenant_id: str | None = None,
+        session_id: str | None = None,
+        extra: bytes = b"",
+    ) -> CacheScope:
+        """The cache scope of these values."""
+        parts = (salt, adapter_id, tenant_id, session_id, extra)
+        scope, account = self._scopes.get(parts), account_for(self._accounts, tenant_id, salt)
+        # Where quotas have come or gone, another one takes its place.
+        if scope is None or scope.account is not account:
+            scope = CacheScope(root_key(self._model_fingerprint, salt, adapter_id), *parts)
+            scope.account = account
+            keys = [(field, name) for field, name in (("tenant_id", tenant_id), ("salt", salt)) if name is not None]
+            of_accounts = [self._of_account(key) for key in keys]
+            for one in of_accounts:
+                one.scopes.add(scope)
+            scope.names = of_accounts
+            self._scopes[parts] = scope
+        return scope
+
+    def _of_account(self, key: AccountKey) -> _AccountScopes:
+        found = self._by_account.get(key)
+        if found is None:
+            found = self._by_account[key] = _AccountScopes()
+        return found
+
+    def with_extra(self, scope: CacheScope, extra: bytes) -> CacheScope:
+        """The scope with these extra bytes instead."""
+        if extra == scope.extra:
+            return scope
+        return self.of(scope.salt, scope.adapter_id, scope.tenant_id, scope.session_id, extra)
+
+    def current(self, scope: CacheScope) -> CacheScope:
+        """The scope itself, or the one that has replaced it since quotas have changed."""
+        if not self._is_outdated(scope):
+            return scope
+        return self.of(scope.salt, scope.adapter_id, scope.tenant_id, scope.session_id, scope.extra)
+
+    def outdated(self, changed: Iterable[AccountKey]) -> set[CacheScope]:
+        """The scopes of these accounts that count against a quota of before."""
+        found = [one for key in changed if (one := self._by_account.get(key)) is not None]
+        return {scope for one in found for scope in one.scopes if self._is_outdated(scope)}
+
+    def _is_outdated(self, scope: CacheScope) -> bool:
+        return scope.account is not account_for(self._accounts, scope.tenant_id, scope.salt)

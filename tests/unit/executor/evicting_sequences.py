@@ -1,0 +1,136 @@
+"""Sequences under a policy of token eviction, run as the scheduler and the cache manager would run them."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from executor.models.forward import Model
+from executor.step import Evicted, Step, StepOutput
+from protos.kvcommon.eviction import AREAS, Kind, Policy, parse
+from protos.kvcommon.v1 import kvcommon_pb2 as common
+from tests.unit.executor.conftest import Driver
+from tests.unit.executor.tiny_models import VOCAB
+
+PROMPT = torch.randint(VOCAB, (37,), generator=torch.Generator().manual_seed(3)).tolist()
+OUTPUT = 24
+
+
+def small(kind: Kind, budget: int = 20) -> dict[str, Any]:
+    """A policy of this kind that keeps about so many tokens."""
+    fields: dict[str, Any] = {"kind": kind.value, "seed": 5}
+    if kind is Kind.SLIDING_WINDOW:
+        return fields | {"start_tokens": 2, "recent_tokens": budget - 2}
+    fields["max_cache_tokens"] = budget
+    if kind is Kind.LAST:
+        return fields
+    if kind is Kind.SNAPKV:
+        return fields | {"score_window_tokens": 4}
+    if kind in AREAS:
+        return fields | {"start_tokens": 4, "recent_tokens": 8}
+    return fields | {"start_tokens": 1, "recent_tokens": 3, "period_tokens": 4}
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{kind.name.lower(): small(kind) for kind in Kind if kind is not Kind.NONE},
+    "kvcrush": small(Kind.NORM_SUM) | {"kvcrush": common.KvCrush(budget_blocks=2)},
+    "all rows": small(Kind.NORM_SUM) | {"score_window_tokens": 0},
+    "window alone": {"kind": Kind.SLIDING_WINDOW.value, "recent_tokens": 20},
+    "window in periods": small(Kind.SLIDING_WINDOW) | {"period_tokens": 7},
+    "batch-max": small(Kind.AVERAGE) | {"during_prefill": True, "start_tokens": 0, "recent_tokens": 0},
+    "keys in the prompt": small(Kind.KEYDIFF) | {"during_prefill": True},
+    "one by one": small(Kind.TOVA) | {"period_tokens": 1},
+    "compacted window": small(Kind.SLIDING_WINDOW) | {"positions": 2},
+    "compacted blocks": small(Kind.SUM) | {"positions": 2},
+    "compacted heads": small(Kind.H2O) | {"positions": 2},
+}
+
+
+@dataclass
+class EvictingSequence:
+    """A sequence as the scheduler and the cache manager would run it."""
+
+    handle: int
+    policy: Policy
+    chunk: int = 9
+    computed: int = 0
+    kept: int = 0
+    evicts: bool = False
+    stays: bool = False
+    evicted: int = 0
+
+    def next(self, driver: Driver, tokens: list[int]) -> dict[str, Any]:
+        """The changes of the next step that are about it."""
+        changes: dict[str, Any] = {}
+        if not self.computed:
+            changes["joining"] = replace(driver.new_sequence(self.handle, tokens, room=OUTPUT), policy=self.policy)
+        left = self.policy.kept_after(self.kept, self.computed, len(tokens))
+        if left < self.kept and not self.evicts:
+            self.evicts = True
+            most = self.policy.most_kept or self.policy.maximum + OUTPUT
+            changes["evicting"] = () if self.stays else driver.blocks(most)[0]
+        self.evicted += self.kept - left
+        self.kept = left
+        count = 1
+        if self.computed < len(tokens):
+            room = self.policy.room(self.kept, self.computed, len(tokens))
+            count = min(self.chunk, len(tokens) - self.computed, self.chunk if room is None else room)
+            changes["chunk"] = count
+        self.kept += count
+        self.computed += count
+        return changes
+
+    def step(self, driver: Driver) -> StepOutput:
+        """The next step of this sequence alone, whose prompt is PROMPT."""
+        changes = self.next(driver, PROMPT)
+        return driver.step(
+            new_sequences=(changes["joining"],) if "joining" in changes else (),
+            chunks={self.handle: changes["chunk"]} if "chunk" in changes else {},
+            evicting={self.handle: changes["evicting"]} if "evicting" in changes else {},
+        )
+
+
+def run(
+    model: Model,
+    prompts: dict[int, list[int]],
+    policies: dict[int, Policy | None],
+    output: int = OUTPUT,
+    **fields: Any,
+) -> Any:
+    """`output` tokens of each sequence of one batch, by handle, and all evictions."""
+    driver = Driver(model, num_blocks=400)
+    by_handle = {handle: EvictingSequence(handle, policy, **fields) for handle, policy in policies.items() if policy}
+    outputs: dict[int, list[int]] = {handle: [] for handle in prompts}
+    evicted: list[Evicted] = []
+    plain = {handle: len(tokens) for handle, tokens in prompts.items() if policies[handle] is None}
+    step = 0
+    while any(len(tokens) < output for tokens in outputs.values()):
+        joining, chunks, evicting, idle = [], {}, {}, set()
+        for handle, tokens in prompts.items():
+            if len(outputs[handle]) >= output:
+                idle.add(handle)
+            elif handle in by_handle:
+                changes = by_handle[handle].next(driver, tokens)
+                joining += [changes["joining"]] if "joining" in changes else []
+                chunks |= {handle: changes["chunk"]} if "chunk" in changes else {}
+                evicting |= {handle: changes["evicting"]} if "evicting" in changes else {}
+            elif plain[handle]:
+                joining += [driver.new_sequence(handle, tokens, room=OUTPUT)] if plain[handle] == len(tokens) else []
+                chunks[handle] = min(9, plain[handle])
+                plain[handle] -= chunks[handle]
+        step += 1
+        made = Step(step, new_sequences=tuple(joining), chunks=chunks, idle=frozenset(idle), evicting=evicting)
+        outcome = driver.runner.launch(made).result()
+        evicted += outcome.evicted
+        for sampled in outcome.sampled:
+            outputs[sampled.sequence].append(sampled.token_id)
+    for sequence in by_handle.values():
+        assert sequence.evicted == sum(one.tokens for one in evicted if one.sequence == sequence.handle)
+    return outputs, evicted
+
+
+def policy_of(model: Model, fields: dict[str, Any]) -> Policy:
+    """The parsed policy of a message with these fields."""
+    chosen = parse(common.EvictionPolicy(**fields), Driver(model, num_blocks=1).runner.layout)
+    assert chosen is not None
+    return chosen
