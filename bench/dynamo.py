@@ -301,7 +301,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=default_folder(), help="where `make peers` has put it")
-    parser.add_argument("--out", type=Path, help="file of the figures")
+    parser.add_argument("--json", type=Path, help="file of the result")
     given = parser.parse_args()
     if reason := DYNAMO.missing(given.folder):
         print(f"dynamo: {reason}", file=sys.stderr)
@@ -336,7 +336,7 @@ def main() -> int:
         "seconds": seconds,
     }
     settings = {"seed": given.seed, "caches": CACHES, "dynamo": DYNAMO.requirements, **SIZES}
-    print(f"figures: {Result('dynamo', kept, settings).write(given.out)}")
+    print(f"figures: {Result('dynamo', kept, settings).write(given.json)}")
     return 1 if figures.wrong else 0
 
 
