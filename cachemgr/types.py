@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
 
 class Scope(Protocol):
-    """The cache scope of a block, and its tenant and session."""
+    """The cache scope of a block, its tenant and session, and its extra keys as they enter its key."""
 
     salt: str | None
     adapter_id: int | None
     tenant_id: str | None
     session_id: str | None
+    extra: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ def test_each_process_names_two_settings_with_the_same_address(process: str) -> 
     assert all(name in said for name in names)
 
 
-@pytest.mark.parametrize(("process", "count"), [("scheduler", 3), ("cachemgr", 3), ("executor", 2), ("console", 1)])
+@pytest.mark.parametrize(("process", "count"), [("scheduler", 3), ("cachemgr", 5), ("executor", 2), ("console", 1)])
 def test_each_process_knows_all_addresses_that_it_listens_on(process: str, count: int) -> None:
     own = getattr(run_stack.load_settings(environment()), process).listening
     assert len(own) == count

@@ -220,9 +220,14 @@ class RandomLife:
 
     # Sequences
 
+    def prompt(self) -> list[int]:
+        """The tokens of a request."""
+        choose = self.random.choice
+        return choose(BASES)[: self.random.randint(1, 18)] + [choose(range(3)) for _ in range(choose(range(4)))]
+
     def admit(self) -> None:
         world, choose, draw = self.world, self.random.choice, self.random.random
-        tokens = choose(BASES)[: self.random.randint(1, 18)] + [choose(range(3)) for _ in range(choose(range(4)))]
+        tokens = self.prompt()
         priority = choose([None, None, 0, 10, 35, 90])
         options: dict[str, Any] = {
             "salt": choose([None] * 6 + ["a"]),
