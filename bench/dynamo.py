@@ -1,4 +1,4 @@
-"""A router that others wrote, beside the cache managers that it follows: does it know what each of them has?
+"""Whether a router that others wrote knows what each cache manager has, by the events that it follows.
 
 `make peers ARGS=dynamo` installs it first. Two cache managers live random lives, in which executors, schedulers and
 they themselves die, and publish their blocks over ZeroMQ. dynamo's indexer follows both, misses batches now and then,
