@@ -24,7 +24,7 @@ from bench.fleet.bounds import PLACEMENTS, Device, Simulation
 from bench.fleet.client import Answer, Ask
 from bench.fleet.processes import DIRECT, POLICIES, Fleet, Measured, has_router
 from bench.fleet.workload import Groups, Stage, Trace
-from bench.result import Result, percentile
+from bench.result import Result, add_json_argument, percentile
 from bench.tables import table
 
 # Of all cores, or of one for a process: beyond it a stage says nothing about its policy.
@@ -187,7 +187,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-waiting", type=int, default=16)
     made.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings: cachemgr_ghost_sample=0")
     made.add_argument("--smoke", action="store_true", help="two engines and a few requests, in seconds")
-    made.add_argument("--json", type=Path, help="file for the results, with a picture beside it")
+    add_json_argument(made)
     return made
 
 

@@ -205,7 +205,8 @@ class Fleet:
                 said = json.loads(line)
                 if said["event"] == "begun":
                     self._new_records()
-                    before = self._router_counts()
+                    if ask.measured_from:
+                        before = self._router_counts()
                     watch = Watch(self._processes() | {"client": psutil.Process(client.pid)})
                 elif said["event"] == "ended":
                     assert watch is not None
