@@ -44,8 +44,6 @@ REDIS_HEALTH = "redis"
 OPERATION_LOG_HEALTH = "operation_log"
 # A stall seems shorter by so much at most.
 _BEAT_SECONDS = 0.02
-# In the state folder: the manager's state when a call failed unexpectedly.
-FAILED_STATE = "cachemgr-failed.jsonl"
 # Written in about a second.
 _MAX_STATE_LINES = 100_000
 
@@ -79,9 +77,16 @@ class CacheManagerProcess:
         self._mutations = Mutations(self._manager, managed, self._log, self._fail)
         self._store: IndexStore | None = None
         if queue is not None:
-            redis, interval = open_redis(settings.redis_url), settings.redis_flush_seconds
-            self._store = IndexStore(redis, queue, self._manager.queries, self._mutations, interval=interval)
-        self._state_file = settings.state_dir.expanduser() / FAILED_STATE
+            self._store = IndexStore(
+                open_redis(settings.redis_url),
+                queue,
+                self._manager.queries,
+                self._mutations,
+                epoch=self._manager.epoch,
+                shard=settings.shard,
+                interval=settings.redis_flush_seconds,
+            )
+        self._state_file = settings.state_dir.expanduser() / failed_state(settings.shard)
         # Set to the error of a call that may have left half of its work.
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._feed = EventFeed(self._manager.queries)
@@ -217,6 +222,11 @@ class CacheManagerProcess:
                 await asyncio.sleep(SLICE_SECONDS)
                 self._mutations.expire()
             await asyncio.sleep(max(0.0, due - time.monotonic()))
+
+
+def failed_state(shard: str = "") -> str:
+    """The file in the state folder that holds a manager's state as of a call that failed unexpectedly."""
+    return f"cachemgr-{shard and f'{shard}-'}failed.jsonl"
 
 
 def _write_state(path: Path, manager: CacheManager) -> bool:

@@ -22,6 +22,12 @@ class CachemgrSettings(ProcessSettings):
         "zmq_replays",
     )
 
+    shard: str = Field(
+        "",
+        max_length=64,
+        pattern=r"^[A-Za-z0-9._-]*$",
+        description="Name of this cache manager among those that share a Redis or a state folder: each needs its own.",
+    )
     metrics_address: MetricsAddress = Field("", description="Where Prometheus reads metrics; empty is off.")
     lease_seconds: float = Field(
         10.0,

@@ -46,7 +46,7 @@ class Life:
         config = ManagerConfig(capacity_ahead_tokens=0, free_watermark=0.0, lease_seconds=1e6)
         self.manager = CacheManager(epoch, clock, config, queue, queue)
         mutations = Mutations(self.manager, clock)
-        self.store = IndexStore(open_redis(url), queue, self.manager.queries, mutations)
+        self.store = IndexStore(open_redis(url), queue, self.manager.queries, mutations, epoch=epoch)
         self.service = CacheManagerService(ServiceContext(mutations, EventFeed(self.manager.queries), self.store))
         self.syncs = 0
         self._recovering: asyncio.Task[None] | None = None

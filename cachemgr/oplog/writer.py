@@ -5,6 +5,7 @@ file holds token ids, so only its owner may read it.
 """
 
 import contextlib
+import fcntl
 import io
 import itertools
 import os
@@ -55,11 +56,17 @@ class OperationLog:
     def create(cls, path: Path, now: float, epoch: int, config: ManagerConfig) -> "OperationLog":
         """A new file that only its owner can read; the file of an earlier start is renamed to PATH.1, PATH.2 and so on.
 
-        Raises OperationLogError.
+        Raises OperationLogError, also where another process still writes that file.
         """
         try:
             _move_aside(path)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OperationLogError(
+                f"another cache manager writes the operation log {path}: "
+                "give each a file of its own with KVKEEP_CACHEMGR_OPERATION_LOG"
+            ) from error
         except OSError as error:
             raise OperationLogError(
                 f"cannot create the operation log {path}: {error.strerror}; "
@@ -113,12 +120,15 @@ class OperationLog:
 
 
 def _move_aside(path: Path) -> None:
-    """Renames the file of an earlier start. Raises OSError, also for what is no file of its own."""
+    """Renames the file of an earlier start. Raises OSError; BlockingIOError where its process still writes it."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return
     if stat.S_ISREG(mode):
+        # A log can be read by its owner; a file that cannot is no log that is written.
+        with contextlib.suppress(PermissionError), path.open("rb") as earlier:
+            fcntl.flock(earlier, fcntl.LOCK_EX | fcntl.LOCK_NB)
         numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
         path.rename(next(free for free in numbered if not os.path.lexists(free)))
 

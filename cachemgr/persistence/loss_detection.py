@@ -10,10 +10,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 
 from cachemgr.persistence.lease_clock import StoreClocks
-from cachemgr.persistence.redis_client import executor_key, operators_key
-
-# The owner of keys that belong to no executor.
-OPERATORS = ""
+from cachemgr.persistence.redis_client import Keys
 
 
 class MarkedWrites:
@@ -23,8 +20,9 @@ class MarkedWrites:
     acknowledged write is there; without it `lost` is called with the owner.
     """
 
-    def __init__(self, redis: Redis, clocks: StoreClocks, lost: Callable[[str], None]) -> None:
+    def __init__(self, redis: Redis, keys: Keys, clocks: StoreClocks, lost: Callable[[str], None]) -> None:
         self._redis = redis
+        self._keys = keys
         self._clocks = clocks
         self._lost = lost
         # Times that may be there: the last acknowledged one, and those sent since without an answer.
@@ -44,7 +42,7 @@ class MarkedWrites:
         async with self._redis.pipeline(transaction=False) as pipeline:
             fill(pipeline)
             for owner, time in zip(owners, times, strict=True):
-                pipeline.set(clock_key(owner), time, get=True)
+                pipeline.set(self._keys.clock(owner), time, get=True)
                 if owner in self._possible:
                     self._possible[owner].add(time.encode())
             answers: list[Any] = await pipeline.execute()
@@ -53,8 +51,3 @@ class MarkedWrites:
             self._possible[owner] = {time.encode()}
             if possible is not None and before not in possible:
                 self._lost(owner)
-
-
-def clock_key(owner: str) -> str:
-    """Where an owner's clock lies."""
-    return operators_key("time") if owner == OPERATORS else executor_key(owner, "clock")

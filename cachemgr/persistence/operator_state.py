@@ -15,7 +15,7 @@ from cachemgr.persistence.lease_clock import StoreClocks, pin_at_rest
 from cachemgr.persistence.loss_detection import MarkedWrites
 from cachemgr.persistence.ports import Restoring, Source
 from cachemgr.persistence.records import RecordError, decode_entry, encode_entry, to_message
-from cachemgr.persistence.redis_client import executor_key, operators_key
+from cachemgr.persistence.redis_client import Keys
 from cachemgr.persistence.write_queue import EntryQueue, Hash
 from cachemgr.types import PinRecord
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -36,6 +36,7 @@ class OperatorStore:
     def __init__(
         self,
         redis: Redis,
+        keys: Keys,
         clocks: StoreClocks,
         writes: MarkedWrites,
         queue: EntryQueue,
@@ -43,6 +44,7 @@ class OperatorStore:
         calls: Restoring,
     ) -> None:
         self._redis = redis
+        self._keys = keys
         self._source = source
         self._calls = calls
         self._clocks = clocks
@@ -89,7 +91,7 @@ class OperatorStore:
         # A hash that grows meanwhile may give an entry twice.
         found: dict[str, Entry] = {}
         unreadable = 0
-        async for field, value in self._redis.hscan_iter(_key(kind, executor_id), count=_CHUNK):
+        async for field, value in self._redis.hscan_iter(self._key(kind, executor_id), count=_CHUNK):
             try:
                 name = field.decode()
                 found[name] = decode_entry(kind, name, value)
@@ -139,7 +141,7 @@ class OperatorStore:
             raise
 
     async def _write_chunk(self, hash_: Hash, names: list[str], *, clear: bool) -> None:
-        (kind, executor_id), key = hash_, _key(*hash_)
+        (kind, executor_id), key = hash_, self._key(*hash_)
 
         def fill(pipeline: Pipeline) -> None:
             if clear:
@@ -156,9 +158,8 @@ class OperatorStore:
     def _at_rest(self, entry: Entry, executor_id: str) -> Entry:
         return pin_at_rest(entry, self._clocks.time(executor_id)) if isinstance(entry, PinRecord) else entry
 
-
-def _key(kind: Kind, executor_id: str) -> str:
-    return executor_key(executor_id, kind.value) if kind is Kind.PIN else operators_key(kind.value)
+    def _key(self, kind: Kind, executor_id: str) -> str:
+        return self._keys.executor(executor_id, kind.value) if kind is Kind.PIN else self._keys.operators(kind.value)
 
 
 def _chunks(names: list[str]) -> Iterator[list[str]]:

@@ -1,5 +1,6 @@
 """Opening Redis, as one server or as a cluster, and the names of the keys."""
 
+from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import quote
 
@@ -52,11 +53,31 @@ def reason(error: BaseException) -> str:
     return f"{text}: write redis+cluster:// for a cluster" if isinstance(error, MovedError) else text
 
 
-def executor_key(executor_id: str, what: str) -> str:
-    """A key of one executor. In a cluster all of them lie on one node."""
-    return f"kvkeep:{{{quote(executor_id, safe='')}}}:{what}"
+# The owner of keys that belong to no executor.
+OPERATORS = ""
 
 
-def operators_key(what: str) -> str:
-    """A key that belongs to no executor. In a cluster all of them lie on one node."""
-    return f"kvkeep:{{operators}}:{what}"
+@dataclass(frozen=True)
+class Keys:
+    """The names of one cache manager's keys. shard: its name among those that share the Redis, empty for none.
+
+    In a cluster all keys of an owner, an executor's id or OPERATORS, lie on one node.
+    """
+
+    shard: str = ""
+
+    def executor(self, executor_id: str, what: str) -> str:
+        """A key of one executor."""
+        return self._key(quote(executor_id, safe=""), what)
+
+    def operators(self, what: str) -> str:
+        """A key that belongs to no executor."""
+        return self._key("operators", what)
+
+    def clock(self, owner: str) -> str:
+        """Where an owner's clock lies."""
+        return self.operators("time") if owner == OPERATORS else self.executor(owner, "clock")
+
+    def _key(self, owner: str, what: str) -> str:
+        # No quoted id and no shard has a slash: names of two shards are never equal.
+        return f"kvkeep:{{{self.shard and f'{self.shard}/'}{owner}}}:{what}"

@@ -19,17 +19,18 @@ import structlog
 from prometheus_client import Counter, Gauge, Histogram
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
+from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.operators.operator_journal import Kind
 from cachemgr.persistence.consistency import Difference, compare_blocks
 from cachemgr.persistence.lease_clock import StoreClocks, at_rest, awake, pin_awake
-from cachemgr.persistence.loss_detection import OPERATORS, MarkedWrites, clock_key
+from cachemgr.persistence.loss_detection import MarkedWrites
 from cachemgr.persistence.operator_state import OperatorStore
 from cachemgr.persistence.ports import Restoring, Source
 from cachemgr.persistence.records import RecordError, decode_block, depth_of, encode_block, encode_slot
-from cachemgr.persistence.redis_client import UNAVAILABLE, executor_key, operators_key, reason
+from cachemgr.persistence.redis_client import OPERATORS, UNAVAILABLE, Keys, reason
 from cachemgr.persistence.write_queue import Changes, Current, WriteQueue
 from cachemgr.types import PinRecord, Slot
 
@@ -67,17 +68,27 @@ class IndexStore:
     """Brings the changes of a queue to Redis, and the stored blocks back to the manager."""
 
     def __init__(
-        self, redis: Redis, queue: WriteQueue, source: Source, calls: Restoring, *, interval: float = 0.05
+        self,
+        redis: Redis,
+        queue: WriteQueue,
+        source: Source,
+        calls: Restoring,
+        *,
+        epoch: int,
+        shard: str = "",
+        interval: float = 0.05,
     ) -> None:
-        """`interval`: seconds that changes gather before a write."""
+        """epoch, shard: the manager's. interval: seconds that changes gather before a write."""
         self._redis = redis
+        self._keys = keys = Keys(shard)
+        self._claim = Claim(redis, keys, epoch)
         self._queue = queue
         self._source = source
         self._calls = calls
         self._clocks = StoreClocks(source)
-        self._writes = MarkedWrites(redis, self._clocks, self._lost)
-        self._absences = Absences(redis, self._clocks, self._is_here)
-        self._operators = OperatorStore(redis, self._clocks, self._writes, queue.entries, source, calls)
+        self._writes = MarkedWrites(redis, keys, self._clocks, self._lost)
+        self._absences = Absences(redis, keys, self._clocks, self._is_here)
+        self._operators = OperatorStore(redis, keys, self._clocks, self._writes, queue.entries, source, calls)
         self._interval = interval
         # Of executors whose copy is not restored yet.
         self._readings: dict[str, Reading] = {}
@@ -161,6 +172,7 @@ class IndexStore:
 
     async def _flush(self) -> bool:
         try:
+            await self._claim.check()
             await self._absences.begin()
             # Before anything that takes long to make: a Redis that takes no writes now says so here.
             came = await self._beat()
@@ -190,7 +202,7 @@ class IndexStore:
         came = list(self._queue.arrived)
 
         def fill(pipeline: Pipeline) -> None:
-            pipeline.set(operators_key("schema"), SCHEMA)
+            pipeline.set(self._keys.operators("schema"), SCHEMA)
             self._absences.note(pipeline, came)
 
         await self._writes.write(owners, fill)
@@ -210,7 +222,7 @@ class IndexStore:
             self._clocks.forget(executor_id)
             self._writes.forget(executor_id)
             kept = ("blocks", Kind.PIN.value, "epoch", "clock")
-            await self._redis.delete(*(executor_key(executor_id, what) for what in kept))
+            await self._redis.delete(*(self._keys.executor(executor_id, what) for what in kept))
             await self._absences.forget(executor_id)
             log.info("removed the index of an executor that did not register again", executor=executor_id)
 
@@ -233,15 +245,15 @@ class IndexStore:
             # So are these.
             blocks = ((block.place, at_rest(block, now)) for block in self._source.records(executor_id))
             log.info("writing the whole index again", executor=executor_id)
-        key = executor_key(executor_id, "blocks")
+        key = self._keys.executor(executor_id, "blocks")
         for number, chunk in enumerate(_chunks(blocks)):
             # In an order in which each part of it may be the last that arrives.
             def fill(pipeline: Pipeline, first: bool = number == 0, chunk: Chunk = chunk) -> None:
                 if first and changes.cleared:
                     pipeline.delete(key)
                     if changes.resync:
-                        pipeline.delete(executor_key(executor_id, Kind.PIN.value))
-                    pipeline.set(executor_key(executor_id, "epoch"), changes.epoch)
+                        pipeline.delete(self._keys.executor(executor_id, Kind.PIN.value))
+                    pipeline.set(self._keys.executor(executor_id, "epoch"), changes.epoch)
                 _add(pipeline, key, chunk)
 
             await self._writes.write([executor_id], fill)
@@ -295,10 +307,10 @@ class IndexStore:
 
     async def _read_all(self, reading: Reading, count: int) -> None:
         executor_id = reading.executor_id
-        clock = await self._redis.get(clock_key(executor_id))
-        epoch = await self._redis.get(executor_key(executor_id, "epoch"))
+        clock = await self._redis.get(self._keys.clock(executor_id))
+        epoch = await self._redis.get(self._keys.executor(executor_id, "epoch"))
         if epoch is not None:
-            async for field, value in self._redis.hscan_iter(executor_key(executor_id, "blocks"), count=count):
+            async for field, value in self._redis.hscan_iter(self._keys.executor(executor_id, "blocks"), count=count):
                 reading.add(field, value)
             reading.pins = await self._operators.stored_pins(executor_id)
             reading.epoch = int(epoch) if epoch.isdigit() else 0
@@ -408,7 +420,7 @@ class IndexStore:
                     now = self._clocks.time(executor_id)
                     # What changes meanwhile is pending when it is compared.
                     indexed = (at_rest(block, now) for block in self._source.records(executor_id))
-                    stored = self._redis.hscan_iter(executor_key(executor_id, "blocks"), count=_READ)
+                    stored = self._redis.hscan_iter(self._keys.executor(executor_id, "blocks"), count=_READ)
                     is_pending = partial(self._queue.blocks.is_pending, executor_id)
                     found += await compare_blocks(executor_id, stored, indexed, is_pending)
             except UNAVAILABLE as error:
@@ -455,15 +467,50 @@ def _add(pipeline: Pipeline, key: str, chunk: Chunk) -> None:
         pipeline.hdel(key, *removed)
 
 
+class SupersededError(RedisError):
+    """Another cache manager keeps its records under the same names."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a cache manager that started later keeps its records under the same names: "
+            "end one of them, or give each a name of its own with KVKEEP_CACHEMGR_SHARD"
+        )
+
+
+class Claim:
+    """Of several managers with the same keys, the last one that started writes; the others change nothing in Redis.
+
+    Its epoch lies in Redis. Each manager writes it once, and again when Redis has lost it.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, epoch: int) -> None:
+        self._redis = redis
+        self._key = keys.operators("manager")
+        self._epoch = epoch
+        self._is_made = False
+
+    async def check(self) -> None:
+        """Raises SupersededError where a later manager has claimed the keys, and UNAVAILABLE."""
+        value = await self._redis.get(self._key)
+        found = int(value) if value is not None and value.isdigit() else 0
+        # A manager that begins takes over, also from one whose clock was ahead.
+        if self._is_made and found > self._epoch:
+            raise SupersededError
+        if found != self._epoch:
+            await self._redis.set(self._key, self._epoch)
+        self._is_made = True
+
+
 class Absences:
     """Notes in Redis when each executor was last here, on the operators' clock, which goes on where it stopped.
 
     Names lie in a hash of their own: a manager that starts finds those that an earlier one knew.
     """
 
-    def __init__(self, redis: Redis, clocks: StoreClocks, is_here: Callable[[str], bool]) -> None:
+    def __init__(self, redis: Redis, keys: Keys, clocks: StoreClocks, is_here: Callable[[str], bool]) -> None:
         """`is_here` says whether an executor is registered or about to be."""
         self._redis = redis
+        self._keys = keys
         self._clocks = clocks
         self.is_here = is_here
         self._next_look = 0.0
@@ -472,7 +519,7 @@ class Absences:
         """Reads the time of the manager before, if that is not known yet. Raises UNAVAILABLE."""
         if OPERATORS in self._clocks:
             return
-        time = _time(await self._redis.get(operators_key("time"))) or 0.0
+        time = _time(await self._redis.get(self._keys.operators("time"))) or 0.0
         self._clocks.start(OPERATORS, time)
         self._next_look = time + LOOK_SECONDS
 
@@ -483,7 +530,7 @@ class Absences:
             return []
         here = [one for one in self._clocks if one != OPERATORS and self.is_here(one)]
         gone = []
-        async for field, value in self._redis.hscan_iter(operators_key("executors")):
+        async for field, value in self._redis.hscan_iter(self._keys.operators("executors")):
             executor_id, time = field.decode(errors="replace"), _time(value)
             # A time that cannot be right begins anew.
             if self.is_here(executor_id) or time is None or time > now:
@@ -498,13 +545,13 @@ class Absences:
 
     async def forget(self, executor_id: str) -> None:
         """Its copy is deleted; so is the note. Raises UNAVAILABLE."""
-        await self._redis.hdel(operators_key("executors"), executor_id)
+        await self._redis.hdel(self._keys.operators("executors"), executor_id)
 
     def note(self, pipeline: Pipeline, executor_ids: Collection[str]) -> None:
         """Writes that these executors are registered now."""
         if executor_ids:
             time = repr(self._clocks.time(OPERATORS))
-            pipeline.hset(operators_key("executors"), mapping=dict.fromkeys(executor_ids, time))
+            pipeline.hset(self._keys.operators("executors"), mapping=dict.fromkeys(executor_ids, time))
 
 
 class Reading:

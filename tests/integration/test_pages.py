@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import layout
 import pytest
 import run_stack
 import yaml
@@ -141,7 +142,8 @@ def test_methods_of_a_tenants_operators_are_documented() -> None:
 
 
 def test_readme_shows_the_output_of_run_stack() -> None:
-    settings = run_stack.load_settings(run_stack.DEFAULTS | {"KVKEEP_STATE_DIR": "/home/you/.local/state/kvkeep"})
-    printed = run_stack.directions(settings, "unix:///home/you/.local/state/kvkeep/redis/socket")
+    folder = "/home/you/.local/state/kvkeep"
+    environ = run_stack.DEFAULTS | {"KVKEEP_STATE_DIR": folder, "KVKEEP_REDIS_URL": f"unix://{folder}/redis/socket"}
+    printed = run_stack.directions(layout.single(environ) + layout.console(environ))
     shown = "".join(f"    {line}\n" for line in printed.partition("\n\n")[0].splitlines())
     assert f" s\n\n{shown}\n" in (ROOT / "README.md").read_text()

@@ -1,5 +1,6 @@
 """What a copy in Redis is made of and restored into, for tests of the copy alone."""
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -51,13 +52,17 @@ class Copied:
         return self.is_waiting
 
 
+# Each manager's epoch is newer than those of the managers before it.
+_epochs = itertools.count(1)
+
+
 class CopiedStore:
     """A store of one manager's life, and the queue that the manager would report to."""
 
     def __init__(self, redis: Redis, copied: Copied | None = None, *, max_pending: int = 50, interval: float = 0.01):
         self.copied = copied or Copied()
         self.queue = WriteQueue(max_pending)
-        self.store = IndexStore(redis, self.queue, self.copied, self.copied, interval=interval)
+        self.store = IndexStore(redis, self.queue, self.copied, self.copied, epoch=next(_epochs), interval=interval)
 
     def note(self, executor_id: str, record: BlockRecord) -> None:
         """A block entered the index."""

@@ -110,14 +110,15 @@ async def run_fleet(folder: Path, count: int = 2, **settings: object) -> AsyncIt
             engines.append(await exits.enter_async_context(run_engine(folder / f"engine-{number}", executor)))
         registry = CollectorRegistry()
         server = Server("router", drain_seconds=0)
-        fields = {"engines": ",".join(engine.address for engine in engines), "address": f"unix:{folder}/router"}
-        router = Router(RouterSettings(**fields, router_id="router", **settings), server, registry)
-        server.listen(fields["address"], router.services)
+        address = f"unix:{folder}/router"
+        fields = {"engines": ",".join(engine.address for engine in engines), "address": address, "router_id": "router"}
+        router = Router(RouterSettings(**(fields | settings)), server, registry)
+        server.listen(address, router.services)
         await server.start()
         exits.push_async_callback(server.stop)
         exits.push_async_callback(router.stop)
         await router.start()
-        channel = await exits.enter_async_context(grpc.aio.insecure_channel(fields["address"]))
+        channel = await exits.enter_async_context(grpc.aio.insecure_channel(address))
         fleet = Fleet(router, generation_pb2_grpc.GenerationServiceStub(channel), engines, registry, server)
         await fleet.ready(count)
         yield fleet

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from cachemgr.process import FAILED_STATE, CacheManagerProcess
+from cachemgr.process import CacheManagerProcess, failed_state
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.support.cachemgr_client import BLOCK_SIZE, EXECUTOR, NUM_BLOCKS, Client, settings_for
 
@@ -35,7 +35,7 @@ async def test_a_call_that_fails_inside_ends_the_process_with_its_state_in_a_fil
     with pytest.raises(AssertionError):
         await asyncio.wait_for(serving, 20)
     await client.close()
-    file = tmp_path / "state" / FAILED_STATE
+    file = tmp_path / "state" / failed_state()
     assert file.stat().st_mode & 0o777 == 0o600
     kinds = {json.loads(line)["kind"] for line in file.read_text().splitlines()}
     assert {"manager", "scheduler", "executor", "sequence"} <= kinds

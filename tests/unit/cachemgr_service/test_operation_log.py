@@ -170,6 +170,16 @@ def test_a_log_is_never_written_over(tmp_path: Path) -> None:
             assert replay.replay(file).manager.epoch == epoch
 
 
+def test_a_log_that_another_manager_still_writes_is_left_alone(tmp_path: Path) -> None:
+    log = OperationLog.create(tmp_path / "log", 0.0, 1, CONFIG)
+    with pytest.raises(OperationLogError, match=r"another cache manager writes .*KVKEEP_CACHEMGR_OPERATION_LOG"):
+        OperationLog.create(tmp_path / "log", 0.0, 2, CONFIG)
+    assert [one.name for one in tmp_path.iterdir()] == ["log"]
+    log.close()
+    OperationLog.create(tmp_path / "log", 0.0, 3, CONFIG).close()
+    assert {one.name for one in tmp_path.iterdir()} == {"log", "log.1"}
+
+
 @pytest.mark.parametrize("place", ["missing/log", "file/log", "folder"])
 def test_a_log_that_cannot_be_is_refused_at_the_start_in_a_sentence(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
