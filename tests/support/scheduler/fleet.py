@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -99,14 +99,16 @@ async def run_engine(
 
 
 @contextlib.asynccontextmanager
-async def run_fleet(folder: Path, count: int = 2, **settings: object) -> AsyncIterator[Fleet]:
+async def run_fleet(
+    folder: Path, count: int = 2, executor_ids: Sequence[str] = (), **settings: object
+) -> AsyncIterator[Fleet]:
     """So many engines and a router, once all engines take requests. settings: the router's."""
     async with AsyncExitStack() as exits:
         engines = []
         for number in range(count):
             (folder / f"engine-{number}").mkdir()
             executor = FakeExecutor()
-            executor.executor_id = f"executor-{number}"
+            executor.executor_id = executor_ids[number] if executor_ids else f"executor-{number}"
             engines.append(await exits.enter_async_context(run_engine(folder / f"engine-{number}", executor)))
         registry = CollectorRegistry()
         server = Server("router", drain_seconds=0)
