@@ -78,7 +78,12 @@ async def run_engine(
     async with AsyncExitStack() as exits:
         neighbours = listening(executor, manager, folder)
         add_events = partial(kvcache_pb2_grpc.add_CacheEventServiceServicer_to_server, _Events(manager))
-        neighbours.listen(addresses["cachemgr_admin"], {"kvcache.v1.CacheEventService": add_events})
+        # Of the cache manager as it is now: the service of one that starts again is another.
+        add_admin = partial(kvcache_pb2_grpc.add_CacheAdminServiceServicer_to_server, manager.admin)
+        neighbours.listen(
+            addresses["cachemgr_admin"],
+            {"kvcache.v1.CacheEventService": add_events, "kvcache.v1.CacheAdminService": add_admin},
+        )
         await neighbours.start()
         neighbours.set_serving(True)
         exits.push_async_callback(neighbours.stop)
