@@ -23,6 +23,8 @@ from scheduler.frontend.requests import RequestTable, RequestTableSource
 ENGINE_SERVICE = "generation.v1.EngineService"
 # How often the load is looked at, and how often it is sent at least, in seconds.
 LOADS_SECONDS, HEARTBEAT_SECONDS = 0.1, 1.0
+# How long the last message may take to a router that reads no more.
+WRITE_SECONDS = 1.0
 
 log = structlog.get_logger()
 
@@ -73,8 +75,9 @@ class Session:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, _Running] = {}
         self._failures: list[pb.RequestFailure] = []
-        # There is output, or a failure.
+        # There is output, or a failure, or the stream is over.
         self._ready = asyncio.Event()
+        self._is_over = False
         self._loads: pb.GetLoadsResponse | None = None
         self._obstacle = ""
         self._loads_at = 0.0
@@ -93,10 +96,15 @@ class Session:
                     case _:
                         raise InvalidField("command", "is missing: give start or cancel")
         finally:
-            tasks = [writing, *self._tasks.values()]
+            self._is_over = True
+            self._ready.set()
+            tasks = list(self._tasks.values())
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks)
+            # A write that is cancelled on its way leaves the call without an end.
+            await asyncio.wait({writing}, timeout=WRITE_SECONDS)
+            writing.cancel()
+            await asyncio.gather(writing, *tasks, return_exceptions=True)
 
     def _start(self, message: pb.StartRequest) -> None:
         name = message.request.request_id
@@ -142,7 +150,7 @@ class Session:
         self._ready.set()
 
     async def _write(self) -> None:
-        while True:
+        while not self._is_over:
             message = pb.StreamRequestsResponse()
             for name, running in list(self._running.items()):
                 self._take(name, running, message)

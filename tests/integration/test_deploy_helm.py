@@ -16,12 +16,9 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.rpc.security import Security
-from protos.rpc.settings import ProcessSettings, load
 from tests.stack import ROOT
 from tests.support.deployed import (
     CHART,
-    CLASSES,
-    STOP_MARGIN_SECONDS,
     Manifest,
     Secrets,
     addressed,
@@ -41,8 +38,6 @@ from tests.unit.rpc.conftest import serving
 KUBERNETES = ("1.29", "1.37")
 # Whose token each process shows; kvctl is in the cache manager's pod.
 TOKENS = {"cachemgr": "operator", "executor": "executor", "scheduler": "scheduler", "router": "router"}
-# What the chart tells routers beside settings that all processes share.
-ROUTER = {f"KVKEEP_ROUTER_{name}" for name in ("ENGINES", "ADDRESS", "HTTP_ADDRESS", "METRICS_ADDRESS")}
 PLAIN: dict[str, Any] = {"tls": {"enabled": False}, "tokens": {"enabled": False}, "insecure": True}
 CALLERS_CERTIFICATES = {"settings": {"KVKEEP_TLS_CLIENT_CA_FILE": "/run/secrets/tls/ca.crt"}}
 ROUTERS: dict[str, Any] = {"shards": [2, 1], "router": {"enabled": True}}
@@ -130,14 +125,6 @@ def test_rendered_manifests_match_the_schema_of_kubernetes(version: str) -> None
             kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def settings_of(process: str, environment: dict[str, str]) -> ProcessSettings:
-    if process in CLASSES:
-        return understood(process, environment)
-    assert process == "router"
-    assert set(environment) >= ROUTER
-    return load(ProcessSettings, {name: value for name, value in environment.items() if name not in ROUTER})
-
-
 @pytest.mark.parametrize("case", VALUES)
 def test_pods_set_only_known_settings(case: str, tmp_path: Path) -> None:
     values = VALUES[case]
@@ -170,13 +157,11 @@ def test_pods_set_only_known_settings(case: str, tmp_path: Path) -> None:
                 for name, value in told.items()
                 if name.startswith("KVKEEP_")
             }
-            settings = settings_of(process, environment)
+            settings = understood(process, environment)
             assert settings.security.serves_tls is not ("without TLS" in case)
             assert settings.security.asks_callers or settings.insecure
             leave = container.get("lifecycle", {"preStop": {"exec": {"command": ["sleep", "0"]}}})
-            drain = values.get("router", {}).get("drainSeconds", 30.0) + STOP_MARGIN_SECONDS
-            stop = drain if process == "router" else shortest_stop(settings)
-            stops.append(int(leave["preStop"]["exec"]["command"][1]) + stop)
+            stops.append(int(leave["preStop"]["exec"]["command"][1]) + shortest_stop(settings))
         # A sidecar ends behind the others.
         assert pod.get("terminationGracePeriodSeconds", 30) >= (sum if "initContainers" in pod else max)(stops)
         assert {volume["name"] for volume in pod["volumes"]} <= mounted
@@ -358,16 +343,26 @@ def test_each_shard_has_a_database_of_its_own() -> None:
     assert command[command.index("--databases") + 1] == "20"
 
 
-def test_routers_find_all_engines_by_one_name() -> None:
+def test_routers_find_all_engines_and_the_events_of_their_shards() -> None:
     manifests = render(VALUES["routers"])
+    known = addressed(manifests)
+    engines = {name: pod for name, pod in known.items() if "-engine-" in name}
     told = variables(processes(manifests)["router"])
-    assert told["KVKEEP_ROUTER_ENGINES"] == "dns:///demo-kvkeep-engine.models.svc:50051"
-    # Such a name has the addresses of all its pods, of those that are not ready, too.
+    assert told["KVKEEP_ROUTER_ENGINES"].split(",") == [f"{name}:50051" for name in engines]
+    assert len(engines) == 3
+    for pod in engines.values():
+        (scheduler,) = pod["spec"]["containers"]
+        told = variables(scheduler)
+        assert told["KVKEEP_SCHEDULER_ADDRESS"] == "0.0.0.0:50051"
+        # The engine tells routers where its cache manager serves events.
+        owner, _, port = told["KVKEEP_CACHEMGR_ADMIN_ADDRESS"].rpartition(":")
+        assert owner == told["KVKEEP_CACHEMGR_ADDRESS"].rpartition(":")[0]
+        (cachemgr,) = known[owner]["spec"]["containers"]
+        assert variables(cachemgr)["KVKEEP_CACHEMGR_CACHEMGR_ADMIN_ADDRESS"] == f"0.0.0.0:{port}"
+    # The names of pods have addresses while the pods are not ready, too.
     service = named(manifests, "Service", "engine")["spec"]
     assert service["clusterIP"] == "None"
     assert service["publishNotReadyAddresses"] is True
-    scheduler = variables(processes(manifests)["scheduler"])
-    assert scheduler["KVKEEP_SCHEDULER_ADDRESS"] == "0.0.0.0:50051"
     assert processes(manifests)["router"]["command"] == ["python", "-m", "scheduler.router"]
 
 
@@ -563,7 +558,7 @@ def test_wrong_values_are_refused_by_name(values: dict[str, Any], named_in_error
 def test_every_setting_is_one() -> None:
     for path in CHART.rglob("*"):
         if path.is_file() and not path.is_symlink():
-            assert unknown_settings(path.read_text()) <= ROUTER, path
+            assert not unknown_settings(path.read_text()), path
 
 
 def test_values_of_the_page_are_values_of_the_chart() -> None:

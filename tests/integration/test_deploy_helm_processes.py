@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.rpc.identity import Role
 from tests.stack import ROOT, START_SECONDS, STOP_SECONDS
-from tests.support.deployed import Manifest, addressed, containers, render, variables
+from tests.support.deployed import Manifest, addressed, containers, render, variables, workloads
 from tests.support.keyring import Keyring
 
 SMALL = {
@@ -47,11 +47,21 @@ class Cluster:
         manifests = render({"executor": SMALL, "redis": REDIS} | values)
         self._folder = folder
         self.pods: dict[str, Manifest] = addressed(manifests)
+        # A Deployment's pods have no names in DNS; one is enough here.
+        self.pods |= {
+            one["metadata"]["name"]: one["spec"]["template"]
+            for one in workloads(manifests)
+            if one["kind"] == "Deployment"
+        }
         (self._test,) = (one["spec"]["containers"][0] for one in manifests if one["kind"] == "Pod")
         network = f"127.{random.SystemRandom().randrange(1, 255)}.0"
         self._hosts = {name: f"{network}.{number}" for number, name in enumerate(self.pods, start=1)}
-        first = next(name for name in self.pods if "-engine-" in name)
-        self._hosts["demo-kvkeep"] = self._hosts[first]
+        (service,) = (one for one in manifests if one["metadata"]["name"] == "demo-kvkeep" and one["kind"] == "Service")
+        self._hosts["demo-kvkeep"] = next(
+            self._hosts[name]
+            for name, pod in self.pods.items()
+            if service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+        )
         self._make_secrets()
         self.children: dict[tuple[str, str], Child] = {}
 
@@ -68,7 +78,7 @@ class Cluster:
         tokens = self._folder / "tokens"
         tokens.mkdir()
         keyring = Keyring(tokens)
-        for role in (Role.EXECUTOR, Role.SCHEDULER, Role.OPERATOR, Role.CALLER):
+        for role in (Role.EXECUTOR, Role.SCHEDULER, Role.OPERATOR, Role.ROUTER, Role.CALLER):
             shown = keyring.add(role).token_file
             assert shown is not None
             shown.rename(tokens / f"{role.value}.token")
@@ -101,8 +111,8 @@ class Cluster:
             for container in containers(template["spec"]):
                 name = container["name"]
                 child = self.children[pod, name] = Child(
-                    # The images' own, which the chart leaves as it is.
-                    [sys.executable, "-m", name],
+                    # The images' own, unless the chart has another one.
+                    [sys.executable, *container.get("command", ["python", "-m", name])[1:]],
                     self.environment(pod, container),
                     folder=ROOT,
                     log=self._folder / f"{pod}-{name}.log",
@@ -142,6 +152,20 @@ class Cluster:
         return subprocess.run(
             [sys.executable, *rest], env=environment, capture_output=True, text=True, timeout=200, check=False
         )
+
+    def sample(self, pod: str, name: str) -> float:
+        """A metric of the only process of a pod, read as Prometheus does."""
+        (container,) = self.pods[pod]["spec"]["containers"]
+        (port,) = (one["containerPort"] for one in container["ports"] if one["name"] == "metrics")
+        tls = self._folder / "tls"
+        context = ssl.create_default_context(cafile=tls / "ca.crt")
+        context.load_cert_chain(tls / "tls.crt", tls / "tls.key")
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+        )
+        with opener.open(f"https://{self._hosts[pod]}:{port}/metrics", timeout=30) as answer:
+            (line,) = (line for line in answer.read().decode().splitlines() if line.startswith(f"{name} "))
+        return float(line.rpartition(" ")[2])
 
     def kvctl(self, pod: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """As with `kubectl exec` in a cache manager's pod."""
@@ -194,9 +218,9 @@ def running(folder: Path, values: dict[str, Any]) -> Iterator[Cluster]:
 
 
 @pytest.mark.model
-def test_two_shards_with_tls_and_tokens_serve_as_the_chart_tells_them(tmp_path: Path) -> None:
-    with running(tmp_path, {"shards": [1, 1]}) as cluster:
-        assert len(cluster.children) == 6
+def test_two_shards_behind_a_router_serve_with_tls_and_tokens_as_the_chart_tells_them(tmp_path: Path) -> None:
+    with running(tmp_path, {"shards": [1, 1], "router": {"enabled": True}}) as cluster:
+        assert len(cluster.children) == 7
         done = cluster.run_test()
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith("The capital of France is Paris")
@@ -211,6 +235,13 @@ def test_two_shards_with_tls_and_tokens_serve_as_the_chart_tells_them(tmp_path: 
             # Its own engine, and no other one.
             assert f'"demo-kvkeep-engine-{shard}-0/0"' in pools.stdout
             assert f"engine-{1 - shard}-0" not in pools.stdout
+
+        # The router has found both engines, and follows their caches.
+        router = "demo-kvkeep-router"
+        cluster.wait_until(
+            "readinessProbe", lambda _: cluster.sample(router, 'kvkeep_router_engines{state="ready"}') == 2
+        )
+        cluster.wait_until("readinessProbe", lambda _: cluster.sample(router, "kvkeep_router_view_blocks") > 0)
 
         # One shard is gone: its engine is not ready, and lives; the other one is as it was.
         gone = "demo-kvkeep-cachemgr-1.demo-kvkeep-cachemgr.models.svc"

@@ -227,6 +227,19 @@ envFrom: {{ toJson . }}
 {{ ternary "router" "engine" .Values.router.enabled }}
 {{- end -}}
 
+{{/* Each by its name: behind one name for all they would be addresses, which are in no certificate. */}}
+{{- define "kvkeep.engines" -}}
+{{- $it := dict "top" $ "part" "engine" -}}
+{{- $engines := list -}}
+{{- range $shard, $count := .Values.shards -}}
+{{- range $number := until (int $count) -}}
+{{- $name := printf "%s-%d-%d.%s" (include "kvkeep.fullname" $it) $shard $number (include "kvkeep.domain" $it) -}}
+{{- $engines = append $engines (printf "%s:50051" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- join "," $engines -}}
+{{- end -}}
+
 {{- define "kvkeep.redisSecret" -}}
 {{ .Values.redis.passwordSecret | default (include "kvkeep.fullname" (dict "top" . "part" "redis")) }}
 {{- end -}}
