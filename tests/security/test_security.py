@@ -79,7 +79,6 @@ async def test_every_method_refuses_those_without_its_role(stage: Stage) -> None
         "generation.v1.SchedulerAdminService": stack.scheduler,
         "generation.v1.EngineService": stack.scheduler,
         "generation.v1.GenerationService": stack.scheduler,
-        "generation.v1.EngineService": stack.scheduler,
     }
     # This stack has no router.
     assert addresses.keys() == {service for service, _ in services()} - {"generation.v1.RouterService"}
