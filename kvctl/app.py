@@ -9,7 +9,7 @@ import typer.core
 
 from kvctl.console import command as console
 from kvctl.status import EXIT_STATUSES, CommandError, Status
-from kvctl.verbs import change, drain, follow, ghosts, limits, pool, quota, rules, show, top
+from kvctl.verbs import change, engines, follow, ghosts, limits, pool, quota, rules, show, top
 
 # The base of all usage errors, which typer does not export.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -36,7 +36,7 @@ class Verbs(typer.core.TyperGroup):
 
 
 app = typer.Typer(cls=Verbs, rich_markup_mode=None, pretty_exceptions_enable=False, epilog=EXIT_STATUSES)
-for part in (show, ghosts, change, drain, follow, top, limits):
+for part in (show, engines, ghosts, change, follow, top, limits):
     app.add_typer(part.app)
 app.add_typer(console.app)
 app.add_typer(rules.app, name="rules", cls=Verbs)
@@ -49,7 +49,9 @@ def kvctl(ctx: typer.Context) -> None:
     """See and steer the cache of a running kvkeep stack.
 
     Every verb says more about itself: kvctl VERB --help. Where the services are is read from KVCTL_SERVER or from the
-    stack's own variables, KVKEEP_CACHEMGR_ADMIN_ADDRESS and so on.
+    stack's own variables, KVKEEP_CACHEMGR_ADMIN_ADDRESS and so on. Several cache managers are named with commas
+    between them, or learned from a router: KVCTL_ROUTER. Verbs are about all of them then, unless --server, a pool or
+    an executor names one.
     """
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())

@@ -1,4 +1,4 @@
-"""The common part of all verbs: services, timeouts, and how answers are shown."""
+"""The common part of all verbs: services, shards, timeouts, and how answers are shown."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import grpc
 import typer
 
 from kvctl.display.output import Data, Format, show
-from kvctl.status import CommandError, Status, command_error
+from kvctl.remote import Remote
+from kvctl.shards import Answers, Shard, ask, owner_of
+from kvctl.status import CommandError, Status
+from protos.generation.v1 import generation_pb2
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
-from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
+from protos.rpc import addresses
 from protos.rpc.addresses import AddressError
 from protos.rpc.channel import open_sync_channel
-from protos.rpc.errors import from_rpc_error
 from protos.rpc.security import Security
 from protos.rpc.settings import ProcessSettings, SettingsError, load
 
 S = TypeVar("S")
-R = TypeVar("R")
+T = TypeVar("T")
 
-PAGE = 1000
 # Where services listen by default.
 _FIELDS = ProcessSettings.model_fields
 SERVER: str = _FIELDS["cachemgr_admin_address"].default
@@ -39,63 +40,24 @@ EXECUTOR: str = _FIELDS["executor_address"].default
 Server = Annotated[
     str,
     typer.Option(
-        envvar=["KVCTL_SERVER", "KVKEEP_CACHEMGR_ADMIN_ADDRESS"], help="Where the cache manager serves operators."
+        envvar=["KVCTL_SERVER", "KVKEEP_CACHEMGR_ADMIN_ADDRESS"],
+        help=f"Where cache managers serve operators, with commas between them; without it those of the router's "
+        f"engines, or {SERVER} without a router.",
+        show_default=False,
     ),
 ]
-Scheduler = Annotated[str, typer.Option(envvar="KVKEEP_SCHEDULER_ADDRESS", help="Where the scheduler serves.")]
-
-
-class Remote(Generic[S]):
-    """A service at an address."""
-
-    def __init__(self, address: str, stub: S, timeout: float) -> None:
-        self.address = address
-        self.stub = stub
-        self._timeout = timeout
-
-    def call(self, method: Callable[..., R], request: Any) -> R:
-        """Calls a method of the stub. Raises CommandError."""
-        try:
-            return method(request, timeout=self._timeout)
-        except grpc.RpcError as error:
-            raise command_error(from_rpc_error(error), self.address) from None
-
-    def messages(self, method: Callable[..., Any], request: Any, seconds: float | None, *, ends: bool) -> Iterator[Any]:
-        """Messages of a stream within so many seconds. Raises CommandError. ends: the end of the time is no error."""
-        call, begun = method(request, timeout=seconds), False
-        try:
-            for message in call:
-                begun = True
-                yield message
-        except grpc.RpcError as caught:
-            error = from_rpc_error(caught)
-            if ends and error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                return
-            if begun and error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
-                raise CommandError(f"the connection to {self.address} broke", Status.UNREACHABLE) from None
-            raise command_error(error, self.address) from None
-        finally:
-            call.cancel()
-
-    def all_pages(self, method: Callable[..., R], request: Any, items: str, limit: int = 0) -> R:
-        """The pages of a listing as one answer. items: its field; limit: how many of them at most, 0 for all."""
-        whole: Any = None
-        while True:
-            left = limit - len(getattr(whole, items)) if limit and whole is not None else limit
-            request.page_size = min(left, PAGE) or PAGE
-            page: Any = self.call(method, request)
-            if whole is None:
-                whole = page
-            else:
-                whole.ClearField("next_page_token")
-                whole.MergeFrom(page)
-            if limit:
-                # A page of leases ends with all of its last block.
-                del getattr(whole, items)[limit:]
-            if not page.next_page_token or (limit and len(getattr(whole, items)) >= limit):
-                answer: R = whole
-                return answer
-            request.page_token = page.next_page_token
+Router = Annotated[
+    str,
+    typer.Option(envvar=["KVCTL_ROUTER", "KVKEEP_ROUTER_ADDRESS"], help="Where a router serves.", show_default=False),
+]
+Scheduler = Annotated[
+    str,
+    typer.Option(
+        envvar="KVKEEP_SCHEDULER_ADDRESS",
+        help=f"Where the scheduler serves; without it the router, or {SCHEDULER} without a router.",
+        show_default=False,
+    ),
+]
 
 
 def security() -> Security:
@@ -106,15 +68,30 @@ def security() -> Security:
         raise CommandError(str(error), Status.USAGE) from None
 
 
+def addresses_of(text: str, option: str) -> list[str]:
+    """Addresses with commas between them. Raises typer.BadParameter."""
+    found = [address for part in text.split(",") if (address := part.strip())]
+    for address in found:
+        try:
+            addresses.validate(address)
+        except ValueError as error:
+            raise typer.BadParameter(f"{address} {error}", param_hint=option) from None
+    if len(set(found)) < len(found):
+        raise typer.BadParameter(f"{text} names an address twice", param_hint=option)
+    return found
+
+
 class Session:
     """The services as the common options name them. Use it in a with statement."""
 
-    def __init__(self, server: str, scheduler: str, timeout: float, output: Format) -> None:
+    def __init__(self, server: str, router: str, scheduler: str, timeout: float, output: Format) -> None:
+        """server: addresses with commas between them, or empty; so may router and scheduler be."""
         self.timeout = timeout
         self.output = output
         self.security = security()
+        self.router_address = router
         self._server = server
-        self._scheduler = scheduler
+        self._scheduler = scheduler or router or SCHEDULER
         self._open = contextlib.ExitStack()
         self._channels: dict[str, grpc.Channel] = {}
 
@@ -124,39 +101,79 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    @property
-    def admin(self) -> Remote[kvcache_rpc.CacheAdminServiceStub]:
-        """The cache manager's service for operators."""
-        return self._remote(self._server, kvcache_rpc.CacheAdminServiceStub)
+    @functools.cached_property
+    def shards(self) -> list[Shard]:
+        """The cache managers: those that are named, else those of the router's engines. Raises CommandError."""
+        if self._server or not self.router_address:
+            named = addresses_of(self._server or SERVER, "--server")
+            if not named:
+                raise typer.BadParameter("names no address", param_hint="--server")
+            return [self._shard(address) for address in named]
+        known = {one.cachemgr_admin_address: one.cachemgr_address for one in self.engines.engines}
+        known.pop("", None)
+        if not known:
+            raise CommandError(
+                f"the router at {self.router_address} has not found any engine yet: name cache managers with --server",
+                Status.UNREACHABLE,
+            )
+        return [self._shard(address, data) for address, data in sorted(known.items())]
+
+    @functools.cached_property
+    def unknown(self) -> dict[str, CommandError]:
+        """Engines of the router whose shard is not known, where the shards are the router's. Raises CommandError."""
+        if self._server or not self.router_address:
+            return {}
+        return {
+            one.address: CommandError(
+                f"the router does not know the shard of {one.address}: {one.obstacle}", Status.UNREACHABLE
+            )
+            for one in self.engines.engines
+            if not one.cachemgr_admin_address
+        }
 
     @property
-    def events(self) -> Remote[kvcache_rpc.CacheEventServiceStub]:
-        """Its events."""
-        return self._remote(self._server, kvcache_rpc.CacheEventServiceStub)
+    def shard(self) -> Shard:
+        """The one cache manager of a verb that is about one only. Raises CommandError where there are several."""
+        if len(self.shards) > 1:
+            listed = ", ".join(shard.address for shard in self.shards)
+            raise typer.BadParameter(f"name one of the shards: {listed}", param_hint="--server")
+        return self.shards[0]
+
+    def ask(self, call: Callable[[Shard], T], *, executor: str = "", pool: str = "") -> Answers[T]:
+        """The answers of all shards, or of the one with this executor or pool. Raises CommandError where none answers.
+
+        Shards that fail, while others do not, are among the answers' failures.
+        """
+        name = executor or pool.rpartition("/")[0]
+        if name and len(self.shards) + len(self.unknown) > 1:
+            address = owner_of(name, ask(self.shards, Shard.pools, self.unknown))
+            return ask([shard for shard in self.shards if shard.address == address], call)
+        return ask(self.shards, call, self.unknown)
+
+    @functools.cached_property
+    def engines(self) -> generation_pb2.ListEnginesResponse:
+        """The engines of the router as of the first look. Raises CommandError."""
+        return self.list_engines()
+
+    def list_engines(self) -> generation_pb2.ListEnginesResponse:
+        """The engines of the router as of now. Raises CommandError."""
+        if not self.router_address:
+            raise typer.BadParameter("name the router", param_hint="--router")
+        router = self._remote(self.router_address, generation_rpc.RouterServiceStub)
+        return router.call(router.stub.ListEngines, generation_pb2.ListEnginesRequest())
 
     @property
     def scheduler(self) -> Remote[generation_rpc.GenerationServiceStub]:
-        """The scheduler."""
+        """The scheduler, or the router in front of several."""
         return self._remote(self._scheduler, generation_rpc.GenerationServiceStub)
 
-    @property
-    def operation(self) -> Remote[generation_rpc.SchedulerAdminServiceStub]:
-        """The scheduler's service for operators."""
-        return self._remote(self._scheduler, generation_rpc.SchedulerAdminServiceStub)
+    def operation(self, address: str = "") -> Remote[generation_rpc.SchedulerAdminServiceStub]:
+        """A scheduler's service for operators."""
+        return self._remote(address or self._scheduler, generation_rpc.SchedulerAdminServiceStub)
 
     def cachemgr(self, address: str) -> Remote[kvcache_rpc.CacheManagerServiceStub]:
-        """The cache manager's data plane."""
+        """A cache manager's data plane."""
         return self._remote(address, kvcache_rpc.CacheManagerServiceStub)
-
-    def pools(self) -> list[pb.Pool]:
-        """All pools with their counters. Raises CommandError."""
-        admin = self.admin
-        return list(admin.all_pages(admin.stub.ListPools, pb.ListPoolsRequest(), "pools").pools)
-
-    def quotas(self) -> pb.ListQuotasResponse:
-        """All quotas with the blocks of their accounts. Raises CommandError."""
-        admin = self.admin
-        return admin.all_pages(admin.stub.ListQuotas, pb.ListQuotasRequest(), "quotas")
 
     def at(self, address: str) -> grpc.Channel:
         """The channel to an address; the end of the session closes it."""
@@ -172,18 +189,36 @@ class Session:
         """Prints an answer as `--output` says."""
         show(self.output, data, people)
 
+    def show_all(
+        self, answers: Answers[T], people: Callable[[bool], str], data: Callable[[Any], Data] = lambda answer: answer
+    ) -> None:
+        """Prints the answers of shards as `--output` says. Raises ShardsError then where a shard has failed.
+
+        data: what programs get of an answer, which else is a message.
+        """
+        self.show(answers.data(data), people)
+        answers.check()
+
+    def _shard(self, address: str, data_address: str = "") -> Shard:
+        return Shard(
+            self._remote(address, kvcache_rpc.CacheAdminServiceStub),
+            self._remote(address, kvcache_rpc.CacheEventServiceStub),
+            data_address,
+        )
+
     def _remote(self, address: str, stub: Callable[[grpc.Channel], S]) -> Remote[S]:
         return Remote(address, stub(self.at(address)), self.timeout)
 
 
 def _common(
     output: Annotated[Format, typer.Option("--output", "-o", help="How to show the answer.")] = Format.TABLE,
-    server: Server = SERVER,
-    scheduler: Scheduler = SCHEDULER,
+    server: Server = "",
+    router: Router = "",
+    scheduler: Scheduler = "",
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait for each call.")] = 10.0,
 ) -> Session:
     """The options that every verb has."""
-    return Session(server, scheduler, timeout, output)
+    return Session(server, router, scheduler, timeout, output)
 
 
 def verb(app: typer.Typer, name: str, example: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -237,23 +272,28 @@ def confirm(question: str, *, yes: bool) -> None:
         raise CommandError("not confirmed: nothing was changed", Status.REFUSED)
 
 
-def call_confirmed(
-    remote: Remote[Any],
-    method: Callable[..., R],
-    request: Any,
-    question: Callable[[R], str],
+def ask_confirmed(
+    session: Session,
+    call: Callable[[Shard, bool], T],
+    question: Callable[[T], str],
     *,
     dry_run: bool,
     yes: bool,
-) -> R:
-    """The answer of a call that loses something: first with validate_only, then, unless `dry_run`, once confirmed.
+    executor: str = "",
+    pool: str = "",
+) -> Answers[T]:
+    """The answers of calls that lose something: first as a dry run, then, unless `dry_run`, once confirmed.
 
-    question: from the first answer. Raises CommandError.
+    call: from a shard and whether to change nothing. question: from the answer to the dry run; empty for none. Shards
+    without what is to be lost, beside others, are no failures. Raises CommandError.
     """
-    request.validate_only = True
-    answer = remote.call(method, request)
-    if not dry_run:
-        confirm(question(answer), yes=yes)
-        request.validate_only = False
-        answer = remote.call(method, request)
-    return answer
+    answers = session.ask(lambda shard: call(shard, True), executor=executor, pool=pool).leave_out_missing()
+    if dry_run:
+        return answers
+    if any(question(answer) for answer in answers.by_shard.values()):
+        left_out = [f"{address} is left out: {error}" for address, error in answers.failures.items()]
+        confirm("\n".join([answers.lines(question), *left_out]), yes=yes)
+    ready = [shard for shard in session.shards if shard.address in answers.by_shard]
+    done = ask(ready, lambda shard: call(shard, False), answers.failures, several=answers.several)
+    done.without = answers.without
+    return done

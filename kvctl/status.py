@@ -39,11 +39,15 @@ _STATUSES = {
 
 
 class CommandError(Exception):
-    """A command cannot do what it was asked for; the message is one line for people."""
+    """A command cannot do what it was asked for; the message is one line for people.
 
-    def __init__(self, message: str, status: Status) -> None:
+    is_missing: because what it was asked about is not there.
+    """
+
+    def __init__(self, message: str, status: Status, *, is_missing: bool = False) -> None:
         super().__init__(message)
         self.status = status
+        self.is_missing = is_missing
 
 
 def command_error(error: RemoteError, place: str) -> CommandError:
@@ -55,4 +59,5 @@ def command_error(error: RemoteError, place: str) -> CommandError:
         return CommandError(f"{place} did not answer in time (--timeout)", status)
     message = error.message or error.code.name
     unnamed = [field for field in error.fields if field not in message]
-    return CommandError(f"{', '.join(unnamed)}: {message}" if unnamed else message, status)
+    message = f"{', '.join(unnamed)}: {message}" if unnamed else message
+    return CommandError(message, status, is_missing=error.code is grpc.StatusCode.NOT_FOUND)

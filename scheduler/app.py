@@ -203,6 +203,7 @@ class Scheduler:
             model=model,
             executor=executor,
             cachemgr_admin_address=settings.cachemgr_admin_address,
+            cachemgr_address=settings.cachemgr_address,
         )
         self._requests = requests
         requests.open()

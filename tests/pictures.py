@@ -124,7 +124,7 @@ def pictures(folder: Path) -> None:
         scheduler_metrics_address=metrics["scheduler"],
         executor_metrics_address=metrics["executor"],
     )
-    with stack, Session(stack.admin, stack.scheduler, 10.0, Format.TABLE) as session:
+    with stack, Session(stack.admin, "", stack.scheduler, 10.0, Format.TABLE) as session:
         set_quotas(stack)
         set_rule(stack)
         with loaded(stack):

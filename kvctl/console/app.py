@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import grpc
@@ -17,9 +16,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from kvctl.console.data import Cache, Read
+from kvctl.console.data import Cache, Json, Options, Query, Read
+from kvctl.console.fleet import Fleet
 from kvctl.console.settings import ConsoleSettings
-from protos.rpc.channel import open_channel
 from protos.rpc.errors import InvalidField, RemoteError, from_rpc_error, status_code
 from protos.rpc.http_server import HttpServer, peer_of
 from protos.rpc.identity import AUTHORIZATION_KEY
@@ -50,36 +49,41 @@ _STATUSES = {
 }
 
 
-def create_app(channel: grpc.aio.Channel) -> Starlette:
-    """The page and its data. channel: to the cache manager's admin address, without a token of its own."""
-    cache = Cache(channel)
-    reads: dict[str, Read] = {
-        "pools": cache.pools,
-        "blocks": cache.blocks,
-        "leases": cache.leases,
-        "holds": cache.holds,
-        "tenants": cache.tenants,
-        "events": cache.events,
-        "ghosts": cache.ghosts,
+def create_app(fleet: Fleet) -> Starlette:
+    """The page and its data."""
+    reads: dict[str, Callable[[Cache], Read]] = {
+        "pools": lambda cache: cache.pools,
+        "blocks": lambda cache: cache.blocks,
+        "leases": lambda cache: cache.leases,
+        "holds": lambda cache: cache.holds,
+        "tenants": lambda cache: cache.tenants,
+        "events": lambda cache: cache.events,
+        "ghosts": lambda cache: cache.ghosts,
     }
+
+    def of_shard(read: Callable[[Cache], Read]) -> Read:
+        async def answer(query: Query, options: Options) -> Json:
+            return await read(await fleet.cache(query, options))(query, options)
+
+        return answer
+
     routes = [
-        *(Route(f"/api/{name}", _endpoint(read), methods=["GET"]) for name, read in reads.items()),
+        Route("/api/fleet", _endpoint(fleet.read), methods=["GET"]),
+        *(Route(f"/api/{name}", _endpoint(of_shard(read)), methods=["GET"]) for name, read in reads.items()),
         Mount("/", StaticFiles(directory=Path(__file__).parent / "static", html=True)),
     ]
     return Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=_with_headers)])
 
 
-async def serve(settings: ConsoleSettings) -> None:
-    """Serves until SIGTERM or SIGINT. Raises AddressError."""
-    admin, security = settings.cachemgr_admin_address, settings.security
-    security.check_private(admin)
+async def serve(settings: ConsoleSettings, shards: Sequence[str], router: str = "") -> None:
+    """Serves until SIGTERM or SIGINT. shards, router: as of the fleet that it shows. Raises AddressError."""
+    security = settings.security
     stopping, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    # Each call carries the token of the viewer, never that of this process.
-    async with open_channel(admin, replace(security, token_file=None)) as channel:
+    async with Fleet(shards, router, security) as fleet:
         server = HttpServer(
-            create_app(channel),
+            create_app(fleet),
             settings.address,
             name="console",
             security=security,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvctl.console.settings import ConsoleSettings
-from kvctl.session import SERVER, Server
+from kvctl.session import Router, Server, addresses_of
 from kvctl.status import CommandError, Status
 from protos.rpc import logs
 from protos.rpc.addresses import AddressError
@@ -18,21 +18,26 @@ app = typer.Typer()
 
 @app.command("console", epilog="Example: kvctl console --address 127.0.0.1:9112")
 def console(
-    server: Server = SERVER,
+    server: Server = "",
+    router: Router = "",
     address: Annotated[
         str, typer.Option(help="host:port for browsers; KVKEEP_CONSOLE_ADDRESS or 127.0.0.1:9112 without it.")
     ] = "",
 ) -> None:
-    """Serve a page that shows the cache, until Ctrl-C. It shows what the viewer's token may read."""
+    """Serve a page that shows the cache, until Ctrl-C. It shows what the viewer's token may read.
+
+    Of several cache managers it shows all, and where a router is, its engines.
+    """
     # A web server, which no other verb needs.
     from kvctl.console.app import serve
 
-    given = {"cachemgr_admin_address": server} | ({"address": address} if address else {})
+    given = {variable(ConsoleSettings, "address"): address} if address else {}
     try:
-        settings = load(
-            ConsoleSettings, os.environ | {variable(ConsoleSettings, field): value for field, value in given.items()}
-        )
+        settings = load(ConsoleSettings, os.environ | given)
+        shards = addresses_of(server, "--server")
+        if not shards and not router:
+            shards = [settings.cachemgr_admin_address]
         logs.configure("console", settings.log_level)
-        asyncio.run(serve(settings))
+        asyncio.run(serve(settings, shards, router))
     except (AddressError, SettingsError) as error:
         raise CommandError(str(error), Status.USAGE) from None

@@ -1,4 +1,4 @@
-"""Reads what the page shows from the cache manager, as JSON. It never asks for token ids."""
+"""Reads what the page shows from a cache manager, as JSON. It never asks for token ids."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any

@@ -14,7 +14,8 @@ from rich.text import Text
 
 from kvctl.display.output import printable, share
 from kvctl.display.tables import account
-from kvctl.measure.readings import WINDOW_SECONDS, Reading, rates, sees_all
+from kvctl.measure.readings import WINDOW_SECONDS, Reading, ShardReading, rates, sees_all
+from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
 # Salts and quotas that are shown at most.
@@ -25,9 +26,16 @@ LEAST_BAR, MOST_BAR = 8, 60
 
 def render(before: Reading, now: Reading) -> RenderableType:
     """The screen. before: an earlier reading, for rates."""
-    parts: list[RenderableType] = [_title(now), _load(before, now), _pools(before, now), _salts(now)]
-    if now.quotas:
-        parts.append(_quotas(now))
+    parts: list[RenderableType] = [_title(now), _load(before, now)]
+    if now.engines is not None:
+        parts.append(_engines(now.engines))
+    for address, shard in now.shards.by_shard.items():
+        earlier = before.shards.by_shard.get(address, shard)
+        parts.append(_pools(earlier, shard, now.at - before.at, address if now.shards.several else ""))
+    parts.append(_salts(now))
+    for address, shard in now.shards.by_shard.items():
+        if shard.quotas:
+            parts.append(_quotas(shard, address if now.shards.several else ""))
     parts += [Text(line, style="red") for line in now.trouble]
     return Group(*parts)
 
@@ -98,14 +106,31 @@ def _load(before: Reading, now: Reading) -> RenderableType:
     return _panel("load", grid)
 
 
-def _pools(before: Reading, now: Reading) -> RenderableType:
+def _engines(found: generation_pb2.ListEnginesResponse) -> RenderableType:
+    made = _table(("engine", "state"), ("running", "waiting", "queued", "sent", "cached"))
+    made.expand = True
+    made.columns[0].ratio, made.columns[0].overflow = 1, "ellipsis"
+    for one in found.engines:
+        made.add_row(
+            printable(one.address),
+            Text("ready", style="green") if one.ready else Text("away", style="red"),
+            f"{one.loads.running_requests}/{one.loads.max_running_requests}",
+            str(one.loads.waiting_requests),
+            str(one.loads.queued_prompt_tokens),
+            str(one.routed_requests),
+            share(one.expected_cached_tokens, one.routed_tokens),
+        )
+    return _panel(f"engines, policy {printable(found.policy)}", made)
+
+
+def _pools(before: ShardReading, now: ShardReading, elapsed: float, address: str) -> RenderableType:
+    """elapsed: seconds between the readings. address: of the shard where there are several, else empty."""
     hit = f"hit {WINDOW_SECONDS}s" if sees_all(now.pools) else "hit"
     made = _table(("pool", "tier"), (hit, "used", "cached", "blocks", "evicted/s", "up", "down"))
     made.expand = True
     made.add_column(
         Text.assemble(("used", USED), " ", ("cached", CACHED), " ", ("empty", EMPTY)), ratio=1, no_wrap=True
     )
-    elapsed = now.at - before.at
     for pool in now.pools:
         stats = now.stats[pool.pool_id]
         earlier = {tier.tier: _lost(tier) for tier in before.stats.get(pool.pool_id, stats).tiers}
@@ -127,7 +152,7 @@ def _pools(before: Reading, now: Reading) -> RenderableType:
             )
             # Said once for all tiers of a pool.
             head = ("", "")
-    return _panel("pools", made)
+    return _panel(f"pools of {address}" if address else "pools", made)
 
 
 def _lost(tier: pb.TierStats) -> int:
@@ -138,7 +163,7 @@ def _lost(tier: pb.TierStats) -> int:
 def _salts(now: Reading) -> RenderableType:
     """Prompt tokens per salt over all pools, the most asked for first."""
     found: dict[str, list[int]] = {}
-    for stats in now.stats.values():
+    for stats in (stats for shard in now.shards.by_shard.values() for stats in shard.stats.values()):
         for one in stats.salts:
             name = "(others)" if one.others else printable(one.salt) if one.HasField("salt") else "(no salt)"
             sums = found.setdefault(name, [0, 0])
@@ -150,7 +175,7 @@ def _salts(now: Reading) -> RenderableType:
     return _panel("prompt tokens by salt, since the start", made)
 
 
-def _quotas(now: Reading) -> RenderableType:
+def _quotas(now: ShardReading, address: str) -> RenderableType:
     made = _table(("account", "pool"), ("device", "floor", "ceiling", "host", "floor", "ceiling"))
     for one in now.quotas[:MOST]:
         quota = one.quota
@@ -164,7 +189,8 @@ def _quotas(now: Reading) -> RenderableType:
             str(quota.host_floor_blocks),
             str(quota.host_ceiling_blocks) if quota.HasField("host_ceiling_blocks") else "-",
         )
-    return _panel("tenants and salts with a quota, in blocks", made)
+    title = "tenants and salts with a quota, in blocks"
+    return _panel(f"{title}, of {address}" if address else title, made)
 
 
 def _panel(title: str, inside: RenderableType) -> Panel:

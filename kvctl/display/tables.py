@@ -145,17 +145,17 @@ def counts(tiers: Sequence[pb.TierCount]) -> str:
     return ", ".join(f"{item.num_blocks} {_tier(item.tier)}" for item in tiers) or "none"
 
 
-def explanations(answer: pb.ExplainPrefixResponse, *, wide: bool) -> str:
-    """The blocks of a prompt, executor by executor."""
+def explanations(answer: pb.ExplainPrefixResponse, *, wide: bool, shard: str = "") -> str:
+    """The blocks of a prompt, executor by executor. shard: said in front of each executor."""
     parts = []
     for item in answer.explanations:
-        lines = [f"{printable(item.executor_id)}: {item.cached_tokens} cached tokens"]
+        lines = [f"{shard and f'{shard}: '}{printable(item.executor_id)}: {item.cached_tokens} cached tokens"]
         if item.blocks:
             lines.append(table(_EXPLAINED, item.blocks, wide=wide))
         if item.miss_reason:
             lines.append(f"the next block is missing: {_missing(item)}")
         parts.append("\n".join(lines))
-    return "\n\n".join(parts) or "no executor is registered"
+    return "\n\n".join(parts) or f"{shard and f'{shard}: '}no executor is registered"
 
 
 def _missing(item: pb.Explanation) -> str:
@@ -173,10 +173,9 @@ def _cause(cause: pb.RemovalCause) -> str:
     return pb.RemovalCause.Name(cause).removeprefix("REMOVAL_CAUSE_").lower().replace("_", " ")
 
 
-def check(answer: pb.CheckPoolResponse, *, store: bool, wide: bool) -> str:
+def check(answer: pb.CheckPoolResponse, *, store: bool) -> str:
     """The result of a recount."""
-    lines = [table(POOLS, answer.pools, wide=wide)]
-    lines += [
+    lines = [
         f"violation in {printable(item.pool_id or 'the store')}, slot {item.slot}: {printable(item.message)}"
         for item in answer.violations
     ]

@@ -11,6 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from kvctl.measure.metrics import samples
 from kvctl.session import Session
+from kvctl.shards import Answers, Shard, ShardsError
 from kvctl.status import CommandError
 from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -25,49 +26,59 @@ def sees_all(pools: Iterable[pb.Pool]) -> bool:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """The services' answers at one time. trouble: services that did not answer, in words."""
+class ShardReading:
+    """A cache manager's answers."""
 
-    at: float
     pools: list[pb.Pool]
     stats: Mapping[str, pb.GetStatsResponse]
     quotas: list[pb.QuotaUsage]
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return {"pools": self.pools, "stats": dict(self.stats), "quotas": self.quotas}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The services' answers at one time. trouble: services that did not answer, in words. engines: of a router."""
+
+    at: float
+    shards: Answers[ShardReading]
     model: generation_pb2.GetModelResponse | None = None
     loads: generation_pb2.GetLoadsResponse | None = None
+    engines: generation_pb2.ListEnginesResponse | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     trouble: tuple[str, ...] = ()
 
     def data(self, before: Reading) -> dict[str, Any]:
         """The reading for programs, with the rates since an earlier one."""
+        shards: Any = self.shards.data(lambda one: one.data)
         return {
             "model": self.model,
             "loads": self.loads,
-            "pools": self.pools,
-            "stats": dict(self.stats),
-            "quotas": self.quotas,
+            **shards,
+            **({} if self.engines is None else {"engines": list(self.engines.engines)}),
             "rates": rates(before, self),
             "trouble": list(self.trouble),
         }
 
 
 def read(session: Session, metrics: Mapping[str, str]) -> Reading:
-    """Asks all services. Raises CommandError when the cache manager does not answer; without others less is shown."""
-    admin, trouble = session.admin, list[str]()
-    pools = session.pools()
-    # Counts of a single tenant are known since the start only.
-    window = Duration(seconds=WINDOW_SECONDS) if sees_all(pools) else None
-    stats = {
-        pool.pool_id: admin.call(admin.stub.GetStats, pb.GetStatsRequest(pool_id=pool.pool_id, window=window))
-        for pool in pools
-    }
-    quotas = list(session.quotas().quotas)
-    model = loads = None
+    """Asks all services. Raises CommandError when no cache manager answers; without others less is shown."""
+    shards = session.ask(_read)
+    trouble = [f"cachemgr: {ShardsError({address: error})}" for address, error in shards.failures.items()]
+    model = loads = engines = None
     scheduler = session.scheduler
     try:
         model = scheduler.call(scheduler.stub.GetModel, generation_pb2.GetModelRequest())
         loads = scheduler.call(scheduler.stub.GetLoads, generation_pb2.GetLoadsRequest())
     except CommandError as error:
         trouble.append(f"scheduler: {error}")
+    if session.router_address:
+        try:
+            engines = session.list_engines()
+        except CommandError as error:
+            trouble.append(f"router: {error}")
     found: dict[str, float] = {}
     for name, address in metrics.items():
         if not address:
@@ -77,7 +88,19 @@ def read(session: Session, metrics: Mapping[str, str]) -> Reading:
             found |= {sample: value for sample, value in there.items() if name in sample}
         except (OSError, ValueError):
             trouble.append(f"{name}: no metrics at {address}")
-    return Reading(time.monotonic(), pools, stats, quotas, model, loads, found, tuple(trouble))
+    return Reading(time.monotonic(), shards, model, loads, engines, found, tuple(trouble))
+
+
+def _read(shard: Shard) -> ShardReading:
+    pools = shard.pools()
+    # Counts of a single tenant are known since the start only.
+    window = Duration(seconds=WINDOW_SECONDS) if sees_all(pools) else None
+    stub = shard.admin.stub
+    stats = {
+        pool.pool_id: shard.admin.call(stub.GetStats, pb.GetStatsRequest(pool_id=pool.pool_id, window=window))
+        for pool in pools
+    }
+    return ShardReading(pools, stats, list(shard.quotas().quotas))
 
 
 def rates(before: Reading, now: Reading) -> dict[str, float | None]:

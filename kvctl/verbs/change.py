@@ -19,9 +19,10 @@ from kvctl.options import (
     required,
     user,
 )
-from kvctl.session import CACHEMGR, Session, call_confirmed, confirm, verb
+from kvctl.session import CACHEMGR, Session, addresses_of, ask_confirmed, confirm, verb
+from kvctl.shards import Shard, named
 from kvctl.status import Status
-from kvctl.verbs.show import CachemgrAddress, hold_named
+from kvctl.verbs.show import CachemgrAddress
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.durations import seconds
@@ -46,9 +47,9 @@ def pin(
     request = pb.PinPrefixRequest(
         prefix=prefix, owner=owner or user(), duration=duration_of(lasts, "--for"), validate_only=dry_run
     )
-    answer = session.admin.call(session.admin.stub.PinPrefix, request)
-    session.show(answer, lambda _wide: _pinned(answer, dry_run=dry_run))
-    if answer.receipt.outcome == common.OUTCOME_REJECTED:
+    found = session.ask(lambda shard: shard.admin.call(shard.admin.stub.PinPrefix, request), executor=executor)
+    session.show_all(found, lambda _wide: found.lines(lambda answer: _pinned(answer, dry_run=dry_run)))
+    if all(answer.receipt.outcome == common.OUTCOME_REJECTED for answer in found.by_shard.values()):
         raise typer.Exit(Status.REFUSED)
 
 
@@ -73,13 +74,23 @@ def unpin(
     yes: Yes = False,
 ) -> None:
     """End a pin or a hold. Its blocks are free then."""
-    hold = hold_named(session, name)
+    found = session.ask(
+        lambda shard: named("hold", name, ((hold.name, hold) for hold in shard.holds().holds))
+    ).leave_out_missing()
+    found.check()
+    if len(found.by_shard) > 1:
+        listed = ", ".join(found.by_shard)
+        raise typer.BadParameter(f"several shards have a hold of this name: {listed}", param_hint="--server")
+    [(address, hold)] = found.by_shard.items()
     held = f"{printable(name)} of {printable(hold.owner)}, {blocks(hold.num_blocks)}"
+    if found.several:
+        held += f", on {address}"
     if dry_run:
         session.show(hold, lambda _wide: f"would end {held}")
         return
     confirm(f"End {held}?", yes=yes)
-    answer = session.admin.call(session.admin.stub.ReleaseHold, pb.ReleaseHoldRequest(name=name))
+    [shard] = [shard for shard in session.shards if shard.address == address]
+    answer = shard.admin.call(shard.admin.stub.ReleaseHold, pb.ReleaseHoldRequest(name=name))
     session.show(answer, lambda _wide: f"ended {held}; {answer.freed_blocks} are free now")
 
 
@@ -103,14 +114,36 @@ def retain(
     if lasts:
         action.payload.update({"duration_seconds": seconds(duration_of(lasts, "--for"))})
     hints = common.KvHints(protocol_version="0.1", message_id=f"kvctl-{user()}", actions=[action])
-    remote = session.cachemgr(cachemgr)
-    answer = remote.call(remote.stub.SendHints, pb.SendHintsRequest(prefix=prefix, hints=hints, session_id=session_id))
+    data_addresses = _data_addresses(session, cachemgr)
+
+    def sent(shard: Shard) -> pb.SendHintsResponse:
+        remote = session.cachemgr(data_addresses[shard.address])
+        request = pb.SendHintsRequest(prefix=prefix, hints=hints, session_id=session_id)
+        return remote.call(remote.stub.SendHints, request)
+
+    found = session.ask(sent, executor=executor)
+    session.show_all(found, lambda _wide: found.lines(_answered))
+    outcomes = [said.outcome for answer in found.by_shard.values() for said in answer.answers]
+    if not {common.HINT_OUTCOME_ACCEPTED, common.HINT_OUTCOME_CLIPPED} & set(outcomes):
+        raise typer.Exit(Status.REFUSED)
+
+
+def _data_addresses(session: Session, given: str) -> dict[str, str]:
+    """Where the data plane of each shard is. Raises typer.BadParameter, CommandError."""
+    known = {shard.address: shard.data_address for shard in session.shards}
+    if all(known.values()):
+        return known
+    found = addresses_of(given, "--cachemgr")
+    if len(found) != len(known):
+        raise typer.BadParameter(f"names {len(found)} addresses for {len(known)} shards", param_hint="--cachemgr")
+    return dict(zip(known, found, strict=True))
+
+
+def _answered(answer: pb.SendHintsResponse) -> str:
     [said] = answer.answers
     outcome = common.HintOutcome.Name(said.outcome).removeprefix("HINT_OUTCOME_").lower()
     detail = f": {said.detail}" if said.detail else ""
-    session.show(answer, lambda _wide: f"{outcome}, {blocks(said.num_blocks)}{detail}")
-    if said.outcome not in (common.HINT_OUTCOME_ACCEPTED, common.HINT_OUTCOME_CLIPPED):
-        raise typer.Exit(Status.REFUSED)
+    return f"{outcome}, {blocks(said.num_blocks)}{detail}"
 
 
 @verb(app, "evict", "kvctl evict --salt acme --dry-run")
@@ -131,11 +164,16 @@ def evict(
     chosen = selected.filter(pool, prompt.prefix(session, selected.salt, selected.adapter, ""))
     if bool(chosen.ByteSize()) == everything:
         raise typer.BadParameter("give a filter, or --all for all cached blocks", param_hint="--all")
-    admin, request = session.admin, pb.PurgeBlocksRequest(filter=chosen, skip_used=skip_used)
-    answer = call_confirmed(
-        admin, admin.stub.PurgeBlocks, request, lambda found: f"Evict {_purged(found)}?", dry_run=dry_run, yes=yes
+
+    def purge(shard: Shard, dry_run: bool) -> pb.PurgeBlocksResponse:
+        request = pb.PurgeBlocksRequest(filter=chosen, skip_used=skip_used, validate_only=dry_run)
+        return shard.admin.call(shard.admin.stub.PurgeBlocks, request)
+
+    found = ask_confirmed(
+        session, purge, lambda answer: f"Evict {_purged(answer)}?", dry_run=dry_run, yes=yes, pool=pool
     )
-    session.show(answer, lambda _wide: f"{'would evict' if dry_run else 'evicted'} {_purged(answer)}")
+    done = "would evict" if dry_run else "evicted"
+    session.show_all(found, lambda _wide: found.lines(lambda answer: f"{done} {_purged(answer)}"))
 
 
 def _purged(answer: pb.PurgeBlocksResponse) -> str:
@@ -165,13 +203,23 @@ def forget(
         request = pb.ForgetBlocksRequest(salt=salt)
     else:
         raise typer.BadParameter("name a salt, a session or a prompt", param_hint="--salt")
-    admin = session.admin
-    answer = call_confirmed(
-        admin, admin.stub.ForgetBlocks, request, lambda found: f"Forget {_forgotten(found)}?", dry_run=dry_run, yes=yes
+
+    def remove(shard: Shard, dry_run: bool) -> pb.ForgetBlocksResponse:
+        request.validate_only = dry_run
+        return shard.admin.call(shard.admin.stub.ForgetBlocks, request)
+
+    found = ask_confirmed(
+        session,
+        remove,
+        lambda answer: f"Forget {_forgotten(answer)}?",
+        dry_run=dry_run,
+        yes=yes,
+        executor=executor,
     )
-    if not dry_run and not answer.store_updated:
+    if not dry_run and not all(answer.store_updated for answer in found.by_shard.values()):
         typer.echo("warning: Redis has not dropped them yet; it does when it is back", err=True)
-    session.show(answer, lambda _wide: f"{'would forget' if dry_run else 'forgot'} {_forgotten(answer)}")
+    done = "would forget" if dry_run else "forgot"
+    session.show_all(found, lambda _wide: found.lines(lambda answer: f"{done} {_forgotten(answer)}"))
 
 
 def _forgotten(answer: pb.ForgetBlocksResponse) -> str:

@@ -3,7 +3,10 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Annotated
 
 import typer
@@ -12,6 +15,8 @@ from kvctl.display import tables
 from kvctl.display.output import Format, as_yaml, plain
 from kvctl.options import Pool, Salt, duration_of
 from kvctl.session import Session, verb
+from kvctl.shards import Shard, ShardsError
+from kvctl.status import CommandError
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.durations import seconds
 
@@ -28,25 +33,73 @@ def watch(
     lasts: Annotated[str, typer.Option("--for", help="End after this time: 90s, 1h; on Ctrl-C without it.")] = "",
     count: Annotated[int, typer.Option(min=0, help="End after this number of events; 0 for any number.")] = 0,
 ) -> None:
-    """Show events as they happen. A snapshot of the cache is first; each event is a line, as JSON too."""
+    """Show events as they happen. A snapshot of the cache is first; each event is a line, as JSON too.
+
+    Numbers are those of one shard: --after goes with one only.
+    """
     request = pb.WatchEventsRequest(pool_id=pool, salt=salt, after_event_number=after, include_token_ids=token_ids)
     limit = seconds(duration_of(lasts, "--for")) if lasts else None
-    service = session.events
-    batches = service.messages(service.stub.WatchEvents, request, limit, ends=True)
-    for number, event in enumerate((event for batch in batches for event in batch.events), start=1):
-        typer.echo(_line(event, session.output))
-        if number == count:
-            return
+    shards = [session.shard] if after is not None else session.shards
+    if pool and len(shards) > 1:
+        owner = session.ask(Shard.pools, pool=pool).by_shard
+        shards = [shard for shard in shards if shard.address in owner]
+    several = len(shards) > 1
+    for error in session.unknown.values():
+        typer.echo(f"warning: {error}", err=True)
+    number = 0
+    for address, batch in _together(shards, request, limit):
+        for event in batch.events:
+            number += 1
+            typer.echo(_line(event, session.output, address if several else ""))
+            if number == count:
+                return
 
 
-def _line(event: pb.Event, output: Format) -> str:
+def _together(
+    shards: Sequence[Shard], request: pb.WatchEventsRequest, seconds: float | None
+) -> Iterator[tuple[str, pb.WatchEventsResponse]]:
+    """Batches of all shards as they come, with the shard's address. The first error of any ends it: CommandError."""
+
+    def batches(shard: Shard) -> Iterator[pb.WatchEventsResponse]:
+        return shard.events.messages(shard.events.stub.WatchEvents, request, seconds, ends=True)
+
+    if len(shards) == 1:
+        yield from ((shards[0].address, batch) for batch in batches(shards[0]))
+        return
+    arrived: SimpleQueue[tuple[str, pb.WatchEventsResponse | CommandError | None]] = SimpleQueue()
+
+    def follow(shard: Shard) -> None:
+        try:
+            for batch in batches(shard):
+                arrived.put((shard.address, batch))
+        except CommandError as error:
+            arrived.put((shard.address, error))
+        else:
+            arrived.put((shard.address, None))
+
+    for shard in shards:
+        # The end of the session closes their channels.
+        Thread(target=follow, args=(shard,), daemon=True).start()
+    running = len(shards)
+    while running:
+        address, found = arrived.get()
+        if isinstance(found, CommandError):
+            raise ShardsError({address: found})
+        if found is None:
+            running -= 1
+        else:
+            yield address, found
+
+
+def _line(event: pb.Event, output: Format, shard: str) -> str:
+    data = ({"shard": shard} if shard else {}) | plain(event)
     match output:
         case Format.JSON:
-            return json.dumps(plain(event), ensure_ascii=False)
+            return json.dumps(data, ensure_ascii=False)
         case Format.YAML:
-            return "---\n" + as_yaml(event).rstrip("\n")
+            return "---\n" + as_yaml(data).rstrip("\n")
         case _:
-            return tables.event(event)
+            return f"{shard}  {tables.event(event)}" if shard else tables.event(event)
 
 
 @app.command("replay", epilog="Example: kvctl replay operations.log")

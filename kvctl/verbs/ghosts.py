@@ -8,6 +8,7 @@ import typer
 from kvctl.display.output import Column, printable, share, table
 from kvctl.options import Executor, duration_of
 from kvctl.session import Session, verb
+from kvctl.shards import Shard
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
 app = typer.Typer()
@@ -20,6 +21,8 @@ POLICIES = {
 
 # Size, and hits of the caches of this size.
 _Row = tuple[int, Mapping[pb.GhostPolicy, int]]
+# By executor.
+_Ghosts = Mapping[str, pb.GetGhostCachesResponse]
 
 
 @verb(app, "ghosts", "kvctl ghosts --window 10m")
@@ -32,22 +35,33 @@ def ghosts(
     ] = "",
 ) -> None:
     """Show hit rates of caches of other sizes. Estimates from live prompts; ghost caches hold no bytes."""
-    admin = session.admin
-    names = [executor] if executor else sorted({pool.pool_id.rpartition("/")[0] for pool in session.pools()})
     lasts = duration_of(window, "--window") if window else None
-    found = {
-        name: admin.call(admin.stub.GetGhostCaches, pb.GetGhostCachesRequest(executor_id=name, window=lasts))
-        for name in names
-    }
-    session.show({"ghosts": found}, lambda wide: _shown(found, wide=wide))
+
+    def asked(shard: Shard) -> _Ghosts:
+        names = [executor] if executor else sorted({pool.pool_id.rpartition("/")[0] for pool in shard.pools()})
+        stub = shard.admin.stub
+        return {
+            name: shard.admin.call(stub.GetGhostCaches, pb.GetGhostCachesRequest(executor_id=name, window=lasts))
+            for name in names
+        }
+
+    found = session.ask(asked, executor=executor)
+    session.show_all(
+        found,
+        lambda wide: "\n\n".join(
+            _shown(one, wide=wide, shard=f"{address}: " if found.several else "")
+            for address, one in found.by_shard.items()
+        ),
+        lambda one: {"ghosts": one},
+    )
 
 
-def _shown(found: Mapping[str, pb.GetGhostCachesResponse], *, wide: bool) -> str:
+def _shown(found: _Ghosts, *, wide: bool, shard: str) -> str:
     parts = []
     for name, answer in found.items():
         asked, hit = answer.tokens.queried_tokens, answer.tokens.hit_tokens
         lines = [
-            f"{printable(name)}: {share(hit, asked)} of {asked} prompt tokens had a hit,"
+            f"{shard}{printable(name)}: {share(hit, asked)} of {asked} prompt tokens had a hit,"
             f" with {answer.device_blocks} blocks on the device and {answer.tier_blocks} in all tiers"
         ]
         if answer.caches:
@@ -56,7 +70,7 @@ def _shown(found: Mapping[str, pb.GetGhostCachesResponse], *, wide: bool) -> str
         else:
             lines.append("ghost caches are off: KVKEEP_CACHEMGR_GHOST_SAMPLE is 0, or all its pools have a window")
         parts.append("\n".join(lines))
-    return "\n\n".join(parts) or "no executor is registered"
+    return "\n\n".join(parts) or f"{shard}no executor is registered"
 
 
 def _rows(answer: pb.GetGhostCachesResponse) -> list[_Row]:

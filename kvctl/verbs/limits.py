@@ -124,7 +124,7 @@ def _caller(own: Security, token_file: Path | None) -> Security:
 
 def _cached_blocks(session: Session) -> int:
     """Blocks that a load may evict, over all tiers. Raises CommandError without a pool."""
-    pools = session.pools()
+    pools = session.shard.pools()
     if not pools:
         raise CommandError("no executor is registered", Status.REFUSED)
     if not sees_all(pools):
@@ -164,7 +164,7 @@ class _Task:
 
     def run(self) -> None:
         """Searches, shows and writes. Raises CommandError."""
-        place = f"{self.session.scheduler.address} or {self.session.admin.address}"
+        place = f"{self.session.scheduler.address} or {self.session.shard.address}"
         try:
             # Never over a file that was made meanwhile.
             with self.target.open("a", newline="") as file:
@@ -187,7 +187,7 @@ class _Task:
         session = self.session
         async with (
             open_channel(session.scheduler.address, self.caller) as scheduler,
-            open_channel(session.admin.address, session.security) as admin,
+            open_channel(session.shard.address, session.security) as admin,
         ):
             checker = Checker(scheduler, admin, self.load, self.metrics, session.security, session.timeout)
 

@@ -5,10 +5,10 @@ from typing import Annotated, Any
 import typer
 
 from kvctl.display import tables
-from kvctl.display.output import table
 from kvctl.display.tables import account
 from kvctl.options import DryRun, Yes
-from kvctl.session import Session, confirm, verb
+from kvctl.session import Session, ask_confirmed, verb
+from kvctl.shards import Shard
 from kvctl.status import CommandError, Status
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
@@ -21,8 +21,8 @@ SaltAccount = Annotated[str | None, typer.Option("--salt", help="Of this salt.")
 @verb(app, "list", "kvctl quota list")
 def list_quotas(session: Session) -> None:
     """List quotas and the blocks of their accounts in each pool."""
-    answer = session.quotas()
-    session.show(answer, lambda wide: table(tables.QUOTAS, answer.quotas, wide=wide))
+    found = session.ask(Shard.quotas)
+    session.show_all(found, lambda wide: found.listing(tables.QUOTAS, lambda answer: answer.quotas, wide=wide))
 
 
 @verb(app, "set", "kvctl quota set --tenant acme --device-floor 8 --device-ceiling 1024")
@@ -44,9 +44,10 @@ def set_quota(
         host_floor_blocks=host_floor,
         host_ceiling_blocks=host_ceiling,
     )
-    answer = session.admin.call(session.admin.stub.SetQuota, pb.SetQuotaRequest(quota=quota, validate_only=dry_run))
+    request = pb.SetQuotaRequest(quota=quota, validate_only=dry_run)
+    found = session.ask(lambda shard: shard.admin.call(shard.admin.stub.SetQuota, request))
     done = "would set" if dry_run else "set"
-    session.show(answer, lambda _wide: f"{done} the quota of {account(quota)}")
+    session.show_all(found, lambda _wide: found.lines(lambda _: f"{done} the quota of {account(quota)}"))
 
 
 @verb(app, "delete", "kvctl quota delete --tenant acme --yes")
@@ -56,15 +57,16 @@ def delete_quota(
     """Delete a quota: its account has neither floor nor ceiling then."""
     request = pb.DeleteQuotaRequest(**_account(tenant, salt))
     named = account(request)
-    found = [item for item in session.quotas().quotas if account(item.quota) == named]
-    if not found:
-        raise CommandError(f"there is no quota of {named}", Status.REFUSED)
-    if dry_run:
-        session.show(found[0].quota, lambda _wide: f"would delete the quota of {named}")
-        return
-    confirm(f"Delete the quota of {named}?", yes=yes)
-    answer = session.admin.call(session.admin.stub.DeleteQuota, request)
-    session.show(answer, lambda _wide: f"deleted the quota of {named}")
+
+    def delete(shard: Shard, dry_run: bool) -> pb.Quota | pb.DeleteQuotaResponse:
+        found = [item.quota for item in shard.quotas().quotas if account(item.quota) == named]
+        if not found:
+            raise CommandError(f"there is no quota of {named}", Status.REFUSED, is_missing=True)
+        return found[0] if dry_run else shard.admin.call(shard.admin.stub.DeleteQuota, request)
+
+    found = ask_confirmed(session, delete, lambda _: f"Delete the quota of {named}?", dry_run=dry_run, yes=yes)
+    done = "would delete" if dry_run else "deleted"
+    session.show_all(found, lambda _wide: found.lines(lambda _: f"{done} the quota of {named}"))
 
 
 def _account(tenant: str | None, salt: str | None) -> dict[str, Any]:

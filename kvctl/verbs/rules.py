@@ -1,17 +1,18 @@
 """`kvctl rules`: retention rules for requests without retention requests of their own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
 import yaml
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.json_format import ParseDict, ParseError
 
-from kvctl.display.output import Column, blocks, lasting, printable, table
+from kvctl.display.output import Column, blocks, lasting, printable
 from kvctl.options import DryRun, Prompt, Yes, duration_of
-from kvctl.session import Session, call_confirmed, confirm, verb
+from kvctl.session import Session, ask_confirmed, verb
+from kvctl.shards import Shard
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 
@@ -59,9 +60,8 @@ _RULES: Sequence[Column[pb.RetentionRule]] = (
 @verb(app, "list", "kvctl rules list -o wide")
 def list_rules(session: Session) -> None:
     """List rules in the order in which they are asked."""
-    admin = session.admin
-    answer = admin.all_pages(admin.stub.ListRetentionRules, pb.ListRetentionRulesRequest(), "rules")
-    session.show(answer, lambda wide: table(_RULES, answer.rules, wide=wide))
+    found = session.ask(Shard.rules)
+    session.show_all(found, lambda wide: found.listing(_RULES, lambda answer: answer.rules, wide=wide))
 
 
 @verb(app, "set", "kvctl rules set acme --salt acme --priority 80 --for 1h")
@@ -105,58 +105,101 @@ def set_rule(
         action.pin_duration.CopyFrom(duration_of(pin_for, "--pin-for"))
     if rule_file is None:
         rule = pb.RetentionRule(name=name, order=order, match=match, action=action)
+        _set(session, lambda _shard: rule, dry_run=dry_run, yes=yes)
     elif match.ByteSize() or action.ByteSize() or order:
         raise typer.BadParameter("replaces all other options of the rule", param_hint="--rule-file")
     else:
-        rule = _read(rule_file, name)
-    _set(session, rule, dry_run=dry_run, yes=yes)
+        data, several = _read(rule_file), len(session.shards) > 1
+        rules = {shard.address: _rule_in(data, rule_file, name, shard.address, several) for shard in session.shards}
+        _set(session, lambda shard: rules[shard.address], dry_run=dry_run, yes=yes)
 
 
-def _read(file: Path, name: str) -> pb.RetentionRule:
+def _read(file: Path) -> Any:
     try:
-        data = yaml.safe_load(file.read_text())
-        # One rule, or all of them as `kvctl rules list -o yaml` prints them.
+        return yaml.safe_load(file.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise _no_rule(file, error) from None
+
+
+def _rule_in(data: Any, file: Path, name: str, shard: str, several: bool) -> pb.RetentionRule:
+    """The rule of a file for a shard. several: whether the file is for several shards."""
+    try:
+        # One rule, or all of them as `kvctl rules list -o yaml` prints them, of one shard or of several.
+        is_own = "shards" in data
+        data = data["shards"][shard] if is_own else data
         found = [item for item in data["rules"] if item["name"] == name] if "rules" in data else [data]
         if not found:
             raise ValueError(f"{name!r} is not among its rules")
         rule: pb.RetentionRule = ParseDict(found[0], pb.RetentionRule())
-    except (OSError, ValueError, AttributeError, LookupError, TypeError, yaml.YAMLError, ParseError) as error:
-        said = " ".join(str(error).split())
-        raise typer.BadParameter(f"{file}: is no rule: {said}", param_hint="--rule-file") from None
+    except (ValueError, AttributeError, LookupError, TypeError, ParseError) as error:
+        raise _no_rule(file, error) from None
     if rule.name not in ("", name):
         raise typer.BadParameter(f"{file}: has the rule {rule.name!r}", param_hint="--rule-file")
     rule.name = name
+    if several and rule.etag and not is_own:
+        raise typer.BadParameter(f"{file}: an etag is that of one shard: remove it", param_hint="--rule-file")
     return rule
 
 
-def _set(session: Session, rule: pb.RetentionRule, *, dry_run: bool, yes: bool) -> None:
-    admin = session.admin
-    listed = admin.all_pages(admin.stub.ListRetentionRules, pb.ListRetentionRulesRequest(), "rules").rules
-    earlier = next((item for item in listed if item.name == rule.name), None)
+def _no_rule(file: Path, error: Exception) -> typer.BadParameter:
+    said = " ".join(str(error).split())
+    return typer.BadParameter(f"{file}: is no rule: {said}", param_hint="--rule-file")
 
-    def put(*, dry_run: bool) -> pb.CreateRetentionRuleResponse | pb.UpdateRetentionRuleResponse:
-        if earlier is None:
-            return admin.call(
-                admin.stub.CreateRetentionRule, pb.CreateRetentionRuleRequest(rule=rule, validate_only=dry_run)
-            )
-        whole = FieldMask(paths=["order", "match", "action"])
-        update = pb.UpdateRetentionRuleRequest(rule=rule, update_mask=whole, validate_only=dry_run)
-        return admin.call(admin.stub.UpdateRetentionRule, update)
 
-    answer = put(dry_run=True)
-    if not dry_run:
-        if earlier is not None:
+class _Change(NamedTuple):
+    """A rule, the one of its name before, and the answer to the call that puts it in force."""
+
+    rule: pb.RetentionRule
+    earlier: pb.RetentionRule | None
+    answer: pb.CreateRetentionRuleResponse | pb.UpdateRetentionRuleResponse
+
+
+def _set(session: Session, rule_of: Callable[[Shard], pb.RetentionRule], *, dry_run: bool, yes: bool) -> None:
+    tried: dict[str, _Change] = {}
+
+    def put(shard: Shard, dry_run: bool) -> _Change:
+        rule = pb.RetentionRule()
+        rule.CopyFrom(rule_of(shard))
+        admin = shard.admin
+        if before := tried.get(shard.address):
+            earlier = before.earlier
             # The rule that is replaced is the one that the question showed, not a later change.
-            rule.etag = rule.etag or earlier.etag
-            confirm(f"Change rule {rule.name} from {_said(earlier)} to {_said(rule)}?", yes=yes)
-        elif _is_for_all(rule.match):
-            confirm(f"Make rule {rule.name}, which all requests meet: {_said(rule)}?", yes=yes)
-        answer = put(dry_run=False)
+            rule.etag = rule.etag or (earlier.etag if earlier else "")
+        else:
+            earlier = next((item for item in shard.rules().rules if item.name == rule.name), None)
+        answer: pb.CreateRetentionRuleResponse | pb.UpdateRetentionRuleResponse
+        if earlier is None:
+            create = pb.CreateRetentionRuleRequest(rule=rule, validate_only=dry_run)
+            answer = admin.call(admin.stub.CreateRetentionRule, create)
+        else:
+            whole = FieldMask(paths=["order", "match", "action"])
+            update = pb.UpdateRetentionRuleRequest(rule=rule, update_mask=whole, validate_only=dry_run)
+            answer = admin.call(admin.stub.UpdateRetentionRule, update)
+        made = tried[shard.address] = _Change(rule, earlier, answer)
+        return made
+
+    found = ask_confirmed(session, put, _question, dry_run=dry_run, yes=yes)
+    session.show_all(
+        found, lambda _wide: found.lines(lambda made: _told(made, dry_run=dry_run)), lambda made: made.answer
+    )
+
+
+def _question(made: _Change) -> str:
+    """Empty where nobody needs to be asked."""
+    if made.earlier is not None:
+        return f"Change rule {made.rule.name} from {_said(made.earlier)} to {_said(made.rule)}?"
+    if _is_for_all(made.rule.match):
+        return f"Make rule {made.rule.name}, which all requests meet: {_said(made.rule)}?"
+    return ""
+
+
+def _told(made: _Change, *, dry_run: bool) -> str:
+    rule, earlier = made.rule, made.earlier
     done = ("would make" if dry_run else "made") if earlier is None else ("would change" if dry_run else "changed")
-    lines = [f"{done} rule {rule.name}: cached now: {blocks(answer.matching_blocks)}"]
+    lines = [f"{done} rule {rule.name}: cached now: {blocks(made.answer.matching_blocks)}"]
     if dry_run:
         lines += [_said(rule)] if earlier is None else [f"from {_said(earlier)}", f"to {_said(rule)}"]
-    session.show(answer, lambda _wide: "\n".join(lines))
+    return "\n".join(lines)
 
 
 def _said(rule: pb.RetentionRule) -> str:
@@ -172,14 +215,22 @@ def _is_for_all(match: pb.RuleMatch) -> bool:
 @verb(app, "delete", "kvctl rules delete acme --yes")
 def delete_rule(session: Session, name: Name, dry_run: DryRun = False, yes: Yes = False) -> None:
     """Delete a rule and end its leases."""
-    admin = session.admin
-    answer = call_confirmed(
-        admin,
-        admin.stub.DeleteRetentionRule,
-        pb.DeleteRetentionRuleRequest(name=name),
-        lambda found: f"Delete rule {printable(name)} and end {found.ended_leases} leases?",
+
+    def delete(shard: Shard, dry_run: bool) -> pb.DeleteRetentionRuleResponse:
+        request = pb.DeleteRetentionRuleRequest(name=name, validate_only=dry_run)
+        return shard.admin.call(shard.admin.stub.DeleteRetentionRule, request)
+
+    found = ask_confirmed(
+        session,
+        delete,
+        lambda answer: f"Delete rule {printable(name)} and end {answer.ended_leases} leases?",
         dry_run=dry_run,
         yes=yes,
     )
     done = "would delete" if dry_run else "deleted"
-    session.show(answer, lambda _wide: f"{done} rule {printable(name)}; {answer.ended_leases} leases end with it")
+    session.show_all(
+        found,
+        lambda _wide: found.lines(
+            lambda answer: f"{done} rule {printable(name)}; {answer.ended_leases} leases end with it"
+        ),
+    )

@@ -1,5 +1,6 @@
 """Verbs that only read."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -9,7 +10,7 @@ import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvctl.display import tables
-from kvctl.display.output import Column, as_yaml, table
+from kvctl.display.output import Column, Format, as_yaml, table
 from kvctl.options import (
     Adapter,
     Executor,
@@ -19,7 +20,9 @@ from kvctl.options import (
     Salt,
     Selection,
 )
-from kvctl.session import CACHEMGR, EXECUTOR, Session, verb
+from kvctl.remote import Remote
+from kvctl.session import CACHEMGR, EXECUTOR, Session, addresses_of, verb
+from kvctl.shards import Shard, ask, named
 from kvctl.status import CommandError, Status
 from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -28,7 +31,13 @@ from protos.rpc.errors import from_rpc_error
 app = typer.Typer()
 
 CachemgrAddress = Annotated[
-    str, typer.Option("--cachemgr", envvar="KVKEEP_CACHEMGR_ADDRESS", help="Where the cache manager's data plane is.")
+    str,
+    typer.Option(
+        "--cachemgr",
+        envvar="KVKEEP_CACHEMGR_ADDRESS",
+        help="Where the cache managers' data planes are, with commas between them, in the order of --server; those of "
+        "the router's engines are known.",
+    ),
 ]
 _GONE = "no answer"
 
@@ -41,13 +50,22 @@ def ping(
         EXECUTOR
     ),
 ) -> None:
-    """Ask every service whether it serves. Exits with 3 when one cannot be reached, with 1 when one does not serve."""
-    places = (
-        ("scheduler", session.scheduler.address, "generation.v1.GenerationService"),
-        ("cachemgr", cachemgr, "kvcache.v1.CacheManagerService"),
-        ("admin", session.admin.address, "kvcache.v1.CacheAdminService"),
-        ("executor", executor, "execution.v1.ExecutorService"),
-    )
+    """Ask every service whether it serves. Exits with 3 when one cannot be reached, with 1 when one does not serve.
+
+    With a router these are the router, the schedulers of its engines, and their cache managers.
+    """
+    if session.router_address:
+        places = [("router", session.router_address, "generation.v1.RouterService")]
+        # Its engines are asked too, as far as it can say which these are.
+        with contextlib.suppress(CommandError):
+            places += [("scheduler", one.address, "generation.v1.GenerationService") for one in session.engines.engines]
+    else:
+        places = [("scheduler", session.scheduler.address, "generation.v1.GenerationService")]
+        places += [("cachemgr", one, "kvcache.v1.CacheManagerService") for one in addresses_of(cachemgr, "--cachemgr")]
+    with contextlib.suppress(CommandError):
+        places += [("admin", shard.address, "kvcache.v1.CacheAdminService") for shard in session.shards]
+    if not session.router_address:
+        places.append(("executor", executor, "execution.v1.ExecutorService"))
     found = [_ask(session, name, address, service) for name, address, service in places]
     columns = [Column[dict[str, Any]](name.upper(), lambda item, name=name: item[name]) for name in found[0]]  # type: ignore[misc]
     session.show({"services": found}, lambda wide: table(columns, found, wide=wide))
@@ -73,9 +91,8 @@ def _ask(session: Session, name: str, address: str, service: str) -> dict[str, A
 @verb(app, "pools", "kvctl pools -o wide")
 def pools(session: Session) -> None:
     """List pools: used, cached and free blocks, and hits."""
-    admin = session.admin
-    answer = admin.all_pages(admin.stub.ListPools, pb.ListPoolsRequest(), "pools")
-    session.show(answer, lambda wide: table(tables.POOLS, answer.pools, wide=wide))
+    found = session.ask(lambda shard: pb.ListPoolsResponse(pools=shard.pools()))
+    session.show_all(found, lambda wide: found.listing(tables.POOLS, lambda answer: answer.pools, wide=wide))
 
 
 @verb(app, "sequences", "kvctl sequences --salt acme")
@@ -87,10 +104,16 @@ def sequences(
     limit: Limit = 0,
 ) -> None:
     """List live sequences with their tokens and blocks."""
-    admin = session.admin
-    request = pb.ListSequencesRequest(executor_id=executor, scheduler_id=scheduler_id, salt=salt)
-    answer = admin.all_pages(admin.stub.ListSequences, request, "sequences", limit)
-    session.show(answer, lambda wide: table(tables.SEQUENCES, answer.sequences, wide=wide))
+    left = _Limit(limit)
+
+    def listed(shard: Shard) -> pb.ListSequencesResponse:
+        whole = pb.ListSequencesResponse()
+        request = pb.ListSequencesRequest(executor_id=executor, scheduler_id=scheduler_id, salt=salt)
+        left.add(whole, shard.admin, shard.admin.stub.ListSequences, request, "sequences")
+        return whole
+
+    found = session.ask(listed, executor=executor)
+    session.show_all(found, lambda wide: found.listing(tables.SEQUENCES, lambda answer: answer.sequences, wide=wide))
 
 
 @verb(app, "prefixes", "kvctl prefixes --salt acme --limit 20")
@@ -102,9 +125,17 @@ def prefixes(
     limit: Limit = 0,
 ) -> None:
     """List cached chains of blocks by their last block."""
-    request, whole = pb.ListPrefixesRequest(filter=selected.filter()), pb.ListPrefixesResponse()
-    _add_pools(session, pool, session.admin.stub.ListPrefixes, request, whole, "prefixes", limit)
-    session.show(whole, lambda wide: table(tables.PREFIXES, whole.prefixes, wide=wide))
+    left, chosen = _Limit(limit), selected.filter()
+
+    def listed(shard: Shard) -> pb.ListPrefixesResponse:
+        whole = pb.ListPrefixesResponse()
+        left.add_pools(
+            whole, shard, pool, shard.admin.stub.ListPrefixes, pb.ListPrefixesRequest(filter=chosen), "prefixes"
+        )
+        return whole
+
+    found = session.ask(listed, pool=pool)
+    session.show_all(found, lambda wide: found.listing(tables.PREFIXES, lambda answer: answer.prefixes, wide=wide))
 
 
 @verb(app, "blocks", "kvctl blocks --tier host --limit 20")
@@ -118,12 +149,18 @@ def blocks(
     limit: Limit = 0,
 ) -> None:
     """List blocks in use or cached. Any filter leaves only those in the index."""
-    request, whole = pb.ListBlocksRequest(include_token_ids=token_ids), pb.ListBlocksResponse()
+    left = _Limit(limit)
     chosen = selected.filter(prefix=prompt.prefix(session, selected.salt, selected.adapter, ""))
-    if chosen.ByteSize():
-        request.filter.CopyFrom(chosen)
-    _add_pools(session, pool, session.admin.stub.ListBlocks, request, whole, "blocks", limit)
-    session.show(whole, lambda wide: table(tables.BLOCKS, whole.blocks, wide=wide))
+
+    def listed(shard: Shard) -> pb.ListBlocksResponse:
+        request, whole = pb.ListBlocksRequest(include_token_ids=token_ids), pb.ListBlocksResponse()
+        if chosen.ByteSize():
+            request.filter.CopyFrom(chosen)
+        left.add_pools(whole, shard, pool, shard.admin.stub.ListBlocks, request, "blocks")
+        return whole
+
+    found = session.ask(listed, pool=pool)
+    session.show_all(found, lambda wide: found.listing(tables.BLOCKS, lambda answer: answer.blocks, wide=wide))
 
 
 @verb(app, "leases", "kvctl leases --holder rule/acme")
@@ -134,17 +171,29 @@ def leases(
     limit: Limit = 0,
 ) -> None:
     """List the leases that are held now."""
-    request, whole = pb.ListLeasesRequest(holder=holder), pb.ListLeasesResponse()
-    _add_pools(session, pool, session.admin.stub.ListLeases, request, whole, "leases", limit)
-    session.show(whole, lambda wide: table(tables.LEASES, whole.leases, wide=wide))
+    left = _Limit(limit)
+
+    def listed(shard: Shard) -> pb.ListLeasesResponse:
+        request, whole = pb.ListLeasesRequest(holder=holder), pb.ListLeasesResponse()
+        left.add_pools(whole, shard, pool, shard.admin.stub.ListLeases, request, "leases")
+        return whole
+
+    found = session.ask(listed, pool=pool)
+    session.show_all(found, lambda wide: found.listing(tables.LEASES, lambda answer: answer.leases, wide=wide))
 
 
 @verb(app, "holds", "kvctl holds --owner ops")
 def holds(session: Session, owner: Annotated[str, typer.Option(help="Of this owner.")] = "", limit: Limit = 0) -> None:
     """List pins, and holds of ended sequences. `kvctl unpin` ends one."""
-    admin = session.admin
-    answer = admin.all_pages(admin.stub.ListHolds, pb.ListHoldsRequest(owner=owner), "holds", limit)
-    session.show(answer, lambda wide: table(tables.HOLDS, answer.holds, wide=wide))
+    left = _Limit(limit)
+
+    def listed(shard: Shard) -> pb.ListHoldsResponse:
+        whole = pb.ListHoldsResponse()
+        left.add(whole, shard.admin, shard.admin.stub.ListHolds, pb.ListHoldsRequest(owner=owner), "holds")
+        return whole
+
+    found = session.ask(listed)
+    session.show_all(found, lambda wide: found.listing(tables.HOLDS, lambda answer: answer.holds, wide=wide))
 
 
 @verb(app, "explain", "kvctl explain --tokens 1,2,3 --salt acme")
@@ -165,8 +214,16 @@ def explain(
     request = pb.ExplainPrefixRequest(prefix=prefix, group=group)
     if sequence:
         request.sequence_id = sequence
-    answer = session.admin.call(session.admin.stub.ExplainPrefix, request)
-    session.show(answer, lambda wide: tables.explanations(answer, wide=wide))
+    found = session.ask(
+        lambda shard: shard.admin.call(shard.admin.stub.ExplainPrefix, request), executor=executor
+    ).leave_out_missing()
+    session.show_all(
+        found,
+        lambda wide: "\n\n".join(
+            tables.explanations(answer, wide=wide, shard=address if found.several else "")
+            for address, answer in found.by_shard.items()
+        ),
+    )
 
 
 @verb(app, "describe", "kvctl describe pool executor-0/0")
@@ -176,36 +233,41 @@ def describe(
     name: Annotated[str, typer.Argument(help="Its name, as the listing of its kind shows it.")] = "",
 ) -> None:
     """Show all about a pool, sequence, rule or hold, or the whole stack. As YAML, or JSON."""
-    admin = session.admin
-    stub = admin.stub
     if kind and not name:
         raise typer.BadParameter(f"name the {kind}", param_hint="NAME")
+    if not kind:
+        data = _stack(session)
+        session.show(data, lambda _wide: as_yaml(data))
+        return
+    if kind not in ("pool", "sequence", "rule", "hold"):
+        raise typer.BadParameter(f"{kind!r} is none of pool, sequence, rule, hold", param_hint="KIND")
+    found = session.ask(
+        lambda shard: _described(shard, kind, name), pool=name if kind == "pool" else ""
+    ).leave_out_missing()
+    if found.several and len(found.by_shard) == 1 and not found.failures:
+        # Of what only one shard has, that shard's name is all that the others add.
+        [(address, only)] = found.by_shard.items()
+        session.show({"shard": address, kind: only}, lambda _wide: as_yaml({"shard": address, kind: only}))
+        return
+    session.show_all(found, lambda _wide: as_yaml(found.data(lambda answer: answer)))
+
+
+def _described(shard: Shard, kind: str, name: str) -> Any:
+    """All about a thing. Raises CommandError."""
+    admin, stub = shard.admin, shard.admin.stub
     match kind:
-        case "":
-            data: Any = _stack(session)
         case "pool":
-            data = {
+            return {
                 "pool": admin.call(stub.GetPool, pb.GetPoolRequest(pool_id=name)).pool,
                 "stats": admin.call(stub.GetStats, pb.GetStatsRequest(pool_id=name)),
             }
         case "sequence":
             listed = admin.all_pages(stub.ListSequences, pb.ListSequencesRequest(), "sequences").sequences
-            data = _named(kind, name, ((item.sequence_id, item) for item in listed))
+            return named(kind, name, ((item.sequence_id, item) for item in listed))
         case "rule":
-            data = admin.call(stub.GetRetentionRule, pb.GetRetentionRuleRequest(name=name)).rule
-        case "hold":
-            data = hold_named(session, name)
+            return admin.call(stub.GetRetentionRule, pb.GetRetentionRuleRequest(name=name)).rule
         case _:
-            raise typer.BadParameter(f"{kind!r} is none of pool, sequence, rule, hold", param_hint="KIND")
-    session.show(data, lambda _wide: as_yaml(data))
-
-
-def hold_named(session: Session, name: str) -> pb.Hold:
-    """A hold or pin. Raises CommandError when there is none of this name."""
-    admin = session.admin
-    listed = admin.all_pages(admin.stub.ListHolds, pb.ListHoldsRequest(), "holds").holds
-    found: pb.Hold = _named("hold", name, ((item.name, item) for item in listed))
-    return found
+            return named(kind, name, ((item.name, item) for item in shard.holds().holds))
 
 
 @verb(app, "state", "kvctl state --hash")
@@ -213,12 +275,25 @@ def state(
     session: Session, only_hash: Annotated[bool, typer.Option("--hash", help="Show its hash only.")] = False
 ) -> None:
     """Show the cache manager's state, or its hash. Lines of JSON, without token ids."""
-    admin, whole = session.admin, pb.DumpStateResponse()
-    for part in admin.messages(admin.stub.DumpState, pb.DumpStateRequest(), session.timeout, ends=False):
-        whole.MergeFrom(part)
-    if only_hash:
-        whole.ClearField("lines")
-    session.show(whole, lambda _wide: whole.state_hash if only_hash else "\n".join(whole.lines))
+
+    def dumped(shard: Shard) -> pb.DumpStateResponse:
+        whole = pb.DumpStateResponse()
+        stub = shard.admin.stub
+        for part in shard.admin.messages(stub.DumpState, pb.DumpStateRequest(), session.timeout, ends=False):
+            whole.MergeFrom(part)
+        if only_hash:
+            whole.ClearField("lines")
+        return whole
+
+    # Line for line it is the state of one manager.
+    found = (
+        session.ask(dumped)
+        if only_hash or session.output in (Format.JSON, Format.YAML)
+        else ask([session.shard], dumped)
+    )
+    session.show_all(
+        found, lambda _wide: found.lines(lambda one: one.state_hash if only_hash else "\n".join(one.lines))
+    )
 
 
 @verb(app, "fsck", "kvctl fsck")
@@ -228,41 +303,60 @@ def fsck(
     store: Annotated[bool, typer.Option("--store/--no-store", help="Compare with Redis, too.")] = True,
 ) -> None:
     """Recount all blocks and compare them with Redis. Exits with 1 for a contradiction, or without Redis."""
-    answer = session.admin.call(
-        session.admin.stub.CheckPool, pb.CheckPoolRequest(pool_id=pool, compare_with_store=store)
-    )
-    session.show(answer, lambda wide: tables.check(answer, store=store, wide=wide))
-    if answer.violations or answer.store_compared != store:
+    request = pb.CheckPoolRequest(pool_id=pool, compare_with_store=store)
+    found = session.ask(lambda shard: shard.admin.call(shard.admin.stub.CheckPool, request), pool=pool)
+
+    def shown(wide: bool) -> str:
+        counted = found.listing(tables.POOLS, lambda answer: answer.pools, wide=wide)
+        return f"{counted}\n{found.lines(lambda answer: tables.check(answer, store=store))}"
+
+    session.show_all(found, shown)
+    if any(answer.violations or answer.store_compared != store for answer in found.by_shard.values()):
         raise typer.Exit(Status.FOUND)
 
 
 def _stack(session: Session) -> dict[str, Any]:
-    admin, scheduler = session.admin, session.scheduler
-    stub = admin.stub
-    return {
+    scheduler = session.scheduler
+
+    def steered(shard: Shard) -> dict[str, Any]:
+        return {
+            "pools": shard.pools(),
+            "rules": list(shard.rules().rules),
+            "quotas": list(shard.quotas().quotas),
+            "holds": list(shard.holds().holds),
+        }
+
+    data: dict[str, Any] = {
         "model": scheduler.call(scheduler.stub.GetModel, generation_pb2.GetModelRequest()),
         "loads": scheduler.call(scheduler.stub.GetLoads, generation_pb2.GetLoadsRequest()),
-        "pools": session.pools(),
-        "rules": list(admin.all_pages(stub.ListRetentionRules, pb.ListRetentionRulesRequest(), "rules").rules),
-        "quotas": list(session.quotas().quotas),
-        "holds": list(admin.all_pages(stub.ListHolds, pb.ListHoldsRequest(), "holds").holds),
     }
+    if session.router_address:
+        data["engines"] = list(session.engines.engines)
+    found = session.ask(steered)
+    found.check()
+    whole: Any = found.data(lambda answer: answer)
+    data |= whole
+    return data
 
 
-def _named(kind: str, name: str, listed: Any) -> Any:
-    for its_name, item in listed:
-        if its_name == name:
-            return item
-    raise CommandError(f"there is no {kind} {name!r}", Status.REFUSED)
+class _Limit:
+    """How many items a listing over pools and shards may still have; 0 for any number."""
 
+    def __init__(self, limit: int) -> None:
+        self._limit, self._taken = limit, 0
 
-def _add_pools(
-    session: Session, pool: str, method: Callable[..., Any], request: Any, whole: Any, items: str, limit: int
-) -> None:
-    """Adds the listings of a pool, or of all without one. items: their field; limit: how many in all, 0 for all."""
-    listed = getattr(whole, items)
-    for pool_id in [pool] if pool else [item.pool_id for item in session.pools()]:
-        if limit and len(listed) >= limit:
+    def add(self, whole: Any, admin: Remote[Any], method: Callable[..., Any], request: Any, items: str) -> None:
+        """Adds a listing to an answer. items: the field of both. Raises CommandError."""
+        if self._limit and self._taken >= self._limit:
             return
-        request.pool_id, request.page_token = pool_id, ""
-        whole.MergeFrom(session.admin.all_pages(method, request, items, limit and limit - len(listed)))
+        found = admin.all_pages(method, request, items, self._limit and self._limit - self._taken)
+        self._taken += len(getattr(found, items))
+        whole.MergeFrom(found)
+
+    def add_pools(
+        self, whole: Any, shard: Shard, pool: str, method: Callable[..., Any], request: Any, items: str
+    ) -> None:
+        """The same for the listings of a pool, or of all pools of a shard without one."""
+        for pool_id in [pool] if pool else [item.pool_id for item in shard.pools()]:
+            request.pool_id, request.page_token = pool_id, ""
+            self.add(whole, shard.admin, method, request, items)

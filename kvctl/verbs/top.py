@@ -36,7 +36,10 @@ def top(
         str, typer.Option(envvar="KVKEEP_EXECUTOR_METRICS_ADDRESS", help="Where the executor's metrics are.")
     ] = STACK_METRICS["executor"],
 ) -> None:
-    """Show the stack live. Pools and tiers, tenants and salts, hit rate, queue, step time; Ctrl-C ends it."""
+    """Show the stack live. Pools and tiers, tenants and salts, hit rate, queue, step time; Ctrl-C ends it.
+
+    With a router its engines, too; load and queue are those of the router then.
+    """
     metrics = {"scheduler": scheduler_metrics, "executor": executor_metrics}
     before = read(session, metrics)
     console = Console(highlight=False)
@@ -63,4 +66,4 @@ def _again(session: Session, metrics: Mapping[str, str], before: Reading) -> Rea
     try:
         return read(session, metrics)
     except CommandError as error:
-        return Reading(time.monotonic(), before.pools, before.stats, before.quotas, trouble=(f"cachemgr: {error}",))
+        return Reading(time.monotonic(), before.shards, trouble=(f"cachemgr: {error}",))

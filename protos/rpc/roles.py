@@ -17,6 +17,7 @@ _TABLE: Mapping[str, tuple[tuple[tuple[str, ...], frozenset[Role]], ...]] = {
     ),
     "generation.v1.SchedulerAdminService": ((("",), frozenset({Role.OPERATOR})),),
     "generation.v1.EngineService": ((("",), frozenset({Role.ROUTER})),),
+    "generation.v1.RouterService": ((_READING, frozenset({Role.OPERATOR, Role.VIEWER})),),
     "execution.v1.ExecutorService": ((("",), frozenset({Role.SCHEDULER})),),
     "kvcache.v1.CacheManagerService": (
         (("RegisterExecutor", "RenewExecutor", "ConfirmTransfers"), frozenset({Role.EXECUTOR})),
@@ -31,7 +32,12 @@ _TABLE: Mapping[str, tuple[tuple[tuple[str, ...], frozenset[Role]], ...]] = {
 }
 
 # For operators of all tenants only. CacheAdminService has its own rules for those of one, method by method.
-_WHOLE = ("generation.v1.SchedulerAdminService/", "generation.v1.EngineService/", "kvcache.v1.CacheManagerService/")
+_WHOLE = (
+    "generation.v1.SchedulerAdminService/",
+    "generation.v1.EngineService/",
+    "generation.v1.RouterService/",
+    "kvcache.v1.CacheManagerService/",
+)
 
 # Calls that the audit log has.
 _AUDITED = (
@@ -39,6 +45,7 @@ _AUDITED = (
     "kvcache.v1.CacheEventService/",
     "kvcache.v1.CacheManagerService/SendHints",
     "generation.v1.SchedulerAdminService/",
+    "generation.v1.RouterService/",
 )
 
 

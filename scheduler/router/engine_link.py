@@ -63,6 +63,8 @@ class EngineLink:
         # Why it gets no requests, in words; empty when it gets some.
         self.obstacle = "it has not answered yet"
         self.loads = pb.GetLoadsResponse()
+        # Since the router started: samples, their prompt tokens, and the cached tokens among these that it expected.
+        self.routed_requests = self.routed_tokens = self.expected_tokens = 0
         # When it was last given a prompt that no engine had cached, in seconds of the monotonic clock.
         self.cold_at = 0.0
         self._security = security
@@ -108,10 +110,13 @@ class EngineLink:
         computed = (now - self._loads_at) / token if token else 0.0
         return max(0.0, self.loads.queued_prompt_tokens - computed) + self._given_tokens
 
-    def start(self, message: pb.StartRequest, uncached_tokens: int) -> None:
-        """Sends a request."""
+    def start(self, message: pb.StartRequest, prompt_tokens: int, expected_tokens: int) -> None:
+        """Sends a request. expected_tokens: of its prompt, the cached ones."""
+        self.routed_requests += 1
+        self.routed_tokens += prompt_tokens
+        self.expected_tokens += expected_tokens
         self._given += 1
-        self._given_tokens += uncached_tokens
+        self._given_tokens += prompt_tokens - expected_tokens
         self._commands.put_nowait(pb.StreamRequestsRequest(start=message))
 
     def cancel(self, request_id: str) -> None:

@@ -120,7 +120,8 @@ class Fleet:
         self._metrics.expected_tokens.inc(expected)
         if not match.blocks:
             link.cold_at = now
-        link.start(start_request(attempt, routed.name, expected, link.engine.model.eos_token_ids), prompt - expected)
+        message = start_request(attempt, routed.name, expected, link.engine.model.eos_token_ids)
+        link.start(message, prompt, expected)
 
     def start_waiting(self) -> None:
         """An engine takes requests again."""

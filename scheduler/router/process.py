@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from scheduler.router.fleet import Fleet
 from scheduler.router.metrics import PREFIX, RouterMetrics
 from scheduler.router.policies import POLICIES
 from scheduler.router.reports import EngineReports
+from scheduler.router.service import ROUTER_SERVICE, RouterService
 from scheduler.router.settings import DNS, FILE, RouterSettings
 from scheduler.router.view import CacheView, ViewFeed
 
@@ -59,10 +60,13 @@ class Router:
         self.view = CacheView()
         policy = POLICIES[settings.policy]()
         self.fleet = Fleet(self.view, policy, self._router_metrics, settings.router_id)
+        self._for_operators = RouterService(self.fleet, self.view, settings.policy)
         # By address: those of engines, and those of cache managers.
         self._links: dict[str, asyncio.Task[None]] = {}
         self._feeds: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        # Executor ids that several engines have.
+        self._equal_ids: set[str] = set()
 
     @property
     def services(self) -> Mapping[str, Callable[[grpc.aio.Server], None]]:
@@ -70,6 +74,7 @@ class Router:
         return {
             SERVICE: partial(generation_rpc.add_GenerationServiceServicer_to_server, self.service),
             ADMIN_SERVICE: partial(generation_rpc.add_SchedulerAdminServiceServicer_to_server, self._admin),
+            ROUTER_SERVICE: partial(generation_rpc.add_RouterServiceServicer_to_server, self._for_operators),
         }
 
     def http_server(self, guard: Guard) -> HttpServer | None:
@@ -191,6 +196,7 @@ class Router:
             requests.set_answering("fleet", not self.fleet.obstacle)
             self._router_metrics.engines.labels("ready").set(ready)
             self._router_metrics.engines.labels("away").set(len(self.fleet.links) - ready)
+            self._warn_of_equal_ids(open_links)
             for address in {link.engine.cachemgr_admin_address for link in open_links}:
                 if address not in self._feeds:
                     feed = ViewFeed(self.view, address, self._settings.security)
@@ -198,3 +204,17 @@ class Router:
             self._router_metrics.blocks.set(len(self.view))
             await self.view.sweep()
             await asyncio.sleep(WATCH_SECONDS)
+
+    def _warn_of_equal_ids(self, links: Iterable[EngineLink]) -> None:
+        """Two executors of one id, in different shards, are one to the view: it takes the blocks of one for both's."""
+        by_id: dict[str, list[str]] = {}
+        for link in links:
+            by_id.setdefault(link.executor_id, []).append(link.address)
+        equal = {executor_id for executor_id, addresses in by_id.items() if len(addresses) > 1}
+        for executor_id in equal - self._equal_ids:
+            log.warning(
+                "engines have executors with equal ids: give each its own KVKEEP_EXECUTOR_EXECUTOR_ID",
+                executor=executor_id,
+                engines=by_id[executor_id],
+            )
+        self._equal_ids = equal

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 import pytest
@@ -16,8 +16,8 @@ from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
 from cachemgr.steps import at_once
 from cachemgr.types import Prefix, Quota, Retention, RetentionRange
 from kvctl.console.app import create_app
+from kvctl.console.fleet import Fleet
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
-from protos.rpc.channel import open_channel
 from protos.rpc.http_server import HttpServer
 from protos.rpc.security import PLAIN, Security
 from protos.rpc.server import Server
@@ -29,10 +29,16 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 @dataclass
 class Console:
-    """A server, and the driver of the manager that it shows."""
+    """A server, the managers that it shows, and their addresses."""
 
-    driver: Driver
+    drivers: list[Driver]
+    shards: list[str]
     url: str
+
+    @property
+    def driver(self) -> Driver:
+        """The first manager's."""
+        return self.drivers[0]
 
 
 def fill(driver: Driver) -> None:
@@ -63,11 +69,24 @@ def small() -> Driver:
 
 
 @asynccontextmanager
-async def served(driver: Driver, security: Security = PLAIN, *, any_name: bool = False) -> AsyncIterator[Console]:
-    """The manager's admin address with this security, and a console that reads from there."""
-    manager = driver.manager
-    mutations = Mutations(manager, ManagerClock(lambda: driver.now))
-    context = ServiceContext(mutations, EventFeed(manager.queries))
+async def served(
+    *drivers: Driver, security: Security = PLAIN, any_name: bool = False, router: str = ""
+) -> AsyncIterator[Console]:
+    """Each manager's admin address with this security, and a console that reads from there. router: its address."""
+    async with AsyncExitStack() as exits:
+        shards = [await exits.enter_async_context(_manager(driver, security)) for driver in drivers]
+        fleet = await exits.enter_async_context(Fleet(shards, router, PLAIN))
+        server = HttpServer(create_app(fleet), "127.0.0.1:0", own_names=not any_name)
+        await server.start()
+        yield Console(list(drivers), shards, f"http://{server.address}")
+        await server.stop()
+
+
+@asynccontextmanager
+async def _manager(driver: Driver, security: Security) -> AsyncIterator[str]:
+    """The address of a manager for operators."""
+    mutations = Mutations(driver.manager, ManagerClock(lambda: driver.now))
+    context = ServiceContext(mutations, EventFeed(driver.manager.queries))
     admin = Server("cachemgr", drain_seconds=0, security=security)
     services = {
         "kvcache.v1.CacheAdminService": lambda to: rpc.add_CacheAdminServiceServicer_to_server(
@@ -79,11 +98,7 @@ async def served(driver: Driver, security: Security = PLAIN, *, any_name: bool =
     }
     admin.listen("127.0.0.1:0", services, check=tenancy.check)
     await admin.start()
-    async with open_channel(admin.addresses[0]) as channel:
-        server = HttpServer(create_app(channel), "127.0.0.1:0", own_names=not any_name)
-        await server.start()
-        yield Console(driver, f"http://{server.address}")
-        await server.stop()
+    yield admin.addresses[0]
     await admin.stop()
 
 

@@ -180,7 +180,7 @@ async def test_the_cache_manager_decides_what_a_viewers_token_may_read(tmp_path:
     viewer, operator, caller, tenant = (
         bearer(keys.add(*role)) for role in ((Role.VIEWER,), (Role.OPERATOR,), (Role.CALLER,), (Role.VIEWER, "globex"))
     )
-    async with served(small(), Security(tokens_file=keys.file)) as console:
+    async with served(small(), security=Security(tokens_file=keys.file)) as console:
         query = {**POOL, "executor": "e"}
         for path in PATHS:
             await get(console, path, 401, **query)
@@ -203,7 +203,7 @@ async def test_reads_that_a_page_repeats_are_written_down_once_a_minute(
     keys = Keyring(tmp_path)
     viewers = [keys.add(Role.VIEWER) for _ in range(2)]
     security = Security(tokens_file=keys.file, audit_file=tmp_path / "audit")
-    async with served(Driver(200), security) as console:
+    async with served(Driver(200), security=security) as console:
         for _ in range(3):
             await get(console, "pools", 200, bearer(viewers[0]))
         await get(console, "pools", 200, bearer(viewers[1]))
@@ -223,6 +223,6 @@ async def test_reads_that_a_page_repeats_are_written_down_once_a_minute(
 
 
 async def test_a_viewers_token_does_not_travel_in_the_clear() -> None:
-    settings = load(ConsoleSettings, {"KVKEEP_CACHEMGR_ADMIN_ADDRESS": "10.1.2.3:50062"})
-    with pytest.raises(AddressError, match="KVKEEP_TLS_CA_FILE"):
-        await serve(settings)
+    for shards, router in ((["10.1.2.3:50062"], ""), ([], "10.1.2.3:50054")):
+        with pytest.raises(AddressError, match="KVKEEP_TLS_CA_FILE"):
+            await serve(load(ConsoleSettings, {}), shards, router)

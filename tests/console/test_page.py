@@ -143,7 +143,7 @@ async def test_a_pool_of_100_000_blocks_is_shown(browser: Browser) -> None:
 async def test_a_token_is_asked_for_where_one_is_needed(browser: Browser, tmp_path: Path) -> None:
     keys = Keyring(tmp_path)
     token = keys.add(Role.VIEWER).token()
-    async with served(small(), Security(tokens_file=keys.file)) as console, opened(browser, console) as page:
+    async with served(small(), security=Security(tokens_file=keys.file)) as console, opened(browser, console) as page:
         await page.get_by_label("asks for a token").fill(token)
         await page.get_by_role("button", name="Show the cache").click()
         await expect(page.locator("#tenants")).to_contain_text("globex")
@@ -152,7 +152,7 @@ async def test_a_token_is_asked_for_where_one_is_needed(browser: Browser, tmp_pa
 async def test_a_token_of_one_tenant_shows_that_tenant(browser: Browser, tmp_path: Path) -> None:
     keys = Keyring(tmp_path)
     token = keys.add(Role.VIEWER, "globex").token()
-    async with served(small(), Security(tokens_file=keys.file)) as console, opened(browser, console) as page:
+    async with served(small(), security=Security(tokens_file=keys.file)) as console, opened(browser, console) as page:
         await page.get_by_label("asks for a token").fill(token)
         await page.get_by_role("button", name="Show the cache").click()
         await expect(page.locator("body")).to_have_attribute("data-loaded", "yes")

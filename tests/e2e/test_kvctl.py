@@ -119,7 +119,7 @@ def test_blocks_and_prefixes_are_listed_by_what_they_are(
     prompt = remember(own, 2, "seen")
     settled(kvctl, "seen")
     # Two to a page: whatever the size of a listing, its pages are one answer.
-    monkeypatch.setattr("kvctl.session.PAGE", 2)
+    monkeypatch.setattr("kvctl.remote.PAGE", 2)
     found = kvctl.data("blocks", "--salt", "seen", "--token-ids")["blocks"]
     assert [one["token_ids"] for one in found] == [prompt[i * BLOCK : (i + 1) * BLOCK] for i in range(3)]
     assert {(one["tenant_id"], one["session_id"], one["tier"]) for one in found} == {("team", "chat", "TIER_DEVICE")}

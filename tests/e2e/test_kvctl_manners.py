@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pty
 import subprocess
 
 import pytest
 
 from tests.stack import Stack
-from tests.support.kvctl import VERBS, Done, Kvctl, command, environment
+from tests.support.kvctl import VERBS, Kvctl, ask, command, environment
 
 PROMPT = ("--tokens", "1,2,3")
 # A line for every verb that calls a service.
@@ -27,6 +26,7 @@ LINES: dict[str, tuple[str, ...]] = {
     "ghosts": (),
     "state": (),
     "fsck": (),
+    "engines": ("--router", "unix:/nowhere"),
     "pin": (*PROMPT, "--for", "1h"),
     "unpin": ("pin-1", "--yes"),
     "retain": (*PROMPT, "--priority", "80"),
@@ -68,7 +68,7 @@ def test_every_verb_helps_with_an_example_of_itself(kvctl: Kvctl, name: str) -> 
 @pytest.mark.parametrize("name", LINES)
 def test_every_verb_that_calls_a_service_takes_the_common_options(name: str) -> None:
     helps = {option: param.help for param in VERBS[name].params for option in param.opts}
-    assert {"--output", "-o", "--server", "--scheduler", "--timeout"} <= set(helps)
+    assert {"--output", "-o", "--server", "--router", "--scheduler", "--timeout"} <= set(helps)
     assert helps["--timeout"] == "Seconds to wait for each call."
 
 
@@ -146,23 +146,10 @@ def test_what_destroys_wants_a_yes(kvctl: Kvctl, name: str) -> None:
     assert is_there == ("--yes: is needed without a terminal" in done.err)
 
 
-def ask(stack: Stack, answer: str, *line: str) -> Done:
-    """Runs a command line at a terminal, where somebody answers."""
-    controller, terminal = pty.openpty()
-    with subprocess.Popen(
-        command(*line), stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(stack)
-    ) as process:
-        os.close(terminal)
-        os.write(controller, f"{answer}\n".encode())
-        out, err = process.communicate(timeout=60)
-    os.close(controller)
-    return Done(process.returncode, out.decode(), err.decode())
-
-
 @pytest.mark.parametrize(("answer", "status", "left"), [("n", 4, 1), ("y", 0, 0)])
 def test_a_terminal_is_asked(stack: Stack, kvctl: Kvctl, answer: str, status: int, left: int) -> None:
     assert kvctl.run("rules", "set", "asked", "--no-store", "--yes").status == 0
-    done = ask(stack, answer, "rules", "delete", "asked")
+    done = ask(environment(stack), answer, "rules", "delete", "asked")
     assert done.status == status
     assert "Delete rule asked and end 0 leases?" in done.err
     assert ("deleted" in done.out) == (status == 0)
@@ -176,13 +163,13 @@ def test_a_rule_for_all_and_one_that_takes_anothers_place_are_asked_about(stack:
     with contextlib.ExitStack() as undo:
         undo.callback(kvctl.run, "rules", "delete", "asked", "--yes")
         for line in (("--no-store",), ("--start", "16", "--priority", "80")):
-            done = ask(stack, "n", "rules", "set", "asked", *line)
+            done = ask(environment(stack), "n", "rules", "set", "asked", *line)
             assert done.status == 4
             assert "Make rule asked, which all requests meet: order 0, " in done.err
         assert kvctl.data("rules", "list")["rules"] == []
         assert kvctl.run("rules", "set", "asked", "--salt", "a", "--priority", "80").status == 0
         for answer, status, match in (("n", 4, {"salt": "a"}), ("y", 0, {"salt": "b"})):
-            done = ask(stack, answer, "rules", "set", "asked", "--salt", "b", "--priority", "70")
+            done = ask(environment(stack), answer, "rules", "set", "asked", "--salt", "b", "--priority", "70")
             assert done.status == status
             question = "Change rule asked from order 0, salt a: priority 80 to order 0, salt b: priority 70?"
             assert question in " ".join(done.err.split())

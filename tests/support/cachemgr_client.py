@@ -41,6 +41,7 @@ class Client:
     settings: CachemgrSettings
     epoch: int = 7
     manager_epoch: int = 0
+    executor_id: str = EXECUTOR
     sync_numbers: itertools.count = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
@@ -69,7 +70,7 @@ class Client:
             **lower_tiers,  # type: ignore[arg-type]
         )
         return pb.RegisterExecutorRequest(
-            executor_id=EXECUTOR,
+            executor_id=self.executor_id,
             executor_epoch=self.epoch,
             model="tiny",
             model_fingerprint=bytes(32),
@@ -82,7 +83,7 @@ class Client:
             sequence_id=sequence_id,
             scheduler_id=SCHEDULER,
             scheduler_epoch=1,
-            executor_id=EXECUTOR,
+            executor_id=self.executor_id,
             token_ids=tokens if isinstance(tokens, list) else range(tokens),
             **values,  # type: ignore[arg-type]
         )
@@ -117,7 +118,7 @@ class Client:
         await self.sync(step, released_handles=[admitted.sequence_handle])
 
     async def pool(self) -> pb.Pool:
-        return (await self.admin.GetPool(pb.GetPoolRequest(pool_id=f"{EXECUTOR}/0"), timeout=5)).pool
+        return (await self.admin.GetPool(pb.GetPoolRequest(pool_id=f"{self.executor_id}/0"), timeout=5)).pool
 
     async def check(self) -> None:
         answer = await self.admin.CheckPool(pb.CheckPoolRequest(), timeout=5)

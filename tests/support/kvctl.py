@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,3 +100,16 @@ def command(*arguments: object) -> list[str]:
 def environment(stack: Stack) -> dict[str, str]:
     """Of such a process."""
     return os.environ | variables(stack) | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
+
+
+def ask(variables: Mapping[str, str], answer: str, *line: str) -> Done:
+    """Runs a command line at a terminal, where a person answers. variables: its environment."""
+    controller, terminal = pty.openpty()
+    with subprocess.Popen(
+        command(*line), stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=variables
+    ) as process:
+        os.close(terminal)
+        os.write(controller, f"{answer}\n".encode())
+        out, err = process.communicate(timeout=60)
+    os.close(controller)
+    return Done(process.returncode, out.decode(), err.decode())

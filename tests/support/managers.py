@@ -31,7 +31,7 @@ class Managers:
         self._numbers = itertools.count()
 
     @asynccontextmanager
-    async def run(self, *, epoch: int = 0, **settings: object) -> AsyncIterator[Client]:
+    async def run(self, *, epoch: int = 0, executor_id: str = EXECUTOR, **settings: object) -> AsyncIterator[Client]:
         """One that ends in order, and is checked before that. epoch: of the executor from now on."""
         self.epoch = epoch or self.epoch
         folder = self._folder / str(next(self._numbers))
@@ -42,7 +42,7 @@ class Managers:
         shift = 5000.0 * next(self._numbers)
         process = CacheManagerProcess(read, clock=lambda: self.now + shift)
         await process.start()
-        client = Client(read, epoch=self.epoch)
+        client = Client(read, epoch=self.epoch, executor_id=executor_id)
         try:
             yield client
             await client.check()

@@ -276,16 +276,62 @@ class GetEngineRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetEngineResponse(_message.Message):
-    __slots__ = ("engine_id", "model", "executor", "cachemgr_admin_address")
+    __slots__ = ("engine_id", "model", "executor", "cachemgr_admin_address", "cachemgr_address")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_FIELD_NUMBER: _ClassVar[int]
     CACHEMGR_ADMIN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CACHEMGR_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     model: _execution_pb2.GetModelResponse
     executor: _execution_pb2.GetExecutorResponse
     cachemgr_admin_address: str
-    def __init__(self, engine_id: _Optional[str] = ..., model: _Optional[_Union[_execution_pb2.GetModelResponse, _Mapping]] = ..., executor: _Optional[_Union[_execution_pb2.GetExecutorResponse, _Mapping]] = ..., cachemgr_admin_address: _Optional[str] = ...) -> None: ...
+    cachemgr_address: str
+    def __init__(self, engine_id: _Optional[str] = ..., model: _Optional[_Union[_execution_pb2.GetModelResponse, _Mapping]] = ..., executor: _Optional[_Union[_execution_pb2.GetExecutorResponse, _Mapping]] = ..., cachemgr_admin_address: _Optional[str] = ..., cachemgr_address: _Optional[str] = ...) -> None: ...
+
+class ListEnginesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListEnginesResponse(_message.Message):
+    __slots__ = ("engines", "policy", "waiting_requests")
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    engines: _containers.RepeatedCompositeFieldContainer[RoutedEngine]
+    policy: str
+    waiting_requests: int
+    def __init__(self, engines: _Optional[_Iterable[_Union[RoutedEngine, _Mapping]]] = ..., policy: _Optional[str] = ..., waiting_requests: _Optional[int] = ...) -> None: ...
+
+class RoutedEngine(_message.Message):
+    __slots__ = ("address", "engine_id", "executor_id", "cachemgr_admin_address", "cachemgr_address", "ready", "obstacle", "loads", "request_time", "routed_requests", "routed_tokens", "expected_cached_tokens", "view_complete")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
+    CACHEMGR_ADMIN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CACHEMGR_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    OBSTACLE_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_TIME_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VIEW_COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    engine_id: str
+    executor_id: str
+    cachemgr_admin_address: str
+    cachemgr_address: str
+    ready: bool
+    obstacle: str
+    loads: GetLoadsResponse
+    request_time: _duration_pb2.Duration
+    routed_requests: int
+    routed_tokens: int
+    expected_cached_tokens: int
+    view_complete: bool
+    def __init__(self, address: _Optional[str] = ..., engine_id: _Optional[str] = ..., executor_id: _Optional[str] = ..., cachemgr_admin_address: _Optional[str] = ..., cachemgr_address: _Optional[str] = ..., ready: _Optional[bool] = ..., obstacle: _Optional[str] = ..., loads: _Optional[_Union[GetLoadsResponse, _Mapping]] = ..., request_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., routed_requests: _Optional[int] = ..., routed_tokens: _Optional[int] = ..., expected_cached_tokens: _Optional[int] = ..., view_complete: _Optional[bool] = ...) -> None: ...
 
 class StreamRequestsRequest(_message.Message):
     __slots__ = ("start", "cancel")

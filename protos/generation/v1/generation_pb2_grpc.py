@@ -427,3 +427,79 @@ class EngineService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class RouterServiceStub:
+    """What a router knows of the engines behind it, for operators.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.ListEngines = channel.unary_unary(
+                '/generation.v1.RouterService/ListEngines',
+                request_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.ListEnginesRequest.SerializeToString,
+                response_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.ListEnginesResponse.FromString,
+                _registered_method=True)
+
+
+class RouterServiceServicer:
+    """What a router knows of the engines behind it, for operators.
+    """
+
+    def ListEngines(self, request, context):
+        """Lists the engines of the fleet.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RouterServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'ListEngines': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEngines,
+                    request_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.ListEnginesRequest.FromString,
+                    response_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.ListEnginesResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'generation.v1.RouterService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('generation.v1.RouterService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class RouterService:
+    """What a router knows of the engines behind it, for operators.
+    """
+
+    @staticmethod
+    def ListEngines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generation.v1.RouterService/ListEngines',
+            protos_dot_generation_dot_v1_dot_generation__pb2.ListEnginesRequest.SerializeToString,
+            protos_dot_generation_dot_v1_dot_generation__pb2.ListEnginesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

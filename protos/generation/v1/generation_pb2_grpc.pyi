@@ -166,3 +166,34 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         """Runs a router's requests. The end of the stream cancels those that run."""
 
 def add_EngineServiceServicer_to_server(servicer: EngineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class RouterServiceStub:
+    """What a router knows of the engines behind it, for operators."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> RouterServiceAsyncStub: ...
+    ListEngines: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ListEnginesRequest, _generation_pb2.ListEnginesResponse]
+    """Lists the engines of the fleet."""
+
+@_typing.type_check_only
+class RouterServiceAsyncStub(RouterServiceStub):
+    """What a router knows of the engines behind it, for operators."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    ListEngines: _aio.UnaryUnaryMultiCallable[_generation_pb2.ListEnginesRequest, _generation_pb2.ListEnginesResponse]  # type: ignore[assignment]
+    """Lists the engines of the fleet."""
+
+class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
+    """What a router knows of the engines behind it, for operators."""
+
+    @_abc_1.abstractmethod
+    def ListEngines(
+        self,
+        request: _generation_pb2.ListEnginesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.ListEnginesResponse, _abc.Awaitable[_generation_pb2.ListEnginesResponse]]:
+        """Lists the engines of the fleet."""
+
+def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -78,7 +78,12 @@ async def run_engine(
     async with AsyncExitStack() as exits:
         neighbours = listening(executor, manager, folder)
         add_events = partial(kvcache_pb2_grpc.add_CacheEventServiceServicer_to_server, _Events(manager))
-        neighbours.listen(addresses["cachemgr_admin"], {"kvcache.v1.CacheEventService": add_events})
+        # Of the cache manager as it is now: the service of one that starts again is another.
+        add_admin = partial(kvcache_pb2_grpc.add_CacheAdminServiceServicer_to_server, manager.admin)
+        neighbours.listen(
+            addresses["cachemgr_admin"],
+            {"kvcache.v1.CacheEventService": add_events, "kvcache.v1.CacheAdminService": add_admin},
+        )
         await neighbours.start()
         neighbours.set_serving(True)
         exits.push_async_callback(neighbours.stop)
@@ -99,14 +104,16 @@ async def run_engine(
 
 
 @contextlib.asynccontextmanager
-async def run_fleet(folder: Path, count: int = 2, **settings: object) -> AsyncIterator[Fleet]:
+async def run_fleet(
+    folder: Path, count: int = 2, executor_ids: Sequence[str] = (), **settings: object
+) -> AsyncIterator[Fleet]:
     """So many engines and a router, once all engines take requests. settings: the router's."""
     async with AsyncExitStack() as exits:
         engines = []
         for number in range(count):
             (folder / f"engine-{number}").mkdir()
             executor = FakeExecutor()
-            executor.executor_id = f"executor-{number}"
+            executor.executor_id = executor_ids[number] if executor_ids else f"executor-{number}"
             engines.append(await exits.enter_async_context(run_engine(folder / f"engine-{number}", executor)))
         registry = CollectorRegistry()
         server = Server("router", drain_seconds=0)

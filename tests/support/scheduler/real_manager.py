@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cachemgr.manager import CacheManager
+from cachemgr.rpc.admin_service import CacheAdminService
 from cachemgr.rpc.data_service import CacheManagerService
 from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.event_service import CacheEventService
@@ -74,7 +75,7 @@ class RealManager(rpc.CacheManagerServiceServicer):
         self._manager = CacheManager(self.epoch, clock, CONFIG)
         context = ServiceContext(Mutations(self._manager, clock), EventFeed(self._manager.queries))
         self._service = CacheManagerService(context)
-        self.events = CacheEventService(context)
+        self.events, self.admin = CacheEventService(context), CacheAdminService(context)
         self.register()
 
     def register(self) -> None:

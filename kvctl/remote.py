@@ -1,0 +1,69 @@
+"""A service at an address, called with a time limit for each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from kvctl.status import CommandError, Status, command_error
+from protos.rpc.errors import from_rpc_error
+
+S = TypeVar("S")
+R = TypeVar("R")
+
+PAGE = 1000
+
+
+class Remote(Generic[S]):
+    """A service at an address. timeout: seconds for each call."""
+
+    def __init__(self, address: str, stub: S, timeout: float) -> None:
+        self.address = address
+        self.stub = stub
+        self._timeout = timeout
+
+    def call(self, method: Callable[..., R], request: Any) -> R:
+        """Calls a method of the stub. Raises CommandError."""
+        try:
+            return method(request, timeout=self._timeout)
+        except grpc.RpcError as error:
+            raise command_error(from_rpc_error(error), self.address) from None
+
+    def messages(self, method: Callable[..., Any], request: Any, seconds: float | None, *, ends: bool) -> Iterator[Any]:
+        """Messages of a stream within so many seconds. Raises CommandError. ends: the end of the time is no error."""
+        call, begun = method(request, timeout=seconds), False
+        try:
+            for message in call:
+                begun = True
+                yield message
+        except grpc.RpcError as caught:
+            error = from_rpc_error(caught)
+            if ends and error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return
+            if begun and error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
+                raise CommandError(f"the connection to {self.address} broke", Status.UNREACHABLE) from None
+            raise command_error(error, self.address) from None
+        finally:
+            call.cancel()
+
+    def all_pages(self, method: Callable[..., R], request: Any, items: str, limit: int = 0) -> R:
+        """The pages of a listing as one answer. items: its field; limit: how many of them at most, 0 for all."""
+        whole: Any = None
+        while True:
+            left = limit - len(getattr(whole, items)) if limit and whole is not None else limit
+            request.page_size = min(left, PAGE) or PAGE
+            page: Any = self.call(method, request)
+            if whole is None:
+                whole = page
+            else:
+                whole.ClearField("next_page_token")
+                whole.MergeFrom(page)
+            if limit:
+                # A page of leases ends with all of its last block.
+                del getattr(whole, items)[limit:]
+            if not page.next_page_token or (limit and len(getattr(whole, items)) >= limit):
+                answer: R = whole
+                return answer
+            request.page_token = page.next_page_token

@@ -1,0 +1,116 @@
+"""Verbs about engines: those of a router, and the draining of one."""
+
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from kvctl.display.output import Column, share, span, table
+from kvctl.options import DryRun, Yes, duration_of
+from kvctl.session import Session, addresses_of, confirm, verb
+from kvctl.status import CommandError, Status
+from protos.generation.v1 import generation_pb2 as pb
+from protos.rpc.durations import seconds
+
+app = typer.Typer()
+
+LOOK_SECONDS = 0.1
+
+
+def _time(field: str) -> Column[pb.RoutedEngine]:
+    """A measured time of an engine."""
+    header = field.removesuffix("_time").replace("_", "-").upper()
+    return Column(
+        header,
+        lambda one: span(seconds(getattr(one.loads, field))) if one.loads.HasField(field) else None,
+        wide=True,
+    )
+
+
+ENGINES: Sequence[Column[pb.RoutedEngine]] = (
+    Column("ENGINE", lambda one: one.address),
+    Column("EXECUTOR", lambda one: one.executor_id),
+    Column("SHARD", lambda one: one.cachemgr_admin_address),
+    Column("STATE", lambda one: "ready" if one.ready else "away"),
+    Column("RUNNING", lambda one: f"{one.loads.running_requests}/{one.loads.max_running_requests}"),
+    Column("WAITING", lambda one: one.loads.waiting_requests),
+    Column("QUEUED-TOKENS", lambda one: one.loads.queued_prompt_tokens),
+    Column("REQUESTS", lambda one: one.routed_requests),
+    Column("CACHED", lambda one: share(one.expected_cached_tokens, one.routed_tokens)),
+    Column("VIEW", lambda one: "complete" if one.view_complete else "incomplete"),
+    Column("NAME", lambda one: one.engine_id, wide=True),
+    Column("CACHEMGR", lambda one: one.cachemgr_address, wide=True),
+    *map(_time, ("prompt_token_time", "step_time", "host_block_time", "disk_block_time")),
+    Column("REQUEST", lambda one: span(seconds(one.request_time)) if one.HasField("request_time") else None, wide=True),
+    Column("OBSTACLE", lambda one: one.obstacle),
+)
+
+
+@verb(app, "engines", "kvctl engines --router 127.0.0.1:50054")
+def engines(session: Session) -> None:
+    """List a router's engines: shard, load, and what was routed there.
+
+    CACHED is the share of prompt tokens that the router expected to be cached. VIEW says whether the router knows all
+    blocks that the engine has cached.
+    """
+    answer = session.engines
+    session.show(answer, lambda wide: table(ENGINES, answer.engines, wide=wide))
+
+
+@verb(app, "drain", "kvctl drain --for 30s --yes")
+def drain(
+    session: Session,
+    engine: Annotated[
+        str, typer.Argument(help="Its address, name or executor, as `kvctl engines` lists it; the scheduler without.")
+    ] = "",
+    undo: Annotated[bool, typer.Option("--undo", help="Admit requests again.")] = False,
+    lasts: Annotated[
+        str, typer.Option("--for", help="Wait so long for running requests: 90s, 1h; 0s not at all.")
+    ] = "5m",
+    dry_run: DryRun = False,
+    yes: Yes = False,
+) -> None:
+    """Have the scheduler admit no more requests. Waits for running ones; exits with 1 when some are left."""
+    operation = session.operation(_address(session, engine))
+    whom = f"the engine {operation.address}" if engine else "the scheduler"
+    deadline = time.monotonic() + seconds(duration_of(lasts, "--for"))
+
+    def ask(*, dry_run: bool) -> pb.SetDrainingResponse:
+        request = pb.SetDrainingRequest(draining=not undo, validate_only=dry_run)
+        return operation.call(operation.stub.SetDraining, request)
+
+    answer = ask(dry_run=True)
+    left = answer.running_requests + answer.waiting_requests
+    if not dry_run:
+        if not undo:
+            confirm(f"Drain {whom}, which has {_requests(answer)}?", yes=yes)
+        answer = ask(dry_run=False)
+        left = answer.running_requests + answer.waiting_requests
+        while left and not undo and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+            answer = ask(dry_run=True)
+            left = answer.running_requests + answer.waiting_requests
+    would = "would admit" if dry_run else "admits"
+    does = f"{would} requests again" if undo else f"{would} no more requests"
+    session.show(answer, lambda _wide: f"{whom} {does}; it has {_requests(answer)}")
+    if left and not undo and not dry_run:
+        raise typer.Exit(Status.FOUND)
+
+
+def _address(session: Session, engine: str) -> str:
+    """Where an engine serves; empty without one, for the scheduler. Raises CommandError."""
+    if not session.router_address:
+        return addresses_of(engine, "ENGINE")[0] if engine else ""
+    if not engine:
+        raise typer.BadParameter("name the engine, as `kvctl engines` lists it", param_hint="ENGINE")
+    found = [one.address for one in session.engines.engines if engine in (one.address, one.engine_id, one.executor_id)]
+    if not found:
+        raise CommandError(f"the router has no engine {engine!r}", Status.REFUSED)
+    if len(found) > 1:
+        raise typer.BadParameter(f"{engine!r} is {' and '.join(found)}: give its address", param_hint="ENGINE")
+    return found[0]
+
+
+def _requests(answer: pb.SetDrainingResponse) -> str:
+    return f"{answer.running_requests} running and {answer.waiting_requests} waiting"

@@ -1,0 +1,54 @@
+"""The service for operators: the fleet as the router knows it."""
+
+from __future__ import annotations
+
+import time
+
+from protos.generation.v1 import generation_pb2 as pb
+from protos.generation.v1 import generation_pb2_grpc as rpc
+from scheduler.frontend.grpc_service import Context
+from scheduler.router.engine_link import EngineLink
+from scheduler.router.fleet import Fleet
+from scheduler.router.view import CacheView
+
+ROUTER_SERVICE = "generation.v1.RouterService"
+
+
+class RouterService(rpc.RouterServiceServicer):
+    """Served from the start; a router that has not found any engine yet lists none."""
+
+    def __init__(self, fleet: Fleet, view: CacheView, policy: str) -> None:
+        self._fleet = fleet
+        self._view = view
+        self._policy = policy
+
+    async def ListEngines(  # noqa: N802
+        self, _request: pb.ListEnginesRequest, _context: Context
+    ) -> pb.ListEnginesResponse:
+        now = time.monotonic()
+        links = sorted(self._fleet.links.values(), key=lambda link: link.address)
+        return pb.ListEnginesResponse(
+            engines=[self._engine(link, now) for link in links],
+            policy=self._policy,
+            waiting_requests=self._fleet.loads.waiting,
+        )
+
+    def _engine(self, link: EngineLink, now: float) -> pb.RoutedEngine:
+        ready = link.takes_requests(now)
+        message = pb.RoutedEngine(
+            address=link.address,
+            engine_id=link.engine.engine_id,
+            executor_id=link.executor_id,
+            cachemgr_admin_address=link.engine.cachemgr_admin_address,
+            cachemgr_address=link.engine.cachemgr_address,
+            ready=ready,
+            obstacle="" if ready else link.obstacle or "it has refused a request, and gets no other for a second",
+            loads=link.loads if link.is_open else None,
+            routed_requests=link.routed_requests,
+            routed_tokens=link.routed_tokens,
+            expected_cached_tokens=link.expected_tokens,
+            view_complete=self._view.is_complete(link.executor_id),
+        )
+        if (seconds := link.rates.request) is not None:
+            message.request_time.FromNanoseconds(round(seconds * 1e9))
+        return message
