@@ -18,7 +18,7 @@ from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from tests.chaos.checks import check_pools, check_store
 from tests.chaos.disturbances import Disturbance, schedule_of
 from tests.chaos.load import Load
-from tests.chaos.measuring import Death, Manager, first_token_seconds, kill, steady_hit_rate
+from tests.chaos.measuring import Death, Manager, kill, steady_hit_rate, ttft_seconds
 from tests.chaos.report import Report
 from tests.chaos.requests import learn
 from tests.chaos.soak import watch_memory
@@ -99,12 +99,12 @@ class Run:
         rng = random.Random(f"prompts {report.seed}")
         prompts = [[rng.randrange(1000, 40_000) for _ in range(CACHED_PROMPT)] for _ in range(9)]
         # The later ones evict the first from the device.
-        cold = await first_token_seconds(address, prompts)
+        cold = await ttft_seconds(address, prompts)
         death = await kill(self.stage, "executor")
         report.deaths.append(death)
         if not death.lower_blocks:
             report.faults.append("nothing was in a lower tier when the executor died")
-        cached = await first_token_seconds(address, prompts[:3])
+        cached = await ttft_seconds(address, prompts[:3])
         report.figures["first token of 1,024 tokens, cold, s"] = cold
         report.figures["the same cached, after the executor's death, s"] = cached
         if cached > COLD_SHARE * cold:

@@ -212,7 +212,7 @@ async def test_reads_that_a_page_repeats_are_written_down_once_a_minute(
         await get(console, "pools", 200, bearer(viewers[0]))
     lines = [json.loads(line) for line in (tmp_path / "audit").read_text().splitlines()]
     first, second = (viewer.token_file.name for viewer in viewers if viewer.token_file)
-    assert [(line["who"], line["method"].partition("/")[2], line["outcome"]) for line in lines] == [
+    assert [(line["caller"], line["method"].partition("/")[2], line["outcome"]) for line in lines] == [
         (first, "ListPools", "OK"),
         (second, "ListPools", "OK"),
         (second, "ListBlocks", "NOT_FOUND"),

@@ -214,7 +214,7 @@ async def test_the_access_log_has_one_line_per_request_and_neither_prompt_nor_sa
     assert line["samples"] == 2
     for name in ("prompt_tokens", "cached_tokens", "output_tokens"):
         assert line[name] == sum(getattr(usage, name) for usage in usages)
-    queued, first, whole = (float(str(line[name])) for name in ("queue_seconds", "first_token_seconds", "seconds"))
+    queued, first, whole = (float(str(line[name])) for name in ("queue_seconds", "ttft_seconds", "seconds"))
     assert 0 <= queued <= first <= whole
     assert line["salt_sha256"] == hashlib.sha256(SALT.encode()).hexdigest()[:16]
     everything = observed.access_log.read_text()

@@ -156,7 +156,7 @@ async def test_what_goes_on_ends_with_its_token(
             assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
         assert not calls[2].done()
     ended = [json.loads(line) for line in (keys.folder / "audit").read_text().splitlines()]
-    assert [line["who"] for line in ended if line["outcome"] == "UNAUTHENTICATED"] == [
+    assert [line["caller"] for line in ended if line["outcome"] == "UNAUTHENTICATED"] == [
         revoked.token_file.name, changed.token_file.name,
     ]  # fmt: skip
 
@@ -221,10 +221,10 @@ async def test_what_operators_do_is_written_down_without_prompts(keys: Keyring) 
     written = (keys.folder / "audit").read_text()
     purge, get, refused = (json.loads(line) for line in written.splitlines())
     assert purge["request"] == {"filter": {"prefix": {"salt": "acme/x"}}}
-    assert (purge["who"], purge["role"], purge["tenant"]) == (operator.token_file.name, "operator", "acme")
+    assert (purge["caller"], purge["role"], purge["tenant"]) == (operator.token_file.name, "operator", "acme")
     assert (purge["method"], purge["outcome"]) == (f"{ADMIN}/PurgeBlocks", "OK")
     assert get["outcome"] == "INVALID_ARGUMENT"
-    assert (refused["event"], refused["outcome"], refused["who"]) == ("call denied", "UNAUTHENTICATED", "")
+    assert (refused["event"], refused["outcome"], refused["caller"]) == ("call denied", "UNAUTHENTICATED", "")
     assert (keys.folder / "audit").stat().st_mode & 0o777 == 0o600
     assert "secret" not in written
     assert "4711" not in written
