@@ -40,7 +40,7 @@ static inline int squeezed_place(int number) {
   return number % (4 * lane) / lane * 16 + number / (4 * lane) * lane + number % lane;
 }
 
-// Squeezes weights, a multiple of GROUP, and returns how many bytes they take; `to` has room for them as they were and
+// Squeezes weights, a multiple of GROUP, and returns how many bytes they take; `to` has space for them as they were and
 // the head.
 template <int BYTES>
 static inline int64_t squeeze(uint8_t *to, const Bits<BYTES> *from, int64_t count) {

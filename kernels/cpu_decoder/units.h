@@ -109,7 +109,7 @@ static inline void divide_keys(Plan &plan, const Shape &shape, int threads) {
 }
 
 // cache_positions: [T], of the tokens along their tables. invariant: what is rounded of a token that is not scored depends
-// on nothing that is computed beside it: runs of keys begin at the same places for all, and contexts are not divided.
+// on nothing that is computed beside it: runs of keys begin at the same keys for all, and contexts are not divided.
 static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences, const int32_t *query_start,
                        const int64_t *cache_positions, const std::vector<Scored> &scored, int threads,
                        bool invariant) {
@@ -136,7 +136,7 @@ static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences
       return std::lexicographical_compare(table(a), table(a) + (length(a) + shape.block_size - 1) / shape.block_size,
                                           table(b), table(b) + (length(b) + shape.block_size - 1) / shape.block_size);
     });
-  // Rows that are multiplied at once should be full, also where there are too few for everybody.
+  // Rows that are multiplied at once should be full, also where there are too few for all threads.
   int64_t even = query_start[sequences] * shape.q_heads / (threads * UNITS_PER_THREAD);
   int64_t limit = std::max<int64_t>(1, std::clamp<int64_t>(even, 2 * ROWS, UNIT_ROWS) / shape.per_kv());
   auto cut = [&](std::vector<Unit> &units, Unit whole) {

@@ -179,7 +179,7 @@ class Journal:
 
     def set(self, blocks: Iterable[BlockRecord]) -> None:
         """The store has just these."""
-        self.blocks = {block.place: block for block in blocks}
+        self.blocks = {block.tier_slot: block for block in blocks}
         self.flush()
 
     def flush(self) -> None:
@@ -195,8 +195,8 @@ class Journal:
     ) -> None:
         block = current()
         assert block is not None
-        assert block.place == (group, tier, slot)
-        self.blocks[block.place] = block
+        assert block.tier_slot == (group, tier, slot)
+        self.blocks[block.tier_slot] = block
 
     def removed(self, executor_id: str, group: int, tier: TierKind, slot: int) -> None:
         if self.is_read:
@@ -814,7 +814,7 @@ class World:
         """Counts, contents, events, the store and leases of rules agree."""
         assert self.queries.check_pool() == []
         self.watcher.check(self.manager)
-        records = {block.place: block for block in self.queries.records("e")}
+        records = {block.tier_slot: block for block in self.queries.records("e")}
         pools = self.manager._state.executors["e"].pools if self.manager.queries.knows_executor("e") else []
         if pools and self.unread is None:
             stored = {place: _timeless(block) for place, block in self.journal.blocks.items()}
@@ -831,7 +831,7 @@ class World:
         arriving = {(pool.spec.group, block.key) for pool in pools for block in pool.offloader.offloading}
         for block in records.values():
             arrived = block.tier is TierKind.DEVICE or self.is_filled(block)
-            assert arrived or (block.group, block.key) in arriving, f"{block.place} was not filled by the ticket"
+            assert arrived or (block.group, block.key) in arriving, f"{block.tier_slot} was not filled by the ticket"
             if arrived:
                 self.check_content(block)
             if block.lower_copy is not None:
@@ -841,12 +841,12 @@ class World:
                 self.check_content(below)
 
     def is_filled(self, block: BlockRecord) -> bool:
-        return self.device.generations.get(block.place) == block.generation
+        return self.device.generations.get(block.tier_slot) == block.generation
 
     def check_content(self, block: BlockRecord) -> None:
         """What is findable is there, for every token of the block."""
         for offset, token in enumerate(block.token_ids):
-            held = self.device.slot(*block.place)[offset]
+            held = self.device.slot(*block.tier_slot)[offset]
             assert isinstance(held, Content), f"slot {block.slot} holds {held}"
             assert held.scope == (block.salt, block.adapter_id)
             assert (held.position, held.token[0]) == (block.depth * BLOCK + offset, token)

@@ -42,7 +42,7 @@ class Copied:
     def restore_blocks(self, executor_id: str, executor_epoch: int, stored: list[BlockRecord]) -> None:
         self.put_back_blocks += stored
         for record in stored:
-            self.index.setdefault(record.place, record)
+            self.index.setdefault(record.tier_slot, record)
 
     def end_recovery(self, executor_id: str, executor_epoch: int, pins: list[PinRecord]) -> Restored:
         return Restored(len(self.put_back_blocks), 0)
@@ -61,7 +61,7 @@ class CopiedStore:
 
     def note(self, executor_id: str, record: BlockRecord) -> None:
         """A block entered the index."""
-        self.queue.stored(executor_id, *record.place, lambda: record)
+        self.queue.stored(executor_id, *record.tier_slot, lambda: record)
 
     async def register(self, executor_id: str, epoch: int) -> tuple[Reading, list[BlockRecord]]:
         """Registers an executor and takes back what Redis remembers of it."""

@@ -597,9 +597,9 @@ class RandomLife:
         world.open_write_through_copies()
         world.confirm()
         world.journal.flush()
-        before = {block.place: block for block in world.queries.records("e")}
+        before = {block.tier_slot: block for block in world.queries.records("e")}
         world.restart_manager()
-        after = {block.place: block for block in world.queries.records("e")}
+        after = {block.tier_slot: block for block in world.queries.records("e")}
         lost = {(block.group, block.key): block for place, block in before.items() if place not in after}
         for block in lost.values():
             if (block.group, block.parent_key) not in lost:

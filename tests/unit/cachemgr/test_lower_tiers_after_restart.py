@@ -216,7 +216,7 @@ def test_no_block_without_its_parent_is_pinned(way):
         world.executor_epoch += 1
         world.device.lose()
         below = [block for block in world.journal.blocks.values() if block.tier is TierKind.HOST]
-        world.journal.blocks = {block.place: block for block in below}
+        world.journal.blocks = {block.tier_slot: block for block in below}
         assert world.manager.register_executor(world.spec(), below, [pin]) == (0, 2)
     world.check()
     assert list(world.queries.holds()) == []

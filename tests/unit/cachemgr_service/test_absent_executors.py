@@ -23,7 +23,7 @@ class Time:
     """The managers' time, and who is registered."""
 
     def __init__(self) -> None:
-        self.copied = Copied({block(1).place: block(1)}, here=set())
+        self.copied = Copied({block(1).tier_slot: block(1)}, here=set())
 
     @property
     def here(self) -> set[str]:

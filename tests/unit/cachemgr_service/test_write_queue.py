@@ -73,7 +73,7 @@ def test_what_failed_comes_back_below_what_is_newer() -> None:
     put(queue, 1, 2)
     failed = take(queue)
     queue.put("e", 7, (0, DEVICE, 2), None)
-    queue.give_back(*failed)
+    queue.requeue(*failed)
     assert queue.pending == 2
     assert current(take(queue)[1]) == {(0, DEVICE, 1): block(1), (0, DEVICE, 2): None}
 
@@ -83,7 +83,7 @@ def test_what_failed_is_void_after_a_newer_epoch() -> None:
     put(queue, 1)
     failed = take(queue)
     queue.clear("e", 8)
-    queue.give_back(*failed)
+    queue.requeue(*failed)
     _, changes = take(queue)
     assert (changes.epoch, changes.blocks) == (8, {})
 
@@ -93,6 +93,6 @@ def test_what_failed_counts_against_the_bound() -> None:
     put(queue, 1, 2)
     failed = take(queue)
     put(queue, 3, 4)
-    queue.give_back(*failed)
+    queue.requeue(*failed)
     assert take(queue)[1].resync
     assert queue.pending == 0

@@ -146,7 +146,7 @@ def test_a_wrong_model_ends_the_process_with_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_a_tier_without_room_ends_the_process_with_one_line(
+def test_a_tier_without_space_ends_the_process_with_one_line(
     tmp_path: Path, model_folder: Callable[[str], Path]
 ) -> None:
     ended = subprocess.run(
@@ -165,7 +165,7 @@ def test_a_tier_without_room_ends_the_process_with_one_line(
         timeout=120,
     )
     assert ended.returncode == 1
-    assert ended.stderr.strip().splitlines()[-1].startswith("executor: KVKEEP_EXECUTOR_HOST_CACHE_SIZE: there is no")
+    assert ended.stderr.strip().splitlines()[-1].startswith("executor: KVKEEP_EXECUTOR_HOST_CACHE_SIZE: no space for ")
     assert "Traceback" not in ended.stderr
 
 

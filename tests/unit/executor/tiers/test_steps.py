@@ -186,10 +186,10 @@ def test_what_evicts_tokens_does_not_overwrite_what_is_being_copied(
     moves: bool, gate: Gate, tmp_path: Path, model_folder: Callable[[str], Path]
 ) -> None:
     driver = Driver(load(model_folder("llama")), tiers=lambda pools: gate.tiers(pools, tmp_path))
-    wish = common.EvictionPolicy(
+    asked = common.EvictionPolicy(
         kind=Kind.KNORM.value, max_cache_tokens=8, start_tokens=1, recent_tokens=2, period_tokens=4
     )
-    policy = parse(wish, driver.runner.layout, "policy")
+    policy = parse(asked, driver.runner.layout, "policy")
     joining = replace(driver.new_sequence(1, PROMPT * 2), policy=policy)
     driver.step(new_sequences=(joining,), chunks={1: 18})
     own = driver.blocks(40)[0] if moves else ()
