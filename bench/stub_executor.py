@@ -1,4 +1,4 @@
-"""An executor without a model, `python -m bench.stub_executor`: every step takes the time it is told to take.
+"""An executor without a model, `python -m bench.stub_executor`: every step takes a time that is set.
 
 A device that runs beside its process, as a GPU does: it begins a step when the one before has ended and the step is
 there, and needs no processor. The seed of the sequence that joined last says how long, in microseconds, so that one
@@ -172,7 +172,7 @@ def _take(
 
 
 def register(settings: ExecutorSettings) -> None:
-    """Tells the cache manager of the pool, once: its lease must be longer than the benchmark."""
+    """Registers the pool at the cache manager, once: its lease must be longer than the benchmark."""
     pool = kv.PoolSpec(
         group=0,
         num_blocks=settings.max_tokens // BLOCK,

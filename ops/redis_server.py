@@ -17,7 +17,7 @@ from children import Child
 
 from protos.rpc.files import prepare_folder
 
-# sun_path holds 108 bytes; the server appends nothing, but leaves room for a temporary name.
+# sun_path holds 108 bytes; the server appends nothing, but needs bytes for a temporary name.
 _MAX_SOCKET_PATH = 100
 _START_SECONDS = _STOP_SECONDS = 10.0
 _CONFIGURATION = """\

@@ -82,7 +82,7 @@ def load_settings(environ: Mapping[str, str]) -> Settings:
 
 @contextlib.contextmanager
 def locked(state_dir: Path) -> Iterator[None]:
-    """Holds a state folder for this stack; the lock goes with the process. Raises StackError, FolderError."""
+    """Holds a state folder for this stack; the lock ends with the process. Raises StackError, FolderError."""
     prepare_folder(state_dir, "KVKEEP_STATE_DIR")
     with (state_dir / "run-stack.lock").open("a+") as lock:
         try:

@@ -41,7 +41,7 @@ def pin(
     owner: Annotated[str, typer.Option(help="Owner of the pin; you without it.")] = "",
     dry_run: DryRun = False,
 ) -> None:
-    """Keep a prompt's cached blocks in place. There is a budget for pins; exits with 4 when nothing was pinned."""
+    """Keep a prompt's cached blocks. There is a budget for pins; exits with 4 when nothing was pinned."""
     prefix = required(prompt.prefix(session, salt, adapter, executor))
     request = pb.PinPrefixRequest(
         prefix=prefix, owner=owner or user(), duration=duration_of(lasts, "--for"), validate_only=dry_run
@@ -170,7 +170,7 @@ def forget(
         admin, admin.stub.ForgetBlocks, request, lambda found: f"Forget {_forgotten(found)}?", dry_run=dry_run, yes=yes
     )
     if not dry_run and not answer.store_updated:
-        typer.echo("warning: Redis has not dropped them yet; it does when it is back", err=True)
+        typer.echo("warning: Redis has not dropped them yet; it does when it answers again", err=True)
     session.show(answer, lambda _wide: f"{'would forget' if dry_run else 'forgot'} {_forgotten(answer)}")
 
 

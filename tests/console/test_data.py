@@ -76,7 +76,7 @@ async def test_blocks_are_those_that_operators_list(console: Console) -> None:
 async def test_leases_holds_tenants_and_ghosts(console: Console) -> None:
     page = await get(console, "leases", **POOL)
     assert page["next"] == ""
-    every = [place for lease in page["leases"] for place in lease["slots"]]
+    every = [slot for lease in page["leases"] for slot in lease["slots"]]
     assert [pb.TIER_DEVICE] * len(every) == [tier for tier, _ in every]
     assert len(every) == sum(1 for _ in filter(None, console.driver.manager.queries.leases("e/0", "")))
     kinds = [(lease["holder"], lease["priority"], lease["remaining"], lease["started"]) for lease in page["leases"]]

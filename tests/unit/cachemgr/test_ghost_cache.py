@@ -33,7 +33,7 @@ def conversations(count, seed=1):
         fresh += 6
         open_ones.append(ids)
         length = len(ids) * BLOCK_TOKENS - rng.randrange(1, 500)
-        requests.append(placer.place(Request(number * 0.5, length, rng.randrange(1, 400), ids)))
+        requests.append(placer.assign(Request(number * 0.5, length, rng.randrange(1, 400), ids)))
     return requests
 
 
