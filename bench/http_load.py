@@ -42,14 +42,9 @@ WARM_SECONDS = 60.0
 POLL_SECONDS = 0.02
 # Of a caller that disconnects while there is no other, and how often that is done.
 ALONE_TOKENS, ALONE_PIECES, ALONE_TIMES = 4_000, 3, 20
-# Stands for a model that takes a fixed time for a step and no processor, and its settings: it knows of no copies,
-# registers once, and takes prompts of any length.
+# Stands for a model that takes a fixed time for a step and no processor; it takes prompts of any length.
 STUB = "bench.stub_executor"
-STUB_SETTINGS = {
-    "cachemgr_partial_reuse": False,
-    "cachemgr_lease_seconds": 36_000,
-    "scheduler_max_batched_tokens": 8_192,
-}
+STUB_SETTINGS = {"scheduler_max_batched_tokens": 8_192}
 FILL_TOKENS = 512
 PREFIX = "kvkeep_scheduler_"
 MB = 1e6

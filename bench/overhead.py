@@ -268,7 +268,6 @@ def start(exits: ExitStack, name: str, arguments: argparse.Namespace) -> Wiring:
         scheduler_metrics_address=address,
         scheduler_max_running=most,
         scheduler_max_waiting=most,
-        cachemgr_lease_seconds=36_000,
         executor_max_tokens=max(65_536, 2 * tokens),
     )
     return Wiring(name, exits.enter_context(stack), address)

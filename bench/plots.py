@@ -169,3 +169,38 @@ def batchmax(kept: Mapping[str, Any], target: Path) -> bool:
     quality.legend(frameon=False, fontsize=9)
     figure.savefig(target)
     return True
+
+
+def fleet(kept: Mapping[str, Any], target: Path) -> bool:
+    """Throughput, time to first token and hit rate over the rate, a line for each policy. False without matplotlib."""
+    figure = _figure(4, f"A fleet of {kept['engines']} engines under each policy")
+    if figure is None:
+        return False
+    stages = [one for one in kept["stages"] if one["rate"] != "cold"]
+    rates = list(dict.fromkeys(one["rate"] for one in stages))
+    policies = list(dict.fromkeys(one["policy"] for one in stages))
+    panels = (
+        ("output_tokens_per_s", "output tokens/s", 1),
+        ("ttft_p90_s", "TTFT p90, s", 1),
+        ("ttft_p99_s", "TTFT p99, s", 1),
+        ("hit_rate", "hit rate, %", 100),
+    )
+    for axes, (key, label, factor) in zip(figure.axes, panels, strict=True):
+        for number, policy in enumerate(policies):
+            points = [(one["rate"], factor * one[key]) for one in stages if one["policy"] == policy and key in one]
+            simulated = "simulated" in policy
+            axes.plot(
+                [rates.index(rate) for rate, _ in points],
+                [value for _, value in points],
+                "--" if simulated else "o-",
+                label=policy,
+                color="#8a8a8a" if simulated else COLOURS[number % len(COLOURS)],
+            )
+        if key.startswith("ttft"):
+            axes.set_yscale("log")
+        axes.set_xticks(range(len(rates)), rates)
+        axes.set_ylabel(label)
+    figure.axes[0].legend(frameon=False, fontsize=9, ncols=4)
+    figure.axes[-1].set_xlabel(kept["unit"])
+    figure.savefig(target)
+    return True

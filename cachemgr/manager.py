@@ -8,6 +8,7 @@ from cachemgr import steps
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.block_record import BlockRecord, IndexJournal, NoJournal
 from cachemgr.blocks.cache_scopes import CacheScopes
+from cachemgr.blocks.events import NO_BLOCK
 from cachemgr.blocks.recovery import Recovery
 from cachemgr.errors import (
     ExecutorLeaseError,
@@ -58,6 +59,7 @@ from cachemgr.steps import Steps
 from cachemgr.types import (
     Admission,
     AdmitRequest,
+    EventKind,
     ExecutorSpec,
     Extension,
     Freed,
@@ -189,6 +191,7 @@ class CacheManager:
         if known is not None and before is None:
             known.holds.end_pins()
             self._end_executor(known)
+        self._state.events.add(EventKind.EXECUTOR_REGISTERED, NO_BLOCK, executor=spec.without_contents())
         report_pin = partial(self._operator_journal.operator_changed, EntryKind.PIN, executor_id=spec.executor_id)
         holds = before.holds if before else Holds(self._state.next_number, self.config.pin_budget, report_pin)
         scopes = before.scopes if before else CacheScopes(spec.model_fingerprint, self._state.accounts)

@@ -101,6 +101,10 @@ class ExecutorSpec:
             for slots in tier
         )
 
+    @property
+    def pool_ids(self) -> list[str]:
+        return [f"{self.executor_id}/{pool.group}" for pool in self.pools]
+
     def without_contents(self) -> ExecutorSpec:
         return replace(self, last_write_steps=(), host_generations=(), disk_generations=())
 
@@ -363,6 +367,8 @@ class EventKind(enum.IntEnum):
     LEASE_GRANTED = 5
     LEASE_EXPIRED = 6
     LEASE_BROKEN = 7
+    EXECUTOR_REGISTERED = 8
+    EXECUTOR_LOST = 9
 
 
 class RemovalCause(enum.IntEnum):

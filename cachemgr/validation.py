@@ -5,9 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Sequence
 
-from cachemgr.tokens import pack
 from cachemgr.types import ExtraKey
 from protos.errors import InvalidField
+from protos.kvcommon.tokens import pack
 
 MAX_ID_BYTES = 256
 MAX_DIGEST_BYTES = 64

@@ -64,7 +64,8 @@ async def _serve(settings: ExecutorSettings) -> int:
     from executor.models.fingerprint import fingerprint
     from executor.models.load import choose_device, load_model, release_unused_memory
     from executor.models.tokenizer import load_tokenizer
-    from executor.rpc.manager_client import Announcement, ManagerClient, TransferLog
+    from executor.rpc.announcement import PoolAnnouncement
+    from executor.rpc.manager_client import ManagerClient, TransferLog
     from executor.rpc.service import SERVICE, ExecutorServicer, Identity
     from protos.execution.v1 import execution_pb2_grpc as rpc
     from protos.rpc.channel import open_channel
@@ -137,8 +138,8 @@ async def _serve(settings: ExecutorSettings) -> int:
         disk=disk,
         checksums=settings.cache_checksums,
     )
-    announcement = Announcement(
-        identity.executor_id, identity.epoch, model.name, digest, plain_rotary=model.rotary is not None
+    announcement = PoolAnnouncement(
+        identity.executor_id, identity.epoch, model.name, digest, pools, tiers, plain_rotary=model.rotary is not None
     )
     server = Server("executor", metrics_address=settings.metrics_address, security=settings.security)
     loop, lost = asyncio.get_running_loop(), asyncio.Event()
@@ -161,8 +162,6 @@ async def _serve(settings: ExecutorSettings) -> int:
     client = ManagerClient(
         open_channel(settings.cachemgr_address, settings.security),
         announcement,
-        pools,
-        tiers,
         worker,
         transfers,
         watchdog.set_registered,

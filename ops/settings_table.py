@@ -10,6 +10,7 @@ from cachemgr.settings import CachemgrSettings
 from executor.settings import ExecutorSettings
 from kvctl.console.settings import ConsoleSettings
 from protos.rpc.settings import ProcessSettings, variable
+from scheduler.router.settings import RouterSettings
 from scheduler.settings import SchedulerSettings
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/settings.md"
@@ -19,6 +20,7 @@ PROCESSES: tuple[type[ProcessSettings], ...] = (
     CachemgrSettings,
     ExecutorSettings,
     ConsoleSettings,
+    RouterSettings,
 )
 
 

@@ -14,6 +14,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from protos.execution.v1 import execution_pb2
 from protos.execution.v1 import execution_pb2_grpc as execution_rpc
+from protos.generation.v1 import generation_pb2
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from protos.kvcache.v1 import kvcache_pb2
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
@@ -38,6 +39,8 @@ from scheduler.errors import (
     StepLoopError,
 )
 from scheduler.frontend.access_log import AccessLog
+from scheduler.frontend.engine import LocalEngine
+from scheduler.frontend.engine_service import ENGINE_SERVICE, EngineService
 from scheduler.frontend.grpc_service import ADMIN_SERVICE, SERVICE, GenerationService, SchedulerAdminService
 from scheduler.frontend.model_info import ModelInfo
 from scheduler.frontend.openai.app import create_app
@@ -67,6 +70,7 @@ class Scheduler:
         access_log = AccessLog(self._metrics, self._access_log and self._access_log.log)
         self.service = GenerationService(self, access_log)
         self._admin = SchedulerAdminService(self)
+        self._for_routers = EngineService(self, access_log)
         self.failed = asyncio.Event()
         self.times = StepTimes(registry)
         self._settings = settings
@@ -74,6 +78,7 @@ class Scheduler:
         self._registry = registry
         self._commands = CommandQueue()
         self._requests: RequestTable | None = None
+        self._engine: generation_pb2.GetEngineResponse | None = None
         self._cache: CacheClient | None = None
         self._channel: grpc.aio.Channel | None = None
         self._cache_task: asyncio.Task[None] | None = None
@@ -86,6 +91,7 @@ class Scheduler:
         return {
             SERVICE: partial(generation_rpc.add_GenerationServiceServicer_to_server, self.service),
             ADMIN_SERVICE: partial(generation_rpc.add_SchedulerAdminServiceServicer_to_server, self._admin),
+            ENGINE_SERVICE: partial(generation_rpc.add_EngineServiceServicer_to_server, self._for_routers),
         }
 
     def http_server(self, guard: Guard) -> HttpServer | None:
@@ -116,6 +122,13 @@ class Scheduler:
             raise NotReadyError("the scheduler still waits for the executor and the cache manager", retry_after=1.0)
         return self._requests
 
+    @property
+    def engine(self) -> generation_pb2.GetEngineResponse:
+        """What routers need to know of it. Raises NotReadyError until `start` has ended."""
+        if self._engine is None:
+            raise NotReadyError("the scheduler still waits for the executor and the cache manager", retry_after=1.0)
+        return self._engine
+
     async def start(self) -> None:
         """Waits for the executor and the cache manager, however long, and serves; returns also when it `failed`."""
         settings, epoch = self._settings, time.time_ns()
@@ -131,8 +144,7 @@ class Scheduler:
                 max_prompt_bytes=settings.max_prompt_bytes,
                 onload_timeout=settings.onload_timeout_seconds,
             ),
-            queue,
-            self._commands,
+            LocalEngine(queue, self._commands, self.times, max_running=settings.max_running),
             self._metrics,
             self._health,
             max_waiting=settings.max_waiting,
@@ -186,6 +198,12 @@ class Scheduler:
         if self.failed.is_set():
             return
         self._watching = asyncio.create_task(self._watch_manager(requests, cache))
+        self._engine = generation_pb2.GetEngineResponse(
+            engine_id=settings.scheduler_id,
+            model=model,
+            executor=executor,
+            cachemgr_admin_address=settings.cachemgr_admin_address,
+        )
         self._requests = requests
         requests.open()
         log.info("ready", model=requests.model.name, max_tokens=requests.model.max_tokens)

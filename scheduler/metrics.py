@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -29,12 +30,29 @@ class StepTiming:
     executor_idle: float = 0.0
 
 
+class StepLoad(NamedTuple):
+    """What the running batch still has to compute, and how fast the device is. Seconds; None: not measured.
+
+    prefill_tokens: prompt tokens that running sequences still have to compute. step: of a step that only decodes.
+    host_block, disk_block: of a block's way to the device. prompt_token: of a prompt token in a prefill,
+    with what is computed beside it.
+    """
+
+    prefill_tokens: int = 0
+    step: float | None = None
+    prompt_token: float | None = None
+    host_block: float | None = None
+    disk_block: float | None = None
+
+
 class StepTimes:
     """The last steps' timings, and histograms over all of them. Written by the step loop only."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY, kept: int = 4096) -> None:
         self.last: deque[StepTiming] = deque(maxlen=kept)
         self.steps = 0
+        # As of the last step; replaced whole, so that any thread may read it.
+        self.load = StepLoad()
 
         def histogram(name: str, text: str) -> Histogram:
             return Histogram(f"{_PREFIX}_step_{name}_seconds", text, buckets=_STEP_BUCKETS, registry=registry)
@@ -78,15 +96,15 @@ class InterTokenHistogram(Collector):
 class RequestMetrics:
     """Counts and latencies of requests. Written on the asyncio loop only."""
 
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(self, registry: CollectorRegistry = REGISTRY, prefix: str = _PREFIX) -> None:
         def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"{_PREFIX}_{name}", text, registry=registry)
+            return Gauge(f"{prefix}_{name}", text, registry=registry)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"{_PREFIX}_{name}", text, labels, registry=registry)
+            return Counter(f"{prefix}_{name}", text, labels, registry=registry)
 
         def latency(name: str, text: str, buckets: Sequence[float] = _LATENCY_BUCKETS) -> Histogram:
-            return Histogram(f"{_PREFIX}_{name}_seconds", text, buckets=buckets, registry=registry)
+            return Histogram(f"{prefix}_{name}_seconds", text, buckets=buckets, registry=registry)
 
         self.running = gauge("running_requests", "Samples in the running batch.")
         self.waiting = gauge("waiting_requests", "Samples in the waiting queue.")
@@ -109,7 +127,7 @@ class RequestMetrics:
         self.queue = latency("queue", "Time from a request's arrival to its first step.")
         self.first_token = latency("time_to_first_token", "Time to first token (TTFT).")
         self.inter_token = InterTokenHistogram(
-            f"{_PREFIX}_inter_token_latency_seconds", "Inter-token latency (ITL) of samples.", registry
+            f"{prefix}_inter_token_latency_seconds", "Inter-token latency (ITL) of samples.", registry
         )
         self.request = latency("request", "Time from a request's arrival to its end.")
         self.requests = counter("requests", "Ended requests, by finish reason.", "finish_reason")

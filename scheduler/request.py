@@ -77,6 +77,8 @@ class Request:
     sample_index: int = 0
     # W3C trace context of the scheduler's span; empty for none.
     traceparent: str = ""
+    # Of its prompt, as a router knows it.
+    expected_cached_tokens: int = 0
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -55,8 +55,9 @@ class Stack:
     """cachemgr with a Redis, executor and scheduler as processes. Use it in a with statement.
 
     `settings` are environment variables without their KVKEEP_ prefix, in lower case: executor_max_tokens=2048.
-    Benchmarks put `modules` of their own in the place of processes, or leave some out. Settings that only one process
-    shall have go into `own`, by the process's name, before it is started.
+    Benchmarks put `modules` of their own in the place of processes, or leave some out. Several of a kind are told apart
+    by what follows a hyphen in their names: executor-0, executor-1. Settings that only one process shall have go into
+    `own`, by the process's name, before it is started.
     """
 
     def __init__(self, *, modules: Mapping[str, str] = MODULES, **settings: object) -> None:
@@ -147,9 +148,16 @@ class Stack:
         """How a process ended, in words; empty while it runs."""
         return self._children[name].ended()
 
+    def address(self, name: str) -> str | None:
+        """Where a process serves gRPC; None for one that does not."""
+        kind = name.partition("-")[0]
+        common = {"cachemgr": self.cachemgr, "executor": self.executor, "scheduler": self.scheduler}
+        own = self.own.get(name, {}).get(f"{kind}_address")
+        return common.get(kind) if own is None else str(own)
+
     def wait_until_serving(self, name: str) -> None:
         """Waits for grpc.health.v1; an ended process or a long wait is an error that shows its log."""
-        address = {"cachemgr": self.cachemgr, "executor": self.executor, "scheduler": self.scheduler}.get(name)
+        address = self.address(name)
         security = load(ProcessSettings, self._environment).security
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and not self._children[name].ended():

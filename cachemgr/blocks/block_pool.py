@@ -16,8 +16,8 @@ from cachemgr.blocks.removal_history import RemovalHistory, UseTimes
 from cachemgr.blocks.tier import Tier
 from cachemgr.retention.leases import effective_priority, leases_of
 from cachemgr.retention.priority import DEFAULT_PRIORITY
-from cachemgr.tokens import TOKEN_BYTES
 from cachemgr.types import BlockView, EventKind, PoolSpec, RemovalCause, TierKind
+from protos.kvcommon.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import CacheScope, Writer

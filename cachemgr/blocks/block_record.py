@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from cachemgr.tokens import unpack
 from cachemgr.types import Slot, TierKind
+from protos.kvcommon.tokens import unpack
 
 # `last_use` of all blocks of the device, which are not written again for every use.
 USED_LAST = (1 << 63) - 1

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from weakref import WeakSet, WeakValueDictionary
 
 from cachemgr.blocks.block import Account, CacheScope
-from cachemgr.blocks.block_keys import root_key
 from cachemgr.types import AccountKey
+from protos.kvcommon.block_keys import root_key
 
 
 def account_for(accounts: Mapping[AccountKey, Account], tenant_id: str | None, salt: str | None) -> Account | None:

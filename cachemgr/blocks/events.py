@@ -1,18 +1,25 @@
 """The last events, numbered without a gap."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from cachemgr import steps
 from cachemgr.errors import EventsGoneError
 from cachemgr.steps import Steps
-from cachemgr.types import BlockView, EventKind, LeaseView, RemovalCause
+from cachemgr.types import BlockView, EventKind, ExecutorSpec, LeaseView, RemovalCause
 
 _new = tuple.__new__
+# Of events about executors.
+NO_BLOCK = BlockView.of_pool("")
 
 
 class Event(NamedTuple):
-    """What happened to a block; for CREATED only its pool is set. A broken lease has the cause of its block's loss."""
+    """What happened to a block; for CREATED only its pool is set. A broken lease has the cause of its block's loss.
+
+    Events about executors have the executor, without the contents of its memory, and no block.
+    """
 
     number: int
     kind: EventKind
@@ -20,6 +27,7 @@ class Event(NamedTuple):
     cause: RemovalCause = RemovalCause.NONE
     lease: LeaseView | None = None
     for_sequence_id: str = ""
+    executor: ExecutorSpec | None = None
 
 
 class QuietListener(Protocol):
@@ -45,22 +53,17 @@ class EventLog:
         cause: RemovalCause = RemovalCause.NONE,
         lease: LeaseView | None = None,
         for_sequence_id: str = "",
+        executor: ExecutorSpec | None = None,
     ) -> None:
         """Numbers an event and keeps it."""
         # A third of the time of Event(...), for each block that is stored or removed.
         last, ring = self.last, self._ring
-        event = _new(Event, (last + 1, kind, block, cause, lease, for_sequence_id))
+        event = _new(Event, (last + 1, kind, block, cause, lease, for_sequence_id, executor))
         if len(ring) < self._capacity:
             ring.append(event)
         else:
             ring[last % self._capacity] = event
         self.last = last + 1
-
-    def skip(self, count: int) -> None:
-        """Skips at least so many numbers: watchers behind them begin with a snapshot."""
-        # The next event comes to the beginning of the ring.
-        self.last = -(-(self.last + count) // self._capacity) * self._capacity
-        self._ring = []
 
     def after(self, number: int, limit: int) -> list[Event]:
         """Up to `limit` events behind a number. Raises EventsGoneError when the first of them is not kept."""

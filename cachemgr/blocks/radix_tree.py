@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from cachemgr.blocks.block import Block, Node
-from cachemgr.tokens import TOKEN_BYTES
+from protos.kvcommon.tokens import TOKEN_BYTES
 
 _ORDER = attrgetter("scope.extra", "tokens")
 # On each side, when the nearest children cannot be used.

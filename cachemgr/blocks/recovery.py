@@ -8,14 +8,14 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 from cachemgr.blocks.block import Block, account_of
-from cachemgr.blocks.block_keys import child_key
 from cachemgr.blocks.block_record import USED_LAST
 from cachemgr.blocks.radix_tree import children_of, covering_child
 from cachemgr.retention.bounds import MAX_PRIORITY
 from cachemgr.retention.leases import leases_of
 from cachemgr.retention.priority import DEFAULT_PRIORITY, NO_PRIORITY, RetentionRequest
-from cachemgr.tokens import TOKEN_BYTES
 from cachemgr.types import RemovalCause, TierKind
+from protos.kvcommon.block_keys import child_key
+from protos.kvcommon.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import BlockPool, PoolListener

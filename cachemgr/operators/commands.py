@@ -29,7 +29,6 @@ from cachemgr.sequences.holds import Pinned, with_ancestors
 from cachemgr.sequences.prefix_match import cached_chain, keys_of
 from cachemgr.sequences.registration import fits
 from cachemgr.steps import Steps, changes, looks
-from cachemgr.tokens import TOKEN_BYTES, pack, packed_bytes
 from cachemgr.types import (
     AccountKey,
     BlockFilter,
@@ -48,6 +47,7 @@ from cachemgr.types import (
 )
 from cachemgr.validation import check_id
 from protos.errors import InvalidField
+from protos.kvcommon.tokens import TOKEN_BYTES, pack, packed_bytes
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block, Node

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cachemgr.blocks.block_keys import extra_bytes, prefix_keys
+from cachemgr.blocks.extra_keys import extra_bytes, prefix_keys
 from cachemgr.blocks.radix_tree import covering_child
 from cachemgr.retention.leases import LeaseBook, leases_of
 from cachemgr.sequences.prefix_match import keys_of
-from cachemgr.tokens import TOKEN_BYTES, pack, packed_bytes
 from cachemgr.types import Explanation, MissReason, Prefix
+from protos.kvcommon.tokens import TOKEN_BYTES, pack, packed_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

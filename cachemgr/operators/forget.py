@@ -13,8 +13,8 @@ from cachemgr.blocks.radix_tree import children_of
 from cachemgr.operators.removal_plan import RemovalPlan, with_descendants
 from cachemgr.sequences.prefix_match import keys_of, partial_blocks
 from cachemgr.steps import Steps, changes, looks
-from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import ForgetTarget, Forgotten, RemovalCause, Scope, Slot
+from protos.kvcommon.tokens import pack, packed_bytes
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import BlockPool

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from cachemgr.blocks.block import Block, Node, account_of
-from cachemgr.blocks.block_keys import child_key
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.eviction_queue import position
 from cachemgr.blocks.radix_tree import children_of
@@ -18,6 +17,7 @@ from cachemgr.retention.priority import SHARED
 from cachemgr.sequences.sequence import Executor, Purpose, Sequence
 from cachemgr.steps import drained
 from cachemgr.types import PoolViolation
+from protos.kvcommon.block_keys import child_key
 
 # Yields contradictions, and None after each small step. The state must not change between the steps.
 Part = Callable[[], Iterator[PoolViolation | None]]

@@ -32,6 +32,7 @@ from cachemgr.types import (
     BlockEstimate,
     BlockFilter,
     BlockView,
+    ExecutorSpec,
     Explanation,
     GhostReport,
     HoldView,
@@ -312,6 +313,27 @@ class Queries:
             step_tokens = len(sequence.tokens) - sequence.computed
         return while_running(sequence, step_tokens, max_new_tokens)
 
+    def executors(self) -> list[ExecutorSpec]:
+        """All executors by name, without the contents of their memory."""
+        return [executor.spec for executor in self._executors()]
+
+    def indexed_keys(
+        self, pool: BlockPool, after_index: int, limit: int, is_meant: Callable[[Block], bool] | None = None
+    ) -> dict[TierKind, list[bytes]]:
+        """Keys of the indexed blocks among the next `limit` slots of a pool that are meant, by tier."""
+        found: dict[TierKind, list[bytes]] = {}
+        for tier in pool.tiers:
+            first, end = tier.offset + 1, tier.offset + tier.size + 1
+            part = pool.blocks[max(first, after_index + 1) : min(end, after_index + 1 + limit)]
+            keys = [
+                block.key
+                for block in part
+                if block is not None and block.parent is not None and (is_meant is None or is_meant(block))
+            ]
+            if keys:
+                found[tier.kind] = keys
+        return found
+
     def records(self, executor_id: str) -> Iterator[BlockRecord]:
         """Every indexed block of an executor by index, at the moment of its turn; none of an unknown executor."""
         executor = self._state.executors.get(executor_id)
@@ -354,7 +376,10 @@ class Queries:
 
     def snapshot(self) -> SnapshotReader:
         """A reader of the whole cache, slice by slice."""
-        return SnapshotReader(self._state.events, self._state.leases, self._state.pools)
+        return SnapshotReader(self._state.events, self._state.leases, self._executors)
+
+    def _executors(self) -> list[Executor]:
+        return [executor for _, executor in sorted(self._state.executors.items())]
 
     def events_after(self, number: int, limit: int = 1000) -> list[Event]:
         """Up to `limit` events with the next numbers. Raises EventsGoneError."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from cachemgr.blocks.events import Event, EventLog
+from cachemgr.blocks.events import NO_BLOCK, Event, EventLog
 from cachemgr.retention.leases import LeaseBook, leases_of
 from cachemgr.types import BlockView, EventKind, LeaseView
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
+    from cachemgr.sequences.sequence import Executor
+    from cachemgr.types import ExecutorSpec
 
 
 class _Seen(NamedTuple):
@@ -27,10 +29,12 @@ class SnapshotReader:
     moment. Only reference counts may be older.
     """
 
-    def __init__(self, events: EventLog, leases: LeaseBook, pools: Callable[[], list[BlockPool]]) -> None:
+    def __init__(self, events: EventLog, leases: LeaseBook, executors: Callable[[], list[Executor]]) -> None:
+        """`executors` are those of the moment."""
         self._events = events
         self._leases = leases
-        self._pools = pools
+        self._executors = executors
+        self._specs: list[ExecutorSpec] = []
         self._seen: dict[str, dict[bytes, _Seen]] = {}
         self._now = 0.0
         self.number = events.last
@@ -47,19 +51,29 @@ class SnapshotReader:
 
     def steps(self) -> Iterator[None]:
         """Reads a block per step; the cache may change in between, and `catch_up` must follow each time."""
-        for pool in self._pools():
-            for index in range(len(pool.blocks)):
-                block = pool.blocks[index] if index < len(pool.blocks) else None
+        for pool in [pool for executor in self._executors() for pool in executor.pools]:
+            blocks, index = pool.blocks, 0
+            while pool.blocks is not blocks or index < len(blocks):
+                if pool.blocks is not blocks:
+                    # Its executor has started again: blocks that stay may have other indexes.
+                    blocks, index = pool.blocks, 0
+                block = blocks[index]
                 if block is not None and block.parent is not None:
                     self._read(pool, block)
+                index += 1
                 yield
 
     def catch_up(self) -> None:
         """Reads changed blocks again. Raises EventsGoneError when more has changed than the log keeps."""
-        pools = {pool.pool_id: pool for pool in self._pools()}
+        pools = {pool.pool_id: pool for executor in self._executors() for pool in executor.pools}
+        self._specs = [executor.spec for executor in self._executors()]
         while self.number < self._events.last:
             for event in self._events.after(self.number, 1000):
                 self.number = event.number
+                if event.executor is not None and event.kind is EventKind.EXECUTOR_LOST:
+                    # Not all of its blocks have events.
+                    for pool_id in event.executor.pool_ids:
+                        self._seen.pop(pool_id, None)
                 self._touched[event.block.pool_id, event.block.key] = None
         for pool_id, key in self._touched:
             pool = pools.get(pool_id)
@@ -77,21 +91,29 @@ class SnapshotReader:
         self._seen.setdefault(pool.pool_id, {})[block.key] = _Seen(pool.view(block), leases)
 
     def events(self) -> Iterator[Event | None]:
-        """The snapshot at `number`, once: each pool, then its blocks, parents before children. None while it sorts."""
-        for pool_id, found in self._seen.items():
-            yield Event(self.number, EventKind.CREATED, BlockView.of_pool(pool_id))
-            by_depth: dict[int, list[_Seen]] = {}
-            # Taken from the end, and reversed again: to free all at once would take long.
-            while found:
-                _, seen = found.popitem()
-                by_depth.setdefault(seen.view.depth, []).append(seen)
-                yield None
-            for depth in sorted(by_depth):
-                rest = by_depth[depth]
-                while rest:
-                    view, leases = rest.pop()
-                    yield Event(self.number, EventKind.STORED, view)
-                    for lease, deadline in leases:
-                        if deadline is not None:
-                            lease = lease._replace(remaining=max(0.0, deadline - self._now))
-                        yield Event(self.number, EventKind.LEASE_GRANTED, view, lease=lease)
+        """The snapshot at `number`, once: each executor, its pools, and the blocks of each, parents before children.
+
+        None while it sorts.
+        """
+        for spec in self._specs:
+            yield Event(self.number, EventKind.EXECUTOR_REGISTERED, NO_BLOCK, executor=spec)
+            for pool_id in spec.pool_ids:
+                yield Event(self.number, EventKind.CREATED, BlockView.of_pool(pool_id))
+                yield from self._blocks(self._seen.pop(pool_id))
+
+    def _blocks(self, found: dict[bytes, _Seen]) -> Iterator[Event | None]:
+        by_depth: dict[int, list[_Seen]] = {}
+        # Taken from the end, and reversed again: to free all at once would take long.
+        while found:
+            _, seen = found.popitem()
+            by_depth.setdefault(seen.view.depth, []).append(seen)
+            yield None
+        for depth in sorted(by_depth):
+            rest = by_depth[depth]
+            while rest:
+                view, leases = rest.pop()
+                yield Event(self.number, EventKind.STORED, view)
+                for lease, deadline in leases:
+                    if deadline is not None:
+                        lease = lease._replace(remaining=max(0.0, deadline - self._now))
+                    yield Event(self.number, EventKind.LEASE_GRANTED, view, lease=lease)

@@ -10,7 +10,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from cachemgr.retention.leases import leases_of
-from cachemgr.tokens import pack, packed_bytes
+from protos.kvcommon.tokens import pack, packed_bytes
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block

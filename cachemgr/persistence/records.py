@@ -11,15 +11,15 @@ import struct
 
 from google.protobuf.message import DecodeError, Message
 
-from cachemgr.blocks.block_keys import DIGEST_BYTES
 from cachemgr.blocks.block_record import BlockRecord, CopyRecord, LeaseRecord
 from cachemgr.operators.operator_journal import Entry, Kind, entry_name
 from cachemgr.retention.rules import check_spec
-from cachemgr.tokens import TOKEN_BYTES
 from cachemgr.types import PinRecord, PoolShare, Quota, RetentionRule, RuleAction, RuleMatch, TierKind
 from protos.errors import ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcommon.block_keys import DIGEST_BYTES
 from protos.kvcommon.eviction_message import EvictionPolicyRequest
+from protos.kvcommon.tokens import TOKEN_BYTES
 from protos.rpc.durations import duration, seconds
 
 # group, tier, slot

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from cachemgr.errors import RuleExistsError, StaleRuleError, UnknownRuleError
 from cachemgr.retention.bounds import check_duration, check_priority
 from cachemgr.retention.priority import NO_PRIORITY, RULE, RetentionRequest
-from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import RetentionRule, RuleAction, RuleMatch
 from cachemgr.validation import check_id
 from protos.errors import InvalidField
+from protos.kvcommon.tokens import pack, packed_bytes
 
 if TYPE_CHECKING:
     from array import array

@@ -9,15 +9,15 @@ from google.protobuf.json_format import MessageToDict
 from cachemgr import types
 from cachemgr.blocks.events import Event
 from cachemgr.sequences.sequence import Sequence
-from cachemgr.tokens import pack, unpack
 from protos.errors import InvalidField
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.eviction_message import EvictionPolicyRequest, message_of
+from protos.kvcommon.tokens import pack, unpack
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.durations import duration, seconds
 
 # Enum values are given by name, which the generated types take as they take numbers.
-_KINDS = {kind: f"EVENT_KIND_{kind.name}" for kind in types.EventKind}
+KINDS = {kind: f"EVENT_KIND_{kind.name}" for kind in types.EventKind}
 TIERS = {tier: f"TIER_{tier.name}" for tier in types.TierKind}
 _TIERS = {pb.Tier.Value(name): tier for tier, name in TIERS.items()}
 CAUSES = {cause: f"REMOVAL_CAUSE_{cause.name if cause else 'UNSPECIFIED'}" for cause in types.RemovalCause}
@@ -297,15 +297,37 @@ def lease(view: types.LeaseView) -> pb.Lease:
 
 
 def event(happened: Event, *, snapshot: bool, token_ids: bool = False) -> pb.Event:
+    if happened.executor is not None:
+        return pb.Event(
+            event_number=happened.number,
+            snapshot=snapshot,
+            kind=KINDS[happened.kind],
+            executor=executor(happened.executor, lost=happened.kind is types.EventKind.EXECUTOR_LOST),
+        )
     created = happened.kind is types.EventKind.CREATED
     return pb.Event(
         event_number=happened.number,
         snapshot=snapshot,
-        kind=_KINDS[happened.kind],
+        kind=KINDS[happened.kind],
         block=pb.Block(pool_id=happened.block.pool_id) if created else block(happened.block, token_ids=token_ids),
         removal_cause=CAUSES[happened.cause],
         lease=None if happened.lease is None else lease(happened.lease),
         for_sequence_id=happened.for_sequence_id,
+    )
+
+
+def executor(spec: types.ExecutorSpec, *, lost: bool = False) -> pb.Executor:
+    """An executor as watchers see it."""
+    if lost:
+        return pb.Executor(executor_id=spec.executor_id, executor_epoch=spec.executor_epoch)
+    return pb.Executor(
+        executor_id=spec.executor_id,
+        executor_epoch=spec.executor_epoch,
+        model=spec.model,
+        model_fingerprint=spec.model_fingerprint,
+        block_size=spec.block_size,
+        # Its fields have the names of the message's.
+        pools=[pb.PoolSpec(**asdict(pool)) for pool in spec.pools],
     )
 
 

@@ -23,10 +23,10 @@ from cachemgr.sequences.sequence import Executor, GroupTable, Scheduler, Sequenc
 from cachemgr.sequences.token_eviction import resolve
 from cachemgr.sequences.token_eviction_state import TokenEvictionState, blocks_for
 from cachemgr.sequences.transfers import onload
-from cachemgr.tokens import packed_bytes
 from cachemgr.types import Admission, AdmitRequest, ManagerConfig, Preview, Receipt, TierKind
 from cachemgr.validation import check_extra_keys, check_id, check_tokens
 from protos.errors import InvalidField
+from protos.kvcommon.tokens import packed_bytes
 
 
 def check_request(request: AdmitRequest) -> array[int]:

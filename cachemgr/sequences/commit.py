@@ -1,8 +1,8 @@
 """Publishing pending blocks, committing computed blocks to the index, and retracting pending ones."""
 
-from cachemgr.blocks.block_keys import child_key
 from cachemgr.blocks.radix_tree import covering_child
 from cachemgr.sequences.sequence import GroupTable, Sequence, first_needed
+from protos.kvcommon.block_keys import child_key
 
 
 def publish_pending(sequence: Sequence) -> None:

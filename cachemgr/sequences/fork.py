@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from cachemgr.blocks.block_keys import cut_extra_keys
+from cachemgr.blocks.extra_keys import cut_extra_keys
 from cachemgr.errors import SequenceEvictsError, SequenceUnsettledError, WindowPassedError
 from cachemgr.sequences.admission import admitted, copy_sources, grow, refusal
 from cachemgr.sequences.sequence import Sequence, first_needed

@@ -10,12 +10,13 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from cachemgr.blocks.block import Block, Node
-from cachemgr.blocks.block_keys import child_key, extra_bytes, prefix_keys, root_key
 from cachemgr.blocks.block_pool import BlockPool
+from cachemgr.blocks.extra_keys import extra_bytes, prefix_keys
 from cachemgr.blocks.radix_tree import children_of, closest_child
 from cachemgr.sequences.sequence import Sequence, first_needed
-from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import Prefix, TierKind
+from protos.kvcommon.block_keys import child_key, root_key
+from protos.kvcommon.tokens import pack, packed_bytes
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block

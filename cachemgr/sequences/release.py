@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 
 from cachemgr.blocks.block import Block
-from cachemgr.blocks.block_keys import cut_extra_keys
 from cachemgr.blocks.block_pool import BlockPool, PoolListener
-from cachemgr.blocks.events import EventLog
+from cachemgr.blocks.events import NO_BLOCK, EventLog
+from cachemgr.blocks.extra_keys import cut_extra_keys
 from cachemgr.blocks.leftovers import Leftovers
 from cachemgr.blocks.recovery import restart
 from cachemgr.errors import SharedBlockError, VoidSequenceError, WindowPassedError
@@ -23,7 +23,7 @@ from cachemgr.sequences.sequence import (
 )
 from cachemgr.sequences.token_eviction import cached_before_eviction, check_in_place, zero_on_free_of
 from cachemgr.sequences.token_eviction_state import blocks_for
-from cachemgr.types import ExecutorSpec, Freed, RemovalCause, Slot, TierKind
+from cachemgr.types import EventKind, ExecutorSpec, Freed, RemovalCause, Slot, TierKind
 from protos.errors import InvalidField
 
 # Blocks of a lost executor that are reported one by one.
@@ -161,18 +161,17 @@ def slots_to_zero(executor: Executor) -> Iterator[Slot]:
 def end_executor(executor: Executor, events: EventLog, leftovers: Leftovers) -> None:
     """Ends an executor: its sequences are void, and its blocks can be neither found nor freed any more.
 
-    Watchers receive an event for each block; for too many blocks they must begin again with a snapshot.
+    Each block has an event of its own, unless there are too many; the last event is that of the executor.
     """
     _end_epoch(executor)
     executor.holds.clear()
     count = sum(len(pool.tree.by_key) for pool in executor.pools)
-    if count > MOST_REPORTED:
-        events.skip(count)
     for pool in executor.pools:
         if count > MOST_REPORTED:
             pool.abandon(leftovers)
         else:
             pool.lose_all()
+    events.add(EventKind.EXECUTOR_LOST, NO_BLOCK, executor=executor.spec)
 
 
 def can_carry_over(before: Executor, spec: ExecutorSpec) -> bool:

@@ -13,14 +13,13 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cachemgr.blocks.block import Block, CacheScope, account_of
-from cachemgr.blocks.block_keys import extend_keys, extra_bytes
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.cache_scopes import CacheScopes
+from cachemgr.blocks.extra_keys import extend_keys, extra_bytes
 from cachemgr.retention.plan import RetentionPlan
 from cachemgr.sequences.holds import Holds
 from cachemgr.sequences.token_eviction_state import TokenEvictionState, blocks_for
 from cachemgr.steps import Steps, looks
-from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import (
     AccountKey,
     Admission,
@@ -35,6 +34,7 @@ from cachemgr.types import (
     Table,
     Transfer,
 )
+from protos.kvcommon.tokens import pack, packed_bytes
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Account

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from cachemgr.blocks.block_keys import child_key
 from cachemgr.errors import RulePolicyError, SequenceEvictsError
 from cachemgr.sequences.token_eviction_state import blocks_for
 from protos.errors import InvalidField
+from protos.kvcommon.block_keys import child_key
 from protos.kvcommon.eviction import Layout, Policy
 
 if TYPE_CHECKING:

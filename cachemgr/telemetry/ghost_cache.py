@@ -22,11 +22,11 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from cachemgr.blocks.block_keys import child_key
 from cachemgr.blocks.hit_counters import BUCKET_SECONDS, MAX_WINDOW_SECONDS
 from cachemgr.retention.priority import DEFAULT_PRIORITY, RetentionRequest
 from cachemgr.telemetry.nested_caches import Content, Ghost, NestedCaches
 from cachemgr.types import GhostCache, GhostPolicy, GhostReport
+from protos.kvcommon.block_keys import child_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -3,16 +3,12 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
-import numpy as np
 import structlog
 
-from executor.cache.pool import KvPools
 from executor.cache.tiers.hazards import SlotRef
-from executor.cache.tiers.tiers import Tiers
 from executor.step import Copy, Tier
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kv_rpc
@@ -24,72 +20,29 @@ CALL_SECONDS = 5.0
 # A restarted manager does not know the executor until it registers again, so renewals are frequent.
 MAX_RENEWAL_SECONDS = 0.5
 BACKOFF_SECONDS = 0.1
-# The largest number of a step, for slots whose contents are about to change.
-NEVER = (1 << 64) - 1
 # A manager refuses an executor for this reason when another process of its name has started since.
 _REPLACED = "STALE_EXECUTOR"
 
 
-@dataclass(frozen=True)
-class Announcement:
+class Announcement(Protocol):
     """How an executor registers."""
 
-    executor_id: str
-    epoch: int
-    model: str
-    fingerprint: bytes
-    plain_rotary: bool
+    @property
+    def executor_id(self) -> str:
+        """Stable name of the executor."""
+        ...
 
-    def request(
-        self, pools: KvPools, tiers: Tiers, *, again: bool, awaited: Collection[SlotRef] = ()
-    ) -> kv.RegisterExecutorRequest:
-        """again: with the last write of every slot, from which the manager knows the blocks that are still there.
+    @property
+    def epoch(self) -> int:
+        """Chosen at its start."""
+        ...
+
+    def request(self, *, again: bool, awaited: Collection[SlotRef]) -> kv.RegisterExecutorRequest:
+        """The registration as of now; again: it had registered before.
 
         awaited: slots that copies will write which have not begun.
         """
-        snapshot = tiers.snapshot()
-        changing = {*snapshot.changing, *awaited}
-        return kv.RegisterExecutorRequest(
-            executor_id=self.executor_id,
-            executor_epoch=self.epoch,
-            model=self.model,
-            model_fingerprint=self.fingerprint,
-            block_size=pools.block_size,
-            plain_rotary=self.plain_rotary,
-            pools=[
-                kv.PoolSpec(
-                    group=number,
-                    num_blocks=pool.num_blocks,
-                    attention_window=pool.group.shape.window,
-                    num_layers=len(pool.group.layers),
-                    num_kv_heads=pool.group.shape.kv_heads,
-                    head_dim=pool.group.shape.head_dim,
-                    dtype=str(pool.k.dtype).removeprefix("torch."),
-                    block_bytes=pool.block_bytes,
-                    last_write_steps=_with(pool.last_write_steps[1:], Tier.DEVICE, number, changing, NEVER)
-                    if again
-                    else (),
-                    host_blocks=tiers.slots.get(Tier.HOST, 0),
-                    disk_blocks=tiers.slots.get(Tier.DISK, 0),
-                    share_blocks=0 if pools.shares.memory_bytes is None else pools.shares.blocks[number],
-                    host_generations=_with(snapshot.generations(Tier.HOST, number), Tier.HOST, number, changing, 0),
-                    disk_generations=_with(snapshot.generations(Tier.DISK, number), Tier.DISK, number, changing, 0),
-                )
-                for number, pool in enumerate(pools.pools)
-            ],
-            memory_bytes=pools.shares.memory_bytes,
-        )
-
-
-def _with(
-    values: np.ndarray[tuple[int], np.dtype[np.uint64]], tier: Tier, group: int, changing: set[SlotRef], value: int
-) -> list[int]:
-    """The values of a tier's slots 1, 2, …; `value` where a slot is changing."""
-    result: list[int] = values.tolist()
-    for its_tier, its_group, slot in changing:
-        if (its_tier, its_group) == (tier, group) and slot <= len(result):
-            result[slot - 1] = value
-    return result
+        ...
 
 
 class TransferWorker(Protocol):
@@ -144,8 +97,6 @@ class ManagerClient:
         self,
         channel: grpc.aio.Channel,
         announcement: Announcement,
-        pools: KvPools,
-        tiers: Tiers,
         worker: TransferWorker,
         transfers: TransferLog,
         set_registered: Callable[[bool], None],
@@ -153,8 +104,6 @@ class ManagerClient:
         """transfers: gets the tickets of ended copies. set_registered: called when a registration is won or lost."""
         self._stub: kv_rpc.CacheManagerServiceAsyncStub = kv_rpc.CacheManagerServiceStub(channel)
         self._announcement = announcement
-        self._pools = pools
-        self._tiers = tiers
         self._worker = worker
         self._transfers = transfers
         self._set_registered = set_registered
@@ -216,7 +165,7 @@ class ManagerClient:
 
     def _request(self, again: bool) -> kv.RegisterExecutorRequest:
         awaited = [(copy.target_tier, copy.group, copy.target) for copy in self._transfers.open.values()]
-        return self._announcement.request(self._pools, self._tiers, again=again, awaited=awaited)
+        return self._announcement.request(again=again, awaited=awaited)
 
     async def _renew(self) -> None:
         """Returns when the manager asks for a new registration or is another one."""

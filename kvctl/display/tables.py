@@ -193,8 +193,8 @@ def event(item: pb.Event) -> str:
     parts = [
         f"{item.event_number:>8}",
         "snapshot" if item.snapshot else "        ",
-        f"{pb.EventKind.Name(item.kind).removeprefix('EVENT_KIND_').lower().replace('_', ' '):<13}",
-        printable(block.pool_id),
+        f"{pb.EventKind.Name(item.kind).removeprefix('EVENT_KIND_').lower().replace('_', ' '):<19}",
+        printable(item.executor.executor_id or block.pool_id),
     ]
     if block.key:
         parts += [_tier(block.tier), f"slot {block.slot}", key(block.key), f"priority {block.retention_priority}"]

@@ -2,6 +2,7 @@
 
 import http.client
 import ssl
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Mapping
@@ -24,6 +25,10 @@ def samples(address: str, seconds: float, security: Security) -> Mapping[str, fl
     try:
         with urllib.request.build_opener(*handlers).open(f"{scheme}://{address}/metrics", timeout=seconds) as answer:
             text = answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            said = error.read(200).decode("utf-8", "replace").strip()
+        raise OSError(f"{address} answers with status {error.code}: {said}") from None
     except http.client.HTTPException as error:
         raise OSError(f"{address} does not answer in HTTP: {type(error).__name__}") from error
     sums: Counter[str] = Counter()

@@ -84,7 +84,7 @@ class UnexpectedError(ServiceError):
 def status_code(error: ServiceError | type[ServiceError]) -> grpc.StatusCode:
     """The status that callers see: the class's own, else that of the nearest reason among it and its bases."""
     kind = error if isinstance(error, type) else type(error)
-    own: grpc.StatusCode | None = getattr(kind, "code", None)
+    own: grpc.StatusCode | None = getattr(error, "code", None)
     reasons = (getattr(base, "reason", "") for base in kind.__mro__)
     return own or next(_STATUSES[reason] for reason in reasons if reason in _STATUSES)
 
@@ -128,19 +128,38 @@ class RemoteError(Exception):
         return f"{self.reason or self.code.name}: {self.message}"
 
 
+class PassedOnError(ServiceError):
+    """The error that another server answered, for a caller of this one: with the code and the reason of that one."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "PASSED_ON"
+
+    def __init__(self, cause: RemoteError) -> None:
+        super().__init__(cause.message, fields=cause.fields, metadata=cause.metadata, retry_after=cause.retry_after)
+        self.reason = cause.reason or UnexpectedError.reason  # type: ignore[misc]
+        self.code = cause.code
+
+
+def from_status(status: status_pb2.Status) -> RemoteError:
+    """Reads an error that came in a message."""
+    remote = RemoteError(_CODES.get(status.code, grpc.StatusCode.UNKNOWN), status.message)
+    _read_details(remote, status)
+    return remote
+
+
 def from_rpc_error(error: grpc.RpcError) -> RemoteError:
     """Reads the status and its details from a failed call, sync or aio."""
     call: Any = error
     remote = RemoteError(call.code(), call.details() or "")
     for key, value in call.trailing_metadata() or ():
         if key == _DETAILS_KEY:
-            _read_details(remote, value)
+            status = status_pb2.Status.FromString(value)
+            remote.code = _CODES.get(status.code, remote.code)
+            _read_details(remote, status)
     return remote
 
 
-def _read_details(remote: RemoteError, serialized: bytes) -> None:
-    status = status_pb2.Status.FromString(serialized)
-    remote.code = _CODES.get(status.code, remote.code)
+def _read_details(remote: RemoteError, status: status_pb2.Status) -> None:
     info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
     for detail in status.details:
         if detail.Unpack(info):

@@ -41,6 +41,11 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                 self._statuses[name] = SERVING if serving else NOT_SERVING
         self._wake()
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether the process serves."""
+        return bool(self._statuses[""] == SERVING)
+
     def close(self) -> None:
         """Ends every watch, so that the server need not wait for its watchers."""
         self._closed = True

@@ -23,6 +23,8 @@ MAX_QUEUED = 16
 # Of one server; no server takes more than this share of the files that the process may open.
 MAX_CONNECTIONS = 16_384
 SHARE_OF_FILES = 4
+# Key in the scope: whether the caller has shown a certificate.
+CERTIFIED = "kvkeep.certified"
 # A flood of refused connections is one line in the log each time.
 LOG_SECONDS = 10.0
 # A peer that has vanished, or reads nothing of an answer, is given up after about two minutes.
@@ -101,6 +103,8 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._header_bytes = 0
+        scope: dict[str, Any] = self.scope  # type: ignore[assignment]
+        scope[CERTIFIED] = bool(self.transport.get_extra_info("peercert"))
 
     def on_url(self, url: bytes) -> None:
         self._measure(len(url))

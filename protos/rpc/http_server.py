@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protos.rpc import addresses
-from protos.rpc.http_connection import REQUEST_SECONDS, SOCKET_OPTIONS, Connection, Connections
+from protos.rpc.http_connection import CERTIFIED, REQUEST_SECONDS, SOCKET_OPTIONS, Connection, Connections
 from protos.rpc.security import PLAIN, Security
 from protos.rpc.startup import raise_file_limit
 
@@ -39,6 +39,20 @@ class _OwnNames:
         app = self._app
         if scope["type"] == "http" and not addresses.is_own_name(Headers(scope=scope).get("host", "")):
             app = PlainTextResponse(addresses.WRONG_HOST, 400)
+        await app(scope, receive, send)
+
+
+class _CertifiedCallers:
+    """Refuses callers without a certificate, but for some paths."""
+
+    def __init__(self, app: ASGIApp, open_paths: frozenset[str]) -> None:
+        self._app = app
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and scope["path"] not in self._open_paths and not scope[CERTIFIED]:
+            app = PlainTextResponse("this path needs a certificate of the caller\n", 403)
         await app(scope, receive, send)
 
 
@@ -86,12 +100,14 @@ class HttpServer:
         security: Security = PLAIN,
         setting: str = "",
         own_names: bool = False,
+        open_paths: frozenset[str] = frozenset(),
     ) -> None:
         """name: in the log and in metrics. setting: the variable that chose the address, for error messages.
 
         own_names: whether requests are only answered that call it localhost or by an address: a page of another site
         whose name leads here is of the same origin for its browser, and has neither a certificate nor a token.
-        With TLS a renewed certificate is shown after a restart only.
+        open_paths: what callers without a certificate may ask for where all others need one. With TLS a renewed
+        certificate is shown after a restart only.
         """
         self.address = address
         self._name = name
@@ -99,6 +115,11 @@ class HttpServer:
         self._setting = setting
         if own_names:
             app = _OwnNames(app)
+        certificates = ssl.CERT_NONE
+        if security.tls_client_ca_file is not None:
+            certificates = ssl.CERT_OPTIONAL if open_paths else ssl.CERT_REQUIRED
+            if open_paths:
+                app = _CertifiedCallers(app, open_paths)
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -111,7 +132,7 @@ class HttpServer:
             ssl_certfile=security.tls_cert_file,
             ssl_keyfile=security.tls_key_file,
             ssl_ca_certs=None if security.tls_client_ca_file is None else str(security.tls_client_ca_file),
-            ssl_cert_reqs=ssl.CERT_NONE if security.tls_client_ca_file is None else ssl.CERT_REQUIRED,
+            ssl_cert_reqs=certificates,
         )
         self._server = _Uvicorn(config)
         self._serving: asyncio.Task[None] | None = None

@@ -22,6 +22,7 @@ class Role(enum.StrEnum):
     """The role of a token."""
 
     CALLER = "caller"
+    ROUTER = "router"
     SCHEDULER = "scheduler"
     EXECUTOR = "executor"
     OPERATOR = "operator"

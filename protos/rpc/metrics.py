@@ -1,13 +1,6 @@
-"""Metrics that every process has, and the HTTP endpoint that Prometheus reads."""
+"""Metrics that every process has."""
 
-import asyncio
-import threading
-from collections.abc import Callable, Coroutine
-
-from prometheus_client import Counter, Gauge, Histogram, make_asgi_app
-
-from protos.rpc import addresses
-from protos.rpc.security import PLAIN, Security
+from prometheus_client import Counter, Gauge, Histogram
 
 HANDLED = Counter("kvkeep_rpc_handled", "Calls that ended, by status code.", ["method", "code"])
 SECONDS = Histogram(
@@ -22,39 +15,3 @@ REFUSED_CONNECTIONS = Counter(
     "HTTP connections that were closed without a request being served, by server and reason.",
     ["server", "reason"],
 )
-
-
-def start_http(address: str, security: Security = PLAIN) -> Callable[[], None]:
-    """Serves /metrics on host:port from a thread of its own; returns a function that stops it. Raises AddressError.
-
-    With TLS a renewed certificate is shown after a restart only, and clients need one where callers do. Without, on
-    loopback, no other name is answered to.
-    """
-    # Takes a fifth of a second, which a process without metrics need not wait.
-    from protos.rpc.http_server import HttpServer
-
-    own_names = addresses.is_loopback(address) and not security.serves_tls
-    server = HttpServer(make_asgi_app(), address, name="metrics", security=security, own_names=own_names)
-    # Not that of the process: its next call would wait until all metrics are collected.
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="metrics", daemon=True)
-    thread.start()
-
-    def run(work: Coroutine[None, None, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, loop).result()
-
-    def end() -> None:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-    def stop() -> None:
-        run(server.stop(hurried=True))
-        end()
-
-    try:
-        run(server.start())
-    except BaseException:
-        end()
-        raise
-    return stop

@@ -16,6 +16,7 @@ _TABLE: Mapping[str, tuple[tuple[tuple[str, ...], frozenset[Role]], ...]] = {
         (("",), frozenset({Role.CALLER})),
     ),
     "generation.v1.SchedulerAdminService": ((("",), frozenset({Role.OPERATOR})),),
+    "generation.v1.EngineService": ((("",), frozenset({Role.ROUTER})),),
     "execution.v1.ExecutorService": ((("",), frozenset({Role.SCHEDULER})),),
     "kvcache.v1.CacheManagerService": (
         (("RegisterExecutor", "RenewExecutor", "ConfirmTransfers"), frozenset({Role.EXECUTOR})),
@@ -26,11 +27,11 @@ _TABLE: Mapping[str, tuple[tuple[tuple[str, ...], frozenset[Role]], ...]] = {
         (_READING, frozenset({Role.OPERATOR, Role.VIEWER})),
         (("",), frozenset({Role.OPERATOR})),
     ),
-    "kvcache.v1.CacheEventService": ((_READING, frozenset({Role.OPERATOR, Role.VIEWER})),),
+    "kvcache.v1.CacheEventService": ((_READING, frozenset({Role.OPERATOR, Role.VIEWER, Role.ROUTER})),),
 }
 
 # For operators of all tenants only. CacheAdminService has its own rules for those of one, method by method.
-_WHOLE = ("generation.v1.SchedulerAdminService/", "kvcache.v1.CacheManagerService/")
+_WHOLE = ("generation.v1.SchedulerAdminService/", "generation.v1.EngineService/", "kvcache.v1.CacheManagerService/")
 
 # Calls that the audit log has.
 _AUDITED = (

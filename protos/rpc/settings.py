@@ -20,9 +20,14 @@ from protos.rpc import addresses
 from protos.rpc.security import Security
 
 PREFIX = "KVKEEP_"
-PROCESSES = ("scheduler", "cachemgr", "executor", "console")
+PROCESSES = ("scheduler", "cachemgr", "executor", "console", "router")
 # Where the metrics of a stack for people are; a process by itself leaves them off.
-STACK_METRICS = {"scheduler": "127.0.0.1:9101", "cachemgr": "127.0.0.1:9102", "executor": "127.0.0.1:9103"}
+STACK_METRICS = {
+    "scheduler": "127.0.0.1:9101",
+    "cachemgr": "127.0.0.1:9102",
+    "executor": "127.0.0.1:9103",
+    "router": "127.0.0.1:9104",
+}
 
 Address = Annotated[str, AfterValidator(addresses.validate)]
 

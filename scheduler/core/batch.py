@@ -59,6 +59,11 @@ class RunningBatch:
     def __len__(self) -> int:
         return len(self.ranked)
 
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that are still to be computed."""
+        return sum(sequence.remaining for sequence in self.ranked if sequence.remaining > 1)
+
     def take_updates(self, *, everything: bool = True) -> tuple[TokenBatch | None, CacheUpdate | None]:
         """The updates since the last call, None for an empty one.
 

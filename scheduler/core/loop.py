@@ -27,7 +27,7 @@ from scheduler.core.planner import Plan
 from scheduler.core.prefill_budget import PrefillBudget
 from scheduler.core.step_message import InFlightStep, build_step
 from scheduler.errors import ExecutorLostError
-from scheduler.metrics import StepTimes, StepTiming
+from scheduler.metrics import StepLoad, StepTimes, StepTiming
 
 RECONNECT_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 5.0
@@ -215,8 +215,18 @@ class StepLoop:
         # After a stop there may be no token to compute, which says nothing about the time of decodes.
         if result.num_tokens:
             self._budget.observe(len(step.decodes), step.prefill_tokens, result.compute_time.ToNanoseconds() / 1e9)
+        speed = _speed(result, self._budget)
         if onloaded:
-            self._batch.update.speed = _speed(result, self._budget)
+            self._batch.update.speed = speed
+        # Beside decodes a prefill is slower: what a prompt waits for is its whole time.
+        prompt_token = self._budget.prefill_token_seconds if step.decodes else speed.prompt_token
+        self._times.load = StepLoad(
+            self._batch.prefill_tokens,
+            self._budget.decode_step_seconds,
+            prompt_token=prompt_token or speed.prompt_token,
+            host_block=speed.host_block,
+            disk_block=speed.disk_block,
+        )
         self._times.add(self._timing)
         self._timing = StepTiming()
 

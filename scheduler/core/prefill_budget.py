@@ -20,6 +20,8 @@ LONGEST_STEP, LEAST_CHUNK = 0.3, 32
 REFRESH_STEPS = 32
 # A median over these many steps: a single slow step, as another process causes it, changes nothing.
 _KEPT_DECODES, _KEPT_PREFILLS = 3, 5
+# The speed of prefills beside decodes is a mean: short last chunks of prompts belong to it.
+_KEPT_WHOLE_STEPS = 32
 # With so many prompt tokens a step shows the cost of a long prefill: with few, the rest of the step counts as much.
 _MANY_TOKENS = 64
 
@@ -38,6 +40,8 @@ class PrefillBudget:
         self._sequences = 0
         # Of steps with prefills: their prompt tokens, and the time of each of these beyond the decodes.
         self._prefills: deque[tuple[int, float]] = deque(maxlen=_KEPT_PREFILLS)
+        # Of the last steps with prefills: their prompt tokens, and their whole time.
+        self._whole_steps: deque[tuple[int, float]] = deque(maxlen=_KEPT_WHOLE_STEPS)
         # The times of steps with many prompt tokens.
         self._long_prefills: deque[float] = deque(maxlen=_KEPT_PREFILLS)
         self._since_decode_only = 0
@@ -48,6 +52,17 @@ class PrefillBudget:
         return (median(self._long_prefills) or None) if self._long_prefills else None
 
     @property
+    def prefill_token_seconds(self) -> float | None:
+        """Time that a prompt token takes at the moment, with all that is computed beside it; None before a prefill."""
+        tokens = sum(tokens for tokens, _ in self._whole_steps)
+        return sum(seconds for _, seconds in self._whole_steps) / tokens if tokens else None
+
+    @property
+    def decode_step_seconds(self) -> float | None:
+        """Time of the last steps that only decoded; None before it is measured."""
+        return median(self._decode_only) if self._decode_only else None
+
+    @property
     def has_target(self) -> bool:
         """Whether the bound is an inter-token latency, which holds for every sequence and prompt."""
         return self._target > 0
@@ -55,6 +70,7 @@ class PrefillBudget:
     def observe(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
         """A step has been answered: its decoding sequences, its other tokens, and its time on the device."""
         if prompt_tokens:
+            self._whole_steps.append((prompt_tokens, seconds))
             self._since_decode_only += 1
             each = max(0.0, seconds - self._decode_seconds(decodes)) / prompt_tokens
             self._prefills.append((prompt_tokens, each))

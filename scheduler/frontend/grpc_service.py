@@ -16,7 +16,7 @@ from protos.rpc.identity import PermissionDeniedError, current
 from scheduler.errors import DeadlineError, NotReadyError
 from scheduler.frontend.access_log import AccessLog
 from scheduler.frontend.model_info import ModelInfo
-from scheduler.frontend.output import Generation
+from scheduler.frontend.output import Generation, Stream
 from scheduler.frontend.requests import RequestTableSource
 from scheduler.frontend.tenancy import bind
 
@@ -69,7 +69,8 @@ class GenerationService(rpc.GenerationServiceServicer):
             tenant = bind(current(), request.cache)
             with requests.arriving(request.request_id, tenant):
                 samples = await requests.validator.validate(request)
-            with requests.submit(samples) as stream:
+            stream = Stream(samples, requests.model)
+            with requests.submit(stream):
                 record.stream = stream
                 output = await stream.next()
                 while not stream.finished:
@@ -121,14 +122,7 @@ class GenerationService(rpc.GenerationServiceServicer):
     async def GetLoads(  # noqa: N802
         self, _request: pb.GetLoadsRequest, _context: Context
     ) -> pb.GetLoadsResponse:
-        requests = self._source.requests
-        return pb.GetLoadsResponse(
-            running_requests=requests.num_running,
-            waiting_requests=requests.num_waiting,
-            max_waiting_requests=requests.max_waiting,
-            steps=requests.steps,
-            preemptions=requests.preemptions,
-        )
+        return self._source.requests.loads()
 
 
 class SchedulerAdminService(rpc.SchedulerAdminServiceServicer):

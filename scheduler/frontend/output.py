@@ -19,17 +19,29 @@ from scheduler.request import Request
 MESSAGE_SECONDS = 2.5e-4
 
 
+class _NoText:
+    """In the place of a detokenizer for output without text."""
+
+    def push(self, _token_ids: Seq[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
 class Generation:
     """One sample's output. Times are in seconds of the monotonic clock; None before the event."""
 
-    def __init__(self, request: Request, model: ModelInfo, ready: asyncio.Event) -> None:
-        """ready: set when there is output to take, or an error."""
+    def __init__(self, request: Request, model: ModelInfo | None, ready: asyncio.Event) -> None:
+        """model: turns tokens into text; None for output without text. ready: set when there is output, or an error."""
         self.request = request
         # Samples that share the prompt once this one has computed it.
         self.followers: Seq[Request] = ()
         # With stop strings every token has to become text at once.
         self.has_stop_strings = bool(request.stop)
         self.finished = False
+        # Whether it has had blocks: what of its prompt is cached is known then.
+        self.admitted = False
         # Unspecified also after an error.
         self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
         # What is counted while it runs. The first sample alone counts the prompt.
@@ -44,7 +56,7 @@ class Generation:
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at = request.arrived_at
-        self._detokenizer = Detokenizer(model.tokenizer, request.prompt_ids)
+        self._detokenizer = _NoText() if model is None else Detokenizer(model.tokenizer, request.prompt_ids)
         self._stop_strings = StopStrings(request.stop)
         # Tokens that are text or end the output, and the ids that are not yet: without stop strings, tokens become text
         # when they are sent.
@@ -163,8 +175,9 @@ class Generation:
 class Stream:
     """The outputs of all samples of one request, in the order in which they come."""
 
-    def __init__(self, samples: Seq[Request], model: ModelInfo) -> None:
-        self._ready = asyncio.Event()
+    def __init__(self, samples: Seq[Request], model: ModelInfo | None, ready: asyncio.Event | None = None) -> None:
+        """As of Generation; ready: shared with other streams, by one that takes the output of all of them."""
+        self._ready = ready or asyncio.Event()
         self.generations = [Generation(request, model, self._ready) for request in samples]
         self.generations[0].followers = samples[1:]
 

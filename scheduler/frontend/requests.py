@@ -1,14 +1,17 @@
 """All requests from their acceptance to their end: what the services talk to. On the asyncio loop."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
+from array import array
 from collections import Counter
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from typing import Protocol
 
+from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import ServiceError
-from scheduler.bridge import Admission, AdmissionQueue, Cancel, CommandQueue, TokenBatch, TokenMeta
+from scheduler.bridge import Admission, TokenBatch, TokenMeta
 from scheduler.errors import (
     DrainingError,
     ExecutorFailsError,
@@ -16,12 +19,14 @@ from scheduler.errors import (
     RequestExistsError,
     TenantBusyError,
 )
+from scheduler.frontend.engine import Engine
 from scheduler.frontend.output import Generation, Stream, StreamFlusher
 from scheduler.frontend.validation import RequestValidator
 from scheduler.metrics import RequestMetrics
-from scheduler.request import MAX_FAILURES, AdmissionAttempt, Request
+from scheduler.request import MAX_FAILURES, AdmissionAttempt
 
 RETRY_SECONDS = 1.0
+NO_TOKENS = array("I")
 
 
 class Health(Protocol):
@@ -32,13 +37,12 @@ class Health(Protocol):
 
 
 class RequestTable:
-    """Every live request. Step loop and cache client report to it."""
+    """Every live request. The engine reports to it."""
 
     def __init__(
         self,
         validator: RequestValidator,
-        queue: AdmissionQueue,
-        commands: CommandQueue,
+        engine: Engine,
         metrics: RequestMetrics,
         health: Health,
         *,
@@ -53,9 +57,8 @@ class RequestTable:
         self.preemptions = 0
         self.steps = 0
         self._max_tenant_requests = max_tenant_requests
-        self._queue = queue
+        self._engine = engine
         self._arriving = 0
-        self._commands = commands
         self._health = health
         # By arrival.
         self._live: dict[int, Generation] = {}
@@ -114,12 +117,41 @@ class RequestTable:
     @property
     def num_running(self) -> int:
         """Samples that hold blocks."""
-        return self._queue.num_running
+        return self._engine.loads.running
 
     @property
     def num_waiting(self) -> int:
         """Samples that wait for blocks, and requests that are not tokenized yet."""
-        return len(self._queue) + self._arriving
+        return self._engine.loads.waiting + self._arriving
+
+    def loads(self) -> pb.GetLoadsResponse:
+        """The load, for callers and routers."""
+        loads = self._engine.loads
+        # What waits has no blocks yet, and what of it is cached is not known but from a router.
+        waiting = sum(
+            max(0, len(generation.request.prompt_ids) - generation.request.expected_cached_tokens)
+            for generation in self._live.values()
+            if not generation.admitted
+        )
+        answer = pb.GetLoadsResponse(
+            running_requests=loads.running,
+            waiting_requests=loads.waiting + self._arriving,
+            max_waiting_requests=self.max_waiting,
+            steps=self.steps,
+            preemptions=self.preemptions,
+            max_running_requests=loads.max_running,
+            queued_prompt_tokens=loads.steps.prefill_tokens + waiting,
+        )
+        durations = (
+            (answer.prompt_token_time, loads.steps.prompt_token),
+            (answer.step_time, loads.steps.step),
+            (answer.host_block_time, loads.steps.host_block),
+            (answer.disk_block_time, loads.steps.disk_block),
+        )
+        for duration, seconds in durations:
+            if seconds is not None:
+                duration.FromNanoseconds(int(seconds * 1e9))
+        return answer
 
     @contextlib.contextmanager
     def arriving(self, request_id: str, tenant: str = "") -> Iterator[None]:
@@ -160,27 +192,29 @@ class RequestTable:
             )
 
     @contextlib.contextmanager
-    def submit(self, samples: Seq[Request]) -> Iterator[Stream]:
-        """Queues a request that was counted as arriving. Leaving the context frees all that it held."""
+    def submit(self, stream: Stream, output: array[int] = NO_TOKENS) -> Iterator[None]:
+        """Starts a request that was counted as arriving. Leaving the context frees all that it held.
+
+        output: ids that the first sample has generated elsewhere, behind which it goes on.
+        """
+        samples = [generation.request for generation in stream.generations]
         first = samples[0]
         name = (first.cache.tenant_id or "", first.request_id)
         self._check_id(*name)
-        stream = Stream(samples, self.model)
         self._live.update((generation.request.arrival, generation) for generation in stream.generations)
         self._request_ids.add(name)
         self._idle.clear()
-        self._queue.push(AdmissionAttempt(first, first.prompt_ids))
+        self._engine.start(AdmissionAttempt(first, first.prompt_ids + output))
         try:
             with self._counted(name[0]):
-                yield stream
+                yield
         finally:
             self._request_ids.remove(name)
             for request in samples:
                 generation = self._live.pop(request.arrival)
                 if generation.first_token_at is not None:
                     self._flusher.remove(generation)
-                if not self._queue.remove(request.arrival):
-                    self._commands.put(Cancel(request.arrival))
+                self._engine.cancel(request.arrival)
             if not self._live:
                 self._idle.set()
 
@@ -194,7 +228,7 @@ class RequestTable:
             self.set_answering("executor", batch.executor_answers)
         for attempt in batch.retried:
             if (generation := self._live.get(attempt.request.arrival)) and not generation.finished:
-                self._queue.push(attempt)
+                self._engine.start(attempt)
         for arrival in batch.given_up:
             if generation := self._live.get(arrival):
                 generation.fail(ExecutorFailsError(f"the executor failed {MAX_FAILURES} times over this request"))
@@ -263,6 +297,7 @@ class RequestTable:
 
     def admitted(self, attempt: AdmissionAttempt, admission: Admission) -> None:
         generation = self._live[attempt.request.arrival]
+        generation.admitted = True
         if admission.eviction_policy is not None:
             generation.policy = admission.eviction_policy
         if generation.started_at is None and not attempt.request.sample_index:
@@ -294,15 +329,15 @@ class RequestTable:
             # A request that waits has no tokens to send.
             self._flusher.add(generation)
         if generation.finished and not (meta and meta.finished):
-            # The step loop does not know of stop strings.
-            self._commands.put(Cancel(generation.request.arrival))
+            # The engine does not know of stop strings.
+            self._engine.cancel(generation.request.arrival)
         if first or generation.finished:
             generation.notify()
         # With its first token the prompt is computed and can be forked. A sequence that evicts has private blocks, and
         # scores that no other sequence can know.
         parent = meta.sequence if meta and not generation.policy else 0
         for request in generation.followers:
-            self._queue.push(AdmissionAttempt(request, request.prompt_ids, parent=parent))
+            self._engine.start(AdmissionAttempt(request, request.prompt_ids, parent=parent))
         generation.followers = ()
 
 

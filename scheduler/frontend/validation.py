@@ -103,6 +103,13 @@ class RequestValidator:
         )
         return [first, *(self._sample(first, index) for index in range(1, samples))]
 
+    def output_of(self, request: Request, token_ids: Sequence[int]) -> array[int]:
+        """Output that a request has from elsewhere, behind which it goes on."""
+        if len(token_ids) >= request.max_tokens:
+            raise InvalidField("output_token_ids", f"must be fewer than max_tokens, which is {request.max_tokens}")
+        self._check_ids("output_token_ids", token_ids)
+        return array("I", token_ids)
+
     def _sample(self, first: Request, index: int) -> Request:
         sampling = execution_pb2.SamplingParams()
         sampling.CopyFrom(first.sampling)

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Self
@@ -93,7 +94,8 @@ class Stage:
             executor_disk_cache_dir=folder / "blocks",
         )
         self._changing = {name: asyncio.Lock() for name in PROCESSES}
-        self._paused: dict[str, int] = {}
+        # By process number: how many pauses last. One may begin while another lasts.
+        self._paused: Counter[int] = Counter()
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -119,7 +121,7 @@ class Stage:
     async def _stop(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
-        for pid in self._paused.values():
+        for pid in self._paused:
             os.kill(pid, signal.SIGCONT)
         await asyncio.to_thread(self.stack.stop)
         for proxy in self.proxies:
@@ -145,6 +147,9 @@ class Stage:
         os.kill(self.pid(name), number)
         deadline = absence.begin + STOP_SECONDS
         while not self._ended(name):
+            if self._paused[self.pid(name)]:
+                # It hears of the signal once it goes on.
+                deadline = time.monotonic() + STOP_SECONDS
             if time.monotonic() > deadline:
                 self.failures.append(f"{name} did not end within {STOP_SECONDS:.0f} s of {signal.Signals(number).name}")
                 os.kill(self.pid(name), signal.SIGKILL)
@@ -175,13 +180,15 @@ class Stage:
         async with self._changing[name]:
             pid = self.pid(name)
             os.kill(pid, signal.SIGSTOP)
-        self._paused[name] = pid
+        self._paused[pid] += 1
         try:
             await asyncio.sleep(seconds)
         finally:
-            del self._paused[name]
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+            self._paused[pid] -= 1
+            if not self._paused[pid]:
+                del self._paused[pid]
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
     async def until_serving(self, name: str) -> None:
         """Raises TimeoutError."""

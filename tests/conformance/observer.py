@@ -11,6 +11,7 @@ from tests.conformance.backends import Backend, Refused
 from tests.conformance.player import EXECUTOR, Player
 
 LEASES = (pb.EVENT_KIND_LEASE_GRANTED, pb.EVENT_KIND_LEASE_EXPIRED, pb.EVENT_KIND_LEASE_BROKEN)
+EXECUTORS = (pb.EVENT_KIND_EXECUTOR_REGISTERED, pb.EVENT_KIND_EXECUTOR_LOST)
 TIERS = {"device": pb.TIER_DEVICE, "host": pb.TIER_HOST, "disk": pb.TIER_DISK}
 
 
@@ -106,8 +107,8 @@ class Observer:
         return found
 
     def _events(self, expected: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """All new ones but those about leases."""
-        found = [event for event in self.read_events() if event.kind not in LEASES]
+        """All new ones but those about leases and executors."""
+        found = [event for event in self.read_events() if event.kind not in LEASES + EXECUTORS]
         told = [f"{pb.EventKind.Name(event.kind)} {event.block.pool_id} depth {event.block.depth}" for event in found]
         assert len(found) == len(expected), f"events: {told}"
         return [self._event_facts(event, wanted) for event, wanted in zip(found, expected, strict=True)]

@@ -14,7 +14,10 @@ FOLDERS = ("cachemgr", "executor", "kernels", "kvctl", "ops", "protos", "schedul
 # Programs of the tests that people run by hand.
 BY_HAND = ("tests.support.peer_fields",)
 # Processes with settings: the page that lists them.
-SETTINGS = ("ops/run_stack.py", "cachemgr", "executor", "executor.prepare", "scheduler", "protos.rpc.probe")
+SETTINGS = (
+    *("ops/run_stack.py", "cachemgr", "executor", "executor.prepare", "scheduler", "scheduler.router"),
+    "protos.rpc.probe",
+)
 # What these ask for before they look at the rest.
 NEEDED = {
     "ops/certs.py": ["/proc/none"],

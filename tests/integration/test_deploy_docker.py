@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.stack import MODULES, ROOT
-from tests.support.deployed import CLASSES, COMPOSE, Secrets, composed, shortest_stop, tool, understood
+from tests.support.deployed import COMPOSE, ONE_ENGINE, Secrets, composed, shortest_stop, tool, understood
 from tests.support.names import unknown_settings
 
 FOLDER = ROOT / "ops/deploy"
@@ -32,7 +32,7 @@ def test_every_setting_is_one() -> None:
 
 def test_every_image_can_send_traces() -> None:
     installed = [set(extras.split(",")) for extras in re.findall(r'"/src\[(.*)\]"', DOCKERFILE.read_text())]
-    assert {process for extras in installed for process in extras & set(CLASSES)} == set(MODULES)
+    assert {process for extras in installed for process in extras & set(ONE_ENGINE)} == set(MODULES)
     assert all("tracing" in extras for extras in installed)
 
 
@@ -48,7 +48,7 @@ def test_the_build_context_has_all_sources_of_images() -> None:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_compose_files_set_only_known_settings(overlay: str, tmp_path: Path) -> None:
     services = composed(overlay)["services"]
-    for process in CLASSES:
+    for process in ONE_ENGINE:
         service = services[process]
         Secrets(tmp_path / process, {one["target"].split("-")[-1]: one["target"] for one in service.get("secrets", ())})
         environment = {
@@ -81,7 +81,7 @@ def test_every_setting_may_stand_in_the_file_beside_compose(overlay: str, tmp_pa
     (folder / ".env").write_text("".join(f"{name}={value}\n" for name, value in given.items()))
     services = composed(overlay, folder)["services"]
     address = given.pop("KVKEEP_SCHEDULER_ADDRESS")
-    for process in CLASSES:
+    for process in ONE_ENGINE:
         assert given.items() <= services[process]["environment"].items()
     assert services["scheduler"]["environment"]["KVKEEP_SCHEDULER_ADDRESS"] != address
     assert not given.keys() & services["redis"].get("environment", {}).keys()

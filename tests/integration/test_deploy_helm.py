@@ -1,54 +1,115 @@
 """The chart: Helm's own library takes it, Kubernetes' schemas what it renders, and processes what they are told."""
 
+import asyncio
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+import certs
+import grpc
 import helm_python as helm
 import kubernetes_validate
 import pytest
 import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from protos.rpc.security import Security
+from protos.rpc.settings import ProcessSettings, load
 from tests.stack import ROOT
-from tests.support.deployed import CHART, Manifest, Secrets, pods, render, shortest_stop, understood
+from tests.support.deployed import (
+    CHART,
+    CLASSES,
+    STOP_MARGIN_SECONDS,
+    Manifest,
+    Secrets,
+    addressed,
+    containers,
+    pods,
+    processes,
+    render,
+    shortest_stop,
+    understood,
+    variables,
+    workloads,
+)
 from tests.support.names import unknown_settings
+from tests.unit.rpc.conftest import serving
 
 # The oldest that the chart says, and a late one.
-KUBERNETES = ("1.27", "1.37")
-# Whose token each pod shows; kvctl is in the cache manager's.
-TOKENS = {"cachemgr": "operator", "executor": "executor", "scheduler": "scheduler"}
+KUBERNETES = ("1.29", "1.37")
+# Whose token each process shows; kvctl is in the cache manager's pod.
+TOKENS = {"cachemgr": "operator", "executor": "executor", "scheduler": "scheduler", "router": "router"}
+# What the chart tells routers beside settings that all processes share.
+ROUTER = {f"KVKEEP_ROUTER_{name}" for name in ("ENGINES", "ADDRESS", "HTTP_ADDRESS", "METRICS_ADDRESS")}
+PLAIN: dict[str, Any] = {"tls": {"enabled": False}, "tokens": {"enabled": False}, "insecure": True}
+CALLERS_CERTIFICATES = {"settings": {"KVKEEP_TLS_CLIENT_CA_FILE": "/run/secrets/tls/ca.crt"}}
+ROUTERS: dict[str, Any] = {"shards": [2, 1], "router": {"enabled": True}}
+TRACED: dict[str, Any] = {
+    "extraEnv": [
+        {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://collector:4317"},
+        {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}},
+    ],
+    "envFrom": [{"secretRef": {"name": "more"}}],
+}
+DIGEST = "sha256:" + "0123456789abcdef" * 4
 VALUES: dict[str, dict[str, Any]] = {
     "as it is": {},
-    "without TLS": {"tls": {"enabled": False}, "tokens": {"enabled": False}, "insecure": True},
+    "without TLS": PLAIN,
     "without tokens": {"tokens": {"enabled": False}, "insecure": True},
-    "callers with certificates": {
-        "tokens": {"enabled": False},
-        "scheduler": {"settings": {"KVKEEP_TLS_CLIENT_CA_FILE": "/run/secrets/tls/ca.crt"}},
-    },
-    "GPUs": {"executor": {"replicas": 3, "gpus": 2, "diskCacheSize": "100Gi", "storage": {"size": "200Gi"}}},
+    "callers with certificates": {"tokens": {"enabled": False}, "scheduler": CALLERS_CERTIFICATES},
+    "GPUs": {"shards": [3], "executor": {"gpus": 2, "diskCacheSize": "100Gi", "storage": {"size": "200Gi"}}},
+    "shards": {"shards": [3, 1, 2]},
+    "routers": ROUTERS,
+    "routers without TLS": ROUTERS | PLAIN,
+    "routers, callers with certificates": ROUTERS
+    | {"tokens": {"enabled": False}, "scheduler": CALLERS_CERTIFICATES}
+    | {"router": {"enabled": True} | CALLERS_CERTIFICATES},
+    "gateway": {"inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}}},
+    "gateway past routers": ROUTERS | {"inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}}},
     "Redis elsewhere": {"redis": {"bundled": False, "url": "rediss://elsewhere:6379/1"}},
     "Redis with a password": {"redis": {"bundled": False, "urlSecret": "redis"}},
     "Redis with a password of ours": {"redis": {"passwordSecret": "ours"}},
     "Redis in the clear": {"redis": {"bundled": False, "url": "redis://elsewhere"}, "insecure": True},
-    "console": {"cachemgr": {"console": True}, "networkPolicy": {"operators": [{"podSelector": {}}]}},
-    "slow to stop": {"cachemgr": {"drainSeconds": 100}, "scheduler": {"drainSeconds": 200}},
-    "traced": {
-        process: {
-            "extraEnv": [
-                {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://collector:4317"},
-                {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}},
-            ],
-            "envFrom": [{"secretRef": {"name": "more"}}],
-        }
-        for process in TOKENS
+    "Redis elsewhere, for shards": {
+        "shards": [1, 1],
+        "redis": {
+            "bundled": False,
+            "url": "rediss://:$(REDIS_PASSWORD)@elsewhere:6379/$(SHARD)",
+            "passwordSecret": "ours",
+        },
     },
-    "watched": {"monitoring": {"serviceMonitor": True, "prometheusRule": True, "dashboards": True}},
+    "console": {"cachemgr": {"console": True}, "networkPolicy": {"operators": [{"podSelector": {}}]}},
+    "slow to stop": ROUTERS
+    | {"cachemgr": {"drainSeconds": 100}, "scheduler": {"drainSeconds": 200}}
+    | {"router": {"enabled": True, "drainSeconds": 300}},
+    "traced": dict.fromkeys(("cachemgr", "executor", "scheduler"), TRACED) | {"router": {"enabled": True} | TRACED},
+    "watched": ROUTERS | {"monitoring": {"podMonitor": True, "prometheusRule": True, "dashboards": True}},
+    "images": {
+        "image": {
+            "registry": "registry.example:5000/team",
+            "tag": "1.2",
+            "pullSecrets": [{"name": "regcred"}],
+            "executor": {"repository": "kvkeep-executor", "tag": "1.2-cuda", "digest": DIGEST},
+            "redis": {"registry": "mirror.example", "repository": "valkey/valkey", "tag": "9"},
+        }
+    },
 }
 
 
 def named(manifests: list[Manifest], kind: str, name: str) -> Manifest:
-    (found,) = (one for one in manifests if one["kind"] == kind and one["metadata"]["name"] == f"demo-kvkeep-{name}")
+    whole = f"demo-kvkeep-{name}".removesuffix("-")
+    (found,) = (one for one in manifests if one["kind"] == kind and one["metadata"]["name"] == whole)
     return found
+
+
+def kinds(manifests: list[Manifest], kind: str) -> set[str]:
+    return {
+        one["metadata"]["name"].removeprefix("demo-kvkeep").removeprefix("-")
+        for one in manifests
+        if one["kind"] == kind
+    }
 
 
 def test_helm_finds_nothing_to_complain_of() -> None:
@@ -62,72 +123,309 @@ def test_helm_finds_nothing_to_complain_of() -> None:
 def test_rendered_manifests_match_the_schema_of_kubernetes(version: str) -> None:
     # Most are the same in all cases, and looking at one takes long.
     manifests = {json.dumps(manifest): manifest for values in VALUES.values() for manifest in render(values)}
-    assert len(manifests) > 20
+    assert len(manifests) > 40
     for manifest in manifests.values():
-        # Those of Prometheus' operator are in no schema of Kubernetes.
-        if not manifest["apiVersion"].startswith("monitoring."):
+        # Those of Prometheus' operator and of the inference extension are in no schema of Kubernetes.
+        if not manifest["apiVersion"].startswith(("monitoring.", "inference.")):
             kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def settings_of(process: str, environment: dict[str, str]) -> ProcessSettings:
+    if process in CLASSES:
+        return understood(process, environment)
+    assert process == "router"
+    assert set(environment) >= ROUTER
+    return load(ProcessSettings, {name: value for name, value in environment.items() if name not in ROUTER})
 
 
 @pytest.mark.parametrize("case", VALUES)
 def test_pods_set_only_known_settings(case: str, tmp_path: Path) -> None:
-    seen = []
-    for process, pod in pods(render(VALUES[case])):
+    values = VALUES[case]
+    seen = set()
+    for number, (_, pod) in enumerate(pods(render(values))):
         assert pod["securityContext"]["runAsNonRoot"] is True
-        container, *_ = pod["containers"]
-        assert container["securityContext"]["readOnlyRootFilesystem"] is True
-        if process == "redis":
-            continue
-        seen.append(process)
-        folder = tmp_path / str(len(seen))
-        files = {"tls/ca.crt": "ca", "tls/tls.crt": "certificate", "tls/tls.key": "key", "tokens/tokens": "tokens"}
-        Secrets(folder, {what: name for name, what in files.items()} | {"token": f"tokens/{TOKENS[process]}.token"})
-        environment = {
-            variable["name"]: variable.get("value", "rediss://:secret@elsewhere").replace("/run/secrets", str(folder))
-            for variable in container["env"]
-        }
-        settings = understood(process, environment)
-        assert settings.security.serves_tls is (case != "without TLS")
-        assert settings.security.asks_callers or settings.insecure
-        assert pod.get("terminationGracePeriodSeconds", 30) >= shortest_stop(settings)
-        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        mounted, stops = set[str](), [0.0]
+        for container in containers(pod):
+            process = container["name"]
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            mounted |= {mount["name"] for mount in container["volumeMounts"]}
+            if process == "redis":
+                continue
+            seen.add(process)
+            folder = tmp_path / str(number) / process
+            files = {"tls/ca.crt": "ca", "tls/tls.crt": "certificate", "tls/tls.key": "key", "tokens/tokens": "tokens"}
+            role = TOKENS["cachemgr" if process == "console" else process]
+            Secrets(folder, {what: name for name, what in files.items()} | {"token": f"tokens/{role}.token"})
+            told = variables(container)
+            if told.get("KVKEEP_REDIS_URL") == "secret":
+                told["KVKEEP_REDIS_URL"] = "rediss://:secret@elsewhere"
+            environment = {
+                name: value.replace("/run/secrets", str(folder))
+                for name, value in told.items()
+                if name.startswith("KVKEEP_")
+            }
+            settings = settings_of(process, environment)
+            assert settings.security.serves_tls is not ("without TLS" in case)
+            assert settings.security.asks_callers or settings.insecure
+            leave = container.get("lifecycle", {"preStop": {"exec": {"command": ["sleep", "0"]}}})
+            drain = values.get("router", {}).get("drainSeconds", 30.0) + STOP_MARGIN_SECONDS
+            stop = drain if process == "router" else shortest_stop(settings)
+            stops.append(int(leave["preStop"]["exec"]["command"][1]) + stop)
+        # A sidecar ends behind the others.
+        assert pod.get("terminationGracePeriodSeconds", 30) >= (sum if "initContainers" in pod else max)(stops)
         assert {volume["name"] for volume in pod["volumes"]} <= mounted
-    assert set(seen) == set(TOKENS)
+    assert seen >= set(TOKENS) - {"router"}
+    assert ("router" in seen) is values.get("router", {}).get("enabled", False)
 
 
 def test_processes_get_variables_that_are_no_settings() -> None:
-    given = VALUES["traced"]
-    found = {part: pod["containers"][0] for part, pod in pods(render(given)) if part != "redis"}
-    assert set(found) == set(TOKENS)
-    for process, container in found.items():
-        assert container["env"][-2:] == given[process]["extraEnv"]
-        assert container["envFrom"] == given[process]["envFrom"]
+    found = processes(render(VALUES["traced"]))
+    assert set(found) == {*TOKENS, "redis"}
+    for process in TOKENS:
+        assert found[process]["env"][-2:] == TRACED["extraEnv"]
+        assert found[process]["envFrom"] == TRACED["envFrom"]
 
 
-def test_each_executor_has_a_scheduler_of_its_own() -> None:
-    manifests = render(VALUES["GPUs"])
-    assert named(manifests, "StatefulSet", "executor")["spec"]["replicas"] == 3
-    addresses = set()
-    for process, pod in pods(manifests):
-        if process == "scheduler":
-            environment = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
-            addresses.add(environment["KVKEEP_EXECUTOR_ADDRESS"])
-    assert addresses == {f"demo-kvkeep-executor-{n}.demo-kvkeep-executor:50053" for n in range(3)}
+def test_a_process_sees_no_token_of_another() -> None:
+    for part, pod in pods(render(VALUES["routers"])):
+        keys = {
+            volume["name"]: {item["key"] for item in volume["secret"]["items"]}
+            for volume in pod["volumes"]
+            if "items" in volume.get("secret", ())
+        }
+        for container in containers(pod):
+            shown = set().union(*(keys.get(mount["name"], set()) for mount in container["volumeMounts"]))
+            wanted = set() if part == "redis" else {"tokens", f"{TOKENS[container['name']]}.token"}
+            assert shown == wanted
 
 
-def test_operators_reach_each_scheduler_by_a_name_of_its_own() -> None:
-    manifests = render(VALUES["GPUs"])
-    for number in range(3):
-        wanted = named(manifests, "Service", f"scheduler-{number}")["spec"]["selector"]
-        labels = named(manifests, "Deployment", f"scheduler-{number}")["spec"]["template"]["metadata"]["labels"]
-        assert wanted.items() <= labels.items()
-        assert wanted["kvkeep/executor"] == str(number)
+def test_a_new_version_of_the_chart_starts_no_pod_anew(tmp_path: Path) -> None:
+    newer = shutil.copytree(CHART, tmp_path / "kvkeep")
+    description = yaml.safe_load((newer / "Chart.yaml").read_text())
+    (newer / "Chart.yaml").write_text(yaml.safe_dump(description | {"version": "9.9.9", "appVersion": "9.9.9"}))
+    values = VALUES["watched"] | {"image": {"tag": "1.2"}}
+    before, after = (workloads(render(values, chart)) for chart in (CHART, newer))
+    assert len(before) == 5
+    assert [one["spec"] for one in after] == [one["spec"] for one in before]
+    # Objects themselves say whose they are.
+    assert {one["metadata"]["labels"]["helm.sh/chart"] for one in after} == {"kvkeep-9.9.9"}
 
 
-def test_network_policies_admit_only_callers_of_a_process() -> None:
-    manifests = render({"networkPolicy": {"callers": [{"podSelector": {}}], "operators": [], "monitoring": []}})
+def test_selectors_find_the_pods_that_they_mean() -> None:
+    manifests = render(VALUES["routers"])
+    labels = {
+        one["metadata"]["name"].removeprefix("demo-kvkeep-"): one["spec"]["template"]["metadata"]["labels"]
+        for one in workloads(manifests)
+    }
+    found = {}
+    for one in manifests:
+        if one["kind"] in ("Service", "PodDisruptionBudget", "StatefulSet", "Deployment"):
+            wanted = one["spec"]["selector"].get("matchLabels", one["spec"]["selector"])
+            found[one["kind"], one["metadata"]["name"].removeprefix("demo-kvkeep").removeprefix("-")] = {
+                name for name, has in labels.items() if wanted.items() <= has.items()
+            }
+    engines = {"engine-0", "engine-1"}
+    assert found == {
+        ("Service", ""): {"router"},
+        ("Service", "cachemgr"): {"cachemgr"},
+        ("Service", "engine"): engines,
+        ("Service", "redis"): {"redis"},
+        ("PodDisruptionBudget", "cachemgr"): {"cachemgr"},
+        ("PodDisruptionBudget", "engine"): engines,
+        ("PodDisruptionBudget", "router"): {"router"},
+        ("StatefulSet", "cachemgr"): {"cachemgr"},
+        ("StatefulSet", "engine-0"): {"engine-0"},
+        ("StatefulSet", "engine-1"): {"engine-1"},
+        ("StatefulSet", "redis"): {"redis"},
+        ("Deployment", "router"): {"router"},
+    }
+
+
+def test_images_are_named_by_registry_tag_and_digest() -> None:
+    def images(image: dict[str, Any]) -> dict[str, str]:
+        found = processes(render({"image": image, "router": {"enabled": True}}))
+        return {process: container["image"] for process, container in found.items()}
+
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    assert images({}) == {
+        "cachemgr": f"kvkeep-cachemgr:{version}",
+        "executor": f"kvkeep-executor:{version}",
+        "scheduler": f"kvkeep-scheduler:{version}",
+        "router": f"kvkeep-scheduler:{version}",
+        "redis": "valkey/valkey:8.1.3-alpine",
+    }
+    assert images(VALUES["images"]["image"]) == {
+        "cachemgr": "registry.example:5000/team/kvkeep-cachemgr:1.2",
+        "executor": f"registry.example:5000/team/kvkeep-executor@{DIGEST}",
+        "scheduler": "registry.example:5000/team/kvkeep-scheduler:1.2",
+        "router": "registry.example:5000/team/kvkeep-scheduler:1.2",
+        "redis": "mirror.example/valkey/valkey:9",
+    }
+
+
+def test_every_pod_pulls_with_the_secrets_that_are_named() -> None:
+    manifests = render(VALUES["images"])
+    started = [pod for _, pod in pods(manifests)] + [one["spec"] for one in manifests if one["kind"] == "Pod"]
+    assert len(started) == 4
+    assert all(pod["imagePullSecrets"] == [{"name": "regcred"}] for pod in started)
+
+
+@pytest.mark.parametrize("case", ["routers", "routers without TLS"])
+def test_probes_start_no_process(case: str) -> None:
+    scheme = "HTTP" if case == "routers without TLS" else "HTTPS"
+    for process, container in processes(render(VALUES[case])).items():
+        if process == "redis":
+            continue
+        told = variables(container)
+        own = f"KVKEEP_{process.upper()}"
+        metrics = int(told[f"{own}_METRICS_ADDRESS"].rpartition(":")[2])
+        grpc_address = told.get(f"{own}_CACHEMGR_ADDRESS") or told[f"{own}_ADDRESS"]
+        live = {"path": "/live", "port": metrics, "scheme": scheme}
+        assert container["startupProbe"]["httpGet"] == live
+        assert container["livenessProbe"]["httpGet"] == live
+        ready = {key: value for key, value in container["readinessProbe"].items() if not key.endswith("Seconds")}
+        if scheme == "HTTP":
+            assert ready == {"grpc": {"port": int(grpc_address.rpartition(":")[2])}}
+        else:
+            assert ready == {"httpGet": {"path": "/health", "port": metrics, "scheme": scheme}}
+
+
+@pytest.mark.parametrize("shards", [[1], [4], [3, 1, 2]])
+def test_an_engine_belongs_to_the_cache_manager_of_its_shard(shards: list[int]) -> None:
+    manifests = render({"shards": shards})
+    assert named(manifests, "StatefulSet", "cachemgr")["spec"]["replicas"] == len(shards)
+    assert kinds(manifests, "StatefulSet") == {"cachemgr", "redis", *(f"engine-{n}" for n in range(len(shards)))}
+    known = addressed(manifests)
+    for shard, engines in enumerate(shards):
+        owner = f"demo-kvkeep-cachemgr-{shard}.demo-kvkeep-cachemgr.models.svc"
+        assert owner in known
+        for number in range(engines):
+            pod = known[f"demo-kvkeep-engine-{shard}-{number}.demo-kvkeep-engine.models.svc"]
+            assert pod["metadata"]["labels"]["kvkeep/shard"] == str(shard)
+            for container in containers(pod["spec"]):
+                assert variables(container)["KVKEEP_CACHEMGR_ADDRESS"] == f"{owner}:50052"
+
+
+def test_an_engines_processes_meet_in_its_pod_under_its_name() -> None:
+    (executor, scheduler) = containers(dict(pods(render({})))["engine"])
+    name = "demo-kvkeep-engine-0-0"
+    told = variables(executor, name)
+    assert told["KVKEEP_EXECUTOR_EXECUTOR_ID"] == name
+    assert told["KVKEEP_EXECUTOR_ADDRESS"] == "0.0.0.0:50053"
+    told = variables(scheduler, name)
+    assert told["KVKEEP_SCHEDULER_SCHEDULER_ID"] == name
+    assert told["KVKEEP_EXECUTOR_ADDRESS"] == "localhost:50053"
+    # It starts before the scheduler and ends behind it, as a container that is none of these does not.
+    assert executor["restartPolicy"] == "Always"
+    assert "restartPolicy" not in scheduler
+
+
+def test_more_engines_and_shards_start_none_anew() -> None:
+    before = {one["metadata"]["name"]: one["spec"] for one in workloads(render({"shards": [1, 1]}))}
+    after = {one["metadata"]["name"]: one["spec"] for one in workloads(render({"shards": [2, 1, 1]}))}
+    assert set(after) - set(before) == {"demo-kvkeep-engine-2"}
+    assert {name for name in before if before[name]["replicas"] != after[name]["replicas"]} == {
+        "demo-kvkeep-engine-0",
+        "demo-kvkeep-cachemgr",
+    }
+    for name, spec in before.items():
+        assert spec | {"replicas": 0} == after[name] | {"replicas": 0}
+
+
+def test_operators_find_the_first_engine_of_their_shard() -> None:
+    manifests = render(VALUES["shards"])
+    known, cachemgr = addressed(manifests), processes(manifests)["cachemgr"]
+    for shard in range(3):
+        told = variables(cachemgr, f"demo-kvkeep-cachemgr-{shard}")
+        for process in ("SCHEDULER", "EXECUTOR"):
+            name = told[f"KVKEEP_{process}_ADDRESS"].rpartition(":")[0]
+            assert name == f"demo-kvkeep-engine-{shard}-0.demo-kvkeep-engine.models.svc"
+            assert name in known
+
+
+def test_each_shard_has_a_database_of_its_own() -> None:
+    for values in ({"shards": [1, 1]}, VALUES["Redis elsewhere, for shards"]):
+        cachemgr = processes(render(values))["cachemgr"]
+        urls = [variables(cachemgr, f"demo-kvkeep-cachemgr-{shard}")["KVKEEP_REDIS_URL"] for shard in (0, 1)]
+        assert [re.findall(r":secret@[\w-]+:6379/(\d+)(?:\?|$)", url) for url in urls] == [["0"], ["1"]]
+    command = processes(render({"shards": [1] * 20}))["redis"]["args"]
+    assert command[command.index("--databases") + 1] == "20"
+
+
+def test_routers_find_all_engines_by_one_name() -> None:
+    manifests = render(VALUES["routers"])
+    told = variables(processes(manifests)["router"])
+    assert told["KVKEEP_ROUTER_ENGINES"] == "dns:///demo-kvkeep-engine.models.svc:50051"
+    # Such a name has the addresses of all its pods, of those that are not ready, too.
+    service = named(manifests, "Service", "engine")["spec"]
+    assert service["clusterIP"] == "None"
+    assert service["publishNotReadyAddresses"] is True
+    scheduler = variables(processes(manifests)["scheduler"])
+    assert scheduler["KVKEEP_SCHEDULER_ADDRESS"] == "0.0.0.0:50051"
+    assert processes(manifests)["router"]["command"] == ["python", "-m", "scheduler.router"]
+
+
+def test_an_autoscaler_chooses_how_many_routers_there_are() -> None:
+    chosen = {"enabled": True, "minReplicas": 3, "maxReplicas": 5, "targetCPUPercent": 60}
+    manifests = render({"router": chosen})
+    deployment = named(manifests, "Deployment", "router")
+    assert "replicas" not in deployment["spec"]
+    # It goes by the share of what is requested.
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["requests"]["cpu"]
+    scaler = named(manifests, "HorizontalPodAutoscaler", "router")
+    assert scaler["apiVersion"] == "autoscaling/v2"
+    assert scaler["spec"]["scaleTargetRef"] == {
+        "apiVersion": deployment["apiVersion"],
+        "kind": "Deployment",
+        "name": deployment["metadata"]["name"],
+    }
+    assert (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]) == (3, 5)
+    (metric,) = scaler["spec"]["metrics"]
+    assert metric["resource"] == {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 60}}
+
+
+def test_without_routers_there_is_nothing_of_them() -> None:
+    manifests = render({"monitoring": VALUES["watched"]["monitoring"]})
+    assert "router" not in json.dumps([one for one in manifests if one["kind"] not in ("ConfigMap", "PrometheusRule")])
+
+
+def test_callers_find_the_api_under_one_name_with_and_without_routers() -> None:
+    for case, part in (("as it is", "engine"), ("routers", "router")):
+        service = named(render(VALUES[case]), "Service", "")["spec"]
+        assert service["selector"]["app.kubernetes.io/component"] == part
+        assert {port["port"] for port in service["ports"]} == {8000, 50051}
+    assert named(render({"service": {"type": "NodePort"}}), "Service", "")["spec"]["type"] == "NodePort"
+
+
+@pytest.mark.parametrize("case", ["as it is", "routers"])
+def test_pods_of_a_part_are_spread_and_go_one_at_a_time(case: str) -> None:
+    manifests = render(VALUES[case])
+    for one in workloads(manifests):
+        template = one["spec"]["template"]
+        part = template["metadata"]["labels"]["app.kubernetes.io/component"]
+        if part == "redis":
+            continue
+        for constraint in template["spec"]["topologySpreadConstraints"]:
+            assert constraint["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+            # A pod that cannot be spread is better than none.
+            assert constraint["whenUnsatisfiable"] == "ScheduleAnyway"
+        assert named(manifests, "PodDisruptionBudget", part)["spec"]["maxUnavailable"] == 1
+    assert kinds(render({"podDisruptionBudget": False}), "PodDisruptionBudget") == set()
+
+
+@pytest.mark.parametrize("case", ["as it is", "routers", "gateway past routers"])
+def test_network_policies_admit_only_callers_of_a_process(case: str) -> None:
+    policy = {"networkPolicy": {"callers": [{"podSelector": {}}], "operators": [], "monitoring": []}}
+    manifests = render(VALUES[case] | policy)
     open_to: dict[str, dict[int, set[str]]] = {}
-    for part in (*TOKENS, "redis"):
+    for part in kinds(manifests, "NetworkPolicy"):
         doors = open_to[part] = {}
         for rule in named(manifests, "NetworkPolicy", part)["spec"]["ingress"]:
             assert rule["from"]
@@ -135,33 +433,55 @@ def test_network_policies_admit_only_callers_of_a_process() -> None:
                 labels = [peer["podSelector"].get("matchLabels", {}) for peer in rule["from"]]
                 who = {label.get("app.kubernetes.io/component", "callers") for label in labels}
                 doors[port["port"]] = doors.get(port["port"], set()) | who
-    assert open_to == {
-        "scheduler": {8000: {"callers"}, 50051: {"callers", "cachemgr"}},
-        "cachemgr": {50052: {"scheduler", "executor"}},
-        "executor": {50053: {"scheduler", "cachemgr"}},
+    api = {"callers", "test"}
+    wanted: dict[str, dict[int, set[str]]] = {
+        "cachemgr": {50052: {"engine"}},
+        "engine": {8000: api, 50051: api | {"cachemgr"}, 50053: {"cachemgr"}},
         "redis": {6379: {"cachemgr"}},
     }
+    if case != "as it is":
+        wanted["router"] = {8000: api, 50051: api}
+        wanted["cachemgr"][50062] = {"router"}
+        wanted["engine"] = {50051: {"router", "cachemgr"}, 50053: {"cachemgr"}}
+    if case == "gateway past routers":
+        wanted["engine"] = {8000: api, 50051: api | {"router", "cachemgr"}, 50053: {"cachemgr"}}
+    assert open_to == wanted
 
 
 @pytest.mark.parametrize("console", [False, True], ids=["off", "on"])
-def test_console_is_for_operators_where_it_is_wanted(console: bool, tmp_path: Path) -> None:
+def test_console_is_for_operators_where_it_is_wanted(console: bool) -> None:
     manifests = render(VALUES["console"] | {"cachemgr": {"console": console}})
     _, *beside = named(manifests, "StatefulSet", "cachemgr")["spec"]["template"]["spec"]["containers"]
     assert [container["name"] for container in beside] == ["console"] * console
-    files = {"tls/ca.crt": "ca", "tls/tls.crt": "certificate", "tls/tls.key": "key", "tokens/tokens": "tokens"}
-    Secrets(tmp_path, {what: name for name, what in files.items()} | {"token": "tokens/operator.token"})
-    for container in beside:
-        assert container["securityContext"]["readOnlyRootFilesystem"] is True
-        told = {one["name"]: one["value"].replace("/run/secrets", str(tmp_path)) for one in container["env"]}
-        settings = understood("console", told)
-        assert settings.listening == {"KVKEEP_CONSOLE_ADDRESS": "0.0.0.0:9112"}
-        assert settings.security.serves_tls
+    assert all(variables(container)["KVKEEP_CONSOLE_ADDRESS"] == "0.0.0.0:9112" for container in beside)
     service = named(manifests, "Service", "cachemgr")["spec"]["ports"]
     rules = named(manifests, "NetworkPolicy", "cachemgr")["spec"]["ingress"]
     (operators,) = ([port["port"] for port in rule["ports"]] for rule in rules if {"podSelector": {}} in rule["from"])
     assert operators == ([50062, 9112] if console else [50062])
     assert (9112 in {port["port"] for port in service}) is console
     assert all(container["ports"] == [{"name": "console", "containerPort": 9112}] for container in beside)
+
+
+def test_an_inference_pool_selects_the_engines_and_their_api() -> None:
+    manifests = render(VALUES["gateway past routers"])
+    pool = named(manifests, "InferencePool", "")
+    assert pool["apiVersion"] == "inference.networking.k8s.io/v1"
+    assert pool["spec"] == {
+        "selector": {"matchLabels": named(manifests, "Service", "engine")["spec"]["selector"]},
+        "targetPorts": [{"number": 8000}],
+        "endpointPickerRef": {"name": "picker", "port": {"number": 9002}},
+    }
+    pod = dict(pods(manifests))["engine"]
+    (scheduler,) = pod["containers"]
+    # A picker reads vLLM's metrics where requests go, too.
+    assert variables(scheduler)["KVKEEP_SCHEDULER_HTTP_ADDRESS"] == "0.0.0.0:8000"
+    assert variables(scheduler)["KVKEEP_SCHEDULER_VLLM_METRICS"] == "1"
+    labels = named(manifests, "StatefulSet", "engine-1")["spec"]["template"]["metadata"]["labels"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert {labels[f"{prefix}/engine-type"] for prefix in ("inference.networking.k8s.io", "llm-d.ai")} == {"vllm"}
+    assert kinds(render({}), "InferencePool") == set()
+    plain = variables(processes(render({}))["scheduler"])
+    assert "KVKEEP_SCHEDULER_VLLM_METRICS" not in plain
 
 
 def test_watchers_get_the_alerts_and_dashboards_that_there_are() -> None:
@@ -173,14 +493,61 @@ def test_watchers_get_the_alerts_and_dashboards_that_there_are() -> None:
         assert boards[f"kvkeep-{name}.json"] == (ROOT / f"ops/deploy/grafana/dashboards/{name}.json").read_text()
 
 
+def test_every_process_is_watched_as_the_job_of_its_name() -> None:
+    manifests = render(VALUES["watched"])
+    watched = {}
+    for part in kinds(manifests, "PodMonitor"):
+        spec = named(manifests, "PodMonitor", part)["spec"]
+        found = [one["spec"]["template"] for one in workloads(manifests)]
+        found = [one for one in found if spec["selector"]["matchLabels"].items() <= one["metadata"]["labels"].items()]
+        for endpoint in spec["podMetricsEndpoints"]:
+            job, *more = endpoint["relabelings"]
+            assert job["targetLabel"] == "job"
+            for pod in found:
+                (container,) = (
+                    container
+                    for container in containers(pod["spec"])
+                    for port in container["ports"]
+                    if port["name"] == endpoint["port"]
+                )
+                (port,) = (one["containerPort"] for one in container["ports"] if one["name"] == endpoint["port"])
+                process = container["name"]
+                assert variables(container)[f"KVKEEP_{process.upper()}_METRICS_ADDRESS"] == f"0.0.0.0:{port}"
+                assert process == job["replacement"]
+            watched[job["replacement"]] = [(one["sourceLabels"], one["targetLabel"]) for one in more]
+    label = "__meta_kubernetes_pod_label_"
+    assert watched == {
+        "router": [],
+        "cachemgr": [([f"{label}apps_kubernetes_io_pod_index"], "shard")],
+        "scheduler": [([f"{label}kvkeep_shard"], "shard")],
+        "executor": [([f"{label}kvkeep_shard"], "shard")],
+    }
+
+
 @pytest.mark.parametrize(
     ("values", "named_in_error"),
     [
         ({"tls": {"enabled": False}}, "tls.enabled=false .* insecure=true"),
         ({"tokens": {"enabled": False}}, "tokens.enabled=false .* insecure=true"),
+        (
+            {"tokens": {"enabled": False}, "scheduler": CALLERS_CERTIFICATES, "router": {"enabled": True}},
+            "tokens.enabled=false .* a router .* router.settings",
+        ),
         ({"redis": {"bundled": False, "url": "redis://elsewhere"}}, "redis.url .* insecure=true"),
         ({"redis": {"bundled": False}}, "redis"),
-        ({"executor": {"replicas": 0}}, "replicas"),
+        ({"redis": {"bundled": False, "url": "rediss://elsewhere/0"}, "shards": [1, 1]}, r"redis.url: .*\$\(SHARD\)"),
+        ({"redis": {"bundled": False, "urlSecret": "redis"}, "shards": [1, 1]}, r"redis.url: .*\$\(SHARD\)"),
+        (
+            {"redis": {"bundled": False, "url": "rediss+cluster://a:1/$(SHARD)"}, "shards": [1, 1]},
+            "redis.url: .* of one server",
+        ),
+        ({"shards": []}, "shards"),
+        ({"shards": [1, 0]}, "shards"),
+        ({"image": {"executor": {"digest": "sha256:12"}}}, "digest"),
+        ({"image": {"executor": {"repository": ""}}}, "repository"),
+        ({"inferencePool": {"enabled": True}}, "endpointPicker"),
+        ({"router": {"minReplicas": 0}}, "minReplicas"),
+        ({"router": {"minReplicas": 9, "maxReplicas": 8}}, "router.minReplicas .* router.maxReplicas"),
         ({"executor": {"hostCacheSize": "8GB"}}, "hostCacheSize"),
         ({"scheduler": {"settings": {"MAX_RUNNING": "8"}}}, "MAX_RUNNING"),
         ({"scheduler": {"settings": {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://here"}}}, "OTEL_EXPORTER_OTLP_ENDPOINT"),
@@ -196,4 +563,62 @@ def test_wrong_values_are_refused_by_name(values: dict[str, Any], named_in_error
 def test_every_setting_is_one() -> None:
     for path in CHART.rglob("*"):
         if path.is_file() and not path.is_symlink():
-            assert not unknown_settings(path.read_text()), path
+            assert unknown_settings(path.read_text()) <= ROUTER, path
+
+
+def test_values_of_the_page_are_values_of_the_chart() -> None:
+    page = (ROOT / "docs/deploying.md").read_text()
+    shown = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)]
+    images, fleet = (render(values) for values in shown)
+    assert "@sha256:" in processes(images)["scheduler"]["image"]
+    assert len(addressed(fleet)) == 2 + 8 + 1
+    assert "router" in processes(fleet)
+
+
+def names_in_certificates() -> dict[str, list[str]]:
+    """What the page says, by the part whose certificate it is, for the release and namespace of these tests."""
+    page = (ROOT / "docs/deploying.md").read_text()
+    rows = re.findall(r"^\| `RELEASE-kvkeep-(\w+)-tls` \| (.*) \|$", page, flags=re.MULTILINE)
+    return {
+        part: [name.replace("RELEASE", "demo").replace("NAMESPACE", "models") for name in re.findall(r"`(.*?)`", names)]
+        for part, names in rows
+    }
+
+
+def servers() -> set[tuple[str, str]]:
+    """What a part is called where a process is told its address: (part, name)."""
+    found = set()
+    for case in ("shards", "routers"):
+        manifests = render(VALUES[case])
+        for container in processes(manifests).values():
+            for shard in range(2):
+                for name, value in variables(container, f"pod-{shard}").items():
+                    for host in re.findall(r"(demo-kvkeep[\w.-]*):\d", value):
+                        part = re.match(r"demo-kvkeep-([a-z]+)", host)
+                        assert part, (name, value)
+                        found.add((part[1], host))
+        (test,) = (one["spec"]["containers"][0] for one in manifests if one["kind"] == "Pod")
+        front = named(manifests, "Service", "")["spec"]["selector"]["app.kubernetes.io/component"]
+        host = re.match(r"https://(.*):8000/v1$", variables(test)["URL"])
+        assert host
+        found.add((front, host[1]))
+    return found
+
+
+async def test_certificates_with_the_names_of_the_page_are_those_that_callers_ask_for(tmp_path: Path) -> None:
+    ca = certs.authority()
+    trusted, _ = ca.write(tmp_path, "ca")
+    found, checked = servers(), names_in_certificates()
+    assert {part for part, _ in found} == set(checked) == {"cachemgr", "engine", "router", "redis"}
+    for part, names in checked.items():
+        cert, key = certs.certificate(ca, part, hosts=names).write(tmp_path, part)
+        security = Security(tls_cert_file=cert, tls_key_file=key, tls_ca_file=trusted)
+        async with serving("127.0.0.1:0", security=security) as server:
+            for name in [name for owner, name in found if owner == part]:
+                # As when the cluster's DNS leads this name here.
+                options = [("grpc.default_authority", name), ("grpc.enable_retries", 0)]
+                credentials = grpc.ssl_channel_credentials(trusted.read_bytes())
+                async with grpc.aio.secure_channel(server.addresses[0], credentials, options=options) as channel:
+                    async with asyncio.timeout(30):
+                        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+                assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING

@@ -12,7 +12,7 @@ import pytest
 
 from protos.rpc.identity import Role
 from tests.stack import ROOT, free_address
-from tests.support.deployed import Manifest, Secrets, composed, pods, render
+from tests.support.deployed import Manifest, Secrets, addressed, composed, processes, render, variables
 
 PLAIN = {"tls": {"enabled": False}, "tokens": {"enabled": False}, "insecure": True}
 FILES = ("tls/ca.crt", "tls/tls.crt", "tls/tls.key", "tokens/tokens", "tokens/operator.token")
@@ -26,9 +26,8 @@ def told(deployment: str) -> tuple[dict[str, str], set[str], tuple[str, ...]]:
         services = composed(how)["services"]
         return services["cachemgr"]["environment"], {*services, "localhost"}, WHAT
     manifests = render(PLAIN if how == "plain" else {})
-    container = {part: pod["containers"][0] for part, pod in pods(manifests)}["cachemgr"]
-    names = {one["metadata"]["name"] for one in manifests if one["kind"] == "Service"}
-    return {one["name"]: one.get("value", "") for one in container["env"]}, {*names, "localhost"}, FILES
+    given = variables(processes(manifests)["cachemgr"], "demo-kvkeep-cachemgr-0")
+    return given, {*addressed(manifests), "localhost"}, FILES
 
 
 def kvctl(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -61,4 +60,4 @@ def test_operators_have_kvctl_beside_the_cache_manager(deployment: str, tmp_path
     # The others are not here; where they would be is what the deployment calls them.
     for one in found.values():
         host, _, _ = one["address"].partition(":")
-        assert host in servers or host.partition(".")[2] in servers
+        assert host in servers

@@ -15,7 +15,7 @@ import pytest
 
 from cachemgr.persistence.redis_client import UNAVAILABLE, open_redis
 from tests.stack import free_address
-from tests.support.deployed import Manifest, Secrets, composed, pods, render
+from tests.support.deployed import Secrets, composed, pods, processes, render, variables
 
 PASSWORD = "a1b2c3"
 COMPOSE_NAMES = {"ca": "ca", "certificate": "certificate", "key": "key"}
@@ -32,7 +32,7 @@ class Told:
 
     def _here(self, word: str) -> str:
         word = re.sub(r"(?<=[/@])(demo-kvkeep-)?redis:6379", f"localhost:{self._port}", word)
-        word = re.sub(r"\$\(\w+\)", PASSWORD, word).replace("/run/secrets", str(self._folder))
+        word = re.sub(r"\$\(\w+\)|(?<=:)secret(?=@)", PASSWORD, word).replace("/run/secrets", str(self._folder))
         return {"/data": str(self._folder), "6379": self._port}.get(word, word)
 
     @contextlib.contextmanager
@@ -71,9 +71,9 @@ def compose_tls(folder: Path) -> Told:
     return Told(folder, services["redis"]["command"], url, services["redis"]["healthcheck"]["test"][1:])
 
 
-def chart(folder: Path, values: dict[str, Any]) -> Told:
-    found: dict[str, Manifest] = {part: pod["containers"][0] for part, pod in pods(render(values))}
-    (url,) = (one["value"] for one in found["cachemgr"]["env"] if one["name"] == "KVKEEP_REDIS_URL")
+def chart(folder: Path, values: dict[str, Any], shard: int = 0) -> Told:
+    found = processes(render(values))
+    url = variables(found["cachemgr"], f"demo-kvkeep-cachemgr-{shard}")["KVKEEP_REDIS_URL"]
     Secrets(folder, CHART_NAMES)
     redis = found["redis"]
     return Told(folder, redis["command"] + redis["args"], url, redis["readinessProbe"]["exec"]["command"])
@@ -115,10 +115,35 @@ def test_redis_of_the_chart_asks_for_its_password(tls: bool, tmp_path: Path) -> 
         assert not asyncio.run(answer(told.url.replace(f":{PASSWORD}@", "")))
 
 
+def test_shards_share_the_charts_redis_and_none_of_its_keys(tmp_path: Path) -> None:
+    values = {"tls": {"enabled": False}, "tokens": {"enabled": False}, "insecure": True, "shards": [1] * 20}
+    told = chart(tmp_path, values)
+    urls = [told.url.removesuffix("/0") + f"/{shard}" for shard in (0, 1, 19)]
+    assert chart(tmp_path / "last", values, 19).url.rpartition("/")[2] == "19"
+
+    async def keys() -> list[list[bytes | str]]:
+        found = []
+        for url in urls:
+            redis = open_redis(url)
+            found.append(await redis.keys())
+            await redis.set(url, "1")
+            await redis.aclose()
+        return found
+
+    with told.running():
+        assert asyncio.run(keys()) == [[], [], []]
+        assert asyncio.run(keys()) == [[url.encode()] for url in urls]
+
+
 def test_password_of_the_charts_redis_is_made_or_the_users_own() -> None:
     def named(values: dict[str, Any]) -> set[str]:
         told = [pod["containers"][0]["env"] for part, pod in pods(render(values)) if part in ("redis", "cachemgr")]
-        wanted = [one["valueFrom"]["secretKeyRef"] for env in told for one in env if "valueFrom" in one]
+        wanted = [
+            one["valueFrom"]["secretKeyRef"]
+            for env in told
+            for one in env
+            if "secretKeyRef" in one.get("valueFrom", ())
+        ]
         assert [one["key"] for one in wanted] == ["password", "password"]
         return {one["name"] for one in wanted}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.stack import CONSOLE, MODULES, ROOT
-from tests.support.deployed import CLASSES, Secrets, shortest_stop, understood
+from tests.support.deployed import ONE_ENGINE, Secrets, shortest_stop, understood
 from tests.support.names import unknown_settings
 
 FOLDER = ROOT / "ops/deploy/systemd"
@@ -66,7 +66,7 @@ def test_systemd_accepts_the_units(units: Path) -> None:
 
 
 @needs_systemd
-@pytest.mark.parametrize("process", CLASSES)
+@pytest.mark.parametrize("process", ONE_ENGINE)
 def test_units_restrict_their_services(process: str, units: Path) -> None:
     unit = units / f"kvkeep-{process}.service"
     # It ends with 1 above the threshold.
@@ -82,7 +82,7 @@ def test_users_and_folders_are_made(tmp_path: Path) -> None:
     assert {(tmp_path / name).is_dir() for name in ("run/kvkeep", "dev/shm/kvkeep", "etc/kvkeep")} == {True}
 
 
-@pytest.mark.parametrize("process", CLASSES)
+@pytest.mark.parametrize("process", ONE_ENGINE)
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 def test_units_set_only_known_settings(process: str, tls: bool, tmp_path: Path) -> None:
     unit = options(FOLDER / f"kvkeep-{process}.service")
@@ -108,7 +108,7 @@ def test_every_setting_is_one() -> None:
 
 
 def test_processes_stop_in_the_order_in_which_they_need_each_other() -> None:
-    after = {process: (FOLDER / f"kvkeep-{process}.service").read_text() for process in CLASSES}
+    after = {process: (FOLDER / f"kvkeep-{process}.service").read_text() for process in ONE_ENGINE}
     assert "After=kvkeep-cachemgr.service kvkeep-executor.service\n" in after["scheduler"]
     assert "After=kvkeep-cachemgr.service\n" in after["executor"]
     assert "After=" not in after["cachemgr"]

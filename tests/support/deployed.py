@@ -1,6 +1,7 @@
 """What files of a deployment tell processes, held against what the processes understand."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,8 @@ from tests.stack import ROOT
 from tests.support.keyring import Keyring
 
 CLASSES = {cls.process: cls for cls in PROCESSES}
+# What compose and systemd run: one engine, without a router.
+ONE_ENGINE = [process for process in CLASSES if process != "router"]
 # What a stack takes between its drain and its end, at least.
 STOP_MARGIN_SECONDS = 5.0
 COMPOSE = ROOT / "ops/deploy/compose"
@@ -45,20 +48,63 @@ def composed(overlay: str, folder: Path = COMPOSE) -> dict[str, Any]:
     return result
 
 
-def render(values: dict[str, Any]) -> list[Manifest]:
+def render(values: dict[str, Any], chart: Path = CHART) -> list[Manifest]:
     """The chart as a release `demo` with these values."""
-    with helm.Chart.load(str(CHART)) as chart:
-        files = chart.render(values, name="demo", namespace="models")
+    with helm.Chart.load(str(chart)) as loaded:
+        files = loaded.render(values, name="demo", namespace="models")
     texts = (text for name, text in files.items() if name.endswith(".yaml"))
     return [manifest for text in texts for manifest in yaml.safe_load_all(text) if manifest]
 
 
+def workloads(manifests: list[Manifest]) -> list[Manifest]:
+    """What makes pods that stay."""
+    return [manifest for manifest in manifests if manifest["kind"] in ("Deployment", "StatefulSet")]
+
+
 def pods(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
-    """Of each process that is started: which it is, and its pod."""
-    for manifest in manifests:
-        if manifest["kind"] in ("Deployment", "StatefulSet"):
-            template = manifest["spec"]["template"]
-            yield template["metadata"]["labels"]["app.kubernetes.io/component"], template["spec"]
+    """Of each workload: which part of the stack it is, and its pod."""
+    for manifest in workloads(manifests):
+        template = manifest["spec"]["template"]
+        yield template["metadata"]["labels"]["app.kubernetes.io/component"], template["spec"]
+
+
+def containers(pod: Manifest) -> list[Manifest]:
+    """Those of a pod that run as long as it does, in the order in which they start."""
+    return [*pod.get("initContainers", ()), *pod["containers"]]
+
+
+def processes(manifests: list[Manifest]) -> dict[str, Manifest]:
+    """One container of each process, by the process's name."""
+    return {container["name"]: container for _, pod in pods(manifests) for container in containers(pod)}
+
+
+def addressed(manifests: list[Manifest]) -> dict[str, Manifest]:
+    """The pod template of each pod of a StatefulSet by the name that the cluster's DNS has for the pod."""
+    return {
+        f"{one['metadata']['name']}-{number}.{one['spec']['serviceName']}.models.svc": one["spec"]["template"]
+        for one in workloads(manifests)
+        if one["kind"] == "StatefulSet"
+        for number in range(one["spec"]["replicas"])
+    }
+
+
+def variables(container: Manifest, pod: str = "pod-0") -> dict[str, str]:
+    """What Kubernetes gives a container in a pod of this name; what comes from a secret is `secret`."""
+    found: dict[str, str] = {}
+    for variable in container["env"]:
+        match variable.get("valueFrom"):
+            case None:
+                value = re.sub(r"\$\((\w+)\)", lambda name: found.get(name[1], name[0]), variable["value"])
+            case {"secretKeyRef": _}:
+                value = "secret"
+            case {"fieldRef": {"fieldPath": "metadata.name"}}:
+                value = pod
+            case {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}:
+                value = pod.rpartition("-")[2]
+            case source:
+                raise AssertionError(f"{variable['name']} comes from {source}")
+        found[variable["name"]] = value
+    return found
 
 
 class Secrets:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cachemgr.blocks.block_keys import cut_extra_keys
 from cachemgr.blocks.block_record import BlockRecord
-from cachemgr.blocks.events import Event
+from cachemgr.blocks.events import NO_BLOCK, Event
+from cachemgr.blocks.extra_keys import cut_extra_keys
 from cachemgr.errors import EventsGoneError
 from cachemgr.manager import CacheManager
 from cachemgr.operators.commands import OperatorCommands
@@ -55,7 +55,8 @@ PATIENT = dataclasses.replace(CONFIG, lease_seconds=1e12)
 
 def snapshot(manager: CacheManager) -> list[Event]:
     """The cache at the last event, read at one moment."""
-    last, found = manager.queries.last_event, []
+    last, registered = manager.queries.last_event, EventKind.EXECUTOR_REGISTERED
+    found = [Event(last, registered, NO_BLOCK, executor=spec) for spec in manager.queries.executors()]
     for pool in manager._state.pools():
         found.append(Event(last, EventKind.CREATED, BlockView.of_pool(pool.pool_id)))
         for block in sorted(pool.tree.by_key.values(), key=lambda block: block.depth):
@@ -240,7 +241,10 @@ class Watcher:
     def _follow(self, events: Iterable[Any]) -> None:
         for event in events:
             name = (event.block.pool_id, event.block.key)
-            if event.kind is EventKind.REMOVED:
+            if event.kind is EventKind.EXECUTOR_LOST:
+                pool_ids = event.executor.pool_ids
+                self._known = {name: at for name, at in self._known.items() if name[0] not in pool_ids}
+            elif event.kind is EventKind.REMOVED:
                 del self._known[name]
             elif event.kind in (EventKind.STORED, EventKind.UPDATED):
                 assert (name in self._known) == (event.kind is EventKind.UPDATED)

@@ -7,6 +7,7 @@ from settings_table import PROCESSES
 
 from protos.rpc.settings import variable
 from scheduler.metrics import RequestMetrics, StepTimes
+from scheduler.router.metrics import PREFIX, RouterMetrics
 from tests.stack import ROOT
 
 SOURCE = "\n".join(
@@ -23,10 +24,12 @@ def _scheduler_metrics() -> set[str]:
     registry = CollectorRegistry()
     RequestMetrics(registry)
     StepTimes(registry)
+    RequestMetrics(registry, PREFIX)
+    RouterMetrics(registry)
     return {family.name for family in registry.collect()}
 
 
-# The scheduler puts its names together; those of other processes stand in their source.
+# The scheduler and the router put their names together; those of other processes stand in their source.
 _SCHEDULER_METRICS = _scheduler_metrics()
 
 
@@ -37,7 +40,7 @@ def settings_in(text: str) -> set[str]:
 
 def unknown_settings(text: str) -> set[str]:
     """Names of variables of ours in a text that are no setting, nor a shared one for one process."""
-    own = re.compile(r"^KVKEEP_(SCHEDULER|CACHEMGR|EXECUTOR|CONSOLE)_")
+    own = re.compile(r"^KVKEEP_(SCHEDULER|CACHEMGR|EXECUTOR|CONSOLE|ROUTER)_")
     return {name for name in settings_in(text) - SETTINGS if own.sub("KVKEEP_", name) not in SETTINGS}
 
 

@@ -95,10 +95,11 @@ async function loadEvents() {
   state.events = [...found.events.reverse(), ...state.events].slice(0, KEPT_EVENTS);
   fill(byId("events"), [
     ["number", (event) => count(Number(event.event_number)), true], ["what", ({ kind }) => word(kind, "EVENT_KIND_")],
-    ["pool", ({ block }) => block.pool_id],
-    ["slot", ({ block }) => (block.slot ? `${word(block.tier, "TIER_")} ${block.slot}` : "")],
-    ["key", ({ block }) => hex(block.key).slice(0, 12)], ["tokens", ({ block }) => block.num_tokens || "", true],
-    ["priority", ({ block }) => (block.key ? block.retention_priority : ""), true],
+    ["pool", ({ block, executor }) => executor?.executor_id ?? block.pool_id],
+    ["slot", ({ block = {} }) => (block.slot ? `${word(block.tier, "TIER_")} ${block.slot}` : "")],
+    ["key", ({ block }) => hex(block?.key ?? "").slice(0, 12)],
+    ["tokens", ({ block }) => block?.num_tokens || "", true],
+    ["priority", ({ block }) => (block?.key ? block.retention_priority : ""), true],
     ["cause", ({ removal_cause: cause }) => word(cause, "REMOVAL_CAUSE_").replace("unspecified", "")],
     ["holder", ({ lease }) => lease?.holder ?? ""],
   ], state.events, "Nothing has happened.");

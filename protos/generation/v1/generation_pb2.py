@@ -23,60 +23,77 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from protos.execution.v1 import execution_pb2 as protos_dot_execution_dot_v1_dot_execution__pb2
 from protos.kvcommon.v1 import kvcommon_pb2 as protos_dot_kvcommon_dot_v1_dot_kvcommon__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%protos/generation/v1/generation.proto\x12\rgeneration.v1\x1a\x1egoogle/protobuf/duration.proto\x1a!protos/kvcommon/v1/kvcommon.proto\"y\n\x0f\x43\x61\x63heBreakpoint\x12\x13\n\x0b\x63ontent_end\x18\x01 \x01(\r\x12\x1a\n\x12retention_priority\x18\x02 \x01(\r\x12\x35\n\x12retention_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x88\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x39\n\x11\x63\x61\x63he_breakpoints\x18\x03 \x03(\x0b\x32\x1e.generation.v1.CacheBreakpoint\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x11\n\treasoning\x18\x05 \x01(\t\"9\n\tChatInput\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.generation.v1.ChatMessage\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xfe\x02\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x19\n\x0cnum_logprobs\x18\t \x01(\rH\x08\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0f\n\r_num_logprobs\"\xb1\x03\n\x0c\x43\x61\x63heOptions\x12\x11\n\x04salt\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x35\n\x10retention_ranges\x18\x02 \x03(\x0b\x32\x1b.kvcommon.v1.RetentionRange\x12&\n\x19\x64\x65\x63ode_retention_priority\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07no_read\x18\x04 \x01(\x08\x12\x10\n\x08no_store\x18\x05 \x01(\x08\x12<\n\x19\x64\x65\x63ode_retention_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\nsession_id\x18\x07 \x01(\tH\x02\x88\x01\x01\x12\x16\n\ttenant_id\x18\x08 \x01(\tH\x03\x88\x01\x01\x12&\n\x08kv_hints\x18\t \x01(\x0b\x32\x14.kvcommon.v1.KvHints\x12\x31\n\x0eonload_timeout\x18\n \x01(\x0b\x32\x19.google.protobuf.DurationB\x07\n\x05_saltB\x1c\n\x1a_decode_retention_priorityB\r\n\x0b_session_idB\x0c\n\n_tenant_id\"\xa7\x01\n\x0e\x45victionReport\x12+\n\x06policy\x18\x01 \x01(\x0b\x32\x1b.kvcommon.v1.EvictionPolicy\x12\x16\n\x0e\x65victed_tokens\x18\x02 \x01(\r\x12\x16\n\tkept_mass\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07tainted\x18\x04 \x01(\x08\x12\x19\n\x11peak_cache_tokens\x18\x05 \x01(\rB\x0c\n\n_kept_mass\"\xc8\x03\n\x15StreamGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x18.generation.v1.ChatInputH\x00\x12,\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x17.generation.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12/\n\x08sampling\x18\x07 \x01(\x0b\x32\x1d.generation.v1.SamplingParams\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x10\n\x08priority\x18\x0b \x01(\x11\x12*\n\x05\x63\x61\x63he\x18\x0c \x01(\x0b\x32\x1b.generation.v1.CacheOptions\x12\x0e\n\x01n\x18\r \x01(\rH\x02\x88\x01\x01\x12\x34\n\x0f\x65viction_policy\x18\x0e \x01(\x0b\x32\x1b.kvcommon.v1.EvictionPolicyB\x07\n\x05inputB\r\n\x0b_max_tokensB\x04\n\x02_n\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"J\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12(\n\x03top\x18\x02 \x03(\x0b\x32\x1b.generation.v1.TokenLogprob\"\xbc\x03\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x13\n\x0bpreemptions\x18\x04 \x01(\r\x12-\n\nqueue_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ntotal_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x39\n\x12retention_receipts\x18\x08 \x03(\x0b\x32\x1d.kvcommon.v1.RetentionReceipt\x12-\n\x0chint_answers\x18\t \x03(\x0b\x32\x17.kvcommon.v1.HintAnswer\x12/\n\x08\x65viction\x18\n \x01(\x0b\x32\x1d.generation.v1.EvictionReport\x12\x13\n\x0bhost_tokens\x18\x0b \x01(\r\x12\x13\n\x0b\x64isk_tokens\x18\x0c \x01(\r\"\xec\x01\n\x16StreamGenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1c.generation.v1.TokenLogprobs\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.generation.v1.FinishReason\x12#\n\x05usage\x18\x06 \x01(\x0b\x32\x14.generation.v1.Usage\x12\x14\n\x0csample_index\x18\x07 \x01(\r\"Z\n\x15TokenizePromptRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12(\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x18.generation.v1.ChatInputH\x00\x42\x07\n\x05input\"+\n\x16TokenizePromptResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x11\n\x0fGetModelRequest\"^\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10max_model_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\"\x11\n\x0fGetLoadsRequest\"\x88\x01\n\x10GetLoadsResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x1c\n\x14max_waiting_requests\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x05 \x01(\x04\"=\n\x12SetDrainingRequest\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\x12\x15\n\rvalidate_only\x18\x02 \x01(\x08\"I\n\x13SetDrainingResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xed\x02\n\x11GenerationService\x12_\n\x0eStreamGenerate\x12$.generation.v1.StreamGenerateRequest\x1a%.generation.v1.StreamGenerateResponse0\x01\x12]\n\x0eTokenizePrompt\x12$.generation.v1.TokenizePromptRequest\x1a%.generation.v1.TokenizePromptResponse\x12K\n\x08GetModel\x12\x1e.generation.v1.GetModelRequest\x1a\x1f.generation.v1.GetModelResponse\x12K\n\x08GetLoads\x12\x1e.generation.v1.GetLoadsRequest\x1a\x1f.generation.v1.GetLoadsResponse2m\n\x15SchedulerAdminService\x12T\n\x0bSetDraining\x12!.generation.v1.SetDrainingRequest\x1a\".generation.v1.SetDrainingResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%protos/generation/v1/generation.proto\x12\rgeneration.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#protos/execution/v1/execution.proto\x1a!protos/kvcommon/v1/kvcommon.proto\"y\n\x0f\x43\x61\x63heBreakpoint\x12\x13\n\x0b\x63ontent_end\x18\x01 \x01(\r\x12\x1a\n\x12retention_priority\x18\x02 \x01(\r\x12\x35\n\x12retention_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x88\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x39\n\x11\x63\x61\x63he_breakpoints\x18\x03 \x03(\x0b\x32\x1e.generation.v1.CacheBreakpoint\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x11\n\treasoning\x18\x05 \x01(\t\"9\n\tChatInput\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.generation.v1.ChatMessage\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xfe\x02\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x19\n\x0cnum_logprobs\x18\t \x01(\rH\x08\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0f\n\r_num_logprobs\"\xb1\x03\n\x0c\x43\x61\x63heOptions\x12\x11\n\x04salt\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x35\n\x10retention_ranges\x18\x02 \x03(\x0b\x32\x1b.kvcommon.v1.RetentionRange\x12&\n\x19\x64\x65\x63ode_retention_priority\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07no_read\x18\x04 \x01(\x08\x12\x10\n\x08no_store\x18\x05 \x01(\x08\x12<\n\x19\x64\x65\x63ode_retention_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\nsession_id\x18\x07 \x01(\tH\x02\x88\x01\x01\x12\x16\n\ttenant_id\x18\x08 \x01(\tH\x03\x88\x01\x01\x12&\n\x08kv_hints\x18\t \x01(\x0b\x32\x14.kvcommon.v1.KvHints\x12\x31\n\x0eonload_timeout\x18\n \x01(\x0b\x32\x19.google.protobuf.DurationB\x07\n\x05_saltB\x1c\n\x1a_decode_retention_priorityB\r\n\x0b_session_idB\x0c\n\n_tenant_id\"\xa7\x01\n\x0e\x45victionReport\x12+\n\x06policy\x18\x01 \x01(\x0b\x32\x1b.kvcommon.v1.EvictionPolicy\x12\x16\n\x0e\x65victed_tokens\x18\x02 \x01(\r\x12\x16\n\tkept_mass\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07tainted\x18\x04 \x01(\x08\x12\x19\n\x11peak_cache_tokens\x18\x05 \x01(\rB\x0c\n\n_kept_mass\"\xc8\x03\n\x15StreamGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x18.generation.v1.ChatInputH\x00\x12,\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x17.generation.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12/\n\x08sampling\x18\x07 \x01(\x0b\x32\x1d.generation.v1.SamplingParams\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x10\n\x08priority\x18\x0b \x01(\x11\x12*\n\x05\x63\x61\x63he\x18\x0c \x01(\x0b\x32\x1b.generation.v1.CacheOptions\x12\x0e\n\x01n\x18\r \x01(\rH\x02\x88\x01\x01\x12\x34\n\x0f\x65viction_policy\x18\x0e \x01(\x0b\x32\x1b.kvcommon.v1.EvictionPolicyB\x07\n\x05inputB\r\n\x0b_max_tokensB\x04\n\x02_n\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"J\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12(\n\x03top\x18\x02 \x03(\x0b\x32\x1b.generation.v1.TokenLogprob\"\xbc\x03\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x13\n\x0bpreemptions\x18\x04 \x01(\r\x12-\n\nqueue_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ntotal_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x39\n\x12retention_receipts\x18\x08 \x03(\x0b\x32\x1d.kvcommon.v1.RetentionReceipt\x12-\n\x0chint_answers\x18\t \x03(\x0b\x32\x17.kvcommon.v1.HintAnswer\x12/\n\x08\x65viction\x18\n \x01(\x0b\x32\x1d.generation.v1.EvictionReport\x12\x13\n\x0bhost_tokens\x18\x0b \x01(\r\x12\x13\n\x0b\x64isk_tokens\x18\x0c \x01(\r\"\xec\x01\n\x16StreamGenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1c.generation.v1.TokenLogprobs\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.generation.v1.FinishReason\x12#\n\x05usage\x18\x06 \x01(\x0b\x32\x14.generation.v1.Usage\x12\x14\n\x0csample_index\x18\x07 \x01(\r\"Z\n\x15TokenizePromptRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12(\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x18.generation.v1.ChatInputH\x00\x42\x07\n\x05input\"+\n\x16TokenizePromptResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x11\n\x0fGetModelRequest\"^\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10max_model_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\"\x11\n\x0fGetLoadsRequest\"\x90\x03\n\x10GetLoadsResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x1c\n\x14max_waiting_requests\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x05 \x01(\x04\x12\x1c\n\x14max_running_requests\x18\x06 \x01(\r\x12\x1c\n\x14queued_prompt_tokens\x18\x07 \x01(\x04\x12\x34\n\x11prompt_token_time\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tstep_time\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0fhost_block_time\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x64isk_block_time\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\"\x12\n\x10GetEngineRequest\"\xaa\x01\n\x11GetEngineResponse\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12-\n\x05model\x18\x02 \x01(\x0b\x32\x1e.execution.v1.GetModelResponse\x12\x33\n\x08\x65xecutor\x18\x03 \x01(\x0b\x32!.execution.v1.GetExecutorResponse\x12\x1e\n\x16\x63\x61\x63hemgr_admin_address\x18\x04 \x01(\t\"\x80\x01\n\x15StreamRequestsRequest\x12,\n\x05start\x18\x01 \x01(\x0b\x32\x1b.generation.v1.StartRequestH\x00\x12.\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1c.generation.v1.CancelRequestH\x00\x42\t\n\x07\x63ommand\"\x94\x01\n\x0cStartRequest\x12\x35\n\x07request\x18\x01 \x01(\x0b\x32$.generation.v1.StreamGenerateRequest\x12\x18\n\x10output_token_ids\x18\x02 \x03(\r\x12\x1e\n\x16\x65xpected_cached_tokens\x18\x03 \x01(\r\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xc3\x01\n\x16StreamRequestsResponse\x12\x36\n\x07outputs\x18\x01 \x03(\x0b\x32%.generation.v1.StreamGenerateResponse\x12/\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x1d.generation.v1.RequestFailure\x12.\n\x05loads\x18\x03 \x01(\x0b\x32\x1f.generation.v1.GetLoadsResponse\x12\x10\n\x08obstacle\x18\x04 \x01(\t\"4\n\x0eRequestFailure\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\x0c\"=\n\x12SetDrainingRequest\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\x12\x15\n\rvalidate_only\x18\x02 \x01(\x08\"I\n\x13SetDrainingResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xed\x02\n\x11GenerationService\x12_\n\x0eStreamGenerate\x12$.generation.v1.StreamGenerateRequest\x1a%.generation.v1.StreamGenerateResponse0\x01\x12]\n\x0eTokenizePrompt\x12$.generation.v1.TokenizePromptRequest\x1a%.generation.v1.TokenizePromptResponse\x12K\n\x08GetModel\x12\x1e.generation.v1.GetModelRequest\x1a\x1f.generation.v1.GetModelResponse\x12K\n\x08GetLoads\x12\x1e.generation.v1.GetLoadsRequest\x1a\x1f.generation.v1.GetLoadsResponse2m\n\x15SchedulerAdminService\x12T\n\x0bSetDraining\x12!.generation.v1.SetDrainingRequest\x1a\".generation.v1.SetDrainingResponse2\xc2\x01\n\rEngineService\x12N\n\tGetEngine\x12\x1f.generation.v1.GetEngineRequest\x1a .generation.v1.GetEngineResponse\x12\x61\n\x0eStreamRequests\x12$.generation.v1.StreamRequestsRequest\x1a%.generation.v1.StreamRequestsResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.generation.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=3286
-  _globals['_FINISHREASON']._serialized_end=3381
-  _globals['_CACHEBREAKPOINT']._serialized_start=123
-  _globals['_CACHEBREAKPOINT']._serialized_end=244
-  _globals['_CHATMESSAGE']._serialized_start=247
-  _globals['_CHATMESSAGE']._serialized_end=383
-  _globals['_CHATINPUT']._serialized_start=385
-  _globals['_CHATINPUT']._serialized_end=442
-  _globals['_TOKENIDS']._serialized_start=444
-  _globals['_TOKENIDS']._serialized_end=473
-  _globals['_SAMPLINGPARAMS']._serialized_start=476
-  _globals['_SAMPLINGPARAMS']._serialized_end=858
-  _globals['_CACHEOPTIONS']._serialized_start=861
-  _globals['_CACHEOPTIONS']._serialized_end=1294
-  _globals['_EVICTIONREPORT']._serialized_start=1297
-  _globals['_EVICTIONREPORT']._serialized_end=1464
-  _globals['_STREAMGENERATEREQUEST']._serialized_start=1467
-  _globals['_STREAMGENERATEREQUEST']._serialized_end=1923
-  _globals['_TOKENLOGPROB']._serialized_start=1925
-  _globals['_TOKENLOGPROB']._serialized_end=1974
-  _globals['_TOKENLOGPROBS']._serialized_start=1976
-  _globals['_TOKENLOGPROBS']._serialized_end=2050
-  _globals['_USAGE']._serialized_start=2053
-  _globals['_USAGE']._serialized_end=2497
-  _globals['_STREAMGENERATERESPONSE']._serialized_start=2500
-  _globals['_STREAMGENERATERESPONSE']._serialized_end=2736
-  _globals['_TOKENIZEPROMPTREQUEST']._serialized_start=2738
-  _globals['_TOKENIZEPROMPTREQUEST']._serialized_end=2828
-  _globals['_TOKENIZEPROMPTRESPONSE']._serialized_start=2830
-  _globals['_TOKENIZEPROMPTRESPONSE']._serialized_end=2873
-  _globals['_GETMODELREQUEST']._serialized_start=2875
-  _globals['_GETMODELREQUEST']._serialized_end=2892
-  _globals['_GETMODELRESPONSE']._serialized_start=2894
-  _globals['_GETMODELRESPONSE']._serialized_end=2988
-  _globals['_GETLOADSREQUEST']._serialized_start=2990
-  _globals['_GETLOADSREQUEST']._serialized_end=3007
-  _globals['_GETLOADSRESPONSE']._serialized_start=3010
-  _globals['_GETLOADSRESPONSE']._serialized_end=3146
-  _globals['_SETDRAININGREQUEST']._serialized_start=3148
-  _globals['_SETDRAININGREQUEST']._serialized_end=3209
-  _globals['_SETDRAININGRESPONSE']._serialized_start=3211
-  _globals['_SETDRAININGRESPONSE']._serialized_end=3284
-  _globals['_GENERATIONSERVICE']._serialized_start=3384
-  _globals['_GENERATIONSERVICE']._serialized_end=3749
-  _globals['_SCHEDULERADMINSERVICE']._serialized_start=3751
-  _globals['_SCHEDULERADMINSERVICE']._serialized_end=3860
+  _globals['_FINISHREASON']._serialized_start=4351
+  _globals['_FINISHREASON']._serialized_end=4446
+  _globals['_CACHEBREAKPOINT']._serialized_start=160
+  _globals['_CACHEBREAKPOINT']._serialized_end=281
+  _globals['_CHATMESSAGE']._serialized_start=284
+  _globals['_CHATMESSAGE']._serialized_end=420
+  _globals['_CHATINPUT']._serialized_start=422
+  _globals['_CHATINPUT']._serialized_end=479
+  _globals['_TOKENIDS']._serialized_start=481
+  _globals['_TOKENIDS']._serialized_end=510
+  _globals['_SAMPLINGPARAMS']._serialized_start=513
+  _globals['_SAMPLINGPARAMS']._serialized_end=895
+  _globals['_CACHEOPTIONS']._serialized_start=898
+  _globals['_CACHEOPTIONS']._serialized_end=1331
+  _globals['_EVICTIONREPORT']._serialized_start=1334
+  _globals['_EVICTIONREPORT']._serialized_end=1501
+  _globals['_STREAMGENERATEREQUEST']._serialized_start=1504
+  _globals['_STREAMGENERATEREQUEST']._serialized_end=1960
+  _globals['_TOKENLOGPROB']._serialized_start=1962
+  _globals['_TOKENLOGPROB']._serialized_end=2011
+  _globals['_TOKENLOGPROBS']._serialized_start=2013
+  _globals['_TOKENLOGPROBS']._serialized_end=2087
+  _globals['_USAGE']._serialized_start=2090
+  _globals['_USAGE']._serialized_end=2534
+  _globals['_STREAMGENERATERESPONSE']._serialized_start=2537
+  _globals['_STREAMGENERATERESPONSE']._serialized_end=2773
+  _globals['_TOKENIZEPROMPTREQUEST']._serialized_start=2775
+  _globals['_TOKENIZEPROMPTREQUEST']._serialized_end=2865
+  _globals['_TOKENIZEPROMPTRESPONSE']._serialized_start=2867
+  _globals['_TOKENIZEPROMPTRESPONSE']._serialized_end=2910
+  _globals['_GETMODELREQUEST']._serialized_start=2912
+  _globals['_GETMODELREQUEST']._serialized_end=2929
+  _globals['_GETMODELRESPONSE']._serialized_start=2931
+  _globals['_GETMODELRESPONSE']._serialized_end=3025
+  _globals['_GETLOADSREQUEST']._serialized_start=3027
+  _globals['_GETLOADSREQUEST']._serialized_end=3044
+  _globals['_GETLOADSRESPONSE']._serialized_start=3047
+  _globals['_GETLOADSRESPONSE']._serialized_end=3447
+  _globals['_GETENGINEREQUEST']._serialized_start=3449
+  _globals['_GETENGINEREQUEST']._serialized_end=3467
+  _globals['_GETENGINERESPONSE']._serialized_start=3470
+  _globals['_GETENGINERESPONSE']._serialized_end=3640
+  _globals['_STREAMREQUESTSREQUEST']._serialized_start=3643
+  _globals['_STREAMREQUESTSREQUEST']._serialized_end=3771
+  _globals['_STARTREQUEST']._serialized_start=3774
+  _globals['_STARTREQUEST']._serialized_end=3922
+  _globals['_CANCELREQUEST']._serialized_start=3924
+  _globals['_CANCELREQUEST']._serialized_end=3959
+  _globals['_STREAMREQUESTSRESPONSE']._serialized_start=3962
+  _globals['_STREAMREQUESTSRESPONSE']._serialized_end=4157
+  _globals['_REQUESTFAILURE']._serialized_start=4159
+  _globals['_REQUESTFAILURE']._serialized_end=4211
+  _globals['_SETDRAININGREQUEST']._serialized_start=4213
+  _globals['_SETDRAININGREQUEST']._serialized_end=4274
+  _globals['_SETDRAININGRESPONSE']._serialized_start=4276
+  _globals['_SETDRAININGRESPONSE']._serialized_end=4349
+  _globals['_GENERATIONSERVICE']._serialized_start=4449
+  _globals['_GENERATIONSERVICE']._serialized_end=4814
+  _globals['_SCHEDULERADMINSERVICE']._serialized_start=4816
+  _globals['_SCHEDULERADMINSERVICE']._serialized_end=4925
+  _globals['_ENGINESERVICE']._serialized_start=4928
+  _globals['_ENGINESERVICE']._serialized_end=5122
 # @@protoc_insertion_point(module_scope)

@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from protos.execution.v1 import execution_pb2 as _execution_pb2
 from protos.kvcommon.v1 import kvcommon_pb2 as _kvcommon_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -245,18 +246,92 @@ class GetLoadsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadsResponse(_message.Message):
-    __slots__ = ("running_requests", "waiting_requests", "max_waiting_requests", "steps", "preemptions")
+    __slots__ = ("running_requests", "waiting_requests", "max_waiting_requests", "steps", "preemptions", "max_running_requests", "queued_prompt_tokens", "prompt_token_time", "step_time", "host_block_time", "disk_block_time")
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MAX_WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_TIME_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIME_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCK_TIME_FIELD_NUMBER: _ClassVar[int]
+    DISK_BLOCK_TIME_FIELD_NUMBER: _ClassVar[int]
     running_requests: int
     waiting_requests: int
     max_waiting_requests: int
     steps: int
     preemptions: int
-    def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., max_waiting_requests: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    max_running_requests: int
+    queued_prompt_tokens: int
+    prompt_token_time: _duration_pb2.Duration
+    step_time: _duration_pb2.Duration
+    host_block_time: _duration_pb2.Duration
+    disk_block_time: _duration_pb2.Duration
+    def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., max_waiting_requests: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., prompt_token_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., host_block_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., disk_block_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class GetEngineRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetEngineResponse(_message.Message):
+    __slots__ = ("engine_id", "model", "executor", "cachemgr_admin_address")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_FIELD_NUMBER: _ClassVar[int]
+    CACHEMGR_ADMIN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    model: _execution_pb2.GetModelResponse
+    executor: _execution_pb2.GetExecutorResponse
+    cachemgr_admin_address: str
+    def __init__(self, engine_id: _Optional[str] = ..., model: _Optional[_Union[_execution_pb2.GetModelResponse, _Mapping]] = ..., executor: _Optional[_Union[_execution_pb2.GetExecutorResponse, _Mapping]] = ..., cachemgr_admin_address: _Optional[str] = ...) -> None: ...
+
+class StreamRequestsRequest(_message.Message):
+    __slots__ = ("start", "cancel")
+    START_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    start: StartRequest
+    cancel: CancelRequest
+    def __init__(self, start: _Optional[_Union[StartRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ...) -> None: ...
+
+class StartRequest(_message.Message):
+    __slots__ = ("request", "output_token_ids", "expected_cached_tokens", "traceparent")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    request: StreamGenerateRequest
+    output_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    expected_cached_tokens: int
+    traceparent: str
+    def __init__(self, request: _Optional[_Union[StreamGenerateRequest, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., expected_cached_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class CancelRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class StreamRequestsResponse(_message.Message):
+    __slots__ = ("outputs", "failures", "loads", "obstacle")
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    OBSTACLE_FIELD_NUMBER: _ClassVar[int]
+    outputs: _containers.RepeatedCompositeFieldContainer[StreamGenerateResponse]
+    failures: _containers.RepeatedCompositeFieldContainer[RequestFailure]
+    loads: GetLoadsResponse
+    obstacle: str
+    def __init__(self, outputs: _Optional[_Iterable[_Union[StreamGenerateResponse, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[RequestFailure, _Mapping]]] = ..., loads: _Optional[_Union[GetLoadsResponse, _Mapping]] = ..., obstacle: _Optional[str] = ...) -> None: ...
+
+class RequestFailure(_message.Message):
+    __slots__ = ("request_id", "status")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    status: bytes
+    def __init__(self, request_id: _Optional[str] = ..., status: _Optional[bytes] = ...) -> None: ...
 
 class SetDrainingRequest(_message.Message):
     __slots__ = ("draining", "validate_only")

@@ -307,3 +307,123 @@ class SchedulerAdminService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class EngineServiceStub:
+    """One engine, a scheduler with its executor, for routers in front of several.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.GetEngine = channel.unary_unary(
+                '/generation.v1.EngineService/GetEngine',
+                request_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.GetEngineRequest.SerializeToString,
+                response_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.GetEngineResponse.FromString,
+                _registered_method=True)
+        self.StreamRequests = channel.stream_stream(
+                '/generation.v1.EngineService/StreamRequests',
+                request_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.StreamRequestsRequest.SerializeToString,
+                response_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.StreamRequestsResponse.FromString,
+                _registered_method=True)
+
+
+class EngineServiceServicer:
+    """One engine, a scheduler with its executor, for routers in front of several.
+    """
+
+    def GetEngine(self, request, context):
+        """The engine: its names, its model with the tokenizer, and where its cache manager reports events.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamRequests(self, request_iterator, context):
+        """Runs a router's requests. The end of the stream cancels those that run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_EngineServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'GetEngine': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetEngine,
+                    request_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.GetEngineRequest.FromString,
+                    response_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.GetEngineResponse.SerializeToString,
+            ),
+            'StreamRequests': grpc.stream_stream_rpc_method_handler(
+                    servicer.StreamRequests,
+                    request_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.StreamRequestsRequest.FromString,
+                    response_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.StreamRequestsResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'generation.v1.EngineService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('generation.v1.EngineService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class EngineService:
+    """One engine, a scheduler with its executor, for routers in front of several.
+    """
+
+    @staticmethod
+    def GetEngine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generation.v1.EngineService/GetEngine',
+            protos_dot_generation_dot_v1_dot_generation__pb2.GetEngineRequest.SerializeToString,
+            protos_dot_generation_dot_v1_dot_generation__pb2.GetEngineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamRequests(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/generation.v1.EngineService/StreamRequests',
+            protos_dot_generation_dot_v1_dot_generation__pb2.StreamRequestsRequest.SerializeToString,
+            protos_dot_generation_dot_v1_dot_generation__pb2.StreamRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -123,3 +123,46 @@ class SchedulerAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Admits no more requests, or admits them again. Running requests go on; health says which it is."""
 
 def add_SchedulerAdminServiceServicer_to_server(servicer: SchedulerAdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class EngineServiceStub:
+    """One engine, a scheduler with its executor, for routers in front of several."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> EngineServiceAsyncStub: ...
+    GetEngine: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetEngineRequest, _generation_pb2.GetEngineResponse]
+    """The engine: its names, its model with the tokenizer, and where its cache manager reports events."""
+    StreamRequests: _grpc.StreamStreamMultiCallable[_generation_pb2.StreamRequestsRequest, _generation_pb2.StreamRequestsResponse]
+    """Runs a router's requests. The end of the stream cancels those that run."""
+
+@_typing.type_check_only
+class EngineServiceAsyncStub(EngineServiceStub):
+    """One engine, a scheduler with its executor, for routers in front of several."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    GetEngine: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetEngineRequest, _generation_pb2.GetEngineResponse]  # type: ignore[assignment]
+    """The engine: its names, its model with the tokenizer, and where its cache manager reports events."""
+    StreamRequests: _aio.StreamStreamMultiCallable[_generation_pb2.StreamRequestsRequest, _generation_pb2.StreamRequestsResponse]  # type: ignore[assignment]
+    """Runs a router's requests. The end of the stream cancels those that run."""
+
+class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
+    """One engine, a scheduler with its executor, for routers in front of several."""
+
+    @_abc_1.abstractmethod
+    def GetEngine(
+        self,
+        request: _generation_pb2.GetEngineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.GetEngineResponse, _abc.Awaitable[_generation_pb2.GetEngineResponse]]:
+        """The engine: its names, its model with the tokenizer, and where its cache manager reports events."""
+
+    @_abc_1.abstractmethod
+    def StreamRequests(
+        self,
+        request_iterator: _MaybeAsyncIterator[_generation_pb2.StreamRequestsRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_generation_pb2.StreamRequestsResponse], _abc.AsyncIterator[_generation_pb2.StreamRequestsResponse]]:
+        """Runs a router's requests. The end of the stream cancels those that run."""
+
+def add_EngineServiceServicer_to_server(servicer: EngineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -46,6 +46,8 @@ class EventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EVENT_KIND_LEASE_GRANTED: _ClassVar[EventKind]
     EVENT_KIND_LEASE_EXPIRED: _ClassVar[EventKind]
     EVENT_KIND_LEASE_BROKEN: _ClassVar[EventKind]
+    EVENT_KIND_EXECUTOR_REGISTERED: _ClassVar[EventKind]
+    EVENT_KIND_EXECUTOR_LOST: _ClassVar[EventKind]
 
 class RemovalCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -84,6 +86,8 @@ EVENT_KIND_UPDATED: EventKind
 EVENT_KIND_LEASE_GRANTED: EventKind
 EVENT_KIND_LEASE_EXPIRED: EventKind
 EVENT_KIND_LEASE_BROKEN: EventKind
+EVENT_KIND_EXECUTOR_REGISTERED: EventKind
+EVENT_KIND_EXECUTOR_LOST: EventKind
 REMOVAL_CAUSE_UNSPECIFIED: RemovalCause
 REMOVAL_CAUSE_EVICTED: RemovalCause
 REMOVAL_CAUSE_PURGED: RemovalCause
@@ -1577,16 +1581,20 @@ class PoolShare(_message.Message):
     def __init__(self, pool_id: _Optional[str] = ..., total_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., share_number: _Optional[int] = ...) -> None: ...
 
 class WatchEventsRequest(_message.Message):
-    __slots__ = ("after_event_number", "pool_id", "salt", "include_token_ids")
+    __slots__ = ("after_event_number", "pool_id", "salt", "include_token_ids", "keys_only", "manager_epoch")
     AFTER_EVENT_NUMBER_FIELD_NUMBER: _ClassVar[int]
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_ONLY_FIELD_NUMBER: _ClassVar[int]
+    MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     after_event_number: int
     pool_id: str
     salt: str
     include_token_ids: bool
-    def __init__(self, after_event_number: _Optional[int] = ..., pool_id: _Optional[str] = ..., salt: _Optional[str] = ..., include_token_ids: _Optional[bool] = ...) -> None: ...
+    keys_only: bool
+    manager_epoch: int
+    def __init__(self, after_event_number: _Optional[int] = ..., pool_id: _Optional[str] = ..., salt: _Optional[str] = ..., include_token_ids: _Optional[bool] = ..., keys_only: _Optional[bool] = ..., manager_epoch: _Optional[int] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("holder", "retention_priority", "remaining_duration", "started")
@@ -1601,13 +1609,61 @@ class Lease(_message.Message):
     def __init__(self, holder: _Optional[str] = ..., retention_priority: _Optional[int] = ..., remaining_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., started: _Optional[bool] = ...) -> None: ...
 
 class WatchEventsResponse(_message.Message):
-    __slots__ = ("events",)
+    __slots__ = ("events", "manager_epoch", "changes", "last_event_number", "snapshot", "snapshot_end")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    LAST_EVENT_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_END_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[Event]
-    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
+    manager_epoch: int
+    changes: _containers.RepeatedCompositeFieldContainer[CacheChange]
+    last_event_number: int
+    snapshot: bool
+    snapshot_end: bool
+    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., manager_epoch: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[CacheChange, _Mapping]]] = ..., last_event_number: _Optional[int] = ..., snapshot: _Optional[bool] = ..., snapshot_end: _Optional[bool] = ...) -> None: ...
+
+class CacheChange(_message.Message):
+    __slots__ = ("registered", "lost", "blocks")
+    REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    registered: Executor
+    lost: Executor
+    blocks: BlockKeys
+    def __init__(self, registered: _Optional[_Union[Executor, _Mapping]] = ..., lost: _Optional[_Union[Executor, _Mapping]] = ..., blocks: _Optional[_Union[BlockKeys, _Mapping]] = ...) -> None: ...
+
+class Executor(_message.Message):
+    __slots__ = ("executor_id", "executor_epoch", "model", "model_fingerprint", "block_size", "pools")
+    EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    executor_id: str
+    executor_epoch: int
+    model: str
+    model_fingerprint: bytes
+    block_size: int
+    pools: _containers.RepeatedCompositeFieldContainer[PoolSpec]
+    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[bytes] = ..., block_size: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolSpec, _Mapping]]] = ...) -> None: ...
+
+class BlockKeys(_message.Message):
+    __slots__ = ("pool_id", "kind", "tier", "keys")
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    pool_id: str
+    kind: EventKind
+    tier: Tier
+    keys: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, pool_id: _Optional[str] = ..., kind: _Optional[_Union[EventKind, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., keys: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("event_number", "snapshot", "kind", "block", "removal_cause", "lease", "for_sequence_id")
+    __slots__ = ("event_number", "snapshot", "kind", "block", "removal_cause", "lease", "for_sequence_id", "executor")
     EVENT_NUMBER_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -1615,6 +1671,7 @@ class Event(_message.Message):
     REMOVAL_CAUSE_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     FOR_SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_FIELD_NUMBER: _ClassVar[int]
     event_number: int
     snapshot: bool
     kind: EventKind
@@ -1622,4 +1679,5 @@ class Event(_message.Message):
     removal_cause: RemovalCause
     lease: Lease
     for_sequence_id: str
-    def __init__(self, event_number: _Optional[int] = ..., snapshot: _Optional[bool] = ..., kind: _Optional[_Union[EventKind, str]] = ..., block: _Optional[_Union[Block, _Mapping]] = ..., removal_cause: _Optional[_Union[RemovalCause, str]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., for_sequence_id: _Optional[str] = ...) -> None: ...
+    executor: Executor
+    def __init__(self, event_number: _Optional[int] = ..., snapshot: _Optional[bool] = ..., kind: _Optional[_Union[EventKind, str]] = ..., block: _Optional[_Union[Block, _Mapping]] = ..., removal_cause: _Optional[_Union[RemovalCause, str]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., for_sequence_id: _Optional[str] = ..., executor: _Optional[_Union[Executor, _Mapping]] = ...) -> None: ...

@@ -1880,8 +1880,7 @@ class CacheEventServiceServicer:
 
     def WatchEvents(self, request, context):
         """Sends a snapshot of the cache at event number S, then events S+1, S+2 … without a gap. OUT_OF_RANGE says to begin
-        again with a snapshot: a consumer was too slow, or an executor was lost with more than 4,096 blocks, which have no
-        events of their own.
+        again with a snapshot: a consumer was too slow, or the cache manager has started again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

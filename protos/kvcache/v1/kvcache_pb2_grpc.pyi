@@ -592,8 +592,7 @@ class CacheEventServiceStub:
     def __new__(cls, channel: _aio.Channel) -> CacheEventServiceAsyncStub: ...
     WatchEvents: _grpc.UnaryStreamMultiCallable[_kvcache_pb2.WatchEventsRequest, _kvcache_pb2.WatchEventsResponse]
     """Sends a snapshot of the cache at event number S, then events S+1, S+2 … without a gap. OUT_OF_RANGE says to begin
-    again with a snapshot: a consumer was too slow, or an executor was lost with more than 4,096 blocks, which have no
-    events of their own.
+    again with a snapshot: a consumer was too slow, or the cache manager has started again.
     """
 
 @_typing.type_check_only
@@ -603,8 +602,7 @@ class CacheEventServiceAsyncStub(CacheEventServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     WatchEvents: _aio.UnaryStreamMultiCallable[_kvcache_pb2.WatchEventsRequest, _kvcache_pb2.WatchEventsResponse]  # type: ignore[assignment]
     """Sends a snapshot of the cache at event number S, then events S+1, S+2 … without a gap. OUT_OF_RANGE says to begin
-    again with a snapshot: a consumer was too slow, or an executor was lost with more than 4,096 blocks, which have no
-    events of their own.
+    again with a snapshot: a consumer was too slow, or the cache manager has started again.
     """
 
 class CacheEventServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -617,8 +615,7 @@ class CacheEventServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvcache_pb2.WatchEventsResponse], _abc.AsyncIterator[_kvcache_pb2.WatchEventsResponse]]:
         """Sends a snapshot of the cache at event number S, then events S+1, S+2 … without a gap. OUT_OF_RANGE says to begin
-        again with a snapshot: a consumer was too slow, or an executor was lost with more than 4,096 blocks, which have no
-        events of their own.
+        again with a snapshot: a consumer was too slow, or the cache manager has started again.
         """
 
 def add_CacheEventServiceServicer_to_server(servicer: CacheEventServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

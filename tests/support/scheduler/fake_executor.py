@@ -69,6 +69,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
     def __init__(
         self, *, block_size: int = 4, max_tokens: int = 400, max_positions: int = 1000, epoch: int = 1
     ) -> None:
+        self.executor_id = "executor"
         self.block_size = block_size
         self.max_tokens = max_tokens
         self.max_positions = max_positions
@@ -156,7 +157,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
 
     async def GetExecutor(self, request: pb.GetExecutorRequest, context: object) -> pb.GetExecutorResponse:
         return pb.GetExecutorResponse(
-            executor_id="executor",
+            executor_id=self.executor_id,
             executor_epoch=self.epoch,
             device="cpu",
             block_size=self.block_size,

@@ -8,6 +8,7 @@ from typing import Any
 from cachemgr.manager import CacheManager
 from cachemgr.rpc.data_service import CacheManagerService
 from cachemgr.rpc.event_feed import EventFeed
+from cachemgr.rpc.event_service import CacheEventService
 from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
 from cachemgr.steps import at_once
 from cachemgr.types import ExecutorSpec, ManagerConfig, PoolSpec, Quota, RetentionRule, RuleAction, RuleMatch
@@ -73,13 +74,14 @@ class RealManager(rpc.CacheManagerServiceServicer):
         self._manager = CacheManager(self.epoch, clock, CONFIG)
         context = ServiceContext(Mutations(self._manager, clock), EventFeed(self._manager.queries))
         self._service = CacheManagerService(context)
+        self.events = CacheEventService(context)
         self.register()
 
     def register(self) -> None:
         """What the executor says when it begins."""
         executor = self._executor
         self._manager.register_executor(
-            ExecutorSpec("executor", executor.epoch, "fake", b"f" * 32, executor.block_size, [self._pool])
+            ExecutorSpec(executor.executor_id, executor.epoch, "fake", b"f" * 32, executor.block_size, [self._pool])
         )
 
     async def RegisterScheduler(self, request: pb.RegisterSchedulerRequest, context: object) -> Any:
@@ -154,7 +156,7 @@ class RealManager(rpc.CacheManagerServiceServicer):
 
         def tell() -> None:
             if epoch == self._executor.epoch:
-                self._manager.confirm_transfers("executor", epoch, done, failed)
+                self._manager.confirm_transfers(self._executor.executor_id, epoch, done, failed)
 
         asyncio.get_running_loop().call_later(CONFIRM_SECONDS, tell)
 

@@ -1,17 +1,16 @@
 """Hints of agents: each action answered, with a request and by itself."""
 
 import dataclasses
-from hashlib import sha256
 
 import pytest
 
-from cachemgr.blocks import block_keys as keys
 from cachemgr.operators import hints as hint_runner
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.retention.bounds import MAX_SESSION_SECONDS
 from cachemgr.sequences.holds import MAX_PINS
 from cachemgr.steps import at_once
 from cachemgr.types import HintAction, HintOutcome, Hints, Prefix
+from protos.kvcommon import block_keys
 from tests.support.in_process_manager import CONFIG, World, retain
 from tests.support.work import work_of
 
@@ -245,7 +244,8 @@ def test_a_prompt_is_hashed_looked_up_and_leased_once_for_all_actions(kind, payl
         return work_of(lambda: world.admit(prompt, name, hints=asked))
 
     hashed = []
-    monkeypatch.setattr(keys, "sha256", lambda data: hashed.append(data) or sha256(data))
+    begin_child = block_keys._begin_child
+    monkeypatch.setattr(block_keys, "_begin_child", lambda: hashed.append(1) or begin_child())
     few = work("one", 1)
     first = len(hashed)
     many_actions = work("all", 64)

@@ -304,3 +304,10 @@ def test_too_many_leases_of_a_record_are_restored_in_linear_work(worlds):
     assert work(1000) < 2.2 * work(500)
     # The store does not know of these leases.
     worlds.clear()
+
+
+def test_the_clock_of_leases_never_runs_back():
+    book = World().manager._state.leases
+    book.advance(10.0)
+    book.advance(4.0)
+    assert book.now == 10.0

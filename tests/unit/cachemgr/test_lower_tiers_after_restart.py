@@ -118,7 +118,8 @@ def test_lower_blocks_stay_when_the_executor_starts_again():
     assert world.start_executor() == (0, 4)
     world.check()
     assert {block.key for block in world.queries.records("e")} == keys
-    events = world.queries.events_after(before)
+    registered, *events = world.queries.events_after(before)
+    assert (registered.kind, registered.executor.executor_epoch) == (EventKind.EXECUTOR_REGISTERED, 2)
     assert {(event.kind, event.cause) for event in events} == {(EventKind.REMOVED, RemovalCause.EXECUTOR_LOST)}
     assert len(events) == 4
     world.sync()

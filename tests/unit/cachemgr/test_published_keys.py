@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from cachemgr.blocks.block_keys import child_key, extra_bytes, prefix_keys, root_key
-from cachemgr.tokens import TOKEN_BYTES, pack, packed_bytes
+from cachemgr.blocks.extra_keys import extra_bytes, prefix_keys
 from cachemgr.types import ExtraKey
+from protos.kvcommon.block_keys import child_key, root_key
+from protos.kvcommon.tokens import TOKEN_BYTES, pack, packed_bytes
 from tests.stack import ROOT
 
 VECTORS = json.loads((ROOT / "protos/kvcache/v1/keys.json").read_text())

@@ -12,7 +12,7 @@ from cachemgr.blocks.radix_tree import (
     covering_child,
     remove_child,
 )
-from cachemgr.tokens import pack, packed_bytes
+from protos.kvcommon.tokens import pack, packed_bytes
 
 DOMAIN = CacheScope(b"model")
 TOKENS = st.lists(st.sampled_from([0, 1, 256, 257]), min_size=1, max_size=5)

@@ -7,8 +7,8 @@ import pytest
 from cachemgr.blocks.block_record import LeaseRecord
 from cachemgr.manager import CacheManager
 from cachemgr.steps import at_once
-from cachemgr.tokens import pack
 from cachemgr.types import ForgetTarget, Prefix, TierKind
+from protos.kvcommon.tokens import pack
 from tests.support.in_process_manager import CONFIG, World, retain
 
 PROMPT = list(range(10))

@@ -5,7 +5,6 @@ import pytest
 from cachemgr.errors import StaleRuleError
 from cachemgr.retention.rules import FIELDS
 from cachemgr.steps import at_once
-from cachemgr.tokens import pack, unpack
 from cachemgr.types import (
     EventKind,
     Prefix,
@@ -18,6 +17,7 @@ from cachemgr.types import (
     TierKind,
 )
 from protos.errors import InvalidField
+from protos.kvcommon.tokens import pack, unpack
 from tests.support.in_process_manager import World, retain
 
 PROMPT = list(range(10, 19))

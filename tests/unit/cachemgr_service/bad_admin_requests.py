@@ -214,6 +214,8 @@ ADMIN_METHODS: dict[str, tuple[dict[str, Any], list[Case]]] = {
             *unknown_pool(),
             ({"after_event_number": 1 << 40}, "EVENTS_GONE", "after_event_number"),
             ({"after_event_number": (1 << 64) - 1}, "EVENTS_GONE", "after_event_number"),
+            ({"after_event_number": 1, "manager_epoch": 1}, "EVENTS_GONE", "manager_epoch"),
+            ({"keys_only": True, "include_token_ids": True}, INVALID, "include_token_ids"),
         ],
     ),
 }

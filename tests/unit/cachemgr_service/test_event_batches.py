@@ -12,10 +12,10 @@ from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.event_service import MAX_BYTES, MAX_EVENTS, CacheEventService, Wanted, pack
 from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
 from cachemgr.steps import at_once
-from cachemgr.tokens import pack as packed
-from cachemgr.tokens import packed_bytes
 from cachemgr.types import BlockFilter, BlockView, EventKind
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcommon.tokens import pack as packed
+from protos.kvcommon.tokens import packed_bytes
 
 
 class Watched(Cache):
@@ -80,8 +80,8 @@ async def test_a_message_with_prompts_is_not_kept(world: Watched) -> None:
 async def test_a_filter_that_leaves_nothing_of_many_events_lets_others_run(world: Watched) -> None:
     world.store(2 * MAX_EVENTS)
     watch = world.watch(0, salt="nobody")
-    # Of a filter by salt only the pool is left.
-    assert numbers(await anext(watch)) == [1]
+    # Of a filter by salt only the executor and its pool are left.
+    assert numbers(await anext(watch)) == [1, 2]
     at_once(world.manager.operators.purge(BlockFilter(), validate_only=False))
     world.store(1, salt="nobody")
     assert numbers(await anext(watch)) == [world.manager.queries.last_event]
@@ -90,7 +90,7 @@ async def test_a_filter_that_leaves_nothing_of_many_events_lets_others_run(world
 def test_a_message_with_long_blocks_stays_below_its_bound() -> None:
     tokens = packed_bytes(packed([1 << 20] * 20_000))
     events = [Event(number, EventKind.STORED, BlockView("e/0", 1, b"k", b"", tokens, 0, 35, 0)) for number in range(40)]
-    messages = list(pack(Wanted("", None, token_ids=True, tenant=""), events, snapshot=False))
+    messages = list(pack(Wanted("", None, token_ids=True, tenant=""), events, manager_epoch=1, snapshot=False))
     assert list(itertools.chain(*map(numbers, messages))) == list(range(40))
     assert len(messages) > 1
     assert all(message.ByteSize() < MAX_BYTES + 1000 for message in messages)

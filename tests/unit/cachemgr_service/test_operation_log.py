@@ -18,7 +18,6 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import REGISTRY
 
-from cachemgr.blocks.block_keys import child_key, root_key
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.manager import CacheManager
 from cachemgr.operators.state_dump import state_hash
@@ -27,10 +26,11 @@ from cachemgr.oplog import writer as oplog
 from cachemgr.oplog.writer import OperationLog, OperationLogError
 from cachemgr.process import OPERATION_LOG_HEALTH, CacheManagerProcess
 from cachemgr.rpc.mutations import ManagerClock
-from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import ManagerConfig
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
+from protos.kvcommon.block_keys import child_key, root_key
+from protos.kvcommon.tokens import pack, packed_bytes
 from protos.rpc.channel import open_sync_channel
 from tests.stack import ROOT
 from tests.support.cachemgr_client import Client, environment, settings_for

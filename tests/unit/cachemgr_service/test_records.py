@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from cachemgr.blocks.block_record import BlockRecord, CopyRecord, LeaseRecord
 from cachemgr.persistence.records import RecordError, decode_block, encode_block, encode_slot
-from cachemgr.tokens import pack
 from cachemgr.types import TierKind
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcommon.tokens import pack
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)

@@ -96,9 +96,11 @@ async def test_a_watch_starts_with_a_snapshot_and_goes_on_without_a_gap(client: 
     await client.register()
     await client.compute(await client.admit("a", 8), 8)
     watch = client.events.WatchEvents(pb.WatchEventsRequest(), timeout=10)
-    shown = await read_events(watch, 3)
+    shown = await read_events(watch, 4)
     assert all(event.snapshot for event in shown)
-    assert [event.kind for event in shown] == [pb.EVENT_KIND_CREATED, *[pb.EVENT_KIND_STORED] * 2]
+    executor, *others = shown
+    assert (executor.kind, executor.executor.executor_id) == (pb.EVENT_KIND_EXECUTOR_REGISTERED, EXECUTOR)
+    assert [event.kind for event in others] == [pb.EVENT_KIND_CREATED, *[pb.EVENT_KIND_STORED] * 2]
     number = shown[-1].event_number
     await client.admin.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=5)
     removed = await read_events(watch, 2)
@@ -118,7 +120,7 @@ async def test_leases_are_told_to_those_who_watch(client: Client) -> None:
     await client.compute(admission, 8)
     await client.manager.ReleaseSequence(pb.ReleaseSequenceRequest(sequence_id="a", **SCHEDULED), timeout=5)
     watch = client.events.WatchEvents(pb.WatchEventsRequest(), timeout=10)
-    shown = await read_events(watch, 5)
+    shown = await read_events(watch, 6)
     assert all(event.snapshot for event in shown)
     event = next(event for event in shown if event.kind == pb.EVENT_KIND_LEASE_GRANTED)
     assert (event.lease.holder, event.lease.retention_priority) == ("session/chat", 80)

@@ -20,7 +20,8 @@ from executor.core.watchdog import Watchdog
 from executor.core.worker import Worker
 from executor.models.forward import Model
 from executor.models.tokenizer import TokenizerFiles
-from executor.rpc.manager_client import Announcement, ManagerClient, TransferLog
+from executor.rpc.announcement import PoolAnnouncement
+from executor.rpc.manager_client import ManagerClient, TransferLog
 from executor.rpc.service import SERVICE, ExecutorServicer, Identity
 from protos.execution.v1 import execution_pb2 as pb
 from protos.execution.v1 import execution_pb2_grpc as rpc
@@ -226,9 +227,7 @@ async def running(model: Model, tmp_path: Path, tiers: Callable[[KvPools], Tiers
     watchdog = Watchdog(worker, server.set_serving, given_up.set)
     client = ManagerClient(
         open_channel(manager_address),
-        Announcement("executor-0", EPOCH, "tiny", b"f" * 32, plain_rotary=True),
-        runner.pools,
-        runner.tiers,
+        PoolAnnouncement("executor-0", EPOCH, "tiny", b"f" * 32, pools, made, plain_rotary=True),
         worker,
         transfers,
         watchdog.set_registered,

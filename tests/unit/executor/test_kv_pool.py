@@ -10,7 +10,7 @@ from executor.cache.pool import KvPools, LayerGroup, LayerShape
 from executor.cache.shares import Shares
 from executor.cache.tiers.tiers import Tiers
 from executor.errors import ModelError
-from executor.rpc.manager_client import Announcement
+from executor.rpc.announcement import PoolAnnouncement
 from protos.kvcache.v1 import kvcache_pb2 as kv
 
 CPU = torch.device("cpu")
@@ -83,11 +83,11 @@ def test_memory_that_may_not_be_reserved_is_an_error_that_names_the_setting() ->
 
 def test_the_manager_is_told_of_the_memory_and_of_the_first_shares() -> None:
     groups = [LayerGroup(LayerShape(window, 2, 16), (layer,)) for layer, window in enumerate((None, 32))]
-    announcement = Announcement("e", 1, "m", bytes(32), plain_rotary=True)
 
     def request(shares: Shares | int) -> kv.RegisterExecutorRequest:
         pools = KvPools(groups, shares, 16, torch.float32, CPU)
-        return announcement.request(pools, Tiers(pools), again=False)
+        announcement = PoolAnnouncement("e", 1, "m", bytes(32), pools, Tiers(pools), plain_rotary=True)
+        return announcement.request(again=False)
 
     told = request(Shares((6, 2), (7, 7), 8 * 4096))
     assert told.memory_bytes == 8 * 4096

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,12 +14,12 @@ import certs
 import pytest
 
 from kvctl.measure.metrics import samples
-from protos.rpc.metrics import start_http
+from protos.rpc import metrics_server
 from protos.rpc.security import PLAIN, Security
 from tests.stack import free_address
 
 
-def test_metrics_are_read_as_they_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_metrics_are_read_as_they_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     ca = certs.authority()
     trusted, _ = ca.write(tmp_path, "ca")
@@ -26,13 +27,14 @@ def test_metrics_are_read_as_they_are_served(tmp_path: Path, monkeypatch: pytest
     tls = Security(tls_cert_file=cert, tls_key_file=key, tls_ca_file=trusted, tls_client_ca_file=trusted)
     for security, other in ((PLAIN, tls), (tls, PLAIN)):
         address = free_address()
-        stop = start_http(address, security)
+        stop = metrics_server.start(address, lambda: True, security)
         try:
-            assert samples(address, 10, security)["process_resident_memory_bytes"] > 1e6
+            found = await asyncio.to_thread(samples, address, 10, security)
+            assert found["process_resident_memory_bytes"] > 1e6
             for wrong in (other, replace(security, tls_cert_file=None, tls_key_file=None)):
                 if wrong != security:
                     with pytest.raises(OSError, match=r".+"):
-                        samples(address, 10, wrong)
+                        await asyncio.to_thread(samples, address, 10, wrong)
         finally:
             stop()
 
@@ -52,9 +54,9 @@ def test_a_server_that_speaks_no_http_is_an_error_that_names_it() -> None:
             samples(address, 10, PLAIN)
 
 
-def test_on_loopback_metrics_answer_to_no_name_of_another_site() -> None:
+async def test_on_loopback_metrics_answer_to_no_name_of_another_site() -> None:
     address = free_address()
-    stop = start_http(address, PLAIN)
+    stop = metrics_server.start(address, lambda: True)
     try:
         plain = build_opener(ProxyHandler({}))
         with plain.open(Request(f"http://{address}/metrics", headers={"Host": "localhost"})) as answer:

@@ -9,7 +9,9 @@ import stat
 import threading
 import urllib.request
 from collections.abc import AsyncIterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from urllib.error import HTTPError
 
 import grpc
 import pytest
@@ -19,7 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
-from protos.rpc import http_connection, interceptors
+from protos.rpc import http_connection, interceptors, metrics_server
 from protos.rpc import server as server_module
 from protos.rpc.addresses import AddressError
 from protos.rpc.channel import open_channel
@@ -273,6 +275,61 @@ async def test_metrics_are_served_beside_connections_that_ask_for_nothing(
             async with asyncio.timeout(30):
                 assert await reader.read() == b""
             writer.close()
+
+
+def status_of(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            return answer.status
+    except HTTPError as error:
+        with error:
+            return error.code
+
+
+async def test_supervisors_learn_over_http_whether_a_process_serves_and_lives(tmp_path: Path) -> None:
+    metrics_address = free_address()
+    health, live = (f"http://{metrics_address}/{path}" for path in ("health", "live"))
+    async with serving(f"unix:{tmp_path}/s", metrics_address=metrics_address) as server:
+        assert [await asyncio.to_thread(status_of, url) for url in (health, live)] == [503, 200]
+        server.set_serving(True)
+        assert [await asyncio.to_thread(status_of, url) for url in (health, live)] == [200, 200]
+        # One service of several is not the process.
+        server.set_serving(False, ADMIN)
+        assert await asyncio.to_thread(status_of, health) == 200
+        server.set_serving(False)
+        assert [await asyncio.to_thread(status_of, url) for url in (health, live)] == [503, 200]
+
+
+async def test_a_process_whose_loop_hangs_neither_serves_nor_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_server, "ANSWER_SECONDS", 0.05)
+    metrics_address = free_address()
+    async with serving(f"unix:{tmp_path}/s", metrics_address=metrics_address) as server:
+        server.set_serving(True)
+        with ThreadPoolExecutor(2) as threads:
+            asked = [threads.submit(status_of, f"http://{metrics_address}/{path}") for path in ("health", "live")]
+            # Nothing else runs on the loop until both have been answered.
+            assert [one.result() for one in asked] == [503, 503]
+        monkeypatch.setattr(metrics_server, "ANSWER_SECONDS", 30.0)
+        assert await asyncio.to_thread(status_of, f"http://{metrics_address}/health") == 200
+
+
+async def test_a_probe_in_flight_does_not_delay_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "ANSWER_SECONDS", 3600.0)
+    metrics_address = free_address()
+    asked = threading.Event()
+    monkeypatch.setattr(metrics_server, "Future", lambda: asked.set() or Future())
+    async with serving(f"unix:{tmp_path}/s", metrics_address=metrics_address) as server:
+        with ThreadPoolExecutor(1) as threads:
+            probe = threads.submit(status_of, f"http://{metrics_address}/live")
+            # It waits for this loop, which goes on to stop and never lets it in between.
+            assert asked.wait(30)
+            stopped = server._stop_metrics
+            assert stopped is not None
+            stopped()
+            server._stop_metrics = None
+            assert probe.result(30) == 503
 
 
 async def test_metrics_count_calls_by_method_and_code(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from urllib.error import HTTPError
 
 import certs
 import grpc
@@ -52,6 +53,13 @@ async def answers(address: str, security: Security) -> bool:
 def fetch(url: str, context: ssl.SSLContext) -> bytes:
     with urllib.request.urlopen(url, timeout=10, context=context) as answer:
         return answer.read()
+
+
+def refusal(url: str, context: ssl.SSLContext) -> int:
+    with pytest.raises(HTTPError) as caught:
+        fetch(url, context)
+    with caught.value as error:
+        return error.code
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
@@ -110,15 +118,26 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(
 async def test_metrics_are_served_with_tls_and_ask_for_a_certificate_where_callers_need_one(tmp_path: Path) -> None:
     own, metrics = made(tmp_path), free_address()
     own = replace(own, tls_client_ca_file=own.tls_ca_file)
-    context = ssl.create_default_context(cafile=own.tls_ca_file)
+    foreign = made(tmp_path / "foreign", ca=certs.authority())
+
+    def shows(shown: Security | None) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=own.tls_ca_file)
+        if shown is not None:
+            assert shown.tls_cert_file is not None
+            context.load_cert_chain(shown.tls_cert_file, shown.tls_key_file)
+        return context
+
     async with serving(own, metrics=metrics):
         # Without a handshake, which others need not wait for.
         _, silent = await asyncio.open_connection(*metrics.split(":"))
-        with pytest.raises(OSError, match=r"(?i)certificate|reset|eof|closed"):
-            await asyncio.to_thread(fetch, f"https://{metrics}/metrics", context)
-        assert own.tls_cert_file is not None
-        context.load_cert_chain(own.tls_cert_file, own.tls_key_file)
-        assert b"kvkeep_rpc_handled" in await asyncio.to_thread(fetch, f"https://{metrics}/metrics", context)
+        for path in ("/metrics", "/", "//metrics", "/health/metrics", "/%6cive/.."):
+            assert await asyncio.to_thread(refusal, f"https://{metrics}{path}", shows(None)) == 403, path
+        # Supervisors have none. The server of this test never becomes ready.
+        assert await asyncio.to_thread(fetch, f"https://{metrics}/live", shows(None)) == b"ok\n"
+        assert await asyncio.to_thread(refusal, f"https://{metrics}/health", shows(None)) == 503
+        with pytest.raises(OSError, match=r"(?i)certificate|authority|unknown_ca|reset|eof|closed"):
+            await asyncio.to_thread(fetch, f"https://{metrics}/live", shows(foreign))
+        assert b"kvkeep_rpc_handled" in await asyncio.to_thread(fetch, f"https://{metrics}/metrics", shows(own))
         silent.close()
 
 

@@ -1,15 +1,27 @@
 {{/* What lets others in must be said; a schema could not tell why. */}}
 {{- define "kvkeep.check" -}}
+{{- $router := .Values.router.enabled -}}
 {{- if not .Values.insecure -}}
 {{- if not .Values.tls.enabled -}}
-{{- fail "tls.enabled=false lets whoever is in the cluster's network read along: allow it with insecure=true" -}}
+{{- fail "tls.enabled=false lets every pod of the cluster's network read along: allow it with insecure=true" -}}
 {{- end -}}
-{{- if not (or .Values.tokens.enabled .Values.scheduler.settings.KVKEEP_TLS_CLIENT_CA_FILE) -}}
-{{- fail (print "tokens.enabled=false lets whoever reaches the schedulers call them: allow it with insecure=true, or ask "
-  "for certificates, scheduler.settings.KVKEEP_TLS_CLIENT_CA_FILE=/run/secrets/tls/ca.crt") -}}
+{{- range $part := $router | ternary (list "scheduler" "router") (list "scheduler") -}}
+{{- if not (or $.Values.tokens.enabled (index $.Values $part).settings.KVKEEP_TLS_CLIENT_CA_FILE) -}}
+{{- fail (printf "tokens.enabled=false lets every pod that reaches a %s call it: allow it with insecure=true, or ask for %s%s%s"
+  $part "certificates, " $part ".settings.KVKEEP_TLS_CLIENT_CA_FILE=/run/secrets/tls/ca.crt") -}}
+{{- end -}}
 {{- end -}}
 {{- if and (not .Values.redis.bundled) (regexMatch "^redis(\\+cluster)?:" .Values.redis.url) -}}
 {{- fail "redis.url leads to Redis without TLS: write rediss:// or rediss+cluster://, or allow it with insecure=true" -}}
+{{- end -}}
+{{- end -}}
+{{- if gt (int .Values.router.minReplicas) (int .Values.router.maxReplicas) -}}
+{{- fail "router.minReplicas must be at most router.maxReplicas" -}}
+{{- end -}}
+{{- if and (gt (len .Values.shards) 1) (not .Values.redis.bundled) -}}
+{{- if or .Values.redis.urlSecret (not (contains "$(SHARD)" .Values.redis.url)) (contains "+cluster:" .Values.redis.url) -}}
+{{- fail (print "redis.url: several shards need a database each, of one server: write $(SHARD) for its number, "
+  "rediss://:$(REDIS_PASSWORD)@host:6379/$(SHARD), and the password into redis.passwordSecret") -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -18,11 +30,20 @@
 {{- printf "%s-%s" .Release.Name (.Values.nameOverride | default "kvkeep") | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* Below, a part is (dict "top" $ "part" "cachemgr"). */}}
+{{/*
+Below, a part is (dict "top" $ "part" "cachemgr"). Parts of which there are pods: cachemgr, engine, router, redis, test.
+Of the containers in them, each is named for its process, and its values, too; the engine's are scheduler and executor.
+*/}}
 {{- define "kvkeep.fullname" -}}
 {{ include "kvkeep.name" .top }}-{{ .part }}
 {{- end -}}
 
+{{/* A name below which each pod has its own. gRPC takes a certificate for *.NAME only where NAME has a dot in it. */}}
+{{- define "kvkeep.domain" -}}
+{{ include "kvkeep.fullname" . }}.{{ .top.Release.Namespace }}.svc
+{{- end -}}
+
+{{/* All that pods have: a label more would start them anew with each version of the chart. */}}
 {{- define "kvkeep.selector" -}}
 app.kubernetes.io/name: kvkeep
 app.kubernetes.io/instance: {{ .top.Release.Name }}
@@ -37,10 +58,28 @@ helm.sh/chart: {{ .top.Chart.Name }}-{{ .top.Chart.Version }}
 {{- end -}}
 
 {{- define "kvkeep.image" -}}
-{{ index .top.Values.image.repositories .part }}:{{ .top.Values.image.tag | default .top.Chart.AppVersion }}
+{{- $images := .top.Values.image -}}
+{{- $image := index $images .image -}}
+{{- with $image.registry | default $images.registry }}{{ . }}/{{ end -}}
+{{- $image.repository -}}
+{{- if $image.digest -}}
+@{{ $image.digest }}
+{{- else -}}
+:{{ $image.tag | default $images.tag | default .top.Chart.AppVersion }}
+{{- end -}}
 {{- end -}}
 
-{{/* What a pod of ours may do: nothing but compute. */}}
+{{/* The beginning of a container. What it may do: nothing but compute. */}}
+{{- define "kvkeep.container" -}}
+image: {{ include "kvkeep.image" . }}
+imagePullPolicy: {{ .top.Values.image.pullPolicy }}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{/* `place` is where the values have its nodeSelector and tolerations. */}}
 {{- define "kvkeep.pod" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
@@ -53,35 +92,41 @@ securityContext:
 {{- with .top.Values.image.pullSecrets }}
 imagePullSecrets: {{ toJson . }}
 {{- end }}
-{{- with index .top.Values .part }}
-{{- with .nodeSelector }}
+{{- with .place }}
+{{- $place := index $.top.Values . }}
+{{- with $place.nodeSelector }}
 nodeSelector: {{ toJson . }}
 {{- end }}
-{{- with .tolerations }}
+{{- with $place.tolerations }}
 tolerations: {{ toJson . }}
 {{- end }}
+topologySpreadConstraints:
+  {{- range list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
+  - maxSkew: 1
+    topologyKey: {{ . }}
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels: {{- include "kvkeep.selector" $ | nindent 8 }}
+  {{- end }}
 {{- end }}
 {{- end -}}
 
-{{- define "kvkeep.container" -}}
-securityContext:
-  allowPrivilegeEscalation: false
-  readOnlyRootFilesystem: true
-  capabilities: {drop: [ALL]}
-{{- end -}}
-
-{{/* Kubernetes' own probes know no gRPC with TLS. A process that waits for others lives, and is not ready. */}}
+{{/* A process that waits for others lives, and is not ready. Kubernetes' own probe of gRPC knows no TLS. */}}
 {{- define "kvkeep.probes" -}}
+{{- $scheme := ternary "HTTPS" "HTTP" .top.Values.tls.enabled -}}
 startupProbe:
-  tcpSocket: {port: {{ .port }}}
+  httpGet: {path: /live, port: {{ .metrics }}, scheme: {{ $scheme }}}
   periodSeconds: 5
+  timeoutSeconds: 5
   failureThreshold: {{ .starts }}
 livenessProbe:
-  tcpSocket: {port: {{ .port }}}
+  httpGet: {path: /live, port: {{ .metrics }}, scheme: {{ $scheme }}}
   periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
 readinessProbe:
 {{- if .top.Values.tls.enabled }}
-  exec: {command: [python, -m, protos.rpc.probe, {{ .part }}]}
+  httpGet: {path: /health, port: {{ .metrics }}, scheme: HTTPS}
 {{- else }}
   grpc: {port: {{ .port }}}
 {{- end }}
@@ -89,7 +134,15 @@ readinessProbe:
   timeoutSeconds: 5
 {{- end -}}
 
-{{/* Whose token a pod shows. The cache manager calls nobody; kvctl is beside it. */}}
+{{/* Load balancers send requests to a pod for some seconds after it was told to end: until then it serves. */}}
+{{- define "kvkeep.leave" -}}
+lifecycle:
+  preStop:
+    exec: {command: [sleep, "{{ include "kvkeep.leaveSeconds" . }}"]}
+{{- end -}}
+{{- define "kvkeep.leaveSeconds" -}}5{{- end -}}
+
+{{/* Whose token a process shows. The cache manager calls nobody; kvctl is beside it. */}}
 {{- define "kvkeep.role" -}}
 {{ ternary "operator" .part (eq .part "cachemgr") }}
 {{- end -}}
@@ -105,7 +158,7 @@ readinessProbe:
 - {name: KVKEEP_TLS_KEY_FILE, value: /run/secrets/tls/tls.key}
 - {name: KVKEEP_TLS_CA_FILE, value: /run/secrets/tls/ca.crt}
 {{- /* Callers have tokens and no certificates. */}}
-{{- if ne .part "scheduler" }}
+{{- if not (has .part (list "scheduler" "router")) }}
 - {name: KVKEEP_TLS_CLIENT_CA_FILE, value: /run/secrets/tls/ca.crt}
 {{- end }}
 {{- end }}
@@ -132,29 +185,46 @@ envFrom: {{ toJson . }}
 {{- if .top.Values.tls.enabled }}
 - {name: tls, mountPath: /run/secrets/tls, readOnly: true}
 {{- end }}
-{{- if and .top.Values.tokens.enabled (ne .part "redis") }}
-- {name: tokens, mountPath: /run/secrets/tokens, readOnly: true}
+{{- if .top.Values.tokens.enabled }}
+- {name: {{ include "kvkeep.role" . }}-tokens, mountPath: /run/secrets/tokens, readOnly: true}
 {{- end }}
 {{- end -}}
 
+{{/* Of a pod; `processes` are those in it that show tokens and ask for some. */}}
 {{- define "kvkeep.volumes" -}}
 - name: tmp
   emptyDir: {}
 {{- if .top.Values.tls.enabled }}
 - name: tls
   secret:
-    secretName: {{ index .top.Values.tls.secrets .part | default (printf "%s-tls" (include "kvkeep.fullname" .)) }}
+    secretName: {{ include "kvkeep.tlsSecret" . }}
     defaultMode: 0440
 {{- end }}
-{{- if and .top.Values.tokens.enabled (ne .part "redis") }}
-- name: tokens
+{{- if .top.Values.tokens.enabled }}
+{{- range .processes }}
+{{- $role := include "kvkeep.role" (dict "part" .) }}
+- name: {{ $role }}-tokens
   secret:
-    secretName: {{ .top.Values.tokens.secret | default (printf "%s-tokens" (include "kvkeep.name" .top)) }}
+    secretName: {{ include "kvkeep.tokensSecret" $.top }}
     defaultMode: 0440
     items:
       - {key: tokens, path: tokens}
-      - {key: {{ include "kvkeep.role" . }}.token, path: {{ include "kvkeep.role" . }}.token}
+      - {key: {{ $role }}.token, path: {{ $role }}.token}
 {{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvkeep.tlsSecret" -}}
+{{ index .top.Values.tls.secrets .part | default (printf "%s-tls" (include "kvkeep.fullname" .)) }}
+{{- end -}}
+
+{{- define "kvkeep.tokensSecret" -}}
+{{ .Values.tokens.secret | default (printf "%s-tokens" (include "kvkeep.name" .)) }}
+{{- end -}}
+
+{{/* What callers reach. */}}
+{{- define "kvkeep.front" -}}
+{{ ternary "router" "engine" .Values.router.enabled }}
 {{- end -}}
 
 {{- define "kvkeep.redisSecret" -}}
@@ -162,7 +232,7 @@ envFrom: {{ toJson . }}
 {{- end -}}
 
 {{- define "kvkeep.redisUrl" -}}
-{{- $place := printf ":$(REDIS_PASSWORD)@%s:6379/0" (include "kvkeep.fullname" (dict "top" . "part" "redis")) -}}
+{{- $place := printf ":$(REDIS_PASSWORD)@%s:6379/$(SHARD)" (include "kvkeep.fullname" (dict "top" . "part" "redis")) -}}
 {{- if .Values.tls.enabled -}}
 {{- $tls := "/run/secrets/tls" -}}
 rediss://{{ $place }}?ssl_ca_certs={{ $tls }}/ca.crt&ssl_certfile={{ $tls }}/tls.crt&ssl_keyfile={{ $tls }}/tls.key

@@ -1,0 +1,268 @@
+"""What each policy of the router gives a fleet of engines that compute nothing, at many rates.
+
+Everything but the devices is real: cache managers with Redis, schedulers, the router, and a client in a process of its
+own that sends what is due, Poisson arrivals with a fixed seed, the same requests for every policy. A device takes a
+fixed time for a step and for a prompt token and keeps some 25 prefixes, so that all of them fit into the fleet and not
+into an engine. Times count from when a request was due. Refused requests are shed, not sent again, and in no latency.
+
+Beside the policies stand two simulations without processes: requests in turn, and a placement that knows the future.
+A stage in which the machine or a process had no processor left is marked with an exclamation mark: it measures Python
+and not a policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import plots
+from bench.fleet.bounds import PLACEMENTS, Device, Simulation
+from bench.fleet.client import Answer, Ask
+from bench.fleet.processes import DIRECT, POLICIES, Fleet, Measured, has_router
+from bench.fleet.workload import Groups, Stage, Trace
+from bench.result import Result, percentile
+from bench.tables import table
+
+# Of all cores, or of one for a process: beyond it a stage says nothing about its policy.
+SATURATED = 0.85
+SHED = "RESOURCE_EXHAUSTED"
+
+
+def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
+    """What callers saw of the requests that were due in so many measured seconds."""
+    good = [one for one in answers if one.code == "OK" and one.first is not None]
+    shed = sum(one.code == SHED for one in answers)
+    found: dict[str, Any] = {
+        "requests": len(answers),
+        "shed": shed,
+        "failed": len(answers) - len(good) - shed,
+        "output_tokens_per_s": sum(one.counted for one in answers) / seconds,
+    }
+    if good:
+        first = [one.first - one.due for one in good if one.first is not None]
+        found["ttft_mean_s"] = statistics.mean(first)
+        found |= {f"ttft_p{share}_s": percentile(first, share / 100) for share in (50, 90, 99)}
+        found["hit_rate"] = sum(one.cached_tokens for one in good) / sum(one.prompt_tokens for one in good)
+    return found
+
+
+def record(stage: Stage, answers: Sequence[Answer], **values: Any) -> dict[str, Any]:
+    """Everything about one stage, for JSON. Of the requests that warmed the caches there is less."""
+    due = [one for one in answers if one.due >= stage.measured_from]
+    warming = [one for one in answers if one.due < stage.measured_from]
+    kept = {"rate": stage.rate, **values, **figures(due, stage.seconds - stage.measured_from)}
+    # Tokens that come while it is measured count, also those of earlier requests.
+    kept["output_tokens_per_s"] = sum(one.counted for one in answers) / (stage.seconds - stage.measured_from)
+    if warming:
+        seen = figures(warming, stage.measured_from)
+        del seen["output_tokens_per_s"]
+        kept["warming"] = seen
+    return kept
+
+
+def measured(found: Measured) -> dict[str, Any]:
+    """What there is to say beside the answers."""
+    counts, load = found.by_engine.values(), found.load
+    return {
+        "saturated": max(load.machine, load.busiest) > SATURATED,
+        "cpu": load.machine,
+        "cpu_others": load.others,
+        "cpu_busiest_process": load.busiest,
+        "cpu_s_per_s": {name: seconds / load.seconds for name, seconds in load.cpu.items()},
+        "idle_share": found.idle_share,
+        "by_engine": found.by_engine,
+        "most_by_mean": max(counts) / max(statistics.mean(counts), 1e-9),
+        "late_p99_s": percentile([one.sent - one.due for one in found.answers], 0.99),
+        **found.router,
+    }
+
+
+def run(fleet: Fleet, policy: str, stages: Iterable[Stage]) -> Iterable[dict[str, Any]]:
+    """All stages under one policy."""
+    for stage in stages:
+        if stage.cold:
+            fleet.purge()
+            fleet.restart_router(policy)
+        found = fleet.measure(Ask(fleet.targets, stage.requests, stage.measured_from, stage.seconds))
+        yield record(stage, found.answers, policy=policy, **measured(found))
+
+
+def simulate(name: str, device: Device, engines: int, stages: Sequence[Stage]) -> Iterable[dict[str, Any]]:
+    """All stages with a placement."""
+    everything = [request for stage in stages for request in stage.requests]
+    simulation = Simulation(device, engines, PLACEMENTS[name](everything, engines))
+    for stage in stages:
+        if stage.cold:
+            simulation.purge()
+        answers = simulation.run(stage.requests, (stage.measured_from, stage.seconds))
+        yield record(stage, answers, policy=name)
+
+
+def cells(one: dict[str, Any]) -> list[str]:
+    """A line of the table."""
+
+    def value(name: str, form: str) -> str:
+        return format(one[name], form) if one.get(name) is not None else ""
+
+    return [
+        one["policy"],
+        value("output_tokens_per_s", ",.0f"),
+        *(value(f"ttft_{name}_s", ".2f") for name in ("mean", "p90", "p99")),
+        value("hit_rate", ".1%"),
+        f"{one['shed']} of {one['requests']}" + (f", {one['failed']} failed" if one["failed"] else ""),
+        f"{one['regret_tokens'] / max(one['routed_tokens'], 1):.1%}" if "regret_tokens" in one else "",
+        value("most_by_mean", ".2f"),
+        value("cpu", ".0%") + ("!" if one.get("saturated") else ""),
+        value("cpu_others", ".0%"),
+        value("idle_share", ".1%"),
+    ]
+
+
+HEAD = (
+    "output\ntokens/s",
+    "TTFT mean\ns",
+    "p90\ns",
+    "p99\ns",
+    "hit\nrate",
+    "shed",
+    "regret of\nrouted tokens",
+    "busiest\nby mean",
+    "CPU",
+    "of it\nothers",
+    "devices\nidle",
+)
+
+
+def show(records: Sequence[dict[str, Any]], unit: str) -> str:
+    """A table for each rate, and one of all rates."""
+    rates = list(dict.fromkeys(one["rate"] for one in records))
+    parts = []
+    for rate in rates:
+        rows = [cells(one) for one in records if one["rate"] == rate]
+        parts.append(table((f"\n{rate} {unit}", *HEAD), rows))
+    policies = list(dict.fromkeys(one["policy"] for one in records))
+    found = {(one["policy"], one["rate"]): one for one in records}
+    rows = []
+    for policy in policies:
+        row = [policy]
+        for rate in rates:
+            cell = found.get((policy, rate), {})
+            times = f"{cell['ttft_p90_s']:.2f}" if "ttft_p90_s" in cell else ""
+            row.append(f"{cell['output_tokens_per_s']:,.0f} / {times}" if cell else "")
+        rows.append(row)
+    parts.append(table((f"output tokens/s / TTFT p90 in s\nat {unit}", *rates), rows))
+    return "\n\n".join(parts)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    policies = POLICIES if has_router() else (DIRECT,)
+    made.add_argument("--policies", nargs="+", choices=[DIRECT, *POLICIES], default=policies, help=f"{DIRECT}: none")
+    made.add_argument("--engines", type=int, default=8)
+    made.add_argument("--shards", type=int, default=1, help="cache managers")
+    made.add_argument("--rates", type=float, nargs="+", help="requests per second; of a trace, its speeds")
+    made.add_argument("--seconds", type=float, default=60, help="of a stage; of a trace at its own speed")
+    made.add_argument("--cold-rate", type=float, default=4, help="requests per second of the cold start")
+    made.add_argument("--groups", type=int, default=Groups.groups)
+    made.add_argument("--users", type=int, default=Groups.users)
+    made.add_argument("--prefix-tokens", type=int, default=Groups.prefix_tokens)
+    made.add_argument("--question-tokens", type=int, default=Groups.question_tokens)
+    made.add_argument("--output-tokens", type=int, default=Groups.output_tokens)
+    made.add_argument("--seed", type=int, default=Groups.seed)
+    made.add_argument("--trace", type=Path, help="a file in Mooncake's format, in the place of groups")
+    made.add_argument("--trace-begin", type=float, default=0, help="seconds of it to leave out")
+    made.add_argument("--trace-scale", type=int, default=4, help="lengths and times are divided by it")
+    made.add_argument("--step-ms", type=float, default=50)
+    made.add_argument("--prefill-rate", type=float, default=4_000, help="prompt tokens per second")
+    made.add_argument("--pool-tokens", type=int, default=150_016, help="of an engine")
+    made.add_argument("--host-tier", default="0", help="of an engine, as KVKEEP_EXECUTOR_HOST_CACHE_SIZE")
+    made.add_argument("--block-size", type=int, default=16)
+    made.add_argument("--max-batched-tokens", type=int, default=512)
+    made.add_argument("--max-running", type=int, default=64)
+    made.add_argument("--max-waiting", type=int, default=16)
+    made.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings: cachemgr_ghost_sample=0")
+    made.add_argument("--smoke", action="store_true", help="two engines and a few requests, in seconds")
+    made.add_argument("--json", type=Path, help="file for the results, with a picture beside it")
+    return made
+
+
+# What --smoke changes.
+SMOKE = {
+    "policies": (DIRECT, "cost") if has_router() else (DIRECT,),
+    "engines": 2,
+    "rates": [10.0],
+    "seconds": 3.0,
+    "cold_rate": 10.0,
+    "groups": 8,
+    "prefix_tokens": 600,
+    "question_tokens": 20,
+    "output_tokens": 8,
+    "pool_tokens": 4_000,
+    "step_ms": 20.0,
+}
+
+
+def stages_of(given: argparse.Namespace) -> list[Stage]:
+    """What is asked of the fleet."""
+    if given.trace is not None:
+        trace = Trace(given.trace, given.trace_scale, given.trace_begin)
+        return list(trace.stages(given.rates or [0.5, 0.75, 1.0, 1.25], given.seconds))
+    names = ("groups", "users", "prefix_tokens", "question_tokens", "output_tokens", "seed")
+    groups = Groups(**{name: getattr(given, name) for name in names})
+    return list(groups.stages(given.rates or [4, 5, 6, 8, 12, 16], given.seconds, given.cold_rate))
+
+
+def settings_of(given: argparse.Namespace) -> dict[str, Any]:
+    """Of the processes."""
+    return {
+        "executor_max_tokens": given.pool_tokens,
+        "executor_block_size": given.block_size,
+        "executor_host_cache_size": given.host_tier,
+        "executor_stub_step_seconds": given.step_ms / 1e3,
+        "executor_stub_prefill_rate": given.prefill_rate,
+        "scheduler_max_batched_tokens": given.max_batched_tokens,
+        "scheduler_max_running": given.max_running,
+        "scheduler_max_waiting": given.max_waiting,
+        **dict(pair.split("=", 1) for pair in given.set),
+    }
+
+
+def main() -> int:
+    """Measures and reports."""
+    made = parser()
+    if "--smoke" in sys.argv:
+        made.set_defaults(**SMOKE)
+    given = made.parse_args()
+    stages = stages_of(given)
+    unit = "of the trace's speed" if given.trace else "requests/s"
+    device = Device(
+        given.step_ms / 1e3,
+        given.prefill_rate,
+        given.pool_tokens,
+        given.max_batched_tokens,
+        given.max_running,
+        given.max_waiting,
+    )
+    records = [one for name in PLACEMENTS for one in simulate(name, device, given.engines, stages)]
+    asked = {name: value for name, value in vars(given).items() if name != "json"}
+    with Fleet(given.engines, given.shards, settings_of(given)) as fleet:
+        for policy in given.policies:
+            for one in run(fleet, policy, stages):
+                records.append(one)
+                print(table(("", *HEAD), [[f"{one['policy']} {one['rate']}", *cells(one)[1:]]]), file=sys.stderr)
+                # Kept as it goes: a long run may be ended.
+                written = Result("fleet", {"unit": unit, "stages": records}, asked).write(given.json)
+    print(show(records, unit))
+    if plots.fleet({"unit": unit, "stages": records, **asked}, written.with_suffix(".png")):
+        print(f"drawn in {written.with_suffix('.png')}", file=sys.stderr)
+    print(f"every stage is in {written}", file=sys.stderr)
+    return 1 if any(one["failed"] for one in records) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

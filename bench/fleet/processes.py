@@ -1,0 +1,268 @@
+"""The processes of a fleet: cache managers with Redis, stub executors, their schedulers, and a router in front."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import psutil
+
+from bench.fleet.client import Answer, Ask
+from bench.runs import Others
+from bench.stub_executor import Record, read_records
+from protos.kvcache.v1 import kvcache_pb2 as kv
+from protos.kvcache.v1 import kvcache_pb2_grpc as kv_rpc
+from tests.stack import ROOT, Stack, free_address, metrics
+
+STUB = "bench.stub_executor"
+ROUTER = "scheduler.router"
+# The client goes to one engine after the other itself, without a router.
+DIRECT = "direct"
+POLICIES = ("round-robin", "least-load", "session", "prefix", "cost")
+# Its counters, and the words for them.
+REQUESTS = "kvkeep_router_routed_requests_total"
+COUNTERS = {
+    "routed_tokens": "kvkeep_router_routed_tokens_total",
+    "expected_cached_tokens": "kvkeep_router_expected_cached_tokens_total",
+    "regret_tokens": "kvkeep_router_regret_tokens_total",
+    "decisions": "kvkeep_router_decision_seconds_count",
+    "decision_s": "kvkeep_router_decision_seconds_sum",
+}
+
+
+def has_router() -> bool:
+    """Whether there is a router to start."""
+    return (ROOT / "scheduler/router/__main__.py").exists()
+
+
+@dataclass
+class Load:
+    """Who took the processor while something was measured.
+
+    machine and others: of all cores, others being processes that are not the fleet's. seconds: of the measurement. cpu:
+    seconds of the processor by kind of process. busiest: the share of one core that the busiest process took.
+    """
+
+    machine: float
+    others: float
+    seconds: float
+    cpu: dict[str, float]
+    busiest: float
+
+
+class Watch:
+    """Takes note of the processor from its making on."""
+
+    def __init__(self, processes: dict[str, psutil.Process]) -> None:
+        self._processes = processes
+        self._others = Others(processes.values())
+        self._begin, self._machine, self._cpu = time.monotonic(), psutil.cpu_times(), self._seconds()
+
+    def load(self) -> Load:
+        """Since then."""
+        seconds, machine = time.monotonic() - self._begin, psutil.cpu_times()
+        taken = {name: after - self._cpu[name] for name, after in self._seconds().items()}
+        idle = machine.idle + machine.iowait - self._machine.idle - self._machine.iowait
+        cpu: dict[str, float] = {}
+        for name, one in taken.items():
+            kind = name.partition("-")[0]
+            cpu[kind] = cpu.get(kind, 0.0) + one
+        busy = 1 - idle / (sum(machine) - sum(self._machine))
+        return Load(busy, self._others.share(), seconds, cpu, max(taken.values()) / seconds)
+
+    def _seconds(self) -> dict[str, float]:
+        return {name: sum(process.cpu_times()[:2]) for name, process in self._processes.items()}
+
+
+@dataclass
+class Measured:
+    """One stage: the answers, whose time the processor took while it was measured, and what engines and router say.
+
+    idle_share: of the time in which an engine had sequences, the share in which none of its steps ran: what the
+    processes around it cost. router: what its counters went up by, empty without one.
+    """
+
+    answers: list[Answer]
+    load: Load
+    idle_share: float
+    by_engine: dict[str, float]
+    router: dict[str, float]
+
+
+@dataclass
+class Fleet:
+    """Engines and cache managers. Use it in a with statement.
+
+    settings: of the processes, as a Stack takes them. Engine n belongs to shard n modulo `shards`.
+    """
+
+    engines: int
+    shards: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._exits = ExitStack()
+        self._stacks: list[Stack] = []
+        self._router: Stack | None = None
+        self._router_metrics = ""
+        self._read_records = dict.fromkeys(range(self.engines), 0)
+
+    def __enter__(self) -> Self:
+        with self._exits:
+            for shard in range(self.shards):
+                self._stacks.append(self._exits.enter_context(self._stack(shard)))
+            self._exits = self._exits.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop_router()
+        self._exits.__exit__(kind, error, trace)
+
+    def _stack(self, shard: int) -> Stack:
+        modules, numbers = {"cachemgr": "cachemgr"}, range(shard, self.engines, self.shards)
+        for number in numbers:
+            modules |= {f"executor-{number}": STUB, f"scheduler-{number}": "scheduler"}
+        stack = Stack(modules=modules, **self.settings)
+        for number in numbers:
+            executor = f"unix:{stack.folder}/executor-{number}.sock"
+            stack.own[f"executor-{number}"] = {
+                "executor_executor_id": f"executor-{number}",
+                "executor_address": executor,
+            }
+            stack.own[f"scheduler-{number}"] = {
+                "scheduler_scheduler_id": f"engine-{number}",
+                "scheduler_address": f"unix:{stack.folder}/scheduler-{number}.sock",
+                "executor_address": executor,
+            }
+        return stack
+
+    def _stack_of(self, engine: int) -> Stack:
+        return self._stacks[engine % self.shards]
+
+    @property
+    def schedulers(self) -> list[str]:
+        """Addresses of the engines."""
+        found = (self._stack_of(number).address(f"scheduler-{number}") for number in range(self.engines))
+        return [address for address in found if address is not None]
+
+    @property
+    def targets(self) -> list[str]:
+        """Where requests go: the router, or without one all engines."""
+        router = self._router and self._router.address("router")
+        return [router] if router else self.schedulers
+
+    def restart_router(self, policy: str) -> None:
+        """Starts a router that knows nothing, in the place of the one before; with DIRECT there is none."""
+        self.stop_router()
+        if policy == DIRECT:
+            return
+        self._router_metrics = free_address()
+        router = Stack(modules={"router": ROUTER})
+        router.own["router"] = {
+            "router_address": f"unix:{router.folder}/router.sock",
+            "router_http_address": "",
+            "router_metrics_address": self._router_metrics,
+            "router_engines": ",".join(self.schedulers),
+            "router_policy": policy,
+        }
+        self._router = router.__enter__()
+
+    def stop_router(self) -> None:
+        """Ends the router, if there is one."""
+        if self._router is not None:
+            self._router.stop()
+            self._router = None
+
+    def purge(self) -> None:
+        """Empties the caches; no sequence may be running."""
+        for stack in self._stacks:
+            with grpc.insecure_channel(stack.admin) as channel:
+                kv_rpc.CacheAdminServiceStub(channel).PurgeBlocks(kv.PurgeBlocksRequest(), timeout=60)
+
+    def measure(self, ask: Ask) -> Measured:
+        """Runs one stage to its end, when the last request has been answered."""
+        watch: Watch | None = None
+        load: Load | None = None
+        before, after = self._router_counts(), {}
+        command = [sys.executable, "-m", "bench.fleet.client"]
+        with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+            assert client.stdin is not None
+            assert client.stdout is not None
+            client.stdin.write(ask.dump())
+            client.stdin.close()
+            answers: list[Answer] = []
+            for line in client.stdout:
+                said = json.loads(line)
+                if said["event"] == "begun":
+                    self._new_records()
+                    before = self._router_counts()
+                    watch = Watch(self._processes() | {"client": psutil.Process(client.pid)})
+                elif said["event"] == "ended":
+                    assert watch is not None
+                    load, idle_share = watch.load(), _idle_share(self._new_records())
+                else:
+                    answers = [Answer(**values) for values in said["answers"]]
+                    after = self._router_counts()
+        if load is None or not answers:
+            raise RuntimeError("the client of the fleet ended early")
+        return Measured(
+            answers,
+            load,
+            idle_share,
+            self._by_engine(answers, before, after),
+            {word: after[name] - before.get(name, 0.0) for word, name in COUNTERS.items() if name in after},
+        )
+
+    def _by_engine(self, answers: list[Answer], before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+        """Requests of each engine."""
+        if self._router is None:
+            targets = Counter(answer.target for answer in answers)
+            return {f"engine-{number}": targets[number] for number in range(self.engines)}
+        names = (f'{REQUESTS}{{engine="{address}"}}' for address in self.schedulers)
+        return {f"engine-{number}": after.get(name, 0.0) - before.get(name, 0.0) for number, name in enumerate(names)}
+
+    def _router_counts(self) -> dict[str, float]:
+        """The router's metrics by name and labels; those of one name add up under the name alone."""
+        if self._router is None:
+            return {}
+        counts: dict[str, float] = {}
+        for name, labels, value in metrics(self._router_metrics):
+            counts[f"{name}{{{labels}}}"] = value
+            counts[name] = counts.get(name, 0.0) + value
+        return counts
+
+    def _processes(self) -> dict[str, psutil.Process]:
+        """All processes of the fleet, told apart by a hyphen behind their kind; this one among them."""
+        found = {"parent": psutil.Process()}
+        for number, stack in enumerate(self._stacks):
+            for name in stack.modules:
+                found[f"{name}-{number}"] = psutil.Process(stack.pid(name))
+            found[f"redis-{number}"] = psutil.Process(stack.pid("redis"))
+        if self._router is not None:
+            found["router"] = psutil.Process(self._router.pid("router"))
+        return found
+
+    def _new_records(self) -> list[list[Record]]:
+        """Steps of each engine since the last call."""
+        found = []
+        for number, seen in self._read_records.items():
+            found.append(read_records(self._stack_of(number).folder, seen, f"executor-{number}"))
+            self._read_records[number] += len(found[-1])
+        return found
+
+
+def _idle_share(records: list[list[Record]]) -> float:
+    """Idle time between steps as a share of the time in which there were sequences."""
+    idle = sum(record.idle for one in records for record in one)
+    busy = sum(record.seconds for one in records for record in one)
+    return idle / max(idle + busy, 1e-9)

@@ -1,0 +1,98 @@
+"""The HTTP server beside each process: /metrics for Prometheus, /health and /live for supervisors."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+
+from prometheus_client import make_asgi_app
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Mount, Route
+
+from protos.rpc import addresses
+from protos.rpc.http_server import HttpServer
+from protos.rpc.security import PLAIN, Security
+
+HEALTH, LIVE = "/health", "/live"
+# A process whose own loop takes longer than this to answer counts as hanging.
+ANSWER_SECONDS = 3.0
+
+
+def start(address: str, is_serving: Callable[[], bool], security: Security = PLAIN) -> Callable[[], None]:
+    """Serves on host:port from a thread of its own; returns a function that stops it. Raises AddressError.
+
+    Call it on the loop of the process: `is_serving` is asked there, so that a loop that hangs is found out. With TLS a
+    renewed certificate is shown after a restart only; where callers need a certificate, /health and /live need none.
+    Without TLS, on loopback, requests for another host than this one are refused.
+    """
+    server = HttpServer(
+        _application(is_serving, asyncio.get_running_loop()),
+        address,
+        name="metrics",
+        security=security,
+        own_names=addresses.is_loopback(address) and not security.serves_tls,
+        open_paths=frozenset({HEALTH, LIVE}),
+    )
+    # Not that of the process: its next call would wait until all metrics are collected.
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="metrics", daemon=True)
+    thread.start()
+
+    def run(work: Coroutine[None, None, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, loop).result()
+
+    def end() -> None:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+    def stop() -> None:
+        run(server.stop(hurried=True))
+        end()
+
+    try:
+        run(server.start())
+    except BaseException:
+        end()
+        raise
+    return stop
+
+
+def _application(is_serving: Callable[[], bool], process: asyncio.AbstractEventLoop) -> Starlette:
+    """process: the loop of the process, which is not the one that serves the application."""
+
+    async def ask() -> bool:
+        """Raises TimeoutError where the process hangs."""
+        asked: Future[bool] = Future()
+
+        def answer() -> None:
+            # False where nobody waits any more.
+            if asked.set_running_or_notify_cancel():
+                asked.set_result(is_serving())
+
+        process.call_soon_threadsafe(answer)
+        async with asyncio.timeout(ANSWER_SECONDS):
+            return await asyncio.wrap_future(asked)
+
+    def probe(*, ready: bool) -> Callable[[Request], Coroutine[None, None, Response]]:
+        async def answer(_: Request) -> Response:
+            try:
+                serves = await ask()
+            except (TimeoutError, asyncio.CancelledError):
+                # Cancelled by a server that stops: nobody else can cancel it.
+                return PlainTextResponse("the process does not answer\n", 503)
+            if ready and not serves:
+                return PlainTextResponse("the process does not serve\n", 503)
+            return PlainTextResponse("ok\n")
+
+        return answer
+
+    return Starlette(
+        routes=[
+            Route(HEALTH, probe(ready=True)),
+            Route(LIVE, probe(ready=False)),
+            Mount("/", make_asgi_app()),
+        ]
+    )

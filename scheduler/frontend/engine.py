@@ -1,0 +1,62 @@
+"""What runs the requests of the request table: an engine in this process, or several behind a router."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from scheduler.bridge import AdmissionListener, AdmissionQueue, Cancel, CommandQueue, TokenBatch
+from scheduler.metrics import StepLoad, StepTimes
+from scheduler.request import AdmissionAttempt
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """What an engine has to do: samples in its running batch and in its waiting queue, and the load of its steps."""
+
+    running: int
+    waiting: int
+    max_running: int
+    steps: StepLoad
+
+
+class Engine(Protocol):
+    """Runs samples, and reports what becomes of them to an EngineListener. On the asyncio loop."""
+
+    @property
+    def loads(self) -> Loads:
+        """The load at the moment."""
+
+    def start(self, attempt: AdmissionAttempt) -> None:
+        """Runs a sample from its token ids on."""
+
+    def cancel(self, arrival: int) -> None:
+        """Frees what a sample holds; unknown ones have ended."""
+
+
+class EngineListener(AdmissionListener, Protocol):
+    """Receives what becomes of samples, on the asyncio loop."""
+
+    def receive(self, batch: TokenBatch) -> None:
+        """Takes what answered steps brought: one call for all samples."""
+
+
+class LocalEngine:
+    """The engine in this process: its waiting queue, and the step loop behind its commands."""
+
+    def __init__(self, queue: AdmissionQueue, commands: CommandQueue, times: StepTimes, *, max_running: int) -> None:
+        self._queue = queue
+        self._commands = commands
+        self._times = times
+        self._max_running = max_running
+
+    @property
+    def loads(self) -> Loads:
+        running = self._queue.num_running
+        steps = self._times.load if running else self._times.load._replace(prefill_tokens=0)
+        return Loads(running, len(self._queue), self._max_running, steps)
+
+    def start(self, attempt: AdmissionAttempt) -> None:
+        self._queue.push(attempt)
+
+    def cancel(self, arrival: int) -> None:
+        if not self._queue.remove(arrival):
+            self._commands.put(Cancel(arrival))

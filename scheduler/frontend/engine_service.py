@@ -1,0 +1,187 @@
+"""The service for routers: their requests and what becomes of them, many in each message, on one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import structlog
+
+from protos.generation.v1 import generation_pb2 as pb
+from protos.generation.v1 import generation_pb2_grpc as rpc
+from protos.rpc import tracing
+from protos.rpc.errors import InvalidField, ServiceError, UnexpectedError, to_status
+from scheduler.frontend.access_log import AccessLog
+from scheduler.frontend.grpc_service import Context
+from scheduler.frontend.output import Generation, Stream
+from scheduler.frontend.requests import RequestTable, RequestTableSource
+
+ENGINE_SERVICE = "generation.v1.EngineService"
+# How often the load is looked at, and how often it is sent at least, in seconds.
+LOADS_SECONDS, HEARTBEAT_SECONDS = 0.1, 1.0
+
+log = structlog.get_logger()
+
+
+class EngineSource(RequestTableSource, Protocol):
+    """A process that has a request table with an engine of its own once its neighbours are there."""
+
+    @property
+    def engine(self) -> pb.GetEngineResponse:
+        """Raises NotReadyError before that."""
+
+
+class EngineService(rpc.EngineServiceServicer):
+    """Served from the start; every call is answered with UNAVAILABLE while there is no request table."""
+
+    def __init__(self, source: EngineSource, access_log: AccessLog) -> None:
+        self._source = source
+        self._access_log = access_log
+
+    async def GetEngine(self, _request: pb.GetEngineRequest, _context: Context) -> pb.GetEngineResponse:  # noqa: N802
+        return self._source.engine
+
+    async def StreamRequests(  # type: ignore[override]  # noqa: N802
+        self, commands: AsyncIterator[pb.StreamRequestsRequest], context: Context
+    ) -> None:
+        """Writes to the context instead of yielding: a session reads and writes at the same time."""
+        await Session(self._source.requests, self._access_log, context).run(commands)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request of a router. introduced: whether a message has said what of it is cached."""
+
+    generation: Generation
+    introduced: bool = False
+    # Set once its last output is taken.
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Session:
+    """The requests of one router. Each has a task; one more writes what all of them have for the router."""
+
+    def __init__(self, requests: RequestTable, access_log: AccessLog, context: Context) -> None:
+        self._requests = requests
+        self._access_log = access_log
+        self._context = context
+        # By request_id.
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, _Running] = {}
+        self._failures: list[pb.RequestFailure] = []
+        # There is output, or a failure.
+        self._ready = asyncio.Event()
+        self._loads: pb.GetLoadsResponse | None = None
+        self._obstacle = ""
+        self._loads_at = 0.0
+
+    async def run(self, commands: AsyncIterator[pb.StreamRequestsRequest]) -> None:
+        """Serves until the router ends the stream. Raises InvalidField for a command that names no request."""
+        writing = asyncio.create_task(self._write())
+        try:
+            async for command in commands:
+                match command.WhichOneof("command"):
+                    case "start":
+                        self._start(command.start)
+                    case "cancel":
+                        if task := self._tasks.get(command.cancel.request_id):
+                            task.cancel()
+                    case _:
+                        raise InvalidField("command", "is missing: give start or cancel")
+        finally:
+            tasks = [writing, *self._tasks.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    def _start(self, message: pb.StartRequest) -> None:
+        name = message.request.request_id
+        if not name:
+            raise InvalidField("start.request.request_id", "must not be empty")
+        if name in self._tasks:
+            raise InvalidField("start.request.request_id", "is that of a running request")
+        self._tasks[name] = asyncio.create_task(self._run(name, message))
+        self._tasks[name].add_done_callback(lambda _: self._tasks.pop(name))
+
+    async def _run(self, name: str, message: pb.StartRequest) -> None:
+        tracing.receive(message.traceparent)
+        try:
+            with self._access_log.call(self._context.peer(), generating=True):
+                await self._generate(name, message)
+        except ServiceError as error:
+            self._fail(name, error)
+        except Exception:
+            log.exception("a request of a router failed")
+            self._fail(name, UnexpectedError("the engine met an error of its own; its log says which"))
+        finally:
+            self._running.pop(name, None)
+
+    async def _generate(self, name: str, message: pb.StartRequest) -> None:
+        asked, requests = message.request, self._requests
+        with self._access_log.generation(asked, requests.model.name) as record:
+            if asked.n > 1:
+                raise InvalidField("request.n", "must be 1 at most: each sample is a request here")
+            if asked.stop:
+                raise InvalidField("request.stop", "must be empty: output has no text here")
+            with requests.arriving(name, asked.cache.tenant_id):
+                [request] = await requests.validator.validate(asked)
+            output = requests.validator.output_of(request, message.output_token_ids)
+            request = replace(request, expected_cached_tokens=message.expected_cached_tokens)
+            stream = Stream([request], None, self._ready)
+            with requests.submit(stream, output):
+                record.stream = stream
+                running = self._running[name] = _Running(stream.generations[0])
+                await running.done.wait()
+
+    def _fail(self, name: str, error: ServiceError) -> None:
+        self._failures.append(pb.RequestFailure(request_id=name, status=to_status(error).SerializeToString()))
+        self._ready.set()
+
+    async def _write(self) -> None:
+        while True:
+            message = pb.StreamRequestsResponse()
+            for name, running in list(self._running.items()):
+                self._take(name, running, message)
+            message.failures.extend(self._failures)
+            self._failures = []
+            self._add_loads(message)
+            if message.ByteSize():
+                await self._context.write(message)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOADS_SECONDS):
+                    await self._ready.wait()
+            self._ready.clear()
+
+    def _take(self, name: str, running: _Running, message: pb.StreamRequestsResponse) -> None:
+        """Adds the new output of a request."""
+        generation = running.generation
+        try:
+            chunk = generation.take()
+        except ServiceError as error:
+            self._fail(name, error)
+            running.done.set()
+            return
+        if chunk is None:
+            return
+        if chunk.finish_reason or not running.introduced:
+            running.introduced = True
+            chunk.usage.CopyFrom(generation.usage())
+        message.outputs.append(chunk)
+        if chunk.finish_reason:
+            running.done.set()
+
+    def _add_loads(self, message: pb.StreamRequestsResponse) -> None:
+        """Adds the load when it has changed, and now and then also when it has not."""
+        now = time.monotonic()
+        if now < self._loads_at + LOADS_SECONDS:
+            return
+        loads, obstacle = self._requests.loads(), self._requests.obstacle
+        if (loads, obstacle) == (self._loads, self._obstacle) and now < self._loads_at + HEARTBEAT_SECONDS:
+            return
+        self._loads, self._obstacle, self._loads_at = loads, obstacle, now
+        message.loads.CopyFrom(loads)
+        message.obstacle = obstacle

@@ -1,0 +1,88 @@
+"""The expected time to first token of a prompt on each engine, from what the engines have measured themselves.
+
+Pure: no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import NamedTuple
+
+# Where nothing is measured yet: the order of an engine on a processor. Equal for all engines, so that load decides.
+PROMPT_TOKEN_SECONDS, HOST_BLOCK_SECONDS, DISK_BLOCK_SECONDS = 1e-3, 1e-3, 1e-2
+
+
+class Match(NamedTuple):
+    """Blocks of a prompt's cached prefix on one engine, by the highest tier that holds each."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def blocks(self) -> int:
+        return self.device + self.host + self.disk
+
+
+class Rates(NamedTuple):
+    """Measured times of an engine, in seconds; None: not measured.
+
+    prompt_token: of a token of a prefill, as fast as prefills go at the moment. host_block, disk_block: of a block's
+    way to the device. request: from the start of a request to its end.
+    """
+
+    prompt_token: float | None = None
+    host_block: float | None = None
+    disk_block: float | None = None
+    request: float | None = None
+
+
+def filled(rates: Sequence[Rates]) -> list[Rates]:
+    """The rates with what an engine has not measured as the others have it in the mean."""
+    columns = [[value for value in column if value is not None] for column in zip(*rates, strict=True)]
+    means = [fmean(column) if column else None for column in columns]
+    return [Rates(*(mean if value is None else value for value, mean in zip(one, means, strict=True))) for one in rates]
+
+
+@dataclass(slots=True)
+class Candidate:
+    """An engine that can take a request, at the moment of a decision.
+
+    queued_tokens: prompt tokens that it computes before those of the request. load: samples that run and wait there.
+    cold_at: when it was last given a prompt that no engine had cached.
+    """
+
+    name: str
+    block_size: int
+    match: Match
+    queued_tokens: float
+    load: int
+    max_running: int
+    rates: Rates
+    cold_at: float
+
+    def cached_tokens(self, prompt_tokens: int) -> int:
+        """Tokens of the prompt that need not be computed; its last token always is."""
+        return max(0, min(self.match.blocks * self.block_size, prompt_tokens - 1))
+
+
+def seconds_to_first_token(candidate: Candidate, prompt_tokens: int) -> float:
+    """Expected time to first token, in seconds: queue, prefill, onloading, and the wait for a place in the batch."""
+    rates, block = candidate.rates, candidate.block_size
+    token = rates.prompt_token or PROMPT_TOKEN_SECONDS
+    uncached = prompt_tokens - candidate.cached_tokens(prompt_tokens)
+    # An engine computes what it cannot onload sooner.
+    host = min(rates.host_block or HOST_BLOCK_SECONDS, token * block)
+    disk = min(rates.disk_block or DISK_BLOCK_SECONDS, token * block)
+    onloading = candidate.match.host * host + candidate.match.disk * disk
+    return (candidate.queued_tokens + uncached) * token + onloading + _wait(candidate)
+
+
+def _wait(candidate: Candidate) -> float:
+    """Seconds until a full running batch has a place: places come free evenly while requests last."""
+    ahead = candidate.load + 1 - candidate.max_running
+    if not candidate.max_running or ahead <= 0:
+        return 0.0
+    return ahead * (candidate.rates.request or 0.0) / candidate.max_running

@@ -1,0 +1,123 @@
+"""Several schedulers with fake executors behind a router, in one process, over unix sockets."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from protos.generation.v1 import generation_pb2_grpc
+from protos.kvcache.v1 import kvcache_pb2_grpc
+from protos.rpc.server import Server
+from scheduler.app import Scheduler
+from scheduler.router.process import Router
+from scheduler.router.settings import RouterSettings
+from scheduler.settings import SchedulerSettings
+from tests.support.scheduler.fake_executor import FakeExecutor
+from tests.support.scheduler.real_manager import RealManager
+from tests.support.scheduler.stack import Stack, listening
+
+
+@dataclass
+class Engine(Stack):
+    """An engine of a fleet."""
+
+    server: Server
+
+    async def kill(self) -> None:
+        """Breaks all its streams, as a process that is killed."""
+        await self.server.stop()
+
+
+@dataclass
+class Fleet:
+    """A router with its engines."""
+
+    router: Router
+    stub: "generation_pb2_grpc.GenerationServiceAsyncStub"
+    engines: list[Engine]
+    registry: CollectorRegistry
+    health: Server
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Value of a metric of the router's; 0 for one that has none yet."""
+        return self.registry.get_sample_value(f"kvkeep_router_{name}", labels) or 0.0
+
+    async def ready(self, count: int) -> None:
+        """Waits until so many engines take requests."""
+        async with asyncio.timeout(20):
+            while sum(link.is_open and not link.obstacle for link in self.router.fleet.links.values()) != count:
+                await asyncio.sleep(0.01)
+
+
+class _Events(kvcache_pb2_grpc.CacheEventServiceServicer):
+    """The events of a cache manager, also once it has started again."""
+
+    def __init__(self, manager: RealManager) -> None:
+        self._manager = manager
+
+    async def WatchEvents(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        async for message in self._manager.events.WatchEvents(request, context):
+            yield message
+
+
+@contextlib.asynccontextmanager
+async def run_engine(
+    folder: Path, executor: FakeExecutor | None = None, manager: RealManager | None = None, **settings: object
+) -> AsyncIterator[Engine]:
+    """A scheduler between a fake executor and a cache manager, with sockets in a folder. Every block must come back."""
+    executor = executor or FakeExecutor()
+    manager = manager or RealManager(executor)
+    addresses = {name: f"unix:{folder}/{name}" for name in ("scheduler", "cachemgr", "cachemgr_admin", "executor")}
+    async with AsyncExitStack() as exits:
+        neighbours = listening(executor, manager, folder)
+        add_events = partial(kvcache_pb2_grpc.add_CacheEventServiceServicer_to_server, _Events(manager))
+        neighbours.listen(addresses["cachemgr_admin"], {"kvcache.v1.CacheEventService": add_events})
+        await neighbours.start()
+        neighbours.set_serving(True)
+        exits.push_async_callback(neighbours.stop)
+        fields = {f"{name}_address": address for name, address in addresses.items()}
+        registry = CollectorRegistry()
+        server = Server("scheduler", drain_seconds=0)
+        scheduler = Scheduler(SchedulerSettings(**fields, **{"scheduler_id": folder.name} | settings), server, registry)
+        server.listen(addresses["scheduler"], scheduler.services)
+        await server.start()
+        exits.push_async_callback(server.stop)
+        exits.push_async_callback(scheduler.stop)
+        await scheduler.start()
+        channel = await exits.enter_async_context(grpc.aio.insecure_channel(addresses["scheduler"]))
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        yield Engine(executor, manager, scheduler, stub, addresses["scheduler"], registry, server)
+        await manager.settled()
+        assert executor.faults == []
+
+
+@contextlib.asynccontextmanager
+async def run_fleet(folder: Path, count: int = 2, **settings: object) -> AsyncIterator[Fleet]:
+    """So many engines and a router, once all engines take requests. settings: the router's."""
+    async with AsyncExitStack() as exits:
+        engines = []
+        for number in range(count):
+            (folder / f"engine-{number}").mkdir()
+            executor = FakeExecutor()
+            executor.executor_id = f"executor-{number}"
+            engines.append(await exits.enter_async_context(run_engine(folder / f"engine-{number}", executor)))
+        registry = CollectorRegistry()
+        server = Server("router", drain_seconds=0)
+        fields = {"engines": ",".join(engine.address for engine in engines), "address": f"unix:{folder}/router"}
+        router = Router(RouterSettings(**fields, router_id="router", **settings), server, registry)
+        server.listen(fields["address"], router.services)
+        await server.start()
+        exits.push_async_callback(server.stop)
+        exits.push_async_callback(router.stop)
+        await router.start()
+        channel = await exits.enter_async_context(grpc.aio.insecure_channel(fields["address"]))
+        fleet = Fleet(router, generation_pb2_grpc.GenerationServiceStub(channel), engines, registry, server)
+        await fleet.ready(count)
+        yield fleet

@@ -1,0 +1,119 @@
+"""Which engine each policy chooses."""
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler.router.policies import (
+    IMBALANCE,
+    POLICIES,
+    STAY_SECONDS,
+    Cost,
+    LeastLoad,
+    Policy,
+    Prefix,
+    Prompt,
+    RoundRobin,
+    Session,
+)
+from scheduler.router.score import Candidate, Match, Rates, filled, seconds_to_first_token
+
+BLOCK = 16
+KEYS = list(range(1, 65))
+PROMPT = Prompt(KEYS, len(KEYS) * BLOCK)
+RATES = Rates(prompt_token=1e-3, host_block=2e-3, disk_block=8e-3, request=2.0)
+
+
+def engine(name: str, *, device: int = 0, host: int = 0, disk: int = 0, **fields: object) -> Candidate:
+    plain = Candidate(name, BLOCK, Match(device, host, disk), 0.0, 0, 8, RATES, 0.0)
+    return replace(plain, **fields)  # type: ignore[arg-type]
+
+
+def chosen(policy: Policy, prompt: Prompt, *candidates: Candidate) -> str:
+    return policy.choose(prompt, candidates).name
+
+
+def test_the_expected_time_counts_queue_prefill_onloading_and_the_wait_for_a_place() -> None:
+    assert seconds_to_first_token(engine("a"), 1024) == pytest.approx(1.024)
+    assert seconds_to_first_token(engine("a", queued_tokens=500), 1024) == pytest.approx(1.524)
+    assert seconds_to_first_token(engine("a", device=32), 1024) == pytest.approx(0.512)
+    assert seconds_to_first_token(engine("a", device=16, host=16, disk=16), 1024) == pytest.approx(
+        0.256 + 0.032 + 0.128
+    )
+    # The last token of a prompt is always computed.
+    assert seconds_to_first_token(engine("a", device=64), 1024) == pytest.approx(0.001)
+    # Nine samples are before it, and the batch holds eight: two have to end.
+    assert seconds_to_first_token(engine("a", device=64, load=9), 1024) == pytest.approx(0.001 + 2 * 2.0 / 8)
+
+
+def test_what_an_engine_has_not_measured_is_as_the_others_have_it() -> None:
+    assert filled([Rates(), Rates(prompt_token=2e-3), Rates(4e-3, 1e-3)]) == [
+        Rates(3e-3, 1e-3),
+        Rates(2e-3, 1e-3),
+        Rates(4e-3, 1e-3),
+    ]
+
+
+def test_blocks_that_are_onloaded_slower_than_computed_cost_no_more_than_computing() -> None:
+    slow = RATES._replace(disk_block=5.0)
+    assert seconds_to_first_token(engine("a", disk=64, rates=slow), 1024) == pytest.approx(1.024, rel=1e-2)
+
+
+def test_cost_follows_the_prefix_until_its_engine_is_busier_than_computing_takes() -> None:
+    cost = Cost()
+    assert chosen(cost, PROMPT, engine("cold"), engine("warm", device=48)) == "warm"
+    assert chosen(cost, PROMPT, engine("cold"), engine("warm", device=48, queued_tokens=700)) == "warm"
+    assert chosen(cost, PROMPT, engine("cold"), engine("warm", device=48, queued_tokens=900)) == "cold"
+
+
+def test_cost_gives_cold_prompts_to_the_engine_that_waited_longest_for_one() -> None:
+    assert chosen(Cost(), PROMPT, engine("a", cold_at=5.0), engine("b", cold_at=3.0), engine("c", cold_at=4.0)) == "b"
+
+
+def test_cost_keeps_a_session_on_its_engine_while_that_one_is_nearly_as_good() -> None:
+    cost, asked = Cost(), PROMPT._replace(session="s")
+    assert chosen(cost, asked, engine("a", device=8), engine("b")) == "a"
+    near = engine("b", device=10)
+    assert chosen(cost, asked, engine("a", device=8), near) == "a"
+    assert chosen(cost, PROMPT, engine("a", device=8), near) == "b"
+    far = engine("b", device=64)
+    assert chosen(cost, asked, engine("a", device=8), far) == "b"
+    # It moves, and stays there.
+    back = engine("a", device=64)
+    assert seconds_to_first_token(engine("b", device=62), 1024) < seconds_to_first_token(back, 1024) + STAY_SECONDS
+    assert chosen(cost, asked, back, engine("b", device=62)) == "b"
+
+
+def test_round_robin_takes_turns() -> None:
+    policy = RoundRobin()
+    names = [chosen(policy, PROMPT, engine("a"), engine("b"), engine("c")) for _ in range(6)]
+    assert sorted(names[:3]) == ["a", "b", "c"]
+    assert names[:3] == names[3:]
+
+
+def test_least_load_compares_samples_and_then_prompt_tokens() -> None:
+    assert chosen(LeastLoad(), PROMPT, engine("a", load=2), engine("b", load=1, queued_tokens=9000)) == "b"
+    assert chosen(LeastLoad(), PROMPT, engine("a", load=1, queued_tokens=5), engine("b", load=1)) == "b"
+
+
+def test_sessions_stay_when_engines_come_and_few_move_when_one_goes() -> None:
+    policy, engines = Session(), [engine(name) for name in "abcd"]
+    prompts = [PROMPT._replace(session=f"s{number}") for number in range(200)]
+    homes = [policy.choose(prompt, engines).name for prompt in prompts]
+    assert all(25 <= homes.count(name) <= 80 for name in "abcd")
+    after = [policy.choose(prompt, engines[:3]).name for prompt in prompts]
+    assert all(new == old for new, old in zip(after, homes, strict=True) if old != "d")
+
+
+def test_prefix_follows_its_own_decisions_and_gives_up_on_a_busy_engine() -> None:
+    policy, a, b = Prefix(), engine("a"), engine("b", cold_at=1.0)
+    assert chosen(policy, PROMPT, a, b) == "a"
+    longer = Prompt([*KEYS, 99], PROMPT.num_tokens + BLOCK)
+    assert chosen(policy, longer, replace(a, load=3), b) == "a"
+    other = Prompt([1, 2, *range(200, 262)], PROMPT.num_tokens)
+    assert chosen(policy, other, replace(a, load=3), b) == "b"
+    assert chosen(policy, longer, replace(a, load=IMBALANCE + 1), b) == "b"
+
+
+def test_the_names_of_policies_are_those_that_settings_take() -> None:
+    assert list(POLICIES) == ["cost", "prefix", "session", "least-load", "round-robin"]
