@@ -34,7 +34,7 @@ from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from tests.stack import MODULES, Stack, free_address, metrics
 from tests.support.generation import generate, greedy_request
-from tests.support.settled import settle
+from tests.support.idle import until_idle
 
 SAMPLE_SECONDS = 10.0
 # Behind it allocators have what they need.
@@ -207,7 +207,7 @@ async def measure(stack: Stack, given: argparse.Namespace) -> Found:
     alone = [await bench.leave(by_http, f"alone-{number}") for number in range(ALONE_TIMES)]
     async with bench.grpc() as by_grpc:
         grpc_phase = await bench.phase(by_grpc, given.grpc_seconds, 2)
-    report = await settle(stack.admin)
+    report = await until_idle(stack.admin)
     return Found(
         http,
         grpc_phase,

@@ -144,7 +144,7 @@ async def _running(
         load = Load(address, known, seed, clients, lambda begin, end: stage.absent("scheduler", begin, end))
         report.tally = load.tally
         run = Run(stage, load, report, tell)
-        async with _telling(load, tell):
+        async with _reporting(load, tell):
             load.start()
             yield run
             tell("calm")
@@ -171,7 +171,7 @@ async def _running(
 
 
 @contextlib.asynccontextmanager
-async def _telling(load: Load, tell: Tell) -> AsyncIterator[None]:
+async def _reporting(load: Load, tell: Tell) -> AsyncIterator[None]:
     """Reports progress every few seconds."""
 
     async def say() -> None:

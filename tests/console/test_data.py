@@ -91,7 +91,7 @@ async def test_leases_holds_tenants_and_ghosts(console: Console) -> None:
     assert ghosts["tokens"]["queried_tokens"] == (await get(console, "pools"))["pools"][0]["queried_tokens"]
 
 
-async def test_only_the_newest_events_are_told(console: Console) -> None:
+async def test_only_the_newest_events_are_shown(console: Console) -> None:
     last = console.driver.manager.queries.last_event
     first = await get(console, "events")
     assert first["last"] == last

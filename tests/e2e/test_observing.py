@@ -254,7 +254,7 @@ async def test_metrics_add_up_to_the_answers(observed: Observed) -> None:
         assert grown(theirs + name, labels) == counted, name
 
 
-async def test_the_cache_manager_tells_of_salts_by_their_hash(observed: Observed) -> None:
+async def test_the_cache_manager_names_salts_by_their_hash(observed: Observed) -> None:
     [usage] = await answer(observed.stack, asked("salted"))
     digest = hashlib.sha256(SALT.encode()).hexdigest()[:16]
     labels = f'pool="executor-0/0",salt_sha256="{digest}"'

@@ -64,7 +64,7 @@ def lost(ours: Any, known: Any, path: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize("board", BOARDS)
-def test_panels_have_places_and_numbers_of_their_own(board: str) -> None:
+def test_panels_have_positions_and_numbers_of_their_own(board: str) -> None:
     panels = BOARDS[board]["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken = [

@@ -194,7 +194,7 @@ def running(folder: Path, values: dict[str, Any]) -> Iterator[Cluster]:
 
 
 @pytest.mark.model
-def test_two_shards_with_tls_and_tokens_serve_as_the_chart_tells_them(tmp_path: Path) -> None:
+def test_two_shards_with_tls_and_tokens_serve_as_the_chart_configures_them(tmp_path: Path) -> None:
     with running(tmp_path, {"shards": [1, 1]}) as cluster:
         assert len(cluster.children) == 6
         done = cluster.run_test()
@@ -229,7 +229,7 @@ def test_two_shards_with_tls_and_tokens_serve_as_the_chart_tells_them(tmp_path: 
 
 
 @pytest.mark.model
-def test_an_engine_without_tls_and_tokens_serves_as_the_chart_tells_it(tmp_path: Path) -> None:
+def test_an_engine_without_tls_and_tokens_serves_as_the_chart_configures_it(tmp_path: Path) -> None:
     with running(tmp_path, PLAIN) as cluster:
         assert all("grpc" in one["readinessProbe"] for pod in cluster.pods.values() for one in containers(pod["spec"]))
         done = cluster.run_test()

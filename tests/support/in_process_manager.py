@@ -420,7 +420,7 @@ class World:
     def _stored(self) -> list[BlockRecord]:
         return list(self.journal.blocks.values())
 
-    def come_back(self) -> Restored:
+    def register_again(self) -> Restored:
         """The executor starts again after the manager has forgotten it, which asks the journal."""
         stored = [below for block in self._stored() if (below := block.below()) is not None]
         self.journal.set(stored)
@@ -555,7 +555,7 @@ class World:
         for name, live in self.live.items():
             if (names is not None and name not in names) or not self.may_start(live, planned):
                 continue
-            count = min(most, self.room(live))
+            count = min(most, self.computable(live))
             if count > 0:
                 work.append((live, count))
                 planned[live.handle] = live.computed + count
@@ -572,7 +572,7 @@ class World:
             if live.computed == len(live.tokens):
                 live.tokens.append(self.random.randrange(3))
 
-    def room(self, live: Live) -> int:
+    def computable(self, live: Live) -> int:
         """Tokens that the next step may compute."""
         if live.policy is None:
             return min(len(live.tokens), live.capacity) - live.computed
@@ -580,8 +580,8 @@ class World:
             return 0
         slots = len(live.granted) * BLOCK if live.must_move and live.granted else live.capacity
         left = min(len(live.tokens) - live.computed, slots - live.stays)
-        room = live.policy.room(live.stays, live.computed, live.prompt)
-        return left if room is None else min(left, room)
+        most = live.policy.room(live.stays, live.computed, live.prompt)
+        return left if most is None else min(left, most)
 
     def start(self, live: Live, fail: float) -> None:
         live.started = True

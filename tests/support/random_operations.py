@@ -611,12 +611,12 @@ class RandomLife:
         self._lose_slots()
         self._fall_back()
         self.world.lose_manager()
-        self.world.come_back()
+        self.world.register_again()
 
     def lose_executor(self) -> None:
         self._break_off()
         self.world.expire_executor()
-        self.world.come_back()
+        self.world.register_again()
 
     def _break_off(self) -> None:
         """Of the copies that the executor or a scheduler knows the first have run, and the next is broken off."""

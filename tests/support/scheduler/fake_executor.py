@@ -216,7 +216,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(AWAIT_SECONDS):
                         await self._copied.wait()
-            self._tell_copies(result)
+            self._report_copies(result)
             yield pb.StreamStepsResponse(result=result)
 
     async def stepped(self, count: int) -> None:
@@ -319,7 +319,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             self._copied.set()
         self._copier = None
 
-    def _tell_copies(self, result: pb.StepResult) -> None:
+    def _report_copies(self, result: pb.StepResult) -> None:
         result.copied_tickets.extend(self._ended)
         result.failed_tickets.extend(ticket for ticket, well in self._ended.items() if not well)
         if self._ended and self.host_block_seconds is not None:

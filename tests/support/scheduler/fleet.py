@@ -94,7 +94,7 @@ async def run_engine(
         channel = await exits.enter_async_context(grpc.aio.insecure_channel(addresses["scheduler"]))
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         yield Engine(executor, manager, scheduler, stub, addresses["scheduler"], registry, server)
-        await manager.settled()
+        await manager.unused()
         assert executor.faults == []
 
 

@@ -37,7 +37,7 @@ class NotForkedError(ServiceError):
 
 
 class RealManager(rpc.CacheManagerServiceServicer):
-    """`settled()` waits until no sequence has blocks, and recounts them.
+    """`unused()` waits until no sequence has blocks, and recounts them.
 
     Calls wait while `gate` is closed, and answers to forks while `forks_end` is. The next `failing_forks` forks fail,
     the sequences in `void_next` are voided by the next sync, and no scheduler registers while `refuses_schedulers`.
@@ -154,11 +154,11 @@ class RealManager(rpc.CacheManagerServiceServicer):
     def _hear(self, done: list[int], failed: list[int]) -> None:
         epoch = self._executor.epoch
 
-        def tell() -> None:
+        def confirm() -> None:
             if epoch == self._executor.epoch:
                 self._manager.confirm_transfers(self._executor.executor_id, epoch, done, failed)
 
-        asyncio.get_running_loop().call_later(CONFIRM_SECONDS, tell)
+        asyncio.get_running_loop().call_later(CONFIRM_SECONDS, confirm)
 
     @property
     def live(self) -> list[str]:
@@ -183,7 +183,7 @@ class RealManager(rpc.CacheManagerServiceServicer):
         """Waits until no sequence is live."""
         await self.until(lambda: not self.live)
 
-    async def settled(self) -> None:
+    async def unused(self) -> None:
         """Waits until every block is free or cached, in all tiers."""
         await self.released()
         await self.until(lambda: not self._used_blocks())

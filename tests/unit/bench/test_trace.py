@@ -54,7 +54,7 @@ def test_a_request_follows_the_request_whose_prompt_is_its_prefix(requests):
     assert [request.follows for request in requests] == [False, False, True, True]
 
 
-def test_a_conversation_comes_back_after_its_end_and_the_same_way_for_a_seed(requests):
+def test_a_conversation_returns_after_its_end_and_the_same_way_for_a_seed(requests):
     moved = with_pauses(requests, 3)
     assert moved == with_pauses(requests, 3) != with_pauses(requests, 4)
     assert [request.time for request in moved] == sorted(request.time for request in moved)

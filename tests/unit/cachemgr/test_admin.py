@@ -50,7 +50,7 @@ def test_a_purge_in_steps_spares_blocks_with_new_children():
     assert world.found([0, 1, 2, 3, 9, 9, 9, 9]) == 8
 
 
-def test_listings_show_what_is_there():
+def test_listings_show_every_entry():
     world = World(8)
     world.cache(list(range(6)))
     world.run([*range(4), 50], "a", salt=None)

@@ -220,6 +220,6 @@ def number_of_blocks() -> int:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_random_lives_go_on_where_every_loss_is_too_large_to_tell(seed, monkeypatch):
+def test_random_lives_continue_where_every_loss_is_too_large_to_report(seed, monkeypatch):
     monkeypatch.setattr(lifecycle, "MOST_REPORTED", 0)
     live_long(400_000 + seed, 250)

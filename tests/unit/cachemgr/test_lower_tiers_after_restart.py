@@ -68,7 +68,7 @@ def beheaded() -> World:
     world.cache(list(range(100, 108)))
     assert world.tiers() == {"device": 3, "host": 2}
     world.lose_manager()
-    assert world.come_back() == (0, 2)
+    assert world.register_again() == (0, 2)
     world.check()
     return world
 
@@ -99,7 +99,7 @@ def test_the_order_of_use_in_lower_tiers_outlives_the_executor(manager_too):
         world.cache(list(range(first, first + 4)))
     if manager_too:
         world.lose_manager()
-        world.come_back()
+        world.register_again()
     else:
         world.start_executor()
     for first in (100, 110, 120, 130, 140, 150):

@@ -64,7 +64,7 @@ async def is_kept(redis: Redis, executor_id: str = POD) -> bool:
     return named
 
 
-async def test_who_is_here_is_kept_and_who_has_been_away_for_a_day_is_forgotten(redis: Redis) -> None:
+async def test_registered_executors_are_kept_and_those_away_for_a_day_are_forgotten(redis: Redis) -> None:
     time = Time()
     store = time.store(redis)
     await time.register(store, EXECUTOR)
@@ -99,7 +99,7 @@ async def test_executors_of_earlier_managers_are_forgotten_when_managers_have_ru
     assert await time.register(time.store(redis), EXECUTOR) == 1
 
 
-async def test_an_executor_that_comes_back_within_the_day_has_its_blocks(redis: Redis) -> None:
+async def test_an_executor_that_registers_again_within_the_day_has_its_blocks(redis: Redis) -> None:
     time = Time()
     await time.register(time.store(redis), POD)
     store = time.store(redis)

@@ -139,7 +139,7 @@ def test_stored_blocks_are_in_the_log() -> None:
     assert found.queries.pools()[0].cached_blocks == 1
 
 
-def test_settings_come_back_from_the_log() -> None:
+def test_settings_are_restored_from_the_log() -> None:
     data, _ = logged()
     assert replay.replay(io.BytesIO(data)).manager.config == CONFIG
 

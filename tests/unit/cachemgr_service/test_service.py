@@ -92,7 +92,7 @@ async def test_listings_are_paged(client: Client) -> None:
     assert all(block.tier == pb.TIER_DEVICE for block in blocks.blocks)
 
 
-async def test_a_watch_starts_with_a_snapshot_and_goes_on_without_a_gap(client: Client) -> None:
+async def test_a_watch_starts_with_a_snapshot_and_continues_without_a_gap(client: Client) -> None:
     await client.register()
     await client.compute(await client.admit("a", 8), 8)
     watch = client.events.WatchEvents(pb.WatchEventsRequest(), timeout=10)
@@ -113,7 +113,7 @@ async def test_a_watch_starts_with_a_snapshot_and_goes_on_without_a_gap(client: 
     resumed.cancel()
 
 
-async def test_leases_are_told_to_those_who_watch(client: Client) -> None:
+async def test_leases_are_events_for_watchers(client: Client) -> None:
     await client.register()
     kept = common.RetentionRange(retention_priority=80, retention_duration=Duration(seconds=3600))
     admission = await client.admit("a", 8, session_id="chat", retention=pb.RetentionConfig(ranges=[kept]))

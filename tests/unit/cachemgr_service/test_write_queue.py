@@ -30,7 +30,7 @@ def current(changes: Changes) -> dict[Slot, BlockRecord | None]:
     return {slot: block and block() for slot, block in changes.blocks.items()}
 
 
-def test_changes_of_one_place_become_one() -> None:
+def test_changes_of_one_slot_become_one() -> None:
     queue = BlockQueue(10)
     for step in range(5):
         put(queue, 1, step=step)
@@ -68,7 +68,7 @@ def test_one_executors_overflow_leaves_another_alone() -> None:
     assert {name: changes.resync for name, changes in (take(queue), take(queue))} == {"a": False, "b": True}
 
 
-def test_what_failed_comes_back_below_what_is_newer() -> None:
+def test_failed_changes_are_queued_again_below_newer_ones() -> None:
     queue = BlockQueue(10)
     put(queue, 1, 2)
     failed = take(queue)

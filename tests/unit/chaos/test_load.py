@@ -83,7 +83,7 @@ async def run(
 
 
 @pytest.fixture(autouse=True)
-def _nobody_cancels(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_cancels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "CANCELLED_SHARE", 0.0)
 
 

@@ -94,7 +94,7 @@ async def test_answers_still_come_after_the_scheduler_has_said_everything(stack:
             await stream.read()
 
 
-async def test_a_new_session_starts_empty_and_the_step_number_goes_on(stack: Stack) -> None:
+async def test_a_new_session_starts_empty_and_the_step_number_continues(stack: Stack) -> None:
     async with stack.session() as stream:
         await stream.run(**join(1))
     async with stack.session() as stream:

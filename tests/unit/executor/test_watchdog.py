@@ -59,7 +59,7 @@ async def until(reached: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_health_tells_that_the_device_stands_still_and_that_it_moves_again(
+async def test_health_says_that_the_device_makes_no_progress_and_progress_again(
     stack: Stack, hanging: Hanging, tmp_path: Path
 ) -> None:
     address = f"unix:{tmp_path}/e.sock"

@@ -25,7 +25,7 @@ from tests.unit.rpc.conftest import ADMIN, Admin
 ATTEMPTS, ATTEMPTS_SECONDS = 30, 60
 
 
-async def test_a_server_that_comes_back_is_found_soon_however_long_it_was_away(tmp_path: Path) -> None:
+async def test_a_server_that_starts_again_is_found_soon_however_long_it_was_away(tmp_path: Path) -> None:
     address, attempts, tried = f"unix:{tmp_path}/s", 0, asyncio.Event()
 
     def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -137,7 +137,7 @@ class Writing(pb_grpc.CacheEventServiceServicer):
 
 
 @pytest.mark.parametrize("events", [Yielding(), Writing()])
-async def test_what_goes_on_ends_with_its_token(
+async def test_a_stream_ends_with_its_token(
     keys: Keyring, events: pb_grpc.CacheEventServiceServicer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "LOOK_SECONDS", 0.01)

@@ -43,7 +43,7 @@ async def offload(stack: Stack, prompt: Sequence[int] = PROMPT) -> None:
     await one(stack, prompt)
     for filler in FILLERS:
         await one(stack, filler)
-    await stack.manager.settled()
+    await stack.manager.unused()
 
 
 @contextlib.asynccontextmanager
@@ -82,7 +82,7 @@ async def test_blocks_on_disk_are_onloaded(run_stack: StackFactory, executor: Fa
     async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=24, disk_blocks=60)) as stack:
         await offload(stack)
         await one(stack, prompt_of(75, seed=13))
-        await stack.manager.settled()
+        await stack.manager.unused()
         output = await one(stack, PROMPT)
         assert output.usage.cached_tokens >= 68
         assert output.usage.disk_tokens > 40
@@ -105,7 +105,7 @@ async def test_nothing_else_to_do_the_loop_waits_with_the_executor_and_hears_its
     # It is gone before its copies are.
     await host_stack.manager.released()
     executor.copying.set()
-    await host_stack.manager.settled()
+    await host_stack.manager.unused()
     steps = len(executor.steps)
     await asyncio.sleep(0.1)
     assert len(executor.steps) <= steps + 1

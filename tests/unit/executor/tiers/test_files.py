@@ -117,7 +117,7 @@ def test_every_executor_has_a_file_of_its_own() -> None:
 
 
 @KINDS
-def test_nobody_else_can_read_a_file(kind: type[SlotFile], tmp_path: Path) -> None:
+def test_no_other_user_can_read_a_file(kind: type[SlotFile], tmp_path: Path) -> None:
     folder = tmp_path / "of" / "ours"
     file = make_file(kind, POOLS, folder)
     path = next(folder.iterdir())

@@ -70,7 +70,7 @@ def offloaded(driver: Driver, prompt: list[int] = PROMPT) -> tuple[NewSequence, 
     return joining, expected
 
 
-def goes_on(driver: Driver, first: StepOutput, sequence: int, count: int) -> list[int]:
+def tokens_from(driver: Driver, first: StepOutput, sequence: int, count: int) -> list[int]:
     """The tokens of a step, and of those that follow."""
     outcomes = [first] + [driver.step() for _ in range(count - 1)]
     return [one.token_id for outcome in outcomes for one in outcome.sampled if one.sequence == sequence]
@@ -102,7 +102,7 @@ def test_a_block_that_went_down_and_came_up_continues_to_the_same_tokens(
     # Nobody waits for them: a step that needs them does.
     again = NewSequence(3, tuple(PROMPT), len(PROMPT), 8, fresh)
     first = driver.step(removed=(2,), copies=tuple(copies), new_sequences=(again,), chunks={3: 1})
-    assert goes_on(driver, first, 3, 8) == expected
+    assert tokens_from(driver, first, 3, 8) == expected
     assert set(ends_of(driver).values()) == {True}
     assert first.tickets == ()
     shut(driver.runner.tiers)
@@ -117,7 +117,7 @@ def test_steps_go_on_while_copies_of_other_slots_run(slow: Driver, gate: Gate) -
     # It reads the slot that is being copied, and writes others.
     table = joining.tables[0][:2] + slow.blocks(60)[0]
     outcome = slow.step(new_sequences=(NewSequence(2, tuple(PROMPT), 9, 8, (table,)),))
-    assert goes_on(slow, outcome, 2, 8) == expected
+    assert tokens_from(slow, outcome, 2, 8) == expected
     assert time.monotonic() - begin < 5
     assert ends_of(slow) == {}
     assert slow.runner.tiers.busy
@@ -151,7 +151,7 @@ def test_a_sequence_that_joins_too_early_waits_for_its_blocks(slow: Driver, gate
     table = (fresh[0], joining.tables[0][1], *fresh[1:])
     before = waited_seconds()
     outcome = slow.step(new_sequences=(NewSequence(2, tuple(PROMPT), 9, 8, (table,)),))
-    assert goes_on(slow, outcome, 2, 8) == expected
+    assert tokens_from(slow, outcome, 2, 8) == expected
     assert waited_seconds() > before
 
 
@@ -163,7 +163,7 @@ def waited_seconds() -> float:
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_copies_within_the_device_keep_their_place_in_the_order(reads: bool, slow: Driver, gate: Gate) -> None:
+def test_copies_within_the_device_keep_their_order(reads: bool, slow: Driver, gate: Gate) -> None:
     joining, pools = slow.new_sequence(1, PROMPT), slow.runner.pools
     slow.step(new_sequences=(joining,), chunks={1: 9})
     first, second, third = joining.tables[0][:3]
@@ -255,7 +255,7 @@ def test_a_copy_that_is_not_possible_names_its_field_and_changes_nothing(name: s
     assert (slow.runner.last_step, slow.runner.tiers.busy, ends_of(slow)) == (0, False, {})
 
 
-def test_every_copy_is_told_of_when_the_step_fails(slow: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_copy_is_reported_when_the_step_fails(slow: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("the device says no")
 
@@ -269,7 +269,7 @@ def test_every_copy_is_told_of_when_the_step_fails(slow: Driver, monkeypatch: py
     assert ends_of(slow) == {1: True, 3: False}
 
 
-def test_tokens_of_a_step_are_told_before_it_waits(slow: Driver, gate: Gate) -> None:
+def test_tokens_of_a_step_are_reported_before_it_waits(slow: Driver, gate: Gate) -> None:
     joining, _ = offloaded(slow)
     gate.open.clear()
     other = NewSequence(2, tuple(OTHER), 9, 0, (joining.tables[0],))
