@@ -25,7 +25,7 @@ _OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
-    # Whether a call is tried again, and when, is up to those who talk through here.
+    # Whether a call is tried again, and when, is up to its clients.
     ("grpc.enable_retries", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 200),
@@ -47,7 +47,7 @@ class GrpcProxy(grpc.GenericRpcHandler):
         self._streams: set[asyncio.Future[None]] = set()
 
     async def start(self) -> None:
-        """Listens. Needs nobody at the target yet."""
+        """Listens. Needs no server at the target yet."""
         self._channel = grpc.aio.insecure_channel(self._target, options=_OPTIONS)
         self._server = grpc.aio.server(options=_OPTIONS)
         self._server.add_generic_rpc_handlers((self,))
@@ -151,7 +151,7 @@ class SocketProxy:
         self._open: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Listens. Needs nobody at the target yet."""
+        """Listens. Needs no server at the target yet."""
         self._server = await asyncio.start_unix_server(self._serve, self.address)
 
     async def stop(self) -> None:

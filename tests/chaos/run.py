@@ -27,7 +27,7 @@ from tests.chaos.stage import Stage
 # What starting, learning the outputs and the last checks take of the whole.
 RESERVE_SECONDS = 45.0
 LEAST_SECONDS = 20.0
-# The load goes on in calm for so long before it ends.
+# The load continues in calm for so long before it ends.
 CALM_SECONDS = 3.0
 PROGRESS_SECONDS = 5.0
 # A disturbance's effects are over so long after it.

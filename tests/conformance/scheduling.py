@@ -48,8 +48,8 @@ def simulate(
     """Runs requests of [prompt tokens, new tokens] to their ends, each token of a prompt another one.
 
     In a step every running sequence computes a chunk of its prompt, or all it knows, and then has a new token. With
-    "max_utilisation" all start that fit, and the latest is preempted when another cannot continue; it resumes when the others
-    have ended, its prompt in one step. With "no_evict" only those start that fit to their end.
+    "max_utilisation" all start that fit, and the latest is preempted when another cannot go on; it resumes when the
+    others have ended, its prompt in one step. With "no_evict" only those start that fit to their end.
     """
     waiting = [
         Job(number, list(range(1000 * number, 1000 * number + prompt)), new)

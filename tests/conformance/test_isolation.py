@@ -69,7 +69,7 @@ def build(folder: Path, pool: dict[str, int], *, running: bool = False) -> House
     spec = pb.PoolSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", block_bytes=256, **pool)
     house = House(Player(backend, BLOCK, [spec]), Random(20), {})
     for index, scope in enumerate(SCOPES):
-        # The first token is the scope's own: whatever is found of the prompt comes from there.
+        # The first token is the scope's own: every prefix hit comes from there.
         prompt = house.prompts[scope] = [1000 + index, *(house.random.randrange(3) for _ in range(PROMPT - 1))]
         house.player.add(f"cached {index}", prompt, **options(scope))
         house.player.release(f"cached {index}")
@@ -78,7 +78,7 @@ def build(folder: Path, pool: dict[str, int], *, running: bool = False) -> House
     return house
 
 
-# Questions: does this scope find what the owner has?
+# Questions: does this scope hit the owner's blocks?
 
 
 def look_up(house: House, scope: Scope, owner: Scope) -> bool:

@@ -1,4 +1,4 @@
-"""Services end while requests run, asked to or not, and come back; nobody notices but the log."""
+"""Services end while requests run, asked to or not, and start again; only the log notices."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ async def test_a_second_turn_hits_the_prefix_of_the_first(client: openai.AsyncOp
 
     assert await cached() == 0
     assert await cached() >= 48
-    # Nobody with another salt finds it.
+    # A request with another salt has no hit.
     assert await cached(cache_salt="other") == 0
     assert await cached(cache_salt="other") >= 48
 

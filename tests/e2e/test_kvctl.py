@@ -69,7 +69,7 @@ def generate(stack: Stack, **fields: Any) -> pb.Usage:
 
 
 def remember(stack: Stack, seed: int, salt: str) -> list[int]:
-    """Leaves three blocks of a prompt in the cache, which nobody uses any longer."""
+    """Leaves three blocks of a prompt in the cache, which no sequence uses."""
     prompt = prompt_of(seed)
     cache = pb.CacheOptions(salt=salt, tenant_id="team", session_id="chat")
     generate(stack, token_ids=pb.TokenIds(token_ids=prompt), cache=cache)
@@ -86,7 +86,7 @@ def until_released(kvctl: Kvctl, salt: str) -> None:
 
 @contextlib.contextmanager
 def running(stack: Stack, salt: str) -> Iterator[None]:
-    """A request that goes on."""
+    """A running request."""
     with grpc.insecure_channel(stack.scheduler) as channel:
         stub: rpc.GenerationServiceStub = rpc.GenerationServiceStub(channel)
         request = pb.StreamGenerateRequest(
@@ -335,7 +335,7 @@ def break_and_look(own: Stack, kvctl: Kvctl) -> None:
     assert kvctl.data("fsck", "--no-store", "--pool", POOL)["store_compared"] is False
     with Redis(unix_socket_path=str(own.folder / "state/redis/socket")) as redis:
         # Not a block that is there: copied to host memory behind all else, it would be written again meanwhile.
-        redis.hset("kvkeep:{executor-0}:blocks", "no place", "no block")
+        redis.hset("kvkeep:{executor-0}:blocks", "no slot", "no block")
     assert kvctl.data("fsck", status=1)["violations"]
     assert "violation in " in kvctl.text("fsck", status=1)
     replayed = kvctl.text("replay", own.folder / "operations.log")

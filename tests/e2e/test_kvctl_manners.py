@@ -140,14 +140,14 @@ def test_what_destroys_wants_a_yes(kvctl: Kvctl, name: str) -> None:
     options = {option for param in VERBS[name].params for option in param.opts}
     assert {"--dry-run", "--yes"} <= options
     done = kvctl.run(*name.split(), *(word for word in LINES[name] if word != "--yes"))
-    # Nobody is asked about a pin, a rule or a quota that is not there.
+    # There is no question about a pin, a rule or a quota that is not there.
     is_there = name not in ("unpin", "rules delete", "quota delete")
     assert done.status == (2 if is_there else 4), done
     assert is_there == ("--yes: is needed without a terminal" in done.err)
 
 
 def ask(stack: Stack, answer: str, *line: str) -> Done:
-    """Runs a command line at a terminal, where somebody answers."""
+    """Runs a command line at a terminal, that answers."""
     controller, terminal = pty.openpty()
     with subprocess.Popen(
         command(*line), stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(stack)

@@ -1,4 +1,4 @@
-"""Whatever clients do, every block comes back."""
+"""Whatever clients do, every block is released."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tests.support.otlp_receiver import OtlpReceiver, attributes
 pytestmark = pytest.mark.model
 
 PROMPT = "Ambergris and vellichor: " + "the quick brown fox jumps over the lazy dog. " * 5
-SALT = "a salt that nobody else may know"
+SALT = "a salt that no other may know"
 SERVICES = {"kvkeep-scheduler", "kvkeep-cachemgr", "kvkeep-executor"}
 
 

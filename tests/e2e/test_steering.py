@@ -1,4 +1,4 @@
-"""What callers hear of their wishes, and what operators can do while requests run, on the real stack."""
+"""Receipts of retention requests, and what operators can do while requests run, on the real stack."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_blocks_of_a_forgotten_salt_are_scrubbed_and_never_hit_again(stack
         receipt = await admin.ForgetBlocks(kv.ForgetBlocksRequest(salt="to be forgotten"), timeout=5)
         assert receipt.zeroing_blocks == sum(count.num_blocks for count in receipt.removed) >= 4
         assert receipt.store_updated
-        # The slots come back when the executor has overwritten them.
+        # The slots can be used again when the executor has overwritten them.
         while (await admin.ListPools(kv.ListPoolsRequest(), timeout=5)).pools[0].used_blocks:
             await asyncio.sleep(0.05)
         after = (await admin.ListPools(kv.ListPoolsRequest(), timeout=5)).pools[0]

@@ -1,4 +1,4 @@
-"""Blocks in host memory and on disk through the whole stack: they come back, also after a death, and never wrong."""
+"""Blocks in host memory and on disk through the whole stack: they are onloaded, also after a death, and never wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.idle import until_idle
 from tests.support.tier_files import BLOCK_BYTES, flip_bytes, only_file
 
 PROMPT, OUTPUT, PROMPTS = 161, 8, 5
-# Room for one prompt and little more.
+# One prompt fits, and little more.
 POOL = 256
 
 
@@ -66,7 +66,7 @@ async def test_offloaded_blocks_are_onloaded_unchanged(tiered: tuple[Stack, Path
             break
     else:
         # Once or twice a busy machine's disk may take so long that steps do not wait for it, which costs blocks.
-        pytest.fail(f"of {PROMPTS} prompts only {cached} tokens came back, three times")
+        pytest.fail(f"of {PROMPTS} prompts only {cached} tokens were onloaded, three times")
     assert any(one.usage.disk_tokens for one in second)
     assert sum(map(moved, second)) > PROMPTS * PROMPT // 2
     assert not (await until_idle(stack.admin)).violations

@@ -66,7 +66,7 @@ GROUPS = [NAMES[start : start + 5] for start in range(0, len(NAMES), 5)]
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Stack]:
-    """A stack with room for one request, and not for its cached prompt beside it."""
+    """A stack in which one request fits, and not its cached prompt beside it."""
     with Stack(executor_max_tokens=320) as running:
         yield running
 
@@ -100,7 +100,7 @@ async def test_an_evicting_run_leaves_its_prompt_to_others_and_to_itself(stack: 
 
 
 async def check_reuse(stack: Stack, name: str) -> None:
-    """What a policy's run finds in the cache, leaves there, and tells."""
+    """What a policy's run hits in the cache, leaves there, and reports."""
     fields = (POLICIES | MORE)[name]
     chosen = parse(common.EvictionPolicy(**fields), LAYOUT)
     assert chosen is not None

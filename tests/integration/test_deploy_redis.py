@@ -1,4 +1,4 @@
-"""The Redis that deployments bring: a real server, told what theirs is told, answers the cache manager only."""
+"""The Redis that deployments bring: a real server with the same settings answers the cache manager only."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ CHART_NAMES = {"ca": "tls/ca.crt", "certificate": "tls/tls.crt", "key": "tls/tls
 
 
 class Deployed:
-    """What a deployment tells its Redis and its cache manager, moved to a folder and a port of this machine."""
+    """Settings of a deployment's Redis and cache manager, moved to a folder and a port of this machine."""
 
     def __init__(self, folder: Path, command: list[str], url: str, check: list[str]) -> None:
         self._folder, self._port = folder, free_address().rpartition(":")[2]

@@ -67,7 +67,7 @@ def test_a_row_does_not_depend_on_the_others(library: ctypes.CDLL) -> None:
 def test_invariant_computation_reads_nothing_before_a_window(
     library: ctypes.CDLL, queries: int, dtype: torch.dtype, products: bool
 ) -> None:
-    """Runs of keys begin before it, where blocks may be somebody else's by now."""
+    """Runs of keys begin before it, where blocks may be another sequence's by now."""
     case = Case((queries,), (230,), windows=(70,))
     world = build_world(case, dtype)
     first_seen = 230 - queries - 70 + 1

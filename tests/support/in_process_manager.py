@@ -107,7 +107,7 @@ class Live:
     started: bool = False
     reported_tokens: int = 0
     reported_computed: int = 0
-    # What it computes is wrong because a copy failed; the manager must not let anybody find it.
+    # What it computes is wrong because a copy failed; the manager must not let a prompt hit it.
     tainted: bool = False
     policy: Policy | None = None
     prompt: int = 0
@@ -141,7 +141,7 @@ class Live:
         return not self.moved and self.stays < self.kept
 
     def expected(self) -> list[Any]:
-        """What its slots must hold, in their order: once it has moved, its own mark, as others may find nothing of it.
+        """What its slots must hold, in their order: once it has moved, its own mark, as no other sequence may hit it.
 
         Behind a copy that has failed it is nothing.
         """
@@ -164,13 +164,13 @@ class Live:
 
 @dataclass
 class Journal:
-    """A store that is a dictionary: the indexed blocks by place."""
+    """A store that is a dictionary: the indexed blocks by slot."""
 
     epoch: int = 0
     blocks: dict[tuple[int, TierKind, int], BlockRecord] = field(default_factory=dict)
     # What reached the store some time ago.
     written: dict[tuple[int, TierKind, int], BlockRecord] = field(default_factory=dict)
-    # False while blocks that were stored are not read: they may be gone from here already.
+    # False while blocks that were stored are not read: they may be removed from here already.
     is_read: bool = True
 
     def cleared(self, executor_id: str, epoch: int) -> None:
@@ -296,7 +296,7 @@ class World:
         # Slots of sequences that wrote on when the manager had given the executor up.
         self.strays: set[tuple[int, int]] = set()
         self.trimmed: dict[int, int] = {}
-        # Computed tokens of sequences that are gone, by handle.
+        # Computed tokens of ended sequences, by handle.
         self.ended: dict[int, int] = {}
         self.tainted: set[int] = set()
         # While the store is read: blocks that are still to come, what the store holds, and the epoch that it is of.
@@ -314,7 +314,7 @@ class World:
     def operators(self) -> OperatorCommands:
         return self.manager.operators
 
-    # Processes that start, die and come back
+    # Processes that start, die and register again
 
     def spec(self) -> ExecutorSpec:
         pools = [
@@ -365,7 +365,7 @@ class World:
             self.manager.expire()
 
     def restart_manager(self) -> Restored:
-        """The manager is gone with its memory; what the journal has and the executor still holds comes back."""
+        """The manager is lost with its memory; blocks of the journal that the executor still holds are restored."""
         self.lose_manager()
         return self.manager.register_executor(self.spec(), list(self.journal.blocks.values()))
 
@@ -383,7 +383,7 @@ class World:
         self.start_scheduler()
 
     def begin_recovery(self) -> None:
-        """The manager is gone with its memory, and what the journal has is read later."""
+        """The manager is lost with its memory, and what the journal has is read later."""
         self.lose_manager()
         self.stored, self.stored_epoch = list(self.journal.blocks.values()), self.executor_epoch
         self.read_again()
@@ -425,7 +425,7 @@ class World:
         stored = [below for block in self._stored() if (below := block.below()) is not None]
         self.journal.set(stored)
         restored = self.start_executor(stored)
-        # What the journal has of another epoch gives way to what is there.
+        # The restored blocks replace those that the journal has of another epoch.
         self.journal.set(self.queries.records("e"))
         return restored
 
@@ -450,7 +450,7 @@ class World:
         self.manager.renew_executor("e", self.executor_epoch, self.manager.epoch)
 
     def pass_time(self, seconds: float) -> None:
-        """Nobody is silent meanwhile."""
+        """All processes renew their leases meanwhile."""
         self.now += seconds
         self.sync()
         self.renew()

@@ -64,7 +64,7 @@ class CopiedStore:
         self.queue.stored(executor_id, *record.tier_slot, lambda: record)
 
     async def register(self, executor_id: str, epoch: int) -> tuple[Reading, list[BlockRecord]]:
-        """Registers an executor and takes back what Redis remembers of it."""
+        """Registers an executor and restores what Redis has of it."""
         reading = await self.store.recall(executor_id)
         assert reading.is_complete.is_set()
         self.store.registered(executor_id, epoch)

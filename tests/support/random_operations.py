@@ -420,7 +420,7 @@ class RandomLife:
     def _steps(self, count: int) -> None:
         call = self.long_call
         if self.caller is not self.world.manager:
-            # The process that carried it out is gone.
+            # The process that carried it out has ended.
             self.long_call = None
             return
         for _ in range(count):
@@ -587,7 +587,7 @@ class RandomLife:
         self.world.begin_recovery()
 
     def restart_manager_at_rest(self) -> None:
-        """Once all have left, all copies have run and the store has everything, nothing is lost by it."""
+        """Once all have left, all copies have run and the store has everything, a restart loses nothing."""
         world = self.world
         world.end_recovery()
         for live in list(world.live.values()):
@@ -604,7 +604,7 @@ class RandomLife:
         for block in lost.values():
             if (block.group, block.parent_key) not in lost:
                 is_covered = any(_covers(other, block) for other in after.values())
-                assert is_covered or world.has_untold(block), f"{block} does not come back"
+                assert is_covered or world.has_untold(block), f"{block} is not restored"
 
     def restart_both(self) -> None:
         self._break_off()
@@ -645,7 +645,7 @@ def _covers(longer: BlockRecord, block: BlockRecord) -> bool:
     return siblings and len(longer.tokens) > len(block.tokens) and longer.tokens.startswith(block.tokens)
 
 
-# What should happen, told without the index
+# What should happen, computed without the index
 
 
 def cached_blocks(world: World) -> int:
@@ -678,7 +678,7 @@ def admit_as_previewed(world: World, tokens: list[int], **options: Any) -> Admis
     request, manager = world.request(tokens, **options), world.manager
     number = manager.queries.last_event
     on_device = {block.key for block in manager.queries.records("e") if block.tier is TierKind.DEVICE}
-    # Beside other groups a block may move down and be lost with its key, and quotas are left aside.
+    # Beside other groups a block may be offloaded and evicted with its key, and quotas are left aside.
     tiers = [tier for pool in manager._state.executors["e"].pools for tier in pool.tiers]
     is_exact = len(world.windows) == 1 and not any(tier.shares for tier in tiers) and not any(manager.queries.quotas())
     preview = manager.queries.preview(request, 0)

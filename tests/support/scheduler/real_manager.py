@@ -68,7 +68,7 @@ class RealManager(rpc.CacheManagerServiceServicer):
         self.restart()
 
     def restart(self) -> None:
-        """Begins with nothing, as a process that dies and comes back without Redis."""
+        """Begins with nothing, as a process that dies and starts again without Redis."""
         self.epoch += 1
         clock = ManagerClock(time.monotonic)
         self._manager = CacheManager(self.epoch, clock, CONFIG)

@@ -27,7 +27,7 @@ def row(timestamp, hash_ids, tail=100, output=3):
 
 @pytest.fixture
 def requests(tmp_path):
-    """Two conversations with one block in common; the first comes back twice."""
+    """Two conversations with one block in common; the first returns twice."""
     rows = [
         row(0, [0, 1, 2, 3]),
         row(1000, [0, 10, 11, 12]),

@@ -1,4 +1,4 @@
-"""What requests keep together is added up over time, outputs are compared place by place."""
+"""What requests keep together is added up over time, outputs are compared position by position."""
 
 import pytest
 

@@ -134,7 +134,7 @@ def test_open_overwrites_of_a_lost_executor_are_done_when_it_registers_again(tar
     world.cache(PROMPT, salt="a", session_id="x")
     world.cache(PROMPT, salt="b", session_id="y")
     if starts_again:
-        # All of it moves down, as the device's bytes are gone.
+        # All of it is offloaded, as the device's bytes are lost.
         world.cache(list(range(100, 148)))
         world.run_executor_copies()
     at_once(world.operators.forget(target, validate_only=False))
@@ -194,7 +194,7 @@ def test_a_purge_in_a_recovery_spares_blocks_cached_after_it():
 
 
 def register_again_in_the_same_epoch(world: World) -> None:
-    """The scheduler stays, and gives up what it had there when the executor is back."""
+    """The scheduler stays, and gives up what it had there when the executor registers again."""
     world.expire_executor()
     world.live.clear()
     world.leaving.clear()
@@ -231,7 +231,7 @@ def prefetching() -> tuple[World, list[Transfer]]:
     prefetch = Hints("0.1", "m", (HintAction("one", "Prefetch", "0.1", {}),))
     world.operators.hint(Prefix(tuple(PROMPT), salt="a"), prefetch, None)
     copies = world.queries.executor_transfers("e")
-    # Two others make room.
+    # Two others are evicted.
     assert len(copies) == 4
     return world, copies
 

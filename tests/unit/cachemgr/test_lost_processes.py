@@ -126,7 +126,7 @@ def test_slots_of_a_lost_registration_are_allocated_once_its_sequences_are_relea
 
 
 def test_an_older_executor_epoch_counts_again_once_the_lease_of_the_newer_has_run_out():
-    """The clock that epochs are taken from may have gone back while the executor was down."""
+    """The clock that epochs are taken from may have been set back while the executor was down."""
     world = running()
     spec = world.spec()
     world.start_executor()

@@ -63,7 +63,7 @@ def beheaded() -> World:
     """Two host blocks of PROMPT whose first block was lost with the device."""
     world = World(4, host_blocks=4)
     world.cache(PROMPT[:12])
-    # The first block is in use: only what stands on it moves down.
+    # The first block is in use: only its descendants are offloaded.
     world.run([*PROMPT[:4], 99], "first")
     world.cache(list(range(100, 108)))
     assert world.tiers() == {"device": 3, "host": 2}

@@ -209,7 +209,7 @@ def test_a_truncated_block_counts_against_the_quota_of_the_sequence():
     world = World(8)
     quota(world, tenant_id="t", device_ceiling=4)
     world.cache(list(range(8)), tenant_id="t")
-    # What it computes takes the place of the tenant's blocks, and is theirs.
+    # What it computes replaces the tenant's blocks, and is theirs.
     world.run(list(range(8)), "live", no_read=True)
     assert counts(world) == {"t": 2}
     world.truncate("live", 6)

@@ -20,7 +20,7 @@ POD = "pod-1"
 
 
 class Time:
-    """The managers' time, and who is registered."""
+    """The managers' time, and the registered executors."""
 
     def __init__(self) -> None:
         self.copied = Copied({block(1).tier_slot: block(1)}, here=set())
@@ -36,7 +36,7 @@ class Time:
         return CopiedStore(redis, self.copied)
 
     async def register(self, life: CopiedStore, executor_id: str) -> int:
-        """Registers an executor; tells how many blocks Redis stored."""
+        """Registers an executor; returns how many blocks Redis stored."""
         self.here.add(executor_id)
         _, blocks = await life.register(executor_id, 7)
         assert await life.store.flush()
@@ -89,7 +89,7 @@ async def test_executors_of_earlier_managers_are_forgotten_when_managers_have_ru
     await time.register(time.store(redis), POD)
     for hours in (11, 11):
         store = time.store(redis)
-        # While no manager runs nobody can come.
+        # While no manager runs no executor can register.
         time.copied.now += 100 * HOUR
         await time.register(store, EXECUTOR)
         await time.pass_by(store, hours)

@@ -69,7 +69,7 @@ class Watch:
 
 
 class Watched:
-    """A manager, and the service that tells of its events at once."""
+    """A manager, and the service that reports its events at once."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.world = World(*arguments, **options)

@@ -18,7 +18,7 @@ from tests.support.managers import agreed, holds, leases, make_rule, pin, quotas
 from tests.support.redis_servers import Server
 
 ROUNDS = int(os.environ.get("ROUNDS", "16"))
-# The clock in Redis is written this often, and the manager's own goes on in steps.
+# The clock in Redis is written this often, and the manager's own advances in steps.
 CLOCK_SECONDS = 2.5
 
 State = dict[str, dict[str, object]]
@@ -102,7 +102,7 @@ class Life:
         await self.note()
 
     async def trouble_redis(self) -> None:
-        """Kills it, or stops it for a moment or longer than anybody waits; or the trouble is over."""
+        """Kills it, or stops it for a moment or longer than any call waits; or the trouble is over."""
         if not self.redis_runs:
             # In this thread: it ends with the thread that starts it.
             self.server.start()
@@ -123,7 +123,7 @@ class Life:
             self.is_complete = True
 
     async def restart(self) -> None:
-        """Kills the manager and compares what comes back."""
+        """Kills the manager and compares what is restored."""
         before = self.history
         pins = {hold.name for hold in await holds(self.client)}
         remaining = {one.block.key: seconds(one) for one in await leases(self.client)}
@@ -136,7 +136,7 @@ class Life:
         for kind, entries in now.items():
             possible = [state[kind] for state in before]
             if kind == "pins":
-                # As many blocks as came back are pinned.
+                # As many blocks as were restored are pinned.
                 assert {*entries} in [{*one} for one in possible], (entries, possible)
             else:
                 assert entries in possible, (kind, entries, possible)

@@ -204,7 +204,7 @@ def test_a_full_disk_ends_the_log_and_no_call(room: int) -> None:
         register(operations)
         for name in map(str, range(10)):
             assert operations.run("AdmitSequence", admission(name)).admitted
-            # Room that comes later makes no log whole again.
+            # Space that is freed later makes no log whole again.
             file.room = 1 << 20 if len(file.getvalue()) > len(begun) else file.room
             operations.run("ReleaseSequence", release(name))
     assert [record["log_level"] for record in records] == ["error"]

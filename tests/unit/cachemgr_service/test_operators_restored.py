@@ -65,7 +65,7 @@ async def test_rules_are_restored_as_they_were(managers: Managers) -> None:
         assert [rule.name for rule in before] == [EVERYTHING.name, "kept"]
         # Also what is not shown, as every nanosecond.
         assert await state_of(client, "rule") == state
-        # Whoever read a rule before the restart may change it now, and nobody who did not.
+        # An operator that read a rule before the restart may change it now, and no other may.
         for etag, code in ((kept.etag, grpc.StatusCode.ABORTED), (before[1].etag, None)):
             request = pb.UpdateRetentionRuleRequest(rule=pb.RetentionRule(name="kept", etag=etag), update_mask=mask)
             assert await refusal(client.admin.UpdateRetentionRule(request)) == code
@@ -121,7 +121,7 @@ async def test_pins_are_restored_with_name_owner_time_and_blocks(managers: Manag
     managers.now += 1000
     async with managers.run() as client:
         assert (await client.register(last_write_steps=steps)).restored_blocks == 3
-        # Nobody knows how long no manager ran: that time does not count.
+        # How long no manager ran is not known: that time does not count.
         assert await holds(client) == before
         assert [(hold.name, hold.owner, hold.remaining_duration.seconds, hold.num_blocks) for hold in before] == [
             (pinned.hold_name, "ops", 80, 2),
@@ -178,7 +178,7 @@ async def test_remaining_times_of_leases_are_restored_exactly(managers: Managers
         await client.register()
         steps = await cached(client, retention=retention)
         managers.now += 123.5
-        # Nothing of the block changes, and time goes on.
+        # Nothing of the block changes, and time passes.
         await client.admin.SetQuota(pb.SetQuotaRequest(quota=QUOTAS[0]))
         before = await remaining(client)
     assert before == [500 - 123.5]

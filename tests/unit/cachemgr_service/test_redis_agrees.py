@@ -129,7 +129,7 @@ async def test_every_difference_is_found(managers: Managers) -> None:
             f"{POOL} {second[5]}: a block on device is another in Redis than in the index",
             f"{POOL} 31: a block on device is in Redis and not in the index",
         ]
-        # Who does not ask pays nothing.
+        # A call that does not ask costs nothing.
         answer = await client.admin.CheckPool(pb.CheckPoolRequest())
         assert (list(answer.violations), answer.store_compared) == ([], False)
 

@@ -1,4 +1,4 @@
-"""A cache manager that comes back knows what its executors' devices still hold."""
+"""A restarted cache manager knows what its executors' devices still hold."""
 
 import asyncio
 import signal
@@ -173,7 +173,7 @@ async def test_late_records_of_redis_are_restored_but_for_slots_that_were_alloca
         await client.register()
         one = await client.admit("a", 9)
         await client.compute(one, 8, step=5)
-        # Too little room stays for another prompt of this length.
+        # Too few free blocks stay for another prompt of this length.
         two = await client.admit("b", [*range(100, 100 + 4 * NUM_BLOCKS - 12)])
         await client.compute(two, 4 * NUM_BLOCKS - 16, step=6)
     slots = [table.slots for answer in (one, two) for table in answer.block_tables]
@@ -196,7 +196,7 @@ async def test_late_records_of_redis_are_restored_but_for_slots_that_were_alloca
         assert (await client.admit("e", 9)).cached_tokens == 8
         assert (await client.pool()).cached_blocks == 28 - lost
     async with managers.run() as client:
-        # Redis has what was computed meanwhile and what came back.
+        # Redis has the blocks that were computed meanwhile and the restored ones.
         for slot in taken:
             written[slot] = 7
         last_steps = tuple(written.get(slot, 0) for slot in range(1, NUM_BLOCKS + 1))

@@ -34,7 +34,7 @@ class LostError(ServiceError):
 
 
 class Scheduler(rpc.GenerationServiceServicer):
-    """Answers as it is told: the attempts' number in, pieces or an error out."""
+    """Answers as a function says: the attempts' number in, pieces or an error out."""
 
     def __init__(self, answer: Callable[[int, Any], AsyncIterator[pb.StreamGenerateResponse]]) -> None:
         self._answer = answer

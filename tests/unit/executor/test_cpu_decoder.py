@@ -1,4 +1,4 @@
-"""When compiled code takes the place of torch, and when it must not."""
+"""When compiled code replaces torch, and when it must not."""
 
 import re
 from collections.abc import Callable

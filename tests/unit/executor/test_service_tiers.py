@@ -90,7 +90,7 @@ async def test_an_empty_step_is_answered_when_a_copy_has_ended(stack: Stack, gat
         await stream.send(**copies((2, HOST, 1, DEVICE, 2)))
         await stream.read()
         begin = time.monotonic()
-        # It comes back without news, so that the loop hears its mail.
+        # It returns without an answer, so that the loop reads its queue.
         result = await stream.run(awaits_copies=True)
         took = time.monotonic() - begin
         assert 0.015 < took < 1.5

@@ -1,4 +1,4 @@
-"""A device that stands still: health tells, the process ends in time, and goes on when the device does."""
+"""A device that makes no progress: health says so, and the process ends in time, or continues with the device."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ from tests.unit.executor.running_stack import Stack, join, refused, running
 
 
 class Hanging:
-    """A forward pass that goes on when it may."""
+    """A forward pass that continues when it may."""
 
     def __init__(self, forward: Any) -> None:
         self._forward = forward

@@ -79,7 +79,7 @@ def echo(tmp_path: Path) -> Iterator[tuple[str, int]]:
 def test_a_stream_to_a_process_that_is_stopped_is_given_up(
     messages: int, echo: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection stays open and takes bytes; only a ping that nobody answers tells."""
+    """The connection stays open and takes bytes; only an unanswered ping shows it."""
     monkeypatch.setattr(channels, "KEEPALIVE_SECONDS", 1)
     monkeypatch.setattr(channels, "KEEPALIVE_TIMEOUT_SECONDS", 1)
     address, pid = echo

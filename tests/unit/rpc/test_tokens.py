@@ -62,7 +62,7 @@ async def test_a_call_needs_a_token_whose_role_may_make_it(keys: Keyring) -> Non
         for header in ("", token, f"Basic {token}", f"Bearer {token}x", "Bearer ", f"Bearer {'x' * 5000}"):
             given = (("authorization", header),)
             assert await code(address, Security(), given) is grpc.StatusCode.UNAUTHENTICATED, header
-        # Two headers are none: who is meant must not depend on which one is read.
+        # Two headers are none: the identity must not depend on which one is read.
         assert await code(address, good, (("authorization", f"Bearer {token}"),)) is grpc.StatusCode.UNAUTHENTICATED
         with open_sync_channel(address, viewer) as channel:
             sync: pb_grpc.CacheAdminServiceStub = pb_grpc.CacheAdminServiceStub(channel)

@@ -92,7 +92,7 @@ async def test_a_request_that_waits_for_its_quota_is_passed_only_by_other_accoun
     await waiting(stack, 1)
     tasks.append(asyncio.create_task(run(stack, second)))
     await waiting(stack, 2)
-    # The tenant's other salts have room.
+    # The tenant's other salts have free blocks.
     others = request(prompt_of(9), 3)
     others.cache.salt, others.cache.tenant_id = "other", "t"
     passing = [asyncio.create_task(run(stack, one)) for one in (others, request(prompt_of(9), 3))]
@@ -164,7 +164,7 @@ CHANGES: dict[str, tuple[object, str]] = {
 async def test_a_changed_executor_ends_the_scheduler(
     run_stack: StackFactory, change: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also while nothing is asked of it: prompts must not be tokenized for a model that is gone."""
+    """Also while nothing is asked of it: prompts must not be tokenized for a model that was replaced."""
     async with run_stack() as stack:
         await run(stack, request([1, 2], 2))
         value, words = CHANGES[change]

@@ -17,7 +17,7 @@ from tests.support.scheduler.real_manager import RealManager
 from tests.support.scheduler.stack import Stack, StackFactory, prompt_of
 
 PROMPT = prompt_of(70)
-# Prompts that take the place of all others in the device's 40 blocks.
+# Prompts that evict all others from the device's 40 blocks.
 FILLERS = [prompt_of(75, seed=seed) for seed in (11, 12)]
 
 
@@ -102,7 +102,7 @@ async def test_nothing_else_to_do_the_loop_waits_with_the_executor_and_hears_its
     waiting = await begin(host_stack)
     await executor.stepped(len(executor.steps) + 3)
     waiting.cancel()
-    # It is gone before its copies are.
+    # It has ended before its copies have.
     await host_stack.manager.released()
     executor.copying.set()
     await host_stack.manager.unused()
@@ -168,7 +168,7 @@ async def test_whatever_breaks_while_blocks_are_on_their_way_the_answer_comes(
 async def preempt(stack: Stack) -> list[Output]:
     """Runs two requests of which the first one needs all blocks at its end."""
     prompts = [prompt_of(70, seed=seed) for seed in (21, 22)]
-    # The other comes back when this one ends; what is still on its way to the host then cannot be found.
+    # The other resumes when this one ends; blocks that are still being offloaded then cannot be hit.
     stack.executor.step_seconds = 0.002
     outputs = await asyncio.gather(*[one(stack, prompt, 90) for prompt in prompts])
     assert sum(output.usage.preemptions for output in outputs) > 0

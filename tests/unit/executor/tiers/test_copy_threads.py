@@ -161,7 +161,7 @@ def test_a_disk_that_hangs_keeps_no_step_for_long(gates: Gates, monkeypatch: pyt
         gates.begun(ticket)
     gates.submit(down(8, 8, 8, tier=DISK), down(9, 9, 9, tier=DISK))
     gates.copier.wait(writes=[(DEVICE, 0, 8)])
-    # Who comes next to its slot waits for it all the same, and nobody has waited for the other's.
+    # The next copy of its slot waits for it all the same, and none has waited for the other's.
     assert gates.copier.look(lambda changing: (DISK, 0, 8) in changing)
     assert gates.ends.of == {}
     gates.read(1)

@@ -1,4 +1,4 @@
-"""Files of lower tiers: what they keep, whom they let in, and what they do without room."""
+"""Files of lower tiers: their contents, their permissions, and their errors without space."""
 
 import os
 import stat
@@ -90,7 +90,7 @@ def test_the_size_is_a_bound_and_all_groups_get_as_many_slots(tmp_path: Path) ->
     file = make_file(DiskFile, POOLS, tmp_path, slots=7)
     assert file.generations().shape == (2, 7)
     assert (tmp_path / "DISK.kv").stat().st_size == file.layout.size
-    # All of it is there: nothing can run out of room later.
+    # All of it is allocated: it cannot run out of space later.
     assert (tmp_path / "DISK.kv").stat().st_blocks * 512 >= file.layout.size
     file.close()
 
@@ -195,5 +195,5 @@ def test_too_little_space_is_reported_at_the_start(tier: str, tmp_path: Path) ->
         layout = layout if size > PAGE else layout_of(POOLS, FINGERPRINT, size, checksums=True)
         with pytest.raises(CacheFileError, match=f"KVKEEP_EXECUTOR_{tier}_CACHE_SIZE.*{told}"):
             open_file(asked, "cache.kv", layout)
-    # Nothing stays behind that takes room.
+    # Nothing stays behind that takes space.
     assert sum(path.stat().st_blocks for path in tmp_path.iterdir()) == 0

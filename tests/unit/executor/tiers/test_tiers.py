@@ -1,4 +1,4 @@
-"""Blocks go down and come up as they were, or not at all."""
+"""Blocks are offloaded and onloaded as they were, or not at all."""
 
 import os
 import signal
@@ -146,7 +146,7 @@ def test_a_device_that_cannot_be_read_leaves_nothing_of_what_the_slot_held(
     tier: Tier, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: CpuBlocks, group: int, slot: int, into: Any, after: Any) -> None:
-        raise RuntimeError("the device is gone")
+        raise RuntimeError("the device is lost")
 
     assert run(tiers, down(1, 1, 2, tier)) == {1: True}
     monkeypatch.setattr(CpuBlocks, "read", fail)

@@ -121,7 +121,7 @@ class Ends:
         self.of: dict[int, bool] = {}
 
     def __call__(self, copy: Copy, good: bool) -> None:
-        assert copy.ticket not in self.of, "told twice"
+        assert copy.ticket not in self.of, "reported twice"
         self.of[copy.ticket] = good
 
 
