@@ -130,7 +130,7 @@ def refuse_other_kernels() -> None:
         return
     raise ModelError(
         f"the Python package kernels {version} is installed, and its name is that of a folder of this project: "
-        "transformers cannot tell them apart; uninstall it"
+        "transformers cannot distinguish them; uninstall it"
     )
 
 

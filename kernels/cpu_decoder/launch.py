@@ -242,7 +242,7 @@ class Decoder:
             if first < 0 or width < 1:
                 raise ValueError(f"accumulator: first and width cannot be {first} and {width}")
             scored.totals = sums.data_ptr()
-            scored.heads, scored.room = sums.shape[1:]
+            scored.heads, scored.capacity = sums.shape[1:]
             scored.first, scored.width = first, width
         return scored
 

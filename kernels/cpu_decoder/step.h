@@ -259,7 +259,7 @@ class Step {
       const int64_t layer = piece % model.layers, together = shape.kv_heads / entry.heads;
       for (int64_t head = 0; head < entry.heads; head++)
         pooled_add(entry.weights + (layer * shape.kv_heads + head * together) * entry.keys, together, entry.keys,
-                   entry.totals + (layer * entry.heads + head) * entry.room, entry.first, entry.width);
+                   entry.totals + (layer * entry.heads + head) * entry.capacity, entry.first, entry.width);
     });
   }
 

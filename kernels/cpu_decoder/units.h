@@ -35,12 +35,12 @@ struct Shape {
 
 // A sequence whose attention is wanted: softmax weights of its last `rows` tokens for its `keys` keys, summed over these
 // tokens and over the query heads of a KV head, and the sums of their squares, or null; [layers][Hkv][keys] each.
-// Unless `totals` is null, the weights are added to them at the end of the step: [layers][heads] rows of `room` each,
+// Unless `totals` is null, the weights are added to them at the end of the step: [layers][heads] rows of `capacity` each,
 // of all KV heads together where there is one; of each key from `first` on the largest of `width` neighbours.
 struct Scored {
   int64_t sequence, rows, keys;
   float *weights, *squares, *totals;
-  int64_t heads, room, first, width;
+  int64_t heads, capacity, first, width;
 };
 
 // Rows of `tokens`, a run in `order`, against the keys at [begin, end) of a sequence's table. Of the tokens the last

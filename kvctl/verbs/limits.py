@@ -1,4 +1,4 @@
-"""`kvctl limits`: a client that finds how far a running stack goes, with or without token eviction."""
+"""`kvctl limits`: a client that finds the limits of a running stack, with or without token eviction."""
 
 import asyncio
 import csv
@@ -75,7 +75,7 @@ def limits(
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
-    """Find how far a stack goes. Grows a load until a round takes too long or the cache is exhausted.
+    """Find the limits of a stack. Grows a load until a round takes too long or the cache is exhausted.
 
     gen_length asks for 1, 2, 4, ... tokens from one prompt; gen_throughput doubles the prompts and then bisects. The
     cache is exhausted when a request has to wait for blocks, is preempted for want of them, or is refused as too long.

@@ -80,7 +80,7 @@ class RequestValidator:
         stop = _stop(message.stop)
         policy = parse(message.eviction_policy, self.model.layout) if message.HasField("eviction_policy") else None
         options = _cache_options(message)
-        breakpoints = _places(message)
+        breakpoints = _breakpoints(message)
         timeout = self._timeout(message.cache)
         if message.HasField("max_tokens") and message.max_tokens < 1:
             raise InvalidField("max_tokens", "must be at least 1")
@@ -104,7 +104,7 @@ class RequestValidator:
         return [first, *(self._sample(first, index) for index in range(1, samples))]
 
     def output_of(self, request: Request, token_ids: Sequence[int]) -> array[int]:
-        """Output that a request has from elsewhere, behind which it goes on."""
+        """Output that a request has from elsewhere, behind which it continues."""
         if len(token_ids) >= request.max_tokens:
             raise InvalidField("output_token_ids", f"must be fewer than max_tokens, which is {request.max_tokens}")
         self._check_ids("output_token_ids", token_ids)
@@ -294,7 +294,7 @@ def _cache_options(message: pb.StreamGenerateRequest) -> CacheOptions:
     )
 
 
-def _places(message: pb.StreamGenerateRequest) -> list[Breakpoint]:
+def _breakpoints(message: pb.StreamGenerateRequest) -> list[Breakpoint]:
     """The conversation's cache breakpoints in order."""
     breakpoints = []
     for index, said in enumerate(message.chat.messages):
