@@ -403,7 +403,7 @@ class LeaseView(NamedTuple):
 
 
 class Removal(NamedTuple):
-    """How a block left the index: the cause, the time, the sequence that needed room, and the priority of the block."""
+    """How a block left the index: cause, time, the sequence that needed blocks, and the priority of the block."""
 
     cause: RemovalCause
     time: float

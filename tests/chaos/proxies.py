@@ -26,7 +26,7 @@ _OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
-    # Whether a call is tried again, and when, is up to those who talk through here.
+    # Whether a call is tried again, and when, is up to its clients.
     ("grpc.enable_retries", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 200),
@@ -48,7 +48,7 @@ class GrpcProxy(grpc.GenericRpcHandler):
         self._streams: set[asyncio.Future[None]] = set()
 
     async def start(self) -> None:
-        """Listens. Needs nobody at the target yet."""
+        """Listens. Needs no server at the target yet."""
         self._channel = grpc.aio.insecure_channel(self._target, options=_OPTIONS)
         self._server = grpc.aio.server(options=_OPTIONS)
         self._server.add_generic_rpc_handlers((self,))

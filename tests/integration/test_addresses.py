@@ -1,4 +1,4 @@
-"""What is wrong with the addresses of a stack is told with their settings, before anything starts."""
+"""What is wrong with the addresses of a stack is reported with their settings, before anything starts."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ NAMES = (
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """A model that does not exist: whoever gets as far as loading it says so."""
+    """A model that does not exist: a process that gets as far as loading it says so."""
     return {name: free_address() for name in NAMES} | {"KVKEEP_EXECUTOR_MODEL": "/no/model"} | settings
 
 

@@ -95,7 +95,7 @@ def test_every_command_is_in_an_example(page: Path) -> None:
     assert [line for line in code if line not in run] == []
 
 
-def test_readme_tells_of_every_way_to_steer() -> None:
+def test_readme_names_every_way_to_steer() -> None:
     steps = list(examples(ROOT / "README.md"))
     called = {name for step in steps for name in re.findall(r"Cache(?:Admin|Event)Service/(\w+)", step.code)}
     assert called >= {

@@ -124,7 +124,7 @@ def run_stack(folder: Path) -> Iterator[Callable[..., RunningStack]]:
         stack.end()
 
 
-def assert_gone(processes: dict[str, psutil.Process]) -> None:
+def assert_ended(processes: dict[str, psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes.values(), timeout=5)
     assert alive == []
 
@@ -155,7 +155,7 @@ def test_stack_becomes_ready_answers_and_leaves_nothing_behind(run_stack: Callab
 
     stack.process.send_signal(signal.SIGINT)
     assert stack.wait_for_end() == 0, stack.output
-    assert_gone(children)
+    assert_ended(children)
     order = [
         stack.output.index(f"{name}: stopped") for name in ("console", "scheduler", "executor", "cachemgr", "redis")
     ]
@@ -189,7 +189,7 @@ def test_a_fleet_answers_where_a_stack_does_and_leaves_nothing_behind(run_stack:
     children = stack.children()
     stack.process.send_signal(signal.SIGINT)
     assert stack.wait_for_end() == 0, stack.output
-    assert_gone(children)
+    assert_ended(children)
     names = ("console", "router", "scheduler-1", "scheduler-0", "executor-1", "executor-0", "cachemgr-1", "cachemgr-0")
     order = [stack.output.index(f"{name}: stopped") for name in (*names, "redis")]
     assert order == sorted(order)
@@ -253,7 +253,7 @@ def test_ended_process_is_started_again_until_it_ends_too_often(run_stack: Calla
     assert stack.wait_for_end() == 1
     assert "cachemgr was killed by SIGKILL, for the 4th time" in stack.output
     assert '"listening"' in stack.output.partition("last lines of its log")[2]
-    assert_gone(children)
+    assert_ended(children)
 
 
 # Read by every Python process at its start. In the cache manager's, one step's progress is taken and then fails.
@@ -305,7 +305,7 @@ def test_children_end_with_a_supervisor_that_is_killed(run_stack: Callable[..., 
     assert len(children) == 5
     stack.process.kill()
     stack.process.wait()
-    assert_gone(children)
+    assert_ended(children)
 
 
 def test_process_that_cannot_start_shows_why(run_stack: Callable[..., RunningStack], tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class _Events(kvcache_pb2_grpc.CacheEventServiceServicer):
 async def run_engine(
     folder: Path, executor: FakeExecutor | None = None, manager: RealManager | None = None, **settings: object
 ) -> AsyncIterator[Engine]:
-    """A scheduler between a fake executor and a cache manager, with sockets in a folder. Every block must come back."""
+    """A scheduler between a fake executor and a cache manager, with sockets in a folder. Every block is released."""
     executor = executor or FakeExecutor()
     manager = manager or RealManager(executor)
     addresses = {name: f"unix:{folder}/{name}" for name in ("scheduler", "cachemgr", "cachemgr_admin", "executor")}
@@ -99,7 +99,7 @@ async def run_engine(
         channel = await exits.enter_async_context(grpc.aio.insecure_channel(addresses["scheduler"]))
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         yield Engine(executor, manager, scheduler, stub, addresses["scheduler"], registry, server)
-        await manager.settled()
+        await manager.unused()
         assert executor.faults == []
 
 

@@ -98,7 +98,7 @@ def test_a_cache_drops_what_was_used_longest_ago() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 120), st.integers(0, 5)), max_size=60))
-def test_a_cache_never_holds_more_than_its_room_and_keeps_what_runs(
+def test_a_cache_never_holds_more_than_its_blocks_and_keeps_running_ones(
     operations: list[tuple[int, int, int]],
 ) -> None:
     cache, running = Cache(300), list[Request]()

@@ -45,7 +45,7 @@ async def test_samples_are_those_of_one_engine_and_run_on_one(tmp_path: Path) ->
         assert [output.usage.prompt_tokens for output in routed] == [20, 0, 0]
 
 
-async def test_a_stream_goes_on_elsewhere_when_its_engine_dies(tmp_path: Path) -> None:
+async def test_a_stream_continues_elsewhere_when_its_engine_dies(tmp_path: Path) -> None:
     async with run_fleet(tmp_path, policy="round-robin") as fleet:
         for engine in fleet.engines:
             engine.executor.step_seconds = 0.01

@@ -48,7 +48,7 @@ async def test_an_aborted_request_is_counted_and_a_refused_one_has_no_latency(st
     call = stack.stub.StreamGenerate(request(prompt_of(20), 300), timeout=30)
     await call.read()
     call.cancel()
-    await stack.manager.settled()
+    await stack.manager.unused()
     with pytest.raises(grpc.aio.AioRpcError):
         await generate_samples(stack.stub, request(prompt_of(4), 0), 30)
     assert stack.metric("requests_total", finish_reason="abort") == 1
@@ -63,7 +63,7 @@ async def test_a_caller_that_leaves_before_the_first_step_has_only_an_end(stack:
     call.cancel()
     await waiting(stack, 0)
     stack.manager.gate.set()
-    await stack.manager.settled()
+    await stack.manager.unused()
     assert counted(stack) == [0, 0, 1]
 
 
