@@ -58,7 +58,7 @@ coverage: dev ## Print the branch coverage of the cache manager and the schedule
 	@$(PY) -m coverage combine -q
 	@for service in cachemgr scheduler; do $(PY) -m coverage report --include="$$service/*"; done
 
-fuzz-manager: dev ## Random lives of the cache manager that nobody has seen; ARGS="--seconds 3600" at night
+fuzz-manager: dev ## New random lives of the cache manager; ARGS="--seconds 3600" at night
 	@$(PY) -m tests.fuzz.cache_manager $(ARGS)
 
 chaos: dev ## Kill, pause and disturb a stack under load for ten minutes; ARGS="--seconds 90 --seed 2"

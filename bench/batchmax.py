@@ -2,7 +2,7 @@
 
 Run it with `make bench-batchmax`. BM evicts in the prompt and behind it, ED behind it only, FKV never. Batch-Max
 (Metel, Chen, Rezagholizadeh, ES-FoMo III 2025) evicts by average attention while the prompt is computed, so that no
-sequence ever has more than its budget; evicting behind the prompt alone still needs room for a whole prompt. Prompts
+sequence ever has more than its budget; evicting behind the prompt alone still needs blocks for a whole prompt. Prompts
 are 700 to 1,000 tokens of prose. They come in two ways: all together, and continuously, each once the one before is
 computed.
 """

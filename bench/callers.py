@@ -1,4 +1,4 @@
-"""Callers who ask without end, read as it comes and sometimes leave: the same conversations over HTTP and gRPC."""
+"""Callers that send requests without end and sometimes disconnect: the same conversations over HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SILENT_SECONDS = 300.0
 class Ask:
     """One request of OpenAI's, a conversation or a plain text, and after how many pieces its caller leaves, if at all.
 
-    Who leaves has a salt of its own, so that its sequence can be found.
+    A caller that disconnects has a salt of its own, so that its sequence can be found.
     """
 
     body: dict[str, Any]
@@ -62,9 +62,9 @@ class Ask:
         return message
 
 
-# What a stub of an executor is told by a seed: the time of a step, in microseconds.
+# What a seed means to the stub of an executor: the time of a step, in microseconds.
 Step = int | None
-# Waits until nobody with this salt holds blocks; returns how many seconds that is after a time on the monotonic clock.
+# Waits until no sequence with this salt holds blocks; returns the seconds since a time on the monotonic clock.
 Freed = Callable[[str, float], Awaitable[float]]
 
 
@@ -128,7 +128,7 @@ def draw(rng: random.Random, step: Step) -> Ask:
 
 
 class Way(Protocol):
-    """How a conversation goes to the scheduler and its answer back."""
+    """How a conversation is sent to the scheduler and its answer read."""
 
     def pieces(self, ask: Ask) -> AsyncGenerator[Usage | None, None]:
         """Each piece of the output as it comes, the last with its usage; closing it closes the connection.
@@ -272,7 +272,7 @@ class Load:
             await self._ask(draw(rng, self._step))
 
     async def _ask(self, ask: Ask) -> None:
-        """Once more whenever it is told to come again."""
+        """Again whenever it is answered to retry."""
         while True:
             try:
                 return await self._read(ask)

@@ -20,7 +20,7 @@ from cachemgr.types import (
 )
 from cachemgr.types import SyncRequest as Request
 
-# Nobody renews a lease here: neither the executor nor the scheduler is ever taken for gone.
+# No lease is renewed here: neither executor nor scheduler ever counts as lost.
 CONFIG = ManagerConfig(lease_seconds=math.inf)
 # The one scheduler.
 CALLER = SchedulerEpoch("s", 1)
@@ -51,7 +51,7 @@ class Driver:
         new_tokens: Sequence[Sequence[int]] | None = None,
         released: Iterable[int] = (),
     ) -> SyncAnswer:
-        """Reports computed tokens by handle, the tokens that each of these generated, and who has ended."""
+        """Reports computed tokens by handle, the tokens that each of these generated, and ended sequences."""
         computed = computed or {}
         new_tokens = new_tokens or [()] * len(computed)
         self._syncs += 1

@@ -77,7 +77,7 @@ class Evaluation:
 
     def _measure_windows(self) -> Iterable[Mapping[str, Any]]:
         arguments = self._arguments
-        # The modules take longer than the compiled code, and a few windows tell what there is to tell.
+        # The modules take longer than the compiled code, and a few windows suffice.
         outputs = Outputs(self._files, self._model.dtype) if arguments.outputs else None
         chosen = dict.fromkeys(range(arguments.outputs), outputs) if outputs else {}
         cache = Cache(self._model, PROMPT + FOLLOWING)

@@ -42,7 +42,7 @@ async def purge(admin: str) -> None:
 
 
 def compare(expected: Sequence[Reference], outputs: Sequence[Output], label: str) -> tuple[int, int]:
-    """Counts (ties, errors) and prints each place."""
+    """Counts (ties, errors) and prints each position."""
     ties = errors = 0
     for index, (reference, output) in enumerate(zip(expected, outputs, strict=True)):
         mismatch = first_mismatch(reference, output.token_ids)

@@ -38,7 +38,7 @@ CHUNK, OUTPUT = 5, 16
 # Two ids whose logits are nearer than this may come in either order.
 TIE = 1e-3
 LIMIT_SECONDS = 120
-# Larger tiny models tell nothing more.
+# Larger tiny models show nothing more.
 MOST_WEIGHTS = 80_000_000
 
 # Wherever a configuration has a field of that name.
@@ -259,10 +259,10 @@ def try_family(name: str, folder: Path) -> Result:
 def compare(name: str, reference: list[tuple[list[int], list[float]]], outputs: list[list[int]]) -> Result:
     """Equal up to the first tie."""
     for number, ((tokens, margins), output) in enumerate(zip(reference, outputs, strict=True)):
-        for place, (token, margin, own) in enumerate(zip(tokens, margins, output, strict=False)):
+        for position, (token, margin, own) in enumerate(zip(tokens, margins, output, strict=False)):
             if token != own:
                 if margin >= TIE:
-                    return Result(name, WRONG, f"prompt {number}, token {place}, margin {margin:.3g}")
+                    return Result(name, WRONG, f"prompt {number}, token {position}, margin {margin:.3g}")
                 break
     return Result(name, EQUAL, tokens=len({token for output in outputs for token in output}))
 

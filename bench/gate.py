@@ -31,7 +31,7 @@ Answer = TypeVar("Answer")
 
 
 def apart(call: Callable[..., Answer], *arguments: Any) -> Answer:
-    """Calls a function in a process of its own: what torch allocates and starts is gone when measuring begins."""
+    """Calls a function in a process of its own: what torch allocates and starts has ended when measuring begins."""
     context = multiprocessing.get_context("spawn")
     # Ctrl-C ends the child without a trace of its own.
     with ProcessPoolExecutor(1, context, signal.signal, (signal.SIGINT, signal.SIG_DFL)) as pool:
@@ -92,6 +92,6 @@ def differences(
         if mismatch.margin < margin:
             near.append(mismatch.margin)
         else:
-            place = f"position {mismatch.position}, where the margin is {mismatch.margin:.3g}"
-            wrong.append(f"{label}, sample {index}: another token at {place}")
+            position = f"position {mismatch.position}, where the margin is {mismatch.margin:.3g}"
+            wrong.append(f"{label}, sample {index}: another token at {position}")
     return wrong, near

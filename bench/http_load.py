@@ -2,7 +2,7 @@
 
 Run it with `make bench-http-load`, for example ARGS="--seconds 60 --streams 64". It prints what callers saw, what each
 process took per output token, how much of that is HTTP (the same load over gRPC, for a shorter time), memory over time,
-and how soon the blocks of somebody who has left are free, under the load and without it. What grows up to a bound, the
+and how soon the blocks of a disconnected caller are free, under the load and without it. What grows up to a bound, the
 pool and the cache manager's history of events, is filled first. The status is 1 when anything but 429 went wrong,
 memory grew, blocks stayed, or a leaver's blocks took longer than they may.
 """
@@ -34,13 +34,13 @@ from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from tests.stack import MODULES, Stack, free_address, metrics
 from tests.support.generation import generate, greedy_request
-from tests.support.settled import settle
+from tests.support.idle import until_idle
 
 SAMPLE_SECONDS = 10.0
 # Behind it allocators have what they need.
 WARM_SECONDS = 60.0
 POLL_SECONDS = 0.02
-# Of somebody who leaves while nobody else is there, and how often that is done.
+# Of a caller that disconnects while there is no other, and how often that is done.
 ALONE_TOKENS, ALONE_PIECES, ALONE_TIMES = 4_000, 3, 20
 # Stands for a model that takes a fixed time for a step and no processor; it takes prompts of any length.
 STUB = "bench.stub_executor"
@@ -157,7 +157,7 @@ class Bench:
                 raise RuntimeError("a sequence that runs is not listed")
             begin = time.monotonic()
             await pieces.aclose()
-            return await _until_gone(admin, begin, salt=salt)
+            return await _until_released(admin, begin, salt=salt)
 
     async def phase(self, way: Way, seconds: float, seed: int) -> Phase:
         """The load, for a time; at the end all leave at once."""
@@ -166,7 +166,7 @@ class Bench:
         async with self.admin() as admin:
 
             async def freed(salt: str, left: float) -> float:
-                return await _until_gone(admin, left, salt=salt)
+                return await _until_released(admin, left, salt=salt)
 
             async with Load(way, freed, streams=self._streams, seed=seed, step=self._step) as load:
                 await asyncio.sleep(seconds)
@@ -179,11 +179,11 @@ class Bench:
                     _difference(self.counters(), counters),
                 )
                 left = time.monotonic()
-            found.all_left = await _until_gone(admin, left)
+            found.all_left = await _until_released(admin, left)
         return found
 
 
-async def _until_gone(admin: kvcache_rpc.CacheAdminServiceAsyncStub, begin: float, **selected: str) -> float:
+async def _until_released(admin: kvcache_rpc.CacheAdminServiceAsyncStub, begin: float, **selected: str) -> float:
     async with asyncio.timeout(SILENT_SECONDS):
         while (await admin.ListSequences(kv.ListSequencesRequest(**selected), timeout=10)).sequences:
             await asyncio.sleep(POLL_SECONDS)
@@ -207,7 +207,7 @@ async def measure(stack: Stack, given: argparse.Namespace) -> Found:
     alone = [await bench.leave(by_http, f"alone-{number}") for number in range(ALONE_TIMES)]
     async with bench.grpc() as by_grpc:
         grpc_phase = await bench.phase(by_grpc, given.grpc_seconds, 2)
-    report = await settle(stack.admin)
+    report = await until_idle(stack.admin)
     return Found(
         http,
         grpc_phase,

@@ -36,7 +36,7 @@ class Phase:
 
     @property
     def tokens(self) -> float:
-        """Output tokens, also of those who left."""
+        """Output tokens, also of callers that disconnected."""
         return self.counted["output_tokens_total"]
 
     def per_token(self, seconds: float) -> float:
@@ -80,7 +80,7 @@ class Found:
 
     http: Phase
     grpc: Phase
-    # How soon blocks were free with nobody else there, in seconds.
+    # How soon blocks were free without other callers, in seconds.
     alone: list[float]
     before: dict[str, Any]
     after: dict[str, Any]
@@ -94,11 +94,11 @@ class Found:
         for name, phase in (("HTTP", self.http), ("gRPC", self.grpc)):
             yield from (f"{name}: {count} x {error}" for error, count in phase.tally.errors.items())
             if phase.all_left >= FREE_SECONDS:
-                yield f"{name}: when all had left, blocks were in use for {phase.all_left:.2f} s"
+                yield f"{name}: when all callers had disconnected, blocks were in use for {phase.all_left:.2f} s"
             if slow := [seconds for seconds in phase.tally.freed if seconds >= FREE_SECONDS]:
-                yield f"{name}: blocks of {len(slow)} who had left were in use for up to {max(slow):.2f} s"
+                yield f"{name}: blocks of {len(slow)} disconnected callers were in use for up to {max(slow):.2f} s"
         if max(self.alone) >= FREE_SECONDS:
-            yield f"blocks of somebody who had left alone were in use for {max(self.alone):.2f} s"
+            yield f"blocks of a disconnected caller alone were in use for {max(self.alone):.2f} s"
         for name, (warm, last) in self.drift.items():
             if name != "client" and last - warm > GROWTH_MB + GROWTH_SHARE * warm:
                 yield f"{name} grew from {warm:.1f} to {last:.1f} MB"

@@ -28,7 +28,7 @@ from scheduler import __main__ as scheduler
 from scheduler.settings import SchedulerSettings
 
 SYNC_BYTES = Counter("kvkeep_bench_sync_bytes", "Bytes that syncs would have on the wire.", ["direction"])
-# Nobody renews a lease here.
+# No lease is renewed here.
 LEASE_SECONDS = 36_000.0
 
 

@@ -242,7 +242,7 @@ def memory(num_blocks: int = 100_000) -> Row:
     driver = Driver(num_blocks, config=replace(CONFIG, event_history=1))
     trunk = prompt(0, PROMPT_TOKENS)
     for number in itertools.count(1):
-        # Every second prompt leaves the one before it at a random place.
+        # Every second prompt leaves the one before it at a random position.
         common = rng.randrange(PROMPT_TOKENS) if number % 2 else 0
         trunk = trunk[:common] + prompt(number, PROMPT_TOKENS)[common:]
         if driver.pool.cached_blocks + CHAIN > num_blocks:

@@ -239,7 +239,7 @@ async def measure(wirings: Sequence[Wiring], arguments: argparse.Namespace) -> l
         for sequences, step in itertools.product(arguments.sequences, arguments.step_ms):
             results: dict[str, list[dict[str, Any]]] = {name: [] for name in WIRINGS}
             for repeat in range(arguments.repeats):
-                # Who goes first changes, so that what drifts meets both alike.
+                # The order changes, so that a drift meets both alike.
                 for wiring in wirings[:: -1 if repeat % 2 else 1]:
                     if not arguments.model:
                         wiring.new_records()

@@ -179,6 +179,10 @@ def fleet(kept: Mapping[str, Any], target: Path) -> bool:
     stages = [one for one in kept["stages"] if one["rate"] != "cold"]
     rates = list(dict.fromkeys(one["rate"] for one in stages))
     policies = list(dict.fromkeys(one["policy"] for one in stages))
+    simulated = [policy for policy in policies if "simulated" in policy]
+    lines = dict(zip(simulated, ("--", ":"), strict=True))
+    colours = iter(COLOURS * len(policies))
+    colours_of = {policy: next(colours) for policy in policies if policy not in lines}
     panels = (
         ("output_tokens_per_s", "output tokens/s", 1),
         ("ttft_p90_s", "TTFT p90, s", 1),
@@ -186,18 +190,19 @@ def fleet(kept: Mapping[str, Any], target: Path) -> bool:
         ("hit_rate", "hit rate, %", 100),
     )
     for axes, (key, label, factor) in zip(figure.axes, panels, strict=True):
-        for number, policy in enumerate(policies):
+        for policy in policies:
             points = [(one["rate"], factor * one[key]) for one in stages if one["policy"] == policy and key in one]
-            simulated = "simulated" in policy
             axes.plot(
                 [rates.index(rate) for rate, _ in points],
                 [value for _, value in points],
-                "--" if simulated else "o-",
+                lines.get(policy, "o-"),
                 label=policy,
-                color="#8a8a8a" if simulated else COLOURS[number % len(COLOURS)],
+                color=colours_of.get(policy, "k"),
             )
         if key.startswith("ttft"):
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
         axes.set_xticks(range(len(rates)), rates)
         axes.set_ylabel(label)
     figure.axes[0].legend(frameon=False, fontsize=9, ncols=4)

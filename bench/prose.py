@@ -1,4 +1,4 @@
-"""A long novel in the public domain, fetched once and kept beside the models, and places in it."""
+"""A long novel in the public domain, fetched once and kept beside the models, and positions in it."""
 
 from __future__ import annotations
 

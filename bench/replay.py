@@ -1,4 +1,4 @@
-"""Replays requests through a cache manager with a virtual clock, and counts what it found and what became of leases."""
+"""Replays requests through a cache manager with a virtual clock, and counts hits and what became of leases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.trace_file import BLOCK_TOKENS, Request
 from cachemgr.blocks.events import Event
 from cachemgr.types import EventKind, GhostReport, RemovalCause, Retention
 
-# A request keeps its blocks so long: prompts take no time, as what they take depends on what is found.
+# A request keeps its blocks so long: prompts take no time, as that depends on the hits.
 START_SECONDS, SECONDS_PER_TOKEN = 0.2, 0.01
 # Generated tokens are unlike all others; see the ids of a trace.
 _FIRST_GENERATED = 1 << 31
@@ -183,7 +183,7 @@ class Replay:
         return self.outcome
 
     def ghosts(self) -> GhostReport:
-        """What the manager's ghost caches tell of all of it."""
+        """The report of the manager's ghost caches on all requests."""
         found = self._driver.manager.queries.ghosts("e")
         assert found is not None
         return found[0]

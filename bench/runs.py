@@ -75,7 +75,7 @@ class Usage:
     resident_bytes: dict[str, int] = field(default_factory=dict)
     kv_blocks: int = 0
     total_blocks: int = 0
-    # What the executor's steps went to, where its compiled code tells.
+    # What the executor's steps spent their time on, where its compiled code says.
     kind_seconds: dict[str, float] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ async def watched(stack: Stack) -> AsyncIterator[Usage]:
 
 
 def kind_seconds(stack: Stack) -> dict[str, float]:
-    """What the time of the executor's steps has gone to so far; empty where nobody told the stack to say it."""
+    """What the executor's steps have spent their time on so far; empty where the stack has no metrics of it."""
     if not stack.executor_metrics:
         return {}
     name = "kvkeep_executor_kind_seconds_total"

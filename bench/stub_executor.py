@@ -3,7 +3,7 @@
 A device that runs beside its process, as a GPU does: it begins a step when the one before has ended and the step is
 there, and needs no processor. A step takes the time of its decodes or that of its prompt tokens, whichever is longer;
 cached tokens take none. Copies between tiers run one after the other beside the steps. The pools are those of a model
-of 8 billion parameters, as far as the cache manager can tell, and registered, renewed and confirmed as a real
+of 8 billion parameters, as far as the cache manager can see, and registered, renewed and confirmed as a real
 executor's. The settings are KVKEEP_EXECUTOR_STUB_<NAME>; without a step time, the seed of the sequence that joined
 last is that time in microseconds, so that one process serves runs of any step time.
 """

@@ -24,7 +24,7 @@ from tests.stack import Stack, free_address, metrics
 from tests.support.generation import Output, generate_all, greedy_request
 
 PROMPT, OUTPUT_TOKENS = 1024, 8
-# Prompts that the device has room for, and how many times as many there are.
+# Prompts that fit on the device, and how many times as many there are.
 FITTING, TIMES = 6, 4
 # What they need beside their prompts, in tokens.
 SPARE = 256
@@ -130,8 +130,8 @@ def main() -> int:
             asked = f"{ASKED[name]:.1f}" if name in ASKED else ""
             milliseconds = (figures.median * 1e3, percentile(figures.seconds, 0.9) * 1e3)
             rows.append([name, *(f"{value:.0f}" for value in milliseconds), f"{share:.3f}", asked, f"{up:.2f}"])
-            results[f"{dtype} {name}"] = {"seconds": figures.seconds, "share": share, "from below": up}
-        print(f"{dtype}: {len(prompts)} prompts of {PROMPT} tokens, room for {FITTING} on the device")
+            results[f"{dtype} {name}"] = {"seconds": figures.seconds, "share": share, "onloaded": up}
+        print(f"{dtype}: {len(prompts)} prompts of {PROMPT} tokens, of which {FITTING} fit on the device")
         header = ["lower tier", "first token\nmedian ms", "90 % ms", "of without", "asked for", "came up\nof prompts"]
         print(table(header, rows), flush=True)
     Result("tiers", results, {"rounds": given.rounds, "dtype": given.dtype}).write(given.json)

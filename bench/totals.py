@@ -30,7 +30,7 @@ def totals(courses: Sequence[Course], kept: Kept) -> list[tuple[float, int]]:
     """Tokens that all requests keep together, after each change: (time, tokens), in order of time.
 
     With its n-th token of output, a request has computed its prompt and n - 1 tokens more. A request that ends or is
-    preempted keeps them for half of a usual time between tokens: those who computed in the same step are told their
+    preempted keeps them for half of a usual time between tokens: sequences that computed in the same step get their
     tokens one after the other, and have them in the cache together.
     """
     gaps = [after - before for course in courses for before, after in itertools.pairwise(course.times)]
@@ -58,6 +58,6 @@ def largest(courses: Sequence[Course], kept: Kept) -> int:
 
 
 def agreement(expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> float:
-    """Share of all places of all outputs that have the same token."""
+    """Share of all positions of all outputs that have the same token."""
     pairs = [pair for one, other in zip(expected, found, strict=True) for pair in zip(one, other, strict=True)]
     return sum(one == other for one, other in pairs) / len(pairs)

@@ -54,7 +54,7 @@ def read(path: Path, limit: int | None = None) -> list[Request]:
                 request = _parse(line, text)
                 if requests and request.time < requests[-1].time:
                     raise TraceError(f"line {line}: timestamp must not be less than that of the line before")
-                requests.append(conversations.place(request))
+                requests.append(conversations.assign(request))
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"cannot read {path}: {error}") from error
     if not requests:
@@ -70,7 +70,7 @@ class Conversations:
         self._ends: dict[int, int] = {}
         self._count = 0
 
-    def place(self, request: Request) -> Request:
+    def assign(self, request: Request) -> Request:
         """The request with its conversation; it follows one when it begins with a whole prompt of it."""
         whole = request.hash_ids[: request.input_length // BLOCK_TOKENS]
         known = next((self._ends[number] for number in reversed(whole) if number in self._ends), None)

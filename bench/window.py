@@ -1,7 +1,7 @@
 """Gain of a sliding window beside the full cache: memory, preemptions, agreement, capacity.
 
 Run it with `make bench-window`. Prompts have 6 to 8 tokens, on the default model and on a small GPT-2 that is trained
-on a novel first, once. Nobody reads or stores cached blocks: what a request keeps is its own.
+on a novel first, once. No request reads or stores cached blocks: what a request keeps is its own.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ async def watched(stack: Stack) -> AsyncIterator[Seen]:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: what came back, and what was seen meanwhile. window: None for the full cache."""
+    """One run: the outputs, and what was seen meanwhile. window: None for the full cache."""
 
     window: int | None
     prompts: Sequence[Sequence[int]]

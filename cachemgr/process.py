@@ -25,6 +25,7 @@ from cachemgr.rpc.data_service import CacheManagerService
 from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.event_service import CacheEventService
 from cachemgr.rpc.mutations import EXPIRE_SECONDS, ManagerClock, Mutations, ServiceContext
+from cachemgr.rpc.zmq_events import ZmqEvents, ZmqSettings
 from cachemgr.settings import CachemgrSettings
 from cachemgr.steps import SLICE_SECONDS
 from cachemgr.telemetry.ghost_cache import ghosts_of
@@ -89,6 +90,10 @@ class CacheManagerProcess:
         # Set to the error of a call that may have left half of its work.
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._feed = EventFeed(self._manager.queries)
+        self._zmq: ZmqEvents | None = None
+        if settings.zmq_events:
+            zmq = ZmqSettings(settings.zmq_events, settings.zmq_replays, settings.zmq_topic, settings.zmq_token_ids)
+            self._zmq = ZmqEvents(self._manager.queries, self._feed, zmq, first_number=self._manager.epoch)
         self._collector = CacheCollector(self._manager.queries)
         self._server = self._build_server(settings)
         self._background: list[asyncio.Future[None]] = []
@@ -138,7 +143,8 @@ class CacheManagerProcess:
             log.warning("KVKEEP_REDIS_URL names no redis: a restart of the cache manager loses the cache")
         await self._server.start()
         REGISTRY.register(self._collector)
-        work = [self._keep_house(), self._watch_for_stalls()] + ([] if self._store is None else [self._store.run()])
+        work = [self._keep_house(), self._watch_for_stalls()]
+        work += [part.run() for part in (self._store, self._zmq) if part is not None]
         self._background = [self._failure, *(asyncio.create_task(part) for part in work)]
         self._server.set_serving(True)
         if self._store is not None:

@@ -1,9 +1,9 @@
 """Settings of the cache manager, KVKEEP_CACHEMGR_<NAME> beside the shared ones."""
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from redis.asyncio.connection import SSLConnection, UnixDomainSocketConnection, parse_url
 
 from protos.rpc import addresses
@@ -14,7 +14,13 @@ class CachemgrSettings(ProcessSettings):
     """Read once by __main__."""
 
     process: ClassVar[str] = "cachemgr"
-    listens_on: ClassVar[tuple[str, ...]] = ("cachemgr_address", "cachemgr_admin_address", "metrics_address")
+    listens_on: ClassVar[tuple[str, ...]] = (
+        "cachemgr_address",
+        "cachemgr_admin_address",
+        "metrics_address",
+        "zmq_events",
+        "zmq_replays",
+    )
 
     shard: str = Field(
         "",
@@ -57,6 +63,22 @@ class CachemgrSettings(ProcessSettings):
     ghost_sample: int = Field(
         2048, ge=0, description="Blocks that ghost caches sample of as many as the device has; 0 turns them off."
     )
+    zmq_events: str = Field(
+        "",
+        description="Where routers follow the blocks of executors, over ZeroMQ in vLLM's format, as `127.0.0.1:5557`; "
+        "empty is off. An executor whose name ends with a number adds it to the port.",
+    )
+    zmq_replays: str = Field(
+        "", description="Where they ask for what they missed, likewise, as `127.0.0.1:6557`; empty is nowhere."
+    )
+    zmq_topic: str = Field(
+        "", description="Topic of these events, in which {executor_id} and {model} stand for those of the executor."
+    )
+    zmq_token_ids: bool = Field(
+        False,
+        description="Send token ids with these events, for routers that hash them. They are prompts and answers in "
+        "clear, and all that reach the address can read them.",
+    )
     redis_flush_seconds: float = Field(0.05, gt=0, description="Time between writes of index changes to Redis.")
     redis_max_pending: int = Field(
         200_000, gt=0, description="Most changed blocks that wait for Redis; beyond it the whole index is copied later."
@@ -67,6 +89,29 @@ class CachemgrSettings(ProcessSettings):
         "start before is renamed to FILE.1, FILE.2 and so on.",
     )
     drain_seconds: float = Field(10.0, ge=0, description="Longest time that running calls may go on after SIGTERM.")
+
+    @field_validator("zmq_events", "zmq_replays")
+    @classmethod
+    def _check_zmq_address(cls, address: str, info: ValidationInfo) -> str:
+        """ZeroMQ has neither TLS nor tokens here, and binds to numbers only."""
+        if not address:
+            return address
+        host, port = addresses.split_host_port(address)
+        if not addresses.is_own_name(f"[{host}]" if ":" in host else host) or not port:
+            raise ValueError("must have localhost or an IP address, and a port that is not 0")
+        # Absent when it is at fault itself.
+        if not info.data.get("insecure", True) and not addresses.is_loopback(address):
+            raise ValueError(
+                f"{address} can be reached from other machines without TLS: use a loopback address, or allow it with "
+                "KVKEEP_INSECURE=1"
+            )
+        return address
+
+    @model_validator(mode="after")
+    def _check_zmq(self) -> Self:
+        if self.zmq_replays and not self.zmq_events:
+            raise ValueError("KVKEEP_CACHEMGR_ZMQ_REPLAYS needs KVKEEP_CACHEMGR_ZMQ_EVENTS")
+        return self
 
     @field_validator("redis_url")
     @classmethod

@@ -90,7 +90,7 @@ async def steady(read: Callable[[], Iterable[T | None]], state: Callable[[], obj
                 found.append(item)
             if not number % _ITEMS and time.perf_counter() >= end:
                 await asyncio.sleep(0)
-                # Before it reads on: what it goes through may be another by now, or gone.
+                # Before it reads on: the object that it reads may be another by now, or none.
                 if state() != before:
                     break
                 end = time.perf_counter() + seconds

@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
 
 class Scope(Protocol):
-    """The cache scope of a block, and its tenant and session."""
+    """The cache scope of a block, its tenant and session, and its extra keys as they enter its key."""
 
     salt: str | None
     adapter_id: int | None
     tenant_id: str | None
     session_id: str | None
+    extra: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +403,7 @@ class LeaseView(NamedTuple):
 
 
 class Removal(NamedTuple):
-    """How a block left the index: the cause, the time, the sequence that needed room, and the priority of the block."""
+    """How a block left the index: cause, time, the sequence that needed blocks, and the priority of the block."""
 
     cause: RemovalCause
     time: float

@@ -56,7 +56,7 @@ class UnknownSequenceError(ExecutorError):
 
 
 class CapacityExceededError(ExecutorError):
-    """A sequence would compute tokens that its block tables have no room for; nothing was applied."""
+    """A sequence would compute tokens that its block tables have no slots for; nothing was applied."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "CAPACITY_EXCEEDED"

@@ -52,7 +52,7 @@ async def _serve(settings: ExecutorSettings) -> int:
 
     from executor.cache.pool import KvPools, block_bytes, count_blocks, free_memory
     from executor.cache.shares import share_memory
-    from executor.cache.tiers.files import FileSettings, check_room
+    from executor.cache.tiers.files import FileSettings, check_space
     from executor.cache.tiers.tiers import open_tiers
     from executor.core.outbox import Outbox
     from executor.core.runner import Runner
@@ -85,8 +85,8 @@ async def _serve(settings: ExecutorSettings) -> int:
         )
 
     host, disk = file_settings("host", settings.host_cache_dir), file_settings("disk", settings.disk_dir)
-    check_room(host)
-    check_room(disk)
+    check_space(host)
+    check_space(disk)
     files = find(settings.model, settings.cache_dir, lambda line: log.info(line))
     log.info("loading", model=files.name, device=str(device))
     model = load_model(files, device, settings.dtype, compiled_folder=settings.compiled_dir)

@@ -224,7 +224,7 @@ def _common(
 def verb(app: typer.Typer, name: str, example: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a command of a function that takes a session and its own options; the common ones are added.
 
-    A parameter whose type is a dataclass stands for a group of options: the fields of the class, in its place.
+    A parameter whose type is a dataclass stands for a group of options: the fields of the class replace it.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:

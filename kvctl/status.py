@@ -50,13 +50,13 @@ class CommandError(Exception):
         self.is_missing = is_missing
 
 
-def command_error(error: RemoteError, place: str) -> CommandError:
-    """The error of a failed call, for people. place: the address that was called, or several in words."""
+def command_error(error: RemoteError, address: str) -> CommandError:
+    """The error of a failed call, for people. address: of the called server, or several in words."""
     status = _STATUSES.get(error.code, Status.REFUSED)
     if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
-        return CommandError(f"no answer at {place}: is the stack running?", status)
+        return CommandError(f"no answer at {address}: is the stack running?", status)
     if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return CommandError(f"{place} did not answer in time (--timeout)", status)
+        return CommandError(f"{address} did not answer in time (--timeout)", status)
     message = error.message or error.code.name
     unnamed = [field for field in error.fields if field not in message]
     message = f"{', '.join(unnamed)}: {message}" if unnamed else message

@@ -46,7 +46,7 @@ class Child:
         self._log_begin = 0
 
     def start(self) -> None:
-        """Starts the command; the log goes on from earlier starts."""
+        """Starts the command; the log continues that of earlier starts."""
         with self.log.open("ab") as log:
             self._log_begin = log.tell()
             self._process = subprocess.Popen(

@@ -3,22 +3,19 @@
 It listens on a unix socket that only its owner can open, and keeps its data in the state folder.
 """
 
-import hashlib
 import importlib.metadata
 import os
 import shutil
 import signal
 import socket
-import tempfile
 import time
 from pathlib import Path
 
 from children import Child
+from sockets import socket_in
 
 from protos.rpc.files import prepare_folder
 
-# sun_path holds 108 bytes; the server appends nothing, but leaves room for a temporary name.
-_MAX_SOCKET_PATH = 100
 _START_SECONDS = _STOP_SECONDS = 10.0
 _CONFIGURATION = """\
 port 0
@@ -39,18 +36,18 @@ class RedisServerError(Exception):
 
 
 def redis_url(state_dir: Path) -> str:
-    """What KVKEEP_REDIS_URL must be for the server of a state folder. Raises RedisServerError."""
-    return f"unix://{_socket(_folder(state_dir))}"
+    """What KVKEEP_REDIS_URL must be for the server of a state folder. Raises AddressError."""
+    return f"unix://{socket_in(_folder(state_dir), 'socket')}"
 
 
 def redis_child(state_dir: Path, log: Path) -> Child:
-    """The server of a state folder, not started yet. Raises RedisServerError, FolderError."""
+    """The server of a state folder, not started yet. Raises RedisServerError, FolderError, AddressError."""
     binary, folder = find_server(), _folder(state_dir)
     prepare_folder(folder, "KVKEEP_STATE_DIR")
     # Redis and Valkey do not read each other's files in every version.
     data = folder / binary.name.removesuffix("-server")
     data.mkdir(mode=0o700, exist_ok=True)
-    path = _socket(folder)
+    path = socket_in(folder, "socket")
     _wait_for_end(path)
     configuration = folder / "server.conf"
     configuration.touch(mode=0o600)
@@ -101,21 +98,6 @@ def packaged_server() -> Path:
 
 def _folder(state_dir: Path) -> Path:
     return state_dir.expanduser().resolve() / "redis"
-
-
-def _socket(folder: Path) -> Path:
-    """A path that is the same at every start and short enough for a unix socket."""
-    path = folder / "socket"
-    if len(bytes(path)) <= _MAX_SOCKET_PATH:
-        return path
-    runtime = Path("/run/user", str(os.getuid()))
-    if not os.access(runtime, os.W_OK):
-        runtime = Path(tempfile.gettempdir())
-    private = runtime / f"kvkeep-{os.getuid()}"
-    private.mkdir(mode=0o700, exist_ok=True)
-    if private.is_symlink() or private.stat().st_uid != os.getuid():
-        raise RedisServerError(f"{private} belongs to another user")
-    return private / hashlib.sha256(bytes(folder)).hexdigest()[:16]
 
 
 def _wait_for_end(path: Path) -> None:

@@ -10,15 +10,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 # Children become other programs at once: gRPC need not prepare itself for a fork. Read when grpc is imported.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
+import layout
 from children import Child
 from display import Display
+from layout import LayoutError, Process
 from redis import Redis, RedisCluster, RedisError
 from redis.cluster import ClusterNode
 from redis.exceptions import RedisClusterException
@@ -26,14 +27,12 @@ from redis_server import RedisServerError, redis_child, redis_url, wait_until_an
 from supervisor import Service, ServiceFailedError, Supervisor
 
 from cachemgr.settings import CachemgrSettings
-from executor.settings import ExecutorSettings, settings_from
 from kernels.cpu_decoder.build import NoCompilerError, find_compiler
-from kvctl.console.settings import ConsoleSettings
 from protos.rpc import addresses
 from protos.rpc.addresses import AddressError
 from protos.rpc.files import FolderError, prepare_folder
 from protos.rpc.security import Security
-from protos.rpc.settings import STACK_METRICS, ProcessSettings, cluster_nodes, load
+from protos.rpc.settings import STACK_METRICS, cluster_nodes, load
 from protos.rpc.startup import process_parser
 from scheduler.settings import SchedulerSettings
 
@@ -41,8 +40,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TICK_SECONDS = 0.1
 # On top of what a process itself grants to running calls.
 STOP_MARGIN_SECONDS = 5.0
-EXECUTOR_STOP_SECONDS = 15.0
-CONSOLE_STOP_SECONDS = 5.0
 DEFAULTS = {f"KVKEEP_{process.upper()}_METRICS_ADDRESS": address for process, address in STACK_METRICS.items()}
 
 
@@ -50,39 +47,9 @@ class StackError(Exception):
     """The stack cannot start; the message is for people."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings of all processes, which share addresses and folders."""
-
-    scheduler: SchedulerSettings
-    cachemgr: CachemgrSettings
-    executor: ExecutorSettings
-    console: ConsoleSettings
-
-    @property
-    def processes(self) -> tuple[ProcessSettings, ...]:
-        """Those of each."""
-        return self.scheduler, self.cachemgr, self.executor, self.console
-
-    @property
-    def listening(self) -> dict[str, str]:
-        """Every address that will be listened on, by the variable that chooses it; "" is off."""
-        return {name: address for process in self.processes for name, address in process.listening.items()}
-
-
-def load_settings(environ: Mapping[str, str]) -> Settings:
-    """What the processes will read. Raises SettingsError as they would."""
-    return Settings(
-        load(SchedulerSettings, environ),
-        load(CachemgrSettings, environ),
-        settings_from(environ),
-        load(ConsoleSettings, environ),
-    )
-
-
 @contextlib.contextmanager
 def locked(state_dir: Path) -> Iterator[None]:
-    """Holds a state folder for this stack; the lock goes with the process. Raises StackError, FolderError."""
+    """Holds a state folder for this stack; the lock ends with the process. Raises StackError, FolderError."""
     prepare_folder(state_dir, "KVKEEP_STATE_DIR")
     with (state_dir / "run-stack.lock").open("a+") as lock:
         try:
@@ -99,30 +66,29 @@ def locked(state_dir: Path) -> Iterator[None]:
         yield
 
 
-def check_addresses(settings: Settings) -> None:
+def check_addresses(processes: Sequence[Process]) -> None:
     """What the processes would find out one after the other, the executor when it has loaded its model.
 
     Raises AddressError for an address that two would have, or that other machines could reach without TLS; StackError
     that names every port that another program holds and the setting that moves ours.
     """
-    addresses.check_distinct(settings.listening)
-    securities = {process.process.upper(): process.security for process in settings.processes}
+    addresses.check_distinct({name: address for process in processes for name, address in process.listening.items()})
     taken = []
-    for variable, address in settings.listening.items():
-        if not address:
-            continue
-        security = securities[variable.split("_")[1]]
-        addresses.prepare(address, insecure=security.may_be_reached, setting=variable)
-        if addresses.socket_path(address) is not None:
-            continue
-        host, port = addresses.split_host_port(address)
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            # As the servers do: a port in TIME_WAIT is free.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                taken.append(f"{address}: {error.strerror}; {variable} chooses another address")
+    for process in processes:
+        for setting, address in process.listening.items():
+            if not address:
+                continue
+            addresses.prepare(address, insecure=process.settings.security.may_be_reached, setting=setting)
+            if addresses.socket_path(address) is not None:
+                continue
+            host, port = addresses.split_host_port(address)
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+                # As the servers do: a port in TIME_WAIT is free.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((host, port))
+                except OSError as error:
+                    taken.append(f"{address}: {error.strerror}; {setting} chooses another address")
     if taken:
         raise StackError("cannot listen on " + "\ncannot listen on ".join(taken))
 
@@ -136,34 +102,16 @@ def log_file(state_dir: Path, name: str) -> Path:
     return log
 
 
-def make_services(settings: Settings, environ: Mapping[str, str]) -> list[Service]:
-    """The processes, in the order in which they need each other."""
-    state_dir = settings.cachemgr.state_dir
-
-    def child(name: str, stop_seconds: float, module: str = "") -> Child:
-        log = log_file(state_dir, name)
-        command = [sys.executable, "-m", module or name]
-        return Child(command, environ, folder=ROOT, log=log, stop_seconds=stop_seconds + STOP_MARGIN_SECONDS)
-
-    cachemgr, executor, scheduler = settings.cachemgr, settings.executor, settings.scheduler
-    services = [
-        Service(
-            "cachemgr",
-            child("cachemgr", cachemgr.drain_seconds),
-            (cachemgr.cachemgr_address, cachemgr.cachemgr_admin_address),
-            cachemgr.security,
-        ),
-        Service("executor", child("executor", EXECUTOR_STOP_SECONDS), (executor.executor_address,), executor.security),
-        Service(
-            "scheduler",
-            child("scheduler", scheduler.drain_seconds),
-            (scheduler.scheduler_address,),
-            scheduler.security,
-        ),
-    ]
-    if settings.console.address:
-        services.append(Service("console", child("console", CONSOLE_STOP_SECONDS, "kvctl.console")))
-    return services
+def make_service(process: Process) -> Service:
+    """A process as the supervisor runs it."""
+    child = Child(
+        [sys.executable, "-m", process.module],
+        process.environ,
+        folder=ROOT,
+        log=log_file(process.settings.state_dir, process.name),
+        stop_seconds=process.stop_seconds + STOP_MARGIN_SECONDS,
+    )
+    return Service(process.name, child, process.addresses, process.settings.security)
 
 
 def without_password(url: str) -> str:
@@ -199,34 +147,33 @@ def compiler_problem(device: str) -> str:
     return ""
 
 
-def directions(settings: Settings, redis_url: str) -> str:
+def front_of(processes: Sequence[Process]) -> Process:
+    """The process that callers use."""
+    kinds = {process.kind: process for process in processes}
+    return kinds.get("router") or kinds["scheduler"]
+
+
+def directions(processes: Sequence[Process]) -> str:
     """Where everything is, and what to try first."""
-    scheduler, cachemgr, executor = settings.scheduler, settings.cachemgr, settings.executor
-    scheme = "https" if scheduler.security.serves_tls else "http"
-    rows = [
-        ("scheduler", scheduler.scheduler_address, scheduler.metrics_address),
-        *([("  http", f"{scheme}://{scheduler.http_address}/v1", "")] if scheduler.http_address else []),
-        ("cachemgr", cachemgr.cachemgr_address, cachemgr.metrics_address),
-        *([("  console", f"{scheme}://{settings.console.address}/", "")] if settings.console.address else []),
-        ("  admin", cachemgr.cachemgr_admin_address, ""),
-        ("executor", executor.executor_address, executor.metrics_address),
-        ("redis", without_password(redis_url), ""),
-    ]
-    width = max(len(address) for _, address, _ in rows)
+    front = front_of(processes)
+    security, (address, *_) = front.settings.security, front.addresses
+    scheme = "https" if security.serves_tls else "http"
+    rows = list(_rows(processes, front, scheme))
+    names, width = (max(len(row[column]) for row in rows) for column in (0, 1))
+    names = max(names + 2, 11)
     lines = [
-        f"  {name:<11}{address:<{width}}" + (f"  metrics {scheme}://{metrics}/metrics" if metrics else "")
+        f"  {name:<{names}}{address:<{width}}" + (f"  metrics {scheme}://{metrics}/metrics" if metrics else "")
         for name, address, metrics in rows
     ]
     folder = Path(sys.executable).parent
     folder = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
-    address = scheduler.scheduler_address
     path = addresses.socket_path(address)
     request = shlex.quote('{"text": "The capital of France is", "max_tokens": 8}')
     target = f"-unix -d {request} {path}" if path else f"-d {request} {address}"
-    options = _grpcurl_options(scheduler.security)
+    options = _grpcurl_options(security)
     default = address == SchedulerSettings.model_fields["scheduler_address"].default
     lines += [
-        f"  {'logs':<11}{cachemgr.state_dir / 'logs'}",
+        f"  {'logs':<{names}}{front.settings.state_dir / 'logs'}",
         "",
         "In a second terminal:" if Path.cwd() == ROOT else f"In a second terminal, in {ROOT}:",
         f"  {folder}/python -m scheduler.generate {'' if default else f'--address {address} '}"
@@ -238,6 +185,22 @@ def directions(settings: Settings, redis_url: str) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def _rows(processes: Sequence[Process], front: Process, scheme: str) -> Iterator[tuple[str, str, str]]:
+    """Name, address and address of metrics of everything, the address that callers use first."""
+    pages = [one.field("address") for one in processes if one.kind == "console"]
+    for process in sorted(processes, key=lambda one: (one is not front, one.kind != "cachemgr")):
+        if process.kind == "console":
+            continue
+        first, *others = process.addresses
+        yield process.name, first, process.field("metrics_address")
+        if process is front and (http := process.field("http_address")):
+            yield "  http", f"{scheme}://{http}/v1", ""
+        if process.kind == "cachemgr" and pages:
+            yield "  console", f"{scheme}://{pages.pop()}/", ""
+        yield from (("  admin", other, "") for other in others)
+    yield "redis", without_password(processes[0].settings.redis_url), ""
+
+
 def _grpcurl_options(security: Security) -> str:
     options = [f"-cacert {security.tls_ca_file}" if security.serves_tls else "-plaintext"]
     if security.tls_client_ca_file is not None:
@@ -245,25 +208,26 @@ def _grpcurl_options(security: Security) -> str:
     return " ".join(options)
 
 
-def run(settings: Settings, environ: dict[str, str], display: Display) -> int:
-    """Runs the stack until a signal or until a process has failed for good; returns the exit status."""
-    stopping, state_dir = threading.Event(), settings.cachemgr.state_dir
+def run(processes: Sequence[Process], redis: Child | None, display: Display) -> int:
+    """Runs the stack until a signal or until a process has failed for good; returns the exit status.
+
+    redis: the server to start first; None where Redis runs elsewhere.
+    """
+    stopping, front, manager = threading.Event(), front_of(processes), processes[0]
+    url = manager.settings.redis_url
     services: list[Service] = []
-    url = settings.cachemgr.redis_url
-    if not url:
-        redis = redis_child(state_dir, log_file(state_dir, "redis"))
-        url = environ["KVKEEP_REDIS_URL"] = redis_url(state_dir)
-        services.append(Service("redis", redis))
     supervisor = Supervisor(services, display.report)
     catch_signals(stopping, supervisor)
     begin = time.monotonic()
     status, announced = 0, False
     try:
-        if services:
+        if redis is not None:
+            services.append(Service("redis", redis))
             display.expect(services[0])
             supervisor.start(services[0])
             wait_until_answering(redis, url)
-        for service in make_services(settings, environ):
+        for process in processes:
+            service = make_service(process)
             services.append(service)
             display.expect(service)
             supervisor.start(service)
@@ -271,8 +235,9 @@ def run(settings: Settings, environ: dict[str, str], display: Display) -> int:
             supervisor.tick()
             if supervisor.all_ready and not announced:
                 announced = True
-                display.ready(time.monotonic() - begin, directions(settings, url))
-                if problem := compiler_problem(settings.executor.device):
+                display.ready(time.monotonic() - begin, directions(processes))
+                device = next(one.field("device") for one in processes if one.kind == "executor")
+                if problem := compiler_problem(device):
                     display.warn(problem)
                 if problem := redis_problem(url):
                     display.warn(f"redis does not answer, and a restart of cachemgr loses the cache: {problem}")
@@ -280,7 +245,7 @@ def run(settings: Settings, environ: dict[str, str], display: Display) -> int:
         display.failed(str(error), error.service.process.tail())
         status = 1
     finally:
-        display.stopping(settings.scheduler.drain_seconds if announced else 0)
+        display.stopping(front.drain_seconds if announced else 0)
         supervisor.stop()
     return status
 
@@ -304,20 +269,42 @@ def catch_signals(stopping: threading.Event, supervisor: Supervisor) -> None:
 
 def main() -> int:
     """Reads the settings, takes the folder and runs."""
-    process_parser(
+    parser = process_parser(
         "ops/run_stack.py",
         "Runs Redis, cachemgr, executor, scheduler and the console on this machine until Ctrl-C,\n"
         "and restarts those that end. State and logs are in KVKEEP_STATE_DIR; KVKEEP_EXECUTOR_MODEL chooses the model.",
-    ).parse_args()
+    )
+    parser.add_argument(
+        "--engines", type=int, metavar="N", help="run N schedulers and executors, and a router in front"
+    )
+    parser.add_argument(
+        "--shards", type=int, metavar="N", help="divide the engines between N cache managers; without it one has all"
+    )
+    parser.add_argument(
+        "--policy", metavar="NAME", help="how the router chooses an engine, instead of KVKEEP_ROUTER_POLICY"
+    )
+    given = parser.parse_args()
+    for option in ("shards", "policy"):
+        if getattr(given, option) is not None and given.engines is None:
+            parser.error(f"--{option} is of several engines: give --engines, too")
     environ = DEFAULTS | dict(os.environ)
-    settings = load_settings(environ)
+    if given.policy is not None:
+        environ["KVKEEP_ROUTER_POLICY"] = given.policy
+    settings = load(CachemgrSettings, environ)
     try:
-        with locked(settings.cachemgr.state_dir):
-            check_addresses(settings)
-            return run(settings, environ, Display())
+        if not settings.redis_url:
+            environ["KVKEEP_REDIS_URL"] = redis_url(settings.state_dir)
+        one = given.engines is None
+        engines = layout.single(environ) if one else layout.fleet(environ, given.engines, given.shards or 1)
+        processes = engines + layout.console(environ)
+        with locked(settings.state_dir):
+            check_addresses(processes)
+            log = log_file(settings.state_dir, "redis")
+            redis = None if settings.redis_url else redis_child(settings.state_dir, log)
+            return run(processes, redis, Display())
     except OSError as error:
-        said = str(FolderError(settings.cachemgr.state_dir, "KVKEEP_STATE_DIR", error))
-    except (StackError, FolderError, AddressError, RedisServerError) as error:
+        said = str(FolderError(settings.state_dir, "KVKEEP_STATE_DIR", error))
+    except (StackError, LayoutError, FolderError, AddressError, RedisServerError) as error:
         said = str(error)
     print(f"run-stack: {said}", file=sys.stderr)
     return 1

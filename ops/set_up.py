@@ -1,6 +1,6 @@
 """Makes the virtual environment: `python3 ops/set_up.py VENV [--dev]`. Called by the Makefile.
 
-Needs nothing but a Python with venv. Everything that installers print goes to VENV/set_up.log.
+Needs nothing but a Python with venv. Everything that installers print is in VENV/set_up.log.
 """
 
 import argparse
@@ -176,4 +176,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit("\nset-up interrupted; `make setup` goes on")
+        sys.exit("\nset-up interrupted; `make setup` continues")

@@ -203,7 +203,7 @@ class UpdateListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The part of the cache manager's answer to an admission that callers are told of."""
+    """The part of the cache manager's answer to an admission that callers receive."""
 
     cached_tokens: int
     # Whether blocks come from lower tiers.

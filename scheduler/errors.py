@@ -49,7 +49,7 @@ class StepLoopError(ServiceError):
 
 
 class ExecutorReplacedError(ServiceError):
-    """The executor came back with another model or other pools."""
+    """The executor registered again with another model or other pools."""
 
     reason = "EXECUTOR_REPLACED"
 

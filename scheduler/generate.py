@@ -119,7 +119,7 @@ def explain(error: RemoteError, address: str, received: int) -> str:
 
 
 def main() -> None:
-    """Runs the command; a reader that goes away, as `| head` does, is no error."""
+    """Runs the command; a reader that closes its end, as `| head` does, is no error."""
     try:
         app()
     except BrokenPipeError:

@@ -13,7 +13,7 @@ from protos.kvcommon.eviction import Policy
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from scheduler.request import AdmissionAttempt, Request, Tier
 
-# A decoding sequence runs out of blocks soon with room for so many tokens: a few steps more than a sync takes.
+# A decoding sequence runs out of blocks soon when they hold so many more tokens: a few steps more than a sync takes.
 SOON = 8
 # So many tokens before its first eviction, a decoding sequence asks for private blocks: more than a sync takes.
 ASK_AHEAD = 32
@@ -29,7 +29,7 @@ class LeaveReason(enum.Enum):
     RESTARTED = enum.auto()
 
     @property
-    def comes_back(self) -> bool:
+    def is_admitted_again(self) -> bool:
         """Whether the request is admitted again from its token ids."""
         return self in (LeaveReason.PREEMPTED, LeaveReason.RESTARTED)
 
@@ -103,8 +103,8 @@ class Eviction:
         """The number of planned tokens with which the policy decides again."""
         if self.kept_after(kept, planned) < kept:
             return planned
-        room = self.policy.room(kept, planned, self.prompt)
-        return math.inf if room is None else planned + room
+        more = self.policy.room(kept, planned, self.prompt)
+        return math.inf if more is None else planned + more
 
     def kept_after(self, kept: int, planned: int) -> int:
         """Tokens that stay when the sequence computes more."""

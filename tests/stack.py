@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import layout
 from children import Child
 from redis_server import redis_child, redis_url, wait_until_answering
 from supervisor import is_serving
@@ -37,7 +38,7 @@ def model_cache() -> Path:
 
 
 def free_address() -> str:
-    """host:port that nobody listens on at the moment.
+    """host:port on which no process listens at the moment.
 
     It is none of those that the system gives to clients: a connection of another test would take it before its server.
     """
@@ -55,7 +56,7 @@ class Stack:
     """cachemgr with a Redis, executor and scheduler as processes. Use it in a with statement.
 
     `settings` are environment variables without their KVKEEP_ prefix, in lower case: executor_max_tokens=2048.
-    Benchmarks put `modules` of their own in the place of processes, or leave some out. Several of a kind are told apart
+    Benchmarks replace processes by `modules` of their own, or leave some out. Several of a kind are told apart
     by what follows a hyphen in their names: executor-0, executor-1. Settings that only one process shall have go into
     `own`, by the process's name, before it is started.
     """
@@ -114,10 +115,11 @@ class Stack:
 
     def start_redis(self) -> None:
         """Starts the Redis of the cache manager, if there is one and no other was chosen."""
-        own = self.own.setdefault("cachemgr", {})
-        if "cachemgr" in self.modules and "KVKEEP_REDIS_URL" not in self._environment and "redis_url" not in own:
+        owns = [self.own.setdefault(name, {}) for name in self.modules if name.partition("-")[0] == "cachemgr"]
+        if owns and "KVKEEP_REDIS_URL" not in self._environment and "redis_url" not in owns[0]:
             state_dir = Path(self._environment["KVKEEP_STATE_DIR"])
-            own["redis_url"] = redis_url(state_dir)
+            for own in owns:
+                own["redis_url"] = redis_url(state_dir)
             redis = self._children["redis"] = redis_child(state_dir, self.log_path("redis"))
             redis.start()
             wait_until_answering(redis, redis_url(state_dir))
@@ -184,6 +186,20 @@ class Stack:
             child.terminate()
             child.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class FleetStack(Stack):
+    """Engines behind a router as run-stack starts them, with the settings of a Stack.
+
+    `scheduler` is the router's address; `cachemgr` and `admin` are those of the first shard.
+    """
+
+    def __init__(self, engines: int, shards: int = 1, **settings: object) -> None:
+        super().__init__(**settings)
+        processes = layout.fleet(self._environment, engines, shards)
+        self.modules = {process.name: process.module for process in processes}
+        self.own = {process.name: dict(process.own) for process in processes}
+        self.router_metrics = str(settings.get("router_metrics_address", ""))
 
 
 def _variables(settings: Mapping[str, object]) -> dict[str, str]:

@@ -57,7 +57,7 @@ def _snapkv(budget: int) -> dict[str, Any]:
 
 
 def _tokens(kind: Kind, budget: int) -> dict[str, Any]:
-    """Single tokens: the budget stays when a period of tokens has gone."""
+    """Single tokens: the budget stays when a period of tokens is evicted."""
     return {"kind": kind.value, "max_cache_tokens": budget + _PERIOD, "period_tokens": _PERIOD}
 
 

@@ -147,10 +147,10 @@ def streams(records: Sequence[Record], size: int) -> str:
     fresh = bins[FRESH]
     others = [kind for kind in bins if kind != FRESH]
     rows = []
-    for place, known in enumerate(fresh):
-        pairs = [(bins[kind][place], bins[kind][place] / known) for kind in others]
+    for band, known in enumerate(fresh):
+        pairs = [(bins[kind][band], bins[kind][band] / known) for kind in others]
         cells = [f"{value:.1f} ({share:.3f})" for value, share in pairs]
-        rows.append([f"{place * size + 1}-{(place + 1) * size}", *cells, f"{known:.1f}"])
+        rows.append([f"{band * size + 1}-{(band + 1) * size}", *cells, f"{known:.1f}"])
     return f"perplexity over the stream (beside a cache computed anew)\n{table(['tokens', *others, FRESH], rows)}"
 
 

@@ -1,4 +1,4 @@
-"""What is lost of the next tokens of a text when its beginning is evicted down to a budget."""
+"""How predictions of the next tokens of a text change when its beginning is evicted down to a budget."""
 
 from __future__ import annotations
 

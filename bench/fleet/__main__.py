@@ -24,7 +24,7 @@ from bench.fleet.bounds import PLACEMENTS, Device, Simulation
 from bench.fleet.client import Answer, Ask
 from bench.fleet.processes import DIRECT, POLICIES, Fleet, Measured, has_router
 from bench.fleet.workload import Groups, Stage, Trace
-from bench.result import Result, percentile
+from bench.result import Result, add_json_argument, percentile
 from bench.tables import table
 
 # Of all cores, or of one for a process: beyond it a stage says nothing about its policy.
@@ -174,7 +174,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--question-tokens", type=int, default=Groups.question_tokens)
     made.add_argument("--output-tokens", type=int, default=Groups.output_tokens)
     made.add_argument("--seed", type=int, default=Groups.seed)
-    made.add_argument("--trace", type=Path, help="a file in Mooncake's format, in the place of groups")
+    made.add_argument("--trace", type=Path, help="a file in Mooncake's format that replaces groups")
     made.add_argument("--trace-begin", type=float, default=0, help="seconds of it to leave out")
     made.add_argument("--trace-scale", type=int, default=4, help="lengths and times are divided by it")
     made.add_argument("--step-ms", type=float, default=50)
@@ -187,7 +187,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-waiting", type=int, default=16)
     made.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings: cachemgr_ghost_sample=0")
     made.add_argument("--smoke", action="store_true", help="two engines and a few requests, in seconds")
-    made.add_argument("--json", type=Path, help="file for the results, with a picture beside it")
+    add_json_argument(made)
     return made
 
 
@@ -255,7 +255,7 @@ def main() -> int:
             for one in run(fleet, policy, stages):
                 records.append(one)
                 print(table(("", *HEAD), [[f"{one['policy']} {one['rate']}", *cells(one)[1:]]]), file=sys.stderr)
-                # Kept as it goes: a long run may be ended.
+                # Kept during the run: a long run may be ended.
                 written = Result("fleet", {"unit": unit, "stages": records}, asked).write(given.json)
     print(show(records, unit))
     if plots.fleet({"unit": unit, "stages": records, **asked}, written.with_suffix(".png")):

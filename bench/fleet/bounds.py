@@ -73,7 +73,7 @@ class Cache:
         return sum(self._parts.values())
 
     def admit(self, request: Request) -> int | None:
-        """Takes a prompt in; returns its cached tokens, at most one less than it has. None: there is no room now."""
+        """Admits a prompt; returns its cached tokens, at most one less than it has. None: too few blocks are free."""
         new = sum(max(0, count - self._used(content)) for content, count in request.contents)
         if self._users and self.used_tokens + new > self._room:
             return None
@@ -90,7 +90,7 @@ class Cache:
         return cached
 
     def release(self, request: Request) -> None:
-        """A request has ended; its parts stay until others need the room."""
+        """A request has ended; its parts stay until they are evicted for others."""
         for content, _ in request.contents:
             self._users[content] -= 1
             if not self._users[content]:

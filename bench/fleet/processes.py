@@ -24,7 +24,7 @@ from tests.stack import ROOT, Stack, free_address, metrics
 
 STUB = "bench.stub_executor"
 ROUTER = "scheduler.router"
-# The client goes to one engine after the other itself, without a router.
+# The client calls one engine after the other itself, without a router.
 DIRECT = "direct"
 POLICIES = ("round-robin", "least-load", "session", "prefix", "cost")
 # Its counters, and the words for them.
@@ -45,7 +45,7 @@ def has_router() -> bool:
 
 @dataclass
 class Load:
-    """Who took the processor while something was measured.
+    """The processes that used the processor during a measurement.
 
     machine and others: of all cores, others being processes that are not the fleet's. seconds: of the measurement. cpu:
     seconds of the processor by kind of process. busiest: the share of one core that the busiest process took.
@@ -162,7 +162,7 @@ class Fleet:
         return [router] if router else self.schedulers
 
     def restart_router(self, policy: str) -> None:
-        """Starts a router that knows nothing, in the place of the one before; with DIRECT there is none."""
+        """Starts a router that knows nothing and replaces the one before; with DIRECT there is none."""
         self.stop_router()
         if policy == DIRECT:
             return
@@ -205,7 +205,8 @@ class Fleet:
                 said = json.loads(line)
                 if said["event"] == "begun":
                     self._new_records()
-                    before = self._router_counts()
+                    if ask.measured_from:
+                        before = self._router_counts()
                     watch = Watch(self._processes() | {"client": psutil.Process(client.pid)})
                 elif said["event"] == "ended":
                     assert watch is not None
@@ -242,7 +243,7 @@ class Fleet:
         return counts
 
     def _processes(self) -> dict[str, psutil.Process]:
-        """All processes of the fleet, told apart by a hyphen behind their kind; this one among them."""
+        """All processes of the fleet, distinguished by a hyphen behind their kind; this one among them."""
         found = {"parent": psutil.Process()}
         for number, stack in enumerate(self._stacks):
             for name in stack.modules:

@@ -51,7 +51,7 @@ def _ids(content: int, count: int) -> list[int]:
 class Stage:
     """Requests that arrive one after the other, whatever becomes of those before.
 
-    rate: its name in tables. measured_from: seconds; requests that arrive earlier warm the caches, and are told apart.
+    rate: its name in tables. measured_from: seconds; requests that arrive earlier warm the caches and count apart.
     cold: the caches are emptied before it, and the router is a new one.
     """
 
@@ -64,7 +64,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Groups:
-    """So many groups with a prefix of their own, and users of each who ask something new every time."""
+    """So many groups with a prefix of their own, and users of each that send a new prompt every time."""
 
     groups: int = 150
     users: int = 5

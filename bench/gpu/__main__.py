@@ -16,12 +16,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from bench.gpu.parts import OUT_OF_TIME, Bench, Figure, Part, Result, exit_status, note, run_all, show, values
-from bench.result import RESULTS
 from bench.result import Result as Kept
+from bench.result import add_json_argument
 
 # Of nine minutes; what hangs where no signal reaches it is ended a little later.
 SECONDS, GRACE = 500.0, 25.0
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and reports."""
     begin = time.monotonic()
     parser = argparse.ArgumentParser(prog="bench-gpu", description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json", help="where everything is kept as JSON")
+    add_json_argument(parser)
     parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="these and what they need")
     given = parser.parse_args(arguments)
     try:
@@ -85,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def finish() -> int:
         print(f"\n{where['device']}, torch {where['torch']}, triton {where['triton']}\n\n{show(results)}", flush=True)
-        Kept("gpu", values(results, where | {"seconds": round(time.monotonic() - begin, 1)})).write(given.out)
-        note(f"everything is in {given.out}")
+        figures = values(results, where | {"seconds": round(time.monotonic() - begin, 1)})
+        note(f"everything is in {Kept('gpu', figures).write(given.json)}")
         return exit_status(results, parts)
 
     def give_up() -> None:

@@ -56,7 +56,7 @@ def check(_: Bench) -> Sequence[Figure]:
 
 
 def check_on(device: str) -> None:
-    """The same on any device; on a CPU torch takes the kernels' place."""
+    """The same on any device; on a CPU torch replaces the kernels."""
     wrong = []
     backend = "cuda" if device == "cuda" else "torch"
     for dtype, bar in BARS.items():
@@ -289,7 +289,7 @@ class Problem:
                 break
             try:
                 seconds = seconds_of(lambda sizes=sizes: self.paged(sizes=sizes), 10)
-            except Exception as error:  # Sizes that this device has no room for; Triton's errors have no one base.
+            except Exception as error:  # Sizes that do not fit this device; Triton's errors have no one base.
                 note(f"  {sizes}: {type(error).__name__}")
                 continue
             if seconds < best[0]:

@@ -186,12 +186,12 @@ def run_requests(
         for i in removed:
             launched[i] = -1
         gone += len(removed)
-        room = budget - sum(1 for i, made in enumerate(launched) if made > 0)
+        free = budget - sum(1 for i, made in enumerate(launched) if made > 0)
         chunks = {}
         for i in (i for i, tokens in enumerate(left) if tokens):
-            # A sequence with one token left computes it without being told.
-            chunks[i] = min(left[i], max(room, 1 if left[i] == 1 else 0))
-            room -= chunks[i]
+            # A sequence with one token left computes it without a chunk.
+            chunks[i] = min(left[i], max(free, 1 if left[i] == 1 else 0))
+            free -= chunks[i]
         chunks = {i: tokens for i, tokens in chunks.items() if tokens}
         loop.step(removed=removed, new_sequences=tuple(joining), chunks=chunks)
         joining = []
@@ -210,7 +210,7 @@ def run_requests(
 
 @dataclass
 class Large:
-    """The 8B model, and a runner over pools for as many sequences as there is room for."""
+    """The 8B model, and a runner over pools for as many sequences as fit."""
 
     module: Any
     runner: Runner | None
@@ -235,8 +235,8 @@ class Large:
         torch.cuda.empty_cache()
         blocks = -(-(CONTEXT + STEPS + WARM) // BLOCK)
         token_bytes = 2 * LARGE.num_hidden_layers * LARGE.num_key_value_heads * LARGE.head_dim * 2
-        room = int(0.9 * torch.cuda.mem_get_info()[0]) // (blocks * BLOCK * token_bytes)
-        sequences = max((batch for batch in BATCHES if batch <= room), default=0)
+        free = int(0.9 * torch.cuda.mem_get_info()[0]) // (blocks * BLOCK * token_bytes)
+        sequences = max((batch for batch in BATCHES if batch <= free), default=0)
         if not sequences:
             raise CannotRunError("there is no memory for K and V beside the 8B model")
         pools = KvPools(model.groups, sequences * blocks, BLOCK, torch.bfloat16, model.device)

@@ -67,7 +67,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Part:
-    """seconds: the most it may take. needs: parts that must have gone well, its gates among them."""
+    """seconds: the most it may take. needs: parts that must have succeeded, its gates among them."""
 
     name: str
     run: Callable[[Bench], Sequence[Figure]]

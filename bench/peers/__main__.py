@@ -1,9 +1,9 @@
 """kvkeep beside other engines on the same token ids, in turns, in one run.
 
 Run it with `make bench-peers`. `make peers` installs the others first; one that is missing or fails is named with the
-reason, and the rest goes on. All engines of a data type stay loaded, and those whose turn it is not are stopped. Every
-engine's greedy output is checked against the same references before it is measured: kvkeep's must be right, a peer
-whose output is wrong is left out. Each repeat measures the machine and then every case on every engine, in another
+reason, and the rest continues. All engines of a data type stay loaded, and those whose turn it is not are stopped.
+Every engine's greedy output is checked against the same references before it is measured: kvkeep's must be right, a
+peer whose output is wrong is left out. Each repeat measures the machine and then every case on every engine, in another
 order each time. A peer that was less than half as fast as the best one in the first repeat is not measured again in
 that case: it decides nothing.
 
@@ -93,7 +93,7 @@ def row(dtype: str, case: str, engines: Sequence[str], records: Sequence[Record]
 
 
 def report(records: Sequence[Record], absent: Mapping[str, str]) -> str:
-    """The table, and who is not in it."""
+    """The table, and the engines that are not in it."""
     engines = list(dict.fromkeys(record["engine"] for record in records))
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:

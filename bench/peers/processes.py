@@ -87,7 +87,7 @@ class PeerProcess:
         return Run(Times(times, sum(map(len, prompts))), usage, outputs, 0)
 
     def close(self) -> None:
-        """Ends the process and what it started: at once when it is at work, which nobody waits for any more."""
+        """Ends the process and what it started: at once, also in the middle of its work."""
         self._signal(signal.SIGKILL if self._busy else signal.SIGCONT)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -106,7 +106,7 @@ class PeerProcess:
         try:
             yield
         except BaseException:
-            # It would go on with what nobody waits for, beside those that are measured next.
+            # It would continue work that has no reader, beside those that are measured next.
             self._signal(signal.SIGKILL)
             raise
         self._sleep()
@@ -138,7 +138,7 @@ class PeerProcess:
         return answer
 
     def _last_words(self) -> str:
-        """Why the process ended, as far as its log tells."""
+        """Why the process ended, as far as its log says."""
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines()]
         errors = [line for line in lines if "Error" in line] or [line for line in lines if line] or ["nothing said"]
         return f"it ended: {errors[-1][:200]} (see {self._log})"

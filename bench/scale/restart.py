@@ -1,4 +1,4 @@
-"""A restart of the cache manager beside a real Redis that remembers a whole cache: how long it takes, what is lost.
+"""A restart of the cache manager beside a real Redis with a whole cache: how long it takes, and which blocks are lost.
 
 Done by what the process does it with, in one process and without gRPC. Stalls are process time between two turns of the
 event loop.
@@ -112,13 +112,13 @@ async def _restart(blocks: int, url: str) -> list[Row]:
     after = _kept(life.manager)
     found += [
         Row("until the executor is registered", registered, "s", 5),
-        Row("blocks that are back by then", answer.restored_blocks, "blocks"),
-        Row("until all of it is back", taken, "s"),
+        Row("blocks restored by then", answer.restored_blocks, "blocks"),
+        Row("until all are restored", taken, "s"),
         Row("process time of that", seen["busy"], "s"),
         Row("longest stall", seen["longest"] * 1e3, "ms", 50),
-        Row("blocks that are lost", before[0] - after[0], "blocks", 0),
-        Row("leases that are lost, but those that another covers", before[1] - after[1], "leases", 0),
-        Row("places where Redis differs afterwards", len(await life.store.compare([EXECUTOR]) or ()), "", 0),
+        Row("lost blocks", before[0] - after[0], "blocks", 0),
+        Row("lost leases, but those that another covers", before[1] - after[1], "leases", 0),
+        Row("slots where Redis differs afterwards", len(await life.store.compare([EXECUTOR]) or ()), "", 0),
     ]
     await life.stop()
     return found

@@ -1,4 +1,4 @@
-"""How long single calls keep the cache manager's event loop from everybody else."""
+"""How long single calls keep the cache manager's event loop from other calls."""
 
 import asyncio
 import contextlib
@@ -155,8 +155,8 @@ def losses(blocks: int) -> Iterator[Row]:
     freeing = []
     while cache.manager.leftovers:
         freeing.append(_timed(cache.manager.expire))
-    yield Row("expire, that frees what is lost: longest", max(freeing), "ms", 50)
-    yield Row("expire, that frees what is lost: in all", sum(freeing), "ms")
+    yield Row("expire, which frees lost blocks: longest", max(freeing), "ms", 50)
+    yield Row("expire, which frees lost blocks: in all", sum(freeing), "ms")
 
 
 def ends_of_leases(blocks: int) -> Iterator[Row]:
@@ -199,7 +199,7 @@ def schedulers(blocks: int) -> Iterator[Row]:
 
 
 def stored_quotas(blocks: int) -> Iterator[Row]:
-    """Quotas come back from the store when blocks of their salts are there already."""
+    """Quotas are restored from the store when blocks of their salts are there already."""
     cache = Cache(blocks)
     for first in range(blocks // CHAIN):
         cache.run(first * CHAIN * BLOCK, CHAIN * BLOCK, salt=f"s{first % 10}")
@@ -238,7 +238,7 @@ def restarts(blocks: int) -> Iterator[Row]:
 
 
 def registrations(blocks: int) -> Iterator[Row]:
-    """An executor registers with very many slots, and tells of each what it holds."""
+    """An executor registers with very many slots, and reports the contents of each."""
     for slots in (blocks, MAX_SLOTS):
         manager = CacheManager(1, lambda: 0.0)
         manager.register_scheduler("s", 1)
@@ -254,7 +254,7 @@ def registrations(blocks: int) -> Iterator[Row]:
         pool.host_generations.extend([1] * half)
         data = told.SerializeToString()
         yield Row(
-            f"RegisterExecutor, {slots:,} slots whose contents are told",
+            f"RegisterExecutor, {slots:,} slots with reported contents",
             _timed(lambda: manager.register_executor(_read(data), later=True)),  # noqa: B023
             "ms",
             target,

@@ -346,7 +346,7 @@ class BlockPool:
     def _set_total(self, total: int) -> None:
         device = self.device
         if device.total < total:
-            device.give_back(total - device.total)
+            device.release_withheld(total - device.total)
         device.to_withhold += device.total - total
         self.share_number += 1
 
@@ -420,7 +420,7 @@ class BlockPool:
         block.tokens = tokens
         block.depth = depth
         if account_of(block) is not scope.account:
-            # Quotas have come or gone since it was taken.
+            # Quotas have changed since its allocation.
             self.rebook(block, scope)
         block.scope = scope
         # A sequence that took the block over may have had no step of its own.

@@ -55,7 +55,7 @@ class BlockRecord(NamedTuple):
     lower_copy: CopyRecord | None = None
 
     @property
-    def place(self) -> Slot:
+    def tier_slot(self) -> Slot:
         """Its group, tier and slot: no two blocks have the same."""
         return self.group, self.tier, self.slot
 
@@ -82,7 +82,7 @@ class IndexJournal(Protocol):
     ) -> None:
         """A block of the tree has come to this slot, or has changed.
 
-        `current` gives its record when it is called; None when the block is gone by then.
+        `current` gives its record when it is called; None when the block has left the index by then.
         """
 
     def removed(self, executor_id: str, group: int, tier: TierKind, slot: int) -> None:

@@ -48,7 +48,7 @@ class CacheScopes:
         """The cache scope of these values."""
         parts = (salt, adapter_id, tenant_id, session_id, extra)
         scope, account = self._scopes.get(parts), account_for(self._accounts, tenant_id, salt)
-        # Where quotas have come or gone, another one takes its place.
+        # Where quotas are new or deleted, another scope replaces it.
         if scope is None or scope.account is not account:
             scope = CacheScope(root_key(self._model_fingerprint, salt, adapter_id), *parts)
             scope.account = account

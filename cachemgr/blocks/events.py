@@ -44,6 +44,8 @@ class EventLog:
         self._capacity = capacity
         self._ring: list[Event] = []
         self.last = 0
+        # Counts the ends of `scrub`.
+        self.scrubs = 0
         self.quiet_listeners: list[QuietListener] = []
 
     def add(
@@ -93,3 +95,4 @@ class EventLog:
                     gone.add(block.key)
                     self._ring[at % self._capacity] = event._replace(block=block._replace(tokens=b""))
             yield
+        self.scrubs += 1

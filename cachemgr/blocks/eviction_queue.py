@@ -17,7 +17,7 @@ class EvictionQueue:
     """The evictable blocks in eviction order: by priority, within it least recently used first.
 
     Per priority a ring in the order of use, and a heap for blocks that return to the middle of it: when a lease
-    ends, or when the last child of a block that lies between others is gone. A bit per priority that has blocks.
+    ends, or when the last child of a block between others is removed. A bit per priority that has blocks.
     """
 
     __slots__ = ("_bits", "_reinserted", "_rings")
@@ -48,7 +48,7 @@ class EvictionQueue:
         self._bits |= 1 << priority
 
     def remove(self, block: Block) -> None:
-        """Takes a block out; its priority must be the one that it was added with."""
+        """Removes a block; its priority must be the one that it was added with."""
         ring = self._rings[block.priority]
         ring.remove(block)
         if not ring.size:
@@ -175,12 +175,12 @@ def _position(block: Block) -> int:
     return block.recency << _SLOT_BITS | block.index
 
 
-def loss(block: Block) -> tuple[int, int]:
+def position(block: Block) -> tuple[int, int]:
     """The position of a block in the eviction order."""
     return block.priority, block.recency
 
 
-def goes_before(block: Block, other: Block) -> bool:
+def precedes(block: Block, other: Block) -> bool:
     """Whether a block is evicted before another."""
     if block.priority != other.priority:
         return block.priority < other.priority

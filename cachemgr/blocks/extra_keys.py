@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from cachemgr.types import ExtraKey
 from protos.kvcommon.block_keys import child_key, extend_chain
 from protos.kvcommon.tokens import TOKEN_BYTES
+
+# Of an extra key in a block, before its digest: first token, number of tokens, length of the digest.
+_PIECE = struct.Struct("<iII")
 
 
 def cut_extra_keys(extra_keys: Sequence[ExtraKey], num_tokens: int) -> tuple[ExtraKey, ...]:
@@ -32,8 +35,18 @@ def extra_bytes(extra_keys: Sequence[ExtraKey], start: int, end: int) -> bytes:
         if extra.start >= end:
             break
         covered = min(extra.start + extra.length, end) - max(extra.start, start)
-        parts.append(struct.pack("<iII", extra.start - start, covered, len(extra.digest)) + extra.digest)
+        parts.append(_PIECE.pack(extra.start - start, covered, len(extra.digest)) + extra.digest)
     return b"".join(parts)
+
+
+def extra_digests(extra: bytes) -> Iterator[tuple[int, bytes]]:
+    """From the extra bytes of a block: the first token of each extra key, counted from the block's, and its digest."""
+    at = 0
+    while at < len(extra):
+        start, _, length = _PIECE.unpack_from(extra, at)
+        at += _PIECE.size
+        yield start, extra[at : at + length]
+        at += length
 
 
 def _end_of(extra: ExtraKey) -> int:

@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any, Protocol
 
 from cachemgr.blocks.block import Account, Block, Node, Writer, account_of
-from cachemgr.blocks.eviction_queue import goes_before
+from cachemgr.blocks.eviction_queue import precedes
 from cachemgr.blocks.radix_tree import children_of
 from cachemgr.blocks.tier import Tier
 from cachemgr.retention.leases import offload_floor
@@ -179,7 +179,7 @@ class WriteThrough:
                 self._pool.zero_on_free.add(ticket.target)
 
     def indexes_of(self, block: Block) -> list[int]:
-        """Indexes of slots below that may hold a device block's bytes; their generations tell."""
+        """Indexes of lower slots that may hold a device block's bytes; their generations decide."""
         index, ticket = self.copies.get(block), self.open.get(block)
         found = [] if index is None else [index]
         if ticket is not None:
@@ -206,12 +206,12 @@ class WriteThrough:
         found: dict[Block, None] = {}
         # A stored block may be in an unread slot.
         known = self.tier is not None and self.tier.unread is None
-        room = min(limit, self.tier.num_empty) if known and self.tier is not None else 0
-        while self.queue and len(found) < room:
+        most = min(limit, self.tier.num_empty) if known and self.tier is not None else 0
+        while self.queue and len(found) < most:
             chain = self._chain(self.queue[-1], found)
-            if len(found) + len(chain) <= room:
+            if len(found) + len(chain) <= most:
                 self.queue.pop()
-            found.update(dict.fromkeys(chain[: room - len(found)]))
+            found.update(dict.fromkeys(chain[: most - len(found)]))
         return list(found)
 
     def _chain(self, block: Block, found: dict[Block, None]) -> list[Block]:
@@ -287,7 +287,7 @@ class Offloader:
         index = None if closed else self._empty_index(lower)
         if index is None:
             other = self._least(lower, account, writer)
-            if other is None or not (carries or goes_before(other, victim)):
+            if other is None or not (carries or precedes(other, victim)):
                 return _DROPPED
             index = other.index
             if other in self.offloading:
@@ -389,7 +389,7 @@ class Offloader:
         shut = account is not None and lower.is_closed(account) and not lower.wants_own(account)
         least = None if shut else lower.victim(account) if lower.shares else lower.order.first()
         moving = None if writer is None else writer.opened.first(lower, account if shut else None)
-        if moving is None or (least is not None and goes_before(least, moving)):
+        if moving is None or (least is not None and precedes(least, moving)):
             return least
         return moving
 

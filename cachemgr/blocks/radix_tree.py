@@ -55,7 +55,7 @@ class RadixTree:
         self.by_key[block.key] = block
 
     def replace(self, old: Block, block: Block) -> None:
-        """Puts a block with the same key and tokens in the place of another one."""
+        """Replaces a block by another block with the same key and tokens."""
         parent = old.parent
         assert parent is not None
         remove_child(parent, old)
@@ -65,7 +65,7 @@ class RadixTree:
         self.by_key[block.key] = block
 
     def unlink(self, block: Block, parent: Node) -> None:
-        """Takes a block out; its children get a tombstone for a parent."""
+        """Removes a block; its children get a tombstone for a parent."""
         if parent.children is block:
             parent.children = None
         else:
@@ -131,7 +131,7 @@ def closest_child(
 ) -> tuple[Block | None, int]:
     """The usable child with the longest common prefix, and that prefix in tokens; (None, 0) when there is none.
 
-    The common prefix shrinks with the distance from the position of the tokens: the search goes outward from there, and
+    The common prefix shrinks with the distance from the position of the tokens: the search runs outward from there, and
     ends where no longer prefix follows. Under a root very many children may be in use, so it looks at a few only: a
     shorter match, or none, costs less than a look at all of them.
     """

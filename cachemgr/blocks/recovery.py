@@ -137,7 +137,7 @@ def _zero(pool: BlockPool, tier: Tier, slot: int) -> None:
 
 
 class Recovery:
-    """Puts back stored blocks one by one, parents before children, while sequences use the pools already.
+    """Restores stored blocks one by one, parents before children, while sequences use the pools already.
 
     A stored block counts if its slot has kept its content until the registration of the executor, and has not been
     allocated since: `Tier.unread` has these slots. Every difference from the record is reported to the journal.
@@ -203,7 +203,7 @@ class Recovery:
             self._overwrite(pool, record)
             return
         found = None if pool is None else self._believed(record)
-        if pool is None or (found is None or found.place != record.place):
+        if pool is None or (found is None or found.tier_slot != record.tier_slot):
             self._leave(record)
         if pool is None or found is None:
             return
@@ -219,7 +219,7 @@ class Recovery:
         # it covers.
         stored = pool.record(block)
         if stored is None or _timeless(stored) != _timeless(record):
-            self._journal.stored(self._spec.executor_id, *found.place, partial(pool.record, block))
+            self._journal.stored(self._spec.executor_id, *found.tier_slot, partial(pool.record, block))
 
     def end(self) -> None:
         """No stored block follows: the other slots are empty."""
@@ -235,7 +235,7 @@ class Recovery:
             block = pool.blocks[tier.offset + record.slot] if 1 <= record.slot <= tier.size else None
             if block is not None and block.parent is not None:
                 return
-        self._journal.removed(self._spec.executor_id, *record.place)
+        self._journal.removed(self._spec.executor_id, *record.tier_slot)
 
     def _overwrite(self, pool: BlockPool, record: BlockRecord) -> None:
         """Overwrites the slots that may hold the bytes of a stored block."""
@@ -262,7 +262,7 @@ class Recovery:
         return any(is_meant(record) for is_meant in self.purged)
 
     def _believed(self, record: BlockRecord) -> BlockRecord | None:
-        """The record with the slot that holds its bytes; None when they are gone, or the record is unsound."""
+        """The record with the slot that holds its bytes; None when they are lost, or the record is unsound."""
         if not self._is_sound(record):
             return None
         below = record.below()

@@ -10,7 +10,7 @@ from heapq import heapify, heappop, heappush, merge
 from itertools import islice
 
 from cachemgr.blocks.block import Account, Block, account_of
-from cachemgr.blocks.eviction_queue import EvictionQueue, goes_before, loss
+from cachemgr.blocks.eviction_queue import EvictionQueue, position, precedes
 from cachemgr.blocks.unread_slots import UnreadSlots
 from cachemgr.errors import SequenceTooLongError
 from cachemgr.types import RemovalCause, TierKind
@@ -79,7 +79,7 @@ class Share:
 class Shares:
     """Finds the share, of very many, whose block is evicted next: of those above their floor, or of all.
 
-    A heap in which a share stands at or before its first block: only what is found too early is put right.
+    A heap in which a share has the position of its first block or an earlier one, which is corrected when it is found.
     """
 
     __slots__ = ("_floors_count", "_heap", "_positions", "_pushes")
@@ -114,12 +114,12 @@ class Shares:
                 heappop(heap)
                 continue
             block = share.order.first() if self._may_lose(share) else None
-            if block is not None and loss(block) == at:
+            if block is not None and position(block) == at:
                 return block
             heappop(heap)
             del self._positions[share]
             if block is not None:
-                self._push(share, loss(block))
+                self._push(share, position(block))
         return None
 
     def _push(self, share: Share, at: tuple[int, int]) -> None:
@@ -229,7 +229,7 @@ class Tier:
         """Withheld slots that may be used again, and those still to be withheld."""
         return len(self.withheld) - len(self.clearing) + self.to_withhold
 
-    def give_back(self, count: int) -> None:
+    def release_withheld(self, count: int) -> None:
         """Makes so many more slots usable; slots to be withheld come first. Only call it when so many are ready."""
         kept = min(self.to_withhold, count)
         self.to_withhold -= kept
@@ -320,7 +320,7 @@ class Tier:
             return block
         best = first
         for block in (self.first_of_shares(), None if own is None else own.order.first()):
-            if block is not None and (best is None or goes_before(block, best)):
+            if block is not None and (best is None or precedes(block, best)):
                 best = block
         if best is None and self.kind is TierKind.DEVICE:
             # Descendants of a block that is needed may be protected: the floor gives way, on the device only.
@@ -383,7 +383,7 @@ class Tier:
         """Notes that a share has a new first block, or has come above its floor."""
         if block is not None:
             for shares in (self._losing, self._holding):
-                shares.note(share, loss(block), len(self.shares))
+                shares.note(share, position(block), len(self.shares))
 
     def orders(self) -> Iterator[EvictionQueue]:
         yield self.order
@@ -392,4 +392,4 @@ class Tier:
 
     def in_order(self) -> Iterator[Block]:
         """All evictable blocks in eviction order, quotas aside, sorted as they are read."""
-        return merge(*[order.in_order() for order in self.orders()], key=loss)
+        return merge(*[order.in_order() for order in self.orders()], key=position)

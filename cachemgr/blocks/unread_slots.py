@@ -49,7 +49,7 @@ class UnreadSlots:
         self._begin = index = self._marks.find(_NEVER_FILLED, self._begin)
         if index < 0:
             self._begin = len(self._marks)
-            # A prompt took its slots in ascending order: the last ones have the fewest descendants.
+            # A prompt got its slots in ascending order: the last ones have the fewest descendants.
             self._end = index = self._marks.rfind(_FILLED, 0, self._end)
         assert index >= 0, "no slot is left"
         self.exclude(index + 1)

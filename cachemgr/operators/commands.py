@@ -69,7 +69,7 @@ class OperatorCommands:
         self._journal = journal
 
     def _report(self, entry: RetentionRule | Quota | PoolShare) -> None:
-        """Tells the journal that an entry has changed or is gone."""
+        """Reports to the journal that an entry has changed or was deleted."""
         self._journal.operator_changed(_KINDS[type(entry)], entry_name(entry))
 
     # Blocks
@@ -89,7 +89,7 @@ class OperatorCommands:
         return purged
 
     def forget(self, target: ForgetTarget, *, validate_only: bool) -> Steps[Forgotten]:
-        """Takes blocks out of every tier and has their bytes overwritten. Raises InvalidField, UnknownExecutorError.
+        """Removes blocks from every tier and has their bytes overwritten. Raises InvalidField, UnknownExecutorError.
 
         `Forgetting` says what becomes of sequences that are admitted meanwhile. Stored blocks that are not back in
         the index yet, of whatever executor, are overwritten when they come.

@@ -65,7 +65,7 @@ class Forgetting:
             _leave_nothing(sequence)
 
     def steps(self, *, validate_only: bool) -> Steps[Forgotten]:
-        """Takes blocks out of the index. Free blocks are overwritten now, used blocks when they are released."""
+        """Removes blocks from the index. Free blocks are overwritten now, used blocks when they are released."""
         receipt = self._receipt
         there = [(one, [(pool, list(pool.tree.by_key)) for pool in one.pools]) for one in self._executors]
         for executor in self._executors:
@@ -214,7 +214,7 @@ class Forgetting:
         return any(key in gone for key in sequence.keys)
 
     def _take_out(self, key: bytes, pools: tuple[BlockPool, ...], held: Counter[Block]) -> None:
-        """Takes the blocks of a key out of the index, with their present descendants."""
+        """Removes the blocks of a key from the index, with their present descendants."""
         found: list[tuple[BlockPool, Block]] = []
         for pool in pools:
             block = pool.tree.by_key.get(key)
@@ -230,7 +230,7 @@ class Forgetting:
             pool.zero_on_free.add(block)
             _count(self._receipt, pool, block, held)
         for pool, block in found:
-            # With a block of full attention those of windows may have gone already.
+            # With a block of full attention those of windows may be removed already.
             if block.parent is not None:
                 pool.discard(block, RemovalCause.FORGOTTEN)
 
@@ -352,11 +352,11 @@ class ForgetHistory:
         return self._number
 
     def end(self, number: int) -> None:
-        """A call has taken its blocks out of the index of every registered executor."""
+        """A call has removed its blocks from the index of every registered executor."""
         del self._running[number]
 
     def sequence_admitted(self, sequence: Sequence) -> None:
-        """Tells the running calls of a sequence that is admitted meanwhile."""
+        """Notifies the running calls of a sequence that is admitted meanwhile."""
         for forgetting in self._running.values():
             forgetting.sequence_admitted(sequence)
 

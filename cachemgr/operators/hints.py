@@ -237,16 +237,16 @@ class HintRunner:
             if kept:
                 return HintOutcome.CLIPPED, f"others keep {kept} of the blocks at a higher priority", len(blocks)
             return HintOutcome.ACCEPTED, "", len(blocks)
-        return self._moved("Demote", self._move_down, blocks)
+        return self._moved("Demote", self._offload, blocks)
 
     @staticmethod
-    def _move_down(blocks: Blocks) -> Result:
+    def _offload(blocks: Blocks) -> Result:
         # Leaves first: a block can only be offloaded when it has no child on the device.
         movable = [(pool, block) for pool, block in reversed(blocks) if pool.is_on_device(block)]
         count = sum(block.lru_prev is not None and pool.offloader.demote(block) for pool, block in movable)
         if count < len(movable):
             outcome = HintOutcome.CLIPPED if count else HintOutcome.REJECTED
-            return outcome, f"{len(movable) - count} blocks are in use or find no room in a lower tier", count
+            return outcome, f"{len(movable) - count} blocks are in use, or find no free slot in a lower tier", count
         return HintOutcome.ACCEPTED, "", count
 
     def _prefetch(self, _payload: Mapping[str, Any], blocks: Blocks) -> Result:
@@ -263,7 +263,7 @@ class HintRunner:
                 begun += prefetch(executor, pool, cached_chain(pool, keys))
         self.transfers += begun
         if not begun:
-            return HintOutcome.REJECTED, "there is no room on the device, or copies of it are under way", 0
+            return HintOutcome.REJECTED, "the device has no free blocks, or copies are in flight", 0
         outcome = HintOutcome.DEFERRED if len(begun) == below else HintOutcome.CLIPPED
         return outcome, f"copies of {len(begun)} blocks have begun", len(begun)
 

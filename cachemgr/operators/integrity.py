@@ -9,7 +9,7 @@ from functools import partial
 
 from cachemgr.blocks.block import Block, Node, account_of
 from cachemgr.blocks.block_pool import BlockPool
-from cachemgr.blocks.eviction_queue import loss
+from cachemgr.blocks.eviction_queue import position
 from cachemgr.blocks.radix_tree import children_of
 from cachemgr.blocks.tier import Tier
 from cachemgr.retention.leases import MAX_LEASES, effective_priority, leases_of
@@ -148,7 +148,7 @@ class _Check:
                 yield
                 protected += share.protected()
                 first = share.order.first() if share.count > share.floor else None
-                if first is not None and (best is None or loss(first) < loss(best)):
+                if first is not None and (best is None or position(first) < position(best)):
                     best = first
             right = tier.protected == protected
             self._report(right, 0, f"protects another number of {name} blocks than its shares do")

@@ -30,7 +30,7 @@ class OperatorJournal(Protocol):
     """Receives every change of an entry at once. Must not fail or block."""
 
     def operator_changed(self, kind: Kind, name: str, executor_id: str = "") -> None:
-        """The entry of this name is new, changed, or gone. `executor_id` is set for pins."""
+        """The entry of this name is new, changed, or deleted. `executor_id` is set for pins."""
 
 
 class NoOperatorJournal:

@@ -1,6 +1,6 @@
 """All calls that read a manager."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -120,6 +120,12 @@ class Queries:
         """Blocks in use and cached, with their indexes; None for empty slots. Raises UnknownPoolError."""
         pool = self._state.pool(pool_id)
         return (None if block is None else (block.index, pool.listed(block)) for block in _from(pool, after_index))
+
+    def cached_views(self, pool_id: str, keys: Iterable[bytes]) -> Iterator[BlockView]:
+        """Those blocks of a pool with these keys that are indexed when it is their turn; none of an unknown pool."""
+        for pool in self._state.pools():
+            if pool.pool_id == pool_id:
+                yield from (pool.view(block) for key in keys if (block := pool.tree.by_key.get(key)) is not None)
 
     def filtered_blocks(self, selected: BlockFilter, after_index: int = 0) -> Iterator[tuple[int, BlockView] | None]:
         """Blocks of one pool that a filter matches, None for others.
@@ -373,6 +379,11 @@ class Queries:
     def last_event(self) -> int:
         """Number of the newest event, 0 before the first."""
         return self._state.events.last
+
+    @property
+    def scrubs(self) -> int:
+        """Grows whenever forgotten token ids have left the events."""
+        return self._state.events.scrubs
 
     def snapshot(self) -> SnapshotReader:
         """A reader of the whole cache, slice by slice."""

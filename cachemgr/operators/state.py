@@ -79,7 +79,7 @@ class ManagerState:
         return self.number
 
     def number_after(self, spec: ExecutorSpec) -> None:
-        """Skips the numbers of filled slots in lower tiers: the clock behind the epoch may have gone back."""
+        """Skips the numbers of filled slots in lower tiers: the clock behind the epoch may have been set back."""
         for slots in chain(spec.host_generations, spec.disk_generations):
             newest = max(slots, default=0)
             if newest >= 1 << 63:

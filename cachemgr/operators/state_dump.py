@@ -142,7 +142,9 @@ def _write_through(write_through: WriteThrough) -> dict[str, Any]:
         "write_through_open": [[block.index, ticket.number] for block, ticket in write_through.open.items()],
         "write_through_running": write_through.running,
         "write_through_queue": _numbers(block.index for block in write_through.queue),
-        "write_through_successors": [[below.index, heir.index] for below, heir in write_through.successors.items()],
+        "write_through_successors": [
+            [below.index, successor.index] for below, successor in write_through.successors.items()
+        ],
     }
 
 

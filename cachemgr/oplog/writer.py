@@ -91,7 +91,7 @@ class OperationLog:
             time=now,
             method=method,
             request=b"" if request is None else request.SerializeToString(),
-            blocks=[pb.StoredBlock(field=encode_slot(*block.place), record=encode_block(block)) for block in stored],
+            blocks=[pb.StoredBlock(field=encode_slot(*one.tier_slot), record=encode_block(one)) for one in stored],
             pins=[pin_message(pin) for pin in pins],
             later=later,
         )

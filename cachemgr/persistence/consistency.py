@@ -34,7 +34,7 @@ async def compare_blocks(
     """
     expected: dict[bytes, BlockRecord] = {}
     async for part in sliced(indexed):
-        expected.update((encode_slot(*record.place), record) for record in part)
+        expected.update((encode_slot(*record.tier_slot), record) for record in part)
     found = []
     # A hash that grows meanwhile may give a field twice.
     seen: set[bytes] = set()
@@ -49,13 +49,13 @@ async def compare_blocks(
             expected.pop(field, None)
             continue
         present = expected.pop(field, None)
-        if is_pending(record.place):
+        if is_pending(record.tier_slot):
             continue
         if present is None:
             found.append(_difference(executor_id, record, "is in Redis and not in the index"))
         elif not _are_same(record, present):
             found.append(_difference(executor_id, record, "is another in Redis than in the index"))
-    missing = [record for record in expected.values() if not is_pending(record.place)]
+    missing = [record for record in expected.values() if not is_pending(record.tier_slot)]
     return found + [_difference(executor_id, record, "is in the index and not in Redis") for record in missing]
 
 

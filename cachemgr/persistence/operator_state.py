@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 class OperatorStore:
-    """Brings entries that have changed to Redis when it is told to.
+    """Writes entries that have changed to Redis on request.
 
     As long as Redis was not read nothing of what it may hold is written over unread: entries that have changed since
     the start are newer and win, and all others are handed to `calls`.
@@ -137,7 +137,7 @@ class OperatorStore:
             if whole:
                 self._queue.rewrite(kind, executor_id)
             else:
-                self._queue.give_back(hash_, names)
+                self._queue.requeue(hash_, names)
             raise
 
     async def _write_chunk(self, hash_: Hash, names: list[str], *, clear: bool) -> None:

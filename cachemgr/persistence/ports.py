@@ -39,7 +39,7 @@ class Restoring(Protocol):
         """A part of an executor's blocks."""
 
     def end_recovery(self, executor_id: str, executor_epoch: int, pins: list[PinRecord]) -> Restored:
-        """No blocks follow, and these pins; tells which blocks are cached then."""
+        """No blocks follow, and these pins; returns the blocks that are cached then."""
 
     def is_recovering(self, executor_id: str) -> bool:
         """Whether stored blocks of an executor are still to come."""

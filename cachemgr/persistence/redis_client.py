@@ -35,7 +35,7 @@ def open_redis(url: str) -> Redis:
     cluster = RedisCluster.from_url(
         first,
         startup_nodes=[ClusterNode(host, port) for host, port in nodes],
-        # Once more after the nodes have been asked who is there.
+        # Once more after the nodes have listed their cluster.
         retry=Retry(NoBackoff(), 1),
         # A key that has moved is followed; to forget all nodes instead ends the call in which it happens.
         reinitialize_steps=0,
@@ -48,7 +48,7 @@ def open_redis(url: str) -> Redis:
 
 
 def reason(error: BaseException) -> str:
-    """What to tell people about an error: never the command, which may hold token ids."""
+    """The text of an error for people: never the command, which may hold token ids."""
     text = str(error).rpartition("of pipeline caused error: ")[2] or type(error).__name__
     return f"{text}: write redis+cluster:// for a cluster" if isinstance(error, MovedError) else text
 

@@ -1,7 +1,7 @@
 """The copy of the prefix index in Redis: written behind by one background task, read back after a restart.
 
 Nothing here blocks or fails the cache manager. While Redis is away changes are coalesced up to a bound; beyond it
-they are dropped and the whole index is written when Redis is back.
+they are dropped and the whole index is written when Redis answers again.
 """
 
 from __future__ import annotations
@@ -152,11 +152,11 @@ class IndexStore:
         await self.flush_soon(START_SECONDS)
 
     async def flush_soon(self, seconds: float | None = WAIT_SECONDS) -> bool:
-        """As `flush`; after this time the answer is no and the flush goes on in the background."""
+        """As `flush`; after this time the answer is no and the flush continues in the background."""
         return await self._run_bounded(self.flush(), seconds) or False
 
     async def _run_bounded(self, work: Coroutine[None, None, T], seconds: float | None) -> T | None:
-        """The result of the work, None when it takes too long; it goes on then, also when the caller is cancelled.
+        """The result of the work, None when it takes too long; it continues then, also when the caller is cancelled.
 
         An exchange with Redis is never cancelled: its outcome would not be known. And Redis's client may forget that
         it was, as it uses wait_for, which does so in Python 3.11.
@@ -187,7 +187,7 @@ class IndexStore:
                 try:
                     await self._write(*taken)
                 except BaseException:
-                    self._queue.blocks.give_back(*taken)
+                    self._queue.blocks.requeue(*taken)
                     raise
             await self._operators.write(pins=True, unread=self._readings)
             await self._forget_absent()
@@ -243,7 +243,7 @@ class IndexStore:
             RESYNCS.inc()
             now = self._clocks.time(executor_id)
             # So are these.
-            blocks = ((block.place, at_rest(block, now)) for block in self._source.records(executor_id))
+            blocks = ((block.tier_slot, at_rest(block, now)) for block in self._source.records(executor_id))
             log.info("writing the whole index again", executor=executor_id)
         key = self._keys.executor(executor_id, "blocks")
         for number, chunk in enumerate(_chunks(blocks)):
@@ -265,7 +265,7 @@ class IndexStore:
     async def recall(self, executor_id: str, seconds: float = WAIT_SECONDS) -> Reading:
         """Begins to read the copy that Redis has of an executor, and waits for it for this time at most.
 
-        The reading goes on for as long as it takes, also when Redis is away. Until the manager has accepted the epoch,
+        The reading lasts as long as it takes, also when Redis is away. Until the manager has accepted the epoch,
         nothing of the executor is written: nothing is deleted unread. The copy is read again for a new registration.
         """
         reading = self._readings.get(executor_id)
@@ -379,7 +379,7 @@ class IndexStore:
         return not reading.num_blocks or self._calls.is_recovering(reading.executor_id)
 
     def _parts(self, reading: Reading) -> Iterator[list[BlockRecord]]:
-        """The blocks of a complete reading, as `Reading.parts` tells them; the executor's clock goes on."""
+        """The blocks of a complete reading, as `Reading.parts` returns them; the executor's clock runs on."""
         executor_id = reading.executor_id
         if executor_id not in self._clocks:
             # Leases have as much time left as when the manager died.
@@ -502,7 +502,7 @@ class Claim:
 
 
 class Absences:
-    """Notes in Redis when each executor was last here, on the operators' clock, which goes on where it stopped.
+    """Notes in Redis when each executor was last here, on the operators' clock, which continues where it stopped.
 
     Names lie in a hash of their own: a manager that starts finds those that an earlier one knew.
     """

@@ -84,8 +84,8 @@ class BlockQueue:
         self._drop(executor_id)
         return executor_id, changes
 
-    def give_back(self, executor_id: str, failed: Changes) -> None:
-        """Takes back changes that were not written; changes since then are newer and win."""
+    def requeue(self, executor_id: str, failed: Changes) -> None:
+        """Queues changes again that were not written; changes since then are newer and win."""
         newer = self._changes.get(executor_id)
         if newer is not None and newer.cleared:
             return
@@ -124,7 +124,7 @@ class EntryQueue:
         return list({**dict.fromkeys(self._whole), **self._changed})
 
     def put(self, kind: Kind, name: str, executor_id: str = "") -> None:
-        """An entry is new, another, or gone."""
+        """An entry is new, changed, or deleted."""
         self._changed.setdefault((kind, executor_id), {})[name] = None
         if self.pending > self._bound:
             self.rewrite(kind, executor_id)
@@ -146,8 +146,8 @@ class EntryQueue:
             return None
         return names
 
-    def give_back(self, hash_: Hash, names: list[str]) -> None:
-        """Takes back names that were not written."""
+    def requeue(self, hash_: Hash, names: list[str]) -> None:
+        """Queues names again that were not written."""
         self._changed[hash_] = {**dict.fromkeys(names), **self._changed.get(hash_, {})}
 
 
@@ -191,7 +191,7 @@ class WriteQueue:
         self._put(executor_id, (group, tier, slot), None)
 
     def operator_changed(self, kind: Kind, name: str, executor_id: str = "") -> None:
-        """An operator's entry is new, another, or gone. Written at once: it is seldom, and missed when it is lost."""
+        """An operator's entry is new, changed, or deleted. Written at once: entries change seldom, and are missed."""
         self.entries.put(kind, name, executor_id)
         self.has_changed.set()
         self.is_large.set()

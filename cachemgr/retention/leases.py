@@ -142,7 +142,7 @@ class Deadlines:
         return self._size
 
     def add(self, lease: Lease, now: float, seconds: float) -> None:
-        """Starts a clock; `now` never goes back."""
+        """Starts a clock; `now` never decreases."""
         lease.deadline = now + seconds
         queue = self._queues.get(seconds)
         if queue is None:

@@ -359,7 +359,7 @@ def _slot(item: tuple[int, BlockView]) -> int:
 async def _keyed(
     items: Iterable[T], key: Callable[[T], tuple[Any, ...]], kinds: tuple[type, ...], request: Any, listing: str
 ) -> tuple[list[T], str]:
-    """A page of a listing in the order of keys: an item that comes or goes between two pages moves no other."""
+    """A page of a listing in the order of keys: an item that is added or removed between two pages moves no other."""
     limit = paging.page_limit(request.page_size)
     after = paging.decode_key(listing, request.page_token, *kinds)
     rest = (item if key(item) > after else None for item in items)

@@ -9,7 +9,7 @@ from protos.errors import ServiceError
 
 
 class ShuttingDownError(ServiceError):
-    """The process is about to stop: watch again when it is back."""
+    """The process is about to stop: watch again when it has started again."""
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "SHUTTING_DOWN"

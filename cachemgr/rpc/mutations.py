@@ -112,7 +112,7 @@ class Mutations:
     async def run_in_slices(self, method: str, request: Message, steps: Callable[[], Steps[Answer]]) -> Answer:
         """Carries out a call that may touch very many blocks: others are answered meanwhile. One such call at a time.
 
-        It continues when its caller has gone.
+        It continues when its caller has disconnected.
         """
         task = asyncio.create_task(self._run_in_slices(method, request, steps))
         self._tasks.add(task)
@@ -122,7 +122,7 @@ class Mutations:
     def _has_ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            # A caller that has gone does not look at it.
+            # A caller that has disconnected does not look at it.
             task.exception()
 
     async def _run_in_slices(self, method: str, request: Message, steps: Callable[[], Steps[Answer]]) -> Answer:
@@ -184,7 +184,7 @@ class Mutations:
         self._whole(RESTORE_BLOCKS, lambda: self.manager.restore_blocks(executor_id, executor_epoch, stored))
 
     def end_recovery(self, executor_id: str, executor_epoch: int, pins: list[PinRecord]) -> Restored:
-        """The store remembers no more blocks, and these pins; tells which blocks are cached then."""
+        """The store has no more blocks, and these pins; returns the blocks that are cached then."""
         executor = pb.RecoveringExecutor(executor_id=executor_id, executor_epoch=executor_epoch)
         self._note(END_RECOVERY, executor, pins=pins)
         self._whole(END_RECOVERY, lambda: self.manager.end_recovery(executor_id, executor_epoch, pins))

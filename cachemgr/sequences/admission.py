@@ -110,7 +110,7 @@ def _check_size(sequence: Sequence, max_new_tokens: int = 0) -> None:
 def _lowest_tier(request: AdmitRequest, sequence: Sequence) -> TierKind | None:
     """The lowest tier whose blocks a sequence may use; None to use no cached block.
 
-    A sequence uses none where only a table of its own blocks leaves room to evict tokens.
+    A sequence uses none where only a table of its own blocks has slots for evicting tokens.
     """
     eviction = sequence.eviction
     if request.no_read:
@@ -286,7 +286,7 @@ class Allocator:
         if self._config.copy_on_partial_reuse:
             ways.insert(0, Partial.COPY if self._config.partial_reuse else Partial.EXACT)
         for way in ways:
-            # A copy needs its source and its target: without room for both the source is taken over.
+            # A copy needs its source and its target: without free blocks for both the source itself is used.
             plan = Plan(sequence, prefix_match.find_longest_prefix(sequence, way, lowest), needed, ahead, self._config)
             if not plan.missing_blocks or (way is Partial.COPY and not plan.match.num_copied):
                 break
@@ -332,7 +332,7 @@ def _fetch(sequence: Sequence, table: GroupTable, blocks: list[Block | None]) ->
 
 
 def copy_sources(sequence: Sequence, sources: list[Block], num_tokens: int) -> None:
-    """Appends a block to each table that begins with a copy of a source. The copy takes the reference over."""
+    """Appends a block to each table that begins with a copy of a source, whose reference becomes the copy's."""
     for table, source in zip(sequence.tables, sources, strict=False):
         target = table.pool.allocate(sequence)
         block_index = len(table.blocks)

@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from cachemgr.blocks.block import Block
-from cachemgr.blocks.eviction_queue import goes_before
+from cachemgr.blocks.eviction_queue import precedes
 from cachemgr.blocks.radix_tree import children_of
 from cachemgr.retention.leases import offload_floor
 from cachemgr.sequences.sequence import first_needed
@@ -106,7 +106,7 @@ class _Order:
         while self._others and self._others[0][-1] in self._gone:
             heappop(self._others)
         other = self._others[0][-1] if self._others else None
-        if other is not None and (self._next is None or goes_before(other, self._next)):
+        if other is not None and (self._next is None or precedes(other, self._next)):
             return other
         return self._next
 
@@ -155,7 +155,7 @@ class _Allocations:
         self._copies = reversed(pool.write_through.copies)
         self._without_copy: set[Block] = set()
         self._copied: set[Block] = set()
-        # By priority: evicted blocks, and how many of them move down.
+        # By priority: evicted blocks, and how many of them are offloaded.
         self._evicted: dict[int, list[int]] = {}
 
     def evictions(self) -> list[PredictedEviction]:
@@ -170,7 +170,7 @@ class _Allocations:
             return
         block = self._device.take_first()
         if block is not None:
-            self._count(block, moves_down=self._move_down(block))
+            self._count(block, offloaded=self._offloads(block))
 
     def drop_unmatchable(self, lost: set[Block]) -> None:
         """Removes the blocks of a window whose keys a group with full attention has lost: they can never match."""
@@ -181,22 +181,22 @@ class _Allocations:
             if self._below is not None and self._below.has(block):
                 self._empty_below += 1
             elif self.pool.is_on_device(block):
-                self._count(block, moves_down=False)
+                self._count(block, offloaded=False)
                 self._empty += 1
                 self._drop_copy(block)
             self.gone.add(block)
 
-    def _count(self, block: Block, *, moves_down: bool) -> None:
+    def _count(self, block: Block, *, offloaded: bool) -> None:
         counts = self._evicted.setdefault(block.priority, [0, 0])
         counts[0] += 1
-        counts[1] += moves_down
+        counts[1] += offloaded
 
-    def _move_down(self, block: Block) -> bool:
+    def _offloads(self, block: Block) -> bool:
         pool, below = self.pool, self._below
         carries = pool.window is None and any(child not in self.gone for child in children_of(block))
         may = carries or block.priority >= offload_floor(block, pool.offload_min_priority)
         has_lower_copy = self._has_lower_copy(block)
-        if below is not None and may and (has_lower_copy or self._has_room_below(block, carries)):
+        if below is not None and may and (has_lower_copy or self._finds_lower_slot(block, carries)):
             (self._without_copy if has_lower_copy else self._copied).add(block)
             below.add(block)
             return True
@@ -204,7 +204,7 @@ class _Allocations:
         self._lose(block)
         return False
 
-    def _has_room_below(self, block: Block, carries: bool) -> bool:
+    def _finds_lower_slot(self, block: Block, carries: bool) -> bool:
         assert self._below is not None
         if self._empty_below:
             self._empty_below -= 1
@@ -214,7 +214,7 @@ class _Allocations:
                 self._without_copy.add(other)
                 return True
         least = self._below.first()
-        if least is None or not (carries or goes_before(least, block)):
+        if least is None or not (carries or precedes(least, block)):
             return False
         self._below.take_first()
         if least in self._copied or (self._lower is not None and self._lower.below is None):

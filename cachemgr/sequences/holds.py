@@ -105,7 +105,7 @@ class Holds:
     ) -> Pinned:
         """Pins blocks that `complete` gave; those nearest to the root when not all fit.
 
-        With `displace` older pins become leases where room is needed, else they leave so much less of the budget.
+        With `displace` older pins become leases where the budget needs it, else they leave so much less of it.
         """
         fitting = self._fitting(blocks, displace=displace)
         if not blocks or not fitting:

@@ -36,7 +36,7 @@ class Partial(enum.Enum):
     EXACT = "exact key"
     # Its beginning is copied.
     COPY = "copy"
-    # The sequence takes the block over, if it has no reference and no child.
+    # The block becomes the sequence's own, if it has no reference and no child.
     TAKE_OVER = "take over"
 
 

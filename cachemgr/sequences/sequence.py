@@ -569,7 +569,7 @@ class Executor:
         return Restored(device, sum(len(pool.tree.by_key) for pool in self.pools) - device)
 
     def change_accounts(self, changed: Iterable[AccountKey]) -> Steps[None]:
-        """Books the blocks of these accounts anew, whose quotas are new or gone.
+        """Books the blocks of these accounts anew, whose quotas are new or deleted.
 
         Until its turn a block counts against the quota of before; new blocks count against the new quota.
         """

@@ -25,7 +25,7 @@ class PoolFollower:
         self._holds = holds
 
     def offloading(self, pool: BlockPool, block: Block, occupant: Block, writer: Writer | None) -> Ticket:
-        """Opens the copy of a block that is offloaded to make room for a sequence; `occupant` has its slot now."""
+        """Opens the copy of a block that is evicted for a sequence; `occupant` has its slot now."""
         sequence = cast("Sequence | None", writer)
         scheduler = None if sequence is None else sequence.scheduler
         ticket = self._tickets.open(Purpose.OFFLOAD, pool, occupant, block, scheduler=scheduler)
@@ -57,7 +57,7 @@ class PoolFollower:
 
 
 def onload(sequence: Sequence, pool: BlockPool, source: Block, target: Block, index: int, num_tokens: int) -> None:
-    """Copies a source into a block of a sequence. The copy takes the reference of the source over."""
+    """Copies a source into a block of a sequence. The reference of the source becomes the copy's."""
     pool.acquire(target)
     ticket = sequence.executor.tickets.open(Purpose.ONLOAD, pool, source, target, num_tokens, sequence.scheduler)
     ticket.sequence, ticket.index = sequence, index
@@ -84,13 +84,13 @@ def open_write_through_copies(executor: Executor) -> None:
 
 
 def prefetch(executor: Executor, pool: BlockPool, chain: list[Block]) -> list[Transfer]:
-    """Prefetches blocks of a chain, parents first, as far as there is room and up to one with an open copy."""
+    """Prefetches blocks of a chain, parents first, as far as blocks are free and up to a block with an open copy."""
     here = [block for block in chain if pool.is_on_device(block)]
     below = [block for block in chain if not pool.is_on_device(block)]
-    room = pool.device.free_for(None, claimed=[block for block in here if not block.refs])
+    free = pool.device.free_for(None, claimed=[block for block in here if not block.refs])
     on_the_way = {ticket.source for ticket in executor.tickets.values() if ticket.purpose is Purpose.PREFETCH}
     sources: list[Block] = []
-    for source in below[: max(0, room)]:
+    for source in below[: max(0, free)]:
         if source in pool.offloader.offloading or source in on_the_way:
             break
         sources.append(source)

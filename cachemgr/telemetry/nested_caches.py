@@ -175,7 +175,7 @@ class NestedCaches:
     def fit(self, in_use: float) -> None:
         """Evicts from each cache what exceeds its size. A cache whose blocks are all in use may exceed it.
 
-        `in_use` counts the used blocks of the real pool. It leaves room for blocks that have no key yet.
+        `in_use` counts the used blocks of the real pool. They include blocks that have no key yet.
         """
         total = max(0.0, in_use - self._used)
         limits, orders, counts = self.limits, self._orders, self._counts

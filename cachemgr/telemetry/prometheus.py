@@ -54,7 +54,7 @@ class CacheCollector(Collector):
 
 
 def families(queries: Queries) -> Iterator[Metric]:
-    """All families of a manager's pools, tiers, salts and sequences. A pool that is gone is in none."""
+    """All families of a manager's pools, tiers, salts and sequences. A pool of a lost executor is in none."""
     pools = queries.block_pools()
     yield from _pool_families(pools)
     yield from _tier_families(pools)

@@ -88,7 +88,7 @@ def _needed(
 ) -> tuple[int, ...]:
     """Blocks for one sequence as it is admitted, and for as many others as possible as they are later.
 
-    An admission takes blocks for a whole prompt in every group; a window gives most of them back once it is computed.
+    An admission allocates blocks for a whole prompt in every group; a window releases most of them once it is computed.
     """
     whole = -(-expected_tokens // block_size)
     least = min(-(-longest_tokens // block_size), memory_bytes // sum(block_bytes))

@@ -184,7 +184,7 @@ def _check_work(step: Step, future: dict[int, _Future], limits: Limits) -> None:
         if count and end > min(sequence.blocks) * limits.block_size:
             raise CapacityExceededError(
                 f"sequence {handle} would use {end} slots, its tables hold {min(sequence.blocks) * limits.block_size}",
-                fields={"table_slots": "leave no room for the step's tokens"},
+                fields={"table_slots": "have no slots for the step's tokens"},
                 metadata={"sequence": str(handle)},
             )
         end = sequence.slots + count if sequence.policy and sequence.policy.compacted else sequence.computed + count

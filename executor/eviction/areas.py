@@ -87,7 +87,7 @@ class Areas(Blocks):
 
     def accumulator(self, slots: int) -> ScoreAccumulator:
         """The sums, which are pooled."""
-        return ScoreAccumulator(self._sums.room(slots), self.policy.start, max(1, self.pooled))
+        return ScoreAccumulator(self._sums.at_least(slots), self.policy.start, max(1, self.pooled))
 
     def observe(self, scores: SequenceScores | None, new: int) -> None:
         """Adds the step's scores, pooled."""
@@ -133,7 +133,7 @@ class Areas(Blocks):
 
 
 def pool(values: Tensor, width: int) -> Tensor:
-    """[L, 1, n]: the largest of values [L, 1, n] at a place and the width - 1 behind it, across blocks."""
+    """[L, 1, n]: the largest of values [L, 1, n] at a slot and the width - 1 behind it, across blocks."""
     if width < 2 or not values.shape[-1]:
         return values
     return F.max_pool1d(F.pad(values, (0, width - 1), value=-torch.inf), width, stride=1)

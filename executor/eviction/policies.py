@@ -50,7 +50,7 @@ class AttentionRanked(Ranked):
         self.sums = SlotScores(shape, shape.kv_heads)
 
     def accumulator(self, slots: int) -> ScoreAccumulator | None:
-        return ScoreAccumulator(self.sums.room(slots))
+        return ScoreAccumulator(self.sums.at_least(slots))
 
     def observe(self, scores: SequenceScores | None, new: int) -> None:
         """Adds the weights that no forward pass has added."""

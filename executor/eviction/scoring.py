@@ -19,18 +19,18 @@ class SlotScores:
         # Longer than needed, and 0 there: a step adds in place, and new slots need no call.
         self._held = torch.zeros(shape.layers, heads, _LEAST_SLOTS, device=shape.device)
 
-    def room(self, slots: int) -> Tensor:
+    def at_least(self, slots: int) -> Tensor:
         """[L, H, at least slots] contiguous: the sums themselves, until a call for more slots."""
-        room = self._held.shape[-1]
-        if slots > room:
-            longer = self._held.new_zeros(*self._held.shape[:-1], max(slots, 2 * room))
-            longer[..., :room] = self._held
+        held = self._held.shape[-1]
+        if slots > held:
+            longer = self._held.new_zeros(*self._held.shape[:-1], max(slots, 2 * held))
+            longer[..., :held] = self._held
             self._held = longer
         return self._held
 
     def values(self, slots: int) -> Tensor:
         """[L, H, slots]: a view, until a call for more slots."""
-        return self.room(slots)[..., :slots]
+        return self.at_least(slots)[..., :slots]
 
     def add(self, values: Tensor, first: int = 0) -> None:
         """values: [L, H, n] for the n slots from `first` on."""
@@ -62,7 +62,7 @@ def lowest(scores: Tensor, positions: Tensor, count: int) -> Tensor:
 
     scores: [.., T] float32 without NaN; positions: [.., T] int64, below 2^32.
     """
-    # Integers that are ordered like the floats leave room for the position below: one comparison decides, and
+    # Integers that are ordered like the floats leave bits for the position below: one comparison decides, and
     # the order of equal numbers on a device does not matter.
     bits = (scores + 0.0).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)

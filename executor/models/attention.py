@@ -117,7 +117,7 @@ class ScoringAttention:
             out, chosen = paged_attention(query, k_cache, v_cache, batch, args), query[rows]
             lse = torch.empty(chosen.shape[:2])
             paged_attention(chosen, k_cache, v_cache, paged, args, lse=lse)
-        sums, squares = self._room(query.device, k_cache.shape[2])
+        sums, squares = self._new_sums(query.device, k_cache.shape[2])
         layer_squares = None if squares is None else squares[layer]
         attention_scores(chosen, k_cache, paged, lse, self._scored.counts, args, out=sums[layer], squares=layer_squares)
         return out
@@ -138,7 +138,7 @@ class ScoringAttention:
             )
         )
 
-    def _room(self, device: torch.device, kv_heads: int) -> tuple[Tensor, Tensor | None]:
+    def _new_sums(self, device: torch.device, kv_heads: int) -> tuple[Tensor, Tensor | None]:
         assert self._scored is not None
         if self._sums is None:
             entries = self._scored.entries

@@ -54,7 +54,7 @@ def load_decoder(source: str, dtype: Any) -> Any:
             trust_remote_code=False,
         )
     except torch.OutOfMemoryError as error:
-        raise ModelError(f"there is no room for the model {source}: {first_line(error)}") from error
+        raise ModelError(f"there is no memory for the model {source}: {first_line(error)}") from error
     # Any exception: families and formats bring code of their own, and none of it may end in a traceback.
     except Exception as error:
         raise _unreadable(source, config, error) from error
@@ -253,7 +253,7 @@ def _quantized(config: Any) -> str:
 
 
 def _check_weights(source: str, module: Any, info: dict[str, Any]) -> None:
-    """Raises ModelError unless each weight of the model has a value of the checkpoint, and each of those a place."""
+    """Raises ModelError unless each weight of the model has a value of the checkpoint, and each value is used."""
     faults = [
         (info["missing_keys"], "lacks", "these would be random numbers"),
         ([name for name, *_ in info["mismatched_keys"]], "has other shapes of", "config.json describes another model"),

@@ -138,7 +138,7 @@ class CudaGraphRunner:
         begin = time.perf_counter()
         buffers = self._bound(pools, last_tokens)
         nothing = build_batch([], [], last_tokens, pools.block_size, len(pools.pools))
-        # The largest first: the others find room in the memory that it took.
+        # The largest first: the others use parts of the memory that it allocated.
         for size in reversed(SIZES):
             self._run(buffers, buffers.to_device(nothing, size), size)
         log.info("ready to decode", graphs=len(self._graphs), seconds=round(time.perf_counter() - begin, 1))

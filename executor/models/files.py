@@ -113,7 +113,7 @@ def _convert(gguf: Path, target: Path, progress: Progress) -> None:
     except (OSError, SafetensorError) as error:
         raise ModelError(
             f"cannot write the converted model to {target.parent.parent}: {first_line(error)}; "
-            "free some room there, or choose another folder with KVKEEP_EXECUTOR_CACHE_DIR"
+            "free some space there, or choose another folder with KVKEEP_EXECUTOR_CACHE_DIR"
         ) from error
 
 

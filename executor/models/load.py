@@ -49,14 +49,14 @@ def load_model(
     try:
         module = module.to(device)
     except torch.OutOfMemoryError as error:
-        raise ModelError(f"there is no room for the model {files.source} on {device}: {first_line(error)}") from error
+        raise ModelError(f"there is no memory for the model {files.source} on {device}: {first_line(error)}") from error
     return model_of(module, files.name, compiled_folder)
 
 
 def model_of(module: Any, name: str, compiled_folder: Path | None = None) -> Model:
     """A transformers decoder on its device, as the executor runs it. Raises ModelError when it cannot.
 
-    Something faster takes the place of torch where it can: fused kernels on a GPU, compiled code kept in
+    Faster code replaces torch where it can: fused kernels on a GPU, compiled code kept in
     `compiled_folder` on a CPU; None leaves a CPU at torch.
     """
     module.eval().requires_grad_(False)
@@ -130,7 +130,7 @@ def refuse_other_kernels() -> None:
         return
     raise ModelError(
         f"the Python package kernels {version} is installed, and its name is that of a folder of this project: "
-        "transformers cannot tell them apart; uninstall it"
+        "transformers cannot distinguish them; uninstall it"
     )
 
 

@@ -33,7 +33,7 @@ def run(
 ) -> list[Tensor]:
     """Logits of the last token of each sequence in each step, float32 [sequences, V].
 
-    prompts: a number per sequence that tells its tokens apart. steps: tokens of each sequence that a step computes.
+    prompts: a number per sequence that distinguishes its tokens. steps: tokens of each sequence that a step computes.
     evicting: as if one token had been evicted after each step: what follows has a slot that is not its position.
     """
     totals = [sum(counts) for counts in zip(*steps, strict=True)]

@@ -97,7 +97,7 @@ def _parse_policy(message: common.EvictionPolicy, layout: Layout) -> Policy | No
 
 
 def _parse_sampling(message: pb.SamplingParams) -> Sampling:
-    for name, fits, wish in (
+    for name, fits, bound in (
         ("temperature", message.temperature >= 0 and math.isfinite(message.temperature), "must be 0 or more"),
         ("top_p", 0 < message.top_p <= 1, "must be more than 0 and at most 1"),
         ("min_p", 0 <= message.min_p < 1, "must be at least 0 and less than 1"),
@@ -106,7 +106,7 @@ def _parse_sampling(message: pb.SamplingParams) -> Sampling:
         ("frequency_penalty", math.isfinite(message.frequency_penalty), "must be a number"),
     ):
         if not fits:
-            raise _invalid(f"new_sequences.sampling.{name}", wish)
+            raise _invalid(f"new_sequences.sampling.{name}", bound)
     return Sampling(
         temperature=message.temperature,
         top_k=message.top_k,

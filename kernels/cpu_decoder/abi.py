@@ -40,7 +40,7 @@ class Scored(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("sequence", "rows", "keys")),
         *((name, c_void_p) for name in ("weights", "squares", "totals")),
-        *((name, c_int64) for name in ("heads", "room", "first", "width")),
+        *((name, c_int64) for name in ("heads", "capacity", "first", "width")),
     )
 
 

@@ -1,6 +1,6 @@
 // Attention over paged keys and values, in float whatever the caches hold.
 //
-// A unit of work is a few query rows of one KV head against a run of keys, with a softmax that goes on where it stopped
+// A unit of work is a few query rows of one KV head against a run of keys, with a softmax that continues where it stopped
 // (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", section 3). Sequences whose block tables
 // begin alike first attend to what they share together, so that its keys are read once (Hydragen, Juravsky et al. 2024,
 // section 3), then each to its own keys.
@@ -365,15 +365,15 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
   const int64_t dim = shape.head_dim, per_kv = shape.per_kv(), rows = unit.count * per_kv;
   auto token_of = [&](int64_t row) { return plan.order[unit.first + row / per_kv]; };
   auto head_of = [&](int64_t row) { return piece.head * per_kv + row % per_kv; };
-  auto place_of = [&](int64_t row) { return token_of(row) * shape.q_heads + head_of(row); };
+  auto index_of = [&](int64_t row) { return token_of(row) * shape.q_heads + head_of(row); };
   for (int64_t row = 0; row < rows; row++) {
-    int64_t place = place_of(row);
+    int64_t index = index_of(row);
     const float *from = query + token_of(row) * stride + head_of(row) * dim;
     for (int64_t d = 0; d < dim; d += WIDTH) store(&scratch.query[row * dim + d], load(from + d));
-    scratch.largest[row] = unit.resumes ? state.largest[place] : -FLT_MAX;
-    scratch.total[row] = unit.resumes ? state.total[place] : 0;
+    scratch.largest[row] = unit.resumes ? state.largest[index] : -FLT_MAX;
+    scratch.total[row] = unit.resumes ? state.total[index] : 0;
     if (unit.resumes)
-      memcpy(&scratch.out[row * dim], &state.out[place * dim], dim * 4);
+      memcpy(&scratch.out[row * dim], &state.out[index * dim], dim * 4);
     else
       memset(&scratch.out[row * dim], 0, dim * 4);
   }
@@ -395,7 +395,7 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
   if (scored) scratch.kept.begin(unit.end, rows - first_kept);
   // Where the keys and values of a run are, and those of the next one; what lies before the first that a row sees, or
   // behind the end, is another one of them.
-  const C *places[2][2][KEYS];
+  const C *pointers[2][2][KEYS];
   auto locate = [&](const Piece &of, int64_t begin, auto &run) {
     const int32_t *table = group.tables + of.unit->sequence * group.width;
     const int64_t last = of.unit->end - 1, size = shape.block_size;
@@ -414,15 +414,15 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
       i += some;
     }
   };
-  locate(piece, unit.begin, places[0]);
+  locate(piece, unit.begin, pointers[0]);
   for (int64_t begin = unit.begin, turn = 0; begin < unit.end; begin += KEYS, turn ^= 1) {
     int64_t count = std::min<int64_t>(KEYS, unit.end - begin);
-    const auto &[keys, values] = places[turn];
-    const auto &[keys_ahead, values_ahead] = places[turn ^ 1];
+    const auto &[keys, values] = pointers[turn];
+    const auto &[keys_ahead, values_ahead] = pointers[turn ^ 1];
     if (begin + KEYS >= unit.end && next)
-      locate(*next, next->unit->begin, places[turn ^ 1]);
+      locate(*next, next->unit->begin, pointers[turn ^ 1]);
     else
-      locate(piece, begin + KEYS, places[turn ^ 1]);
+      locate(piece, begin + KEYS, pointers[turn ^ 1]);
     auto visible = [&](int64_t row) {
       int64_t number = cache_positions[token_of(row)];
       int64_t from = group.window ? std::max<int64_t>(0, number - group.window + 1 - begin) : 0;
@@ -531,16 +531,16 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
   if (scored)
     scratch.kept.sum(unit.end, scored, &scratch.largest[rows - scored], &scratch.total[rows - scored], sums);
   for (int64_t row = 0; row < rows; row++) {
-    int64_t place = place_of(row);
+    int64_t index = index_of(row);
     const float *part = &scratch.out[row * dim];
     if (unit.ends) {
       float scale = 1 / scratch.total[row];
-      for (int64_t d = 0; d < dim; d += WIDTH) store(out + place * dim + d, load(part + d) * scale);
+      for (int64_t d = 0; d < dim; d += WIDTH) store(out + index * dim + d, load(part + d) * scale);
     } else {
-      if (unit.part >= 0) place = unit.part + row / per_kv * shape.q_heads + head_of(row);
-      state.largest[place] = scratch.largest[row];
-      state.total[place] = scratch.total[row];
-      memcpy(&state.out[place * dim], part, dim * 4);
+      if (unit.part >= 0) index = unit.part + row / per_kv * shape.q_heads + head_of(row);
+      state.largest[index] = scratch.largest[row];
+      state.total[index] = scratch.total[row];
+      memcpy(&state.out[index * dim], part, dim * 4);
     }
   }
 }

@@ -1,8 +1,8 @@
 // Weights of models that were published in four or eight bits, computed again from these.
 //
 // Such a weight is scale * code + offset, with one scale and one offset for SHARED inputs of a column: ggml's Q4_0,
-// Q4_1 and Q8_0. The product needs fewer bits than a float has, so that there is one rounding at most, and whoever
-// computes it gets the same float. Scales, offsets and codes are found from the weights alone, whatever they came in;
+// Q4_1 and Q8_0. The product needs fewer bits than a float has, so that there is one rounding at most, and every
+// computation of it gives the same float. Scales, offsets and codes are found from the weights alone, whatever they came in;
 // where one group of a matrix has none that give all of its weights back, the matrix is not kept so. Only a zero may
 // change its sign, which no sum that begins with 0 shows.
 #pragma once

@@ -17,7 +17,7 @@ from kernels.weights import LayerWeights, Weights
 DTYPES = (torch.float32, torch.bfloat16)
 # Share of its bytes up to which a matrix stays squeezed: else unpacking gains too little.
 _WORTH_SQUEEZING = 0.95
-# What the time of a step goes to, in the order of the compiled code's Phase.
+# What a step spends its time on, in the order of the compiled code's Phase.
 PHASES = ("rest", "qkv", "rotary and store", "attention", "attention output", "gate and up", "down", "logits")
 
 
@@ -50,7 +50,7 @@ def _ways(weight: Tensor) -> Iterator[tuple[Tensor, int]]:
     """Ways to keep a matrix, the smallest first, each with the same matrix as that takes it."""
     if weight.dtype == torch.float32:
         yield from ((weight, stored) for stored in (abi.CODES_4, abi.CODES_8))
-        # Most models are published in bfloat16 or float16: as floats, too, their weights need little more room than
+        # Most models are published in bfloat16 or float16: as floats, too, their weights need little more memory than
         # that. The lower half of floats that bfloat16 holds is 0, the lowest byte of those that float16 holds.
         bits = weight.view(torch.int32)
         if (bits & 0xFFFF).any():
@@ -242,7 +242,7 @@ class Decoder:
             if first < 0 or width < 1:
                 raise ValueError(f"accumulator: first and width cannot be {first} and {width}")
             scored.totals = sums.data_ptr()
-            scored.heads, scored.room = sums.shape[1:]
+            scored.heads, scored.capacity = sums.shape[1:]
             scored.first, scored.width = first, width
         return scored
 

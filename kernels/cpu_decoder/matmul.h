@@ -33,7 +33,7 @@ static inline void end_sums(const Vec (&sums)[M][VECTORS], float *out, int64_t o
 constexpr int WEIGHTS_AHEAD = 16384;
 
 // Asks for weights that are needed later, some LINES of the cache at a time: all at once they would hold up everything
-// else. Each time it goes on by `step` bytes.
+// else. Each time it advances by `step` bytes.
 template <int LINES>
 struct Ahead {
   const char *at = nullptr;

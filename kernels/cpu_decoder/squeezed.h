@@ -33,14 +33,14 @@ constexpr int SQUEEZED_BYTES = GROUP / 2 + GROUP * (BYTES - 1);
 // multiple of 64 bytes.
 static inline int64_t squeezed_head(int64_t groups) { return (16 + (groups + 7) / 8 + 63) / 64 * 64; }
 
-// Place in 64 bytes of the number-th weight: where unpacking vectors lane by lane takes it from.
+// Offset in 64 bytes of the number-th weight: where unpacking vectors lane by lane takes it from.
 template <int BYTES>
-static inline int squeezed_place(int number) {
+static inline int squeezed_offset(int number) {
   constexpr int lane = 16 / sizeof(Unsqueezed<BYTES>);
   return number % (4 * lane) / lane * 16 + number / (4 * lane) * lane + number % lane;
 }
 
-// Squeezes weights, a multiple of GROUP, and returns how many bytes they take; `to` has room for them as they were and
+// Squeezes weights, a multiple of GROUP, and returns how many bytes they take; `to` has space for them as they were and
 // the head.
 template <int BYTES>
 static inline int64_t squeeze(uint8_t *to, const Bits<BYTES> *from, int64_t count) {
@@ -67,10 +67,10 @@ static inline int64_t squeeze(uint8_t *to, const Bits<BYTES> *from, int64_t coun
     }
     memset(at, 0, GROUP / 2);
     for (int i = 0; i < GROUP; i++) {
-      const int place = squeezed_place<BYTES>(i % 64);
-      at[place] |= code[byte(from[i], 0)] << (i < 64 ? 0 : 4);
+      const int offset = squeezed_offset<BYTES>(i % 64);
+      at[offset] |= code[byte(from[i], 0)] << (i < 64 ? 0 : 4);
       for (int lower = 1; lower < BYTES; lower++)
-        at[GROUP / 2 + (i / 64 * (BYTES - 1) + lower - 1) * 64 + place] = byte(from[i], lower);
+        at[GROUP / 2 + (i / 64 * (BYTES - 1) + lower - 1) * 64 + offset] = byte(from[i], lower);
     }
     at += SQUEEZED_BYTES<BYTES>;
   }

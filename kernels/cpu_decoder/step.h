@@ -61,7 +61,7 @@ static inline void normalise(const float *x, const float *weight, int64_t n, flo
   for (int64_t i = 0; i < n; i += WIDTH) store(out + i, load(x + i) * scale * load(weight + i));
 }
 
-// What the time of a step goes to.
+// What a step spends its time on.
 enum Phase { REST, QKV, ROTARY_AND_STORE, ATTENTION, ATTENTION_OUTPUT, GATE_UP, DOWN, LOGITS, PHASES };
 
 // Adds times to `seconds` [PHASES], unless that is null.
@@ -259,7 +259,7 @@ class Step {
       const int64_t layer = piece % model.layers, together = shape.kv_heads / entry.heads;
       for (int64_t head = 0; head < entry.heads; head++)
         pooled_add(entry.weights + (layer * shape.kv_heads + head * together) * entry.keys, together, entry.keys,
-                   entry.totals + (layer * entry.heads + head) * entry.room, entry.first, entry.width);
+                   entry.totals + (layer * entry.heads + head) * entry.capacity, entry.first, entry.width);
     });
   }
 

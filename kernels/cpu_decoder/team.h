@@ -21,11 +21,11 @@ extern "C" void AnnotateIgnoreReadsEnd(const char *file, int line);
 
 // A step is a row of phases, each of them pieces that may be done in any order. A phase is over when all its pieces are
 // done, not when all threads have said so: on a machine with other work a thread may lose its core in the middle of a
-// piece for longer than the whole step takes. What can be computed twice, the others then compute in its place, and it
+// piece for longer than the whole step takes. What can be computed twice, the others then compute in its stead, and it
 // finds that it is late. A thread that comes late passes over the phases that are done.
 //
 // Each thread first takes the pieces of its own share, one behind the other, then what is left of the others' shares.
-// So it meets again what it has in its cache, as long as like pieces have like places in all phases.
+// So it meets again what it has in its cache, as long as like pieces have like positions in all phases.
 class PhasePool {
  public:
   // No phase of `each_repeatable` may have more pieces than `most`.

@@ -35,12 +35,12 @@ struct Shape {
 
 // A sequence whose attention is wanted: softmax weights of its last `rows` tokens for its `keys` keys, summed over these
 // tokens and over the query heads of a KV head, and the sums of their squares, or null; [layers][Hkv][keys] each.
-// Unless `totals` is null, the weights are added to them at the end of the step: [layers][heads] rows of `room` each,
+// Unless `totals` is null, the weights are added to them at the end of the step: [layers][heads] rows of `capacity` each,
 // of all KV heads together where there is one; of each key from `first` on the largest of `width` neighbours.
 struct Scored {
   int64_t sequence, rows, keys;
   float *weights, *squares, *totals;
-  int64_t heads, room, first, width;
+  int64_t heads, capacity, first, width;
 };
 
 // Rows of `tokens`, a run in `order`, against the keys at [begin, end) of a sequence's table. Of the tokens the last
@@ -109,7 +109,7 @@ static inline void divide_keys(Plan &plan, const Shape &shape, int threads) {
 }
 
 // cache_positions: [T], of the tokens along their tables. invariant: what is rounded of a token that is not scored depends
-// on nothing that is computed beside it: runs of keys begin at the same places for all, and contexts are not divided.
+// on nothing that is computed beside it: runs of keys begin at the same keys for all, and contexts are not divided.
 static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences, const int32_t *query_start,
                        const int64_t *cache_positions, const std::vector<Scored> &scored, int threads,
                        bool invariant) {
@@ -136,7 +136,7 @@ static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences
       return std::lexicographical_compare(table(a), table(a) + (length(a) + shape.block_size - 1) / shape.block_size,
                                           table(b), table(b) + (length(b) + shape.block_size - 1) / shape.block_size);
     });
-  // Rows that are multiplied at once should be full, also where there are too few for everybody.
+  // Rows that are multiplied at once should be full, also where there are too few for all threads.
   int64_t even = query_start[sequences] * shape.q_heads / (threads * UNITS_PER_THREAD);
   int64_t limit = std::max<int64_t>(1, std::clamp<int64_t>(even, 2 * ROWS, UNIT_ROWS) / shape.per_kv());
   auto cut = [&](std::vector<Unit> &units, Unit whole) {

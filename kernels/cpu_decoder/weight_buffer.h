@@ -1,6 +1,6 @@
 // Attention scores: the sums of the softmax weights of each key.
 //
-// While a softmax goes on, the weights of all runs of keys are kept as they come out of it; when its end is known, they
+// While a softmax continues, the weights of all runs of keys are kept as they come out of it; when its end is known, they
 // are scaled and summed. So no pass over the keys is repeated.
 #pragma once
 
@@ -20,10 +20,10 @@ class WeightBuffer {
   void begin(int64_t keys, int64_t count) {
     rows = count;
     int64_t needed = (keys + KEYS - 1) / KEYS * rows;
-    if (needed <= room) return;
-    room = needed;
-    all = std::make_unique_for_overwrite<float[]>(room * KEYS);
-    peaks = std::make_unique_for_overwrite<float[]>(room);
+    if (needed <= capacity) return;
+    capacity = needed;
+    all = std::make_unique_for_overwrite<float[]>(capacity * KEYS);
+    peaks = std::make_unique_for_overwrite<float[]>(capacity);
   }
 
   // Those of a row at the run that begins with key `from`: [KEYS].
@@ -52,7 +52,7 @@ class WeightBuffer {
   }
 
  private:
-  int64_t rows = 0, room = 0;
+  int64_t rows = 0, capacity = 0;
   // [runs][rows][KEYS] and [runs][rows].
   std::unique_ptr<float[]> all, peaks;
 };

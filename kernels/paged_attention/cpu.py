@@ -92,7 +92,7 @@ def attend(
             packed = rows[:, 0]
             tile_sinks = None if sinks is None else sinks.view(kv_heads, group)
         else:
-            # Common columns: the group takes the place of the batch, over one copy of the keys:
+            # Common columns: the group replaces the batch, over one copy of the keys:
             # [group, Hkv, queries, D].
             packed = rows[0].permute(2, 1, 0, 3)
             keys, values = (one.expand(group, -1, -1, -1) for one in (keys, values))

@@ -23,7 +23,7 @@ EVENTS = 200
 # How long a read of events waits for more of them.
 EVENT_SECONDS = 0.2
 GHOST_SECONDS = 3600
-# Enough digits of a key to tell the blocks of a pool apart.
+# Enough digits of a key to distinguish the blocks of a pool.
 _KEY_BYTES = 8
 # No event has this number: the cache manager answers with the newest that it has.
 _NO_EVENT = (1 << 64) - 1

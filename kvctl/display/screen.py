@@ -156,7 +156,7 @@ def _pools(before: ShardReading, now: ShardReading, elapsed: float, address: str
 
 
 def _lost(tier: pb.TierStats) -> int:
-    """Blocks that made room and are in no lower tier."""
+    """Blocks that were evicted without being offloaded."""
     return sum(one.num_blocks for one in tier.removed if one.cause == pb.REMOVAL_CAUSE_EVICTED)
 
 

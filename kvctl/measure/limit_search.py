@@ -150,7 +150,7 @@ class Checker:
 
     async def _round(self, size: int, requests: Sequence[pb.StreamGenerateRequest]) -> Round:
         """Ends early once its ending is known."""
-        preemptions = await self._settle()
+        preemptions = await self._wait_until_idle()
         made, started = Round(size), time.monotonic()
         watching = asyncio.create_task(self._watch(made, preemptions))
         generating = asyncio.gather(*[self._generate(made, request) for request in requests])
@@ -172,7 +172,7 @@ class Checker:
                 made.ending = Ending.TIMEOUT
         return made
 
-    async def _settle(self) -> int:
+    async def _wait_until_idle(self) -> int:
         """Waits until nothing runs; preemptions so far. Raises LimitsError when others use the stack."""
         await self._pools()
         deadline = time.monotonic() + IDLE_SECONDS
@@ -207,11 +207,11 @@ class Checker:
                 made.ending = Ending.EXHAUSTED
                 return
             if waits > 2:
-                made.ending = Ending.EXHAUSTED if self._is_short(pools) else Ending.BOUND
+                made.ending = Ending.EXHAUSTED if self._misses_blocks(pools) else Ending.BOUND
                 return
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _is_short(self, pools: Sequence[kvcache_pb2.Pool]) -> bool:
+    def _misses_blocks(self, pools: Sequence[kvcache_pb2.Pool]) -> bool:
         """Whether another prompt finds too few free blocks in any pool."""
         return any(
             pool.free_blocks < -(-self._load.prompt_tokens // pool.block_size) + 1 + FREE_SHARE * pool.total_blocks
@@ -242,8 +242,8 @@ class Checker:
         if error.code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
             raise LimitsError(f"the caller's token: {error.message}")
         if "max_tokens" in error.fields:
-            room = min(pool.total_blocks * pool.block_size for pool in await self._pools())
-            bounded = self._load.policy is None and len(request.token_ids.token_ids) + request.max_tokens > room
+            most = min(pool.total_blocks * pool.block_size for pool in await self._pools())
+            bounded = self._load.policy is None and len(request.token_ids.token_ids) + request.max_tokens > most
             return Ending.EXHAUSTED if bounded else Ending.MODEL
         return None
 

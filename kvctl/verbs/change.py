@@ -42,7 +42,7 @@ def pin(
     owner: Annotated[str, typer.Option(help="Owner of the pin; you without it.")] = "",
     dry_run: DryRun = False,
 ) -> None:
-    """Keep a prompt's cached blocks in place. There is a budget for pins; exits with 4 when nothing was pinned."""
+    """Keep a prompt's cached blocks. There is a budget for pins; exits with 4 when nothing was pinned."""
     prefix = required(prompt.prefix(session, salt, adapter, executor))
     request = pb.PinPrefixRequest(
         prefix=prefix, owner=owner or user(), duration=duration_of(lasts, "--for"), validate_only=dry_run

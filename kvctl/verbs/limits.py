@@ -1,4 +1,4 @@
-"""`kvctl limits`: a client that finds how far a running stack goes, with or without token eviction."""
+"""`kvctl limits`: a client that finds the limits of a running stack, with or without token eviction."""
 
 import asyncio
 import csv
@@ -75,7 +75,7 @@ def limits(
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
-    """Find how far a stack goes. Grows a load until a round takes too long or the cache is exhausted.
+    """Find the limits of a stack. Grows a load until a round takes too long or the cache is exhausted.
 
     gen_length asks for 1, 2, 4, ... tokens from one prompt; gen_throughput doubles the prompts and then bisects. The
     cache is exhausted when a request has to wait for blocks, is preempted for want of them, or is refused as too long.
@@ -87,7 +87,7 @@ def limits(
     how = policy_of(policy, sizes, during_prefill=during_prefill, compacted=compacted)
     load = Load(prompt_tokens, round_seconds, how)
     caller = _caller(session.security, caller_token_file)
-    metrics = {name: place for name, place in found.items() if place}
+    metrics = {name: address for name, address in found.items() if address}
     task = _Task(session, caller, mode, load, output_tokens, metrics, target)
     if target.is_file() and target.stat().st_size:
         raise typer.BadParameter(f"{target} is there already: name a new file", param_hint="--csv")
@@ -164,15 +164,15 @@ class _Task:
 
     def run(self) -> None:
         """Searches, shows and writes. Raises CommandError."""
-        place = f"{self.session.scheduler.address} or {self.session.shard.address}"
+        address = f"{self.session.scheduler.address} or {self.session.shard.address}"
         try:
             # Never over a file that was made meanwhile.
             with self.target.open("a", newline="") as file:
                 rounds = asyncio.run(self._search(file))
         except grpc.RpcError as error:
-            raise command_error(from_rpc_error(error), place) from None
+            raise command_error(from_rpc_error(error), address) from None
         except RemoteError as error:
-            raise command_error(error, place) from None
+            raise command_error(error, address) from None
         except LimitsError as error:
             raise CommandError(str(error), Status.REFUSED) from None
         except BrokenPipeError:

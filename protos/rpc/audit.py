@@ -47,13 +47,13 @@ class Audit:
 
     def called(self, identity: Identity | None, method: str, peer: str, request: Any, outcome: str) -> None:
         """An operator's call has ended, or a stream has begun."""
-        self._write("audit", **_who(identity), method=method, peer=peer, request=_shown(request), outcome=outcome)
+        self._write("audit", **_caller(identity), method=method, peer=peer, request=_shown(request), outcome=outcome)
 
     def refused(self, identity: Identity | None, method: str, peer: str, outcome: str) -> None:
         """A caller was refused; very many refusals in a short time are one line together."""
         self._refusals += 1
         if self._refusals <= _REFUSALS:
-            self._write("call denied", **_who(identity), method=method, peer=peer, outcome=outcome, count=1)
+            self._write("call denied", **_caller(identity), method=method, peer=peer, outcome=outcome, count=1)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_WINDOW_SECONDS, self.flush)
 
@@ -82,10 +82,10 @@ class Audit:
             log.error("the audit file cannot be written", cause=str(error))
 
 
-def _who(identity: Identity | None) -> dict[str, str]:
+def _caller(identity: Identity | None) -> dict[str, str]:
     if identity is None:
-        return {"who": "", "role": "", "tenant": ""}
-    return {"who": identity.name, "role": identity.role.value, "tenant": identity.tenant}
+        return {"caller": "", "role": "", "tenant": ""}
+    return {"caller": identity.name, "role": identity.role.value, "tenant": identity.tenant}
 
 
 def _shown(request: Any) -> Any:

@@ -148,7 +148,7 @@ class CacheClient:
         except SchedulerReplacedError as error:
             if self.registered.is_set() or error.newest_epoch < self._scheduler_epoch:
                 raise
-            # A process that starts is the newest, also where the clock of its epoch has gone back.
+            # A process that starts is the newest, also where the clock of its epoch was set back.
             self._scheduler_epoch = error.newest_epoch + 1
             answer = await self._ask_to_register()
         self._manager_epoch = answer.manager_epoch
@@ -244,7 +244,7 @@ class CacheClient:
             self._forget_refusals()
         if not self._update.is_urgent:
             self._reported.set()
-        # An answer without blocks is news too: no sequence is short of any more.
+        # An answer without blocks counts, too: no sequence has missing blocks any more.
         self._commands.put(sync_answer(update, answer, session))
 
     async def _admit(self, attempts: Seq[AdmissionAttempt]) -> None:

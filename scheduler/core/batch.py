@@ -275,7 +275,7 @@ class RunningBatch:
     def leave(self, sequence: Sequence, reason: LeaveReason) -> None:
         """A sequence leaves: at once, or once no step in flight touches its blocks."""
         if sequence.leave_reason is not None:
-            if sequence.leave_reason.comes_back and not reason.comes_back:
+            if sequence.leave_reason.is_admitted_again and not reason.is_admitted_again:
                 sequence.leave_reason = reason
             return
         sequence.leave_reason = reason
@@ -337,7 +337,7 @@ class RunningBatch:
         self._report_progress(sequence)
         self.update.released.append(sequence.handle)
         self.update.cancelled_tickets += self.copies.cancel(sequence)
-        if sequence.leave_reason.comes_back:
+        if sequence.leave_reason.is_admitted_again:
             attempt = sequence.next_attempt()
             if attempt.failures < MAX_FAILURES:
                 self.tokens.retried.append(attempt)

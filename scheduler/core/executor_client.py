@@ -135,4 +135,4 @@ class ExecutorClient:
         if executor.max_tokens < known.max_tokens:
             differs.append(f"pools for {executor.max_tokens} tokens instead of {known.max_tokens}")
         if differs:
-            raise ExecutorChangedError(f"the executor came back with {', '.join(differs)}")
+            raise ExecutorChangedError(f"the executor registered again with {', '.join(differs)}")

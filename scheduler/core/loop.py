@@ -119,7 +119,7 @@ class StepLoop:
         for command in commands:
             match command:
                 case Admitted(sequence, session):
-                    # Blocks of an earlier session may lie in the memory of an executor that is gone.
+                    # Blocks of an earlier session may lie in the memory of a lost executor.
                     self._batch.admit(sequence, valid=session == self._session)
                 case Cancel(arrival):
                     self._batch.cancel(arrival)

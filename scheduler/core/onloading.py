@@ -5,7 +5,7 @@ from scheduler.sequence import Copy, LeaveReason, Sequence
 
 
 class CopyTracker:
-    """Each copy is sent once, with the next step; the cache manager must be told of every ticket that never is.
+    """Each copy is sent once, with the next step; tickets that are never sent are reported to the cache manager.
 
     A sequence with onloads is onloading until all of them have ended. A sequence that leaves meanwhile stays known
     until then: before that its blocks are not free.

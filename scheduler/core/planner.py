@@ -107,11 +107,11 @@ class _Prefills:
 
     def _grant(self, sequence: Sequence, tokens: int, most: int) -> int:
         """Plans a chunk of at most so many tokens; returns its length."""
-        room = sequence.capacity - sequence.planned
-        if room < 1:
+        free = sequence.capacity - sequence.planned
+        if free < 1:
             self._plan.out_of_blocks.append(sequence)
             return 0
-        count = min(sequence.remaining, room, tokens)
+        count = min(sequence.remaining, free, tokens)
         if count < 1 or len(self._plan.prefills) >= most:
             return 0
         count = sequence.align_to_score_window(count)

@@ -77,9 +77,13 @@ class AccessLog:
         if line.is_quiet:
             return
         identity = current()
-        who = {"who": "", "tenant": ""} if identity is None else {"who": identity.name, "tenant": identity.tenant}
+        name, tenant = ("", "") if identity is None else (identity.name, identity.tenant)
         seconds = round(time.monotonic() - line.started, 4)
-        self._log.info("request refused" if is_refused else "request ended", **who | fields, seconds=seconds)
+        self._log.info(
+            "request refused" if is_refused else "request ended",
+            **{"caller": name, "tenant": tenant} | fields,
+            seconds=seconds,
+        )
 
     @contextlib.contextmanager
     def generation(self, message: pb.StreamGenerateRequest, model: str) -> Iterator["GenerationRecord"]:
@@ -140,7 +144,7 @@ class GenerationRecord:
             "output_tokens": sum(generation.output_tokens for generation in generations),
             "preemptions": sum(generation.counted.preemptions for generation in generations),
         }
-        times = {"queue_seconds": generations[0].started_at, "first_token_seconds": generations[0].first_token_at}
+        times = {"queue_seconds": generations[0].started_at, "ttft_seconds": generations[0].first_token_at}
         fields |= {name: round(at - request.arrived_at, 4) for name, at in times.items() if at is not None}
         if request.cache.salt is not None:
             fields["salt_sha256"] = short_hash(request.cache.salt)
@@ -176,8 +180,8 @@ def _usage(fields: dict[str, Any]) -> dict[str, tracing.Attribute]:
     }
     if "queue_seconds" in fields:
         attributes["kvkeep.queue_seconds"] = fields["queue_seconds"]
-    if "first_token_seconds" in fields:
-        attributes["gen_ai.response.time_to_first_chunk"] = fields["first_token_seconds"]
+    if "ttft_seconds" in fields:
+        attributes["gen_ai.response.time_to_first_chunk"] = fields["ttft_seconds"]
     return attributes
 
 

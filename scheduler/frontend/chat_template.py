@@ -59,10 +59,10 @@ class ChatTemplate:
         return prompt
 
     def position(self, prompt: str, messages: Sequence[Mapping[str, str]], index: int, characters: int) -> int:
-        """Characters of the prompt in front of a place in a message. Raises ChatTemplateError."""
+        """Characters of the prompt in front of a position in a message. Raises ChatTemplateError."""
         content = messages[index]["content"]
         marked = {**messages[index], "content": f"{content[:characters]}{_MARK}{content[characters:]}"}
-        # The prompts first differ at the place.
+        # The prompts first differ there.
         other = self.render([*messages[:index], marked, *messages[index + 1 :]])
         return bisect_left(range(1, len(prompt) + 1), True, key=lambda length: prompt[:length] != other[:length])
 

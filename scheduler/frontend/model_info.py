@@ -78,15 +78,18 @@ class ModelInfo:
             return await asyncio.to_thread(self._encode_text, text, most)
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], places: Sequence[tuple[int, int]] = (), most: int | None = None
+        self,
+        messages: Sequence[Mapping[str, str]],
+        breakpoints: Sequence[tuple[int, int]] = (),
+        most: int | None = None,
     ) -> tuple[array[int], list[int]]:
-        """Ids of a conversation, with the template's special tokens, and the number of ids in front of each place.
+        """Ids of a conversation, with the template's special tokens, and the number of ids in front of each breakpoint.
 
-        A place is a message's index, and characters of its content. Raises ChatTemplateError and UnreadFieldError, and
-        TooLongError as `encode_text` does.
+        A breakpoint is a message's index, and characters of its content. Raises ChatTemplateError and UnreadFieldError,
+        and TooLongError as `encode_text` does.
         """
         async with self._turn(sum(len(text) for message in messages for text in message.values())):
-            return await asyncio.to_thread(self._encode_chat, messages, places, most)
+            return await asyncio.to_thread(self._encode_chat, messages, breakpoints, most)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
@@ -118,16 +121,16 @@ class ModelInfo:
         return pack(encoding.ids, most)
 
     def _encode_chat(
-        self, messages: Sequence[Mapping[str, str]], places: Sequence[tuple[int, int]], most: int | None
+        self, messages: Sequence[Mapping[str, str]], breakpoints: Sequence[tuple[int, int]], most: int | None
     ) -> tuple[array[int], list[int]]:
         assert self._chat is not None
         prompt = self._chat.render(messages)
         self._check_bytes(prompt, most)
-        encode = self.tokenizer.encode_batch if places else self.tokenizer.encode_batch_fast
+        encode = self.tokenizer.encode_batch if breakpoints else self.tokenizer.encode_batch_fast
         [encoding] = encode([prompt], add_special_tokens=False)
         ids = pack(encoding.ids, most)
-        positions = [self._chat.position(prompt, messages, *place) for place in places]
-        offsets = encoding.offsets if places else []
+        positions = [self._chat.position(prompt, messages, *breakpoint_) for breakpoint_ in breakpoints]
+        offsets = encoding.offsets if breakpoints else []
         return ids, [bisect_right(offsets, position, key=lambda offset: offset[1]) for position in positions]
 
     def _check_bytes(self, text: str, most: int | None) -> None:

@@ -20,7 +20,7 @@ MESSAGE_SECONDS = 2.5e-4
 
 
 class _NoText:
-    """In the place of a detokenizer for output without text."""
+    """Replaces a detokenizer for output without text."""
 
     def push(self, _token_ids: Seq[int]) -> str:
         return ""
@@ -75,7 +75,7 @@ class Generation:
         return bool(self._pending or self._chunk.token_ids)
 
     def feed(self, token_id: int, now: float, meta: TokenMeta | None = None) -> None:
-        """Adds a token, without `notify`. Afterwards `finished` tells whether it, or a stop string, ends the output."""
+        """Adds a token, without `notify`. Afterwards `finished` says whether it, or a stop string, ends the output."""
         self._pending.append(token_id)
         self.last_token_at = now
         if meta is not None:

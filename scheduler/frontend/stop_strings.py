@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 
 class StopStrings:
-    """Text goes in by chunks and comes out as soon as it cannot be part of a stop string."""
+    """Takes text by chunks and returns it as soon as it cannot be part of a stop string."""
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._stops = tuple(stops)

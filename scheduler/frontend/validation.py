@@ -80,14 +80,14 @@ class RequestValidator:
         stop = _stop(message.stop)
         policy = parse(message.eviction_policy, self.model.layout) if message.HasField("eviction_policy") else None
         options = _cache_options(message)
-        places = _places(message)
+        breakpoints = _breakpoints(message)
         timeout = self._timeout(message.cache)
         if message.HasField("max_tokens") and message.max_tokens < 1:
             raise InvalidField("max_tokens", "must be at least 1")
         samples = message.n if message.HasField("n") else 1
         if not 1 <= samples <= MAX_SAMPLES:
             raise InvalidField("n", f"must be from 1 to {MAX_SAMPLES}")
-        prompt_ids, ends = await self._prompt_ids(message, places)
+        prompt_ids, ends = await self._prompt_ids(message, breakpoints)
         first = Request(
             request_id=message.request_id or secrets.token_hex(8),
             prompt_ids=prompt_ids,
@@ -98,13 +98,13 @@ class RequestValidator:
             onload_timeout=timeout,
             stop=stop,
             priority=message.priority,
-            cache=_keeping(options, _breakpoint_ranges(places, ends)),
+            cache=_keeping(options, _breakpoint_ranges(breakpoints, ends)),
             traceparent=tracing.current(),
         )
         return [first, *(self._sample(first, index) for index in range(1, samples))]
 
     def output_of(self, request: Request, token_ids: Sequence[int]) -> array[int]:
-        """Output that a request has from elsewhere, behind which it goes on."""
+        """Output that a request has from elsewhere, behind which it continues."""
         if len(token_ids) >= request.max_tokens:
             raise InvalidField("output_token_ids", f"must be fewer than max_tokens, which is {request.max_tokens}")
         self._check_ids("output_token_ids", token_ids)
@@ -142,26 +142,26 @@ class RequestValidator:
         return await self.model.decode(token_ids)
 
     async def _encode(
-        self, message: pb.StreamGenerateRequest, places: Sequence[Breakpoint], most: int | None = None
+        self, message: pb.StreamGenerateRequest, breakpoints: Sequence[Breakpoint], most: int | None = None
     ) -> tuple[array[int], Sequence[int]]:
-        """The prompt's ids, and the number in front of each place. Raises TooLongError for more than `most`."""
+        """The prompt's ids, and the number in front of each breakpoint. Raises TooLongError for more than `most`."""
         match message.WhichOneof("input"):
             case "text":
                 self._check_bytes("text", len(message.text.encode()))
                 return await self.model.encode_text(message.text, most), ()
             case "chat":
-                return await self._chat_ids(message.chat, places, most)
+                return await self._chat_ids(message.chat, breakpoints, most)
             case "token_ids":
                 return pack(message.token_ids.token_ids, most), ()
             case _:
                 raise InvalidField("input", "is missing: give text, chat or token_ids")
 
     async def _prompt_ids(
-        self, message: pb.StreamGenerateRequest, places: Sequence[Breakpoint]
+        self, message: pb.StreamGenerateRequest, breakpoints: Sequence[Breakpoint]
     ) -> tuple[array[int], Sequence[int]]:
         field, fits = _FIELDS.get(message.WhichOneof("input"), ""), self.model.max_tokens - 1
         try:
-            ids, ends = await self._encode(message, places, fits)
+            ids, ends = await self._encode(message, breakpoints, fits)
         except TooLongError as error:
             raise ContextLengthError(field, f"{error}; at most {fits} fit") from error
         if not ids:
@@ -171,7 +171,7 @@ class RequestValidator:
         return ids, ends
 
     async def _chat_ids(
-        self, chat: pb.ChatInput, places: Sequence[Breakpoint], most: int | None
+        self, chat: pb.ChatInput, breakpoints: Sequence[Breakpoint], most: int | None
     ) -> tuple[array[int], Sequence[int]]:
         if not chat.messages:
             raise InvalidField("chat.messages", "must not be empty")
@@ -184,7 +184,7 @@ class RequestValidator:
         size = sum(len(text.encode()) for message in messages for text in message.values())
         self._check_bytes("chat.messages", size)
         try:
-            return await self.model.encode_chat(messages, [place[:2] for place in places], most)
+            return await self.model.encode_chat(messages, [breakpoint_[:2] for breakpoint_ in breakpoints], most)
         except ChatTemplateError as error:
             raise InvalidField("chat.messages", f"do not fit the model's chat template: {error}") from error
         except UnreadFieldError as error:
@@ -294,28 +294,28 @@ def _cache_options(message: pb.StreamGenerateRequest) -> CacheOptions:
     )
 
 
-def _places(message: pb.StreamGenerateRequest) -> list[Breakpoint]:
+def _breakpoints(message: pb.StreamGenerateRequest) -> list[Breakpoint]:
     """The conversation's cache breakpoints in order."""
-    places = []
+    breakpoints = []
     for index, said in enumerate(message.chat.messages):
-        for number, place in enumerate(said.cache_breakpoints):
+        for number, breakpoint_ in enumerate(said.cache_breakpoints):
             field = f"chat.messages[{index}].cache_breakpoints[{number}]"
-            if place.content_end > len(said.content):
+            if breakpoint_.content_end > len(said.content):
                 raise InvalidField(f"{field}.content_end", "is behind the end of the message's content")
-            if place.retention_priority > MAX_PRIORITY:
+            if breakpoint_.retention_priority > MAX_PRIORITY:
                 raise InvalidField(f"{field}.retention_priority", f"must be at most {MAX_PRIORITY}")
             lasts = None
-            if place.HasField("retention_duration"):
-                lasts = _duration(f"{field}.retention_duration", place.retention_duration)
-            places.append(Breakpoint(index, place.content_end, place.retention_priority, lasts))
-    if len(places) > MAX_BREAKPOINTS:
+            if breakpoint_.HasField("retention_duration"):
+                lasts = _duration(f"{field}.retention_duration", breakpoint_.retention_duration)
+            breakpoints.append(Breakpoint(index, breakpoint_.content_end, breakpoint_.retention_priority, lasts))
+    if len(breakpoints) > MAX_BREAKPOINTS:
         raise InvalidField("chat.messages", f"have more than {MAX_BREAKPOINTS} cache breakpoints")
-    if places and message.cache.retention_ranges:
+    if breakpoints and message.cache.retention_ranges:
         raise InvalidField("cache.retention_ranges", "cannot be given together with cache breakpoints in messages")
-    return sorted(places, key=lambda place: place[:2])
+    return sorted(breakpoints, key=lambda breakpoint_: breakpoint_[:2])
 
 
-def _breakpoint_ranges(places: Sequence[Breakpoint], ends: Sequence[int]) -> list[common.RetentionRange]:
+def _breakpoint_ranges(breakpoints: Sequence[Breakpoint], ends: Sequence[int]) -> list[common.RetentionRange]:
     """Retention requests for the prompt's tokens. ends: tokens in front of each breakpoint.
 
     The prompt up to a breakpoint is also in front of every later one: a range is kept as long as the longest of these.
@@ -324,8 +324,8 @@ def _breakpoint_ranges(places: Sequence[Breakpoint], ends: Sequence[int]) -> lis
     for index, end in enumerate(ends):
         if end <= start:
             continue
-        later = places[index:]
-        durations = [place.duration for place in later if place.duration is not None]
+        later = breakpoints[index:]
+        durations = [breakpoint_.duration for breakpoint_ in later if breakpoint_.duration is not None]
         kept = common.RetentionRange(start=start, end=end, retention_priority=max(p.priority for p in later))
         if len(durations) == len(later):
             kept.retention_duration.CopyFrom(max(durations, key=Duration.ToNanoseconds))

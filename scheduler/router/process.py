@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 
 import grpc
 import structlog
@@ -34,7 +35,7 @@ from scheduler.router.metrics import PREFIX, RouterMetrics
 from scheduler.router.policies import POLICIES
 from scheduler.router.reports import EngineReports
 from scheduler.router.service import ROUTER_SERVICE, RouterService
-from scheduler.router.settings import DNS, RouterSettings
+from scheduler.router.settings import DNS, FILE, RouterSettings
 from scheduler.router.view import CacheView, ViewFeed
 
 # How often names are looked up, and health is looked at, in seconds.
@@ -156,9 +157,13 @@ class Router:
             await asyncio.sleep(WATCH_SECONDS)
 
     async def _addresses(self) -> list[str]:
-        """The engines' addresses as names stand for at the moment."""
+        """The engines' addresses as names and files stand for at the moment."""
         found: list[str] = []
         for address in self._settings.engines:
+            if address.startswith(FILE):
+                with contextlib.suppress(OSError):
+                    found += (await asyncio.to_thread(Path(address.removeprefix(FILE)).read_text)).split()
+                continue
             if not address.startswith(DNS):
                 found.append(address)
                 continue

@@ -11,7 +11,7 @@ from protos.rpc.addresses import AddressError
 from protos.rpc.settings import Address, MetricsAddress, ProcessSettings
 from scheduler.router.policies import POLICIES
 
-DNS = "dns:///"
+DNS, FILE = "dns:///", "file://"
 
 
 def _engines(value: object) -> object:
@@ -20,11 +20,12 @@ def _engines(value: object) -> object:
     found = tuple(address for part in value.split(",") if (address := part.strip()))
     if not found:
         raise ValueError(
-            "must name at least one engine: host:port, unix:/path or dns:///name:port, commas between them"
+            "must name at least one engine: host:port, unix:/path, dns:///name:port or file:///path, commas between"
         )
     for address in found:
         try:
-            addresses.validate(address.removeprefix(DNS))
+            if not address.startswith(f"{FILE}/"):
+                addresses.validate(address.removeprefix(DNS))
         except AddressError as error:
             raise ValueError(str(error)) from error
     if len(set(found)) < len(found):
@@ -42,7 +43,7 @@ class RouterSettings(ProcessSettings):
         (),
         validate_default=False,
         description="Engines, by the gRPC address of each scheduler, with commas between them. `dns:///name:port` "
-        "stands for every address of a name, which is looked up again and again.",
+        "stands for every address of a name, `file:///path` for every line of a file; both are read again and again.",
     )
     address: Address = Field("127.0.0.1:50054", description="Where the router serves generation.")
     http_address: MetricsAddress = Field(

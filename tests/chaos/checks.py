@@ -19,7 +19,7 @@ WRITTEN_SECONDS = 10.0
 CHECK_SECONDS = 60.0
 
 
-async def until_settled(manager: Manager) -> str:
+async def until_idle(manager: Manager) -> str:
     """Waits until no sequence holds a block and no copy is in flight; what is left after a long time, in words."""
     deadline, left = time.monotonic() + SETTLE_SECONDS, ""
     while time.monotonic() < deadline:
@@ -53,7 +53,7 @@ def _unaccounted(pool: kv.Pool) -> list[str]:
 
 async def check_pools(manager: Manager) -> list[str]:
     """Faults of a stack without requests."""
-    left = await until_settled(manager)
+    left = await until_idle(manager)
     report = await manager.admin.CheckPool(kv.CheckPoolRequest(), timeout=CHECK_SECONDS)
     faults = [left] if left else []
     faults += [f"CheckPool: {one.pool_id} slot {one.slot}: {one.message}" for one in report.violations]

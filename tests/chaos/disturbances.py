@@ -17,7 +17,7 @@ from tests.stack import MODULES
 CACHEMGR_SECONDS = 20.0
 # Between other disturbances, on average; they may overlap. Short runs are more crowded.
 MEAN_GAP_SECONDS, LEAST_GAP_SECONDS = 4.0, 3.0
-# A silent process is taken for gone after a lease, a silent connection after keepalive's 25 s.
+# A silent process counts as lost after a lease, a silent connection after keepalive's 25 s.
 PAUSES = (0.3, 6.0)
 LONG_PAUSE = (26.0, 32.0)
 # Only where there is time for it.

@@ -176,7 +176,7 @@ async def steady_hit_rate(address: str) -> float:
     return cached / usable
 
 
-async def first_token_seconds(address: str, prompts: Iterable[list[int]]) -> float:
+async def ttft_seconds(address: str, prompts: Iterable[list[int]]) -> float:
     """Median time to first token, one prompt after the other."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub: generation_rpc.GenerationServiceAsyncStub = generation_rpc.GenerationServiceStub(channel)

@@ -44,7 +44,7 @@ class Meddling:
     async def carry(self, ask: Callable[[], Awaitable[bytes]]) -> bytes:
         """Answers a call by asking the server. Raises what `ask` raises, and ConnectionLostError.
 
-        A call whose messages are lost in silence is never answered: the caller's deadline ends it.
+        A call whose messages are dropped in silence is never answered: the caller's deadline ends it.
         """
         trouble = self._draw()
         if trouble is None:

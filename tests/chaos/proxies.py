@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from protos.rpc.addresses import split_host_port
 from tests.chaos.meddling import ConnectionLostError, Meddling
 
 MESSAGE_BYTES = 64 << 20
@@ -25,7 +26,7 @@ _OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
-    # Whether a call is tried again, and when, is up to those who talk through here.
+    # Whether a call is tried again, and when, is up to its clients.
     ("grpc.enable_retries", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 200),
@@ -47,7 +48,7 @@ class GrpcProxy(grpc.GenericRpcHandler):
         self._streams: set[asyncio.Future[None]] = set()
 
     async def start(self) -> None:
-        """Listens. Needs nobody at the target yet."""
+        """Listens. Needs no server at the target yet."""
         self._channel = grpc.aio.insecure_channel(self._target, options=_OPTIONS)
         self._server = grpc.aio.server(options=_OPTIONS)
         self._server.add_generic_rpc_handlers((self,))
@@ -140,9 +141,9 @@ async def _abort(context: Any, error: Exception) -> None:
 
 
 class SocketProxy:
-    """Carries bytes between a unix socket at `address` and the one at `target`."""
+    """Carries bytes between a socket at `address` and the one at `target`: paths of unix sockets, or host:port."""
 
-    def __init__(self, address: Path, target: Path) -> None:
+    def __init__(self, address: Path | str, target: Path | str) -> None:
         self.address = address
         self._target = target
         # Seconds that every piece takes longer.
@@ -152,7 +153,10 @@ class SocketProxy:
 
     async def start(self) -> None:
         """Listens. Needs nobody at the target yet."""
-        self._server = await asyncio.start_unix_server(self._serve, self.address)
+        if isinstance(self.address, Path):
+            self._server = await asyncio.start_unix_server(self._serve, self.address)
+        else:
+            self._server = await asyncio.start_server(self._serve, *split_host_port(self.address))
 
     async def stop(self) -> None:
         """Ends what runs through it."""
@@ -186,7 +190,10 @@ class SocketProxy:
             writer.close()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there_reader, there_writer = await asyncio.open_unix_connection(self._target)
+        if isinstance(self._target, Path):
+            there_reader, there_writer = await asyncio.open_unix_connection(self._target)
+        else:
+            there_reader, there_writer = await asyncio.open_connection(*split_host_port(self._target))
         ways = {
             asyncio.ensure_future(self._carry(reader, there_writer)),
             asyncio.ensure_future(self._carry(there_reader, writer)),

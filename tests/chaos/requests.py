@@ -14,7 +14,7 @@ from tests.support.prompts import QUESTIONS, chat, prose
 
 CALM_SECONDS = 300
 CALM_CONCURRENCY = 8
-# Logits closer than this could change places by the rounding of another batch: such outputs are not used.
+# Logits closer than this could change their order by the rounding of another batch: such outputs are not used.
 MARGIN = 2e-3
 
 POLICIES: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from tests.chaos.checks import check_pools, check_store
 from tests.chaos.disturbances import Disturbance, schedule_of
 from tests.chaos.load import Load
-from tests.chaos.measuring import Death, Manager, first_token_seconds, kill, steady_hit_rate
+from tests.chaos.measuring import Death, Manager, kill, steady_hit_rate, ttft_seconds
 from tests.chaos.report import Report
 from tests.chaos.requests import learn
 from tests.chaos.soak import watch_memory
@@ -27,7 +27,7 @@ from tests.chaos.stage import Stage
 # What starting, learning the outputs and the last checks take of the whole.
 RESERVE_SECONDS = 45.0
 LEAST_SECONDS = 20.0
-# The load goes on in calm for so long before it ends.
+# The load continues in calm for so long before it ends.
 CALM_SECONDS = 3.0
 PROGRESS_SECONDS = 5.0
 # A disturbance's effects are over so long after it.
@@ -99,12 +99,12 @@ class Run:
         rng = random.Random(f"prompts {report.seed}")
         prompts = [[rng.randrange(1000, 40_000) for _ in range(CACHED_PROMPT)] for _ in range(9)]
         # The later ones evict the first from the device.
-        cold = await first_token_seconds(address, prompts)
+        cold = await ttft_seconds(address, prompts)
         death = await kill(self.stage, "executor")
         report.deaths.append(death)
         if not death.lower_blocks:
             report.faults.append("nothing was in a lower tier when the executor died")
-        cached = await first_token_seconds(address, prompts[:3])
+        cached = await ttft_seconds(address, prompts[:3])
         report.figures["first token of 1,024 tokens, cold, s"] = cold
         report.figures["the same cached, after the executor's death, s"] = cached
         if cached > COLD_SHARE * cold:
@@ -144,7 +144,7 @@ async def _running(
         load = Load(address, known, seed, clients, lambda begin, end: stage.absent("scheduler", begin, end))
         report.tally = load.tally
         run = Run(stage, load, report, tell)
-        async with _telling(load, tell):
+        async with _reporting(load, tell):
             load.start()
             yield run
             tell("calm")
@@ -171,7 +171,7 @@ async def _running(
 
 
 @contextlib.asynccontextmanager
-async def _telling(load: Load, tell: Tell) -> AsyncIterator[None]:
+async def _reporting(load: Load, tell: Tell) -> AsyncIterator[None]:
     """Reports progress every few seconds."""
 
     async def say() -> None:

@@ -1,7 +1,7 @@
 """Runs a module with its wall clock shifted: `python -m tests.chaos.shifted_clock`, as after an NTP step.
 
 The variables SHIFTED_MODULE and SHIFT_SECONDS name the module and the shift. Only `time.time` and `time.time_ns`
-are shifted; the monotonic clock of a machine never goes back. gRPC keeps the real clock: its C code compares deadlines
+are shifted; the monotonic clock of a machine never decreases. gRPC keeps the real clock: its C code compares deadlines
 with that one, and would take each call of a shifted process for one that is an hour too late.
 """
 

@@ -1,4 +1,4 @@
-"""The real stack with everything that can be done to it: processes that die and come back, connections that fail."""
+"""The real stack with everything that can be done to it: processes that die and start again, connections that fail."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Stage:
         deadline = absence.begin + STOP_SECONDS
         while not self._ended(name):
             if self._paused[self.pid(name)]:
-                # It hears of the signal once it goes on.
+                # It gets the signal once it continues.
                 deadline = time.monotonic() + STOP_SECONDS
             if time.monotonic() > deadline:
                 self.failures.append(f"{name} did not end within {STOP_SECONDS:.0f} s of {signal.Signals(number).name}")
@@ -245,7 +245,7 @@ class Stage:
 
     async def fill_redis(self, full: bool) -> None:
         """Redis refuses writes for want of memory, or no longer."""
-        # One that is away, or paused, is another disturbance's; one that comes back has no limit.
+        # One that is away, or paused, is another disturbance's; one that starts again has no limit.
         with contextlib.suppress(RedisError, OSError):
             async with self.redis() as redis:
                 await redis.config_set("maxmemory-policy", "noeviction")

@@ -61,7 +61,7 @@ class NothingMore(Exception):  # noqa: N818 - no error
 
 
 class EndOfEvents(EventFeed):
-    """A feed in which nothing happens while somebody watches."""
+    """A feed in which nothing happens during a watch."""
 
     async def wait_for_events(self, after: int) -> None:
         raise NothingMore

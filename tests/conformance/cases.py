@@ -1,4 +1,4 @@
-"""The cases as data; `vectors/README.md` tells the notation."""
+"""The cases as data; `vectors/README.md` has the notation."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _case(case: dict[str, Any], raw: dict[str, dict[str, Any]]) -> Case:
 
 
 def _before(case: dict[str, Any], raw: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The steps of the cases that this one goes on from."""
+    """The steps of the cases that this one continues."""
     if "after" not in case:
         return []
     earlier = raw[case["after"]]

@@ -26,7 +26,7 @@ class Observer:
         self._keys: dict[str, bytes] = {}
 
     def look(self, word: str, expected: Any) -> Any:
-        """What is there now, in the form of what is expected."""
+        """The present state, in the form of the expected one."""
         return getattr(self, f"_{word}")(expected)
 
     # Counters
@@ -90,7 +90,7 @@ class Observer:
         return {name: len(self._player.sequences[name].tables[0]) for name in expected}
 
     def _same_block(self, pairs: list[list[Any]]) -> list[list[Any]]:
-        """Pairs of [sequence, place] with one block."""
+        """Pairs of [sequence, table index] with one block."""
         return [pair for pair in pairs if self._slot(*pair[0]) == self._slot(*pair[1])]
 
     def _distinct_blocks(self, places: list[list[Any]]) -> list[list[Any]]:
@@ -114,7 +114,7 @@ class Observer:
         return [self._event_facts(event, wanted) for event, wanted in zip(found, expected, strict=True)]
 
     def _lost_events(self, kept: int) -> int:
-        """True to their number, all events but so many are gone. What is kept can be read after that."""
+        """True to their number, all events but so many are dropped. What is kept can be read after that."""
         with pytest.raises(Refused) as refused:
             self._backend.events(self._read)
         assert refused.value.code == "OUT_OF_RANGE"

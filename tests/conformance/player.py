@@ -110,7 +110,7 @@ class Player:
         self._report(live)
 
     def append(self, name: str, token_ids: list[int]) -> int:
-        """Generates these tokens one by one; returns the blocks that are short for the last of them."""
+        """Generates these tokens one by one; returns the missing blocks of the last of them."""
         live = self.sequences[name]
         short = 0
         for token in token_ids:
@@ -170,11 +170,11 @@ class Player:
             live.computed = end
 
     def _report(self, live: Live, new_tokens: list[int] | None = None) -> int:
-        """Reports progress; returns the blocks that the sequence is short of.
+        """Reports progress; returns the missing blocks of the sequence.
 
         A manager gives capacity for the two steps behind what is computed, a token more than cases count. Where the
         length fills its blocks that would be one more: there the last token is reported later when it makes no
-        difference, and else the block is given back.
+        difference, and else the block is released.
         """
         length = len(live.tokens)
         computed = min(live.computed, length - 1)

@@ -70,7 +70,7 @@ class Runner:
         self._holds: dict[str, str] = {}
 
     def step(self, step: dict[str, Any]) -> None:
-        """Does a step, compares what it gave and what is there now, and checks the manager."""
+        """Does a step, compares its answer and the state, and checks the manager."""
         expected = dict(step.get("expect", {}))
         (word, *_) = [word for word in step if word in WORDS]
         refusal = expected.pop("error", ""), expected.pop("field", "")
@@ -117,7 +117,7 @@ class Runner:
         return self._admitted(step["as"], self.player.fork(name, step["as"]), step)
 
     def _admitted(self, name: str, answer: Any, step: dict[str, Any]) -> dict[str, Any]:
-        assert answer.admitted == step.get("expect", {}).get("admitted", True), f"{answer.missing_blocks} blocks short"
+        assert answer.admitted == step.get("expect", {}).get("admitted", True), f"{answer.missing_blocks} missing"
         copied = [transfer.num_tokens for transfer in answer.transfers if transfer.source_tier == pb.TIER_DEVICE]
         return {"admitted": answer.admitted, "copied": copied}
 
@@ -135,7 +135,7 @@ class Runner:
         for name in [names] if isinstance(names, str) else names:
             self.player.release(name, stored=step.get("stored", True))
 
-    # Time, pins and what is told
+    # Time, pins and events
 
     def _advance(self, seconds: float, step: dict[str, Any]) -> None:
         self._clock.now += seconds

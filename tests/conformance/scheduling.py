@@ -1,4 +1,4 @@
-"""A scheduler in small, over the manager's own calls: who runs in which step."""
+"""A scheduler in small, over the manager's own calls: the jobs of each step."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def simulate(
     """Runs requests of [prompt tokens, new tokens] to their ends, each token of a prompt another one.
 
     In a step every running sequence computes a chunk of its prompt, or all it knows, and then has a new token. With
-    "max_utilisation" all start that fit, and the latest makes room when one cannot go on; it resumes when the others
-    have ended, its prompt in one step. With "no_evict" only those start that fit to their end.
+    "max_utilisation" all start that fit, and the latest is preempted when another cannot go on; it resumes when the
+    others have ended, its prompt in one step. With "no_evict" only those start that fit to their end.
     """
     waiting = [
         Job(number, list(range(1000 * number, 1000 * number + prompt)), new)
@@ -61,10 +61,10 @@ def simulate(
             if not _start(backend, player, waiting[0], running, policy):
                 break
             running.append(waiting.pop(0))
-        assert running, "nobody can start"
+        assert running, "no job can start"
         step += 1
         assert step < 1000
-        running = _make_room(backend, player, running, waiting)
+        running = _extend_or_preempt(backend, player, running, waiting)
         for job in list(running):
             _compute(player, job, chunk)
             job.note(step)
@@ -96,13 +96,13 @@ def _to_completion(backend: Backend, job: Job) -> int:
     return blocks_of(backend.call("EstimateSequence", request))["completion"]
 
 
-def _make_room(backend: Backend, player: Player, running: list[Job], waiting: list[Job]) -> list[Job]:
-    """Everyone has a block for the newest token before anyone computes; the latest gives way."""
+def _extend_or_preempt(backend: Backend, player: Player, running: list[Job], waiting: list[Job]) -> list[Job]:
+    """Every job gets a block for its newest token before any computes; the latest is preempted for it."""
     kept: list[Job] = []
     todo = list(running)
     while todo:
         job = todo.pop(0)
-        while not _has_room(backend, player, job):
+        while not _fits(backend, player, job):
             latest = todo.pop() if todo else job
             _preempt(player, latest, waiting)
             if latest is job:
@@ -112,7 +112,7 @@ def _make_room(backend: Backend, player: Player, running: list[Job], waiting: li
     return kept
 
 
-def _has_room(backend: Backend, player: Player, job: Job) -> bool:
+def _fits(backend: Backend, player: Player, job: Job) -> bool:
     live = player.sequences[job.name]
     if len(live.tables[0]) * player.block_size >= len(live.tokens):
         return True

@@ -47,10 +47,10 @@ def fill(driver: Driver) -> None:
     system = [SECRET + number for number in range(64)]
     for number in range(6):
         salt = ("acme", "globex", None)[number % 3]
-        wish = Retention((RetentionRange(0, 64, 80, 600.0),))
+        retention = Retention((RetentionRange(0, 64, 80, 600.0),))
         tokens = [*system, *prompt(number + 1, 64 + 16 * number)]
         tenant = {"tenant_id": salt} if salt else {}
-        driver.cache(f"r{number}", tokens, salt=salt, session_id=f"s{number}", retention=wish, **tenant)
+        driver.cache(f"r{number}", tokens, salt=salt, session_id=f"s{number}", retention=retention, **tenant)
         driver.now += 20.0
     driver.cache("again", [*system, *prompt(1, 64)], salt="acme", tenant_id="acme")
     driver.admit("running", [*system, *prompt(9, 40)], salt="acme", tenant_id="acme")

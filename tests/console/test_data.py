@@ -81,7 +81,7 @@ async def test_blocks_are_those_that_operators_list(console: Console) -> None:
 async def test_leases_holds_tenants_and_ghosts(console: Console) -> None:
     page = await get(console, "leases", **POOL)
     assert page["next"] == ""
-    every = [place for lease in page["leases"] for place in lease["slots"]]
+    every = [slot for lease in page["leases"] for slot in lease["slots"]]
     assert [pb.TIER_DEVICE] * len(every) == [tier for tier, _ in every]
     assert len(every) == sum(1 for _ in filter(None, console.driver.manager.queries.leases("e/0", "")))
     kinds = [(lease["holder"], lease["priority"], lease["remaining"], lease["started"]) for lease in page["leases"]]
@@ -96,7 +96,7 @@ async def test_leases_holds_tenants_and_ghosts(console: Console) -> None:
     assert ghosts["tokens"]["queried_tokens"] == (await get(console, "pools"))["pools"][0]["queried_tokens"]
 
 
-async def test_only_the_newest_events_are_told(console: Console) -> None:
+async def test_only_the_newest_events_are_shown(console: Console) -> None:
     last = console.driver.manager.queries.last_event
     first = await get(console, "events")
     assert first["last"] == last
@@ -217,7 +217,7 @@ async def test_reads_that_a_page_repeats_are_written_down_once_a_minute(
         await get(console, "pools", 200, bearer(viewers[0]))
     lines = [json.loads(line) for line in (tmp_path / "audit").read_text().splitlines()]
     first, second = (viewer.token_file.name for viewer in viewers if viewer.token_file)
-    assert [(line["who"], line["method"].partition("/")[2], line["outcome"]) for line in lines] == [
+    assert [(line["caller"], line["method"].partition("/")[2], line["outcome"]) for line in lines] == [
         (first, "ListPools", "OK"),
         (second, "ListPools", "OK"),
         (second, "ListBlocks", "NOT_FOUND"),

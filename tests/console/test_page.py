@@ -1,4 +1,4 @@
-"""The page in a headless browser: it shows what is there, by keyboard too, and asks no other host for anything."""
+"""The page in a headless browser: it shows the cache, by keyboard too, and asks no other host for anything."""
 
 import asyncio
 from collections.abc import AsyncIterator

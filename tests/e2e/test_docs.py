@@ -1,4 +1,4 @@
-"""What the pages tell people to paste works, and answers what the pages say."""
+"""The examples of the pages work, and print what the pages say."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reader(
 
 
 def wait_until_released(stack: Stack) -> None:
-    """A request's blocks are given back with a sync that comes after its last answer."""
+    """A request's blocks are released with a sync that comes after its last answer."""
     with grpc.insecure_channel(stack.admin) as channel:
         admin: kvcache_rpc.CacheAdminServiceStub = kvcache_rpc.CacheAdminServiceStub(channel)
         deadline = time.monotonic() + 10

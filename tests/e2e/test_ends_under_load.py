@@ -1,4 +1,4 @@
-"""Services end while requests run, asked to or not, and come back; nobody notices but the log."""
+"""Services end while requests run, asked to or not, and start again; only the log notices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from tests.stack import Stack
 from tests.support.generation import Output, generate_all, greedy_request
-from tests.support.settled import settle
+from tests.support.idle import until_idle
 
 REQUESTS = 4
 PROMPT_TOKENS = 96
@@ -84,4 +84,4 @@ async def test_the_end_of_a_service_loses_no_request_and_no_token(
     assert [output.token_ids for output in again] == expected
     if name == "cachemgr":
         assert all(output.usage.cached_tokens >= PROMPT_TOKENS - 16 for output in again)
-    assert not (await settle(stack.admin)).violations
+    assert not (await until_idle(stack.admin)).violations

@@ -13,7 +13,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.rpc.channel import open_channel
 from tests.stack import Stack
-from tests.support.settled import settle
+from tests.support.idle import until_idle
 
 pytestmark = pytest.mark.model
 
@@ -75,7 +75,7 @@ async def test_a_second_turn_hits_the_prefix_of_the_first(client: openai.AsyncOp
 
     assert await cached() == 0
     assert await cached() >= 48
-    # Nobody with another salt finds it.
+    # A request with another salt has no hit.
     assert await cached(cache_salt="other") == 0
     assert await cached(cache_salt="other") >= 48
 
@@ -304,7 +304,7 @@ async def test_a_full_queue_says_when_to_retry(client: openai.AsyncOpenAI, serve
         assert isinstance(error, openai.RateLimitError)
         assert error.code == "queue_full"
         assert int(error.response.headers["retry-after"]) >= 1
-    report = await settle(served.admin)
+    report = await until_idle(served.admin)
     assert not report.violations
 
 
@@ -334,6 +334,6 @@ async def test_a_disconnect_frees_the_blocks(client: openai.AsyncOpenAI, served:
             call.cancel()
             await asyncio.wait({call})
         await running(0)
-    report = await settle(served.admin)
+    report = await until_idle(served.admin)
     assert not report.violations
     assert [pool.used_blocks for pool in report.pools] == [0]

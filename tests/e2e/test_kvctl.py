@@ -69,14 +69,14 @@ def generate(stack: Stack, **fields: Any) -> pb.Usage:
 
 
 def remember(stack: Stack, seed: int, salt: str) -> list[int]:
-    """Leaves three blocks of a prompt in the cache, which nobody uses any longer."""
+    """Leaves three blocks of a prompt in the cache, which no sequence uses."""
     prompt = prompt_of(seed)
     cache = pb.CacheOptions(salt=salt, tenant_id="team", session_id="chat")
     generate(stack, token_ids=pb.TokenIds(token_ids=prompt), cache=cache)
     return prompt
 
 
-def settled(kvctl: Kvctl, salt: str) -> None:
+def until_released(kvctl: Kvctl, salt: str) -> None:
     """Waits until a request's blocks are released, by a sync after its last answer, and written through to the host."""
     while kvctl.data("sequences", "--salt", salt)["sequences"]:
         time.sleep(0.05)
@@ -86,7 +86,7 @@ def settled(kvctl: Kvctl, salt: str) -> None:
 
 @contextlib.contextmanager
 def running(stack: Stack, salt: str) -> Iterator[None]:
-    """A request that goes on."""
+    """A running request."""
     with grpc.insecure_channel(stack.scheduler) as channel:
         stub: rpc.GenerationServiceStub = rpc.GenerationServiceStub(channel)
         request = pb.StreamGenerateRequest(
@@ -117,7 +117,7 @@ def test_blocks_and_prefixes_are_listed_by_what_they_are(
     own: Stack, kvctl: Kvctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = remember(own, 2, "seen")
-    settled(kvctl, "seen")
+    until_released(kvctl, "seen")
     # Two to a page: whatever the size of a listing, its pages are one answer.
     monkeypatch.setattr("kvctl.remote.PAGE", 2)
     found = kvctl.data("blocks", "--salt", "seen", "--token-ids")["blocks"]
@@ -151,7 +151,7 @@ def test_a_prompt_is_named_by_its_tokens_a_file_or_what_a_user_says(own: Stack, 
 
 def test_a_dry_run_says_what_would_happen_and_changes_nothing(own: Stack, kvctl: Kvctl) -> None:
     prompt = ("--tokens", listed(remember(own, 4, "kept")), "--salt", "kept")
-    settled(kvctl, "kept")
+    until_released(kvctl, "kept")
     pin = kvctl.data("pin", *prompt, "--for", "1h", "--owner", "ops")["hold_name"]
     kvctl.text("rules", "set", "acme", "--salt", "acme", "--priority", 80)
     kvctl.text("quota", "set", "--salt", "acme", "--device-floor", 1)
@@ -186,7 +186,7 @@ def test_a_dry_run_says_what_would_happen_and_changes_nothing(own: Stack, kvctl:
 
 def test_leases_of_two_sessions_are_listed_up_to_a_limit(own: Stack, kvctl: Kvctl) -> None:
     prompt = listed(remember(own, 5, "leased"))
-    settled(kvctl, "leased")
+    until_released(kvctl, "leased")
     for session, priority in (("chat-9", 80), ("chat-9", 60), ("chat-10", 70)):
         retain = ("retain", "--tokens", prompt, "--salt", "leased", "--session", session, "--priority", priority)
         assert kvctl.data(*retain)["answers"][0]["num_blocks"] == 3
@@ -197,7 +197,7 @@ def test_leases_of_two_sessions_are_listed_up_to_a_limit(own: Stack, kvctl: Kvct
     assert [one["lease"]["retention_priority"] for one in found] == [60] * 3
 
 
-def test_a_rule_in_a_file_takes_the_place_of_the_state_that_it_was_read_from(kvctl: Kvctl, tmp_path: Path) -> None:
+def test_a_rule_in_a_file_replaces_the_state_that_it_was_read_from(kvctl: Kvctl, tmp_path: Path) -> None:
     made = kvctl.data("rules", "set", "acme", "--salt", "acme", "--priority", 80, "--for", "1h")["rule"]
     assert made["action"] == {"retention_priority": 80, "retention_duration": "3600s", "no_store": False}
     assert kvctl.data("describe", "rule", "acme") == made
@@ -231,11 +231,11 @@ def test_a_pool_is_made_smaller_and_larger_again(kvctl: Kvctl) -> None:
 
 def test_blocks_are_evicted_and_forgotten(own: Stack, kvctl: Kvctl) -> None:
     prompt = ("--tokens", listed(remember(own, 6, "gone")), "--salt", "gone")
-    settled(kvctl, "gone")
+    until_released(kvctl, "gone")
     assert "evicted 3 blocks" in kvctl.text("evict", *prompt, "--yes")
     assert "removed: purged" in kvctl.text("explain", *prompt)
     remember(own, 6, "gone")
-    settled(kvctl, "gone")
+    until_released(kvctl, "gone")
     receipt = kvctl.data("forget", *prompt, "--yes")
     assert (receipt["removed"], receipt["store_updated"]) == ([{"tier": "TIER_DEVICE", "num_blocks": "3"}], True)
     assert kvctl.data("blocks", "--salt", "gone")["blocks"] == []
@@ -245,7 +245,7 @@ def test_blocks_are_evicted_and_forgotten(own: Stack, kvctl: Kvctl) -> None:
 
 def test_events_are_watched_as_lines(own: Stack, kvctl: Kvctl) -> None:
     remember(own, 7, "told")
-    settled(kvctl, "told")
+    until_released(kvctl, "told")
     lines = kvctl.text("watch", "--salt", "told", "--count", 5, "-o", "json").splitlines()
     seen = [json.loads(line) for line in lines]
     about_pools = ["EVENT_KIND_EXECUTOR_REGISTERED", "EVENT_KIND_CREATED"]
@@ -260,7 +260,7 @@ def test_events_are_watched_as_lines(own: Stack, kvctl: Kvctl) -> None:
 def test_ghost_caches_have_a_row_per_size(own: Stack, kvctl: Kvctl) -> None:
     for _ in range(2):
         remember(own, 9, "ghost")
-        settled(kvctl, "ghost")
+        until_released(kvctl, "ghost")
     found = kvctl.data("ghosts", "--executor", "executor-0")["ghosts"]["executor-0"]
     _, head, *rows, _ = kvctl.text("ghosts", "--window", "10m").splitlines()
     assert head.split() == ["SIZE", "BLOCKS", "RETENTION", "LRU", "SEGMENTED-LRU"]
@@ -299,7 +299,7 @@ def test_top_shows_everything_once_where_no_terminal_is(own: Stack, kvctl: Kvctl
 
 
 @pytest.mark.parametrize("verb", [("top", "--interval", "0.1"), ("watch",)])
-def test_ctrl_c_ends_what_goes_on_and_says_nothing(own: Stack, verb: tuple[str, ...]) -> None:
+def test_ctrl_c_ends_a_running_verb_and_says_nothing(own: Stack, verb: tuple[str, ...]) -> None:
     controller, terminal = pty.openpty()
     with ctrl_c_is_heard():
         process = subprocess.Popen(
@@ -321,7 +321,7 @@ def test_ctrl_c_ends_what_goes_on_and_says_nothing(own: Stack, verb: tuple[str, 
     assert (process.returncode, err) == (130, b"")
 
 
-def test_what_is_wrong_is_found_and_what_has_gone_is_told(
+def test_a_fault_is_found_and_a_lost_process_is_reported(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with own_stack() as own:
@@ -330,12 +330,12 @@ def test_what_is_wrong_is_found_and_what_has_gone_is_told(
 
 def break_and_look(own: Stack, kvctl: Kvctl) -> None:
     remember(own, 8, "checked")
-    settled(kvctl, "checked")
+    until_released(kvctl, "checked")
     assert "clean, and Redis agrees" in kvctl.text("fsck")
     assert kvctl.data("fsck", "--no-store", "--pool", POOL)["store_compared"] is False
     with Redis(unix_socket_path=str(own.folder / "state/redis/socket")) as redis:
         # Not a block that is there: copied to host memory behind all else, it would be written again meanwhile.
-        redis.hset("kvkeep:{executor-0}:blocks", "no place", "no block")
+        redis.hset("kvkeep:{executor-0}:blocks", "no slot", "no block")
     assert kvctl.data("fsck", status=1)["violations"]
     assert "violation in " in kvctl.text("fsck", status=1)
     replayed = kvctl.text("replay", own.folder / "operations.log")

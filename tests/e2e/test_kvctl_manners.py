@@ -140,7 +140,7 @@ def test_what_destroys_wants_a_yes(kvctl: Kvctl, name: str) -> None:
     options = {option for param in VERBS[name].params for option in param.opts}
     assert {"--dry-run", "--yes"} <= options
     done = kvctl.run(*name.split(), *(word for word in LINES[name] if word != "--yes"))
-    # Nobody is asked about a pin, a rule or a quota that is not there.
+    # There is no question about a pin, a rule or a quota that is not there.
     is_there = name not in ("unpin", "rules delete", "quota delete")
     assert done.status == (2 if is_there else 4), done
     assert is_there == ("--yes: is needed without a terminal" in done.err)
@@ -159,7 +159,7 @@ def test_a_terminal_is_asked(stack: Stack, kvctl: Kvctl, answer: str, status: in
         assert kvctl.run("rules", "delete", "asked", "--yes").status == 0
 
 
-def test_a_rule_for_all_and_one_that_takes_anothers_place_are_asked_about(stack: Stack, kvctl: Kvctl) -> None:
+def test_a_rule_for_all_and_a_rule_that_replaces_another_are_asked_about(stack: Stack, kvctl: Kvctl) -> None:
     with contextlib.ExitStack() as undo:
         undo.callback(kvctl.run, "rules", "delete", "asked", "--yes")
         for line in (("--no-store",), ("--start", "16", "--priority", "80")):
@@ -176,7 +176,7 @@ def test_a_rule_for_all_and_one_that_takes_anothers_place_are_asked_about(stack:
             assert kvctl.data("rules", "list")["rules"][0]["match"].items() >= match.items()
 
 
-def test_a_reader_that_goes_away_is_no_error(stack: Stack) -> None:
+def test_a_reader_that_disconnects_is_no_error(stack: Stack) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(command("pools"), stdout=writer, stderr=subprocess.PIPE, env=environment(stack), check=False)

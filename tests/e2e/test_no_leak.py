@@ -1,4 +1,4 @@
-"""Whatever clients do, every block comes back."""
+"""Whatever clients do, every block is released."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from tests.stack import Stack
 from tests.support.generation import greedy_request
-from tests.support.settled import settle
+from tests.support.idle import until_idle
 
 REQUESTS = 300
 VOCABULARY = 49_152
@@ -96,7 +96,7 @@ async def test_after_random_traffic_every_block_is_free_or_cached(stack: Stack) 
     assert endings["INVALID_ARGUMENT"] > 0
     assert not set(endings) & {"INTERNAL", "UNKNOWN", "UNAVAILABLE"}
 
-    report = await settle(stack.admin)
+    report = await until_idle(stack.admin)
 
     assert not report.violations
     for pool in report.pools:

@@ -21,7 +21,7 @@ from tests.support.otlp_receiver import OtlpReceiver, attributes
 pytestmark = pytest.mark.model
 
 PROMPT = "Ambergris and vellichor: " + "the quick brown fox jumps over the lazy dog. " * 5
-SALT = "a salt that nobody else may know"
+SALT = "a salt that no other may know"
 SERVICES = {"kvkeep-scheduler", "kvkeep-cachemgr", "kvkeep-executor"}
 
 
@@ -214,7 +214,7 @@ async def test_the_access_log_has_one_line_per_request_and_neither_prompt_nor_sa
     assert line["samples"] == 2
     for name in ("prompt_tokens", "cached_tokens", "output_tokens"):
         assert line[name] == sum(getattr(usage, name) for usage in usages)
-    queued, first, whole = (float(str(line[name])) for name in ("queue_seconds", "first_token_seconds", "seconds"))
+    queued, first, whole = (float(str(line[name])) for name in ("queue_seconds", "ttft_seconds", "seconds"))
     assert 0 <= queued <= first <= whole
     assert line["salt_sha256"] == hashlib.sha256(SALT.encode()).hexdigest()[:16]
     everything = observed.access_log.read_text()
@@ -254,7 +254,7 @@ async def test_metrics_add_up_to_the_answers(observed: Observed) -> None:
         assert grown(theirs + name, labels) == counted, name
 
 
-async def test_the_cache_manager_tells_of_salts_by_their_hash(observed: Observed) -> None:
+async def test_the_cache_manager_names_salts_by_their_hash(observed: Observed) -> None:
     [usage] = await answer(observed.stack, asked("salted"))
     digest = hashlib.sha256(SALT.encode()).hexdigest()[:16]
     labels = f'pool="executor-0/0",salt_sha256="{digest}"'

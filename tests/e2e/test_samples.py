@@ -14,7 +14,7 @@ from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from tests.stack import Stack
 from tests.support.generation import generate_samples, greedy_request
-from tests.support.settled import settle
+from tests.support.idle import until_idle
 
 SAMPLES = 4
 BLOCK = 16
@@ -44,7 +44,7 @@ async def run(stack: Stack, request: pb.StreamGenerateRequest) -> list[list[int]
 
 async def check(stack: Stack) -> None:
     """Every block is free or cached, and the manager's count is right."""
-    report = await settle(stack.admin)
+    report = await until_idle(stack.admin)
     assert not report.violations
     assert [pool.used_blocks for pool in report.pools] == [0]
 

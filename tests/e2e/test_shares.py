@@ -68,7 +68,7 @@ class Operator:
         return full, windowed
 
     async def update(self, pool: kv.Pool, blocks: int) -> None:
-        """Again as long as blocks are in use, or the executor has memory to give back. Raises RemoteError."""
+        """Again as long as blocks are in use, or the executor has memory to return. Raises RemoteError."""
         changed = kv.Pool(pool_id=pool.pool_id, total_blocks=blocks)
         request = kv.UpdatePoolRequest(pool=changed, update_mask=FieldMask(paths=["total_blocks"]))
         async with asyncio.timeout(30):

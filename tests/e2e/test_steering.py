@@ -1,4 +1,4 @@
-"""What callers hear of their wishes, and what operators can do while requests run, on the real stack."""
+"""Receipts of retention requests, and what operators can do while requests run, on the real stack."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.stack import Stack
 from tests.support.generation import greedy_request
-from tests.support.settled import settle
+from tests.support.idle import until_idle
 
 RETAIN = common.HintAction(action_id="keep", action_type="Retain", action_version="0.1")
 RETAIN.payload.update({"priority": 70, "duration_seconds": 600})
@@ -65,11 +65,11 @@ async def test_blocks_of_a_forgotten_salt_are_scrubbed_and_never_hit_again(stack
         receipt = await admin.ForgetBlocks(kv.ForgetBlocksRequest(salt="to be forgotten"), timeout=5)
         assert receipt.zeroing_blocks == sum(count.num_blocks for count in receipt.removed) >= 4
         assert receipt.store_updated
-        # The slots come back when the executor has overwritten them.
+        # The slots can be used again when the executor has overwritten them.
         while (await admin.ListPools(kv.ListPoolsRequest(), timeout=5)).pools[0].used_blocks:
             await asyncio.sleep(0.05)
         after = (await admin.ListPools(kv.ListPoolsRequest(), timeout=5)).pools[0]
         assert after.cached_blocks == before.cached_blocks - receipt.zeroing_blocks
     assert (await usage_of(stack, request)).cached_tokens == 0
-    report = await settle(stack.admin)
+    report = await until_idle(stack.admin)
     assert not report.violations

@@ -1,4 +1,4 @@
-"""Blocks in host memory and on disk through the whole stack: they come back, also after a death, and never wrong."""
+"""Blocks in host memory and on disk through the whole stack: they are onloaded, also after a death, and never wrong."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 from tests.stack import Stack, free_address, metrics
 from tests.support.generation import Output, generate_all, greedy_request
-from tests.support.settled import settle
+from tests.support.idle import until_idle
 from tests.support.tier_files import BLOCK_BYTES, flip_bytes, only_file
 
 PROMPT, OUTPUT, PROMPTS = 161, 8, 5
-# Room for one prompt and little more.
+# One prompt fits, and little more.
 POOL = 256
 
 
@@ -66,10 +66,10 @@ async def test_offloaded_blocks_are_onloaded_unchanged(tiered: tuple[Stack, Path
             break
     else:
         # Once or twice a busy machine's disk may take so long that steps do not wait for it, which costs blocks.
-        pytest.fail(f"of {PROMPTS} prompts only {cached} tokens came back, three times")
+        pytest.fail(f"of {PROMPTS} prompts only {cached} tokens were onloaded, three times")
     assert any(one.usage.disk_tokens for one in second)
     assert sum(map(moved, second)) > PROMPTS * PROMPT // 2
-    assert not (await settle(stack.admin)).violations
+    assert not (await until_idle(stack.admin)).violations
 
 
 @pytest.mark.model
@@ -83,7 +83,7 @@ async def test_lower_tiers_outlive_the_executor(tiered: tuple[Stack, Path]) -> N
     assert [one.token_ids for one in second] == [one.token_ids for one in first]
     # But for the last two, of which the device may have held blocks that had no copy yet.
     assert all(moved(one) > PROMPT // 2 for one in second[: PROMPTS - 2])
-    assert not (await settle(stack.admin)).violations
+    assert not (await until_idle(stack.admin)).violations
 
 
 @pytest.mark.model
@@ -96,4 +96,4 @@ async def test_blocks_with_flipped_bytes_are_computed_again_and_counted(tiered: 
     assert "copies failed" in stack.log_path("executor").read_text()
     counted = {name: value for name, _, value in metrics(stack.executor_metrics)}
     assert counted["kvkeep_executor_checksum_mismatches_total"] > 0
-    assert not (await settle(stack.admin)).violations
+    assert not (await until_idle(stack.admin)).violations

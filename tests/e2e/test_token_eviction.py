@@ -19,7 +19,7 @@ from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import from_rpc_error
 from tests.stack import Stack
 from tests.support.generation import Output, generate_all, generate_samples, greedy_request
-from tests.support.settled import settle
+from tests.support.idle import until_idle
 
 PROMPT, OUTPUT = 220, 20
 POLICIES: dict[str, dict[str, Any]] = {
@@ -66,7 +66,7 @@ GROUPS = [NAMES[start : start + 5] for start in range(0, len(NAMES), 5)]
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Stack]:
-    """A stack with room for one request, and not for its cached prompt beside it."""
+    """A stack in which one request fits, and not its cached prompt beside it."""
     with Stack(executor_max_tokens=320) as running:
         yield running
 
@@ -96,11 +96,11 @@ async def run(stack: Stack, *requests: pb.StreamGenerateRequest) -> list[Output]
 @pytest.mark.parametrize("names", GROUPS, ids=", ".join)
 async def test_an_evicting_run_leaves_its_prompt_to_others_and_to_itself(stack: Stack, names: list[str]) -> None:
     await asyncio.gather(*[check_reuse(stack, name) for name in names])
-    assert not (await settle(stack.admin)).violations
+    assert not (await until_idle(stack.admin)).violations
 
 
 async def check_reuse(stack: Stack, name: str) -> None:
-    """What a policy's run finds in the cache, leaves there, and tells."""
+    """What a policy's run hits in the cache, leaves there, and reports."""
     fields = (POLICIES | MORE)[name]
     chosen = parse(common.EvictionPolicy(**fields), LAYOUT)
     assert chosen is not None
@@ -132,7 +132,7 @@ async def test_all_that_may_be_kept_of_a_prompt_comes_from_the_cache_and_nothing
 ) -> None:
     kinds = ["SLIDING_WINDOW", "KEYDIFF", "KNORM", "TOVA", "RANDOM"]
     await asyncio.gather(*[check_prefix(stack, kind, most) for kind in kinds])
-    assert not (await settle(stack.admin)).violations
+    assert not (await until_idle(stack.admin)).violations
 
 
 async def check_prefix(stack: Stack, kind: str, most: int) -> None:
@@ -167,19 +167,19 @@ async def test_an_executor_that_dies_costs_an_evicting_request_nothing_though_it
             usage = message.usage
     assert tokens == expected.token_ids
     assert usage.eviction.peak_cache_tokens == expected.usage.eviction.peak_cache_tokens == PROMPT
-    assert not (await settle(small.admin)).violations
+    assert not (await until_idle(small.admin)).violations
 
 
 @pytest.mark.model
 @pytest.mark.parametrize("fields", [MORE["h2o"], None], ids=["h2o", "no policy"])
-async def test_a_cached_prompt_is_recomputed_where_it_has_no_room_twice(
+async def test_a_cached_prompt_is_recomputed_where_it_does_not_fit_twice(
     small: Stack, fields: dict[str, Any] | None
 ) -> None:
     request = request_of("again", fields)
     request.cache.no_read = fields is None
     outputs = [await run(small, request) for _ in range(3)]
     assert outputs[0][0].token_ids == outputs[1][0].token_ids == outputs[2][0].token_ids
-    assert not (await settle(small.admin)).violations
+    assert not (await until_idle(small.admin)).violations
 
 
 @pytest.mark.model
@@ -203,7 +203,7 @@ async def test_mixed_policies_run_together_as_alone_and_leave_nothing_behind(sta
         request.cache.no_read = request.cache.no_store = True
         (alone,) = await run(stack, request)
         assert output.token_ids == alone.token_ids
-    assert not (await settle(stack.admin)).violations
+    assert not (await until_idle(stack.admin)).violations
 
 
 @pytest.mark.model

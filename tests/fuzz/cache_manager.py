@@ -1,4 +1,4 @@
-"""Random lives of the cache manager that nobody has seen: `make fuzz-manager`, and a part of CI.
+"""New random lives of the cache manager: `make fuzz-manager`, and a part of CI.
 
 Each run begins at another seed, and prints for each life that fails how to run it again.
 """

@@ -28,7 +28,7 @@ _GLANCE = 1.0
 # Messages of a stream that are read.
 _MOST_READ = 400
 _FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
-# What this side says itself of a stream that ended while it wrote; how it ended, the server's metrics tell.
+# What this side says itself of a stream that ended while it wrote; how it ended, the server's metrics say.
 _ENDED_MEANWHILE = "Internal error from Core"
 _MOST_TEXT = 1500
 _NAMES = ("x-request-id", "traceparent", "tracestate", "authorization", "x-other", "grpc-timeout-x")
@@ -42,7 +42,7 @@ _ODD_VALUES = (
 
 
 class Caller:
-    """Makes calls of the methods of one phase; what it learns from answers goes into later requests."""
+    """Makes calls of the methods of one phase; later requests use what it learns from answers."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Caller:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # Of the call, by the server: the library tells it as if this task were to end, which then went on no more.
+            # Of the call, by the server: the library raises it as if this task were to end, which then did.
             return grpc.StatusCode.CANCELLED, "", True
         except grpc.aio.AioRpcError as error:
             status, details = error.code(), error.details() or ""

@@ -1,6 +1,6 @@
-"""What a call may ask for: so much that a run of many calls ends, one machine has room for it, and the stack lives.
+"""What a call may ask for: so much that a run of many calls ends, it fits one machine, and the stack lives.
 
-Who registers in the name of the stack's scheduler or executor with a newer epoch takes its place, as is right: it ends,
+A registration in the name of the stack's scheduler or executor with a newer epoch replaces it, as is right: it ends,
 or is shut out. So their names are sent with small epochs only.
 """
 

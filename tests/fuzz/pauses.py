@@ -20,7 +20,7 @@ class Pauses:
         threading.Thread(target=self._look, name="pauses", daemon=True).start()
 
     def any_since(self, begin: float) -> bool:
-        """Whether there was one since a time of the monotonic clock, which goes on in a pause."""
+        """Whether there was one since a time of the monotonic clock, which runs on in a pause."""
         return self._ended >= begin or time.monotonic() - self._looked > _PAUSE_SECONDS
 
     def _look(self) -> None:

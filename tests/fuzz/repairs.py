@@ -36,7 +36,7 @@ def is_in(message: Message, path: str) -> bool:
 
 
 def _find(message: Message, path: str, rng: random.Random) -> Iterator[tuple[Message, str, str]]:
-    """The part that has the field, its name, and its place in a list or nothing."""
+    """The part that has the field, its name, and its index in a list or nothing."""
     *above, last = _STEP.findall(path) or [("", "")]
     for start in (message, *(value for field, value in message.ListFields() if _is_one_message(field))):
         holder: Any = start

@@ -11,7 +11,7 @@ from pathlib import Path
 from bench.tables import table
 from tests.fuzz.pauses import Pauses
 
-# Of the same kind at the same place, faults that are kept.
+# Faults of the same kind at the same field that are kept.
 _KEPT = 5
 
 

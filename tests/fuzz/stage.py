@@ -39,7 +39,7 @@ MOST_RULES = 30
 # Between the steps of one generation, which stay open as long as both processes live.
 _SESSION = "execution.v1.ExecutorService/StreamSteps"
 _ERROR = re.compile('"level": "(error|critical)"|^Traceback')
-# What gRPC says of a caller who was gone when the answer was to be sent.
+# What gRPC says of a caller that had disconnected when the answer was to be sent.
 _CALLER_GONE = "ExecuteBatchError raised in core"
 # Whose output without any cache must be the same before and after.
 _FAILED = re.compile('code="(INTERNAL|UNKNOWN|DATA_LOSS)"')
@@ -264,6 +264,6 @@ async def _check_books(manager: Manager) -> list[str]:
 
 
 async def _ignoring(call: Any) -> None:
-    """Deletes what may be gone already."""
+    """Deletes what may be deleted already."""
     with contextlib.suppress(grpc.aio.AioRpcError):
         await call

@@ -1,10 +1,11 @@
-"""What is wrong with the addresses of a stack is told with their settings, before anything starts."""
+"""What is wrong with the addresses of a stack is reported with their settings, before anything starts."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import layout
 import pytest
 import run_stack
 
@@ -25,13 +26,14 @@ NAMES = (
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """A model that does not exist: whoever gets as far as loading it says so."""
+    """A model that does not exist: a process that gets as far as loading it says so."""
     return {name: free_address() for name in NAMES} | {"KVKEEP_EXECUTOR_MODEL": "/no/model"} | settings
 
 
 def check(**settings: str) -> None:
     """What the stack does before it starts anything."""
-    run_stack.check_addresses(run_stack.load_settings(environment(**settings)))
+    environ = environment(**settings)
+    run_stack.check_addresses(layout.single(environ) + layout.console(environ))
 
 
 def start(*line: str, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -75,7 +77,7 @@ def test_an_address_given_twice_is_named_with_both_settings(one: str, other: str
         "KVKEEP_SCHEDULER_ADDRESS": one.format(port=port, folder=tmp_path),
         "KVKEEP_EXECUTOR_ADDRESS": other.format(port=port, folder=tmp_path),
     }
-    with pytest.raises(AddressError, match=r"KVKEEP_EXECUTOR_ADDRESS.*KVKEEP_SCHEDULER_ADDRESS.*another port"):
+    with pytest.raises(AddressError, match=r"KVKEEP_SCHEDULER_ADDRESS.*KVKEEP_EXECUTOR_ADDRESS.*another port"):
         check(KVKEEP_INSECURE="1", **given)
 
 
@@ -115,8 +117,8 @@ def test_each_process_names_two_settings_with_the_same_address(process: str) -> 
     assert all(name in said for name in names)
 
 
-@pytest.mark.parametrize(("process", "count"), [("scheduler", 3), ("cachemgr", 3), ("executor", 2), ("console", 1)])
+@pytest.mark.parametrize(("process", "count"), [("scheduler", 3), ("cachemgr", 5), ("executor", 2), ("console", 1)])
 def test_each_process_knows_all_addresses_that_it_listens_on(process: str, count: int) -> None:
-    own = getattr(run_stack.load_settings(environment()), process).listening
+    own = layout.process(process, environment()).listening
     assert len(own) == count
     assert all(name.startswith(f"KVKEEP_{process.upper()}_") for name in own)

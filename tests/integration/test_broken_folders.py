@@ -54,7 +54,7 @@ def test_an_operation_log_in_a_read_only_folder_is_named(tmp_path: Path) -> None
 
 
 def test_a_tier_without_space_is_reported_before_the_model_is_loaded(tmp_path: Path) -> None:
-    """The folder of the model is none, which would be told when it is loaded."""
+    """The folder of the model is none, which would be reported when it is loaded."""
     for tier in ("HOST", "DISK"):
         done = run(
             ["-m", "executor"],

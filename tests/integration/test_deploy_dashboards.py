@@ -29,7 +29,7 @@ from tests.support.tier_files import BLOCK_BYTES, flip_bytes, only_file
 FOLDER = ROOT / "ops/deploy/grafana/dashboards"
 ALERTS = ROOT / "ops/deploy/prometheus/alerts.yaml"
 BOARDS = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
-# What Grafana puts in the place of variables.
+# The values that Grafana replaces variables with.
 VALUES = {"$__rate_interval": "1m", "$pool": ".*"}
 SHOWN_SECONDS = 20.0
 
@@ -64,7 +64,7 @@ def lost(ours: Any, known: Any, path: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize("board", BOARDS)
-def test_panels_have_places_and_numbers_of_their_own(board: str) -> None:
+def test_panels_have_positions_and_numbers_of_their_own(board: str) -> None:
     panels = BOARDS[board]["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken = [
@@ -89,7 +89,7 @@ async def test_every_panel_has_data_on_a_real_stack(tmp_path: Path) -> None:
     settings: dict[str, object] = {f"{job}_metrics_address": address for job, address in jobs.items()}
     settings |= {"scheduler_http_address": free_address()}
     settings |= {f"executor_{tier}_cache_dir": tmp_path / tier for tier in ("host", "disk")}
-    # Little room on the device, some in host memory, more on disk.
+    # Few blocks on the device, some in host memory, more on disk.
     settings |= {"executor_max_tokens": 256}
     settings |= {"executor_host_cache_size": 16 * BLOCK_BYTES, "executor_disk_cache_size": 128 * BLOCK_BYTES}
     with Stack(**settings) as stack, Prometheus(tmp_path, jobs, ALERTS) as server:

@@ -1,4 +1,4 @@
-"""Images and compose files: the linter and docker-compose take them, and processes understand what they are told."""
+"""Images and compose files: the linter and docker-compose take them, and processes understand their settings."""
 
 import re
 import shutil

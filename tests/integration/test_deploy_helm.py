@@ -110,7 +110,7 @@ def kinds(manifests: list[Manifest], kind: str) -> set[str]:
 def test_helm_finds_nothing_to_complain_of() -> None:
     found = helm.lint(str(CHART))
     assert found["errors"] == []
-    # Nothing but a picture that nobody has drawn.
+    # Nothing but a picture that is not drawn.
     assert [message["error"] for message in found["messages"]] == ["icon is recommended"]
 
 

@@ -260,7 +260,7 @@ def test_two_shards_behind_a_router_serve_with_tls_and_tokens_as_the_chart_tells
 
 
 @pytest.mark.model
-def test_an_engine_without_tls_and_tokens_serves_as_the_chart_tells_it(tmp_path: Path) -> None:
+def test_an_engine_without_tls_and_tokens_serves_as_the_chart_configures_it(tmp_path: Path) -> None:
     with running(tmp_path, PLAIN) as cluster:
         assert all("grpc" in one["readinessProbe"] for pod in cluster.pods.values() for one in containers(pod["spec"]))
         done = cluster.run_test()

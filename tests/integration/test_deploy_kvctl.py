@@ -19,7 +19,7 @@ FILES = ("tls/ca.crt", "tls/tls.crt", "tls/tls.key", "tokens/tokens", "tokens/op
 WHAT = ("ca", "certificate", "key", "tokens", "token")
 
 
-def told(deployment: str) -> tuple[dict[str, str], set[str], tuple[str, ...]]:
+def given_by(deployment: str) -> tuple[dict[str, str], set[str], tuple[str, ...]]:
     """Of a cache manager: its variables, where its deployment has servers, and the names of its secrets."""
     kind, _, how = deployment.partition(" ")
     if kind == "compose":
@@ -37,7 +37,7 @@ def kvctl(environment: dict[str, str], *arguments: str) -> subprocess.CompletedP
 
 @pytest.mark.parametrize("deployment", ["compose plain", "compose tls", "chart plain", "chart tls"])
 def test_operators_have_kvctl_beside_the_cache_manager(deployment: str, tmp_path: Path) -> None:
-    given, servers, names = told(deployment)
+    given, servers, names = given_by(deployment)
     Secrets(tmp_path, dict(zip(WHAT, names, strict=True)), Role.OPERATOR)
     moved = {"/run/secrets": str(tmp_path), "/var/lib/kvkeep": str(tmp_path)}
     moved |= {f":{port}": ":" + free_address().rpartition(":")[2] for port in (50052, 50062, 9102, 9112)}

@@ -1,4 +1,4 @@
-"""The Redis that deployments bring: a real server, told what theirs is told, answers the cache manager only."""
+"""The Redis that deployments bring: a real server with the same settings answers the cache manager only."""
 
 import asyncio
 import contextlib
@@ -22,8 +22,8 @@ COMPOSE_NAMES = {"ca": "ca", "certificate": "certificate", "key": "key"}
 CHART_NAMES = {"ca": "tls/ca.crt", "certificate": "tls/tls.crt", "key": "tls/tls.key"}
 
 
-class Told:
-    """What a deployment tells its Redis and its cache manager, moved to a folder and a port of this machine."""
+class Deployed:
+    """Settings of a deployment's Redis and cache manager, moved to a folder and a port of this machine."""
 
     def __init__(self, folder: Path, command: list[str], url: str, check: list[str]) -> None:
         self._folder, self._port = folder, free_address().rpartition(":")[2]
@@ -64,19 +64,19 @@ def _program(name: str) -> str:
     return found
 
 
-def compose_tls(folder: Path) -> Told:
+def compose_tls(folder: Path) -> Deployed:
     services = composed("tls")["services"]
     url = services["cachemgr"]["environment"]["KVKEEP_REDIS_URL"]
     Secrets(folder, COMPOSE_NAMES)
-    return Told(folder, services["redis"]["command"], url, services["redis"]["healthcheck"]["test"][1:])
+    return Deployed(folder, services["redis"]["command"], url, services["redis"]["healthcheck"]["test"][1:])
 
 
-def chart(folder: Path, values: dict[str, Any], shard: int = 0) -> Told:
+def chart(folder: Path, values: dict[str, Any], shard: int = 0) -> Deployed:
     found = processes(render(values))
     url = variables(found["cachemgr"], f"demo-kvkeep-cachemgr-{shard}")["KVKEEP_REDIS_URL"]
     Secrets(folder, CHART_NAMES)
     redis = found["redis"]
-    return Told(folder, redis["command"] + redis["args"], url, redis["readinessProbe"]["exec"]["command"])
+    return Deployed(folder, redis["command"] + redis["args"], url, redis["readinessProbe"]["exec"]["command"])
 
 
 async def answer(url: str) -> bool:

@@ -1,4 +1,4 @@
-"""The units: systemd takes them, processes understand what they tell, and what they may do is bounded."""
+"""The units: systemd takes them, processes understand their settings, and what they may do is bounded."""
 
 import configparser
 import re

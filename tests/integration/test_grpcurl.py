@@ -1,4 +1,4 @@
-"""Every service can be explored and called by people who have grpcurl and no .proto."""
+"""Every service can be explored and called with grpcurl and no .proto."""
 
 import json
 import re
@@ -113,7 +113,7 @@ def test_every_method_takes_json_and_answers_or_names_a_missing_field(stack: Sta
     client = Grpcurl(address_of(stack, service))
 
     def status(method: str) -> int:
-        # A watch goes on until its time is over.
+        # A watch lasts until its time is over.
         return client.run(method, options=("-d", "{}", "-max-time", "5")).returncode
 
     with ThreadPoolExecutor(4) as pool:

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import layout
 import pytest
 import run_stack
 import yaml
@@ -94,7 +95,7 @@ def test_every_command_is_in_an_example(page: Path) -> None:
     assert [line for line in code if line not in run] == []
 
 
-def test_readme_tells_of_every_way_to_steer() -> None:
+def test_readme_names_every_way_to_steer() -> None:
     steps = list(examples(ROOT / "README.md"))
     called = {name for step in steps for name in re.findall(r"Cache(?:Admin|Event)Service/(\w+)", step.code)}
     assert called >= {
@@ -141,7 +142,8 @@ def test_methods_of_a_tenants_operators_are_documented() -> None:
 
 
 def test_readme_shows_the_output_of_run_stack() -> None:
-    settings = run_stack.load_settings(run_stack.DEFAULTS | {"KVKEEP_STATE_DIR": "/home/you/.local/state/kvkeep"})
-    printed = run_stack.directions(settings, "unix:///home/you/.local/state/kvkeep/redis/socket")
+    folder = "/home/you/.local/state/kvkeep"
+    environ = run_stack.DEFAULTS | {"KVKEEP_STATE_DIR": folder, "KVKEEP_REDIS_URL": f"unix://{folder}/redis/socket"}
+    printed = run_stack.directions(layout.single(environ) + layout.console(environ))
     shown = "".join(f"    {line}\n" for line in printed.partition("\n\n")[0].splitlines())
     assert f" s\n\n{shown}\n" in (ROOT / "README.md").read_text()

@@ -30,11 +30,13 @@ pytestmark = pytest.mark.model
 class RunningStack:
     """ops/run_stack.py as a process, with a state folder and ports of its own."""
 
-    def __init__(self, folder: Path, **settings: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, **settings: str) -> None:
         self.address, self.http = free_address(), free_address()
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")}
         environment |= {f"KVKEEP_{name}_ADDRESS": free_address() for name in PROCESSES}
-        environment |= {f"KVKEEP_{name}_METRICS_ADDRESS": "" for name in ("SCHEDULER", "CACHEMGR", "EXECUTOR")}
+        environment |= {
+            f"KVKEEP_{name}_METRICS_ADDRESS": "" for name in ("SCHEDULER", "CACHEMGR", "EXECUTOR", "ROUTER")
+        }
         environment |= {
             "KVKEEP_SCHEDULER_ADDRESS": self.address,
             "KVKEEP_SCHEDULER_HTTP_ADDRESS": self.http,
@@ -45,7 +47,7 @@ class RunningStack:
         self.environment = environment | settings
         self.output = ""
         self.process = subprocess.Popen(
-            [sys.executable, "ops/run_stack.py"],
+            [sys.executable, "ops/run_stack.py", *arguments],
             cwd=ROOT,
             env=self.environment,
             stdout=subprocess.PIPE,
@@ -78,11 +80,12 @@ class RunningStack:
             time.sleep(0.05)
 
     def children(self) -> dict[str, psutil.Process]:
-        """Processes below it: by module name, the Redis server by "redis"."""
-        found = {}
+        """Processes below it: by module name, a second one with a 2 behind it, the Redis server by "redis"."""
+        found: dict[str, psutil.Process] = {}
         for process in psutil.Process(self.process.pid).children(recursive=True):
             line = process.cmdline()
-            found[line[2] if "-m" in line else "redis"] = process
+            name = line[2] if "-m" in line else "redis"
+            found[f"{name} 2" if name in found else name] = process
         return found
 
     def generate(self, prompt: str) -> subprocess.CompletedProcess[str]:
@@ -112,8 +115,8 @@ def folder() -> Iterator[Path]:
 def run_stack(folder: Path) -> Iterator[Callable[..., RunningStack]]:
     running: list[RunningStack] = []
 
-    def start(**settings: str) -> RunningStack:
-        running.append(RunningStack(folder, **settings))
+    def start(*arguments: str, **settings: str) -> RunningStack:
+        running.append(RunningStack(folder, *arguments, **settings))
         return running[-1]
 
     yield start
@@ -121,7 +124,7 @@ def run_stack(folder: Path) -> Iterator[Callable[..., RunningStack]]:
         stack.end()
 
 
-def assert_gone(processes: dict[str, psutil.Process]) -> None:
+def assert_ended(processes: dict[str, psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes.values(), timeout=5)
     assert alive == []
 
@@ -152,11 +155,62 @@ def test_stack_becomes_ready_answers_and_leaves_nothing_behind(run_stack: Callab
 
     stack.process.send_signal(signal.SIGINT)
     assert stack.wait_for_end() == 0, stack.output
-    assert_gone(children)
+    assert_ended(children)
     order = [
         stack.output.index(f"{name}: stopped") for name in ("console", "scheduler", "executor", "cachemgr", "redis")
     ]
     assert order == sorted(order)
+
+
+def test_a_fleet_answers_where_a_stack_does_and_leaves_nothing_behind(run_stack: Callable[..., RunningStack]) -> None:
+    stack = run_stack("--engines", "2", "--shards", "2", "--policy", "round-robin")
+    stack.wait_for("Ctrl-C stops the stack")
+    shown = dict(re.findall(r"^  ([a-z]+-?\d?) +(\S+)", stack.output, re.MULTILINE))
+    assert shown["router"] == stack.address
+    assert shown["cachemgr-0"] == stack.environment["KVKEEP_CACHEMGR_ADDRESS"]
+    for name in ("cachemgr-1", "scheduler-0", "scheduler-1", "executor-0", "executor-1"):
+        assert shown[name].startswith("unix:")
+    [api] = re.findall(r"http  +(http://\S+/v1)$", stack.output, re.MULTILINE)
+    assert api == f"http://{stack.http}/v1"
+    with urllib.request.urlopen(f"{api}/models", timeout=10) as models:
+        assert b"SmolLM2" in models.read()
+    children = stack.children()
+    both = {name for service in ("cachemgr", "executor", "scheduler") for name in (service, f"{service} 2")}
+    assert set(children) == {"redis", *both, "scheduler.router", "kvctl.console"}
+
+    # Each engine answers once, also after a scheduler was started again.
+    for killed in (False, True):
+        if killed:
+            children["scheduler 2"].kill()
+            stack.wait(lambda: len(re.findall(r"scheduler-\d: ready", stack.output)) == 3, 20, "not ready again")
+        for _ in range(2):
+            answer = stack.generate("What is the capital of France?")
+            assert "Paris" in answer.stdout, answer.stderr + stack.output
+    children = stack.children()
+    stack.process.send_signal(signal.SIGINT)
+    assert stack.wait_for_end() == 0, stack.output
+    assert_ended(children)
+    names = ("console", "router", "scheduler-1", "scheduler-0", "executor-1", "executor-0", "cachemgr-1", "cachemgr-0")
+    order = [stack.output.index(f"{name}: stopped") for name in (*names, "redis")]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (("--shards", "2"), 2, "--shards is of several engines: give --engines, too"),
+        (("--policy", "cost"), 2, "--policy is of several engines: give --engines, too"),
+        (("--engines", "2", "--shards", "3"), 1, "3 shards for 2 engines"),
+        (("--engines", "2", "--policy", "coin"), 1, "KVKEEP_ROUTER_POLICY: must be one of"),
+    ],
+)
+def test_a_fleet_that_cannot_be_is_refused_before_anything_starts(
+    run_stack: Callable[..., RunningStack], arguments: tuple[str, ...], status: int, said: str
+) -> None:
+    stack = run_stack(*arguments)
+    assert stack.wait_for_end() == status
+    assert said in stack.output
+    assert "starting" not in stack.output
 
 
 def test_second_stack_on_the_same_folder_is_refused(run_stack: Callable[..., RunningStack]) -> None:
@@ -199,7 +253,7 @@ def test_ended_process_is_started_again_until_it_ends_too_often(run_stack: Calla
     assert stack.wait_for_end() == 1
     assert "cachemgr was killed by SIGKILL, for the 4th time" in stack.output
     assert '"listening"' in stack.output.partition("last lines of its log")[2]
-    assert_gone(children)
+    assert_ended(children)
 
 
 # Read by every Python process at its start. In the cache manager's, one step's progress is taken and then fails.
@@ -251,7 +305,7 @@ def test_children_end_with_a_supervisor_that_is_killed(run_stack: Callable[..., 
     assert len(children) == 5
     stack.process.kill()
     stack.process.wait()
-    assert_gone(children)
+    assert_ended(children)
 
 
 def test_process_that_cannot_start_shows_why(run_stack: Callable[..., RunningStack], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Batches of paged sequences whose every unwritten place is NaN, and their attention by any backend."""
+"""Batches of paged sequences whose every unwritten slot is NaN, and their attention by any backend."""
 
 import math
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Case:
 class Problem:
     """A case's tensors. `tables`: the block numbers; where no query sees a block it is 0, a block full of NaN.
 
-    int8 has no NaN; its unwritten places hold what would be seen to be wrong.
+    int8 has no NaN; its unwritten slots hold what would be seen to be wrong.
     """
 
     query: Tensor

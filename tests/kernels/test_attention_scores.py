@@ -81,7 +81,7 @@ def test_weights_of_the_counted_queries_are_summed(
         torch.testing.assert_close(got.sum(2), expected.float(), rtol=2 * BARS[dtype], atol=0)
 
 
-def test_scores_have_a_column_per_key_when_no_place_is_given() -> None:
+def test_scores_have_a_column_per_key_when_no_slot_is_given() -> None:
     problem = build(MIXED)
     lse = torch.zeros(problem.query.shape[:2])
     counted = torch.zeros(len(MIXED.lengths), dtype=torch.int32)

@@ -31,7 +31,7 @@ def compact(backend: str, shape: tuple[int, ...], slots: list[Tensor], dtype: to
 
 
 def chosen(shape: tuple[int, ...], count: int, *, layers: bool = True, heads: bool = True, seed: int = 0) -> Tensor:
-    """Slots in any order, [1 or L, 1 or Hkv, count]: alike where layers or heads are not told apart."""
+    """Slots in any order, [1 or L, 1 or Hkv, count]: alike where layers and heads share them."""
     generator = torch.Generator().manual_seed(seed)
     leading = (shape[0] if layers else 1, shape[3] if heads else 1)
     orders = torch.rand(*leading, shape[1] * shape[2], generator=generator).argsort(-1)

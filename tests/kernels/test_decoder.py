@@ -67,7 +67,7 @@ def test_a_row_does_not_depend_on_the_others(library: ctypes.CDLL) -> None:
 def test_invariant_computation_reads_nothing_before_a_window(
     library: ctypes.CDLL, queries: int, dtype: torch.dtype, products: bool
 ) -> None:
-    """Runs of keys begin before it, where blocks may be somebody else's by now."""
+    """Runs of keys begin before it, where blocks may be another sequence's by now."""
     case = Case((queries,), (230,), windows=(70,))
     world = build_world(case, dtype)
     first_seen = 230 - queries - 70 + 1
@@ -99,7 +99,7 @@ def test_a_step_of_nothing_has_no_logits(library: ctypes.CDLL) -> None:
     assert decoder.step(none, none, none, torch.zeros(1, dtype=torch.int32), groups, none).shape == (0, 97)
 
 
-def test_a_chunk_whose_logits_nobody_wants_has_none(library: ctypes.CDLL) -> None:
+def test_a_chunk_without_rows_has_no_logits(library: ctypes.CDLL) -> None:
     world = build_world(Case((30,), (30,)), torch.bfloat16)
     decoder = decoder_of(library, world, torch.bfloat16)
     *inputs, _ = world.arguments
@@ -153,7 +153,7 @@ def test_logits_go_where_they_are_wanted(library: ctypes.CDLL) -> None:
         (Case(), torch.float16, "float16"),
     ],
 )
-def test_a_model_it_is_not_for_is_told(library: ctypes.CDLL, case: Case, dtype: torch.dtype, words: str) -> None:
+def test_a_model_it_is_not_for_is_named(library: ctypes.CDLL, case: Case, dtype: torch.dtype, words: str) -> None:
     weights = build_weights(case)
     assert words in obstacle(library, weights, dtype)
     with pytest.raises(ValueError, match=words):
@@ -169,7 +169,7 @@ def test_threads_that_lose_their_cores_change_nothing(library: ctypes.CDLL) -> N
     assert all(torch.equal(decoder.step(*world.arguments), first) for _ in range(200))
 
 
-def test_it_tells_what_the_time_went_to(library: ctypes.CDLL) -> None:
+def test_it_counts_what_the_time_is_spent_on(library: ctypes.CDLL) -> None:
     world = build_world(Case(), torch.float32)
     decoder = decoder_of(library, world)
     assert set(decoder.seconds.values()) == {0.0}
@@ -182,7 +182,7 @@ def test_it_tells_what_the_time_went_to(library: ctypes.CDLL) -> None:
     assert all(decoder.seconds[kind] > seconds for kind, seconds in once.items())
 
 
-def test_without_a_compiler_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_reason_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(build.NoCompilerError, match=r"no C\+\+ compiler"):
         build.load(tmp_path)

@@ -148,8 +148,8 @@ HEADS = {
 
 @pytest.mark.parametrize("tokens", [1, 4, 9, 30, 64, 300])
 @pytest.mark.parametrize("kept", HEADS.values(), ids=HEADS.keys())
-def test_every_bit_of_a_weight_comes_back(library: ctypes.CDLL, kept: Kept, tokens: int) -> None:
-    """Layers add nothing, and a token's hidden state is 8 at one place, so that logits are 8 times a column."""
+def test_every_bit_of_a_weight_is_restored(library: ctypes.CDLL, kept: Kept, tokens: int) -> None:
+    """Layers add nothing, and a token's hidden state is 8 at one element, so that logits are 8 times a column."""
     case = Case((tokens,), (tokens,), hidden=64, vocabulary=70, tied=False)
     world = build_world(case, kept.dtype)
     layers = [

@@ -60,7 +60,7 @@ class HttpAnswer(NamedTuple):
     text: str
 
 
-# Sends one call; returns the messages that came back.
+# Sends one call; returns the answers.
 Probe = Callable[[], Awaitable[list[Any]]]
 
 
@@ -97,7 +97,7 @@ def _salts(stage: Stage) -> list[str]:
 
 
 def _http(stage: Stage, client: openai.DefaultAsyncHttpxClient) -> Iterator[tuple[str, Probe]]:
-    """The same over HTTP. What is sent there stays cached: each time it is another tenant, who finds nothing of it."""
+    """The same over HTTP. What is sent there stays cached: each time it is another tenant, which has no hit of it."""
 
     def probe(authorization: str = "", **fields: Any) -> Probe:
         tokens = iter(stage.crowd)
@@ -194,7 +194,7 @@ def _has_hit(message: Any) -> bool:
 
 
 class Attack:
-    """One run of probes, with somebody who watches events beside it."""
+    """One run of probes, with a watch of events beside it."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage

@@ -1,4 +1,4 @@
-"""A stack with mutual TLS and tokens, a tenant with something to lose, and channels of everybody."""
+"""A stack with mutual TLS and tokens, a tenant with something to lose, and channels of all roles."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def context(tls: Security) -> ssl.SSLContext:
 
 
 class Stage:
-    """Use it in a with statement; the victim's names have a marker that nobody else can guess."""
+    """Use it in a with statement; the victim's names have a marker that no other can guess."""
 
     def __init__(self, folder: Path, crowd: int) -> None:
         """crowd: how many more tenants attack, whose caches are empty."""
@@ -60,7 +60,7 @@ class Stage:
         self.salt, self.session = f"salt-{self.marker}", f"session-{self.marker}"
         self.bound_salt, self.bound_session = f"{VICTIM}/{self.salt}", f"{VICTIM}/{self.session}"
         self.keys = keys
-        # Over HTTP: who calls, who looks, and who counts.
+        # Over HTTP: a caller, a viewer, and metrics.
         self.pages = {free_address(): path for path in ("/health", "/", "/metrics")}
         http, console, metrics = self.pages
         self.stack = Stack(

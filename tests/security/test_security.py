@@ -105,7 +105,7 @@ async def test_every_method_refuses_those_without_its_role(stage: Stage) -> None
         admin: kv_rpc.CacheAdminServiceAsyncStub = kv_rpc.CacheAdminServiceStub(channel)
         assert (await admin.ListPools(kv.ListPoolsRequest(), timeout=10)).pools
         assert (await remote(admin.PurgeBlocks(kv.PurgeBlocksRequest(), timeout=10))).reason == "PERMISSION_DENIED"
-    # Whoever stops the scheduler stops it for all.
+    # A scheduler that is stopped is stopped for all.
     async with stage.scheduler(stage.tenants[ATTACKER][Role.OPERATOR]) as channel:
         drain: rpc.SchedulerAdminServiceAsyncStub = rpc.SchedulerAdminServiceStub(channel)
         assert (await remote(drain.SetDraining(pb.SetDrainingRequest(), timeout=10))).reason == "PERMISSION_DENIED"

@@ -1,4 +1,4 @@
-"""What files of a deployment tell processes, held against what the processes understand."""
+"""The settings in files of a deployment, held against what the processes understand."""
 
 import json
 import re
@@ -108,7 +108,7 @@ def variables(container: Manifest, pod: str = "pod-0") -> dict[str, str]:
 
 
 class Secrets:
-    """Certificates and tokens under the names that a deployment gives them, in a folder in the place of its own."""
+    """Certificates and tokens under the names that a deployment gives them, in a folder that replaces its own."""
 
     def __init__(self, folder: Path, names: Mapping[str, str], role: Role = Role.SCHEDULER) -> None:
         """names: of each file that a process is given, by what it is: ca, certificate, key, token of a role, tokens."""

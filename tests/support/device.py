@@ -14,7 +14,7 @@ GARBAGE = None
 class Content(NamedTuple):
     """What one token's K and V depend on: its cache scope and all tokens up to it, `before` as a hash.
 
-    A token that stands for a part of an image comes with the image's digest and the place in it.
+    A token that stands for a part of an image comes with the image's digest and the position in it.
     """
 
     scope: tuple[str | None, int | None]
@@ -47,13 +47,13 @@ class Device:
         self.memory: dict[tuple[int, int, int], list[Any]] = {}
         # Of slots of the device: the last step that wrote there.
         self.written: dict[tuple[int, int], int] = {}
-        # Slots of the device that take memory, by group: what was written and not given back since.
+        # Slots of the device that take memory, by group: what was written and not released since.
         self.resident: set[tuple[int, int]] = set()
         # Of slots of lower tiers: the ticket of the copy that filled it, 0 when that failed.
         self.generations: dict[tuple[int, int, int], int] = {}
 
     def lose(self) -> None:
-        """The process is gone; lower tiers are not."""
+        """The process has ended; lower tiers stay."""
         self.memory = {place: held for place, held in self.memory.items() if place[1] != self._tier}
         self.written.clear()
         self.resident.clear()

@@ -15,7 +15,7 @@ from protos.generation.v1 import generation_pb2_grpc as rpc
 
 @dataclass
 class Output:
-    """What came back for one sample; times in seconds of one monotonic clock."""
+    """The output of one sample; times in seconds of one monotonic clock."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""

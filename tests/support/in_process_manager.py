@@ -107,7 +107,7 @@ class Live:
     started: bool = False
     reported_tokens: int = 0
     reported_computed: int = 0
-    # What it computes is wrong because a copy failed; the manager must not let anybody find it.
+    # What it computes is wrong because a copy failed; the manager must not let a prompt hit it.
     tainted: bool = False
     policy: Policy | None = None
     prompt: int = 0
@@ -141,7 +141,7 @@ class Live:
         return not self.moved and self.stays < self.kept
 
     def expected(self) -> list[Any]:
-        """What its slots must hold, in their order: once it has moved, its own mark, as others may find nothing of it.
+        """What its slots must hold, in their order: once it has moved, its own mark, as no other sequence may hit it.
 
         Behind a copy that has failed it is nothing.
         """
@@ -164,13 +164,13 @@ class Live:
 
 @dataclass
 class Journal:
-    """A store that is a dictionary: the indexed blocks by place."""
+    """A store that is a dictionary: the indexed blocks by slot."""
 
     epoch: int = 0
     blocks: dict[tuple[int, TierKind, int], BlockRecord] = field(default_factory=dict)
     # What reached the store some time ago.
     written: dict[tuple[int, TierKind, int], BlockRecord] = field(default_factory=dict)
-    # False while blocks that were stored are not read: they may be gone from here already.
+    # False while blocks that were stored are not read: they may be removed from here already.
     is_read: bool = True
 
     def cleared(self, executor_id: str, epoch: int) -> None:
@@ -180,7 +180,7 @@ class Journal:
 
     def set(self, blocks: Iterable[BlockRecord]) -> None:
         """The store has just these."""
-        self.blocks = {block.place: block for block in blocks}
+        self.blocks = {block.tier_slot: block for block in blocks}
         self.flush()
 
     def flush(self) -> None:
@@ -196,8 +196,8 @@ class Journal:
     ) -> None:
         block = current()
         assert block is not None
-        assert block.place == (group, tier, slot)
-        self.blocks[block.place] = block
+        assert block.tier_slot == (group, tier, slot)
+        self.blocks[block.tier_slot] = block
 
     def removed(self, executor_id: str, group: int, tier: TierKind, slot: int) -> None:
         if self.is_read:
@@ -296,7 +296,7 @@ class World:
         # Slots of sequences that wrote on when the manager had given the executor up.
         self.strays: set[tuple[int, int]] = set()
         self.trimmed: dict[int, int] = {}
-        # Computed tokens of sequences that are gone, by handle.
+        # Computed tokens of ended sequences, by handle.
         self.ended: dict[int, int] = {}
         self.tainted: set[int] = set()
         # While the store is read: blocks that are still to come, what the store holds, and the epoch that it is of.
@@ -314,7 +314,7 @@ class World:
     def operators(self) -> OperatorCommands:
         return self.manager.operators
 
-    # Processes that start, die and come back
+    # Processes that start, die and register again
 
     def spec(self) -> ExecutorSpec:
         pools = [
@@ -365,7 +365,7 @@ class World:
             self.manager.expire()
 
     def restart_manager(self) -> Restored:
-        """The manager is gone with its memory; what the journal has and the executor still holds comes back."""
+        """The manager is lost with its memory; blocks of the journal that the executor still holds are restored."""
         self.lose_manager()
         return self.manager.register_executor(self.spec(), list(self.journal.blocks.values()))
 
@@ -383,7 +383,7 @@ class World:
         self.start_scheduler()
 
     def begin_recovery(self) -> None:
-        """The manager is gone with its memory, and what the journal has is read later."""
+        """The manager is lost with its memory, and what the journal has is read later."""
         self.lose_manager()
         self.stored, self.stored_epoch = list(self.journal.blocks.values()), self.executor_epoch
         self.read_again()
@@ -420,12 +420,12 @@ class World:
     def _stored(self) -> list[BlockRecord]:
         return list(self.journal.blocks.values())
 
-    def come_back(self) -> Restored:
+    def register_again(self) -> Restored:
         """The executor starts again after the manager has forgotten it, which asks the journal."""
         stored = [below for block in self._stored() if (below := block.below()) is not None]
         self.journal.set(stored)
         restored = self.start_executor(stored)
-        # What the journal has of another epoch gives way to what is there.
+        # The restored blocks replace those that the journal has of another epoch.
         self.journal.set(self.queries.records("e"))
         return restored
 
@@ -450,7 +450,7 @@ class World:
         self.manager.renew_executor("e", self.executor_epoch, self.manager.epoch)
 
     def pass_time(self, seconds: float) -> None:
-        """Nobody is silent meanwhile."""
+        """All processes renew their leases meanwhile."""
         self.now += seconds
         self.sync()
         self.renew()
@@ -555,7 +555,7 @@ class World:
         for name, live in self.live.items():
             if (names is not None and name not in names) or not self.may_start(live, planned):
                 continue
-            count = min(most, self.room(live))
+            count = min(most, self.computable(live))
             if count > 0:
                 work.append((live, count))
                 planned[live.handle] = live.computed + count
@@ -572,7 +572,7 @@ class World:
             if live.computed == len(live.tokens):
                 live.tokens.append(self.random.randrange(3))
 
-    def room(self, live: Live) -> int:
+    def computable(self, live: Live) -> int:
         """Tokens that the next step may compute."""
         if live.policy is None:
             return min(len(live.tokens), live.capacity) - live.computed
@@ -580,8 +580,8 @@ class World:
             return 0
         slots = len(live.granted) * BLOCK if live.must_move and live.granted else live.capacity
         left = min(len(live.tokens) - live.computed, slots - live.stays)
-        room = live.policy.room(live.stays, live.computed, live.prompt)
-        return left if room is None else min(left, room)
+        most = live.policy.room(live.stays, live.computed, live.prompt)
+        return left if most is None else min(left, most)
 
     def start(self, live: Live, fail: float) -> None:
         live.started = True
@@ -818,7 +818,7 @@ class World:
         """Counts, contents, events, the store and leases of rules agree."""
         assert self.queries.check_pool() == []
         self.watcher.check(self.manager)
-        records = {block.place: block for block in self.queries.records("e")}
+        records = {block.tier_slot: block for block in self.queries.records("e")}
         pools = self.manager._state.executors["e"].pools if self.manager.queries.knows_executor("e") else []
         if pools and self.unread is None:
             stored = {place: _timeless(block) for place, block in self.journal.blocks.items()}
@@ -835,7 +835,7 @@ class World:
         arriving = {(pool.spec.group, block.key) for pool in pools for block in pool.offloader.offloading}
         for block in records.values():
             arrived = block.tier is TierKind.DEVICE or self.is_filled(block)
-            assert arrived or (block.group, block.key) in arriving, f"{block.place} was not filled by the ticket"
+            assert arrived or (block.group, block.key) in arriving, f"{block.tier_slot} was not filled by the ticket"
             if arrived:
                 self.check_content(block)
             if block.lower_copy is not None:
@@ -845,12 +845,12 @@ class World:
                 self.check_content(below)
 
     def is_filled(self, block: BlockRecord) -> bool:
-        return self.device.generations.get(block.place) == block.generation
+        return self.device.generations.get(block.tier_slot) == block.generation
 
     def check_content(self, block: BlockRecord) -> None:
         """What is findable is there, for every token of the block."""
         for offset, token in enumerate(block.token_ids):
-            held = self.device.slot(*block.place)[offset]
+            held = self.device.slot(*block.tier_slot)[offset]
             assert isinstance(held, Content), f"slot {block.slot} holds {held}"
             assert held.scope == (block.salt, block.adapter_id)
             assert (held.position, held.token[0]) == (block.depth * BLOCK + offset, token)

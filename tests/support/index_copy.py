@@ -43,7 +43,7 @@ class Copied:
     def restore_blocks(self, executor_id: str, executor_epoch: int, stored: list[BlockRecord]) -> None:
         self.put_back_blocks += stored
         for record in stored:
-            self.index.setdefault(record.place, record)
+            self.index.setdefault(record.tier_slot, record)
 
     def end_recovery(self, executor_id: str, executor_epoch: int, pins: list[PinRecord]) -> Restored:
         return Restored(len(self.put_back_blocks), 0)
@@ -66,10 +66,10 @@ class CopiedStore:
 
     def note(self, executor_id: str, record: BlockRecord) -> None:
         """A block entered the index."""
-        self.queue.stored(executor_id, *record.place, lambda: record)
+        self.queue.stored(executor_id, *record.tier_slot, lambda: record)
 
     async def register(self, executor_id: str, epoch: int) -> tuple[Reading, list[BlockRecord]]:
-        """Registers an executor and takes back what Redis remembers of it."""
+        """Registers an executor and restores what Redis has of it."""
         reading = await self.store.recall(executor_id)
         assert reading.is_complete.is_set()
         self.store.registered(executor_id, epoch)

@@ -53,7 +53,7 @@ def elsewhere() -> dict[str, str]:
 
 
 def places(addresses: dict[str, str]) -> dict[str, str]:
-    """What stands in pages, and what is there in its place."""
+    """Addresses in pages, and the addresses that replace them."""
     return {PLACES[setting]: address for setting, address in addresses.items()}
 
 
@@ -94,9 +94,9 @@ def _parts(place: str, language: str, lines: list[str]) -> Iterator[Example]:
 
 
 class Reader:
-    """Somebody who pastes a page's examples into a shell and an interpreter of their own. Use it in a with statement.
+    """Runs a page's examples in a shell and an interpreter of its own. Use it in a with statement.
 
-    folder: where they are. places: what stands in the page, and what is there in its place.
+    folder: where they are. places: addresses in the page, and the addresses that replace them.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Reader:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something goes on in the background."""
+        """Whether something runs in the background."""
         return bool(self._source("jobs -pr")[1].strip())
 
     def _here(self, text: str) -> str:

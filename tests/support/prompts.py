@@ -32,7 +32,7 @@ def prompts(
 ) -> list[list[int]]:
     """`count` prompts as token ids with lengths spread geometrically over shortest..longest tokens.
 
-    The first ones are short questions; longer ones put a piece of prose before a question, each a different piece.
+    The first ones are short questions; longer ones have a piece of prose before a question, each a different piece.
     """
     result = []
     for index in range(count):

@@ -220,9 +220,14 @@ class RandomLife:
 
     # Sequences
 
+    def prompt(self) -> list[int]:
+        """The tokens of a request."""
+        choose = self.random.choice
+        return choose(BASES)[: self.random.randint(1, 18)] + [choose(range(3)) for _ in range(choose(range(4)))]
+
     def admit(self) -> None:
         world, choose, draw = self.world, self.random.choice, self.random.random
-        tokens = choose(BASES)[: self.random.randint(1, 18)] + [choose(range(3)) for _ in range(choose(range(4)))]
+        tokens = self.prompt()
         priority = choose([None, None, 0, 10, 35, 90])
         options: dict[str, Any] = {
             "salt": choose([None] * 6 + ["a"]),
@@ -420,7 +425,7 @@ class RandomLife:
     def _steps(self, count: int) -> None:
         call = self.long_call
         if self.caller is not self.world.manager:
-            # The process that carried it out is gone.
+            # The process that carried it out has ended.
             self.long_call = None
             return
         for _ in range(count):
@@ -587,7 +592,7 @@ class RandomLife:
         self.world.begin_recovery()
 
     def restart_manager_at_rest(self) -> None:
-        """Once all have left, all copies have run and the store has everything, nothing is lost by it."""
+        """Once all have left, all copies have run and the store has everything, a restart loses nothing."""
         world = self.world
         world.end_recovery()
         for live in list(world.live.values()):
@@ -597,26 +602,26 @@ class RandomLife:
         world.open_write_through_copies()
         world.confirm()
         world.journal.flush()
-        before = {block.place: block for block in world.queries.records("e")}
+        before = {block.tier_slot: block for block in world.queries.records("e")}
         world.restart_manager()
-        after = {block.place: block for block in world.queries.records("e")}
+        after = {block.tier_slot: block for block in world.queries.records("e")}
         lost = {(block.group, block.key): block for place, block in before.items() if place not in after}
         for block in lost.values():
             if (block.group, block.parent_key) not in lost:
                 is_covered = any(_covers(other, block) for other in after.values())
-                assert is_covered or world.has_untold(block), f"{block} does not come back"
+                assert is_covered or world.has_untold(block), f"{block} is not restored"
 
     def restart_both(self) -> None:
         self._break_off()
         self._lose_slots()
         self._fall_back()
         self.world.lose_manager()
-        self.world.come_back()
+        self.world.register_again()
 
     def lose_executor(self) -> None:
         self._break_off()
         self.world.expire_executor()
-        self.world.come_back()
+        self.world.register_again()
 
     def _break_off(self) -> None:
         """Of the copies that the executor or a scheduler knows the first have run, and the next is broken off."""
@@ -645,7 +650,7 @@ def _covers(longer: BlockRecord, block: BlockRecord) -> bool:
     return siblings and len(longer.tokens) > len(block.tokens) and longer.tokens.startswith(block.tokens)
 
 
-# What should happen, told without the index
+# What should happen, computed without the index
 
 
 def cached_blocks(world: World) -> int:
@@ -678,7 +683,7 @@ def admit_as_previewed(world: World, tokens: list[int], **options: Any) -> Admis
     request, manager = world.request(tokens, **options), world.manager
     number = manager.queries.last_event
     on_device = {block.key for block in manager.queries.records("e") if block.tier is TierKind.DEVICE}
-    # Beside other groups a block may move down and be lost with its key, and quotas are left aside.
+    # Beside other groups a block may be offloaded and evicted with its key, and quotas are left aside.
     tiers = [tier for pool in manager._state.executors["e"].pools for tier in pool.tiers]
     is_exact = len(world.windows) == 1 and not any(tier.shares for tier in tiers) and not any(manager.queries.quotas())
     preview = manager.queries.preview(request, 0)

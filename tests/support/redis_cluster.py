@@ -138,7 +138,7 @@ class RedisCluster:
 
 
 def _free_port(probes: ExitStack) -> int:
-    """A port that nobody has now; taken until all are chosen.
+    """A port that no process has now; reserved until all are chosen.
 
     Not one that the kernel gives to clients: they may take it while a node is away.
     """

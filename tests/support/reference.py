@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Two logits closer than this may change places by rounding alone.
+# Two logits closer than this may change their order by rounding alone.
 TIE = 1e-4
 
 
@@ -30,7 +30,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """First place where an output leaves its reference."""
+    """First position where an output leaves its reference."""
 
     position: int
     margin: float

@@ -13,7 +13,7 @@ SLOW = (
     "tests/unit/executor/test_cuda_decoder",
     r"tests/(kernels|unit/executor)/.*\binterpreter\b",
     # Whole executor processes.
-    "tests/unit/executor/test_models.py::test_a_(wrong_model|tier_without_room)_ends_the_process",
+    "tests/unit/executor/test_models.py::test_a_(wrong_model|tier_without_space)_ends_the_process",
     # The CPU decoder with bfloat16, other counts of threads and fused layers.
     # Token eviction on any decoder but the default one.
     r"tests/kernels/test_decoder\.py.*(bfloat16|one thread|more threads than cores)",

@@ -22,7 +22,7 @@ Run = Callable[[Prompts, int, bool], tuple[list[list[float]], list[list[int]]]]
 
 def arguments() -> tuple[str, str, int, str]:
     """Model folder, element type, threads, and a folder for what is converted once."""
-    # A stopped process whose parent is gone gets this signal: it ends the engine unless nohup made it nothing.
+    # A stopped process whose parent has ended gets this signal: it ends the engine unless nohup made it nothing.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     model, dtype, threads, cache = sys.argv[1:]
     return model, dtype, int(threads), cache
@@ -40,7 +40,7 @@ def serve(
 
 
 def answers() -> Callable[..., None]:
-    """Writes answers to standard output, which the engine behind this process loses: what it prints goes to the log."""
+    """Writes answers to standard output, which the engine behind this process loses: what it prints is in the log."""
     stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -53,7 +53,7 @@ class BlockCopier:
         target, slot = self._files[copy.target_tier], (copy.group, copy.target)
         if target.in_place:
             target.claim(*slot)
-        data = target.room(*slot, self._staging(target))
+        data = target.buffer(*slot, self._staging(target))
         self._device.read(copy.group, copy.source, data, after)
         source_read()
         if not target.in_place:
@@ -61,7 +61,7 @@ class BlockCopier:
             target.claim(*slot)
         checksum = _digest(data) if self._checksums else 0
         target.store(*slot, data)
-        target.settle(*slot, copy.ticket, checksum)
+        target.commit(*slot, copy.ticket, checksum)
         _count(copy, data)
 
     def _onload(self, copy: Copy, after: Any) -> None:
@@ -74,13 +74,13 @@ class BlockCopier:
         target.claim(*slot)
         data, checksum = self._good(copy)
         target.store(*slot, data)
-        target.settle(*slot, copy.ticket, checksum)
+        target.commit(*slot, copy.ticket, checksum)
         _count(copy, data)
 
     def _zero(self, copy: Copy) -> None:
         target, slot = self._files[copy.target_tier], (copy.group, copy.target)
         target.claim(*slot)
-        data = target.room(*slot, self._staging(target))
+        data = target.buffer(*slot, self._staging(target))
         data.fill(0)
         target.store(*slot, data)
 

@@ -17,7 +17,7 @@ log = structlog.get_logger()
 # A slow disk must not delay copies between memories.
 MEMORY_THREADS = 2
 DISK_THREADS = 2
-# How long a step waits for a disk to take the blocks in its slots; then they are lost.
+# How long a step waits for the copies of the blocks in its slots to a disk; then they are lost.
 STALL_SECONDS = 1.0
 # How long a step waits for any other copy: a copy that hangs must not block the device for ever.
 LONGEST_WAIT_SECONDS = 20.0
@@ -76,8 +76,8 @@ class CopyThreads:
         device. Raises StuckCopyError when a copy that has begun does not end within LONGEST_WAIT_SECONDS.
         """
         with self._changed:
-            left = [place for place in reads if self._order.is_written(place)]
-            used = [place for place in writes if self._order.is_used(place)]
+            left = [slot for slot in reads if self._order.is_written(slot)]
+            used = [slot for slot in writes if self._order.is_used(slot)]
             if not left and not used:
                 return 0.0
             begin = time.perf_counter()
@@ -89,19 +89,19 @@ class CopyThreads:
                         raise StuckCopyError(f"copies at {len({*left, *used})} slots do not end")
                     self._give_up(used)
                     until, gave_up = begin + LONGEST_WAIT_SECONDS, True
-                left = [place for place in left if self._order.is_written(place)]
-                used = [place for place in used if self._order.is_used(place)]
+                left = [slot for slot in left if self._order.is_written(slot)]
+                used = [slot for slot in used if self._order.is_used(slot)]
             waited = time.perf_counter() - begin
             metrics.COPY_WAIT_SECONDS.inc(waited)
             return waited
 
-    def _give_up(self, places: Iterable[SlotRef]) -> None:
+    def _give_up(self, slots: Iterable[SlotRef]) -> None:
         """Releases these slots from copies to a disk that have not begun; such copies fail when their turn comes."""
-        readers = {job: None for place in places for job in self._order.readers(place)}
+        readers = {job: None for slot in slots for job in self._order.readers(slot)}
         for job in readers:
             # Copies that wait for other copies hold slots for these, too.
             if not job.begun and not job.blockers and job.copy.target_tier is Tier.DISK:
-                job.doomed = True
+                job.lost_source = True
                 self._dispatch(self._order.read(job))
         self._changed.notify_all()
 
@@ -147,7 +147,7 @@ class CopyThreads:
     def _try(self, job: Job) -> bool:
         try:
             try:
-                if job.doomed:
+                if job.lost_source:
                     raise LostSourceError("its source was never written")
                 self._run(job.copy, job.after, lambda: self._read(job))
             except Exception:

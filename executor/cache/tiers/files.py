@@ -40,8 +40,8 @@ def file_name(tier: str, executor_id: str) -> str:
     return f"{tier}-{readable}-{hashlib.sha256(executor_id.encode()).hexdigest()[:16]}.kv"
 
 
-def check_room(settings: FileSettings) -> None:
-    """Raises CacheFileError where a tier of this size certainly has no room, long before `open_file` allocates it."""
+def check_space(settings: FileSettings) -> None:
+    """Raises CacheFileError where a tier of this size certainly does not fit, long before `open_file` allocates it."""
     if not settings.size:
         return
     try:
@@ -55,14 +55,14 @@ def check_room(settings: FileSettings) -> None:
         found = os.fstatvfs(folder)
     finally:
         os.close(folder)
-    room = found.f_bavail * found.f_frsize
+    free = found.f_bavail * found.f_frsize
     if settings.in_memory:
-        room = min(room, available_memory())
+        free = min(free, available_memory())
     # The file is smaller than its size by less than a block of the model, which is not known yet.
-    if settings.size > (room + ours) * 1.1 + (1 << 20):
+    if settings.size > (free + ours) * 1.1 + (1 << 20):
         raise CacheFileError(
-            f"{settings.size_variable}: there is no room for {settings.size} bytes in {settings.folder}, which has "
-            f"{room + ours}: choose a smaller size, or another folder with {settings.folder_variable}"
+            f"{settings.size_variable}: no space for {settings.size} bytes in {settings.folder}, which has "
+            f"{free + ours}: choose a smaller size, or another folder with {settings.folder_variable}"
         )
 
 
@@ -140,7 +140,7 @@ def _lock(fd: int, settings: FileSettings, name: str) -> None:
 
 
 def _fit(fd: int, settings: FileSettings, name: str, layout: FileLayout) -> None:
-    """Makes the file anew unless it is of this layout; in both cases all of its room is there afterwards."""
+    """Makes the file anew unless it is of this layout; in both cases all of its space is allocated afterwards."""
     fits = os.fstat(fd).st_size == layout.size and os.pread(fd, len(layout.header), 0) == layout.header
     if not fits and os.fstat(fd).st_size:
         log.info("a cache file of another layout is discarded", file=str(settings.folder / name))
@@ -160,6 +160,6 @@ def _fit(fd: int, settings: FileSettings, name: str, layout: FileLayout) -> None
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
             raise _refused(error, f"{settings.folder_variable}: {settings.folder / name}: {error.strerror}") from error
         raise CacheFileError(
-            f"{settings.size_variable}: there is no room for {layout.size} bytes in {settings.folder}: {error.strerror}"
+            f"{settings.size_variable}: no space for {layout.size} bytes in {settings.folder}: {error.strerror}"
         ) from error
     log.info("cache file ready", file=str(settings.folder / name), slots=layout.slots, kept=fits)

@@ -14,8 +14,8 @@ SlotRef = tuple[Tier, int, int]
 class Job:
     """A submitted copy. ended: called once with whether it ended well. after: a mark that the device must pass first.
 
-    blockers: number of earlier copies that it waits for. begun: a thread runs it. doomed: its source never came, or is
-    no longer kept for it.
+    blockers: number of earlier copies that it waits for. begun: a thread runs it. lost_source: its source was never
+    written, or is no longer kept for it.
     """
 
     copy: Copy
@@ -23,7 +23,7 @@ class Job:
     after: Any = None
     blockers: int = 0
     begun: bool = False
-    doomed: bool = False
+    lost_source: bool = False
     has_read: bool = False
     # Copies that wait until the source has been read, and until the copy has ended.
     until_read: list["Job"] = field(default_factory=list)
@@ -97,7 +97,7 @@ class CopyHazards:
             self._forget(job.target, use)
         if not good:
             for other in job.until_ended:
-                other.doomed = other.doomed or other.source == job.target
+                other.lost_source = other.lost_source or other.source == job.target
         return ready + _released(job.until_ended)
 
     def readers(self, slot: SlotRef) -> list[Job]:

@@ -19,12 +19,12 @@ class CacheSlotError(Exception):
 class SlotFile(ABC):
     """Slots are numbered from 1. The caller makes sure that no other thread uses the slot meanwhile.
 
-    A slot is filled in this order: `claim`, bytes into `room`, `store`, `settle`. An interruption in between leaves
+    A slot is filled in this order: `claim`, bytes into `buffer`, `store`, `commit`. An interruption in between leaves
     generation 0, also the end of the process. Everything may raise OSError.
     """
 
     tier: Tier
-    # Whether `room` is in the slot itself.
+    # Whether `buffer` is in the slot itself.
     in_place: bool
 
     def __init__(self, layout: FileLayout) -> None:
@@ -41,26 +41,26 @@ class SlotFile(ABC):
         return int(self._table[group, slot - 1]["generation"])
 
     def checksum(self, group: int, slot: int) -> int:
-        """The checksum of a slot's bytes that `settle` got."""
+        """The checksum of a slot's bytes that `commit` got."""
         return int(self._table[group, slot - 1]["checksum"])
 
     def claim(self, group: int, slot: int) -> None:
-        """The slot holds nothing from here on."""
+        """The slot is empty from here on."""
         self._table[group, slot - 1] = (0, 0)
         self._store_entry(group, slot, (0, 0))
 
-    def settle(self, group: int, slot: int, generation: int, checksum: int) -> None:
-        """The slot holds what the copy of this ticket brought."""
+    def commit(self, group: int, slot: int, generation: int, checksum: int) -> None:
+        """The slot holds the bytes that the copy of this ticket wrote."""
         self._store_entry(group, slot, (generation, checksum))
         self._table[group, slot - 1] = (generation, checksum)
 
     @abstractmethod
-    def room(self, group: int, slot: int, staging: Bytes) -> Bytes:
+    def buffer(self, group: int, slot: int, staging: Bytes) -> Bytes:
         """Where to put the slot's next bytes: in `staging`, or in the slot itself."""
 
     @abstractmethod
     def store(self, group: int, slot: int, data: Bytes) -> None:
-        """Writes what is in a slot's `room`, or other bytes."""
+        """Writes what is in a slot's `buffer`, or other bytes."""
 
     @abstractmethod
     def fetch(self, group: int, slot: int, staging: Bytes) -> Bytes:
@@ -89,17 +89,17 @@ class HostFile(SlotFile):
         self.memory: Bytes = np.frombuffer(self._map, dtype=np.uint8)
         super().__init__(layout)
 
-    def room(self, group: int, slot: int, staging: Bytes) -> Bytes:  # noqa: ARG002
+    def buffer(self, group: int, slot: int, staging: Bytes) -> Bytes:  # noqa: ARG002
         start = self.layout.offset(group, slot)
         return self.memory[start : start + self.layout.block_bytes[group]]
 
     def store(self, group: int, slot: int, data: Bytes) -> None:
-        room = self.room(group, slot, data)
-        if data.ctypes.data != room.ctypes.data:
-            np.copyto(room, data)
+        buffer = self.buffer(group, slot, data)
+        if data.ctypes.data != buffer.ctypes.data:
+            np.copyto(buffer, data)
 
     def fetch(self, group: int, slot: int, staging: Bytes) -> Bytes:
-        return self.room(group, slot, staging)
+        return self.buffer(group, slot, staging)
 
     def close(self) -> None:
         del self._table, self.memory
@@ -127,14 +127,14 @@ class DiskFile(SlotFile):
         self._fd = fd
         super().__init__(layout)
 
-    def room(self, group: int, slot: int, staging: Bytes) -> Bytes:  # noqa: ARG002
+    def buffer(self, group: int, slot: int, staging: Bytes) -> Bytes:  # noqa: ARG002
         return staging[: self.layout.block_bytes[group]]
 
     def store(self, group: int, slot: int, data: Bytes) -> None:
         self._write(data, self.layout.offset(group, slot))
 
     def fetch(self, group: int, slot: int, staging: Bytes) -> Bytes:
-        data = self.room(group, slot, staging)
+        data = self.buffer(group, slot, staging)
         self._read(data, self.layout.offset(group, slot))
         return data
 

@@ -130,7 +130,7 @@ def layout_of(pools: KvPools, fingerprint: bytes, size: int, *, checksums: bool)
     groups = [(*pool.k[:, 0].shape, str(pool.k.dtype), pool.group.shape.window) for pool in pools.pools]
     identity = hashlib.sha256(json.dumps([fingerprint.hex(), pools.block_size, groups]).encode()).digest()
     block_bytes = tuple(pool.block_bytes for pool in pools.pools)
-    # After a crash of the machine, only checksums tell which blocks reached the disk.
+    # After a crash of the machine, only checksums show which blocks reached the disk.
     boot = bytes(32) if checksums else hashlib.sha256(_boot_id()).digest()
     return FileLayout(block_bytes, slots_within(size, block_bytes), identity, boot)
 

@@ -89,7 +89,7 @@ async function readShard(shard) {
   await loadEvents(shard);
 }
 
-// A pool with its tiers. A block's place is its slot behind those of the tiers above.
+// A pool with its tiers. A block index counts the slots of all tiers in one row.
 function poolOf(shard, { pool_id, spec, lower_tiers: lower, queried_tokens, hit_tokens, ...device }) {
   const usage = (name) => lower.find(({ tier }) => tier === name) ?? {};
   let offset = 0;
@@ -206,8 +206,8 @@ async function loadLeases() {
       const group = groups.get(name) ?? groups.set(name, { ...lease, what: "lease", blocks: 0, where: pool }).get(name);
       group.blocks += lease.slots.length;
       for (const [tier, slot] of lease.slots) {
-        const place = map.placeOf(tier, slot);
-        leases.set(place, [...(leases.get(place) ?? []), lease]);
+        const blockIndex = map.blockIndexOf(tier, slot);
+        leases.set(blockIndex, [...(leases.get(blockIndex) ?? []), lease]);
       }
     }
     if (groups.size >= MAX_ROWS) break;

@@ -37,10 +37,10 @@ export class BlockMap {
 
   reset() {
     this.size = this.pool ? Math.max(...this.pool.tiers.map((tier) => tier.offset + tier.size)) : 0;
-    // By place.
+    // By block index.
     this.blocks = [];
     this.leases = new Map();
-    // By place: which colour, 0 for an empty slot.
+    // By block index: which colour, 0 for an empty slot.
     this.present = new Uint8Array(this.size + 1);
     this.priority = new Uint8Array(this.size + 1);
     this.idle = new Float32Array(this.size + 1);
@@ -57,7 +57,7 @@ export class BlockMap {
     this.draw();
   }
 
-  // All pages; what has gone meanwhile disappears with the next round.
+  // All pages; blocks that were evicted meanwhile disappear with the next round.
   async load() {
     const { pool } = this;
     const [present, known, blocksOf, blocks] = [new Uint8Array(this.size + 1), new Map(), [], []];
@@ -73,14 +73,14 @@ export class BlockMap {
         return known.get(name);
       });
       for (const [tier, slot, key, parent, depth, tokens, references, priority, hits, idle, index] of page.rows) {
-        const place = this.placeOf(tier, slot);
-        if (!place) continue;
-        present[place] = references ? 2 : 1;
-        this.priority[place] = priority;
-        this.idle[place] = references ? 0 : Math.max(idle, 0.001);
-        this.owner[place] = names[index];
+        const blockIndex = this.blockIndexOf(tier, slot);
+        if (!blockIndex) continue;
+        present[blockIndex] = references ? 2 : 1;
+        this.priority[blockIndex] = priority;
+        this.idle[blockIndex] = references ? 0 : Math.max(idle, 0.001);
+        this.owner[blockIndex] = names[index];
         blocksOf[names[index]] = (blocksOf[names[index]] ?? 0) + 1;
-        blocks[place] = { key, parent, depth, tokens, references, priority, hits, idle, owner: names[index] };
+        blocks[blockIndex] = { key, parent, depth, tokens, references, priority, hits, idle, owner: names[index] };
       }
     }
     this.present = present;
@@ -91,7 +91,7 @@ export class BlockMap {
   }
 
   // 0 for a slot that this pool does not have.
-  placeOf(tier, slot) {
+  blockIndexOf(tier, slot) {
     const found = this.pool.tiers.find(({ number }) => number === tier);
     return found && slot <= found.size ? found.offset + slot : 0;
   }
@@ -129,13 +129,13 @@ export class BlockMap {
     return this.mode === "age" ? [] : [key("--text", "in use"), key("--text", "cached", true)];
   }
 
-  nameOf(place) {
+  nameOf(blockIndex) {
     const among = (bounds, value) => bounds.find(([bound]) => value <= bound)[1];
     switch (this.mode) {
-      case "tier": return TIERS[this.pool.tiers.findLast((tier) => place > tier.offset).tier];
-      case "tenant": return this.ownerColour.get(this.owner[place]) ?? "--c7";
-      case "priority": return among(PRIORITIES, this.priority[place]);
-      default: return among(AGES, this.idle[place]);
+      case "tier": return TIERS[this.pool.tiers.findLast((tier) => blockIndex > tier.offset).tier];
+      case "tenant": return this.ownerColour.get(this.owner[blockIndex]) ?? "--c7";
+      case "priority": return among(PRIORITIES, this.priority[blockIndex]);
+      default: return among(AGES, this.idle[blockIndex]);
     }
   }
 
@@ -156,19 +156,19 @@ export class BlockMap {
     const byColour = new Map([...colours.keys()].map((name) => [name, [[], []]]));
     let used = 0;
     let cached = 0;
-    for (let place = 1; place <= this.size; place += 1) {
-      const state = this.present[place];
+    for (let blockIndex = 1; blockIndex <= this.size; blockIndex += 1) {
+      const state = this.present[blockIndex];
       used += state === 2;
       cached += state === 1;
       const isPale = state === 1 && this.mode !== "age";
-      byColour.get(state ? this.nameOf(place) : "--empty")[Number(isPale)].push(place);
+      byColour.get(state ? this.nameOf(blockIndex) : "--empty")[Number(isPale)].push(blockIndex);
     }
     for (const [name, shades] of byColour) {
       pen.fillStyle = colours.get(name);
-      shades.forEach((places, isPale) => {
+      shades.forEach((indexes, isPale) => {
         pen.globalAlpha = isPale ? PALE : 1;
-        for (const place of places) {
-          const [x, y] = this.at(place);
+        for (const blockIndex of indexes) {
+          const [x, y] = this.at(blockIndex);
           pen.fillRect(x, y, this.side - gap, this.side - gap);
         }
       });
@@ -185,8 +185,8 @@ export class BlockMap {
     this.canvas.setAttribute("aria-label", `Blocks of pool ${this.pool.pool_id}: ${text}`);
   }
 
-  at(place) {
-    return [((place - 1) % this.columns) * this.side, Math.floor((place - 1) / this.columns) * this.side];
+  at(blockIndex) {
+    return [((blockIndex - 1) % this.columns) * this.side, Math.floor((blockIndex - 1) / this.columns) * this.side];
   }
 
   moved(event) {
@@ -201,25 +201,25 @@ export class BlockMap {
     const box = this.canvas.getBoundingClientRect();
     const [x, y] = [event.clientX - box.left, event.clientY - box.top];
     const column = Math.min(this.columns - 1, Math.floor(x / this.side));
-    const place = Math.floor(y / this.side) * this.columns + column + 1;
-    if (place >= 1 && place <= this.size) this.select(place);
+    const blockIndex = Math.floor(y / this.side) * this.columns + column + 1;
+    if (blockIndex >= 1 && blockIndex <= this.size) this.select(blockIndex);
   }
 
-  select(place) {
-    this.cursor = place;
+  select(blockIndex) {
+    this.cursor = blockIndex;
     this.draw();
     this.describe();
   }
 
   // The chosen block in words.
   describe() {
-    const place = this.cursor;
-    if (!place) return;
-    const found = this.blocks[place];
-    const leases = (this.leases.get(place) ?? []).map(({ holder, priority, remaining }) => (
+    const blockIndex = this.cursor;
+    if (!blockIndex) return;
+    const found = this.blocks[blockIndex];
+    const leases = (this.leases.get(blockIndex) ?? []).map(({ holder, priority, remaining }) => (
       `${holder} ${priority}, ${seconds(remaining)}`));
-    this.detail.textContent = !found ? `Slot ${place}: empty` : [
-      `Slot ${place}, ${this.pool.tiers.findLast((tier) => place > tier.offset).tier}`,
+    this.detail.textContent = !found ? `Slot ${blockIndex}: empty` : [
+      `Slot ${blockIndex}, ${this.pool.tiers.findLast((tier) => blockIndex > tier.offset).tier}`,
       found.key ? `key ${found.key.slice(0, 12)}…` : "not in the index",
       `block ${count(found.depth)} of its chain, ${found.tokens} tokens`,
       `references ${found.references}, ${count(found.hits)} hits`,

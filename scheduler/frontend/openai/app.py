@@ -1,4 +1,4 @@
-"""The routes. Each translates its request, which then goes the way of gRPC requests."""
+"""The routes. Each translates its request, which is then handled as a gRPC request."""
 
 import asyncio
 import importlib.metadata

@@ -95,7 +95,7 @@ RetentionSeconds = Annotated[
 ]
 
 
-# Stops at the first error: a caller is told no other.
+# Stops at the first error: a caller learns no other.
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
 # More fields than any object has; with more of them an object is refused unread.

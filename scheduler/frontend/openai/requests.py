@@ -160,7 +160,7 @@ class TextPart(LenientModel):
 
     # OpenAI's name for cache_control.
     unsupported: ClassVar = {"prompt_cache_breakpoint": ()}
-    # Fields of answers that come back in a history.
+    # Fields of answers that clients repeat in a history.
     ignored: ClassVar = frozenset({"annotations", "id"})
 
     type: Annotated[Literal["text"], BeforeValidator(_of_text)]
@@ -177,7 +177,7 @@ class Message(LenientModel):
         "prefix": (False,),
         "refusal": ("",),
     }
-    # Fields of answers that come back in a history, and clients' own records.
+    # Fields of answers that clients repeat in a history, and clients' own records.
     ignored: ClassVar = _names(
         "annotations created_at finish_reason id message_id metadata opts provider_specific_fields timestamp usage"
     )

@@ -1,4 +1,4 @@
-"""An executor without a model: strict about the protocol, and able to tell when a block holds the wrong tokens."""
+"""An executor without a model: strict about the protocol, and able to notice when a block holds the wrong tokens."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ AWAIT_SECONDS = 0.02
 
 
 def fingerprint(token_ids: Sequence[int]) -> int:
-    """What a block's place holds once the last of these tokens is computed."""
+    """What a block's slot holds once the last of these tokens is computed."""
     digest = hashlib.sha256(b"".join(token.to_bytes(4, "big") for token in token_ids))
     return int.from_bytes(digest.digest()[:8], "big")
 
@@ -83,7 +83,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         self.eos_token_ids = [EOS]
         self.window = 0
         self.plain_rotary = False
-        # Another process with another template takes its place as soon as a scheduler asks for the model.
+        # Another process with another template replaces it as soon as a scheduler asks for the model.
         self.restarts_when_described = False
         self.gate = asyncio.Event()
         self.gate.set()
@@ -123,7 +123,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         return continuation(prompt, count, self.vocab_size, seed)
 
     def restart(self) -> None:
-        """Loses all memory and breaks the session, as a process that dies and comes back."""
+        """Loses all memory and breaks the session, as a process that dies and starts again."""
         self.epoch += 1
         self._memory.clear()
         self._under_way.clear()
@@ -216,7 +216,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(AWAIT_SECONDS):
                         await self._copied.wait()
-            self._tell_copies(result)
+            self._report_copies(result)
             yield pb.StreamStepsResponse(result=result)
 
     async def stepped(self, count: int) -> None:
@@ -319,7 +319,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             self._copied.set()
         self._copier = None
 
-    def _tell_copies(self, result: pb.StepResult) -> None:
+    def _report_copies(self, result: pb.StepResult) -> None:
         result.copied_tickets.extend(self._ended)
         result.failed_tickets.extend(ticket for ticket, well in self._ended.items() if not well)
         if self._ended and self.host_block_seconds is not None:

@@ -71,7 +71,7 @@ class _Events(kvcache_pb2_grpc.CacheEventServiceServicer):
 async def run_engine(
     folder: Path, executor: FakeExecutor | None = None, manager: RealManager | None = None, **settings: object
 ) -> AsyncIterator[Engine]:
-    """A scheduler between a fake executor and a cache manager, with sockets in a folder. Every block must come back."""
+    """A scheduler between a fake executor and a cache manager, with sockets in a folder. Every block is released."""
     executor = executor or FakeExecutor()
     manager = manager or RealManager(executor)
     addresses = {name: f"unix:{folder}/{name}" for name in ("scheduler", "cachemgr", "cachemgr_admin", "executor")}
@@ -99,7 +99,7 @@ async def run_engine(
         channel = await exits.enter_async_context(grpc.aio.insecure_channel(addresses["scheduler"]))
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         yield Engine(executor, manager, scheduler, stub, addresses["scheduler"], registry, server)
-        await manager.settled()
+        await manager.unused()
         assert executor.faults == []
 
 
@@ -117,14 +117,15 @@ async def run_fleet(
             engines.append(await exits.enter_async_context(run_engine(folder / f"engine-{number}", executor)))
         registry = CollectorRegistry()
         server = Server("router", drain_seconds=0)
-        fields = {"engines": ",".join(engine.address for engine in engines), "address": f"unix:{folder}/router"}
-        router = Router(RouterSettings(**fields, router_id="router", **settings), server, registry)
-        server.listen(fields["address"], router.services)
+        address = f"unix:{folder}/router"
+        fields = {"engines": ",".join(engine.address for engine in engines), "address": address, "router_id": "router"}
+        router = Router(RouterSettings(**(fields | settings)), server, registry)
+        server.listen(address, router.services)
         await server.start()
         exits.push_async_callback(server.stop)
         exits.push_async_callback(router.stop)
         await router.start()
-        channel = await exits.enter_async_context(grpc.aio.insecure_channel(fields["address"]))
+        channel = await exits.enter_async_context(grpc.aio.insecure_channel(address))
         fleet = Fleet(router, generation_pb2_grpc.GenerationServiceStub(channel), engines, registry, server)
         await fleet.ready(count)
         yield fleet

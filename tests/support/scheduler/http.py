@@ -83,7 +83,7 @@ def starting_service() -> GenerationService:
 
 
 async def first_event(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Begins a stream that goes on."""
+    """Begins a long stream."""
     body = json.dumps(LEAST | {"max_tokens": 300, "stream": True}).encode()
     writer.write(
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -38,7 +38,7 @@ class NotForkedError(ServiceError):
 
 
 class RealManager(rpc.CacheManagerServiceServicer):
-    """`settled()` waits until no sequence has blocks, and recounts them.
+    """`unused()` waits until no sequence has blocks, and recounts them.
 
     Calls wait while `gate` is closed, and answers to forks while `forks_end` is. The next `failing_forks` forks fail,
     the sequences in `void_next` are voided by the next sync, and no scheduler registers while `refuses_schedulers`.
@@ -69,7 +69,7 @@ class RealManager(rpc.CacheManagerServiceServicer):
         self.restart()
 
     def restart(self) -> None:
-        """Begins with nothing, as a process that dies and comes back without Redis."""
+        """Begins with nothing, as a process that dies and starts again without Redis."""
         self.epoch += 1
         clock = ManagerClock(time.monotonic)
         self._manager = CacheManager(self.epoch, clock, CONFIG)
@@ -155,11 +155,11 @@ class RealManager(rpc.CacheManagerServiceServicer):
     def _hear(self, done: list[int], failed: list[int]) -> None:
         epoch = self._executor.epoch
 
-        def tell() -> None:
+        def confirm() -> None:
             if epoch == self._executor.epoch:
                 self._manager.confirm_transfers(self._executor.executor_id, epoch, done, failed)
 
-        asyncio.get_running_loop().call_later(CONFIRM_SECONDS, tell)
+        asyncio.get_running_loop().call_later(CONFIRM_SECONDS, confirm)
 
     @property
     def live(self) -> list[str]:
@@ -184,7 +184,7 @@ class RealManager(rpc.CacheManagerServiceServicer):
         """Waits until no sequence is live."""
         await self.until(lambda: not self.live)
 
-    async def settled(self) -> None:
+    async def unused(self) -> None:
         """Waits until every block is free or cached, in all tiers."""
         await self.released()
         await self.until(lambda: not self._used_blocks())

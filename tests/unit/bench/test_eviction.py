@@ -81,7 +81,7 @@ def test_a_ratio_is_paired() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_nothing_is_lost_where_nothing_is_evicted(model: Model, folder: Path, name: str) -> None:
+def test_predictions_are_equal_where_nothing_is_evicted(model: Model, folder: Path, name: str) -> None:
     cache = Cache(model, 80)
     window = windows.Window(cache, TEXT[:65], 48, Outputs(ModelFiles("tiny", str(folder)), model.dtype))
     figures = window.evicted(name, 64, seed=3)

@@ -98,7 +98,7 @@ def test_a_cache_drops_what_was_used_longest_ago() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 120), st.integers(0, 5)), max_size=60))
-def test_a_cache_never_holds_more_than_its_room_and_keeps_what_runs(
+def test_a_cache_never_holds_more_than_its_blocks_and_keeps_running_ones(
     operations: list[tuple[int, int, int]],
 ) -> None:
     cache, running = Cache(300), list[Request]()
@@ -138,7 +138,7 @@ def test_every_simulated_request_is_answered_or_refused(arrivals: list[tuple[flo
 
 def test_a_small_fleet_is_measured(tmp_path: Path) -> None:
     written = tmp_path / "fleet.json"
-    command = [sys.executable, "-m", "bench", "fleet", "--smoke", "--policies", DIRECT, "--json", str(written)]
+    command = [sys.executable, "-m", "bench", "fleet", "--smoke", "--policies", DIRECT, "cost", "--json", str(written)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     found = {(one["policy"], one["rate"]): one for one in json.loads(written.read_text())["stages"]}
@@ -149,7 +149,14 @@ def test_a_small_fleet_is_measured(tmp_path: Path) -> None:
         # Cached tokens of whole blocks, and what is still in the pool depends a little on when requests end.
         assert stage["hit_rate"] == pytest.approx(simulated["hit_rate"], abs=0.15)
     assert found[DIRECT, "10"]["hit_rate"] > found[DIRECT, "cold"]["hit_rate"]
-    assert {"cachemgr", "executor", "scheduler", "redis", "client"} <= found[DIRECT, "10"]["cpu_s_per_s"].keys()
+    processes = {"cachemgr", "executor", "scheduler", "redis", "client"}
+    assert processes <= found[DIRECT, "10"]["cpu_s_per_s"].keys()
+    routed = found["cost", "10"]
+    assert (routed["failed"], routed["shed"]) == (0, 0)
+    assert routed["hit_rate"] > found[DIRECT, "10"]["hit_rate"]
+    assert sum(routed["by_engine"].values()) == routed["decisions"] == routed["requests"]
+    assert routed["routed_tokens"] >= routed["expected_cached_tokens"] > 0
+    assert processes | {"router"} <= routed["cpu_s_per_s"].keys()
     assert "output tokens/s / TTFT p90 in s" in done.stdout
 
 

@@ -29,7 +29,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_every_speed_stands_on_a_check() -> None:
+def test_every_speed_needs_a_check() -> None:
     for part in gpu.PARTS:
         checks = {one.name for one in gpu.chosen([part.name])} & {gpu.KERNELS, gpu.MODELS}
         assert checks or part.name == gpu.BANDWIDTH

@@ -84,9 +84,9 @@ def test_ratios_are_by_the_best_peer_and_larger_is_better() -> None:
         record("slow", "W4", 40),
         record("fast", "W4", 15),
     ]
-    shown = report(records, {"gone float32": "not installed"})
+    shown = report(records, {"absent float32": "not installed"})
     rows = {cells[1]: cells for cells in (line.split() for line in shown.splitlines()) if "float32" in cells[:1]}
     assert rows["W1"] == ["float32", "W1", "tokens/s", "100.0", "25.0", "50.0", "fast", "2.00", "200.0", "50%"]
     assert rows["W4"] == ["float32", "W4", "ms", "per", "token", "10.0", "40.0", "15.0", "fast", "1.50", "5.0", "50%"]
     assert "other processes took 3% of the cores during a run, 12% at most" in shown
-    assert "not measured: gone float32: not installed" in shown
+    assert "not measured: absent float32: not installed" in shown

@@ -27,7 +27,7 @@ def row(timestamp, hash_ids, tail=100, output=3):
 
 @pytest.fixture
 def requests(tmp_path):
-    """Two conversations with one block in common; the first comes back twice."""
+    """Two conversations with one block in common; the first returns twice."""
     rows = [
         row(0, [0, 1, 2, 3]),
         row(1000, [0, 10, 11, 12]),
@@ -54,7 +54,7 @@ def test_a_request_follows_the_request_whose_prompt_is_its_prefix(requests):
     assert [request.follows for request in requests] == [False, False, True, True]
 
 
-def test_a_conversation_comes_back_after_its_end_and_the_same_way_for_a_seed(requests):
+def test_a_conversation_returns_after_its_end_and_the_same_way_for_a_seed(requests):
     moved = with_pauses(requests, 3)
     assert moved == with_pauses(requests, 3) != with_pauses(requests, 4)
     assert [request.time for request in moved] == sorted(request.time for request in moved)

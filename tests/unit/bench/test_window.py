@@ -1,4 +1,4 @@
-"""What requests keep together is added up over time, outputs are compared place by place."""
+"""What requests keep together is added up over time, outputs are compared position by position."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_a_window_bounds_what_each_request_keeps() -> None:
     assert largest(courses, kept_by(64)) == 6 + 29 + 8 + 29
 
 
-def test_agreement_is_the_share_of_equal_places() -> None:
+def test_agreement_is_the_share_of_equal_positions() -> None:
     assert agreement([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, 4], [5, 6]]) == 5 / 6
     with pytest.raises(ValueError, match="shorter"):
         agreement([[1, 2]], [[1]])

@@ -44,13 +44,13 @@ def test_a_purge_in_steps_spares_blocks_with_new_children():
         call = world.operators.purge(BlockFilter(), validate_only=False, skip_used=True)
         while world.queries.pools()[0].cached_blocks == 2:
             next(call)
-        # The tail is gone already; another prompt goes on behind the head.
+        # The tail is evicted already; another prompt continues the head.
         world.cache([0, 1, 2, 3, 9, 9, 9, 9])
         at_once(call)
     assert world.found([0, 1, 2, 3, 9, 9, 9, 9]) == 8
 
 
-def test_listings_show_what_is_there():
+def test_listings_show_every_entry():
     world = World(8)
     world.cache(list(range(6)))
     world.run([*range(4), 50], "a", salt=None)

@@ -87,7 +87,7 @@ def forget_a_chain(blocks: int, *, validate_only: bool, **target: object) -> Cal
 
 def forget_a_shared_session(blocks: int) -> Callable[[], object]:
     world = one_chain(blocks, session_id="x")
-    # Another session goes on behind the chain, and a third one uses it.
+    # Another session continues the chain, and a third one uses it.
     world.cache([*range(blocks * 4), 1, 2, 3, 4, 5], session_id="y")
     world.run(list(range(blocks * 4 + 1)), session_id="z")
     return lambda: at_once(world.operators.forget(ForgetTarget(session_id="x"), validate_only=True))

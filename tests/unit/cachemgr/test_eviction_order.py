@@ -9,7 +9,7 @@ from tests.support.work import work_of
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["use", "take", 5, 35, 100])), max_size=200))
-def test_blocks_keep_their_place_by_use_through_every_change_of_priority(operations):
+def test_blocks_stay_in_order_of_use_through_every_change_of_priority(operations):
     order, blocks, listed = EvictionQueue(), [Block(slot) for slot in range(10)], set()
     for use, (slot, operation) in enumerate(operations):
         block = blocks[slot]
@@ -56,7 +56,7 @@ def test_a_block_that_has_changed_over_to_another_order_has_left_the_first(older
 
 
 def between_others(count: int) -> tuple[EvictionQueue, list[Block]]:
-    """An order with so many blocks that came back between two others, the oldest first."""
+    """An order with so many blocks that were released between two others, the oldest first."""
     order, blocks = EvictionQueue(), [Block(slot) for slot in range(count + 2)]
     for recency, block in enumerate(blocks):
         block.recency = recency
@@ -71,7 +71,7 @@ def test_the_work_of_an_insertion_is_independent_of_removed_blocks():
     def most_work(count: int) -> int:
         order, blocks = between_others(count)
 
-        def change_place(block: Block) -> None:
+        def change_position(block: Block) -> None:
             order.remove(block)
             block.recency += count
             order.insert(block)
@@ -79,7 +79,7 @@ def test_the_work_of_an_insertion_is_independent_of_removed_blocks():
         last = Block(count + 2)
         last.recency = 10 * count
         order.append(last)
-        return max(work_of(lambda: change_place(block)) for _ in range(3) for block in blocks)  # noqa: B023
+        return max(work_of(lambda: change_position(block)) for _ in range(3) for block in blocks)  # noqa: B023
 
     assert most_work(400) < 2 * most_work(100)
 

@@ -45,7 +45,7 @@ def test_a_sequence_truncated_within_an_image_is_found_again():
     world = World(24)
     world.run(PROMPT, "a", extra_keys=image())
     live = world.live["a"]
-    # The image goes on to the new end, behind which other tokens follow.
+    # The image reaches to the new end, behind which other tokens follow.
     world.truncate("a", 9)
     world.compute(live, 12)
     world.sync()
@@ -81,7 +81,7 @@ def test_prefix_hits_have_the_same_images_at_the_same_positions(data):
 
 
 def meaning(tokens, images):
-    """Of each token: itself, and the image and the place in it that it stands for."""
+    """Of each token: itself, and the image and the position in it that it stands for."""
     beside = {image.start + at: (image.digest, at) for image in images for at in range(image.length)}
     return [(token, beside.get(position)) for position, token in enumerate(tokens)]
 

@@ -134,14 +134,14 @@ def test_open_overwrites_of_a_lost_executor_are_done_when_it_registers_again(tar
     world.cache(PROMPT, salt="a", session_id="x")
     world.cache(PROMPT, salt="b", session_id="y")
     if starts_again:
-        # All of it moves down, as the device's bytes are gone.
+        # All of it is offloaded, as the device's bytes are lost.
         world.cache(list(range(100, 148)))
         world.run_executor_copies()
     at_once(world.operators.forget(target, validate_only=False))
     assert world.device.count("a", PROMPT[0]) == 9
     lose_executor(world)
     if starts_again:
-        assert world.come_back().lower_blocks == 3
+        assert world.register_again().lower_blocks == 3
     else:
         world.manager.register_executor(world.spec(), stored(world))
     check_forgotten(world)
@@ -193,8 +193,8 @@ def test_a_purge_in_a_recovery_spares_blocks_cached_after_it():
     assert world.found(PROMPT, salt="a") == 9
 
 
-def come_back_in_the_same_epoch(world: World) -> None:
-    """The scheduler stays, and gives up what it had there when the executor is back."""
+def register_again_in_the_same_epoch(world: World) -> None:
+    """The scheduler stays, and gives up what it had there when the executor registers again."""
     world.expire_executor()
     world.live.clear()
     world.leaving.clear()
@@ -218,7 +218,7 @@ def test_bytes_of_a_forgotten_sequence_do_not_outlive_it_when_the_executor_is_lo
         world.compute(world.live["live"], len(PROMPT))
         world.sync()
     assert world.device.count("a", PROMPT[0]) == 9
-    come_back_in_the_same_epoch(world)
+    register_again_in_the_same_epoch(world)
     assert world.device.count("a", PROMPT[0]) == 0
 
 
@@ -231,7 +231,7 @@ def prefetching() -> tuple[World, list[Transfer]]:
     prefetch = Hints("0.1", "m", (HintAction("one", "Prefetch", "0.1", {}),))
     world.operators.hint(Prefix(tuple(PROMPT), salt="a"), prefetch, None)
     copies = world.queries.executor_transfers("e")
-    # Two others make room.
+    # Two others are evicted.
     assert len(copies) == 4
     return world, copies
 
@@ -245,7 +245,7 @@ def test_bytes_of_a_prefetch_in_flight_are_overwritten(executor):
     at_once(world.operators.forget(TARGETS[0], validate_only=False))
     if executor == "is lost":
         world.done.clear()
-        come_back_in_the_same_epoch(world)
+        register_again_in_the_same_epoch(world)
     for _ in range(4):
         world.run_executor_copies()
         world.check()

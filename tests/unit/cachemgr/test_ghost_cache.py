@@ -33,7 +33,7 @@ def conversations(count, seed=1):
         fresh += 6
         open_ones.append(ids)
         length = len(ids) * BLOCK_TOKENS - rng.randrange(1, 500)
-        requests.append(placer.place(Request(number * 0.5, length, rng.randrange(1, 400), ids)))
+        requests.append(placer.assign(Request(number * 0.5, length, rng.randrange(1, 400), ids)))
     return requests
 
 
@@ -83,7 +83,7 @@ def test_ghosts_are_within_a_point_of_pools_of_their_size(requests, sample, clos
 
 
 def alike(rng, count, longest):
-    """Prompts of which most go on from some place in one of the last, as far as they are long enough."""
+    """Prompts of which most continue one of the last from some position, as far as they are long enough."""
     prompts = []
     for _ in range(count):
         length, base = rng.randint(4, longest), []

@@ -305,7 +305,7 @@ def test_a_prefetch_onloads_a_windows_blocks_left_after_evictions_in_another_gro
     world.run_executor_copies()
     world.cache([50, 51, 52, 53], retention=retain(80))
     world.run([60, 61], "live")
-    # In the first group the other prompt goes down, and the second block is evicted there: the window loses it, too.
+    # In the first group the other prompt is offloaded, and the second block is evicted there: the window loses it, too.
     assert send(world, "Prefetch", list(range(8))) == (CLIPPED, 2)
     world.run_executor_copies()
 

@@ -30,7 +30,7 @@ def lease_events(world, after=0):
 
 
 def patient(num_blocks=8):
-    """A world in which nobody is lost for being silent."""
+    """A world in which no process is lost for being silent."""
     return World(num_blocks, config=dataclasses.replace(CONFIG, lease_seconds=1e9))
 
 

@@ -111,7 +111,7 @@ def play(steps, *models):
         yield block.state(), *(model.state() for model in models)
 
 
-# Few enough for all that none of them covers to have room beside the leases of three sessions.
+# Few enough for all that none of them covers to fit beside the leases of three sessions.
 DURATIONS = st.sampled_from([None, 1.0, 5.0, 20.0])
 REQUESTS = st.tuples(st.sampled_from([20, 60, 90]), st.sampled_from([None, 40]), DURATIONS)
 

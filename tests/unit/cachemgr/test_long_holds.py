@@ -9,7 +9,7 @@ BLOCKS = 2 * RELEASED_AT_A_TIME + 300
 
 
 def held(*lengths: int) -> Driver:
-    """Sequences of so many blocks that somebody holds for five seconds."""
+    """Sequences of so many blocks that are held for five seconds."""
     driver = Driver(BLOCKS + 500, config=replace(CONFIG, capacity_ahead_tokens=0))
     for number, length in enumerate(lengths):
         admission = driver.admit(str(number), prompt(number, 16 * length))
@@ -20,7 +20,7 @@ def held(*lengths: int) -> Driver:
 
 
 def ended(driver: Driver) -> list[int]:
-    """Blocks that each call of `expire` lets go of, until none is due; holds are whole or gone for checks."""
+    """Blocks that each call of `expire` lets go of, until none is due; holds are whole or ended for checks."""
     driver.now = 6.0
     parts = []
     while driver.pool.used_blocks:

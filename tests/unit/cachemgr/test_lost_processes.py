@@ -126,7 +126,7 @@ def test_slots_of_a_lost_registration_are_allocated_once_its_sequences_are_relea
 
 
 def test_an_older_executor_epoch_counts_again_once_the_lease_of_the_newer_has_run_out():
-    """The clock that epochs are taken from may have gone back while the executor was down."""
+    """The clock that epochs are taken from may have been set back while the executor was down."""
     world = running()
     spec = world.spec()
     world.start_executor()
@@ -220,6 +220,6 @@ def number_of_blocks() -> int:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_random_lives_go_on_where_every_loss_is_too_large_to_tell(seed, monkeypatch):
+def test_random_lives_continue_where_every_loss_is_too_large_to_report(seed, monkeypatch):
     monkeypatch.setattr(lifecycle, "MOST_REPORTED", 0)
     live_long(400_000 + seed, 250)

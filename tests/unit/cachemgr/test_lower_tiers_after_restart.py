@@ -63,12 +63,12 @@ def beheaded() -> World:
     """Two host blocks of PROMPT whose first block was lost with the device."""
     world = World(4, host_blocks=4)
     world.cache(PROMPT[:12])
-    # The first block is in use: only what stands on it moves down.
+    # The first block is in use: only its descendants are offloaded.
     world.run([*PROMPT[:4], 99], "first")
     world.cache(list(range(100, 108)))
     assert world.tiers() == {"device": 3, "host": 2}
     world.lose_manager()
-    assert world.come_back() == (0, 2)
+    assert world.register_again() == (0, 2)
     world.check()
     return world
 
@@ -99,7 +99,7 @@ def test_the_order_of_use_in_lower_tiers_outlives_the_executor(manager_too):
         world.cache(list(range(first, first + 4)))
     if manager_too:
         world.lose_manager()
-        world.come_back()
+        world.register_again()
     else:
         world.start_executor()
     for first in (100, 110, 120, 130, 140, 150):
@@ -217,7 +217,7 @@ def test_no_block_without_its_parent_is_pinned(way):
         world.executor_epoch += 1
         world.device.lose()
         below = [block for block in world.journal.blocks.values() if block.tier is TierKind.HOST]
-        world.journal.blocks = {block.place: block for block in below}
+        world.journal.blocks = {block.tier_slot: block for block in below}
         assert world.manager.register_executor(world.spec(), below, [pin]) == (0, 2)
     world.check()
     assert list(world.queries.holds()) == []

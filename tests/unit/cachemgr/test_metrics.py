@@ -47,7 +47,7 @@ def test_salts_are_exported_by_their_hash_up_to_a_limit():
     assert not any("salt-" in sample.labels["salt_sha256"] for sample in family.samples)
 
 
-def test_requests_without_a_salt_are_told_apart_from_all_others():
+def test_requests_without_a_salt_are_counted_apart_from_all_others():
     world = World(8)
     world.cache(list(range(9)))
     world.cache(list(range(9)))

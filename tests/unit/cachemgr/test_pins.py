@@ -14,7 +14,7 @@ OTHER = list(range(50, 58))
 
 
 def roomy(num_blocks: int = 10, budget: float = 0.3, **options: object) -> World:
-    """A world in which nobody is lost for being silent."""
+    """A world in which no process is lost for being silent."""
     return World(num_blocks, config=dataclasses.replace(CONFIG, lease_seconds=1e9, pin_budget=budget), **options)
 
 

@@ -28,7 +28,7 @@ def update(world: World, pool_id: str, total: int, etag: str = "", *, validate_o
     return at_once(world.operators.update_pool(pool_id, total, etag, validate_only=validate_only))
 
 
-def give_back(world: World) -> None:
+def overwrite(world: World) -> None:
     """The executor overwrites what it is asked to."""
     world.renew()
     world.run_executor_copies()
@@ -49,7 +49,7 @@ def test_memory_moves_to_another_pool_once_the_executor_has_overwritten_it() -> 
     with pytest.raises(PoolInUseError) as refused:
         update(world, "e/1", 10)
     assert refused.value.fields == {"pool.total_blocks": "must be at most 6 until the executor has freed 2 blocks"}
-    give_back(world)
+    overwrite(world)
     assert update(world, "e/1", 10).total_blocks == 10
     with pytest.raises(InvalidField) as wrong:
         update(world, "e/1", 11)
@@ -70,7 +70,7 @@ def test_a_pool_grows_only_by_overwritten_slots() -> None:
     world.run_executor_copies(fail=True)
     # It is asked again.
     assert {transfer.target_slot for transfer in world.queries.executor_transfers("e")} == first
-    give_back(world)
+    overwrite(world)
     assert update(world, "e/0", 6).total_blocks == 6
 
 
@@ -87,7 +87,7 @@ def test_overwrites_of_withheld_slots_end_with_the_executors_epoch() -> None:
 def test_a_restarted_manager_overwrites_slots_outside_the_shares() -> None:
     world = shared()
     update(world, "e/0", 2)
-    give_back(world)
+    overwrite(world)
     update(world, "e/1", 12)
     for prompt in range(6):
         world.cache([prompt] * 7)
@@ -102,14 +102,14 @@ def test_a_restarted_manager_overwrites_slots_outside_the_shares() -> None:
     assert asked
     assert asked <= set(world.device.written)
     assert len(written) - len(asked) <= 6
-    give_back(world)
+    overwrite(world)
     assert world.queries.executor_transfers("e") == []
 
 
 def test_shares_are_restored_in_any_order() -> None:
     world = shared()
     update(world, "e/0", 4)
-    give_back(world)
+    overwrite(world)
     update(world, "e/1", 10)
     shares = list(world.queries.entries(Kind.SHARE))
     for order in (shares, shares[::-1]):
@@ -223,7 +223,7 @@ def test_forgotten_blocks_of_a_shrinking_pool_are_withheld_once_overwritten():
     device = world.manager._state.pool("e/0").device
     assert (device.total, device.free, device.used, device.to_withhold) == (2, 0, 6, 4)
     assert not world.manager.is_behind
-    give_back(world)
+    overwrite(world)
     assert world.manager.is_behind
     world.manager.expire()
     assert not world.manager.is_behind
@@ -234,10 +234,10 @@ def test_memory_of_owed_slots_is_not_granted_to_another_pool():
     world = shared()
     world.cache(list(range(20)))
     call = begin_shrinking(world, 1)
-    give_back(world)
+    overwrite(world)
     world.check()
     with pytest.raises(PoolInUseError, match="yet to free 3 blocks"):
         update(world, "e/1", 12)
     at_once(call)
-    give_back(world)
+    overwrite(world)
     update(world, "e/1", 12)

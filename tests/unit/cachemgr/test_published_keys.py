@@ -70,7 +70,7 @@ def test_a_vector_is_what_the_text_and_the_code_make_of_it(vector: dict[str, Any
     assert keys_by_the_text(vector) == our_keys(vector) == vector["keys"]
 
 
-def test_the_vectors_tell_apart_what_is_not_the_same() -> None:
+def test_the_vectors_have_different_keys_for_different_contents() -> None:
     assert len(VECTORS) >= 12
     assert len({vector["name"] for vector in VECTORS}) == len(VECTORS)
     roots = {(vector["fingerprint"], vector["salt"], vector["adapter_id"]): vector["root"] for vector in VECTORS}

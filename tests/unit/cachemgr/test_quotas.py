@@ -5,7 +5,7 @@ import random
 import pytest
 
 from cachemgr.blocks.block import Account, Block
-from cachemgr.blocks.eviction_queue import loss
+from cachemgr.blocks.eviction_queue import position
 from cachemgr.blocks.tier import Tier
 from cachemgr.errors import QuotaTooLargeError, SequenceTooLongError, UnknownQuotaError
 from cachemgr.operators.state_dump import state_hash
@@ -209,7 +209,7 @@ def test_a_truncated_block_counts_against_the_quota_of_the_sequence():
     world = World(8)
     quota(world, tenant_id="t", device_ceiling=4)
     world.cache(list(range(8)), tenant_id="t")
-    # What it computes takes the place of the tenant's blocks, and is theirs.
+    # What it computes replaces the tenant's blocks, and is theirs.
     world.run(list(range(8)), "live", no_read=True)
     assert counts(world) == {"t": 2}
     world.truncate("live", 6)
@@ -257,7 +257,7 @@ def test_blocks_below_floors_are_evicted_in_eviction_order():
         tier.delist(block, account)
         tier.count(account, blocks=-1)
         lost.append(block)
-    assert lost == sorted((block for _, block in blocks), key=loss)
+    assert lost == sorted((block for _, block in blocks), key=position)
 
 
 def test_a_block_counts_against_the_quota_of_the_sequence_that_commits_it():

@@ -17,7 +17,7 @@ def test_a_long_random_life_ends_with_every_block_free_or_cached(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_so_does_a_life_with_room_for_many_sequences_that_evict_tokens(seed):
+def test_so_does_a_life_with_blocks_for_many_sequences_that_evict_tokens(seed):
     live_long(seed, 400, windows=(None,), num_blocks=24)
 
 

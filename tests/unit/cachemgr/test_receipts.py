@@ -83,6 +83,6 @@ def test_a_request_that_stores_nothing_is_granted_nothing():
     assert all("leaves nothing" in one[2] for one in found)
 
 
-def test_only_the_prompt_counts_where_a_request_goes_on_from_an_earlier_attempt():
+def test_only_the_prompt_counts_where_a_request_continues_an_earlier_attempt():
     ((_, outcome, _, _, _, blocks),) = receipts(RetentionRange(0, None, 80), num_prompt_tokens=4)
     assert (outcome, blocks) == (Outcome.GRANTED, 1)

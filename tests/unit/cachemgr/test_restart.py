@@ -23,7 +23,7 @@ def cached(**options):
 def restart(world, stored=None, spec=None):
     """Another manager process, with what the store has; returns the blocks that it restored."""
     stored = list(world.journal.blocks.values()) if stored is None else stored
-    world.journal.blocks = {block.place: block for block in stored}
+    world.journal.blocks = {block.tier_slot: block for block in stored}
     world.manager = CacheManager(2, lambda: world.now, CONFIG, world.journal)
     world.start_scheduler()
     assert not world.manager.queries.knows_executor("e")
@@ -57,11 +57,11 @@ def test_the_store_learns_of_a_lease_from_a_shorter_block():
 
 def test_a_block_taken_over_by_a_sequence_that_computes_nothing_is_restored():
     world = cached(config=dataclasses.replace(CONFIG, copy_on_partial_reuse=False))
-    before = {block.place for block in world.queries.records("e")}
+    before = {block.tier_slot for block in world.queries.records("e")}
     assert world.admit([*PROMPT, 7], "b", salt="x", adapter_id=3).cached_tokens == 10
     world.manager.release(world.caller, "b")
     assert restart(world) == 3
-    assert {block.place for block in world.queries.records("e")} == before
+    assert {block.tier_slot for block in world.queries.records("e")} == before
 
 
 def test_a_block_that_was_written_after_its_commit_is_dropped_with_its_children():

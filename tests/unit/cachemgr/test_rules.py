@@ -101,7 +101,7 @@ def test_a_block_has_the_priority_of_the_request_or_else_of_the_first_rule(rules
     assert priorities(world) == dict(zip((10, 14, 18), expected, strict=True))
 
 
-def test_a_rule_without_storage_goes_before_the_retention_of_a_request():
+def test_a_rule_without_storage_precedes_the_retention_of_a_request():
     world = World(12)
     make(world, "r", RuleMatch(salt="a"), no_store=True)
     world.cache(PROMPT, salt="a", retention=retain(90))

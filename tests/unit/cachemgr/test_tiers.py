@@ -27,7 +27,7 @@ def test_a_host_block_is_evicted_only_for_a_block_later_in_eviction_order():
     world = World(2, host_blocks=1)
     world.cache(list(range(4)), retention=retain(40))
     world.cache(list(range(50, 54)), retention=retain(50))
-    # The one at 40 goes first; its copy is called off for the one at 50.
+    # The block at 40 is evicted first; its copy is called off for the block at 50.
     assert len(fill(world, 100, "b", retention=retain(45)).transfers) == 1
     world.finish("b")
     assert world.found([0, 1, 2, 3]) == 0
@@ -45,7 +45,7 @@ def test_a_parent_of_offloaded_blocks_is_offloaded_at_any_priority():
     low = Retention((RetentionRange(0, 4, 5), RetentionRange(4, None, 90)))
     world.cache(list(range(9)), retention=low)
     fill(world, 100, "b")
-    # The head has priority 5 and would be dropped, but what stands on it is worth 90.
+    # The head has priority 5 and would be dropped, but a descendant has 90.
     assert world.tiers_of([*range(8)])[0] == "host"
     assert world.found(list(range(8))) == 8
 
@@ -155,7 +155,7 @@ def test_a_copy_in_flight_is_not_matched_though_another_copy_of_the_block_has_en
     world.confirm()
 
 
-# How far down a match goes
+# The lowest tier of a match
 
 
 def three_tiers() -> World:
@@ -181,7 +181,7 @@ def test_a_match_ends_at_the_first_block_below_the_lowest_tier(lowest, tokens):
         tier for tier in TierKind if tier <= lowest
     }
     world.check()
-    # What it has computed takes the place of what lies below.
+    # Its computed blocks replace the equal ones of lower tiers.
     world.finish("a")
     world.check()
     assert world.run(list(range(12)), "b", lowest_tier=TierKind.DEVICE).cached_tokens == 11

@@ -31,7 +31,7 @@ def ready(num_blocks: int = 20, policy: object = KEYDIFF, **options: object) -> 
 
 
 def advance(world: World, state: str) -> None:
-    """Leads the sequence that `ready` made to a state: asking for its second table, told of it, moved, or reported."""
+    """Leads the sequence that `ready` made to a state: asking for its second table, given it, moved, or reported."""
     if state != "asking":
         world.sync()
     if state in ("moved", "reported"):
@@ -195,7 +195,7 @@ def test_a_sequence_that_waits_gets_no_second_table():
             },
             "trimmed_handles[0]",
         ),
-        # It cannot compute more than it has room for, nor beyond its first eviction.
+        # It cannot compute more than it has slots for, nor beyond its first eviction.
         ({"handles": ["a"], "computed_tokens": [20], "new_token_counts": [0]}, "computed_tokens[0]"),
         (
             {
@@ -346,7 +346,7 @@ def test_a_second_table_leaves_the_floors_of_others():
     ("state", "options"),
     [
         *((state, {}) for state in ("asking", "told", "moved", "reported")),
-        # What was given back before it is forgotten is nobody's any more.
+        # A block that was released before it is forgotten is in no sequence.
         *((state, {"no_store": True}) for state in ("asking", "told", "moved")),
     ],
     ids=str,

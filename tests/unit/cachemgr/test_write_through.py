@@ -1,4 +1,4 @@
-"""Write-through: copies of device blocks one tier below, and evictions that need no copy."""
+"""Write-through: copies of device blocks in the next tier, and evictions that need no copy."""
 
 import dataclasses
 
@@ -85,7 +85,7 @@ def test_write_through_can_be_switched_off():
     world.cache(PROMPT)
     world.renew()
     assert world.queries.executor_transfers("e") == []
-    # What comes back from the host keeps its slot all the same.
+    # A block that is onloaded from the host keeps its slot there all the same.
     world.fill()
     world.finish("fill100")
     world.run(PROMPT, "again")

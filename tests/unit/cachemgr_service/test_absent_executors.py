@@ -20,10 +20,10 @@ POD = "pod-1"
 
 
 class Time:
-    """The managers' time, and who is registered."""
+    """The managers' time, and the registered executors."""
 
     def __init__(self) -> None:
-        self.copied = Copied({block(1).place: block(1)}, here=set())
+        self.copied = Copied({block(1).tier_slot: block(1)}, here=set())
 
     @property
     def here(self) -> set[str]:
@@ -36,7 +36,7 @@ class Time:
         return CopiedStore(redis, self.copied)
 
     async def register(self, life: CopiedStore, executor_id: str) -> int:
-        """Registers an executor; tells how many blocks Redis stored."""
+        """Registers an executor; returns how many blocks Redis stored."""
         self.here.add(executor_id)
         _, blocks = await life.register(executor_id, 7)
         assert await life.store.flush()
@@ -64,7 +64,7 @@ async def is_kept(redis: Redis, executor_id: str = POD) -> bool:
     return named
 
 
-async def test_who_is_here_is_kept_and_who_has_been_away_for_a_day_is_forgotten(redis: Redis) -> None:
+async def test_registered_executors_are_kept_and_those_away_for_a_day_are_forgotten(redis: Redis) -> None:
     time = Time()
     store = time.store(redis)
     await time.register(store, EXECUTOR)
@@ -89,7 +89,7 @@ async def test_executors_of_earlier_managers_are_forgotten_when_managers_have_ru
     await time.register(time.store(redis), POD)
     for hours in (11, 11):
         store = time.store(redis)
-        # While no manager runs nobody can come.
+        # While no manager runs no executor can register.
         time.copied.now += 100 * HOUR
         await time.register(store, EXECUTOR)
         await time.pass_by(store, hours)
@@ -99,7 +99,7 @@ async def test_executors_of_earlier_managers_are_forgotten_when_managers_have_ru
     assert await time.register(time.store(redis), EXECUTOR) == 1
 
 
-async def test_an_executor_that_comes_back_within_the_day_has_its_blocks(redis: Redis) -> None:
+async def test_an_executor_that_registers_again_within_the_day_has_its_blocks(redis: Redis) -> None:
     time = Time()
     await time.register(time.store(redis), POD)
     store = time.store(redis)

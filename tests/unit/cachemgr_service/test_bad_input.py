@@ -208,7 +208,7 @@ async def test_a_rule_that_the_executor_cannot_carry_is_no_fault_of_any_field(ta
     assert await wrong(target, "AdmitSequence", ADMISSION, ({}, "RULE_POLICY", "")) == ""
 
 
-async def test_the_dump_tells_a_change_of_rules_and_quotas_and_no_tokens(target: Target) -> None:
+async def test_the_dump_shows_a_change_of_rules_and_quotas_and_no_tokens(target: Target) -> None:
     before = await target.state()
     assert await target.refusal("DeleteRetentionRule", {"name": "rule-a"}) is None
     without_rule = await target.state()

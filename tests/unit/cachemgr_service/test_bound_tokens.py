@@ -1,4 +1,4 @@
-"""Tokens of executors and schedulers that carry ids: nobody speaks as another one."""
+"""Tokens of executors and schedulers that carry ids: no process speaks as another one."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -19,7 +19,7 @@ from protos.kvcommon.tokens import packed_bytes
 
 
 class Watched(Cache):
-    """A manager, and the service that tells of its events."""
+    """A manager, and the service of its events."""
 
     def __init__(self) -> None:
         super().__init__(2000)

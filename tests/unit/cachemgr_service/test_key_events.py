@@ -69,7 +69,7 @@ class Watch:
 
 
 class Watched:
-    """A manager, and the service that tells of its events at once."""
+    """A manager, and the service that reports its events at once."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.world = World(*arguments, **options)
@@ -136,12 +136,12 @@ async def test_many_events_of_a_block_come_to_its_last_tier() -> None:
     assert len(keys) == len(set(keys)) < watched.last
 
 
-async def test_a_loss_and_a_new_epoch_keep_their_place_among_the_changes_of_blocks() -> None:
+async def test_a_loss_and_a_new_epoch_keep_their_order_among_the_changes_of_blocks() -> None:
     watched = Watched(8)
     watch = watched.watch(after_event_number=0)
     watched.world.cache(list(range(12)))
     watched.world.expire_executor()
-    watched.world.come_back()
+    watched.world.register_again()
     watched.world.cache(list(range(8)))
     await watch.take_up_to(watched.last)
     kinds = [change.WhichOneof("change") for change in watch.messages[0].changes]

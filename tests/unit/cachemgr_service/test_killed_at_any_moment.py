@@ -18,7 +18,7 @@ from tests.support.managers import agreed, holds, leases, make_rule, pin, quotas
 from tests.support.redis_servers import Server
 
 ROUNDS = int(os.environ.get("ROUNDS", "16"))
-# The clock in Redis is written this often, and the manager's own goes on in steps.
+# The clock in Redis is written this often, and the manager's own advances in steps.
 CLOCK_SECONDS = 2.5
 
 State = dict[str, dict[str, object]]
@@ -36,7 +36,7 @@ class Life:
         self.written = [0] * NUM_BLOCKS
         self.redis_runs = True
         # Whether Redis has everything.
-        self.is_settled = False
+        self.is_complete = False
         self.history: list[State] = []
         self.client = Client(settings_for(folder))
 
@@ -102,7 +102,7 @@ class Life:
         await self.note()
 
     async def trouble_redis(self) -> None:
-        """Kills it, or stops it for a moment or longer than anybody waits; or the trouble is over."""
+        """Kills it, or stops it for a moment or longer than any call waits; or the trouble is over."""
         if not self.redis_runs:
             # In this thread: it ends with the thread that starts it.
             self.server.start()
@@ -115,15 +115,15 @@ class Life:
             await asyncio.sleep(self.random.choice((0.1, 2.5)))
             self.server.signal(signal.SIGCONT)
 
-    async def settle(self) -> None:
+    async def agree(self) -> None:
         """Redis has everything: what operators find from now on is no older than this."""
         if self.redis_runs:
             await agreed(self.client)
             self.history = [await self.said()]
-            self.is_settled = True
+            self.is_complete = True
 
     async def restart(self) -> None:
-        """Kills the manager and compares what comes back."""
+        """Kills the manager and compares what is restored."""
         before = self.history
         pins = {hold.name for hold in await holds(self.client)}
         remaining = {one.block.key: seconds(one) for one in await leases(self.client)}
@@ -136,11 +136,11 @@ class Life:
         for kind, entries in now.items():
             possible = [state[kind] for state in before]
             if kind == "pins":
-                # As many blocks as came back are pinned.
+                # As many blocks as were restored are pinned.
                 assert {*entries} in [{*one} for one in possible], (entries, possible)
             else:
                 assert entries in possible, (kind, entries, possible)
-        if self.is_settled:
+        if self.is_complete:
             assert {*now["pins"]} == pins
             after = {one.block.key: seconds(one) for one in await leases(self.client)}
             assert after.keys() == remaining.keys()
@@ -155,15 +155,15 @@ class Life:
         await self.note()
         for _ in range(ROUNDS):
             (what,) = self.random.choices(
-                (self.compute, self.operate, self.settle, self.restart, self.trouble_redis),
+                (self.compute, self.operate, self.agree, self.restart, self.trouble_redis),
                 (8, 6, 2, 1.5, 1.5),
             )
             await what()
             await self.client.check()
-            self.is_settled = what == self.settle and self.redis_runs
+            self.is_complete = what == self.agree and self.redis_runs
         if not self.redis_runs:
             await self.trouble_redis()
-        await self.settle()
+        await self.agree()
         await self.restart()
         await agreed(self.client)
 
@@ -174,7 +174,7 @@ def seconds(lease: pb.BlockLease) -> float:
 
 
 @pytest.mark.parametrize("seed", [int(os.environ.get("SEED", "1"))])
-async def test_whatever_dies_when_the_rest_goes_on_and_agrees_again(seed: int, tmp_path: Path, server: Server) -> None:
+async def test_whatever_dies_the_rest_continues_and_agrees_again(seed: int, tmp_path: Path, server: Server) -> None:
     life = Life(tmp_path, server, seed)
     try:
         async with asyncio.timeout(200):

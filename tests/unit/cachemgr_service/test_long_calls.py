@@ -174,7 +174,7 @@ def replayed(caller: Caller) -> str:
     return state_hash(replay.replay(io.BytesIO(caller.file.getvalue())).manager.queries.state())
 
 
-async def test_a_call_whose_caller_has_gone_is_carried_out(one_block_per_step: None) -> None:
+async def test_a_call_whose_caller_has_disconnected_is_carried_out(one_block_per_step: None) -> None:
     caller = filled()
     call = asyncio.create_task(caller.calls.run_in_slices(*LONG_CALLS["purge"]))
     for _ in range(3):

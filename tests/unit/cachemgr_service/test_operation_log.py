@@ -139,7 +139,7 @@ def test_stored_blocks_are_in_the_log() -> None:
     assert found.queries.pools()[0].cached_blocks == 1
 
 
-def test_settings_come_back_from_the_log() -> None:
+def test_settings_are_restored_from_the_log() -> None:
     data, _ = logged()
     assert replay.replay(io.BytesIO(data)).manager.config == CONFIG
 
@@ -214,7 +214,7 @@ def test_a_full_disk_ends_the_log_and_no_call(room: int) -> None:
         register(operations)
         for name in map(str, range(10)):
             assert operations.run("AdmitSequence", admission(name)).admitted
-            # Room that comes later makes no log whole again.
+            # Space that is freed later makes no log whole again.
             file.room = 1 << 20 if len(file.getvalue()) > len(begun) else file.room
             operations.run("ReleaseSequence", release(name))
     assert [record["log_level"] for record in records] == ["error"]

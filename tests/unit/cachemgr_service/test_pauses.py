@@ -1,4 +1,4 @@
-"""A cache manager that has not run for a while: it blames nobody for renewals that it could not hear."""
+"""A cache manager that has not run for a while: it blames no process for renewals that it could not receive."""
 
 import io
 from dataclasses import dataclass, field
@@ -47,7 +47,7 @@ class Life:
         assert self.calls.run("AdmitSequence", admission).admitted
 
     def pass_time(self, seconds: float) -> None:
-        """The manager is there, and nobody calls."""
+        """The manager runs, and there are no calls."""
         end = self.now + seconds
         while self.now + EXPIRE_SECONDS <= end:
             self.now += EXPIRE_SECONDS

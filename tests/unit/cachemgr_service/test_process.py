@@ -77,7 +77,7 @@ async def running(folder: Path, **values: str) -> AsyncIterator[asyncio.subproce
         await process.wait()
 
 
-async def test_on_sigterm_it_ends_its_watches_writes_what_is_pending_and_goes(
+async def test_on_sigterm_it_ends_its_watches_writes_pending_changes_and_exits(
     tmp_path: Path, server: LocalRedis
 ) -> None:
     client = Client(settings_for(tmp_path))

@@ -49,7 +49,7 @@ RECORDS = st.builds(
 
 @given(RECORDS)
 def test_a_record_is_read_as_it_was_written(record: BlockRecord) -> None:
-    assert decode_block(encode_slot(*record.place), encode_block(record)) == record
+    assert decode_block(encode_slot(*record.tier_slot), encode_block(record)) == record
 
 
 @given(st.binary(max_size=80), st.binary(max_size=10))
@@ -58,10 +58,10 @@ def test_any_bytes_are_a_record_or_refused(value: bytes, place: bytes) -> None:
         decode_block(place, value)
 
 
-def test_a_record_has_room_for_any_number_of_leases() -> None:
+def test_a_record_holds_any_number_of_leases() -> None:
     leases = tuple(LeaseRecord(f"session/{number}", 60, None, None) for number in range(65_536))
     record = BlockRecord(0, 1, bytes(32), None, 0, bytes(4), None, None, 0, leases)
-    assert decode_block(encode_slot(*record.place), encode_block(record)) == record
+    assert decode_block(encode_slot(*record.tier_slot), encode_block(record)) == record
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_what_no_manager_of_this_schema_wrote_is_refused(value: bytes) -> None:
         decode_block(encode_slot(0, TierKind.DEVICE, 1), value)
 
 
-def test_a_place_in_a_tier_that_is_none_is_refused() -> None:
+def test_a_slot_in_a_tier_that_is_none_is_refused() -> None:
     record = BlockRecord(0, 1, bytes(32), None, 0, bytes(4), None, None, 0)
     place = encode_slot(0, TierKind.DISK, 1).replace(b"\x02", b"\x07")
     with pytest.raises(RecordError):
@@ -93,5 +93,5 @@ def test_without_the_device_a_block_is_where_its_copy_lies_or_nowhere() -> None:
     assert record.below() is None
     below = record._replace(lower_copy=CopyRecord(TierKind.HOST, 5, 77)).below()
     assert below is not None
-    assert (below.place, below.generation, below.lower_copy) == ((0, TierKind.HOST, 5), 77, None)
+    assert (below.tier_slot, below.generation, below.lower_copy) == ((0, TierKind.HOST, 5), 77, None)
     assert below.below() == below

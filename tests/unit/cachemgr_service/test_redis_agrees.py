@@ -73,7 +73,7 @@ async def test_what_redis_loses_is_written_again(managers: Managers) -> None:
             assert [len(server.hkeys(key)) for key in (PINS, RULES, QUOTAS)] == [1, 1, 1]
 
 
-async def test_a_redis_that_comes_back_with_an_older_state_gets_what_it_lacks(managers: Managers) -> None:
+async def test_a_redis_that_starts_again_with_an_older_state_gets_what_it_lacks(managers: Managers) -> None:
     clocks = (f"kvkeep:{{{EXECUTOR}}}:clock", "kvkeep:{operators}:time")
     async with managers.run() as client:
         await furnish(client)
@@ -129,12 +129,12 @@ async def test_every_difference_is_found(managers: Managers) -> None:
             f"{POOL} {second[5]}: a block on device is another in Redis than in the index",
             f"{POOL} 31: a block on device is in Redis and not in the index",
         ]
-        # Who does not ask pays nothing.
+        # A call that does not ask costs nothing.
         answer = await client.admin.CheckPool(pb.CheckPoolRequest())
         assert (list(answer.violations), answer.store_compared) == ([], False)
 
 
-async def test_redis_away_is_told_and_changes_wait_for_it(managers: Managers, any_server: Server) -> None:
+async def test_redis_away_is_reported_and_changes_wait_for_it(managers: Managers, any_server: Server) -> None:
     async with managers.run() as client:
         await furnish(client)
         assert await redis_health(client) == health_pb2.HealthCheckResponse.SERVING
@@ -181,7 +181,7 @@ async def test_a_redis_that_takes_no_writes_loses_nothing(
 
 
 @one_server
-async def test_a_slow_redis_keeps_nobody_waiting_for_long(managers: Managers, any_server: Server) -> None:
+async def test_a_slow_redis_keeps_no_call_waiting_for_long(managers: Managers, any_server: Server) -> None:
     async with managers.run() as client:
         await furnish(client)
         with sync_redis(any_server.url) as direct:

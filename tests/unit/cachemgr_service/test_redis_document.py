@@ -56,7 +56,7 @@ async def test_the_keys_are_those_of_the_document_and_its_user_may_write_them(
     assert {key.replace(EXECUTOR, "EXECUTOR"): kind for key, kind in keys_of(any_server.url).items()} == dict(rows)
 
 
-async def test_what_the_document_says_can_be_used_is_no_problem_for_who_starts_the_stack(any_server: Server) -> None:
+async def test_what_the_document_says_can_be_used_is_no_problem_for_the_process(any_server: Server) -> None:
     url = create_user(any_server.url)
     assert redis_problem(url) == ""
     assert "PASSWORD" not in redis_problem(url.replace("PASSWORD", "PASSWORDS")) != ""

@@ -43,7 +43,7 @@ async def test_stored_blocks_are_read_back_parents_first_by_a_new_manager(life: 
     blocks = [block(slot, depth=9 - slot, group=slot % 2) for slot in range(1, 9)]
     for one in blocks:
         life.note(EXECUTOR, one)
-    life.queue.removed(EXECUTOR, *blocks[0].place)
+    life.queue.removed(EXECUTOR, *blocks[0].tier_slot)
     assert await life.store.flush()
     for key in (f"{KEYS}blocks", f"{KEYS}clock", f"{KEYS}epoch", "kvkeep:{operators}:schema"):
         assert await redis.exists(key)
@@ -72,7 +72,7 @@ async def test_another_epoch_leaves_what_lies_in_lower_tiers(life: CopiedStore, 
     await life.store.flush()
     reading, blocks = await CopiedStore(redis).register(EXECUTOR, 8)
     assert not reading.is_of(8)
-    assert {one.place: one.generation for one in blocks} == {
+    assert {one.tier_slot: one.generation for one in blocks} == {
         (0, TierKind.HOST, 1): 9,
         (0, TierKind.DISK, 1): 9,
         (0, TierKind.HOST, 5): 77,
@@ -91,7 +91,7 @@ async def test_too_many_changes_become_a_copy_of_everything(life: CopiedStore, a
     assert await life.store.flush()
     any_server.stop()
     for slot in range(1, 701):
-        life.copied.index[block(slot).place] = block(slot)
+        life.copied.index[block(slot).tier_slot] = block(slot)
         life.note(EXECUTOR, block(slot))
         assert life.store.pending <= 50
         if slot % 100 == 0:
@@ -114,7 +114,7 @@ async def test_a_registration_while_redis_is_away_deletes_nothing_that_is_not_re
     restarted.store.registered(EXECUTOR, 7)
     # More than what may wait: everything is to be written again.
     for slot in range(2, 100):
-        restarted.copied.index[block(slot).place] = block(slot, step=9)
+        restarted.copied.index[block(slot).tier_slot] = block(slot, step=9)
         restarted.note(EXECUTOR, block(slot, step=9))
     any_server.start()
     await reading.is_complete.wait()
@@ -132,7 +132,7 @@ async def test_a_redis_that_loses_everything_between_the_reading_and_the_first_w
 ) -> None:
     life.note(EXECUTOR, block(1))
     await life.store.flush()
-    restarted = CopiedStore(redis, Copied({block(1).place: block(1)}))
+    restarted = CopiedStore(redis, Copied({block(1).tier_slot: block(1)}))
     assert await loaded(restarted) == [block(1)]
     await redis.delete(*[f"{KEYS}{name}" for name in ("blocks", "clock", "epoch")])
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Token ids and salts of all tenants lie in Redis: to another machine they travel with TLS, or somebody has said so."""
+"""Token ids and salts of all tenants lie in Redis: to another machine they travel with TLS, or a setting says so."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A cache manager that comes back knows what its executors' devices still hold."""
+"""A restarted cache manager knows what its executors' devices still hold."""
 
 import asyncio
 import signal
@@ -72,7 +72,7 @@ async def test_stored_blocks_are_not_believed_before_the_scheduler_has_given_up_
         assert (await client.register(last_write_steps=steps(slots, 5, 6))).restored_blocks == 1
 
 
-async def test_an_executor_that_is_lost_in_its_recovery_finds_its_blocks_when_it_comes_again(
+async def test_an_executor_that_is_lost_in_its_recovery_finds_its_blocks_when_it_registers_again(
     managers: Managers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with managers.run() as client:
@@ -157,7 +157,7 @@ async def test_what_redis_lacks_of_a_large_executor_that_starts_again_is_kept(
         assert answer.restored_lower_blocks == 2
 
 
-async def come_back(client: Client) -> None:
+async def register_again(client: Client) -> None:
     """Waits until a registration would wait for nothing."""
     async with asyncio.timeout(30):
         while any(sample.value for metric in RECOVERING.collect() for sample in metric.samples):
@@ -166,14 +166,14 @@ async def come_back(client: Client) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["away", "hung"])
-async def test_what_redis_tells_too_late_comes_back_but_for_slots_that_were_allocated(
+async def test_late_records_of_redis_are_restored_but_for_slots_that_were_allocated(
     managers: Managers, server: Server, trouble: str
 ) -> None:
     async with managers.run() as client:
         await client.register()
         one = await client.admit("a", 9)
         await client.compute(one, 8, step=5)
-        # Too little room stays for another prompt of this length.
+        # Too few free blocks stay for another prompt of this length.
         two = await client.admit("b", [*range(100, 100 + 4 * NUM_BLOCKS - 12)])
         await client.compute(two, 4 * NUM_BLOCKS - 16, step=6)
     slots = [table.slots for answer in (one, two) for table in answer.block_tables]
@@ -189,14 +189,14 @@ async def test_what_redis_tells_too_late_comes_back_but_for_slots_that_were_allo
         await client.compute(new, 32, step=7)
         taken = set(new.block_tables[0].slots)
         start() if start else server.signal(signal.SIGCONT)
-        await come_back(client)
+        await register_again(client)
         lost = len(taken & set(slots[1][:28]))
         assert lost > 0
         assert (await client.admit("d", [*range(1000, 1000 + 33)])).cached_tokens == 32
         assert (await client.admit("e", 9)).cached_tokens == 8
         assert (await client.pool()).cached_blocks == 28 - lost
     async with managers.run() as client:
-        # Redis has what was computed meanwhile and what came back.
+        # Redis has the blocks that were computed meanwhile and the restored ones.
         for slot in taken:
             written[slot] = 7
         last_steps = tuple(written.get(slot, 0) for slot in range(1, NUM_BLOCKS + 1))
@@ -214,14 +214,14 @@ async def test_a_redis_that_is_late_and_lost_everything_is_written_again(manager
         new = await client.admit("b", 13)
         await client.compute(new, 12, step=6)
         server.start()
-        await come_back(client)
+        await register_again(client)
         assert (await client.admit("c", 13)).cached_tokens == 12
     async with managers.run() as client:
         written = steps(tuple(new.block_tables[0].slots), 6, 6, 6)
         assert (await client.register(last_write_steps=written)).restored_blocks == 3
 
 
-async def test_a_redis_of_an_older_state_tells_nothing_that_was_written_over_since(managers: Managers) -> None:
+async def test_a_redis_of_an_older_state_restores_nothing_that_was_written_over_since(managers: Managers) -> None:
     slots = await store_two_blocks(managers)
     with sync_redis(managers.url) as redis:
         key = f"kvkeep:{{{EXECUTOR}}}:blocks"
@@ -254,7 +254,7 @@ async def test_a_slow_redis_is_read_to_the_end_while_requests_are_served(
         async with managers.run() as client:
             answer = await client.register(last_write_steps=steps(slots, 5, 5))
             admitted = await client.admit("b", [7] * 9)
-            await come_back(client)
+            await register_again(client)
             assert answer.restored_blocks in (0, 2)
             assert admitted.admitted
             assert (await client.admit("c", 9)).cached_tokens == 8

@@ -23,7 +23,7 @@ async def test_a_full_salt_of_a_tenant_lets_its_other_salts_pass(client: Client)
     answers = (await client.manager.AdmitSequences(request, timeout=5)).answers
     assert [answer.admitted for answer in answers] == [True, False, False, True]
     assert [answer.full_account for answer in answers[1:3]] == [pb.QuotaAccount(salt="t/a")] * 2
-    # A tenant's quota goes before that of its salts: then all of them wait.
+    # A tenant's quota precedes that of its salts: then all of them wait.
     tenants = pb.Quota(tenant_id="t", device_ceiling_blocks=4)
     await client.admin.SetQuota(pb.SetQuotaRequest(quota=tenants), timeout=5)
     later = [client.admission(f"{salt}2", prompts["b"], salt=f"t/{salt}", tenant_id="t") for salt in "bc"]
@@ -45,7 +45,7 @@ async def test_several_admissions_end_with_the_first_that_must_wait(client: Clie
 
     huge = NUM_BLOCKS * 4 - 8
     assert await admit(10, huge, 10) == [True, False]
-    # One that is wrong is not answered, and takes back nothing of those before it.
+    # One that is wrong is not answered, and undoes nothing of those before it.
     assert await admit(10, 12, NUM_BLOCKS * 400, 10) == [True, True]
     assert len((await client.admin.ListSequences(pb.ListSequencesRequest(), timeout=5)).sequences) == 2
 
@@ -92,7 +92,7 @@ async def test_listings_are_paged(client: Client) -> None:
     assert all(block.tier == pb.TIER_DEVICE for block in blocks.blocks)
 
 
-async def test_a_watch_starts_with_a_snapshot_and_goes_on_without_a_gap(client: Client) -> None:
+async def test_a_watch_starts_with_a_snapshot_and_continues_without_a_gap(client: Client) -> None:
     await client.register()
     await client.compute(await client.admit("a", 8), 8)
     watch = client.events.WatchEvents(pb.WatchEventsRequest(), timeout=10)
@@ -113,7 +113,7 @@ async def test_a_watch_starts_with_a_snapshot_and_goes_on_without_a_gap(client: 
     resumed.cancel()
 
 
-async def test_leases_are_told_to_those_who_watch(client: Client) -> None:
+async def test_leases_are_events_for_watchers(client: Client) -> None:
     await client.register()
     kept = common.RetentionRange(retention_priority=80, retention_duration=Duration(seconds=3600))
     admission = await client.admit("a", 8, session_id="chat", retention=pb.RetentionConfig(ranges=[kept]))

@@ -30,7 +30,7 @@ def current(changes: Changes) -> dict[Slot, BlockRecord | None]:
     return {slot: block and block() for slot, block in changes.blocks.items()}
 
 
-def test_changes_of_one_place_become_one() -> None:
+def test_changes_of_one_slot_become_one() -> None:
     queue = BlockQueue(10)
     for step in range(5):
         put(queue, 1, step=step)
@@ -68,12 +68,12 @@ def test_one_executors_overflow_leaves_another_alone() -> None:
     assert {name: changes.resync for name, changes in (take(queue), take(queue))} == {"a": False, "b": True}
 
 
-def test_what_failed_comes_back_below_what_is_newer() -> None:
+def test_failed_changes_are_queued_again_below_newer_ones() -> None:
     queue = BlockQueue(10)
     put(queue, 1, 2)
     failed = take(queue)
     queue.put("e", 7, (0, DEVICE, 2), None)
-    queue.give_back(*failed)
+    queue.requeue(*failed)
     assert queue.pending == 2
     assert current(take(queue)[1]) == {(0, DEVICE, 1): block(1), (0, DEVICE, 2): None}
 
@@ -83,7 +83,7 @@ def test_what_failed_is_void_after_a_newer_epoch() -> None:
     put(queue, 1)
     failed = take(queue)
     queue.clear("e", 8)
-    queue.give_back(*failed)
+    queue.requeue(*failed)
     _, changes = take(queue)
     assert (changes.epoch, changes.blocks) == (8, {})
 
@@ -93,6 +93,6 @@ def test_what_failed_counts_against_the_bound() -> None:
     put(queue, 1, 2)
     failed = take(queue)
     put(queue, 3, 4)
-    queue.give_back(*failed)
+    queue.requeue(*failed)
     assert take(queue)[1].resync
     assert queue.pending == 0

@@ -34,7 +34,7 @@ class LostError(ServiceError):
 
 
 class Scheduler(rpc.GenerationServiceServicer):
-    """Answers as it is told: the attempts' number in, pieces or an error out."""
+    """Answers as a function says: the attempts' number in, pieces or an error out."""
 
     def __init__(self, answer: Callable[[int, Any], AsyncIterator[pb.StreamGenerateResponse]]) -> None:
         self._answer = answer
@@ -83,7 +83,7 @@ async def run(
 
 
 @pytest.fixture(autouse=True)
-def _nobody_cancels(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_cancels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "CANCELLED_SHARE", 0.0)
 
 

@@ -120,7 +120,7 @@ class Driver:
         groups = self.model.groups
         pools = KvPools(groups, self.num_blocks, self.block_size, torch.float32, torch.device("cpu"))
         for pool in pools.pools:
-            # What nobody wrote must not matter.
+            # Bytes that were never written must not matter.
             pool.k[:, 1:].fill_(torch.nan)
             pool.v[:, 1:].fill_(torch.nan)
         self.runner = Runner(self.model, pools, self.tiers(pools), self.events)

@@ -44,7 +44,7 @@ class UnknownExecutorError(ServiceError):
 
 
 class StaleExecutorError(ServiceError):
-    """What a manager says to who is no longer the executor of this name."""
+    """What a manager answers a process that is no longer the executor of this name."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "STALE_EXECUTOR"
@@ -136,7 +136,7 @@ class Stack:
     stub: Any
     servicer: ExecutorServicer
     worker: Worker
-    # Set when the executor says that its device never comes back.
+    # Set when the executor says that its device never answers again.
     given_up: asyncio.Event
 
     @asynccontextmanager

@@ -112,7 +112,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
         configured(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32}),
         r"quantised \(gptq\).*unquantised",
     ),
-    "a quantisation that nobody knows": (configured(quantization_config={"quant_method": "odd"}), r"quantised by odd"),
+    "an unknown quantisation": (configured(quantization_config={"quant_method": "odd"}), r"quantised by odd"),
     "a file was cut off": (truncated, r"incomplete or damaged"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"cannot load the model"),
     "weights are fp8 codes": (
@@ -137,13 +137,13 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a negative eos id": (generates('{"eos_token_id": -1}'), r"generation_config\.json.*eos_token_id is -1"),
     "an eos id that is a text": (generates('{"eos_token_id": "</s>"}'), r"eos_token_id is \"</s>\""),
     "an eos id that is a boolean": (generates('{"eos_token_id": true}'), r"eos_token_id is true"),
-    "no room for tokens": (generates('{"max_new_tokens": -1}'), r"generation_config\.json.*max_new_tokens.*compare"),
+    "less than no tokens": (generates('{"max_new_tokens": -1}'), r"generation_config\.json.*max_new_tokens.*compare"),
     "an eos id of config.json beyond the vocabulary": (
         configured(eos_token_id=100000),
         r"^config\.json.*eos_token_id is 100000",
     ),
-    "an activation that nobody knows": (configured(hidden_act="odd"), r"config\.json has hidden_act 'odd'.*compare"),
-    "rotary embeddings that nobody knows": (
+    "an unknown activation": (configured(hidden_act="odd"), r"config\.json has hidden_act 'odd'.*compare"),
+    "unknown rotary embeddings": (
         configured(rope_parameters={"rope_type": "odd", "rope_theta": 10000.0}),
         r"config\.json has rope_parameters\.rope_type 'odd'.*compare",
     ),
@@ -153,7 +153,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
         r"code of its own \(auto_map.*serve",
     ),
     "no JSON": (broken_configuration, r"config\.json"),
-    "a family that nobody knows": (configured(model_type="nonsense"), r"nonsense"),
+    "an unknown family": (configured(model_type="nonsense"), r"nonsense"),
 }
 
 
@@ -201,7 +201,7 @@ def refused(folder: Path, words: str) -> None:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own output layer", "tied"])
 def test_a_classifier_is_refused(tied: bool, tmp_path: Path) -> None:
-    # With tied embeddings the output layer is there: only the head that is left over tells.
+    # With tied embeddings the output layer is there: only the head that is left over shows it.
     config = LlamaConfig(**_SIZES, tie_word_embeddings=tied, num_labels=2)
     LlamaForSequenceClassification(config).save_pretrained(tmp_path)
     refused(tmp_path, r"score\.weight" if tied else r"lm_head\.weight.*LlamaForSequenceClassification")

@@ -22,7 +22,7 @@ COUNTED = (ScoredSequence(0, 1, squares=True), ScoredSequence(2, 8))
 
 
 def running(compacted: bool = False) -> list[SequenceState]:
-    """The sequences, every token known, with more room than they need."""
+    """The sequences, every token known, with more blocks than they need."""
     states, width = [], 30
     for number, (computed, evicted, count) in enumerate(zip(COMPUTED, EVICTED, COUNTS, strict=True)):
         tokens = tuple((5 + 3 * number + 7 * place) % VOCAB for place in range(computed + count))

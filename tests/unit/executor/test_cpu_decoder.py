@@ -1,4 +1,4 @@
-"""When compiled code takes the place of torch, and when it must not."""
+"""When compiled code replaces torch, and when it must not."""
 
 import re
 from collections.abc import Callable
@@ -118,7 +118,7 @@ def test_a_second_runner_gets_pools_of_its_own(model_folder: Callable[[str], Pat
     assert [one.token_id for one in first.generate(2, prompts[1], 6)] == alone[1]
 
 
-def test_all_steps_leave_their_logits_in_one_place(model_folder: Callable[[str], Path]) -> None:
+def test_all_steps_leave_their_logits_in_one_buffer(model_folder: Callable[[str], Path]) -> None:
     model = load(model_folder("llama, compiled"))
     places = []
 

@@ -193,7 +193,7 @@ def test_layers_that_compute_something_else_or_fail_are_not_used(
     assert outputs == expected
 
 
-def test_joined_weights_take_no_second_place(model_folder: Callable[[str], Path]) -> None:
+def test_joined_weights_take_no_memory_twice(model_folder: Callable[[str], Path]) -> None:
     module = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32, attn_implementation=NAME)
     before = {name: one.clone() for name, one in module.named_parameters()}
     model = on_torch(model_folder("llama"))
@@ -205,7 +205,7 @@ def test_joined_weights_take_no_second_place(model_folder: Callable[[str], Path]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_size_has_one_place_whatever_the_work(size: int, model_folder: Callable[[str], Path]) -> None:
+def test_a_size_has_one_buffer_whatever_the_work(size: int, model_folder: Callable[[str], Path]) -> None:
     model = on_torch(model_folder("mistral"))
     pools = KvPools(model.groups, 4, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     last_tokens = torch.zeros(300, dtype=torch.int64)

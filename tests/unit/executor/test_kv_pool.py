@@ -81,7 +81,7 @@ def test_memory_that_may_not_be_reserved_is_an_error_that_names_the_setting() ->
         pools_of(heads=8, blocks=1 << 36)
 
 
-def test_the_manager_is_told_of_the_memory_and_of_the_first_shares() -> None:
+def test_the_memory_and_the_first_shares_are_reported_to_the_manager() -> None:
     groups = [LayerGroup(LayerShape(window, 2, 16), (layer,)) for layer, window in enumerate((None, 32))]
 
     def request(shares: Shares | int) -> kv.RegisterExecutorRequest:

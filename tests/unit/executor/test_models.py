@@ -42,7 +42,7 @@ def test_an_empty_folder_is_no_model(tmp_path: Path) -> None:
         load_model(find(str(tmp_path), tmp_path), CPU)
 
 
-def test_a_hub_id_goes_to_transformers_as_it_is(tmp_path: Path) -> None:
+def test_a_hub_id_is_passed_to_transformers_as_it_is(tmp_path: Path) -> None:
     files = find("owner/some-model", tmp_path)
     assert (files.name, files.source) == ("some-model", "owner/some-model")
 
@@ -92,7 +92,7 @@ def test_a_device_that_is_not_there_is_named(device: str) -> None:
         choose_device(device)
 
 
-def test_the_fingerprint_tells_weights_and_layout_apart(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_fingerprint_distinguishes_weights_and_layout(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     folder = model_folder("llama")
     other = save_model(CONFIGS["llama"](), tmp_path / "llama", seed=2)
     prints = [
@@ -146,7 +146,7 @@ def test_a_wrong_model_ends_the_process_with_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_a_tier_without_room_ends_the_process_with_one_line(
+def test_a_tier_without_space_ends_the_process_with_one_line(
     tmp_path: Path, model_folder: Callable[[str], Path]
 ) -> None:
     ended = subprocess.run(
@@ -165,7 +165,7 @@ def test_a_tier_without_room_ends_the_process_with_one_line(
         timeout=120,
     )
     assert ended.returncode == 1
-    assert ended.stderr.strip().splitlines()[-1].startswith("executor: KVKEEP_EXECUTOR_HOST_CACHE_SIZE: there is no")
+    assert ended.stderr.strip().splitlines()[-1].startswith("executor: KVKEEP_EXECUTOR_HOST_CACHE_SIZE: no space for ")
     assert "Traceback" not in ended.stderr
 
 

@@ -117,7 +117,7 @@ def test_many_sequences_may_join_at_once(tiny: Model) -> None:
     assert [first.sampled[7].token_id, second.sampled[7].token_id] == [one.token_id for one in alone]
 
 
-def test_logprobs_come_only_for_those_who_ask(driver: Driver) -> None:
+def test_logprobs_come_only_for_requests_that_ask(driver: Driver) -> None:
     asking = driver.new_sequence(1, PROMPT, Sampling(num_logprobs=3))
     outcome = driver.step(new_sequences=(asking, driver.new_sequence(2, PROMPT)), chunks={1: 9, 2: 9})
     logprobs = outcome.sampled[0].logprobs
@@ -133,7 +133,7 @@ def test_an_empty_step_computes_nothing(driver: Driver) -> None:
     assert (outcome.num_tokens, outcome.sampled) == (0, ())
 
 
-def test_times_of_a_step_are_told(driver: Driver) -> None:
+def test_times_of_a_step_are_reported(driver: Driver) -> None:
     driver.step(new_sequences=(driver.new_sequence(1, PROMPT),), chunks={1: 9})
     outcome = driver.step()
     assert outcome.compute_time > 0
@@ -151,7 +151,7 @@ def test_a_step_that_fails_leaves_no_span_to_the_next_session(driver: Driver, mo
     assert driver.step(new_sequences=(driver.new_sequence(2, PROMPT),), chunks={2: len(PROMPT)}).idle_time == 0
 
 
-def test_copies_that_build_on_each_other_run_one_after_the_other() -> None:
+def test_dependent_copies_run_one_after_the_other() -> None:
     chain = (Copy(1, 0, 1, 2), Copy(2, 0, 3, 4), Copy(3, 0, 2, 5), Copy(4, 1, 2, 3), Copy(5, 0, 6, 2))
     assert [[copy.ticket for copy in run] for run in disjoint_runs(chain)] == [[1, 2], [3, 4], [5]]
 

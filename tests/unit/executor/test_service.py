@@ -47,7 +47,7 @@ async def test_the_model_and_the_executor_describe_themselves(stack: Stack) -> N
 
 
 async def test_another_tokenizer_or_generation_config_is_another_model(stack: Stack) -> None:
-    """A scheduler knows by the digest alone that what it was told of the model holds no longer."""
+    """A scheduler knows by the digest alone that its description of the model holds no longer."""
     model, tokenizer = stack.runner.model, TokenizerFiles(b"{}", "template", {"bos_token": "<s>"})
     changed = [
         (model, tokenizer),
@@ -94,7 +94,7 @@ async def test_answers_still_come_after_the_scheduler_has_said_everything(stack:
             await stream.read()
 
 
-async def test_a_new_session_starts_empty_and_the_step_number_goes_on(stack: Stack) -> None:
+async def test_a_new_session_starts_empty_and_the_step_number_continues(stack: Stack) -> None:
     async with stack.session() as stream:
         await stream.run(**join(1))
     async with stack.session() as stream:
@@ -120,7 +120,7 @@ async def test_another_scheduler_is_let_in_when_the_lease_of_the_one_before_has_
         with refused("EXECUTOR_IN_USE", "open.scheduler_id", grpc.StatusCode.UNAVAILABLE):
             await opened(stack, 2, scheduler_id="other")
         assert list((await own.run()).sequences) == [1]
-    # Nor while the one comes back after a broken stream.
+    # Nor while the first one opens its session again after a broken stream.
     with refused("EXECUTOR_IN_USE"):
         await opened(stack, 2, scheduler_id="other")
     async with stack.session() as own:

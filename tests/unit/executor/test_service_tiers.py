@@ -57,7 +57,7 @@ async def results(stream: Stream, count: int) -> pb.StepResult:
     return total
 
 
-async def test_copies_that_came_up_are_told_to_the_scheduler_and_all_to_the_manager(stack: Stack) -> None:
+async def test_onloads_are_reported_to_the_scheduler_and_all_copies_to_the_manager(stack: Stack) -> None:
     async with stack.session() as stream:
         first = await stream.run(**join(0))
         assert not first.HasField("host_block_time")
@@ -78,7 +78,7 @@ async def test_copies_that_came_up_are_told_to_the_scheduler_and_all_to_the_mana
         assert sorted(stack.manager.confirmed) == [(7, True), (8, True), (9, True), (10, False)]
 
 
-async def test_who_has_nothing_to_do_but_to_wait_is_answered_when_a_copy_has_ended(stack: Stack, gate: Gate) -> None:
+async def test_an_empty_step_is_answered_when_a_copy_has_ended(stack: Stack, gate: Gate) -> None:
     async with stack.session() as stream:
         await stream.run(**copies((1, DEVICE, 1, HOST, 1)))
         times = []
@@ -90,7 +90,7 @@ async def test_who_has_nothing_to_do_but_to_wait_is_answered_when_a_copy_has_end
         await stream.send(**copies((2, HOST, 1, DEVICE, 2)))
         await stream.read()
         begin = time.monotonic()
-        # It comes back without news, so that the loop hears its mail.
+        # It returns without an answer, so that the loop reads its queue.
         result = await stream.run(awaits_copies=True)
         took = time.monotonic() - begin
         assert 0.015 < took < 1.5
@@ -124,7 +124,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-async def test_a_bad_tier_is_named_and_its_copy_told_as_failed(name: str, stack: Stack) -> None:
+async def test_a_bad_tier_is_named_and_its_copy_reported_as_failed(name: str, stack: Stack) -> None:
     changes, field = BAD[name]
     async with stack.session() as stream:
         with refused(field=field):
@@ -132,7 +132,7 @@ async def test_a_bad_tier_is_named_and_its_copy_told_as_failed(name: str, stack:
     await stack.manager.until(lambda: stack.manager.confirmed == [(5, False)])
 
 
-async def test_copies_of_a_step_on_which_the_model_fails_are_told_of_once(
+async def test_copies_of_a_step_on_which_the_model_fails_are_reported_once(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with stack.session() as stream:
@@ -187,7 +187,7 @@ async def test_what_the_manager_asks_for_is_begun_once_however_often_it_asks(sta
     assert not any(block(pools, 0, 120))
 
 
-async def test_a_registration_tells_what_lower_tiers_hold_for_good(stack: Stack, gate: Gate) -> None:
+async def test_a_registration_reports_what_lower_tiers_hold_for_good(stack: Stack, gate: Gate) -> None:
     manager = stack.manager
     await manager.until(lambda: bool(manager.registrations))
     pool = manager.registrations[0].pools[0]
@@ -218,7 +218,7 @@ async def test_a_registration_tells_what_lower_tiers_hold_for_good(stack: Stack,
         assert NEVER not in pool.last_write_steps
 
 
-async def test_what_waits_behind_a_long_step_is_told_as_changing(stack: Stack, gate: Gate) -> None:
+async def test_copies_that_wait_behind_a_long_step_are_reported_as_changing(stack: Stack, gate: Gate) -> None:
     manager = stack.manager
     async with stack.session() as stream:
         await stream.run(**join(0))

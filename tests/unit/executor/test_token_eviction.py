@@ -76,7 +76,7 @@ def test_a_window_computes_what_a_mask_does(model: Model, model_folder: Callable
     tokens = PROMPT + outputs[1][:-1]
     row, column = torch.arange(len(tokens))[:, None], torch.arange(len(tokens))[None]
     seen = column <= row
-    # Behind the prompt, what a token no longer saw nobody sees again.
+    # Behind the prompt, tokens that one token no longer saw are seen by none after it.
     window = (column < chosen.start) | (column >= row - chosen.recent)
     seen &= window | (row < len(PROMPT))
     mask = torch.where(seen, 0.0, -torch.inf)[None, None]
@@ -106,7 +106,7 @@ def test_compacted_positions_are_those_of_the_kept_tokens_alone(tmp_path: Path, 
         outcome = client.step(driver)
         if not outcome.sampled:
             continue
-        # With one layer a key depends on its token and its place only: what is kept, computed alone, says the same.
+        # With one layer a key depends on its token and its position only: what is kept, computed alone, says the same.
         known = PROMPT + outputs
         kept = kept_positions(driver, client.kept)
         logits = reference(input_ids=torch.tensor([[known[place] for place in kept]])).logits[0, -1]

@@ -97,7 +97,7 @@ def test_steps_are_consecutive(number: int, driver: Driver) -> None:
         driver.runner.launch(Step(number))
 
 
-def test_a_silent_sequence_without_room_is_refused_and_an_idle_one_is_not(driver: Driver) -> None:
+def test_a_silent_sequence_without_slots_is_refused_and_an_idle_one_is_not(driver: Driver) -> None:
     driver.step(new_sequences=(driver.new_sequence(1, PROMPT[:4], room=0),), chunks={1: 4})
     with pytest.raises(CapacityExceededError) as caught:
         driver.step()

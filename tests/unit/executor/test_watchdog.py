@@ -1,4 +1,4 @@
-"""A device that stands still: health tells, the process ends in time, and goes on when the device does."""
+"""A device that makes no progress: health says so, and the process ends in time, or continues with the device."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ from tests.unit.executor.running_stack import Stack, join, refused, running
 
 
 class Hanging:
-    """A forward pass that goes on when it may."""
+    """A forward pass that continues when it may."""
 
     def __init__(self, forward: Any) -> None:
         self._forward = forward
@@ -59,7 +59,7 @@ async def until(reached: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_health_tells_that_the_device_stands_still_and_that_it_moves_again(
+async def test_health_says_that_the_device_makes_no_progress_and_progress_again(
     stack: Stack, hanging: Hanging, tmp_path: Path
 ) -> None:
     address = f"unix:{tmp_path}/e.sock"

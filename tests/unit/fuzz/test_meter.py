@@ -12,7 +12,7 @@ import pytest
 from tests.fuzz.meter import MAX_BYTES, MAX_LOOP_SECONDS, Meter, Probe
 from tests.fuzz.report import Report
 
-# Does what each line says, and tells when it is done.
+# Does what each line says, and says when it is done.
 CODE = """
 import sys, time
 for line in sys.stdin:
@@ -29,7 +29,7 @@ for line in sys.stdin:
 
 
 class Waiting(Probe):
-    """Of a process that answers nobody."""
+    """Of a process that answers no call."""
 
     def slowest(self, process: str) -> float:
         return 60.0

@@ -32,7 +32,7 @@ def test_every_kind_has_defaults_that_survive_a_message(kind: Kind) -> None:
     )
 
 
-def test_a_window_goes_through_a_prompt_in_larger_pieces_than_tokens() -> None:
+def test_a_window_passes_a_prompt_in_larger_pieces_than_tokens() -> None:
     assert policy(Kind.SLIDING_WINDOW).period == 1
     assert policy(Kind.SLIDING_WINDOW, during_prefill=True).period == 64
     assert policy(Kind.SLIDING_WINDOW, during_prefill=True, period_tokens=3).period == 3

@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from protos.generation.v1 import generation_pb2 as pb
+from protos.rpc.settings import SettingsError, load
+from scheduler.router import process
+from scheduler.router.settings import RouterSettings
 from tests.support.generation import generate, generate_samples, greedy_request
-from tests.support.scheduler.fleet import run_fleet
+from tests.support.scheduler.fleet import run_engine, run_fleet
 from tests.support.scheduler.stack import prompt_of, refusal
 
 
@@ -42,7 +45,7 @@ async def test_samples_are_those_of_one_engine_and_run_on_one(tmp_path: Path) ->
         assert [output.usage.prompt_tokens for output in routed] == [20, 0, 0]
 
 
-async def test_a_stream_goes_on_elsewhere_when_its_engine_dies(tmp_path: Path) -> None:
+async def test_a_stream_continues_elsewhere_when_its_engine_dies(tmp_path: Path) -> None:
     async with run_fleet(tmp_path, policy="round-robin") as fleet:
         for engine in fleet.engines:
             engine.executor.step_seconds = 0.01
@@ -121,3 +124,38 @@ async def test_what_an_engine_refuses_reaches_the_caller_as_it_is(tmp_path: Path
         routed = await refusal(generate(fleet.stub, request))
         assert (routed.code, routed.reason, routed.message) == (direct.code, direct.reason, direct.message)
         assert routed.fields == direct.fields
+
+
+async def test_engines_of_a_file_come_and_go_with_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "LOOKUP_SECONDS", 0.02)
+    file = tmp_path / "engines"
+    addresses = [f"unix:{tmp_path}/engine-{number}/scheduler" for number in range(3)]
+    file.write_text("\n".join(addresses[:2]))
+    (tmp_path / "engine-2").mkdir()
+    async with run_fleet(tmp_path, engines=f"file://{file}", policy="round-robin") as fleet:
+        async with run_engine(tmp_path / "engine-2") as third:
+            file.write_text("\n".join(addresses))
+            await fleet.ready(3)
+            outputs = [await generate(fleet.stub, greedy_request(prompt_of(20, seed), 4)) for seed in range(3)]
+            assert [len(output.token_ids) for output in outputs] == [4] * 3
+            assert third.executor.steps
+            # It is left out once it has gone, too: until then its requests run.
+            file.write_text("\n".join(addresses[:2]))
+            await asyncio.sleep(0.1)
+            assert set(fleet.router.fleet.links) == set(addresses)
+            await third.kill()
+        await fleet.ready(2)
+        async with asyncio.timeout(20):
+            while set(fleet.router.fleet.links) != set(addresses[:2]):
+                await asyncio.sleep(0.01)
+        # Without the file the router keeps the engines that answer.
+        file.unlink()
+        await asyncio.sleep(0.1)
+        output = await generate(fleet.stub, greedy_request(prompt_of(20), 4))
+        assert len(output.token_ids) == 4
+
+
+@pytest.mark.parametrize("engines", ["file://engines", "dns:///engines", "engines", " , ", "a:1,a:1"])
+def test_engines_that_nobody_could_find_are_refused_with_the_setting(engines: str) -> None:
+    with pytest.raises(SettingsError, match=r"^KVKEEP_ROUTER_ENGINES: "):
+        load(RouterSettings, {"KVKEEP_ROUTER_ENGINES": engines})

@@ -1,4 +1,4 @@
-"""What engines were just given counts as cached until events tell of it."""
+"""What engines were just given counts as cached until events report it."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -33,7 +33,7 @@ def chosen(policy: Policy, prompt: Prompt, *candidates: Candidate) -> str:
     return policy.choose(prompt, candidates).name
 
 
-def test_the_expected_time_counts_queue_prefill_onloading_and_the_wait_for_a_place() -> None:
+def test_the_expected_time_counts_queue_prefill_onloading_and_the_wait_for_admission() -> None:
     assert seconds_to_first_token(engine("a"), 1024) == pytest.approx(1.024)
     assert seconds_to_first_token(engine("a", queued_tokens=500), 1024) == pytest.approx(1.524)
     assert seconds_to_first_token(engine("a", device=32), 1024) == pytest.approx(0.512)
@@ -96,7 +96,7 @@ def test_least_load_compares_samples_and_then_prompt_tokens() -> None:
     assert chosen(LeastLoad(), PROMPT, engine("a", load=1, queued_tokens=5), engine("b", load=1)) == "b"
 
 
-def test_sessions_stay_when_engines_come_and_few_move_when_one_goes() -> None:
+def test_sessions_stay_when_an_engine_is_added_and_few_move_when_one_is_removed() -> None:
     policy, engines = Session(), [engine(name) for name in "abcd"]
     prompts = [PROMPT._replace(session=f"s{number}") for number in range(200)]
     homes = [policy.choose(prompt, engines).name for prompt in prompts]

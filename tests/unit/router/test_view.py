@@ -1,4 +1,4 @@
-"""The view of the caches: against a model of any order of changes, and against cache managers that really tell."""
+"""The view of the caches: against a model of any order of changes, and against real cache managers."""
 
 import asyncio
 import itertools
@@ -52,7 +52,7 @@ def test_the_view_is_what_the_changes_come_to(changes: list[tuple[Any, ...]], as
         view.show(generation)
     for kind, *rest in changes:
         if kind == "snapshot":
-            # A new snapshot tells of the blocks that the model has; until it is complete the older one counts.
+            # A new snapshot has the blocks of the model; until it is complete the older one counts.
             generation = Generation(rest[0])
             for name in [name for name in model if SHARDS[name] == rest[0]]:
                 view.apply(generation, [registered(name)])

@@ -53,7 +53,7 @@ class Events(pb_grpc.CacheEventServiceServicer):
 
 
 class Endless:
-    """Streams for ever, and notes when it is told to stop."""
+    """Streams for ever, and notes when it is asked to stop."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()

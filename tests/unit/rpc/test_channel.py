@@ -25,7 +25,7 @@ from tests.unit.rpc.conftest import ADMIN, Admin
 ATTEMPTS, ATTEMPTS_SECONDS = 30, 60
 
 
-async def test_a_server_that_comes_back_is_found_soon_however_long_it_was_away(tmp_path: Path) -> None:
+async def test_a_server_that_starts_again_is_found_soon_however_long_it_was_away(tmp_path: Path) -> None:
     address, attempts, tried = f"unix:{tmp_path}/s", 0, asyncio.Event()
 
     def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -79,7 +79,7 @@ def echo(tmp_path: Path) -> Iterator[tuple[str, int]]:
 def test_a_stream_to_a_process_that_is_stopped_is_given_up(
     messages: int, echo: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection stays open and takes bytes; only a ping that nobody answers tells."""
+    """The connection stays open and takes bytes; only an unanswered ping shows it."""
     monkeypatch.setattr(channels, "KEEPALIVE_SECONDS", 1)
     monkeypatch.setattr(channels, "KEEPALIVE_TIMEOUT_SECONDS", 1)
     address, pid = echo

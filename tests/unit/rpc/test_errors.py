@@ -42,7 +42,7 @@ async def test_an_invalid_field_is_named(served: Served) -> None:
     assert error.fields == {"pool_id": "must not be that"}
 
 
-async def test_a_bug_is_internal_and_tells_no_secrets(served: Served) -> None:
+async def test_a_bug_is_internal_and_shows_no_secrets(served: Served) -> None:
     error = await call(served, "bug")
     assert (error.code, error.reason) == (grpc.StatusCode.INTERNAL, "UNEXPECTED")
     assert "secret" not in error.message

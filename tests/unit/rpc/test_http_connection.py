@@ -66,7 +66,7 @@ async def connect(address: str, sent: bytes = b"") -> tuple[asyncio.StreamReader
 
 
 async def exchange(address: str, sent: bytes) -> bytes:
-    """All that comes back until the server closes."""
+    """All that is received until the server closes."""
     reader, writer = await connect(address, sent)
     with contextlib.closing(writer):
         return await rest(reader)

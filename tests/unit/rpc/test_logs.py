@@ -40,7 +40,7 @@ def test_logs_are_json_lines_with_process_and_context_and_no_local_variables() -
     assert "a secret prompt" not in failed["exception"]
 
 
-def test_a_log_in_a_file_has_whole_lines_and_goes_on_in_a_new_file_when_that_was_moved_away(tmp_path: Path) -> None:
+def test_a_log_in_a_file_has_whole_lines_and_continues_in_a_new_file_when_that_was_moved_away(tmp_path: Path) -> None:
     path = tmp_path / "access.jsonl"
     for name in ("first", "second"):
         log = FileLog("tester", path)

@@ -38,11 +38,11 @@ def probe(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
         ("unix:/run/kvkeep/scheduler.sock", "unix:/run/kvkeep/scheduler.sock"),
     ],
 )
-def test_who_listens_everywhere_is_asked_here(listens: str, reached: str) -> None:
+def test_a_server_that_listens_everywhere_is_asked_here(listens: str, reached: str) -> None:
     assert target(listens) == reached
 
 
-async def test_status_tells_whether_a_process_serves() -> None:
+async def test_status_says_whether_a_process_serves() -> None:
     # A name of another process beside it changes nothing: settings of all three may stand in one environment.
     server = Server("executor", security=Security(insecure=True))
     server.listen("0.0.0.0:0", {})
@@ -62,7 +62,7 @@ async def test_status_tells_whether_a_process_serves() -> None:
     assert "UNAVAILABLE" in other.stderr
 
 
-async def test_who_asks_for_certificates_is_shown_one(tmp_path: Path) -> None:
+async def test_a_server_that_asks_for_certificates_is_shown_one(tmp_path: Path) -> None:
     ca = certs.authority()
     trusted, _ = ca.write(tmp_path, "ca")
     cert, key = certs.certificate(ca, "executor").write(tmp_path, "executor")

@@ -323,7 +323,7 @@ async def test_a_probe_in_flight_does_not_delay_the_end(tmp_path: Path, monkeypa
     async with serving(f"unix:{tmp_path}/s", metrics_address=metrics_address) as server:
         with ThreadPoolExecutor(1) as threads:
             probe = threads.submit(status_of, f"http://{metrics_address}/live")
-            # It waits for this loop, which goes on to stop and never lets it in between.
+            # It waits for this loop, which continues to stop and never lets it run in between.
             assert asked.wait(30)
             stopped = server._stop_metrics
             assert stopped is not None

@@ -62,7 +62,7 @@ async def test_a_call_needs_a_token_whose_role_may_make_it(keys: Keyring) -> Non
         for header in ("", token, f"Basic {token}", f"Bearer {token}x", "Bearer ", f"Bearer {'x' * 5000}"):
             given = (("authorization", header),)
             assert await code(address, Security(), given) is grpc.StatusCode.UNAUTHENTICATED, header
-        # Two headers are none: who is meant must not depend on which one is read.
+        # Two headers are none: the identity must not depend on which one is read.
         assert await code(address, good, (("authorization", f"Bearer {token}"),)) is grpc.StatusCode.UNAUTHENTICATED
         with open_sync_channel(address, viewer) as channel:
             sync: pb_grpc.CacheAdminServiceStub = pb_grpc.CacheAdminServiceStub(channel)
@@ -137,7 +137,7 @@ class Writing(pb_grpc.CacheEventServiceServicer):
 
 
 @pytest.mark.parametrize("events", [Yielding(), Writing()])
-async def test_what_goes_on_ends_with_its_token(
+async def test_a_stream_ends_with_its_token(
     keys: Keyring, events: pb_grpc.CacheEventServiceServicer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "LOOK_SECONDS", 0.01)
@@ -156,7 +156,7 @@ async def test_what_goes_on_ends_with_its_token(
             assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
         assert not calls[2].done()
     ended = [json.loads(line) for line in (keys.folder / "audit").read_text().splitlines()]
-    assert [line["who"] for line in ended if line["outcome"] == "UNAUTHENTICATED"] == [
+    assert [line["caller"] for line in ended if line["outcome"] == "UNAUTHENTICATED"] == [
         revoked.token_file.name, changed.token_file.name,
     ]  # fmt: skip
 
@@ -221,10 +221,10 @@ async def test_what_operators_do_is_written_down_without_prompts(keys: Keyring) 
     written = (keys.folder / "audit").read_text()
     purge, get, refused = (json.loads(line) for line in written.splitlines())
     assert purge["request"] == {"filter": {"prefix": {"salt": "acme/x"}}}
-    assert (purge["who"], purge["role"], purge["tenant"]) == (operator.token_file.name, "operator", "acme")
+    assert (purge["caller"], purge["role"], purge["tenant"]) == (operator.token_file.name, "operator", "acme")
     assert (purge["method"], purge["outcome"]) == (f"{ADMIN}/PurgeBlocks", "OK")
     assert get["outcome"] == "INVALID_ARGUMENT"
-    assert (refused["event"], refused["outcome"], refused["who"]) == ("call denied", "UNAUTHENTICATED", "")
+    assert (refused["event"], refused["outcome"], refused["caller"]) == ("call denied", "UNAUTHENTICATED", "")
     assert (keys.folder / "audit").stat().st_mode & 0o777 == 0o600
     assert "secret" not in written
     assert "4711" not in written

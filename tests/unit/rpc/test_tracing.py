@@ -1,4 +1,4 @@
-"""What traces cost where nobody wants them, and what happens where they cannot be sent."""
+"""What traces cost where they are off, and what happens where they cannot be sent."""
 
 import json
 import subprocess

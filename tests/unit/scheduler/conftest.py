@@ -15,7 +15,7 @@ from tests.support.scheduler.stack import Stack, StackFactory
 
 @pytest.fixture
 def run_stack(tmp_path: Path) -> StackFactory:
-    """Starts a stack; checks at its end that every block came back."""
+    """Starts a stack; checks at its end that every block was released."""
     return partial(run_engine, tmp_path, scheduler_id="test")
 
 

@@ -1,4 +1,4 @@
-"""Up to where a conversation is to stay cached: from places in its text to ranges of its tokens."""
+"""Up to where a conversation is to stay cached: from positions in its text to ranges of its tokens."""
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -27,7 +27,7 @@ def test_a_range_before_several_breakpoints_gets_the_best_retention() -> None:
     made = [(kept.start, kept.end, kept.retention_priority, kept.retention_duration.seconds) for kept in ranges]
     assert made == [(0, 4, 80, 300), (4, 9, 80, 300), (9, 20, 20, 60)]
     assert not any(kept.HasField("retention_duration") for kept in _breakpoint_ranges(places, [4, 9, 20, 30]))
-    # Two places within kept token.
+    # Two positions within one token.
     assert [(kept.start, kept.end) for kept in _breakpoint_ranges(places[:3], [4, 4, 20])] == [(0, 4), (4, 20)]
     assert _breakpoint_ranges(places[:1], [0]) == []
 

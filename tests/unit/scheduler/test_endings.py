@@ -28,7 +28,7 @@ def salted(prompt: list[int], max_tokens: int, **fields: object) -> pb.StreamGen
 async def test_a_client_that_disconnects_frees_everything(stack: Stack) -> None:
     async with grpc.aio.insecure_channel(stack.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         await rpc.GenerationServiceStub(channel).StreamGenerate(request(prompt_of(20), 300), timeout=30).read()
-    await stack.manager.settled()
+    await stack.manager.unused()
 
 
 async def test_cancelling_before_the_first_step_frees_everything(stack: Stack) -> None:
@@ -38,7 +38,7 @@ async def test_cancelling_before_the_first_step_frees_everything(stack: Stack) -
     for call in calls:
         call.cancel()
     stack.executor.gate.set()
-    await stack.manager.settled()
+    await stack.manager.unused()
     assert stack.manager.forked_ids == []
 
 
@@ -59,7 +59,7 @@ async def test_a_deadline_that_passes_ends_the_request(stack: Stack) -> None:
         await generate(stack.stub, request(prompt_of(20), 5), 0.2)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     stack.executor.gate.set()
-    await stack.manager.settled()
+    await stack.manager.unused()
 
 
 async def test_beyond_the_bound_of_the_queue_requests_are_refused_with_a_time_to_retry(
@@ -92,7 +92,7 @@ async def test_a_request_that_waits_for_its_quota_is_passed_only_by_other_accoun
     await waiting(stack, 1)
     tasks.append(asyncio.create_task(run(stack, second)))
     await waiting(stack, 2)
-    # The tenant's other salts have room.
+    # The tenant's other salts have free blocks.
     others = request(prompt_of(9), 3)
     others.cache.salt, others.cache.tenant_id = "other", "t"
     passing = [asyncio.create_task(run(stack, one)) for one in (others, request(prompt_of(9), 3))]
@@ -111,7 +111,7 @@ async def test_a_request_id_can_be_used_again_when_its_request_has_ended(stack: 
     await call.read()
     assert (await refusal(run(stack, request([2], 2, request_id="same")))).reason == "REQUEST_EXISTS"
     call.cancel()
-    await stack.manager.settled()
+    await stack.manager.unused()
     [output] = await run(stack, request([2], 2, request_id="same"))
     assert output.token_ids == stack.executor.expected([2], 2)
 
@@ -164,7 +164,7 @@ CHANGES: dict[str, tuple[object, str]] = {
 async def test_a_changed_executor_ends_the_scheduler(
     run_stack: StackFactory, change: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also while nothing is asked of it: prompts must not be tokenized for a model that is gone."""
+    """Also while nothing is asked of it: prompts must not be tokenized for a model that was replaced."""
     async with run_stack() as stack:
         await run(stack, request([1, 2], 2))
         value, words = CHANGES[change]

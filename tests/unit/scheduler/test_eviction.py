@@ -115,7 +115,7 @@ def test_an_executor_that_follows_the_policy_has_slots_for_every_planned_token(
     sequence = evicting(chosen, prompt, output, blocks=first, generated=known - prompt)
     batch, executor = batch_of(sequence), Executor(chosen, prompt)
     flights: list[tuple[InFlightStep, pb.StepResult]] = []
-    asked_at = settled_at = moved = None
+    asked_at = reported_at = moved = None
     given_own, moves, number, evicted, most_kept = False, 0, 0, 0, 0
     for turn in range(1000):
         plan = batch.plan(budget)
@@ -143,7 +143,7 @@ def test_an_executor_that_follows_the_policy_has_slots_for_every_planned_token(
             asked_at = turn
         if update.relocated:
             assert moved is None
-            moved, settled_at = update.relocated[HANDLE], turn
+            moved, reported_at = update.relocated[HANDLE], turn
         own = []
         if asked_at is not None and turn >= asked_at + delay and not given_own:
             given_own = True
@@ -151,14 +151,14 @@ def test_an_executor_that_follows_the_policy_has_slots_for_every_planned_token(
             own = [(HANDLE, [] if stays else list(range(501, 501 + -(-room // BLOCK))))]
         # As much as the manager gives, and before it has heard of the move, to the table that it knows.
         needed = executor.kept + 2 + ahead
-        if settled_at is None:
+        if reported_at is None:
             needed = min(needed, most)
         elif chosen.most_kept is not None:
             needed = min(needed, chosen.most_kept)
         have = len(sequence.tables[0])
         more = list(range(900 + have, 900 + max(have, -(-needed // BLOCK))))
-        extensions = [(HANDLE, 0, more)] if more and not (sequence.eviction.has_evicted and settled_at is None) else []
-        batch.apply(SyncAnswer(extensions, (), 0, (), (), (HANDLE,) if settled_at == turn else (), own))
+        extensions = [(HANDLE, 0, more)] if more and not (sequence.eviction.has_evicted and reported_at is None) else []
+        batch.apply(SyncAnswer(extensions, (), 0, (), (), (HANDLE,) if reported_at == turn else (), own))
         if not len(batch):
             break
     assert not len(batch)

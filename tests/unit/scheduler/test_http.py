@@ -274,7 +274,7 @@ async def test_a_refused_prompt_of_several_ends_all_and_is_named(stack: Stack, a
     answer = await ask(address, "POST", "/v1/completions", json.dumps(body))
     assert (answer.status, answer.error["param"]) == (400, "prompt[1]")
     assert answer.error["code"] == "context_length_exceeded"
-    await stack.manager.settled()
+    await stack.manager.unused()
 
 
 async def test_an_address_that_is_taken_is_named() -> None:

@@ -177,7 +177,7 @@ async def test_the_answers_id_is_that_of_the_line(
         assert (line["method"], line["route"], line["status"]) == (f"POST {path}", path, 200)
         assert (line["finish_reason"], line["event"]) == ("length", "request ended")
         assert re.fullmatch(PEER, line["peer"])
-        assert 0 <= line["queue_seconds"] <= line["first_token_seconds"] <= line["seconds"]
+        assert 0 <= line["queue_seconds"] <= line["ttft_seconds"] <= line["seconds"]
         # One that the caller names keeps its name, also where the header is used again.
         for number, name in enumerate(("", "mine"), 1):
             named = await ask(
@@ -202,7 +202,7 @@ async def test_a_line_names_the_caller(run_stack: StackFactory, keyring: Keyring
             headers = JSON | {"Authorization": f"Bearer {token}"}
             assert (await ask(address, "POST", COMPLETIONS, json.dumps(LEAST), headers)).status == status
             line = await line_in(file, number)
-            assert (line["who"], line["tenant"], line["status"]) == (name, tenant, status)
+            assert (line["caller"], line["tenant"], line["status"]) == (name, tenant, status)
             assert token not in file.read_text()
 
 

@@ -334,7 +334,7 @@ def test_a_payload_may_be_nested_as_deep_as_a_message(nest: Callable[[Any], Any]
 
 
 @pytest.mark.parametrize("to_dict", [ChatCompletionMessage.model_dump, ChatCompletionMessage.to_dict])
-def test_an_answer_of_openais_client_can_come_back_in_a_history(to_dict: Callable[[Any], dict[str, Any]]) -> None:
+def test_an_answer_of_openais_client_can_be_repeated_in_a_history(to_dict: Callable[[Any], dict[str, Any]]) -> None:
     answer = to_dict(ChatCompletionMessage(role="assistant", content="hi", annotations=[]))
     assert chat(messages=[*HELLO, answer]) == chat(messages=[*HELLO, {"role": "assistant", "content": "hi"}])
 

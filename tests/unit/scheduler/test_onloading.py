@@ -17,7 +17,7 @@ from tests.support.scheduler.real_manager import RealManager
 from tests.support.scheduler.stack import Stack, StackFactory, prompt_of
 
 PROMPT = prompt_of(70)
-# Prompts that take the place of all others in the device's 40 blocks.
+# Prompts that evict all others from the device's 40 blocks.
 FILLERS = [prompt_of(75, seed=seed) for seed in (11, 12)]
 
 
@@ -43,7 +43,7 @@ async def offload(stack: Stack, prompt: Sequence[int] = PROMPT) -> None:
     await one(stack, prompt)
     for filler in FILLERS:
         await one(stack, filler)
-    await stack.manager.settled()
+    await stack.manager.unused()
 
 
 @contextlib.asynccontextmanager
@@ -82,7 +82,7 @@ async def test_blocks_on_disk_are_onloaded(run_stack: StackFactory, executor: Fa
     async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=24, disk_blocks=60)) as stack:
         await offload(stack)
         await one(stack, prompt_of(75, seed=13))
-        await stack.manager.settled()
+        await stack.manager.unused()
         output = await one(stack, PROMPT)
         assert output.usage.cached_tokens >= 68
         assert output.usage.disk_tokens > 40
@@ -102,10 +102,10 @@ async def test_nothing_else_to_do_the_loop_waits_with_the_executor_and_hears_its
     waiting = await begin(host_stack)
     await executor.stepped(len(executor.steps) + 3)
     waiting.cancel()
-    # It is gone before its copies are.
+    # It has ended before its copies have.
     await host_stack.manager.released()
     executor.copying.set()
-    await host_stack.manager.settled()
+    await host_stack.manager.unused()
     steps = len(executor.steps)
     await asyncio.sleep(0.1)
     assert len(executor.steps) <= steps + 1
@@ -168,7 +168,7 @@ async def test_whatever_breaks_while_blocks_are_on_their_way_the_answer_comes(
 async def preempt(stack: Stack) -> list[Output]:
     """Runs two requests of which the first one needs all blocks at its end."""
     prompts = [prompt_of(70, seed=seed) for seed in (21, 22)]
-    # The other comes back when this one ends; what is still on its way to the host then cannot be found.
+    # The other resumes when this one ends; blocks that are still being offloaded then cannot be hit.
     stack.executor.step_seconds = 0.002
     outputs = await asyncio.gather(*[one(stack, prompt, 90) for prompt in prompts])
     assert sum(output.usage.preemptions for output in outputs) > 0

@@ -111,7 +111,7 @@ def test_blocks_are_reclaimed_again_only_after_the_managers_answer() -> None:
     assert updates(batch)[0].preempted == [2]
 
 
-def test_a_preempted_sequence_comes_back_with_all_its_tokens_once_nothing_touches_it() -> None:
+def test_a_preempted_sequence_resumes_with_all_its_tokens_once_nothing_touches_it() -> None:
     batch = batch_of(sequence(1), sequence(2))
     flights = [build_step(n, plan_step(batch.ranked, 64), [])[1] for n in (1, 2)]
     victim = batch.ranked[1]
@@ -125,7 +125,7 @@ def test_a_preempted_sequence_comes_back_with_all_its_tokens_once_nothing_touche
     assert tokens.retried[0].sequence_id == "r2#2.1"
 
 
-def test_a_preempted_sequence_that_is_cancelled_does_not_come_back() -> None:
+def test_a_preempted_sequence_that_is_cancelled_does_not_resume() -> None:
     batch = batch_of(sequence(1), sequence(2))
     _, flight = build_step(1, plan_step(batch.ranked, 64), [])
     batch.leave(batch.ranked[1], LeaveReason.PREEMPTED)

@@ -85,7 +85,7 @@ async def test_an_operator_drains_the_process_and_takes_it_back(tmp_path: Path) 
         assert (await watch.read()).status != SERVING
         with pytest.raises(grpc.aio.AioRpcError, match="the scheduler is draining"):
             await generate(running.stub, request([3], 1), 5)
-        # What it has taken goes on, and it does not end by itself.
+        # Accepted requests continue, and it does not end by itself.
         executor.gate.set()
         assert (await request_running).token_ids == executor.expected([1, 2], 5)
         await running.admin.SetDraining(pb.SetDrainingRequest(draining=False), timeout=5)

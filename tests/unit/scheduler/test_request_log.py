@@ -1,6 +1,7 @@
 """Metrics of ended requests: nothing is counted twice."""
 
 import asyncio
+import time
 
 import grpc
 import pytest
@@ -47,7 +48,7 @@ async def test_an_aborted_request_is_counted_and_a_refused_one_has_no_latency(st
     call = stack.stub.StreamGenerate(request(prompt_of(20), 300), timeout=30)
     await call.read()
     call.cancel()
-    await stack.manager.settled()
+    await stack.manager.unused()
     with pytest.raises(grpc.aio.AioRpcError):
         await generate_samples(stack.stub, request(prompt_of(4), 0), 30)
     assert stack.metric("requests_total", finish_reason="abort") == 1
@@ -62,7 +63,7 @@ async def test_a_caller_that_leaves_before_the_first_step_has_only_an_end(stack:
     call.cancel()
     await waiting(stack, 0)
     stack.manager.gate.set()
-    await stack.manager.settled()
+    await stack.manager.unused()
     assert counted(stack) == [0, 0, 1]
 
 
@@ -85,6 +86,7 @@ NAMES = {
 
 
 async def test_vllms_names_say_the_same(run_stack: StackFactory) -> None:
+    started = time.time()
     async with run_stack(vllm_metrics=True) as stack:
         for _ in range(2):
             await generate_samples(stack.stub, request(prompt_of(21), 3), 30)
@@ -114,6 +116,9 @@ async def test_vllms_names_say_the_same(run_stack: StackFactory) -> None:
         config = samples["vllm:cache_config_info"]
         assert config.value == 1
         assert (config.labels["block_size"], config.labels["num_gpu_blocks"]) == ("4", "100")
+        adapters = samples["vllm:lora_requests_info"]
+        assert adapters.labels == {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+        assert adapters.value >= started
         assert {family.name for family in text_string_to_metric_families(text) if "vllm" in family.name} >= {
             "vllm:time_to_first_token_seconds", "vllm:prefix_cache_hits"
         }  # fmt: skip

@@ -160,7 +160,7 @@ async def test_cancelling_frees_all_samples(stack: Stack) -> None:
     await call.read()
     await stack.manager.admitted(5)
     call.cancel()
-    await stack.manager.settled()
+    await stack.manager.unused()
     await waiting(stack, 0)
 
 
@@ -172,7 +172,7 @@ async def test_cancelling_while_a_fork_is_answered_frees_it_and_its_copy(stack: 
     call.cancel()
     await waiting(stack, 0)
     manager.forks_end.set()
-    await manager.settled()
+    await manager.unused()
     assert len(manager.forked_ids) == 1
     assert stack.executor.copied_tickets == []
 
@@ -226,5 +226,5 @@ async def test_random_traffic_with_samples_leaves_nothing_behind(run_stack: Stac
             assert await run(stack, message) == expected(stack, prompt, 1 + seed % 40, n=n)
 
         await asyncio.gather(*[one(seed) for seed in range(60)])
-        await stack.manager.settled()
+        await stack.manager.unused()
         assert stack.manager.forked_ids

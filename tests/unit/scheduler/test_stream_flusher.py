@@ -59,7 +59,7 @@ async def test_many_streams_are_notified_a_few_at_a_time_and_all_in_turn(
     heard: list[list[int]] = []
     feed(taking, 0.0)
     order.flush()
-    assert await notified(taking) == list(range(6)), "after a long silence there is time for everybody"
+    assert await notified(taking) == list(range(6)), "after a long silence there is time for all"
     for step in range(1, 8):
         now += 45
         feed(taking, float(step))

@@ -11,7 +11,7 @@ from tests.support.rotary import frequencies
 
 
 @given(st.lists(st.integers(0, 500), unique=True, max_size=60))
-def test_places_are_counted_in_the_order_of_the_tokens(angles: list[int]) -> None:
+def test_positions_are_counted_in_the_order_of_the_tokens(angles: list[int]) -> None:
     after, places = rotation_deltas(torch.tensor(angles, dtype=torch.int64))
     assert after.tolist() == [sorted(angles).index(angle) for angle in angles]
     assert (after + places).tolist() == angles

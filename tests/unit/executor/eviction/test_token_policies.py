@@ -151,7 +151,7 @@ def observed(kind: Kind, weights: list[float], **fields: Any) -> tuple[Any, KvVi
     return made, KvView(torch.arange(slots)[None, None], slots, lambda: torch.ones(1, 1, slots, 2))
 
 
-def test_of_equal_scores_the_earlier_goes() -> None:
+def test_of_equal_scores_the_earlier_is_evicted() -> None:
     made, contents = observed(Kind.H2O, [0.1, 0.2, 0.1, 0.1, 0.2, 0.3], recent_tokens=1)
     assert made.keep(contents, 4).tolist() == [[[1, 3, 4, 5]]]
     made, contents = observed(Kind.KNORM, [0.0] * 6, start_tokens=1, recent_tokens=1)

@@ -66,7 +66,7 @@ def register(blocks: Blocks, slots: int, scores: list[list[float]], missing: lis
     now = max(present[-1] + 1, slots)
     width = blocks.pooled
     if missing and isinstance(blocks, Areas):
-        # No attention of ours leaves blocks out: what there is is pooled by itself, and put in its place.
+        # No attention of ours leaves blocks out: what there is is pooled by itself, and put at its index.
         weights = torch.cat([weights[..., :start], pool(weights[..., start:], width)], -1)
         blocks.pooled = 0
     spread = torch.zeros(*weights.shape[:-1], now)
@@ -242,7 +242,7 @@ def test_rotation(case: dict[str, Any]) -> None:
     size = case["block_size"]
 
     def turned() -> tuple[Tensor, Tensor, Tensor]:
-        """Block numbers, places and radians per place of the blocks that stay; a row per token."""
+        """Block numbers, positions and radians per position of the blocks that stay; a row per token."""
         slots = without(torch.tensor([case["evicted"]]), case["blocks"] * size, size)[0]
         after, places = rotation_deltas(slots)
         return after, places, frequencies(case["head_dim"], case["theta"])

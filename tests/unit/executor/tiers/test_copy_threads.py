@@ -148,7 +148,7 @@ def test_a_step_waits_for_exactly_its_own_slots(gates: Gates) -> None:
         gates.end(2)
 
 
-def test_the_time_that_a_step_waits_is_told(gates: Gates) -> None:
+def test_the_time_that_a_step_waits_is_reported(gates: Gates) -> None:
     gates.submit(down(1, 1, 1))
     threading.Timer(0.2, lambda: gates.end(1)).start()
     assert 0.05 < gates.copier.wait(writes=[(DEVICE, 0, 1)]) < 5
@@ -161,7 +161,7 @@ def test_a_disk_that_hangs_keeps_no_step_for_long(gates: Gates, monkeypatch: pyt
         gates.begun(ticket)
     gates.submit(down(8, 8, 8, tier=DISK), down(9, 9, 9, tier=DISK))
     gates.copier.wait(writes=[(DEVICE, 0, 8)])
-    # Who comes next to its slot waits for it all the same, and nobody has waited for the other's.
+    # The next copy of its slot waits for it all the same, and none has waited for the other's.
     assert gates.copier.look(lambda changing: (DISK, 0, 8) in changing)
     assert gates.ends.of == {}
     gates.read(1)
@@ -174,7 +174,7 @@ def test_a_disk_that_hangs_keeps_no_step_for_long(gates: Gates, monkeypatch: pyt
     assert "begin 8" not in gates.log
 
 
-def test_what_builds_on_a_failed_copy_fails_and_frees_its_slots(gates: Gates) -> None:
+def test_a_copy_behind_a_failed_one_fails_and_frees_its_slots(gates: Gates) -> None:
     gates.fail = {1}
     gates.submit(down(1, 1, 1), up(2, 1, 5), down(3, 5, 6), down(4, 7, 1))
     for ticket in (1, 4):

@@ -1,4 +1,4 @@
-"""Files of lower tiers: what they keep, whom they let in, and what they do without room."""
+"""Files of lower tiers: their contents, their permissions, and their errors without space."""
 
 import os
 import stat
@@ -51,16 +51,16 @@ def test_a_file_of_another_layout_is_made_anew(kind: type[SlotFile], change: str
     put(file, 0, 1, 100)
     file.close()
     tier = "HOST" if kind is HostFile else "DISK"
-    wish = settings(tmp_path, tier, size_for(POOLS, 5 if change == "slots" else 4))
+    asked = settings(tmp_path, tier, size_for(POOLS, 5 if change == "slots" else 4))
     fingerprint = b"g" * 32 if change == "model" else FINGERPRINT
-    layout = layout_of(POOLS, fingerprint, wish.size, checksums=change != "checksums")
+    layout = layout_of(POOLS, fingerprint, asked.size, checksums=change != "checksums")
     if change == "block size":
         layout = replace(layout, identity=b"i" * 32)
     if change in ("header", "length"):
         # As a process leaves it that was killed while it made the file.
         with (tmp_path / f"{tier}.kv").open("r+b") as raw:
             raw.write(bytes(64)) if change == "header" else raw.truncate(PAGE)
-    again = kind(open_file(wish, f"{tier}.kv", layout), layout)  # type: ignore[call-arg]
+    again = kind(open_file(asked, f"{tier}.kv", layout), layout)  # type: ignore[call-arg]
     assert not again.generations().any()
     assert not any(held(again, 0, 1))
     again.close()
@@ -90,7 +90,7 @@ def test_the_size_is_a_bound_and_all_groups_get_as_many_slots(tmp_path: Path) ->
     file = make_file(DiskFile, POOLS, tmp_path, slots=7)
     assert file.generations().shape == (2, 7)
     assert (tmp_path / "DISK.kv").stat().st_size == file.layout.size
-    # All of it is there: nothing can run out of room later.
+    # All of it is allocated: it cannot run out of space later.
     assert (tmp_path / "DISK.kv").stat().st_blocks * 512 >= file.layout.size
     file.close()
 
@@ -117,7 +117,7 @@ def test_every_executor_has_a_file_of_its_own() -> None:
 
 
 @KINDS
-def test_nobody_else_can_read_a_file(kind: type[SlotFile], tmp_path: Path) -> None:
+def test_no_other_user_can_read_a_file(kind: type[SlotFile], tmp_path: Path) -> None:
     folder = tmp_path / "of" / "ours"
     file = make_file(kind, POOLS, folder)
     path = next(folder.iterdir())
@@ -187,13 +187,13 @@ def test_a_tier_on_storage_that_has_become_read_only_is_left_out(tmp_path: Path)
 
 
 @pytest.mark.parametrize("tier", ["HOST", "DISK"])
-def test_too_little_room_is_told_at_the_start(tier: str, tmp_path: Path) -> None:
-    for size, told in ((PAGE, "a single block takes"), (1 << 55, "there is no (memory|room)")):
-        wish = settings(tmp_path, tier, size)
+def test_too_little_space_is_reported_at_the_start(tier: str, tmp_path: Path) -> None:
+    for size, told in ((PAGE, "a single block takes"), (1 << 55, "no (memory|space) for")):
+        asked = settings(tmp_path, tier, size)
         # The number of slots is not what is tried out here.
         layout = replace(layout_of(POOLS, FINGERPRINT, 10 * PAGE, checksums=True), slots=size >> 14)
         layout = layout if size > PAGE else layout_of(POOLS, FINGERPRINT, size, checksums=True)
         with pytest.raises(CacheFileError, match=f"KVKEEP_EXECUTOR_{tier}_CACHE_SIZE.*{told}"):
-            open_file(wish, "cache.kv", layout)
-    # Nothing stays behind that takes room.
+            open_file(asked, "cache.kv", layout)
+    # Nothing stays behind that takes space.
     assert sum(path.stat().st_blocks for path in tmp_path.iterdir()) == 0

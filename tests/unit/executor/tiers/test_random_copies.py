@@ -142,9 +142,9 @@ class SlowDevice(CpuBlocks):
 
 
 class World:
-    """The real thing, and what it should be: per slot the value that was written, None where nobody may look."""
+    """The real thing, and what it should be: per slot the value that was written, None where no reader may look."""
 
-    # In how many parts a copy runs: to the device, to below it, without a source.
+    # In how many parts a copy runs: to the device, to a lower tier, without a source.
     PARTS_UP = 2
     PARTS = 4
     ZERO_PARTS = 2
@@ -217,7 +217,7 @@ class World:
             assert block(self.pools, place[1], place[2]) == self._bytes(place)
 
     def look(self) -> None:
-        """What a new manager would be told."""
+        """What would be reported to a new manager."""
 
         def view(changing: set[SlotRef]) -> None:
             for tier, file in self.files.items():

@@ -1,4 +1,4 @@
-"""Steps beside copies between tiers: none reads what has not come, none overwrites what has not gone."""
+"""Steps and copies between tiers: no step reads a block before its onload, or overwrites one before its offload."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -70,7 +70,7 @@ def offloaded(driver: Driver, prompt: list[int] = PROMPT) -> tuple[NewSequence, 
     return joining, expected
 
 
-def goes_on(driver: Driver, first: StepOutput, sequence: int, count: int) -> list[int]:
+def tokens_from(driver: Driver, first: StepOutput, sequence: int, count: int) -> list[int]:
     """The tokens of a step, and of those that follow."""
     outcomes = [first] + [driver.step() for _ in range(count - 1)]
     return [one.token_id for outcome in outcomes for one in outcome.sampled if one.sequence == sequence]
@@ -84,7 +84,7 @@ def test_a_block_that_went_down_and_came_up_continues_to_the_same_tokens(
     driver = Driver(model, tiers=lambda pools: make_tiers(pools, tmp_path, host=6, disk=6), events=Events())
     joining, expected = offloaded(driver)
     groups = range(len(model.groups))
-    # The first block goes to the host, the second to the disk; the same step overwrites both on the device.
+    # The first block is offloaded to the host, the second to the disk; the same step overwrites both on the device.
     copies = [
         down(10 * group + index + 1, joining.tables[group][index], index + 1, tier, group)
         for group in groups
@@ -99,10 +99,10 @@ def test_a_block_that_went_down_and_came_up_continues_to_the_same_tokens(
         up(100 + copy.ticket, copy.target, fresh[copy.group][copy.target - 1], copy.target_tier, copy.group)
         for copy in copies
     ]
-    # Nobody waits for them: a step that needs them does.
+    # No other step waits for them than one that needs them.
     again = NewSequence(3, tuple(PROMPT), len(PROMPT), 8, fresh)
     first = driver.step(removed=(2,), copies=tuple(copies), new_sequences=(again,), chunks={3: 1})
-    assert goes_on(driver, first, 3, 8) == expected
+    assert tokens_from(driver, first, 3, 8) == expected
     assert set(ends_of(driver).values()) == {True}
     assert first.tickets == ()
     shut(driver.runner.tiers)
@@ -117,7 +117,7 @@ def test_steps_go_on_while_copies_of_other_slots_run(slow: Driver, gate: Gate) -
     # It reads the slot that is being copied, and writes others.
     table = joining.tables[0][:2] + slow.blocks(60)[0]
     outcome = slow.step(new_sequences=(NewSequence(2, tuple(PROMPT), 9, 8, (table,)),))
-    assert goes_on(slow, outcome, 2, 8) == expected
+    assert tokens_from(slow, outcome, 2, 8) == expected
     assert time.monotonic() - begin < 5
     assert ends_of(slow) == {}
     assert slow.runner.tiers.busy
@@ -151,7 +151,7 @@ def test_a_sequence_that_joins_too_early_waits_for_its_blocks(slow: Driver, gate
     table = (fresh[0], joining.tables[0][1], *fresh[1:])
     before = waited_seconds()
     outcome = slow.step(new_sequences=(NewSequence(2, tuple(PROMPT), 9, 8, (table,)),))
-    assert goes_on(slow, outcome, 2, 8) == expected
+    assert tokens_from(slow, outcome, 2, 8) == expected
     assert waited_seconds() > before
 
 
@@ -163,18 +163,18 @@ def waited_seconds() -> float:
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_copies_within_the_device_keep_their_place_in_the_order(reads: bool, slow: Driver, gate: Gate) -> None:
+def test_copies_within_the_device_keep_their_order(reads: bool, slow: Driver, gate: Gate) -> None:
     joining, pools = slow.new_sequence(1, PROMPT), slow.runner.pools
     slow.step(new_sequences=(joining,), chunks={1: 9})
     first, second, third = joining.tables[0][:3]
     before = [block(pools, 0, slot) for slot in (first, second)]
     gate.opens_in(SHUT)
     if reads:
-        # What comes up is copied on.
+        # The onloaded block is copied on.
         slow.step(copies=(down(1, first, 1), up(2, 1, second), Copy(3, 0, second, third)), idle=frozenset({1}))
         assert block(pools, 0, third) == before[0]
     else:
-        # What goes down is overwritten by another, and what that was goes down as well.
+        # The offloaded block is overwritten by another, which is offloaded as well.
         copies = (down(1, first, 1), Copy(2, 0, second, first), down(3, first, 2), up(4, 1, second), up(5, 2, third))
         slow.step(copies=copies, idle=frozenset({1}))
         slow.runner.tiers.wait(reads=[(Tier.DEVICE, 0, slot) for slot in (second, third)])
@@ -186,10 +186,10 @@ def test_what_evicts_tokens_does_not_overwrite_what_is_being_copied(
     moves: bool, gate: Gate, tmp_path: Path, model_folder: Callable[[str], Path]
 ) -> None:
     driver = Driver(load(model_folder("llama")), tiers=lambda pools: gate.tiers(pools, tmp_path))
-    wish = common.EvictionPolicy(
+    asked = common.EvictionPolicy(
         kind=Kind.KNORM.value, max_cache_tokens=8, start_tokens=1, recent_tokens=2, period_tokens=4
     )
-    policy = parse(wish, driver.runner.layout, "policy")
+    policy = parse(asked, driver.runner.layout, "policy")
     joining = replace(driver.new_sequence(1, PROMPT * 2), policy=policy)
     driver.step(new_sequences=(joining,), chunks={1: 18})
     own = driver.blocks(40)[0] if moves else ()
@@ -212,7 +212,7 @@ def test_slots_that_copies_fill_are_noted_as_written_by_their_step(slow: Driver)
     step, fresh = slow.runner.last_step + 1, slow.blocks(4)[0][0]
     slow.step(copies=(up(2, 1, fresh),))
     assert int(slow.runner.pools.pools[0].last_write_steps[fresh]) == step
-    # What the manager itself asks for can come when nobody plans a step.
+    # What the manager itself asks for can come when no step is planned.
     other = slow.blocks(4)[0][0]
     slow.runner.transfer((up(3, 1, fresh), Copy(4, 0, 0, other)))
     assert slow.runner.tiers.wait(reads=[(Tier.DEVICE, 0, fresh)]) < 5
@@ -225,7 +225,7 @@ def test_zeros_wait_for_what_is_being_copied(slow: Driver, gate: Gate) -> None:
     before = block(pools, 0, slot)
     gate.opens_in(SHUT)
     fresh = slow.blocks(4)[0][0]
-    # In their order; a slot of a tier that is not here, and one beyond it, are told at once.
+    # In their order; a slot of a tier that is not here, and one beyond it, are reported at once.
     impossible = (Copy(4, 0, 0, 1, DISK, DISK), up(5, 7, fresh), Copy(6, 3, 0, 1))
     slow.runner.transfer((down(1, slot, 1), Copy(2, 0, 0, slot), up(3, 1, fresh), *impossible))
     assert not any(block(pools, 0, slot))
@@ -255,7 +255,7 @@ def test_a_copy_that_is_not_possible_names_its_field_and_changes_nothing(name: s
     assert (slow.runner.last_step, slow.runner.tiers.busy, ends_of(slow)) == (0, False, {})
 
 
-def test_every_copy_is_told_of_when_the_step_fails(slow: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_copy_is_reported_when_the_step_fails(slow: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("the device says no")
 
@@ -265,11 +265,11 @@ def test_every_copy_is_told_of_when_the_step_fails(slow: Driver, monkeypatch: py
         with pytest.raises(RuntimeError):
             slow.runner.launch(Step(1, copies=copies))
     until_idle(slow.runner.tiers)
-    # The second is within the device: whoever launches knows of it.
+    # The second is within the device: the launching thread knows of it.
     assert ends_of(slow) == {1: True, 3: False}
 
 
-def test_tokens_of_a_step_are_told_before_it_waits(slow: Driver, gate: Gate) -> None:
+def test_tokens_of_a_step_are_reported_before_it_waits(slow: Driver, gate: Gate) -> None:
     joining, _ = offloaded(slow)
     gate.open.clear()
     other = NewSequence(2, tuple(OTHER), 9, 0, (joining.tables[0],))

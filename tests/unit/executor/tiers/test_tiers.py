@@ -1,4 +1,4 @@
-"""Blocks go down and come up as they were, or not at all."""
+"""Blocks are offloaded and onloaded as they were, or not at all."""
 
 import os
 import signal
@@ -79,7 +79,7 @@ def flip(folder: Path, tier: Tier, pools: KvPools, group: int, slot: int) -> Non
 
 @LOWER
 @pytest.mark.parametrize("group", [0, 1])
-def test_a_block_comes_back_as_it_was(tier: Tier, group: int, pools: KvPools, tiers: Tiers) -> None:
+def test_a_block_is_onloaded_as_it_was(tier: Tier, group: int, pools: KvPools, tiers: Tiers) -> None:
     before, others = block(pools, group, 2), [block(pools, group, slot) for slot in (1, 3, 4, 6)]
     copied = counted("copied_bytes_total", source="device", target=tier.name.lower())
     assert run(tiers, down(7, 2, 4, tier, group)) == {7: True}
@@ -93,7 +93,7 @@ def test_a_block_comes_back_as_it_was(tier: Tier, group: int, pools: KvPools, ti
     assert tiers.snapshot().generations(tier, group).tolist() == [0, 0, 0, 7]
 
 
-def test_a_block_goes_all_the_way_down_and_up(pools: KvPools, tiers: Tiers) -> None:
+def test_a_block_passes_all_tiers_down_and_up(pools: KvPools, tiers: Tiers) -> None:
     before = block(pools, 0, 1)
     way = (down(1, 1, 1), Copy(2, 0, 1, 2, HOST, DISK), Copy(3, 0, 2, 3, DISK, HOST), up(4, 3, 6))
     assert run(tiers, *way) == {1: True, 2: True, 3: True, 4: True}
@@ -124,7 +124,7 @@ def test_a_flipped_bit_does_not_get_a_new_checksum_on_its_way(pools: KvPools, ti
 
 
 @LOWER
-def test_without_checksums_nobody_looks(tier: Tier, pools: KvPools, tmp_path: Path) -> None:
+def test_without_checksums_no_byte_is_verified(tier: Tier, pools: KvPools, tmp_path: Path) -> None:
     tiers = make_tiers(pools, tmp_path, checksums=False)
     assert run(tiers, down(1, 1, 1, tier)) == {1: True}
     flip(tmp_path, tier, pools, 0, 1)
@@ -146,7 +146,7 @@ def test_a_device_that_cannot_be_read_leaves_nothing_of_what_the_slot_held(
     tier: Tier, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: CpuBlocks, group: int, slot: int, into: Any, after: Any) -> None:
-        raise RuntimeError("the device is gone")
+        raise RuntimeError("the device is lost")
 
     assert run(tiers, down(1, 1, 2, tier)) == {1: True}
     monkeypatch.setattr(CpuBlocks, "read", fail)
@@ -155,7 +155,7 @@ def test_a_device_that_cannot_be_read_leaves_nothing_of_what_the_slot_held(
 
 
 @LOWER
-def test_zeros_take_the_place_of_what_was_there(tier: Tier, pools: KvPools, tiers: Tiers, tmp_path: Path) -> None:
+def test_zeros_replace_the_bytes_of_a_slot(tier: Tier, pools: KvPools, tiers: Tiers, tmp_path: Path) -> None:
     assert run(tiers, down(1, 1, 2, tier), down(2, 2, 3, tier)) == {1: True, 2: True}
     secret = block(pools, 0, 1)
     assert secret in path_of(tmp_path, tier).read_bytes()
@@ -222,7 +222,7 @@ def test_a_new_process_finds_what_the_one_before_left(pools: KvPools, tmp_path: 
     shut(tiers)
 
 
-def test_what_is_being_copied_counts_for_nobody(pools: KvPools, tmp_path: Path) -> None:
+def test_blocks_that_are_being_copied_do_not_count(pools: KvPools, tmp_path: Path) -> None:
     go_on = threading.Event()
 
     class SlowHost(HostFile):

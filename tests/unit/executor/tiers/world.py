@@ -66,9 +66,9 @@ def make_file(
     kind: type[SlotFile], pools: KvPools, folder: Path, slots: int = 4, *, checksums: bool = True
 ) -> SlotFile:
     """A tier's file alone."""
-    wish = settings(folder, kind.tier.name, size_for(pools, slots))
-    layout = layout_of(pools, FINGERPRINT, wish.size, checksums=checksums)
-    return kind(open_file(wish, f"{kind.tier.name}.kv", layout), layout)  # type: ignore[call-arg]
+    asked = settings(folder, kind.tier.name, size_for(pools, slots))
+    layout = layout_of(pools, FINGERPRINT, asked.size, checksums=checksums)
+    return kind(open_file(asked, f"{kind.tier.name}.kv", layout), layout)  # type: ignore[call-arg]
 
 
 def block(pools: KvPools, group: int, slot: int) -> bytes:
@@ -88,10 +88,10 @@ def put(file: SlotFile, group: int, slot: int, ticket: int, seed: int = 0) -> by
     size = file.layout.block_bytes[group]
     data = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
     file.claim(group, slot)
-    room = file.room(group, slot, np.zeros(max(file.layout.block_bytes), dtype=np.uint8))
-    room[:] = data
-    file.store(group, slot, room)
-    file.settle(group, slot, ticket, 77)
+    buffer = file.buffer(group, slot, np.zeros(max(file.layout.block_bytes), dtype=np.uint8))
+    buffer[:] = data
+    file.store(group, slot, buffer)
+    file.commit(group, slot, ticket, 77)
     return data.tobytes()
 
 
@@ -121,7 +121,7 @@ class Ends:
         self.of: dict[int, bool] = {}
 
     def __call__(self, copy: Copy, good: bool) -> None:
-        assert copy.ticket not in self.of, "told twice"
+        assert copy.ticket not in self.of, "reported twice"
         self.of[copy.ticket] = good
 
 

@@ -50,7 +50,7 @@ QUOTAS = (
 )
 
 
-async def test_rules_come_back_as_they_were(managers: Managers) -> None:
+async def test_rules_are_restored_as_they_were(managers: Managers) -> None:
     async with managers.run() as client:
         kept = await make_rule(client, "kept")
         await client.admin.CreateRetentionRule(pb.CreateRetentionRuleRequest(rule=EVERYTHING))
@@ -65,7 +65,7 @@ async def test_rules_come_back_as_they_were(managers: Managers) -> None:
         assert [rule.name for rule in before] == [EVERYTHING.name, "kept"]
         # Also what is not shown, as every nanosecond.
         assert await state_of(client, "rule") == state
-        # Whoever read a rule before the restart may change it now, and nobody who did not.
+        # An operator that read a rule before the restart may change it now, and no other may.
         for etag, code in ((kept.etag, grpc.StatusCode.ABORTED), (before[1].etag, None)):
             request = pb.UpdateRetentionRuleRequest(rule=pb.RetentionRule(name="kept", etag=etag), update_mask=mask)
             assert await refusal(client.admin.UpdateRetentionRule(request)) == code
@@ -81,7 +81,7 @@ async def test_a_rule_made_again_never_has_an_etag_of_before(managers: Managers)
     assert len(etags) == 9
 
 
-async def test_quotas_come_back_as_they_were(managers: Managers) -> None:
+async def test_quotas_are_restored_as_they_were(managers: Managers) -> None:
     async with managers.run() as client:
         for quota in (*QUOTAS, pb.Quota(salt="gone", device_floor_blocks=1)):
             await client.admin.SetQuota(pb.SetQuotaRequest(quota=quota))
@@ -92,7 +92,7 @@ async def test_quotas_come_back_as_they_were(managers: Managers) -> None:
         assert len(before) == len(QUOTAS)
 
 
-async def test_a_share_of_a_pool_comes_back_with_its_etag_and_its_blocks(managers: Managers) -> None:
+async def test_a_share_of_a_pool_is_restored_with_its_etag_and_its_blocks(managers: Managers) -> None:
     async with managers.run() as client:
         await client.register()
         steps = await cached(client)
@@ -107,7 +107,7 @@ async def test_a_share_of_a_pool_comes_back_with_its_etag_and_its_blocks(manager
         assert (await client.pool()).total_blocks == 5
 
 
-async def test_pins_come_back_with_name_owner_time_and_blocks(managers: Managers) -> None:
+async def test_pins_are_restored_with_name_owner_time_and_blocks(managers: Managers) -> None:
     prefix = pb.PrefixSelector(token_ids=range(8))
     async with managers.run() as client:
         await client.register()
@@ -121,7 +121,7 @@ async def test_pins_come_back_with_name_owner_time_and_blocks(managers: Managers
     managers.now += 1000
     async with managers.run() as client:
         assert (await client.register(last_write_steps=steps)).restored_blocks == 3
-        # Nobody knows how long no manager ran: that time does not count.
+        # How long no manager ran is not known: that time does not count.
         assert await holds(client) == before
         assert [(hold.name, hold.owner, hold.remaining_duration.seconds, hold.num_blocks) for hold in before] == [
             (pinned.hold_name, "ops", 80, 2),
@@ -141,7 +141,7 @@ async def test_pins_come_back_with_name_owner_time_and_blocks(managers: Managers
         assert await holds(client) == []
 
 
-async def test_a_pin_keeps_what_came_back_of_it(managers: Managers) -> None:
+async def test_a_pin_keeps_its_restored_blocks(managers: Managers) -> None:
     async with managers.run() as client:
         await client.register()
         admitted = await client.admit("a", 13)
@@ -171,14 +171,14 @@ async def test_with_a_smaller_budget_the_oldest_pins_become_leases(managers: Man
         assert [lease.lease.retention_priority for lease in await leases(client)] == [100, 100]
 
 
-async def test_remaining_times_of_leases_come_back_exactly(managers: Managers) -> None:
+async def test_remaining_times_of_leases_are_restored_exactly(managers: Managers) -> None:
     ranges = [common.RetentionRange(start=0, end=4, retention_priority=80, retention_duration=Duration(seconds=500))]
     retention = pb.RetentionConfig(ranges=ranges)
     async with managers.run() as client:
         await client.register()
         steps = await cached(client, retention=retention)
         managers.now += 123.5
-        # Nothing of the block changes, and time goes on.
+        # Nothing of the block changes, and time passes.
         await client.admin.SetQuota(pb.SetQuotaRequest(quota=QUOTAS[0]))
         before = await remaining(client)
     assert before == [500 - 123.5]
@@ -193,7 +193,7 @@ async def test_remaining_times_of_leases_come_back_exactly(managers: Managers) -
             await client.admin.SetQuota(pb.SetQuotaRequest(quota=QUOTAS[0]))
 
 
-async def test_a_lease_of_a_rule_that_is_gone_does_not_come_back(managers: Managers) -> None:
+async def test_a_lease_of_a_deleted_rule_is_not_restored(managers: Managers) -> None:
     async with managers.run() as client:
         await client.register()
         await make_rule(client, retention_priority=90)
@@ -235,7 +235,7 @@ async def test_what_another_version_wrote_is_left_out_and_stays(managers: Manage
     assert "operators' records of another version are ignored" in capsys.readouterr().out
 
 
-async def test_redis_away_at_the_start_keeps_nobody_waiting_and_nothing_newer_is_lost(
+async def test_redis_away_at_the_start_keeps_no_call_waiting_and_nothing_newer_is_lost(
     managers: Managers, server: Server
 ) -> None:
     async with managers.run() as client:
@@ -280,7 +280,7 @@ async def test_a_late_share_of_a_pool_applies_at_once_when_it_fits(managers: Man
                 await asyncio.sleep(0.02)
 
 
-async def test_a_log_with_everything_that_came_back_replays_to_the_same_state(
+async def test_a_log_with_everything_that_was_restored_replays_to_the_same_state(
     managers: Managers, tmp_path: Path
 ) -> None:
     async with managers.run() as client:

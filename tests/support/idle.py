@@ -8,7 +8,7 @@ from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 
 
-async def settle(address: str) -> kv.CheckPoolResponse:
+async def until_idle(address: str) -> kv.CheckPoolResponse:
     """Waits until no sequence is live, then recounts every pool."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub: kvcache_rpc.CacheAdminServiceAsyncStub = kvcache_rpc.CacheAdminServiceStub(channel)

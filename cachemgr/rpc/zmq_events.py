@@ -1,0 +1,411 @@
+"""What each executor's cache holds, published over ZeroMQ as vLLM publishes it, for routers that follow engines.
+
+Every executor has a PUB socket for its batches and a ROUTER socket for replays. A reader that has missed batches asks
+for a replay by number; where these are not kept it gets all that is there instead. Numbers grow over restarts, so that
+a reader notices each one. Readers that are too slow miss batches: none can slow the cache manager or make it grow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+import structlog
+import zmq
+import zmq.asyncio
+from prometheus_client import Counter
+
+from cachemgr.blocks.events import Event
+from cachemgr.errors import EventsGoneError
+from cachemgr.operators.queries import Queries
+from cachemgr.rpc.event_feed import EventFeed, ShuttingDownError
+from cachemgr.rpc.vllm_events import Batch
+from cachemgr.steps import sliced
+from cachemgr.types import EventKind, ExecutorSpec, TierKind
+from protos.rpc import addresses
+
+# Events that are looked at in one slice.
+_MAX_EVENTS = 512
+# Bounds of a batch, whichever is met first; a block is more than the bytes only by itself.
+_MAX_BLOCKS, _MAX_BYTES = 512, 1 << 16
+# Roughly, of a block: its hash and extra keys, and a token.
+_BLOCK_BYTES, _TOKEN_BYTES = 32, 5
+# Batches that wait for a slow reader; further ones are dropped for it.
+WAITING_BATCHES = 256
+# Bytes of batches that an executor keeps for replays, and what one takes beside its message.
+KEPT_BYTES, _KEPT_BATCH_BYTES = 16 << 20, 128
+# Without news there is a batch without events, from which new readers and those that missed the last one learn it.
+BEAT_SECONDS = 1.0
+# A reader that takes nothing of a replay for so long gets no more of it, and how often it is tried.
+_PATIENCE_SECONDS, _RETRY_SECONDS = 10.0, 0.02
+# For what is sent last.
+_LINGER_MILLISECONDS = 100
+_MAX_PORT = 65_535
+_NUMBER = re.compile(r"\d+$")
+# What ends a replay, in place of a number.
+_END = (-1).to_bytes(8, "big", signed=True)
+
+BATCHES = Counter("kvkeep_zmq_batches", "Batches of events published to routers.", ["executor"])
+REPLAYS = Counter("kvkeep_zmq_replays", "Replays for routers, of kept batches or of the whole cache.", ["source"])
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class ZmqSettings:
+    """Addresses are of executors whose names end with no number or with 0; others add theirs to the ports.
+
+    Without an address for replays there are none. In `topic` {executor_id} and {model} stand for those of the executor.
+    """
+
+    events: str
+    replays: str = ""
+    topic: str = ""
+    token_ids: bool = False
+
+
+class Stream:
+    """The batches of one address: what is published there of which executor, and the newest ones for replays."""
+
+    def __init__(
+        self, publisher: zmq.Socket[bytes], replays: zmq.asyncio.Socket | None, next_number: int, *, token_ids: bool
+    ) -> None:
+        self.replays = replays
+        # The reader whose replay is under way.
+        self.reader: bytes | None = None
+        self.executor_id = self.pool_id = ""
+        self.is_lost = True
+        # The number of the newest batch.
+        self.last = next_number - 1
+        # The tiers of published blocks by key, the block that came to its tier last at the end. The ancestors of a
+        # device block are on the device: they come before it.
+        self.known: dict[bytes, TierKind] = {}
+        self.batch_blocks = _MAX_BLOCKS
+        self._publisher = publisher
+        self._token_ids = token_ids
+        self._topic = b""
+        self._block_size = 0
+        self._batch = self.new_batch()
+        self._kept: deque[bytes] = deque()
+        self._kept_bytes = 0
+        self._published = 0.0
+
+    def new_batch(self) -> Batch:
+        return Batch(self._block_size, token_ids=self._token_ids)
+
+    def begin(self, executor: ExecutorSpec, pool_id: str, topic: str) -> None:
+        """From now on it is about the blocks of this pool, which may have some of its executor's last epoch."""
+        self.executor_id, self.pool_id, self.is_lost = executor.executor_id, pool_id, False
+        self._topic = topic.replace("{executor_id}", executor.executor_id).replace("{model}", executor.model).encode()
+        self._block_size = executor.block_size
+        size = _BLOCK_BYTES + (_TOKEN_BYTES * executor.block_size if self._token_ids else 0)
+        self.batch_blocks = max(1, min(_MAX_BLOCKS, _MAX_BYTES // size))
+        self.flush()
+        self._batch = self.new_batch()
+
+    def end(self) -> None:
+        """The executor is lost."""
+        self.is_lost = True
+        self.clear()
+
+    def clear(self) -> None:
+        """No block is there any more."""
+        self.known.clear()
+        self._batch = self.new_batch()
+        self._batch.clear()
+
+    def note(self, event: Event) -> None:
+        """Adds what an event changes to the next batch, which is published when it is full."""
+        block, batch = event.block, self._batch
+        before = self.known.get(block.key)
+        if event.kind is EventKind.REMOVED:
+            if before is None:
+                return
+            del self.known[block.key]
+            batch.remove(block.key, before)
+        elif event.kind in (EventKind.STORED, EventKind.UPDATED) and block.tier is not before:
+            if before is not None:
+                del self.known[block.key]
+                batch.remove(block.key, before)
+            # Readers know full blocks only. Of a block that was forgotten since there are no tokens.
+            if block.num_tokens == self._block_size:
+                self.known[block.key] = block.tier
+                batch.store(block)
+        if batch.num_blocks >= self.batch_blocks:
+            self.publish()
+
+    def flush(self) -> None:
+        """Publishes the events that wait, if there are some."""
+        if self._batch:
+            self.publish()
+
+    def beat(self) -> None:
+        """Publishes a batch without events if there was none for a while."""
+        if time.monotonic() >= self._published + BEAT_SECONDS:
+            self.publish()
+
+    def publish(self) -> None:
+        """Publishes a batch, with events or without."""
+        self._published = time.monotonic()
+        message = self._batch.encoded()
+        self._batch = self.new_batch()
+        self.last += 1
+        # A reader with too many waiting batches misses this one.
+        self._publisher.send_multipart((self._topic, self.last.to_bytes(8, "big"), message), zmq.DONTWAIT)
+        BATCHES.labels(self.executor_id).inc()
+        self._kept.append(message)
+        self._kept_bytes += len(message) + _KEPT_BATCH_BYTES
+        while self._kept_bytes > KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()) + _KEPT_BATCH_BYTES
+
+    def kept_from(self, number: int) -> list[tuple[int, bytes]] | None:
+        """The batches from a number on; None where the first of them is not kept."""
+        first = self.last + 1 - len(self._kept)
+        if number < first:
+            return None
+        return list(enumerate(islice(self._kept, number - first, None), start=number))
+
+    def close(self) -> None:
+        """Closes the sockets. Replays are answered before: readers may wait for their end for ever."""
+        self._publisher.close(linger=0)
+        if self.replays is None:
+            return
+        socket: zmq.Socket[bytes] = zmq.Socket.shadow(self.replays)
+        readers = [] if self.reader is None else [self.reader]
+        with contextlib.suppress(zmq.Again):
+            while True:
+                readers.append(socket.recv_multipart(zmq.DONTWAIT)[0])
+        for reader in readers:
+            # There is no room for it where too many batches wait for a slow one.
+            with contextlib.suppress(zmq.ZMQError):
+                socket.send_multipart((reader, b"", _END, b""), zmq.DONTWAIT)
+        self.replays.close(linger=_LINGER_MILLISECONDS)
+
+    def forget(self) -> None:
+        """Drops the kept batches: there may be tokens of forgotten blocks in them."""
+        self._kept.clear()
+        self._kept_bytes = 0
+
+
+class ZmqEvents:
+    """Follows the events of a manager, and publishes those of each executor's first layer group with full attention."""
+
+    def __init__(self, queries: Queries, feed: EventFeed, settings: ZmqSettings, first_number: int) -> None:
+        """`first_number` is that of the first batch of each executor, and larger at every start."""
+        self._queries = queries
+        self._feed = feed
+        self._settings = settings
+        self._first_number = first_number
+        self._scrubs = queries.scrubs
+        # By the number that executors add to the ports, and by the pools that they are about.
+        self._streams: dict[int, Stream] = {}
+        self._by_pool: dict[str, Stream] = {}
+        self._context = zmq.asyncio.Context()
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Publishes until it is cancelled; behind the end of the feed nothing new comes."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                await self._follow()
+        finally:
+            for stream in self._streams.values():
+                stream.close()
+            self._context.term()
+
+    async def _follow(self) -> None:
+        number = 0
+        with contextlib.suppress(ShuttingDownError):
+            while True:
+                try:
+                    number = await self._publish_after(number)
+                except EventsGoneError:
+                    number = await self._begin_again(number)
+                for stream in self._streams.values():
+                    stream.beat()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(BEAT_SECONDS):
+                        await self._feed.wait_for_events(number)
+        await asyncio.Event().wait()
+
+    async def _publish_after(self, number: int) -> int:
+        """Publishes all events behind a number; returns that of the last. Raises EventsGoneError."""
+        while happened := self._queries.events_after(number, _MAX_EVENTS):
+            self._publish(happened)
+            number = happened[-1].number
+            await asyncio.sleep(0)
+        if self._scrubs != self._queries.scrubs:
+            self._scrubs = self._queries.scrubs
+            for stream in self._streams.values():
+                stream.forget()
+        return number
+
+    async def _begin_again(self, number: int) -> int:
+        """Publishes the whole cache in place of events behind a number that are gone.
+
+        Returns the number of the last event that it has, or the same one when more is gone meanwhile.
+        """
+        with contextlib.closing(self._queries.snapshot()) as snapshot:
+            try:
+                async for _ in sliced(snapshot.steps()):
+                    snapshot.catch_up()
+            except EventsGoneError:
+                return number
+        for stream in self._streams.values():
+            if not self._queries.knows_executor(stream.executor_id):
+                stream.end()
+        async for events in sliced(snapshot.events()):
+            self._publish(event for event in events if event is not None)
+        return snapshot.number
+
+    def _publish(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if event.executor is not None:
+                self._executor_changed(event.kind, event.executor)
+            elif (stream := self._by_pool.get(event.block.pool_id)) is not None:
+                if event.kind is EventKind.CREATED:
+                    stream.clear()
+                else:
+                    stream.note(event)
+        for stream in self._streams.values():
+            stream.flush()
+
+    def _executor_changed(self, kind: EventKind, executor: ExecutorSpec) -> None:
+        if kind is EventKind.EXECUTOR_LOST:
+            for pool_id in executor.pool_ids:
+                if (stream := self._by_pool.pop(pool_id, None)) is not None:
+                    stream.end()
+            return
+        pools = zip(executor.pool_ids, executor.pools, strict=True)
+        pool_id = next((pool_id for pool_id, pool in pools if pool.attention_window is None), "")
+        stream = self._stream_of(executor.executor_id) if pool_id else None
+        if stream is not None:
+            self._by_pool.pop(stream.pool_id, None)
+            self._by_pool[pool_id] = stream
+            stream.begin(executor, pool_id, self._settings.topic)
+
+    def _stream_of(self, executor_id: str) -> Stream | None:
+        """The stream for an executor; None, with an error in the log, where it can have none."""
+        found = _NUMBER.search(executor_id)
+        number = int(found[0]) if found else 0
+        stream = self._streams.get(number)
+        if stream is None:
+            return self._open(executor_id, number)
+        if stream.is_lost or stream.executor_id == executor_id:
+            return stream
+        log.error(
+            "the blocks of an executor are not published: another one has the same number at the end of its name",
+            executor=executor_id,
+            other=stream.executor_id,
+        )
+        return None
+
+    def _open(self, executor_id: str, number: int) -> Stream | None:
+        """Opens the sockets for executors with a number; None, with an error in the log, where that is not possible."""
+        publisher = zmq.Socket(self._context, zmq.PUB)
+        publisher.sndhwm = WAITING_BATCHES
+        replays = self._context.socket(zmq.ROUTER) if self._settings.replays else None
+        try:
+            bound = [_bind(publisher, self._settings.events, number)]
+            if replays is not None:
+                # Sending fails instead of dropping a part of a replay.
+                replays.router_mandatory = True
+                replays.sndhwm = replays.rcvhwm = WAITING_BATCHES
+                bound.append(_bind(replays, self._settings.replays, number))
+        except (zmq.ZMQError, ValueError) as error:
+            log.error("the blocks of an executor are not published", executor=executor_id, error=str(error))
+            publisher.close(linger=0)
+            if replays is not None:
+                replays.close(linger=0)
+            return None
+        log.info("publishing events", executor=executor_id, addresses=bound)
+        stream = Stream(publisher, replays, self._first_number, token_ids=self._settings.token_ids)
+        self._streams[number] = stream
+        if replays is not None:
+            assert self._tasks is not None
+            self._tasks.create_task(self._answer_replays(stream, replays))
+        return stream
+
+    async def _answer_replays(self, stream: Stream, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            # A request that is taken out at the end of the process would be lost.
+            await socket.poll()
+            try:
+                peer, *frames = await socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                continue
+            if len(frames) == 2 and not frames[0] and len(frames[1]) == len(_END):
+                await self._replay(stream, socket, peer, int.from_bytes(frames[1], "big"))
+
+    async def _replay(self, stream: Stream, socket: zmq.asyncio.Socket, peer: bytes, first: int) -> None:
+        stream.reader = peer
+        kept = stream.kept_from(first)
+        REPLAYS.labels("everything" if kept is None else "kept").inc()
+        batches = self._everything(stream) if kept is None else _each(kept)
+        async for number, message in batches:
+            if not await _send(socket, (peer, b"", number.to_bytes(8, "big"), message)):
+                break
+        else:
+            await _send(socket, (peer, b"", _END, b""))
+        stream.reader = None
+
+    async def _everything(self, stream: Stream) -> AsyncIterator[tuple[int, bytes]]:
+        """The published blocks in as many batches as needed, of which the last one has the number of the newest batch.
+
+        A block that changes meanwhile is as it is by its turn, or left out: its change is in a later batch.
+        """
+        keys, pool_id, size = list(stream.known), stream.pool_id, stream.batch_blocks
+        begins = range(0, len(keys), size)
+        number = stream.last - len(begins)
+        batch = stream.new_batch()
+        batch.clear()
+        yield number, batch.encoded()
+        for begin in begins:
+            batch = stream.new_batch()
+            for block in self._queries.cached_views(pool_id, keys[begin : begin + size]):
+                batch.store(block)
+            number += 1
+            yield number, batch.encoded()
+
+
+async def _each(kept: list[tuple[int, bytes]]) -> AsyncIterator[tuple[int, bytes]]:
+    for one in kept:
+        yield one
+
+
+async def _send(socket: zmq.asyncio.Socket, frames: tuple[bytes, ...]) -> bool:
+    """Sends one message of a replay; false when its reader is gone, or takes nothing."""
+    for _ in range(int(_PATIENCE_SECONDS / _RETRY_SECONDS)):
+        try:
+            await socket.send_multipart(frames, zmq.DONTWAIT)
+        except zmq.Again:
+            await asyncio.sleep(_RETRY_SECONDS)
+        except zmq.ZMQError:
+            return False
+        else:
+            # Others are served between two messages.
+            await asyncio.sleep(0)
+            return True
+    return False
+
+
+def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str, number: int) -> str:
+    """Binds to a port that is so much larger; returns the address. Raises ZMQError, ValueError."""
+    host, port = addresses.split_host_port(address)
+    if port + number > _MAX_PORT:
+        raise ValueError(f"the port {port} and {number}, the number at the end of its name, are more than {_MAX_PORT}")
+    host = "127.0.0.1" if host == "localhost" else host
+    socket.tcp_keepalive = 1
+    # Subscriptions and requests for replays are short.
+    socket.maxmsgsize = 1024
+    if ":" in host:
+        socket.ipv6 = True
+        host = f"[{host}]"
+    socket.bind(f"tcp://{host}:{port + number}")
+    return f"{host}:{port + number}"
