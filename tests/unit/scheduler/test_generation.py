@@ -25,6 +25,13 @@ async def test_a_request_gets_the_models_tokens_and_its_usage(stack: Stack) -> N
     assert output.usage.total_time.ToNanoseconds() >= output.usage.time_to_first_token.ToNanoseconds()
 
 
+async def test_text_that_was_held_back_for_a_stop_string_follows_when_the_output_ends(stack: Stack) -> None:
+    [whole] = await run(stack, request(prompt_of(30), 12))
+    [output] = await run(stack, request(prompt_of(30), 12, stop=[f"{whole.text[-1]}, which never comes"]))
+    assert output.finish_reason == pb.FINISH_REASON_LENGTH
+    assert output.text == whole.text
+
+
 async def test_many_requests_at_once_share_steps_within_the_budget(run_stack: StackFactory) -> None:
     async with run_stack(max_batched_tokens=16) as stack:
         prompts = [prompt_of(5 + i % 7, seed=i) for i in range(20)]

@@ -60,6 +60,18 @@ def test_only_copies_of_the_open_session_are_sent() -> None:
     assert [item.cancelled_tickets for item in updates.cache if item.cancelled_tickets] == [[31, 32, 33]]
 
 
+@pytest.mark.parametrize("session", [-1, 0, 2])
+def test_blocks_of_another_session_are_not_used(session: int) -> None:
+    commands, updates = CommandQueue(), Updates()
+    executor = OneStep(commands)
+    # The copy asks for a step.
+    commands.put(synced(down(30), session=1))
+    commands.put(Admitted(sequence(1, 3), session=session))
+    step_loop(executor, commands, updates).run()
+    assert [len(step.new_sequences) for step in executor.steps] == [0]
+    assert [attempt.request.arrival for item in updates.tokens for attempt in item.retried] == [1]
+
+
 class Timed(OneStep):
     """An executor that says how long its steps took, and counts those that it has when it answers one."""
 

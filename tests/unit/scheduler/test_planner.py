@@ -135,6 +135,14 @@ def test_a_preempted_sequence_that_is_cancelled_does_not_resume() -> None:
     assert (update.released, tokens.retried) == ([2], [])
 
 
+def test_the_output_of_a_cancelled_sequence_is_not_reported() -> None:
+    batch = batch_of(sequence(1), sequence(2))
+    _, flight = build_step(1, plan_step(batch.ranked, 64), [])
+    batch.cancel(2)
+    answer(batch, flight)
+    assert [arrival for arrival, _, _ in updates(batch)[0].outputs] == [1]
+
+
 def test_no_sequence_starts_on_blocks_of_the_same_steps_victim() -> None:
     starving = sequence(1, 4, max_tokens=50, priority=5, blocks=1)
     writer = sequence(2, 24, blocks=6)
