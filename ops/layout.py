@@ -111,10 +111,19 @@ def single(environ: Mapping[str, str]) -> list[Process]:
     return [process(name, environ) for name in ("cachemgr", "executor", "scheduler")]
 
 
-def console(environ: Mapping[str, str]) -> list[Process]:
-    """The console, unless it is off. Raises SettingsError."""
-    made = process("console", environ)
+def console(environ: Mapping[str, str], engines: Iterable[Process] = ()) -> list[Process]:
+    """The console of these processes, unless it is off. Raises SettingsError."""
+    made = process("console", {**environ, **_for_operators(list(engines))})
     return [made] if made.field("address") else []
+
+
+def _for_operators(processes: Sequence[Process]) -> dict[str, str]:
+    """Where kvctl finds the shards and the router of a fleet; nothing for a single engine."""
+    fields = {"cachemgr": "cachemgr_admin_address", "router": "address"}
+    found = {kind: [one.field(field) for one in processes if one.kind == kind] for kind, field in fields.items()}
+    if not found["router"]:
+        return {}
+    return {"KVCTL_SERVER": ",".join(found["cachemgr"]), "KVCTL_ROUTER": found["router"][0]}
 
 
 def fleet(environ: Mapping[str, str], engines: int, shards: int = 1) -> list[Process]:

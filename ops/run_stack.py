@@ -179,6 +179,7 @@ def directions(processes: Sequence[Process]) -> str:
         f"  {folder}/python -m scheduler.generate {'' if default else f'--address {address} '}"
         '"What is the capital of France?"',
         f"  {folder}/grpcurl {options} {target} generation.v1.GenerationService/StreamGenerate",
+        *([f"  {folder}/kvctl engines --router {address}"] if front.kind == "router" else []),
         "",
         "Ctrl-C stops the stack.",
     ]
@@ -296,7 +297,7 @@ def main() -> int:
             environ["KVKEEP_REDIS_URL"] = redis_url(settings.state_dir)
         one = given.engines is None
         engines = layout.single(environ) if one else layout.fleet(environ, given.engines, given.shards or 1)
-        processes = engines + layout.console(environ)
+        processes = engines + layout.console(environ, engines)
         with locked(settings.state_dir):
             check_addresses(processes)
             log = log_file(settings.state_dir, "redis")

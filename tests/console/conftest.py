@@ -1,7 +1,7 @@
 """A console beside a cache manager whose pool has been in use by several tenants."""
 
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -29,10 +29,11 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 @dataclass
 class Console:
-    """A server, the managers that it shows, and their addresses."""
+    """A server, the managers that it shows, their addresses, and what ends each of them."""
 
     drivers: list[Driver]
     shards: list[str]
+    stop: list[Callable[[], Awaitable[None]]]
     url: str
 
     @property
@@ -74,17 +75,18 @@ async def served(
 ) -> AsyncIterator[Console]:
     """Each manager's admin address with this security, and a console that reads from there. router: its address."""
     async with AsyncExitStack() as exits:
-        shards = [await exits.enter_async_context(_manager(driver, security)) for driver in drivers]
+        managers = [await exits.enter_async_context(_manager(driver, security)) for driver in drivers]
+        shards = [manager.addresses[0] for manager in managers]
         fleet = await exits.enter_async_context(Fleet(shards, router, PLAIN))
         server = HttpServer(create_app(fleet), "127.0.0.1:0", own_names=not any_name)
         await server.start()
-        yield Console(list(drivers), shards, f"http://{server.address}")
+        yield Console(list(drivers), shards, [manager.stop for manager in managers], f"http://{server.address}")
         await server.stop()
 
 
 @asynccontextmanager
-async def _manager(driver: Driver, security: Security) -> AsyncIterator[str]:
-    """The address of a manager for operators."""
+async def _manager(driver: Driver, security: Security) -> AsyncIterator[Server]:
+    """A manager's server for operators."""
     mutations = Mutations(driver.manager, ManagerClock(lambda: driver.now))
     context = ServiceContext(mutations, EventFeed(driver.manager.queries))
     admin = Server("cachemgr", drain_seconds=0, security=security)
@@ -98,7 +100,7 @@ async def _manager(driver: Driver, security: Security) -> AsyncIterator[str]:
     }
     admin.listen("127.0.0.1:0", services, check=tenancy.check)
     await admin.start()
-    yield admin.addresses[0]
+    yield admin
     await admin.stop()
 
 

@@ -15,7 +15,7 @@ from tests.stack import ROOT, free_address
 
 
 def start(*line: str, **settings: str) -> subprocess.Popen[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVKEEP_", "KVCTL_"))}
     command = [sys.executable, "-m", *line]
     return subprocess.Popen(command, env=kept | settings, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
@@ -46,6 +46,9 @@ def test_it_serves_until_it_is_stopped_and_says_that_the_cache_manager_is_away(
         ({"KVKEEP_CONSOLE_ADDRESS": "0.0.0.0:9112"}, "KVKEEP_CONSOLE_ADDRESS"),
         ({"KVKEEP_CONSOLE_ADDRESS": "nowhere"}, "KVKEEP_CONSOLE_ADDRESS: must be host:port"),
         ({"KVKEEP_CACHEMGR_ADMIN_ADDRESS": "10.1.2.3:50062"}, "KVKEEP_TLS_CA_FILE"),
+        ({"KVCTL_ROUTER": "10.1.2.3:50054"}, "KVKEEP_TLS_CA_FILE"),
+        ({"KVCTL_SERVER": "127.0.0.1:50062,nowhere"}, "--server"),
+        ({"KVCTL_SERVER": "unix:/a,unix:/a"}, "twice"),
     ],
 )
 def test_what_is_wrong_is_one_line(settings: dict[str, str], named: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from bench.driver import Driver
 from kvctl.console import data
@@ -20,9 +21,13 @@ from protos.rpc import audit
 from protos.rpc.addresses import AddressError
 from protos.rpc.identity import Role
 from protos.rpc.security import Security
+from protos.rpc.server import Server
 from protos.rpc.settings import load
+from scheduler.router.process import Router
+from scheduler.router.settings import RouterSettings
 from tests.console.conftest import SECRET, Console, fill, served, small
 from tests.support.keyring import Keyring
+from tests.support.scheduler.fleet import run_fleet
 
 POOL = {"pool": "e/0"}
 PATHS = ("pools", "blocks", "leases", "holds", "tenants", "events", "ghosts")
@@ -226,3 +231,53 @@ async def test_a_viewers_token_does_not_travel_in_the_clear() -> None:
     for shards, router in ((["10.1.2.3:50062"], ""), ([], "10.1.2.3:50054")):
         with pytest.raises(AddressError, match="KVKEEP_TLS_CA_FILE"):
             await serve(load(ConsoleSettings, {}), shards, router)
+
+
+async def test_each_of_several_shards_is_read_by_its_address() -> None:
+    one, other = small(), Driver(300)
+    async with served(one, other) as console:
+        assert await get(console, "fleet") == {"shards": console.shards}
+        for address, blocks in zip(console.shards, (200, 300), strict=True):
+            [pool] = (await get(console, "pools", shard=address))["pools"]
+            assert pool["total_blocks"] == blocks
+        for path in PATHS:
+            for wrong in ({}, {"shard": "127.0.0.1:1"}):
+                assert "shard" in (await get(console, path, 400, **POOL, executor="e", **wrong))["fields"]
+
+
+async def test_a_router_says_which_shards_and_engines_there_are(tmp_path: Path) -> None:
+    async with run_fleet(tmp_path) as fleet, served(router=f"unix:{tmp_path}/router") as console:
+        found = await get(console, "fleet")
+        shards = [f"unix:{tmp_path}/engine-{number}/cachemgr_admin" for number in range(2)]
+        assert found["shards"] == shards
+        assert [engine["executor_id"] for engine in found["engines"]] == ["executor-0", "executor-1"]
+        for number, shard in enumerate(shards):
+            [pool] = (await get(console, "pools", shard=shard))["pools"]
+            assert pool["pool_id"] == f"executor-{number}/0"
+        # Known shards are shown without the router.
+        await fleet.health.stop()
+        found = await get(console, "fleet")
+        assert (found["shards"], "engines" in found, bool(found["problem"])) == (shards, False, True)
+
+
+async def test_a_router_decides_which_token_may_read_its_engines(tmp_path: Path) -> None:
+    keys = Keyring(tmp_path)
+    viewer, tenant = bearer(keys.add(Role.VIEWER)), bearer(keys.add(Role.VIEWER, "globex"))
+    server = Server("router", drain_seconds=0, security=Security(tokens_file=keys.file))
+    settings = RouterSettings(engines=f"unix:{tmp_path}/nobody", router_id="r")
+    router = Router(settings, server, CollectorRegistry())
+    server.listen(f"unix:{tmp_path}/router", router.services)
+    await server.start()
+    try:
+        async with served(router=f"unix:{tmp_path}/router") as console:
+            await get(console, "fleet", 401)
+            await get(console, "fleet", 403, tenant)
+            assert (await get(console, "fleet", 200, viewer))["shards"] == []
+            assert "shard" in (await get(console, "pools", 400, viewer))["fields"]
+        async with served(small(), router=f"unix:{tmp_path}/router") as console:
+            # Where shards are named, those of one tenant see them.
+            found = await get(console, "fleet", 200, tenant)
+            assert (found["shards"], "all tenants" in found["problem"]) == (console.shards, True)
+    finally:
+        await router.stop()
+        await server.stop()

@@ -1,5 +1,6 @@
 """The page in a headless browser: it shows the cache, by keyboard too, and asks no other host for anything."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +13,10 @@ from bench.driver import Driver
 from protos.rpc.identity import Role
 from protos.rpc.security import Security
 from tests.console.conftest import CHROMIUM, SECRET, Console, fill, served, small
+from tests.support.generation import generate, greedy_request
 from tests.support.keyring import Keyring
+from tests.support.scheduler.fleet import run_fleet
+from tests.support.scheduler.stack import prompt_of
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: apt-get install chromium"),
@@ -36,8 +40,8 @@ async def console() -> AsyncIterator[Console]:
 
 
 @asynccontextmanager
-async def opened(browser: Browser, console: Console, **options: object) -> AsyncIterator[Page]:
-    """The page, which must say nothing on its console and go nowhere else."""
+async def opened(browser: Browser, console: Console, allowed: str = "403", **options: object) -> AsyncIterator[Page]:
+    """The page, which must say nothing on its console and go nowhere else. allowed: a status that it may tell of."""
     problems: list[str] = []
     context = await browser.new_context(viewport={"width": 1280, "height": 1000}, **options)  # type: ignore[arg-type]
     page = await context.new_page()
@@ -47,7 +51,7 @@ async def opened(browser: Browser, console: Console, **options: object) -> Async
     await page.goto(console.url)
     yield page
     await context.close()
-    assert [problem for problem in problems if "401" not in problem and "403" not in problem] == []
+    assert [problem for problem in problems if "401" not in problem and allowed not in problem] == []
 
 
 async def colours(page: Page) -> int:
@@ -179,8 +183,9 @@ HOLES = """() => {
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-async def test_nothing_is_cut_and_no_row_has_a_hole(browser: Browser, console: Console, width: int) -> None:
-    async with opened(browser, console) as page:
+@pytest.mark.parametrize("count", [1, 2])
+async def test_nothing_is_cut_and_no_row_has_a_hole(browser: Browser, count: int, width: int) -> None:
+    async with served(*(small() for _ in range(count))) as console, opened(browser, console) as page:
         await page.set_viewport_size({"width": width, "height": 900})
         await expect(page.locator("body")).to_have_attribute("data-loaded", "yes")
         await page.get_by_role("treeitem").first.click()
@@ -208,3 +213,60 @@ async def test_blocks_in_use_look_different_whatever_the_colours_stand_for(brows
         await expect(page.locator("#legend")).to_contain_text("cached")
         # The page behind, empty, cached, in use.
         assert await page.evaluate(script) == 4
+
+
+async def test_one_cache_manager_is_shown_without_a_word_of_others(browser: Browser, console: Console) -> None:
+    async with opened(browser, console) as page:
+        await expect(page.locator("body")).to_have_attribute("data-loaded", "yes")
+        headings = await page.get_by_role("heading", level=2).all_text_contents()
+        assert not {"Shards", "Engines"} & set(headings)
+        assert "shard" not in (await page.locator("#events").inner_text()).lower()
+        assert await page.locator("#pool option").all_text_contents() == ["e/0"]
+
+
+async def test_the_pools_of_two_shards_are_chosen_by_table_and_list(browser: Browser) -> None:
+    """Both have a pool of one name."""
+    one, other = small(), Driver(300)
+    async with served(one, other) as console, opened(browser, console) as page:
+        await expect(page.locator("body")).to_have_attribute("data-loaded", "yes")
+        await expect(page.locator("#shards")).to_contain_text(console.shards[1])
+        first, second = (page.locator(f'#shards [data-pool="{shard} e/0"]') for shard in console.shards)
+        await expect(first).to_have_attribute("aria-pressed", "true")
+        await expect(page.locator("#gauges")).to_contain_text("of 200")
+        await second.focus()
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#gauges")).to_contain_text("of 300")
+        await expect(second).to_have_attribute("aria-pressed", "true")
+        await expect(second).to_be_focused()
+        await page.locator("#pool").select_option(label=f"e/0 at {console.shards[0]}")
+        await expect(page.locator("#gauges")).to_contain_text("of 200")
+        await expect(page.locator("#tenants")).to_contain_text("globex")
+        other.cache("late", list(range(5_000, 5_100)), salt="initech", tenant_id="initech")
+        for shard in console.shards:
+            await expect(page.locator("#events")).to_contain_text(shard)
+
+
+async def test_a_shard_that_is_gone_is_named_and_the_others_go_on(browser: Browser) -> None:
+    async with served(small(), small()) as console, opened(browser, console, allowed="503") as page:
+        await expect(page.locator("body")).to_have_attribute("data-loaded", "yes")
+        await console.stop[1]()
+        await expect(page.locator("#state")).to_contain_text(f"{console.shards[1]} does not answer", timeout=30_000)
+        await expect(page.locator("#shards")).to_contain_text("does not answer")
+        console.driver.cache("late", list(range(5_000, 5_100)), salt="initech", tenant_id="initech")
+        await expect(page.locator("#tenants")).to_contain_text("initech", timeout=30_000)
+
+
+async def test_the_engines_of_a_router_are_shown(browser: Browser, tmp_path: Path) -> None:
+    async with (
+        run_fleet(tmp_path, policy="round-robin") as fleet,
+        served(router=f"unix:{tmp_path}/router") as console,
+        opened(browser, console) as page,
+    ):
+        await asyncio.gather(*[generate(fleet.stub, greedy_request(prompt_of(20, s), 4)) for s in range(4)])
+        engines = page.locator("#engines")
+        for text in ("round-robin", fleet.engines[0].address, "executor-1", "ready", "0 of 64", "complete"):
+            await expect(engines).to_contain_text(text)
+        await expect(engines.locator("tr").nth(1)).to_contain_text("2")
+        await expect(page.locator("#shards")).to_contain_text("executor-0/0")
+        fleet.engines[0].scheduler.requests.set_draining(True)
+        await expect(engines).to_contain_text("takes no new requests", timeout=10_000)

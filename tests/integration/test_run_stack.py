@@ -177,6 +177,15 @@ def test_a_fleet_answers_where_a_stack_does_and_leaves_nothing_behind(run_stack:
     children = stack.children()
     both = {name for service in ("cachemgr", "executor", "scheduler") for name in (service, f"{service} 2")}
     assert set(children) == {"redis", *both, "scheduler.router", "kvctl.console"}
+    [console] = re.findall(r"console  +(http://\S+/)$", stack.output, re.MULTILINE)
+    with urllib.request.urlopen(f"{console}api/fleet", timeout=10) as answer:
+        seen = json.load(answer)
+    assert seen["shards"] == [
+        stack.environment["KVKEEP_CACHEMGR_ADMIN_ADDRESS"],
+        shown["cachemgr-1"].replace("cachemgr", "admin"),
+    ]
+    assert {engine["executor_id"] for engine in seen["engines"]} == {"executor-0", "executor-1"}
+    assert f"kvctl engines --router {stack.address}\n" in stack.output
 
     # Each engine answers once, also after a scheduler was started again.
     for killed in (False, True):

@@ -23,7 +23,9 @@ export async function read(name, parameters = {}) {
     const headers = token ? { authorization: `Bearer ${token}` } : {};
     const answer = await fetch(`api/${name}?${new URLSearchParams(parameters)}`, { headers });
     if (answer.ok) return answer.json();
-    if (answer.status !== 401) throw new Error((await answer.json()).message);
+    if (answer.status !== 401) {
+      throw Object.assign(new Error((await answer.json()).message), { status: answer.status });
+    }
     await login();
   }
 }
@@ -68,7 +70,7 @@ export function element(tag, text = "", attributes = {}) {
   return made;
 }
 
-// Columns: [title, value of a row, is a number].
+// Columns: [title, value of a row, is a number]. A value may be an element.
 export function fill(table, columns, rows, nothing) {
   const head = element("tr");
   const cell = (tag, text, number) => element(tag, text, number ? { class: "number" } : {});
@@ -76,7 +78,9 @@ export function fill(table, columns, rows, nothing) {
   const body = rows.map((row) => {
     const line = element("tr");
     line.append(...columns.map(([title, value, number]) => {
-      const made = cell("td", String(value(row)), number);
+      const found = value(row);
+      const made = cell("td", found instanceof Node ? "" : String(found), number);
+      if (found instanceof Node) made.append(found);
       made.dataset.title = title;
       return made;
     }));

@@ -2,15 +2,23 @@
 
 import { count, durationOf, element, fill, hex, owner, pages, read, seconds, share, word } from "./api.js";
 import { GhostCurve } from "./curve.js";
+import { FleetView } from "./fleet.js";
 import { BlockMap } from "./map.js";
 import { PrefixTree } from "./tree.js";
 
 const KEPT_EVENTS = 200;
 const MAX_ROWS = 500;
+// How long a round waits for one of several shards, in milliseconds.
+const PATIENCE = 2000;
 
 const byId = (id) => document.getElementById(id);
 const [map, tree, curve] = [new BlockMap(), new PrefixTree(), new GhostCurve()];
-const state = { pools: [], pool: null, lastEvent: null, events: [], salts: [], quotas: [] };
+const state = { fleet: { shards: [] }, pools: [], pool: null, lastEvents: new Map(), events: [] };
+const fleet = new FleetView((key) => choose(key));
+// By shard: why it does not answer, and what is being read of it.
+const [problems, reading] = [new Map(), new Map()];
+// Which shard a read is about; a page of one cache manager need not say.
+const at = (shard) => (state.fleet.shards.length > 1 ? { shard } : {});
 
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
@@ -36,17 +44,53 @@ document.addEventListener("keydown", (event) => {
 });
 byId("pool").addEventListener("change", () => choose(byId("pool").value));
 
-function choose(poolId) {
-  state.pool = state.pools.find((pool) => pool.pool_id === poolId) ?? state.pools[0] ?? null;
+function choose(key) {
+  state.pool = state.pools.find((pool) => pool.key === key) ?? state.pools[0] ?? null;
   if (!state.pool) return;
-  byId("pool").value = state.pool.pool_id;
+  byId("pool").value = state.pool.key;
   map.show(state.pool);
   tree.show(state.pool);
+  showFleet();
   slow.due = 0;
 }
 
+function showFleet() {
+  fleet.show(state.fleet, state.pools, state.pool?.key, problems);
+}
+
+// The shards that there are, and a router's engines. Those known before stay while it is not said.
+async function loadFleet() {
+  try {
+    state.fleet = await read("fleet");
+  } catch (error) {
+    if (!state.fleet.shards.length) throw error;
+    if (state.fleet.engines) state.fleet = { ...state.fleet, problem: error.message };
+  }
+}
+
+// Reads all shards at once. A shard that hangs holds up no other: what was asked of it goes on over several rounds.
+async function readShards() {
+  const { shards } = state.fleet;
+  for (const known of problems.keys()) if (!shards.includes(known)) problems.delete(known);
+  await Promise.all(shards.map(async (shard) => {
+    if (!reading.has(shard)) {
+      reading.set(shard, readShard(shard)
+        .then(() => problems.delete(shard), ({ message }) => problems.set(shard, message))
+        .finally(() => reading.delete(shard)));
+    }
+    const patience = new Promise((resolve) => { setTimeout(resolve, PATIENCE); });
+    await Promise.race(shards.length > 1 ? [reading.get(shard), patience] : [reading.get(shard)]);
+    if (reading.has(shard) && !problems.has(shard)) problems.set(shard, "it takes long");
+  }));
+}
+
+async function readShard(shard) {
+  await loadPools(shard);
+  await loadEvents(shard);
+}
+
 // A pool with its tiers. A block index counts the slots of all tiers in one row.
-function poolOf({ pool_id, spec, lower_tiers: lower, queried_tokens, hit_tokens, ...device }) {
+function poolOf(shard, { pool_id, spec, lower_tiers: lower, queried_tokens, hit_tokens, ...device }) {
   const usage = (name) => lower.find(({ tier }) => tier === name) ?? {};
   let offset = 0;
   const tiers = [["device", spec.num_blocks, device], ["host", spec.host_blocks, usage("TIER_HOST")],
@@ -55,26 +99,32 @@ function poolOf({ pool_id, spec, lower_tiers: lower, queried_tokens, hit_tokens,
     return { tier, number: index + 1, offset: offset - size, size, total: counts.total_blocks ?? size,
       used: counts.used_blocks ?? 0, cached: counts.cached_blocks ?? 0 };
   });
-  return { pool_id, executor_id: pool_id.slice(0, pool_id.lastIndexOf("/")), tiers: tiers.filter(({ size }) => size),
-    queried_tokens: Number(queried_tokens), hit_tokens: Number(hit_tokens) };
+  // Two shards may have pools of one name.
+  const [name, key] = Object.keys(at(shard)).length ? [`${pool_id} at ${shard}`, `${shard} ${pool_id}`]
+    : [pool_id, pool_id];
+  return { pool_id, name, key, shard, at: at(shard), executor_id: pool_id.slice(0, pool_id.lastIndexOf("/")),
+    tiers: tiers.filter(({ size }) => size), queried_tokens: Number(queried_tokens),
+    hit_tokens: Number(hit_tokens) };
 }
 
-async function loadPools() {
-  const pools = (await read("pools")).pools.map(poolOf);
-  const names = pools.map((pool) => pool.pool_id);
-  const changed = names.join() !== state.pools.map((pool) => pool.pool_id).join()
-    || JSON.stringify(pools.map(shape)) !== JSON.stringify(state.pools.map(shape));
-  state.pools = pools;
+async function loadPools(shard) {
+  const pools = (await read("pools", at(shard))).pools.map((pool) => poolOf(shard, pool));
+  const { shards } = state.fleet;
+  // In the order of the shards; those of a shard that does not answer are as they were.
+  const rank = ({ shard: one }) => shards.indexOf(one);
+  const all = [...state.pools.filter((pool) => pool.shard !== shard && shards.includes(pool.shard)), ...pools];
+  all.sort((a, b) => rank(a) - rank(b));
+  const changed = JSON.stringify(all.map(shape)) !== JSON.stringify(state.pools.map(shape));
+  state.pools = all;
   if (changed) {
-    byId("pool").replaceChildren(...names.map((name) => element("option", name, { value: name })));
-    choose(state.pool?.pool_id);
+    byId("pool").replaceChildren(...all.map(({ key, name }) => element("option", name, { value: key })));
+    if (state.pool) choose(state.pool.key);
   } else if (state.pool) {
-    state.pool = pools.find((pool) => pool.pool_id === state.pool.pool_id);
+    state.pool = all.find((pool) => pool.key === state.pool.key);
   }
-  byId("gauges").replaceChildren(...gauges().map((text) => element("span", text)));
 }
 
-const shape = (pool) => [pool.pool_id, pool.tiers.map(({ offset, size }) => [offset, size])];
+const shape = (pool) => [pool.key, pool.tiers.map(({ offset, size }) => [offset, size])];
 
 function gauges() {
   if (!state.pool) return ["No executor is registered."];
@@ -86,14 +136,22 @@ function gauges() {
   ];
 }
 
-async function loadEvents() {
-  const found = await read("events", state.lastEvent === null ? {} : { after: state.lastEvent });
+async function loadEvents(shard) {
+  const last = state.lastEvents.get(shard);
+  const found = await read("events", { ...at(shard), ...(last === undefined ? {} : { after: last }) });
   // A manager that started again counts from the beginning.
-  if (state.lastEvent !== null && found.last < state.lastEvent) state.events = [];
-  state.lastEvent = found.last;
+  if (found.last < last) state.events = state.events.filter((event) => event.shard !== shard);
+  state.lastEvents.set(shard, found.last);
   if (!found.events.length && state.events.length) return;
-  state.events = [...found.events.reverse(), ...state.events].slice(0, KEPT_EVENTS);
+  const events = found.events.reverse().map((event) => ({ ...event, shard }));
+  // No shard with many events leaves the others none.
+  const [kept, seen] = [Math.ceil(KEPT_EVENTS / state.fleet.shards.length), new Map()];
+  state.events = [...events, ...state.events].filter((event) => {
+    seen.set(event.shard, (seen.get(event.shard) ?? 0) + 1);
+    return seen.get(event.shard) <= kept;
+  });
   fill(byId("events"), [
+    ...(state.fleet.shards.length > 1 ? [["shard", (event) => event.shard]] : []),
     ["number", (event) => count(Number(event.event_number)), true], ["what", ({ kind }) => word(kind, "EVENT_KIND_")],
     ["pool", ({ block, executor }) => executor?.executor_id ?? block.pool_id],
     ["slot", ({ block = {} }) => (block.slot ? `${word(block.tier, "TIER_")} ${block.slot}` : "")],
@@ -106,7 +164,7 @@ async function loadEvents() {
 }
 
 async function loadTenants() {
-  const found = await read("tenants", { pool: state.pool.pool_id });
+  const found = await read("tenants", { ...state.pool.at, pool: state.pool.pool_id });
   const rows = map.owners.map((name, index) => ({ name, ...map.scopes[index], blocks: map.blocksOf[index] ?? 0,
     queried: 0, hit: 0, quota: "" })).filter((row) => row.blocks);
   // Lookups are counted by salt and quotas are of a tenant or a salt: where that is one row, it is that row's.
@@ -135,14 +193,14 @@ async function loadTenants() {
 
 // Leases by holder, priority and time left.
 async function loadLeases() {
-  const { holds } = await read("holds");
+  const { holds } = await read("holds", state.pool.at);
   const rows = holds.map((hold) => ({
     what: hold.pin ? "pin" : "hold", holder: hold.owner, blocks: hold.num_blocks, priority: "",
     remaining: durationOf(hold.remaining_duration), where: hold.executor_id,
   }));
   const [groups, leases] = [new Map(), new Map()];
   const { pool_id: pool } = state.pool;
-  for await (const page of pages("leases", { pool })) {
+  for await (const page of pages("leases", { ...state.pool.at, pool })) {
     for (const lease of page.leases) {
       const name = [lease.holder, lease.priority, seconds(lease.remaining), lease.started].join();
       const group = groups.get(name) ?? groups.set(name, { ...lease, what: "lease", blocks: 0, where: pool }).get(name);
@@ -179,22 +237,30 @@ const slow = { due: 0, async run() {
 async function round() {
   const begin = performance.now();
   try {
-    await loadPools();
-    await loadEvents();
-    if (state.pool) {
-      if (begin >= slow.due) {
-        await slow.run();
-        const took = performance.now() - begin;
-        slow.due = performance.now() + Math.max(2000, 5 * took);
-      }
+    await loadFleet();
+    await readShards();
+    const { shards } = state.fleet;
+    // The first one, whichever shard has answered first.
+    if (!state.pool) choose();
+    if (!shards.length) throw new Error("none is known yet");
+    // With one cache manager there is nothing else to show.
+    if (shards.length === 1 && problems.size) throw new Error(problems.get(shards[0]));
+    if (state.pool && !problems.has(state.pool.shard) && begin >= slow.due) {
+      await slow.run();
+      const took = performance.now() - begin;
+      slow.due = performance.now() + Math.max(2000, 5 * took);
     }
-    byId("state").className = "";
-    byId("state").textContent = `as of ${new Date().toLocaleTimeString()}`;
+    const silent = [...problems].map(([shard, problem]) => `${shard} does not answer: ${problem}`);
+    if (state.fleet.problem) silent.push(`The router does not answer: ${state.fleet.problem}`);
+    byId("state").className = silent.length ? "failed" : "";
+    byId("state").textContent = silent.join(" · ") || `as of ${new Date().toLocaleTimeString()}`;
     document.body.dataset.loaded = "yes";
   } catch (error) {
     byId("state").className = "failed";
     byId("state").textContent = `The cache manager does not answer: ${error.message}`;
   }
+  byId("gauges").replaceChildren(...gauges().map((text) => element("span", text)));
+  showFleet();
   setTimeout(round, document.hidden ? 10000 : 1000);
 }
 

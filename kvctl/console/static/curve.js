@@ -18,8 +18,9 @@ export class GhostCurve {
     // A token of one tenant is refused each time.
     if (this.problem) return;
     try {
-      this.found = this.figures(await read("ghosts", { executor: pool.executor_id }));
+      this.found = this.figures(await read("ghosts", { ...pool.at, executor: pool.executor_id }));
     } catch (error) {
+      if (error.status !== 403) throw error;
       [this.found, this.problem] = [null, error.message];
     }
     this.draw();

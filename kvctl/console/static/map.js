@@ -51,7 +51,7 @@ export class BlockMap {
   }
 
   show(pool) {
-    if (this.pool?.pool_id !== pool.pool_id) this.cursor = 0;
+    if (this.pool?.key !== pool.key) this.cursor = 0;
     this.pool = pool;
     this.reset();
     this.draw();
@@ -62,7 +62,7 @@ export class BlockMap {
     const { pool } = this;
     const [present, known, blocksOf, blocks] = [new Uint8Array(this.size + 1), new Map(), [], []];
     this.owners.forEach((name, index) => known.set(name, index));
-    for await (const page of pages("blocks", { pool: pool.pool_id })) {
+    for await (const page of pages("blocks", { ...pool.at, pool: pool.pool_id })) {
       if (this.pool !== pool) return;
       const names = page.owners.map((scope) => {
         const name = owner(scope);

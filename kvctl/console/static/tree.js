@@ -22,7 +22,7 @@ export class PrefixTree {
   }
 
   show(pool) {
-    if (this.pool?.pool_id !== pool.pool_id) this.open.clear();
+    if (this.pool?.key !== pool.key) this.open.clear();
     this.pool = pool;
   }
 
