@@ -101,10 +101,13 @@ class Session:
             tasks = list(self._tasks.values())
             for task in tasks:
                 task.cancel()
-            # A write that is cancelled on its way leaves the call without an end.
-            await asyncio.wait({writing}, timeout=WRITE_SECONDS)
-            writing.cancel()
-            await asyncio.gather(writing, *tasks, return_exceptions=True)
+            try:
+                # A write that is cancelled on its way leaves the call without an end.
+                await asyncio.wait({writing}, timeout=WRITE_SECONDS)
+            finally:
+                # Also where the call is cancelled again meanwhile: no task outlives its session.
+                writing.cancel()
+                await asyncio.gather(writing, *tasks, return_exceptions=True)
 
     def _start(self, message: pb.StartRequest) -> None:
         name = message.request.request_id
@@ -158,7 +161,11 @@ class Session:
             self._failures = []
             self._add_loads(message)
             if message.ByteSize():
-                await self._context.write(message)
+                try:
+                    await self._context.write(message)
+                except Exception as error:  # Each kind of peer has errors of its own.
+                    log.debug("a router left in the middle of a message", cause=str(error))
+                    return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOADS_SECONDS):
                     await self._ready.wait()

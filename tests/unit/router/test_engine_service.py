@@ -2,17 +2,22 @@
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import gc
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from google.rpc import status_pb2
+from prometheus_client import CollectorRegistry
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.rpc.errors import from_status
+from scheduler.frontend.access_log import AccessLog
+from scheduler.frontend.engine_service import Session
+from scheduler.metrics import RequestMetrics
 from tests.support.scheduler.fleet import run_engine
 
 
@@ -90,3 +95,43 @@ async def test_a_request_that_is_refused_leaves_the_stream_open(
             outputs = (await news(call, "outputs")).outputs
             assert outputs[0].usage.prompt_tokens == 2
         call.cancel()
+
+
+class Gone:
+    """The other end of a session, which leaves while it is sent a message."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+
+    def peer(self) -> str:
+        return "gone"
+
+    async def write(self, _message: pb.StreamRequestsResponse) -> None:
+        self.begun.set()
+        await asyncio.sleep(0.05)
+        raise ConnectionError("the call is over")
+
+
+async def test_a_router_that_leaves_in_the_middle_of_a_message_is_no_error(tmp_path: Path) -> None:
+    async def commands() -> AsyncIterator[pb.StreamRequestsRequest]:
+        await asyncio.Event().wait()
+        yield CANCEL
+
+    errors: list[dict[str, Any]] = []
+    async with run_engine(tmp_path) as engine:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        peer = Gone()
+        access_log = AccessLog(RequestMetrics(CollectorRegistry()))
+        session = Session(engine.scheduler.requests, access_log, peer)  # type: ignore[arg-type]
+        serving = asyncio.create_task(session.run(commands()))
+        await peer.begun.wait()
+        # The call ends, and then the server stops.
+        serving.cancel()
+        await asyncio.sleep(0)
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+        await asyncio.sleep(0.1)
+        del serving
+        gc.collect()
+    assert errors == []
