@@ -13,6 +13,8 @@ ALLOWED = (
     "there is a CUDA device on this machine",
     "this user may not mount",
     "the processor does not multiply bfloat16",
+    "the processor has no vectors of 16 lanes",
+    "the processor is no x86",
     # Shapes that the widest vectors of a processor do not fit.
     r"the head size \d+ is no multiple of \d+",
     r"its widths are no multiples of \d+",

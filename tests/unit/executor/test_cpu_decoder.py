@@ -1,5 +1,7 @@
 """When compiled code replaces torch, and when it must not."""
 
+import ctypes
+import platform
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,13 +19,15 @@ from executor.models.forward import ForwardOutput, Model
 from executor.models.llama import FAMILIES, probe
 from executor.models.load import load_model, multiplies_bfloat16
 from executor.models.torch import TorchForward
-from tests.kernels.decoder_cases import compiled_decoder
+from kernels.cpu_decoder import build
+from kernels.cpu_decoder.launch import obstacle
+from tests.kernels.decoder_cases import Case, build_weights, compiled_decoder
 from tests.stack import model_cache
 from tests.unit.executor.conftest import Driver, load, load_fused, on_torch, save_model
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS
 
 FOLDER = model_cache() / "compiled"
-Build = Callable[[Path], Model]
+Loader = Callable[[Path], Model]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,18 +44,48 @@ OTHERS = [(load, name, ".") for name in sorted(CONFIGS)]
 OTHERS += [(load_fused, name, "no fused decoder") for name in sorted(CONFIGS) if not name.startswith(FAMILIES)]
 
 
-@pytest.mark.parametrize(("build", "name", "words"), OTHERS)
+@pytest.mark.parametrize(("loader", "name", "words"), OTHERS)
 def test_others_run_on_torch_and_the_log_says_why(
-    build: Build, name: str, words: str, model_folder: Callable[[str], Path]
+    loader: Loader, name: str, words: str, model_folder: Callable[[str], Path]
 ) -> None:
     with capture_logs() as logs:
-        model = build(model_folder(name))
+        model = loader(model_folder(name))
     assert isinstance(model.forward, TorchForward)
     assert [bool(re.match(words, entry["cause"])) for entry in logs if "running on torch" in entry["event"]] == [True]
 
 
+# Lanes of a vector of float32, by the instructions of x86 that the decoder is compiled for.
+LANES = {8: "x86-64-v3", 16: "x86-64-v4"}
+
+
+def decoder_for(lanes: int) -> ctypes.CDLL:
+    """The decoder with vectors of this many lanes. Skips where the processor has no such vectors."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("the processor is no x86")
+    if lanes == 16 and "avx512f" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("the processor has no vectors of 16 lanes")
+    flags = tuple(f"-march={LANES[lanes]}" if flag.startswith("-march") else flag for flag in build.FLAGS)
+    return ctypes.CDLL(str(build.compiled(FOLDER, flags)))
+
+
 @pytest.mark.parametrize(
-    ("build", "changes", "words"),
+    ("lanes", "changes", "words"),
+    [
+        (8, {"head_dim": 16}, ""),
+        (8, {"head_dim": 8}, "the head size 8 is no multiple of 16"),
+        (8, {"head_dim": 16, "intermediate": 44}, "its widths are no multiples of 16"),
+        (16, {"head_dim": 32}, ""),
+        (16, {"head_dim": 16}, "the head size 16 is no multiple of 32"),
+        (16, {"head_dim": 32, "intermediate": 44}, "its widths are no multiples of 32"),
+    ],
+)
+def test_which_models_fit_depends_on_the_lanes_of_a_vector(lanes: int, changes: dict[str, int], words: str) -> None:
+    weights = build_weights(Case(**{"hidden": 32, "intermediate": 48, "q_heads": 2, **changes}))
+    assert obstacle(decoder_for(lanes), weights, torch.float32) == words
+
+
+@pytest.mark.parametrize(
+    ("loader", "changes", "words"),
     [
         (
             load,
@@ -65,11 +99,11 @@ def test_others_run_on_torch_and_the_log_says_why(
     ],
 )
 def test_what_a_configuration_adds_keeps_it_on_torch(
-    build: Build, changes: dict[str, object], words: str, tmp_path: Path
+    loader: Loader, changes: dict[str, object], words: str, tmp_path: Path
 ) -> None:
     base = COMPILED_CONFIGS["llama, compiled"]().to_dict()
     with capture_logs() as logs:
-        model = build(save_model(LlamaConfig(**(base | changes)), tmp_path / "model"))
+        model = loader(save_model(LlamaConfig(**(base | changes)), tmp_path / "model"))
     assert isinstance(model.forward, TorchForward)
     assert [words in entry["cause"] for entry in logs if "slower" in entry["event"]] == [True]
 

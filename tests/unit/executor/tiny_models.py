@@ -34,7 +34,8 @@ _SIZES = {
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_SIZES),
     "qwen2": lambda: Qwen2Config(**_SIZES),
-    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=16),
+    # Its widths are no multiples of any processor's tile.
+    "qwen3": lambda: Qwen3Config(**{**_SIZES, "intermediate_size": 44}, head_dim=16),
     "mistral": lambda: MistralConfig(**_SIZES, sliding_window=WINDOW, head_dim=8),
     "gemma2": lambda: Gemma2Config(**_SIZES, sliding_window=WINDOW, head_dim=8, query_pre_attn_scalar=8),
     "gemma3": lambda: Gemma3TextConfig(
