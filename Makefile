@@ -5,7 +5,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 .PHONY: help setup run-stack generate test test-all coverage fuzz-manager chaos outages lint fix types verify-protos proto
-.PHONY: pictures clean base dev python
+.PHONY: test-core test-model pictures clean base dev python
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -48,7 +48,11 @@ test: dev ## Run the tests of every service, all day: under three minutes on two
 	@$(PY) -m pytest -n auto --dist loadfile -m "not slow and not model" $(ARGS)
 
 test-all: dev ## Run all tests, those with the model one after the other; ARGS="-k name" chooses
+	@$(MAKE) -k test-core test-model
+
+test-core: dev
 	@$(PY) -m pytest -n auto --dist loadfile -m "not model" $(ARGS)
+test-model: dev
 	@$(PY) -m pytest -m model $(ARGS)
 
 coverage: dev ## Print the branch coverage of the cache manager and the scheduler by their own tests

@@ -1,6 +1,6 @@
-"""New random lives of the cache manager: `make fuzz-manager`, and a part of CI.
+"""Random lives of the cache manager: `make fuzz-manager`. CI runs those of the seeds 0 to 499.
 
-Each run begins at another seed, and prints for each life that fails how to run it again.
+Without --first each run has lives that no run before had. For each life that fails, how to run it again is printed.
 """
 
 import argparse
