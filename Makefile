@@ -47,13 +47,13 @@ generate: base ## Ask the running stack: make generate PROMPT="What is the capit
 test: dev ## Run the tests of every service, all day: under three minutes on two cores; ARGS="-k name" chooses
 	@$(PY) -m pytest -n auto --dist loadfile -m "not slow and not model" $(ARGS)
 
-test-all: dev ## Run all tests, those with the model one after the other; ARGS="-k name" chooses
+test-all: dev ## Run all tests, those with the model in two processes; ARGS="-k name" chooses
 	@$(MAKE) -k test-core test-model
 
 test-core: dev
 	@$(PY) -m pytest -n auto --dist loadfile -m "not model" $(ARGS)
 test-model: dev
-	@$(PY) -m pytest -m model $(ARGS)
+	@$(PY) -m pytest -n 2 --dist loadfile -m model $(ARGS)
 
 coverage: dev ## Print the branch coverage of the cache manager and the scheduler by their own tests
 	@rm -f build/coverage/data*

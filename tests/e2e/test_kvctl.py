@@ -138,6 +138,7 @@ def test_blocks_and_prefixes_are_listed_by_what_they_are(
 
 def test_a_prompt_is_named_by_its_tokens_a_file_or_what_a_user_says(own: Stack, kvctl: Kvctl, tmp_path: Path) -> None:
     prompt = remember(own, 3, "why")
+    until_released(kvctl, "why")
     file = tmp_path / "prompt"
     file.write_text(f"[{listed(prompt)}]\n")
     for how in (("--tokens", listed(prompt)), ("--file", file)):
@@ -146,6 +147,7 @@ def test_a_prompt_is_named_by_its_tokens_a_file_or_what_a_user_says(own: Stack, 
     text = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
     chat = pb.ChatInput(messages=[pb.ChatMessage(role="user", content=text)])
     generate(own, chat=chat, cache=pb.CacheOptions(salt="why"))
+    until_released(kvctl, "why")
     assert kvctl.data("explain", "--chat", text, "--salt", "why")["explanations"][0]["cached_tokens"] > 2 * BLOCK
 
 
@@ -288,10 +290,14 @@ def test_a_drained_scheduler_takes_no_requests(own: Stack, kvctl: Kvctl) -> None
 
 def test_top_shows_everything_once_where_no_terminal_is(own: Stack, kvctl: Kvctl) -> None:
     with running(own, "shown"):
-        found = kvctl.data("top", "--interval", 0.5)
-        assert found["loads"]["running_requests"] == 1
-        assert found["rates"]["steps_per_second"] > 0
-        assert found["rates"]["step_seconds"] > 0
+        wanted, measured = {"steps_per_second", "step_seconds"}, set[str]()
+        deadline = time.monotonic() + 60
+        # On a busy machine no step may end within the interval.
+        while not measured >= wanted:
+            assert time.monotonic() < deadline, measured
+            found = kvctl.data("top", "--interval", 0.5)
+            assert found["loads"]["running_requests"] == 1
+            measured = {name for name, value in found["rates"].items() if value}
         text = kvctl.text("top", "--once", "--interval", 0.1)
     assert "\x1b" not in text
     for part in ("SmolLM2-135M-Instruct", POOL, "device", "host", "waiting", "step", "shown", "(no salt)"):

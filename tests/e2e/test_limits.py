@@ -19,6 +19,7 @@ from protos.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
 from protos.rpc.channel import open_channel
 from tests.stack import Stack, free_address
 from tests.support.generation import generate
+from tests.support.idle import until_idle
 from tests.support.kvctl import ctrl_c_is_heard
 
 # 8 blocks.
@@ -100,6 +101,8 @@ async def test_cached_blocks_are_evicted_and_a_dry_run_says_so(tiny: Stack, tmp_
     async with open_channel(tiny.scheduler) as channel:
         stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
         await generate(stub, pb.StreamGenerateRequest(token_ids=pb.TokenIds(token_ids=range(1, 65)), max_tokens=1))
+    # Blocks are released behind the last answer.
+    await until_idle(tiny.admin)
     assert await cached(tiny) == POOL // 2 // 16
     status, said, rows = await kvctl(tiny, tmp_path, "--mode", "gen_throughput", "--dry-run")
     assert (status, rows) == (0, [])

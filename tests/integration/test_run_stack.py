@@ -1,5 +1,6 @@
 """`make run-stack`: what people see, and that nothing stays behind."""
 
+import contextlib
 import json
 import os
 import re
@@ -83,9 +84,11 @@ class RunningStack:
         """Processes below it: by module name, a second one with a 2 behind it, the Redis server by "redis"."""
         found: dict[str, psutil.Process] = {}
         for process in psutil.Process(self.process.pid).children(recursive=True):
-            line = process.cmdline()
-            name = line[2] if "-m" in line else "redis"
-            found[f"{name} 2" if name in found else name] = process
+            # It may have ended since.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                line = process.cmdline()
+                name = line[2] if "-m" in line else "redis"
+                found[f"{name} 2" if name in found else name] = process
         return found
 
     def generate(self, prompt: str) -> subprocess.CompletedProcess[str]:
@@ -309,7 +312,7 @@ def test_a_call_that_fails_inside_the_cache_manager_costs_no_request(
 def test_children_end_with_a_supervisor_that_is_killed(run_stack: Callable[..., RunningStack]) -> None:
     stack = run_stack()
     stack.wait_for("scheduler: starting")
-    time.sleep(0.5)
+    stack.wait(lambda: len(stack.children()) == 5, 60, "not all of them were started")
     children = stack.children()
     assert len(children) == 5
     stack.process.kill()

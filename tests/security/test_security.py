@@ -196,6 +196,12 @@ async def test_a_tenants_operator_sees_and_changes_only_its_tenants_blocks(
         hits = [[message async for message in stub.StreamGenerate(asked, timeout=60)][-1].usage for _ in range(2)]
     assert [usage.cached_tokens for usage in hits] == [0, len(prompt) - 1]
     salt = f"{ATTACKER}/mine"
+    async with stage.admin(stage.root) as channel:
+        root: kv_rpc.CacheAdminServiceAsyncStub = kv_rpc.CacheAdminServiceStub(channel)
+        async with asyncio.timeout(60):
+            # Blocks are released behind the last answer.
+            while (await root.ListSequences(kv.ListSequencesRequest(salt=salt), timeout=10)).sequences:
+                await asyncio.sleep(0.05)
     blocks = (await own_admin.ListBlocks(kv.ListBlocksRequest(pool_id=POOL), timeout=10)).blocks
     assert {(block.salt, block.tenant_id, block.session_id) for block in blocks} == {(salt, ATTACKER, f"{ATTACKER}/s")}
     prefix = kv.PrefixSelector(salt=salt, token_ids=prompt)

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 import redis
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
 
+from cachemgr.persistence import redis_index
 from cachemgr.process import CacheManagerProcess
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.settings import cluster_nodes
@@ -31,8 +33,14 @@ class Managers:
         self._numbers = itertools.count()
 
     @asynccontextmanager
-    async def run(self, *, epoch: int = 0, executor_id: str = EXECUTOR, **settings: object) -> AsyncIterator[Client]:
-        """One that ends in order, and is checked before that. epoch: of the executor from now on."""
+    async def run(
+        self, *, epoch: int = 0, executor_id: str = EXECUTOR, patient: bool = True, **settings: object
+    ) -> AsyncIterator[Client]:
+        """One that ends in order, and is checked before that. epoch: of the executor from now on.
+
+        patient: its start waits for Redis as long as a busy machine takes; else no longer than any start does, as
+        where a test has a Redis that is slow or away.
+        """
         self.epoch = epoch or self.epoch
         folder = self._folder / str(next(self._numbers))
         folder.mkdir()
@@ -41,7 +49,10 @@ class Managers:
         # Its monotonic clock begins anywhere.
         shift = 5000.0 * next(self._numbers)
         process = CacheManagerProcess(read, clock=lambda: self.now + shift)
-        await process.start()
+        with pytest.MonkeyPatch.context() as patch:
+            if patient:
+                patch.setattr(redis_index, "START_SECONDS", 60.0)
+            await process.start()
         client = Client(read, epoch=self.epoch, executor_id=executor_id)
         try:
             yield client

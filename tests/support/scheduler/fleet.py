@@ -55,6 +55,12 @@ class Fleet:
             while sum(link.is_open and not link.obstacle for link in self.router.fleet.links.values()) != count:
                 await asyncio.sleep(0.01)
 
+    async def views(self, blocks: int) -> None:
+        """Waits until the router's view has so many blocks."""
+        async with asyncio.timeout(60):
+            while len(self.router.view) < blocks:
+                await asyncio.sleep(0.01)
+
 
 class _Events(kvcache_pb2_grpc.CacheEventServiceServicer):
     """The events of a cache manager, also once it has started again."""

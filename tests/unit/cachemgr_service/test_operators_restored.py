@@ -243,7 +243,7 @@ async def test_redis_away_at_the_start_keeps_no_call_waiting_and_nothing_newer_i
             await make_rule(client, name, retention_priority=10)
         await client.admin.SetQuota(pb.SetQuotaRequest(quota=QUOTAS[0]))
     server.stop()
-    async with managers.run() as client:
+    async with managers.run(patient=False) as client:
         assert await rules(client) == []
         await client.register()
         for name in ("both", "deleted", "new"):
@@ -271,7 +271,7 @@ async def test_a_late_share_of_a_pool_applies_at_once_when_it_fits(managers: Man
         await client.register()
         await share(client, 9)
     server.stop()
-    async with managers.run() as client:
+    async with managers.run(patient=False) as client:
         await client.register()
         assert (await client.pool()).total_blocks == NUM_BLOCKS
         server.start()

@@ -181,7 +181,7 @@ async def test_late_records_of_redis_are_restored_but_for_slots_that_were_alloca
     last_steps = tuple(written.get(slot, 0) for slot in range(1, NUM_BLOCKS + 1))
     stop, start = (server.stop, server.start) if trouble == "away" else (partial(server.signal, signal.SIGSTOP), None)
     stop()
-    async with managers.run() as client:
+    async with managers.run(patient=False) as client:
         answer = await client.register(last_write_steps=last_steps)
         assert answer.restored_blocks == 0
         # It takes what was never written, and then the end of the second prompt.
@@ -209,7 +209,7 @@ async def test_a_redis_that_is_late_and_lost_everything_is_written_again(manager
         for key in redis.keys("kvkeep:*"):
             redis.delete(key)
     server.stop()
-    async with managers.run() as client:
+    async with managers.run(patient=False) as client:
         assert (await client.register(last_write_steps=steps(slots, 5, 5))).restored_blocks == 0
         new = await client.admit("b", 13)
         await client.compute(new, 12, step=6)
@@ -251,7 +251,7 @@ async def test_a_slow_redis_is_read_to_the_end_while_requests_are_served(
         # Each of some ten exchanges takes most of a second: more than a registration waits for all of them.
         proxy.delay = 0.3
         managers.url = f"unix://{proxy.address}"
-        async with managers.run() as client:
+        async with managers.run(patient=False) as client:
             answer = await client.register(last_write_steps=steps(slots, 5, 5))
             admitted = await client.admit("b", [7] * 9)
             await register_again(client)

@@ -67,16 +67,18 @@ async def run(
     answer: Callable[[int, Any], AsyncIterator[pb.StreamGenerateResponse]],
     *,
     away: bool = False,
-    seconds: float = 0.3,
+    calls: int = 3,
 ) -> tuple[Load, Scheduler]:
-    """One client for a moment."""
+    """One client, until there were so many calls."""
     server, scheduler = Server("test", drain_seconds=0), Scheduler(answer)
     server.listen(f"unix:{folder}/s", {SERVICE: lambda s: rpc.add_GenerationServiceServicer_to_server(scheduler, s)})
     await server.start()
     known = Known("known", pb.StreamGenerateRequest(text="x"), (Sample(TOKENS, TEXT, pb.FINISH_REASON_LENGTH),))
     clients = Load(f"unix:{folder}/s", [known], 1, 1, lambda _begin, _end: away)
     clients.start()
-    await asyncio.sleep(seconds)
+    async with asyncio.timeout(60):
+        while scheduler.calls < calls:
+            await asyncio.sleep(0.01)
     await clients.stop()
     await server.stop()
     return clients, scheduler
@@ -145,5 +147,5 @@ async def test_a_request_that_hangs_is_a_fault(tmp_path: Path, monkeypatch: pyte
         yield piece(0)
         await asyncio.sleep(30)
 
-    clients, _ = await run(tmp_path, hang, away=True)
+    clients, _ = await run(tmp_path, hang, away=True, calls=1)
     assert "DEADLINE_EXCEEDED" in clients.tally.faults[0]
