@@ -96,10 +96,10 @@ class Client:
         )
         self.manager_epoch = registered.manager_epoch
         registration = self.registration(last_write_steps=last_write_steps, **lower_tiers)
-        return await self.manager.RegisterExecutor(registration, timeout=5)
+        return await self.manager.RegisterExecutor(registration, timeout=60)
 
     async def admit(self, sequence_id: str, tokens: int | list[int], **values: object) -> pb.AdmitSequenceResponse:
-        return await self.manager.AdmitSequence(self.admission(sequence_id, tokens, **values), timeout=5)
+        return await self.manager.AdmitSequence(self.admission(sequence_id, tokens, **values), timeout=60)
 
     async def sync(self, step: int, **columns: object) -> pb.SyncSequencesResponse:
         request = pb.SyncSequencesRequest(
@@ -110,7 +110,7 @@ class Client:
             step=step,
             **columns,  # type: ignore[arg-type]
         )
-        return await self.manager.SyncSequences(request, timeout=5)
+        return await self.manager.SyncSequences(request, timeout=60)
 
     async def compute(self, admitted: pb.AdmitSequenceResponse, tokens: int, *, step: int = 1) -> None:
         """Reports a sequence's tokens as computed and releases it."""
@@ -118,10 +118,10 @@ class Client:
         await self.sync(step, released_handles=[admitted.sequence_handle])
 
     async def pool(self) -> pb.Pool:
-        return (await self.admin.GetPool(pb.GetPoolRequest(pool_id=f"{self.executor_id}/0"), timeout=5)).pool
+        return (await self.admin.GetPool(pb.GetPoolRequest(pool_id=f"{self.executor_id}/0"), timeout=60)).pool
 
     async def check(self) -> None:
-        answer = await self.admin.CheckPool(pb.CheckPoolRequest(), timeout=5)
+        answer = await self.admin.CheckPool(pb.CheckPoolRequest(), timeout=60)
         assert list(answer.violations) == []
 
 

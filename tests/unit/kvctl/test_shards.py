@@ -85,9 +85,10 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """No address is given, and the services in this process print no log among what kvctl prints."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     yield monkeypatch
-    structlog.reset_defaults()
+    structlog.configure(**before)
 
 
 async def _two(
