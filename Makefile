@@ -4,7 +4,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
-.PHONY: help setup run-stack generate test test-all coverage fuzz-manager chaos outages lint fix types verify-protos proto
+.PHONY: help setup run-stack generate test test-all coverage fuzz-manager chaos outages lint fix types verify-protos proto update-lock
 .PHONY: test-core test-stacks pictures clean base dev tools python
 
 VENV ?= .venv
@@ -58,23 +58,25 @@ test-stacks: dev
 coverage: dev ## Print the branch coverage of the cache manager and the scheduler by their own tests
 	@rm -f build/coverage/data*
 	@$(PY) -m coverage run -m pytest -n auto --dist loadfile -m "not slow and not model" \
-	  tests/conformance tests/unit/cachemgr tests/unit/cachemgr_service tests/unit/scheduler tests/unit/rpc tests/console $(ARGS)
+	  tests/conformance tests/unit/cachemgr tests/unit/cachemgr_service tests/unit/scheduler tests/unit/router tests/unit/rpc \
+	  tests/console $(ARGS)
 	@$(PY) -m coverage combine -q
 	@for service in cachemgr scheduler; do $(PY) -m coverage report --include="$$service/*"; done
 
 fuzz-manager: dev ## New random lives of the cache manager; ARGS="--seconds 3600" at night
 	@$(PY) -m tests.fuzz.cache_manager $(ARGS)
 
-chaos: dev ## Kill, pause and disturb a stack under load for ten minutes; ARGS="--seconds 90 --seed 2"
+chaos: dev ## Kill, pause and disturb a stack under load for ten minutes; ARGS="--fleet", "--seconds 90 --seed 2"
 	@$(PY) -m tests.chaos $(ARGS)
 
 outages: dev ## Show what callers see while each process is paused, killed, late or full; ARGS="--only 'pause cachemgr'"
 	@$(PY) -m tests.chaos.outages $(ARGS)
 
-lint: tools ## Check style, formatting and the settings table; `make fix` repairs
+lint: tools ## Check style, formatting, the settings table and the deadlines of tests; `make fix` repairs
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 	@$(VENV)/bin/lint-imports
 	@$(PY) ops/settings_table.py
+	@$(PY) ops/check_deadlines.py
 
 fix: tools ## Repair what lint finds
 	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
@@ -88,6 +90,9 @@ verify-protos: tools ## Check the .proto files and that the stubs belong to them
 	@$(PY) ops/stubs.py verify
 proto: tools ## Generate the stubs
 	@$(PY) ops/stubs.py generate
+
+update-lock: tools ## Let everything that is installed be the newest version: ops/constraints.txt is written anew
+	@$(PY) ops/update_lock.py
 
 ##@ Measure
 

@@ -149,7 +149,7 @@ class Http:
         try:
             reader, writer = await asyncio.open_connection(self._host, self._port)
             try:
-                writer.write(_request(ask))
+                writer.write(http_request(ask))
                 await _status(reader)
                 while chunk := await _within(reader.readline()):
                     event = (await _within(reader.readexactly(int(chunk, 16) + 2)))[:-4]
@@ -167,7 +167,8 @@ class Http:
             raise FailedError("ended without [DONE]")
 
 
-def _request(ask: Ask) -> bytes:
+def http_request(ask: Ask) -> bytes:
+    """A request as it is sent."""
     content = json.dumps(ask.body).encode()
     path = "/v1/chat/completions" if ask.is_chat else "/v1/completions"
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"

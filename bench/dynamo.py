@@ -10,11 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import http.client
-import json
 import logging
-import os
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -26,19 +22,20 @@ from typing import Any, NamedTuple
 
 import structlog
 
+from bench.peers.routers import RouterProcess
 from bench.peers.set_up import DYNAMO, default_folder
 from bench.result import Result
 from bench.tables import table
 from cachemgr.manager import CacheManager
 from cachemgr.rpc import zmq_events
 from cachemgr.rpc.zmq_events import ZmqSettings
-from protos.kvcommon.block_keys import read_low_keys, root_key
+from protos.kvcommon.block_keys import prompt_low_keys, root_key
 from protos.kvcommon.tokens import pack, packed_bytes
 from tests.chaos.proxies import SocketProxy
 from tests.stack import free_address
 from tests.support.in_process_manager import BLOCK, FINGERPRINT
 from tests.support.random_operations import SALTS, RandomLife
-from tests.support.router_view import Publishing, truth
+from tests.support.zmq_reader import Publishing, truth
 
 CACHES = 2
 # Prompts between two parts of the lives, and operations in each of these.
@@ -128,7 +125,7 @@ class Cache:
 
 def _hashes(prompt: Prompt) -> list[int]:
     root = root_key(FINGERPRINT, prompt.salt, prompt.adapter)
-    return list(read_low_keys(root, packed_bytes(pack(prompt.tokens)), BLOCK))
+    return list(prompt_low_keys(root, packed_bytes(pack(prompt.tokens)), BLOCK))
 
 
 def _runs(media: list[str | None]) -> Found:
@@ -141,45 +138,13 @@ def _runs(media: list[str | None]) -> Found:
     return Found(*found)
 
 
-class Indexer:
+class Indexer(RouterProcess):
     """The indexer's process, and questions to it. It listens on all addresses of this machine."""
 
     def __init__(self, python: Path, log: Path) -> None:
-        host, _, port = free_address().partition(":")
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("w") as file:
-            self._process = subprocess.Popen(
-                [str(python), "-m", "dynamo.indexer", "--port", port, "--threads", "1"],
-                stdout=file,
-                stderr=file,
-                env=os.environ | {"RUST_LOG": "warn", "NO_COLOR": "1"},
-            )
-        self._log = log
-        self._connection = http.client.HTTPConnection(host, int(port), timeout=30)
-
-    def wait(self) -> None:
-        """Waits until it answers. Raises RuntimeError."""
-        for _ in range(600):
-            try:
-                self._connection.request("GET", "/health")
-                self._connection.getresponse().read()
-            except OSError:
-                self._connection.close()
-            else:
-                return
-            if self._process.poll() is not None:
-                break
-            time.sleep(0.1)
-        raise RuntimeError(f"the indexer does not answer, see {self._log}")
-
-    def post(self, path: str, **body: object) -> dict[str, Any]:
-        """The answer to a request. Raises RuntimeError."""
-        self._connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-        response = self._connection.getresponse()
-        text = response.read().decode()
-        if response.status >= 300:
-            raise RuntimeError(f"{path}: {response.status} {text}")
-        return json.loads(text)
+        address = free_address()
+        port = address.partition(":")[2]
+        super().__init__([str(python), "-m", "dynamo.indexer", "--port", port, "--threads", "1"], address, log)
 
     def find(self, prompts: Sequence[Prompt]) -> list[list[Found]]:
         """What each cache has of each prompt."""
@@ -194,11 +159,6 @@ class Indexer:
         caches = self.post("/query", **body)["instances"]
         answers = [caches.get(str(number), {}) for number in range(CACHES)]
         return [Found(*(answer.get(tier, 0) for tier in ("gpu", "cpu", "disk"))) for answer in answers]
-
-    def stop(self) -> None:
-        self._connection.close()
-        self._process.terminate()
-        self._process.wait()
 
 
 class Figures:
@@ -317,7 +277,7 @@ def main() -> int:
         print(f"dynamo: {error}", file=sys.stderr)
         return 1
     finally:
-        indexer.stop()
+        indexer.close()
     seconds = time.monotonic() - begun
     rows = [[tier, f"{count}", f"{figures.tokens[tier]}"] for tier, count in sorted(figures.hits.items())]
     print(f"\n\n{figures.prompts} prompts, for each of {CACHES} caches:\n")

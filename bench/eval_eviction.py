@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from bench.eviction import generation, passkey, pictures, stream, windows
+from bench.eviction import adaptive, generation, passkey, pictures, stream, windows
 from bench.eviction.cache import Cache
 from bench.eviction.outputs import Outputs
 from bench.eviction.policies import POLICIES
@@ -57,6 +57,7 @@ class Evaluation:
             "passkeys": self._measure_passkeys,
             "rouge": self._measure_rouge,
             "streams": self._measure_streams,
+            "adaptive": self._measure_adaptive,
         }
 
     def settings(self) -> dict[str, Any]:
@@ -93,6 +94,12 @@ class Evaluation:
         arguments = self._arguments
         prompts = [tokens[:PROMPT] for tokens in self._windows[: -(-len(self._windows) // 2)]]
         return generation.measure(self._model, self._tokenizer, prompts, arguments.policies, GENERATION_BUDGET)
+
+    def _measure_adaptive(self) -> Iterable[Mapping[str, Any]]:
+        cache = Cache(self._model, adaptive.PROMPT + adaptive.FOLLOWING)
+        length = adaptive.PROMPT + adaptive.FOLLOWING
+        texts = spread(self._text, -(-self._arguments.windows // 2), length)
+        return adaptive.measure(cache, self._tokenizer, texts, -(-self._arguments.windows // 7))
 
     def _measure_streams(self) -> Iterable[Mapping[str, Any]]:
         length = min(16_000, 1600 * self._arguments.windows)
@@ -138,6 +145,8 @@ def draw(results: Mapping[str, Any], folder: Path) -> None:
         drawn = pictures.budgets(results["windows"], folder / "eviction-budgets.png")
     if results.get("streams") and results["streams"][0]["nll"]:
         drawn = pictures.streams(results["streams"], results["settings"]["bin"], folder / "eviction-stream.png")
+    if results.get("adaptive"):
+        drawn = pictures.adaptive_windows(results["adaptive"], folder / "eviction-adaptive.png")
     if not drawn:
         print("no pictures: matplotlib is not installed", file=sys.stderr)
 
@@ -149,7 +158,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=20, help="pieces of text; the other parts shrink with them")
     parser.add_argument("--outputs", type=int, default=2, help="windows in which outputs of attention are compared")
     parser.add_argument("--streams", type=int, default=2, help="long pieces of text")
-    names = ["windows", "passkeys", "rouge", "streams"]
+    names = ["windows", "passkeys", "rouge", "streams", "adaptive"]
     parser.add_argument("--parts", nargs="*", choices=names, default=names, help="what to measure")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument("--json", type=Path, default=RESULTS / "eviction.json", help="results; pictures go beside it")

@@ -97,6 +97,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pools", nargs="+", choices=POOLS, default=[*POOLS])
     parser.add_argument("--chunk-budgets", nargs="+", type=int, default=[64, 512])
+    parser.add_argument("--drafts", nargs="+", type=int, default=[0, 8], help="most drafted tokens (%(default)s)")
     add_json_argument(parser)
     arguments = parser.parse_args()
     model = resolve("")
@@ -106,9 +107,10 @@ def main() -> int:
     expected = references(model, inputs, OUTPUT_TOKENS, model_cache(), print)
     rows: list[dict[str, Any]] = []
     too_roomy = 0
-    for pool, budget in itertools.product(arguments.pools, arguments.chunk_budgets):
-        with Stack(scheduler_max_batched_tokens=budget, **POOLS[pool]) as stack:
-            found = asyncio.run(one_stack(stack, f"{pool} pool, chunk budget {budget}", inputs, expected))
+    for pool, budget, drafts in itertools.product(arguments.pools, arguments.chunk_budgets, arguments.drafts):
+        with Stack(scheduler_max_batched_tokens=budget, executor_max_drafts=drafts, **POOLS[pool]) as stack:
+            label = f"{pool} pool, chunk budget {budget}, {drafts or 'no'} drafts"
+            found = asyncio.run(one_stack(stack, label, inputs, expected))
         if pool == "tight" and not any(row["preemptions"] for row in found):
             print("the tight pool was not tight enough: no request was preempted")
             too_roomy += 1
@@ -118,7 +120,7 @@ def main() -> int:
         f"in all: {total['outputs']} outputs, {total['ties']} ties, {total['errors']} different, "
         f"{total['preemptions']} preemptions"
     )
-    asked = {"pools": arguments.pools, "chunk_budgets": arguments.chunk_budgets}
+    asked = {"pools": arguments.pools, "chunk_budgets": arguments.chunk_budgets, "drafts": arguments.drafts}
     Result("exactness", {"combinations": rows, "total": total}, asked).write(arguments.json)
     return 1 if total["errors"] or too_roomy else 0
 

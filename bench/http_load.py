@@ -67,7 +67,8 @@ class Watch:
 
     def look(self) -> dict[str, Any]:
         """How it is now."""
-        connections = self.running["scheduler"].net_connections("tcp")
+        serving = [process for name, process in self.running.items() if name.startswith(("scheduler", "frontend"))]
+        connections = [one for process in serving for one in process.net_connections("tcp")]
         return {
             "mb": {name: process.memory_info().rss / MB for name, process in self.running.items()},
             "files": {name: process.num_fds() for name, process in self.running.items()},
@@ -95,6 +96,8 @@ class Bench:
         # A stub has no memory to fill.
         self._fills = given.pool_tokens // FILL_TOKENS if given.step_ms is None else 1
         self.running = processes(stack)
+        front_ends = self.running["scheduler"].children()
+        self.running |= {f"frontend-{number}": process for number, process in enumerate(front_ends)}
         self.watch = Watch(self.running, int(stack.http.rpartition(":")[2]))
 
     @contextlib.asynccontextmanager
@@ -229,6 +232,7 @@ def main() -> int:
     parser.add_argument("--grpc-seconds", type=float, default=60)
     parser.add_argument("--max-running", type=int, default=64, help="of these, how many have blocks at a time")
     parser.add_argument("--max-waiting", type=int, default=192, help="beyond it requests are refused with 429")
+    parser.add_argument("--frontends", type=int, default=0, help="KVKEEP_SCHEDULER_FRONTENDS")
     parser.add_argument("--dtype", default="auto", help="of weights and cache, as the executor's setting")
     parser.add_argument("--pool-tokens", type=int, default=16_384, help="few enough to be full after a minute")
     parser.add_argument("--step-ms", type=float, help="no model, but steps of so long, so that only kvkeep has work")
@@ -238,6 +242,7 @@ def main() -> int:
     with Stack(
         modules=MODULES if given.step_ms is None else MODULES | {"executor": STUB},
         scheduler_http_address=free_address(),
+        scheduler_frontends=given.frontends,
         scheduler_max_running=given.max_running,
         scheduler_max_waiting=given.max_waiting,
         executor_dtype=given.dtype,

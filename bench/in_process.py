@@ -64,7 +64,7 @@ async def serve(settings: SchedulerSettings) -> int:
     await server.start()
     server.set_serving(True)
     with mock.patch.object(kvcache_pb2_grpc, "CacheManagerServiceStub", return_value=LocalStub(service)):
-        status = await scheduler.serve(settings)
+        status = await scheduler.serve(settings, os.environ)
     await server.stop()
     return status
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-COLOURS = ("#1b6ca8", "#e08a1e", "#5a9e4b", "#8a8a8a", "#a3486b")
+COLOURS = ("#1b6ca8", "#e08a1e", "#5a9e4b", "#8a8a8a", "#a3486b", "#c9b458")
 
 
 def _figure(panels: int, title: str) -> Any:
@@ -85,27 +85,27 @@ def serving(kept: Mapping[str, Any], target: Path) -> bool:
 
 
 def peers(kept: Mapping[str, Any], target: Path) -> bool:
-    """Every engine as a share of the limit, a panel for each data type. False without matplotlib."""
-    dtypes = list(dict.fromkeys(record["dtype"] for record in kept["runs"]))
-    figure = _figure(len(dtypes), f"{kept['machine']['cores']} cores, {kept['machine']['processor']}")
+    """Every engine as a share of the limit, a panel for each model and data type. False without matplotlib."""
+    panels: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for record in kept["runs"]:
+        panels.setdefault((record["model"], record["dtype"]), []).append(record)
+    figure = _figure(len(panels), f"{kept['machine']['cores']} cores, {kept['machine']['processor']}")
     if figure is None:
         return False
     cases = sorted({record["case"] for record in kept["runs"]})
     engines = list(dict.fromkeys(record["engine"] for record in kept["runs"]))
-    for axes, dtype in zip(figure.axes, dtypes, strict=True):
-        series = {}
-        for engine in engines:
-            series[engine] = [_share(kept["runs"], dtype, case, engine) for case in cases]
+    for axes, ((model, dtype), runs) in zip(figure.axes, panels.items(), strict=True):
+        series = {engine: [_share(runs, case, engine) for case in cases] for engine in engines}
         _bars(axes, cases, series)
-        axes.set_ylabel("% of the limit with weights in this type")
-        axes.set_title(f"{dtype} (above the bars: output tokens per second)", fontsize=10, loc="left")
+        axes.set_ylabel("% of the limit")
+        axes.set_title(f"{model}\n{dtype} (above the bars: output tokens per second)", fontsize=9, loc="left")
     figure.savefig(target)
     return True
 
 
-def _share(runs: Sequence[Mapping[str, Any]], dtype: str, case: str, engine: str) -> tuple[float, str]:
+def _share(runs: Sequence[Mapping[str, Any]], case: str, engine: str) -> tuple[float, str]:
     """Height and words of a bar; none where nothing was measured."""
-    group = [run for run in runs if (run["dtype"], run["case"], run["engine"]) == (dtype, case, engine)]
+    group = [run for run in runs if (run["case"], run["engine"]) == (case, engine)]
     if not group:
         return 0.0, ""
     share = 100 * _median(group, "limit_s") / _median(group, "seconds")
@@ -142,6 +142,38 @@ def window(kept: Mapping[str, Any], target: Path) -> bool:
     return True
 
 
+def paging(kept: Mapping[str, Any], target: Path) -> bool:
+    """What is held over time, and what each sequence wastes. False without matplotlib."""
+    figure = _figure(2, f"Memory of {len(kept['max_tokens'])} conversations, in blocks and contiguous")
+    if figure is None:
+        return False
+    course, waste = figure.axes
+    times = [point["at"] for point in kept["course"]]
+    ways = [row["way"] for row in kept["rows"]]
+    for place, way in enumerate(ways):
+        course.step(times, [point[way] for point in kept["course"]], where="post", label=way, color=COLOURS[place])
+        each = sorted(sequence[way] for sequence in kept["sequences"].values())
+        waste.plot(range(1, len(each) + 1), each, "o-", markersize=3, color=COLOURS[place], label=way)
+    course.step(
+        times, [point["pool"] for point in kept["course"]], ":k", where="post", label="blocks in use of the pool"
+    )
+    course.fill_between(
+        times, [point["tokens"] for point in kept["course"]], step="post", color="#dddddd", label="tokens"
+    )
+    course.set_xlabel("seconds")
+    course.set_ylabel("tokens")
+    course.set_title("held at once", fontsize=10, loc="left")
+    waste.set_xlabel("sequences, each way by their waste")
+    waste.set_ylabel("tokens")
+    waste.set_title("held without a token, mean over a sequence's life", fontsize=10, loc="left")
+    for axes in (course, waste):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+    figure.legend(*course.get_legend_handles_labels(), frameon=False, fontsize=8, ncols=3, loc="outside lower center")
+    figure.savefig(target)
+    return True
+
+
 def batchmax(kept: Mapping[str, Any], target: Path) -> bool:
     """Speed by method in both schedules, and what output keeps. False without matplotlib."""
     figure = _figure(3, "Eviction in the prompt (BM), behind it (ED) and none (FKV)")
@@ -171,18 +203,23 @@ def batchmax(kept: Mapping[str, Any], target: Path) -> bool:
     return True
 
 
+# Of a logarithmic axis.
+TICKS_SECONDS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+
+
 def fleet(kept: Mapping[str, Any], target: Path) -> bool:
-    """Throughput, time to first token and hit rate over the rate, a line for each policy. False without matplotlib."""
-    figure = _figure(4, f"A fleet of {kept['engines']} engines under each policy")
+    """Throughput, time to first token and hit rate over the rate, a line for each policy. False without matplotlib.
+
+    Simulated ones are dotted, in the colour of their policy.
+    """
+    figure = _figure(4, f"A fleet of {kept['engines']} engines under each policy (dotted: simulated)")
     if figure is None:
         return False
     stages = [one for one in kept["stages"] if one["rate"] != "cold"]
     rates = list(dict.fromkeys(one["rate"] for one in stages))
     policies = list(dict.fromkeys(one["policy"] for one in stages))
-    simulated = [policy for policy in policies if "simulated" in policy]
-    lines = dict(zip(simulated, ("--", ":"), strict=True))
-    colours = iter(COLOURS * len(policies))
-    colours_of = {policy: next(colours) for policy in policies if policy not in lines}
+    measured = [policy for policy in policies if "simulated" not in policy]
+    colours = dict(zip(measured, COLOURS * len(measured), strict=False))
     panels = (
         ("output_tokens_per_s", "output tokens/s", 1),
         ("ttft_p90_s", "TTFT p90, s", 1),
@@ -192,17 +229,19 @@ def fleet(kept: Mapping[str, Any], target: Path) -> bool:
     for axes, (key, label, factor) in zip(figure.axes, panels, strict=True):
         for policy in policies:
             points = [(one["rate"], factor * one[key]) for one in stages if one["policy"] == policy and key in one]
+            name = policy.partition(" ")[0]
             axes.plot(
                 [rates.index(rate) for rate, _ in points],
                 [value for _, value in points],
-                lines.get(policy, "o-"),
-                label=policy,
-                color=colours_of.get(policy, "k"),
+                "o-" if policy in measured else ":",
+                label=policy if policy in measured or name not in colours else "",
+                color=colours.get(name, "k"),
             )
         if key.startswith("ttft"):
             axes.set_yscale("log")
+            axes.yaxis.set_ticks([tick for tick in TICKS_SECONDS if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]])
             axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("")
         axes.set_xticks(range(len(rates)), rates)
         axes.set_ylabel(label)
     figure.axes[0].legend(frameon=False, fontsize=9, ncols=4)

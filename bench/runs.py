@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import statistics
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,6 +117,18 @@ class Others:
 
 
 @contextlib.asynccontextmanager
+async def in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs `work`, which goes on without end, until the block ends; raises what ended it before."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@contextlib.asynccontextmanager
 async def watched(stack: Stack) -> AsyncIterator[Usage]:
     """Usage between begin and end; memory and blocks are looked at a few times a second."""
     usage, running = Usage(), processes(stack)
@@ -137,13 +149,8 @@ async def watched(stack: Stack) -> AsyncIterator[Usage]:
                 await asyncio.sleep(SAMPLE_SECONDS)
 
         before, kinds, others = cpu_seconds(running), kind_seconds(stack), Others(running.values())
-        watching = asyncio.create_task(look_again())
-        try:
+        async with in_background(look_again()):
             yield usage
-        finally:
-            watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watching
         usage.others = others.share()
         usage.cpu_seconds = {name: after - before[name] for name, after in cpu_seconds(running).items()}
         usage.kind_seconds = {name: after - kinds[name] for name, after in kind_seconds(stack).items()}

@@ -22,6 +22,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from bench import gate, limits, plots
+from bench.gguf_file import in_floats
 from bench.limits import Limits, ModelShape
 from bench.result import Result, add_json_argument
 from bench.runs import Run, WrongCountError, run
@@ -49,12 +50,16 @@ def note(line: str) -> None:
 
 @dataclass
 class Bench:
-    """What a run needs and what it has found."""
+    """What a run needs and what it has found.
+
+    model: the folder of what transformers reads. gguf: the file that is served in its place, which it was made of.
+    """
 
     model: Path
     cases: list[Case]
     repeats: int
     settings: dict[str, str] = field(default_factory=dict)
+    gguf: Path | None = None
 
     def __post_init__(self) -> None:
         self.shape = ModelShape.read(self.model)
@@ -63,7 +68,8 @@ class Bench:
 
     def stack(self, dtype: str) -> Stack:
         """A stack that runs the model in `dtype`."""
-        settings = {"executor_dtype": dtype, "executor_model": self.model, "executor_metrics_address": free_address()}
+        served = self.gguf or self.model
+        settings = {"executor_dtype": dtype, "executor_model": served, "executor_metrics_address": free_address()}
         return Stack(**{**settings, **self.settings})
 
     def references(self, dtype: str) -> tuple[dict[str, list[Reference]], float]:
@@ -216,7 +222,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--workloads", nargs="+", default=["W1", "W2", "W3", "W4"], help="W1 W2 W2-on W2-off W3 W4")
     made.add_argument("--dtypes", nargs="+", choices=limits.ELEMENT_BYTES, default=[*limits.ELEMENT_BYTES])
     made.add_argument("--repeats", type=int, default=3)
-    made.add_argument("--model", default="", help="as KVKEEP_EXECUTOR_MODEL")
+    made.add_argument("--model", default="", help="as KVKEEP_EXECUTOR_MODEL: a folder or a GGUF file")
     made.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings: executor_threads=1")
     add_json_argument(made)
     return made
@@ -229,11 +235,15 @@ def parse(made: argparse.ArgumentParser) -> tuple[argparse.Namespace, Bench]:
         cases = chosen(given.workloads)
         settings = dict(pair.split("=", 1) for pair in given.set)
         model = resolve(given.model)
+        gguf = model if model.is_file() else None
+        if gguf is not None:
+            note(f"{gguf.name}: its floats, for the expected output")
+            model = gate.apart(in_floats, gguf, model_cache())
     except (ValueError, ModelError) as error:
         made.error(str(error))
     if given.repeats < 1:
         made.error("--repeats must be at least 1")
-    return given, Bench(model, cases, given.repeats, settings)
+    return given, Bench(model, cases, given.repeats, settings, gguf)
 
 
 def keep(result: Result, target: Path | None, plot: Callable[[dict[str, Any], Path], bool]) -> None:

@@ -211,8 +211,16 @@ class CopyLine:
 class StubExecutor(rpc.ExecutorServiceServicer):
     """Serves one scheduler, and runs the cache manager's copies."""
 
-    def __init__(self, settings: StubSettings, epoch: int, transfers: TransferLog, records: IO[bytes]) -> None:
+    def __init__(
+        self,
+        settings: StubSettings,
+        epoch: int,
+        transfers: TransferLog,
+        records: IO[bytes],
+        running_set: type[RunningSet],
+    ) -> None:
         self._settings = settings
+        self._running_set = running_set
         self._epoch = epoch
         self._transfers = transfers
         self._records = records
@@ -251,7 +259,7 @@ class StubExecutor(rpc.ExecutorServiceServicer):
         yield pb.StreamStepsResponse(opened=pb.SessionOpened(first_step=self.last_step + 1))
         arrived: queue.SimpleQueue[tuple[float, pb.Step] | None] = queue.SimpleQueue()
         threading.Thread(target=_take, args=(requests, arrived), daemon=True).start()
-        running, onloads, end = RunningSet(), OnloadTracker(), time.perf_counter()
+        running, onloads, end = self._running_set(), OnloadTracker(), time.perf_counter()
         while (item := arrived.get()) is not None:
             at, step = item
             begin = max(at, end)
@@ -333,7 +341,7 @@ class StubAnnouncement:
         )
 
 
-async def serve(settings: StubSettings) -> None:
+async def serve(settings: StubSettings, running_set: type[RunningSet]) -> None:
     """Serves until SIGTERM."""
     loop, stopped, epoch = asyncio.get_running_loop(), asyncio.Event(), time.time_ns()
     loop.add_signal_handler(signal.SIGTERM, stopped.set)
@@ -347,7 +355,7 @@ async def serve(settings: StubSettings) -> None:
 
     with records_file(settings.state_dir.parent, settings.executor_id).open("wb", buffering=0) as records:
         transfers = TransferLog(loop)
-        servicer = StubExecutor(settings, epoch, transfers, records)
+        servicer = StubExecutor(settings, epoch, transfers, records, running_set)
         rpc.add_ExecutorServiceServicer_to_server(servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(status, server)
         set_serving(False)
@@ -362,11 +370,11 @@ async def serve(settings: StubSettings) -> None:
             server.stop(None).wait()
 
 
-def main() -> None:
-    """Serves until SIGTERM."""
+def main(running_set: type[RunningSet] = RunningSet) -> None:
+    """Serves until SIGTERM. running_set: says which tokens the steps sample."""
     settings = load(StubSettings, os.environ)
     logs.configure("executor", settings.log_level)
-    asyncio.run(serve(settings))
+    asyncio.run(serve(settings, running_set))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from bench import plots
 from bench.prose import NoTextError, pieces
 from bench.result import Result, add_json_argument
+from bench.runs import in_background
 from bench.serving import INTERRUPTED, RED, keep, note
 from bench.small_gpt2 import small_gpt2
 from bench.tables import table
@@ -76,13 +77,8 @@ async def watched(stack: Stack) -> AsyncIterator[Seen]:
                 seen.running = max(seen.running, running)
                 await asyncio.sleep(LOOK_SECONDS)
 
-        looking = asyncio.create_task(look())
-        try:
+        async with in_background(look()):
             yield seen
-        finally:
-            looking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await looking
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Corpus:
     """English technical prose that every Python carries, as tokens: the language reference."""
 
     def __init__(self, encode: Callable[[str], list[int]]) -> None:
-        self._tokens = encode("\n\n".join(text for _, text in sorted(topics.items())))
+        self.tokens = encode("\n\n".join(text for _, text in sorted(topics.items())))
 
     def prompts(self, case: Case, variant: int) -> list[list[int]]:
         """Token ids of every request. The cases of one workload have the same."""
@@ -85,5 +85,5 @@ class Corpus:
         return [common + self._piece(rng, length) for length in case.own]
 
     def _piece(self, rng: random.Random, length: int) -> list[int]:
-        begin = int(rng.random() * (len(self._tokens) - length))
-        return self._tokens[begin : begin + length]
+        begin = int(rng.random() * (len(self.tokens) - length))
+        return self.tokens[begin : begin + length]

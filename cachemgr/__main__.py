@@ -12,7 +12,7 @@ from cachemgr.process import CacheManagerProcess
 from cachemgr.settings import CachemgrSettings
 from protos.rpc import logs, tracing
 from protos.rpc.addresses import AddressError
-from protos.rpc.settings import load
+from protos.rpc.settings import SettingsError, load, variable
 from protos.rpc.startup import collect_rarely, process_parser
 
 
@@ -40,6 +40,8 @@ def main() -> None:
 
 def _serve() -> None:
     settings = load(CachemgrSettings, os.environ)
+    if settings.key_index and not settings.redis_url:
+        raise SettingsError(f"{variable(CachemgrSettings, 'key_index')} needs KVKEEP_REDIS_URL")
     logs.configure("cachemgr", settings.log_level)
     tracing.start("cachemgr", os.environ)
     try:

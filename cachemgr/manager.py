@@ -55,7 +55,8 @@ from cachemgr.sequences.sync import Sync
 from cachemgr.sequences.token_eviction import cached_before_eviction
 from cachemgr.sequences.token_eviction_state import blocks_for
 from cachemgr.sequences.transfers import PoolFollower, open_write_through_copies
-from cachemgr.steps import Steps
+from cachemgr.sequences.weights import reorder_blocks
+from cachemgr.steps import Steps, at_once
 from cachemgr.types import (
     Admission,
     AdmitRequest,
@@ -70,7 +71,7 @@ from cachemgr.types import (
     SyncAnswer,
     SyncRequest,
 )
-from cachemgr.validation import check_id
+from cachemgr.validation import check_id, check_weight_version
 from protos.errors import InvalidField
 
 # Entries of lost executors that one call of `expire` frees: some milliseconds.
@@ -166,11 +167,13 @@ class CacheManager:
             )
         deadline = now + self.config.lease_seconds
         if known is not None and known.epoch == spec.executor_epoch:
-            if known.spec != spec.without_contents():
+            if replace(known.spec, weight_version=spec.weight_version) != spec.without_contents():
                 raise PoolSpecError(
                     "the pools of one epoch do not change", fields={"pools": "differ from the registered ones"}
                 )
             known.deadline = deadline
+            # The executor knows best: it may not have come to use those that it has announced.
+            at_once(self._use_weights(known, spec.weight_version))
             return known.cached()
         stored = [] if known is not None else list(stored)
         later = later or (known is not None and known.recovery is not None)
@@ -194,7 +197,9 @@ class CacheManager:
         self._state.events.add(EventKind.EXECUTOR_REGISTERED, NO_BLOCK, executor=spec.without_contents())
         report_pin = partial(self._operator_journal.operator_changed, EntryKind.PIN, executor_id=spec.executor_id)
         holds = before.holds if before else Holds(self._state.next_number, self.config.pin_budget, report_pin)
-        scopes = before.scopes if before else CacheScopes(spec.model_fingerprint, self._state.accounts)
+        scopes = (
+            before.scopes if before else CacheScopes(spec.model_fingerprint, self._state.accounts, spec.weight_version)
+        )
         tickets = Tickets(self._state.next_number)
         follower = PoolFollower(tickets, holds)
         if before is not None:
@@ -223,6 +228,9 @@ class CacheManager:
             recovery=recovery,
         )
         self._state.executors[spec.executor_id] = executor
+        if before is not None and scopes.weight_version != spec.weight_version:
+            scopes.weight_version = spec.weight_version
+            at_once(reorder_blocks(executor, self._state.leases))
         return executor
 
     def _recovery(
@@ -328,6 +336,34 @@ class CacheManager:
         executor.deadline = now + self.config.lease_seconds
         open_write_through_copies(executor)
 
+    def update_weights(self, executor_id: str, executor_epoch: int, weight_version: str) -> Steps[int]:
+        """An executor computes with other weights from now on; returns how many cached blocks that leaves behind.
+
+        Raises InvalidField, UnknownExecutorError, StaleExecutorError.
+        """
+        self._state.begin()
+        check_weight_version(weight_version)
+        return (yield from self._use_weights(self._executor_of(executor_id, executor_epoch), weight_version))
+
+    def _use_weights(self, executor: Executor, weight_version: str) -> Steps[int]:
+        if weight_version == executor.spec.weight_version:
+            return 0
+        executor.spec = replace(executor.spec, weight_version=weight_version)
+        executor.scopes.weight_version = weight_version
+        # Its watchers know its keys anew.
+        self._state.events.add(EventKind.EXECUTOR_REGISTERED, NO_BLOCK, executor=executor.spec)
+        return (yield from reorder_blocks(executor, self._state.leases))
+
+    def _executor_of(self, executor_id: str, executor_epoch: int) -> Executor:
+        """Raises UnknownExecutorError, StaleExecutorError."""
+        executor = self._state.executor(executor_id)
+        if executor.epoch != executor_epoch:
+            raise StaleExecutorError(
+                f"executor {executor_id} is registered with another epoch",
+                fields={"executor_epoch": f"is not {executor.epoch}"},
+            )
+        return executor
+
     def confirm_transfers(
         self,
         executor_id: str,
@@ -341,13 +377,7 @@ class CacheManager:
         Raises UnknownExecutorError, StaleExecutorError.
         """
         self._state.begin()
-        executor = self._state.executor(executor_id)
-        if executor.epoch != executor_epoch:
-            raise StaleExecutorError(
-                f"executor {executor_id} is registered with another epoch",
-                fields={"executor_epoch": f"is not {executor.epoch}"},
-            )
-        return end_copies(executor, tickets, failed_tickets, step)
+        return end_copies(self._executor_of(executor_id, executor_epoch), tickets, failed_tickets, step)
 
     # Schedulers and sequences
 
@@ -392,6 +422,7 @@ class CacheManager:
             return _repeated(existing, scheduler, content(request, tokens))
         found = self._allocator.admit(request, tokens, scheduler, executor, now)
         scheduler.deadline = now + self.config.lease_seconds
+        _note_shortage(found, executor, now)
         admission = self._enter(found)
         if not isinstance(found, Admission) and request.hints is not None:
             keys = [found.key(index) for index in range(len(tokens) // executor.block_size)]
@@ -426,6 +457,7 @@ class CacheManager:
         scheduler.deadline = now + self.config.lease_seconds
         answer = sync.apply(now)
         self._state.evicted.update(sync.evicted)
+        self._state.windows.update(sync.windows)
         for sequence in sync.released:
             del self._state.sequences[sequence.sequence_id]
         # Both together and last: a repeat gets the answer of this number or none.
@@ -472,14 +504,16 @@ class CacheManager:
         Raises UnknownSchedulerError, StaleSchedulerError, InvalidField, UnknownSequenceError, SequenceExistsError,
         VoidSequenceError, SequenceUnsettledError, WindowPassedError, SequenceEvictsError.
         """
-        self._state.begin()
+        now = self._state.begin()
         check_id("sequence_id", sequence_id)
         scheduler = self._state.scheduler(*caller)
         existing = self._state.sequences.get(sequence_id)
         if existing is not None:
             return _repeated(existing, scheduler, ("fork", parent_sequence_id, num_tokens))
         parent = self._state.live_sequence(caller, parent_sequence_id, "parent_sequence_id")
-        return self._enter(fork(parent, sequence_id, num_tokens, self.config, self._state.next_number))
+        found = fork(parent, sequence_id, num_tokens, self.config, self._state.next_number)
+        _note_shortage(found, parent.executor, now)
+        return self._enter(found)
 
     def hold(self, caller: SchedulerEpoch, sequence_id: str, owner: str, duration: float) -> int:
         """Keeps the blocks of a sequence for `duration` seconds from its release on; returns how many.
@@ -566,6 +600,12 @@ class CacheManager:
                     yield
                 touched += steps.LOOKS // steps.CHANGES
                 end_ticket(executor, ticket)
+
+
+def _note_shortage(found: LiveSequence | Admission, executor: Executor, now: float) -> None:
+    """A request waits for blocks, other than those of a quota."""
+    if isinstance(found, Admission) and found.missing_blocks and found.full_account is None:
+        executor.short_at = now
 
 
 def _repeated(existing: LiveSequence, scheduler: Scheduler, content: object) -> Admission:

@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY
 
 from cachemgr.manager import CacheManager
 from cachemgr.oplog.writer import OperationLog
-from cachemgr.persistence.redis_client import open_redis
+from cachemgr.persistence.key_index import KeyIndex
 from cachemgr.persistence.redis_index import UP, IndexStore
 from cachemgr.persistence.write_queue import WriteQueue
 from cachemgr.rpc import tenancy
@@ -32,6 +32,7 @@ from cachemgr.telemetry.ghost_cache import ghosts_of
 from cachemgr.telemetry.prometheus import CacheCollector, Stalls
 from cachemgr.types import ManagerConfig
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
+from protos.rpc.redis_client import open_redis
 from protos.rpc.server import Server
 from protos.rpc.settings import variable
 
@@ -85,6 +86,16 @@ class CacheManagerProcess:
                 epoch=self._manager.epoch,
                 shard=settings.shard,
                 interval=settings.redis_flush_seconds,
+            )
+        self._key_index: KeyIndex | None = None
+        if settings.key_index:
+            self._key_index = KeyIndex(
+                open_redis(settings.redis_url),
+                self._manager.queries,
+                epoch=self._manager.epoch,
+                shard=settings.shard,
+                interval=settings.redis_flush_seconds,
+                max_pending=settings.redis_max_pending,
             )
         self._state_file = settings.state_dir.expanduser() / failed_state(settings.shard)
         # Set to the error of a call that may have left half of its work.
@@ -144,7 +155,7 @@ class CacheManagerProcess:
         await self._server.start()
         REGISTRY.register(self._collector)
         work = [self._keep_house(), self._watch_for_stalls()]
-        work += [part.run() for part in (self._store, self._zmq) if part is not None]
+        work += [part.run() for part in (self._store, self._key_index, self._zmq) if part is not None]
         self._background = [self._failure, *(asyncio.create_task(part) for part in work)]
         self._server.set_serving(True)
         if self._store is not None:
@@ -180,6 +191,8 @@ class CacheManagerProcess:
         await asyncio.wait(self._background)
         if self._store is not None:
             await self._store.close(write=not self._mutations.failed)
+        if self._key_index is not None:
+            await self._key_index.close(write=not self._mutations.failed)
         if self._log is not None:
             self._log.close()
 

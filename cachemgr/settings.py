@@ -1,13 +1,13 @@
 """Settings of the cache manager, KVKEEP_CACHEMGR_<NAME> beside the shared ones."""
 
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
-from redis.asyncio.connection import SSLConnection, UnixDomainSocketConnection, parse_url
 
 from protos.rpc import addresses
-from protos.rpc.settings import MetricsAddress, ProcessSettings, cluster_nodes
+from protos.rpc.redis_client import check_redis_url
+from protos.rpc.settings import MetricsAddress, ProcessSettings
 
 
 class CachemgrSettings(ProcessSettings):
@@ -83,6 +83,10 @@ class CachemgrSettings(ProcessSettings):
     redis_max_pending: int = Field(
         200_000, gt=0, description="Most changed blocks that wait for Redis; beyond it the whole index is copied later."
     )
+    key_index: bool = Field(
+        False,
+        description="Write an index by key into that Redis, too, for routers that have no view of a cache yet.",
+    )
     operation_log: Path | None = Field(
         None,
         description="File of all calls with their token ids, for `python -m cachemgr replay FILE`. The file of the "
@@ -118,22 +122,4 @@ class CachemgrSettings(ProcessSettings):
     def _check_redis_url(cls, url: str, info: ValidationInfo) -> str:
         """Redis holds the prompts of all tenants: it needs TLS where an answer of a server here does."""
         # Absent when it is at fault itself.
-        if url and not info.data.get("insecure", True) and (address := without_tls(url)):
-            raise ValueError(
-                f"{address} is on another machine and would be reached without TLS: use a loopback address or a unix "
-                "socket, write rediss:// or rediss+cluster://, or allow it with KVKEEP_INSECURE=1"
-            )
-        return url
-
-
-def without_tls(url: str) -> str:
-    """The first server of another machine that the URL leads to without TLS, empty for none. Raises ValueError."""
-    first, nodes = cluster_nodes(url)
-    how: dict[str, Any] = dict(parse_url(first))
-    if how.get("connection_class") in (SSLConnection, UnixDomainSocketConnection):
-        return ""
-    for host, port in nodes or [(how.get("host", "localhost"), how.get("port", 6379))]:
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        if not addresses.is_loopback(address):
-            return address
-    return ""
+        return check_redis_url(url, insecure=info.data.get("insecure", True))

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 
 
 class Scope(Protocol):
-    """The cache scope of a block, its tenant and session, and its extra keys as they enter its key."""
+    """The cache scope of a block, its tenant and session, its extra keys as they enter its key, and its weights."""
 
     salt: str | None
     adapter_id: int | None
     tenant_id: str | None
     session_id: str | None
     extra: bytes
+    weight_version: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,8 @@ class ExecutorSpec:
     plain_rotary: bool = False
     host_generations: Sequence[Sequence[int]] = ()
     disk_generations: Sequence[Sequence[int]] = ()
+    # Of the weights that it computes with; empty for those that it was started with.
+    weight_version: str = ""
 
     @property
     def has_contents(self) -> bool:
@@ -200,6 +203,12 @@ class AdmitRequest:
     no_store: bool = False
     # Blocks of tiers below it are not used.
     lowest_tier: TierKind = TierKind.DISK
+    # Tokens that are wanted of what is cached behind its own.
+    max_continuation: int = 0
+    # Whether the answer says why the first missing block is missing.
+    explain_miss: bool = False
+    # Only whole blocks of so many leading tokens are left in the cache; None for no bound.
+    store_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +236,7 @@ class Transfer(NamedTuple):
 class Admission:
     """The answer to an admission or a fork. Not admitted: nothing was allocated, `missing_blocks` were missing.
 
-    `full_account`: the ceiling of this account alone was reached.
+    `full_account`: the ceiling of this account alone was reached. `continuation`: tokens cached behind its own.
     """
 
     admitted: bool
@@ -242,6 +251,10 @@ class Admission:
     receipts: tuple[Receipt, ...] = ()
     hint_answers: tuple[HintAnswer, ...] = ()
     eviction_policy: Policy | None = None
+    continuation: tuple[int, ...] = ()
+    miss: Miss | None = None
+    # Leading tokens of the prompt whose blocks are left in the cache.
+    store_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +277,18 @@ class SyncRequest:
     evicting_handles: Sequence[int] = ()
     evicted_handles: Sequence[int] = ()
     computed_tokens_before_eviction: Sequence[int] = ()
+    evicting_window_tokens: Sequence[int] = ()
+    window_handles: Sequence[int] = ()
+    window_tokens: Sequence[int] = ()
+
+
+class WindowChange(enum.Enum):
+    """What happened to a longer adaptive window. One that is taken back is returned once it is short again."""
+
+    GRANTED = "granted"
+    REFUSED = "refused"
+    TAKEN_BACK = "taken_back"
+    RETURNED = "returned"
 
 
 @dataclass(slots=True)
@@ -281,6 +306,9 @@ class SyncAnswer:
     evicting_handles: list[int] = field(default_factory=list)
     evicting_counts: list[int] = field(default_factory=list)
     evicting_slots: list[int] = field(default_factory=list)
+    evicting_window_tokens: list[int] = field(default_factory=list)
+    window_handles: list[int] = field(default_factory=list)
+    window_tokens: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,6 +416,7 @@ class RemovalCause(enum.IntEnum):
     POOL_SHRUNK = 10
     RULE_CHANGED = 11
     TOO_MANY_LEASES = 12
+    WEIGHTS_UPDATED = 13
 
 
 class LeaseView(NamedTuple):
@@ -403,12 +432,17 @@ class LeaseView(NamedTuple):
 
 
 class Removal(NamedTuple):
-    """How a block left the index: cause, time, the sequence that needed blocks, and the priority of the block."""
+    """How a block left the index: cause, time, the sequence that needed blocks, and the priority of the block.
+
+    `for_owner` are tenant and salt of that sequence. `lease_ended`: its last lease had ended before.
+    """
 
     cause: RemovalCause
     time: float
     for_sequence_id: str
     priority: int
+    for_owner: tuple[str | None, str | None] = (None, None)
+    lease_ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -624,6 +658,34 @@ class HintAnswer(NamedTuple):
     num_blocks: int = 0
 
 
+class MissCause(enum.IntEnum):
+    """Numbers as in the message of an admission."""
+
+    NEVER_STORED = 1
+    EVICTED = 2
+    LEASE_ENDED = 3
+    PURGED = 4
+    LOST = 5
+    BEING_COMPUTED = 6
+    SLOWER_TIER = 7
+    NOT_READ = 8
+
+
+class Miss(NamedTuple):
+    """Why the first missing block of a prompt was not used, without a word about other tenants.
+
+    `removed_ago` in seconds. `for_own`: a sequence of the same owner got the slot, and only then has an id. `tier`: of
+    a block that is cached too far down.
+    """
+
+    cause: MissCause
+    removed_ago: float | None = None
+    priority: int | None = None
+    for_own: bool = False
+    for_sequence_id: str = ""
+    tier: TierKind | None = None
+
+
 class MissReason(enum.IntEnum):
     """Numbers as in the message; NONE when nothing is missing."""
 
@@ -633,6 +695,7 @@ class MissReason(enum.IntEnum):
     OTHER_SALT = 3
     OTHER_ADAPTER = 4
     BEING_COMPUTED = 5
+    OTHER_WEIGHTS = 6
 
 
 @dataclass(slots=True)

@@ -23,6 +23,12 @@ def check_id(field: str, value: str) -> None:
         raise InvalidField(field, f"must be at most {MAX_ID_BYTES} bytes")
 
 
+def check_weight_version(version: str) -> None:
+    """The version of weights is not too long; empty for those that an executor was started with."""
+    if version:
+        check_id("weight_version", version)
+
+
 def check_tokens(field: str, token_ids: Sequence[int]) -> array[int]:
     """Token ids are there and have 32 bits; returns them packed."""
     if not token_ids:

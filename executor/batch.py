@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,17 @@ Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 Int64s = np.ndarray[tuple[int], np.dtype[np.int64]]
 Slots = np.ndarray[tuple[int], np.dtype[np.int32]]
 
+_NO_DRAFTS: Mapping[int, Sequence[int]] = {}
+
+
+@dataclass(frozen=True)
+class AdapterSpan:
+    """The packed tokens from `begin` to `end`, which one adapter is for; `adapter` is what the model has made of it."""
+
+    adapter: Any
+    begin: int
+    end: int
+
 
 @dataclass(eq=False)
 class SequenceState:
@@ -30,8 +42,9 @@ class SequenceState:
     kept: computed tokens that were not evicted: they use the first `kept` slots. reuse_position: a free position among
     those slots that the next token fills; None for none. row: where the device keeps its last token.
     tables: per layer group the slots of its blocks, [M] int32. cached: tokens that were computed when it joined.
+    adapter: what the model has made of its adapter, None for none. A sequence keeps it also when it is unloaded.
     policy: its token eviction policy. evicts: whether it has begun to evict. compacted: whether the kept tokens get new
-    positions. span: covers its time in the batch.
+    positions. continuation: ids that may follow those it joined with. span: covers its time in the batch.
     """
 
     handle: int
@@ -42,6 +55,7 @@ class SequenceState:
     row: int
     tables: list[Slots]
     sampling: Sampling
+    adapter: Any = None
     policy: Policy | None = None
     kept: int = 0
     evicts: bool = False
@@ -49,10 +63,11 @@ class SequenceState:
     reuse_position: int | None = None
     stopped: bool = False
     cached: int = 0
+    continuation: tuple[int, ...] = ()
     span: tracing.Span = tracing.OFF
 
     @classmethod
-    def of(cls, new: NewSequence, row: int) -> SequenceState:
+    def of(cls, new: NewSequence, row: int, adapter: Any = None) -> SequenceState:
         """The state in which a sequence joins."""
         return cls(
             handle=new.sequence,
@@ -63,10 +78,12 @@ class SequenceState:
             row=row,
             tables=[np.asarray(slots, dtype=np.int32) for slots in new.tables],
             sampling=new.sampling,
+            adapter=adapter,
             policy=new.policy,
             compacted=new.policy is not None and new.policy.compacted,
             kept=new.num_computed_tokens,
             cached=new.num_computed_tokens,
+            continuation=new.continuation,
         )
 
 
@@ -82,6 +99,19 @@ class ScoredSequence:
     rows: int
     squares: bool = False
     accumulator: ScoreAccumulator | None = None
+
+
+@dataclass(frozen=True)
+class ScoredPrompt:
+    """Tokens of a prompt whose log-probabilities are wanted: ids [N] int64, from a position on.
+
+    rows: [N] int64, packed indices of the tokens in front of them, and later the indices of their logits.
+    """
+
+    sequence: SequenceState
+    position: int
+    ids: Int64s
+    rows: Int64s
 
 
 @dataclass(frozen=True)
@@ -107,6 +137,7 @@ class DeviceBatch:
     keys and values are stored. paged: per layer group. rows: [R] int64, packed indices of the tokens whose logits are
     wanted. output_token_rows: [R] int64, the rows of `last_tokens` for the tokens sampled from them.
     last_tokens: [rows of the sequence table] int64. scored: None when no attention scores are wanted.
+    adapters: spans that do not overlap, in order. row_adapters: the same where only `rows` are left.
     """
 
     token_ids: Tensor
@@ -118,6 +149,8 @@ class DeviceBatch:
     output_token_rows: Tensor
     last_tokens: Tensor
     scored: ScoredRows | None
+    adapters: tuple[AdapterSpan, ...] = ()
+    row_adapters: tuple[AdapterSpan, ...] = ()
 
     def ids(self) -> Tensor:
         """Token ids, [T] int64, also those that only the device knows."""
@@ -131,8 +164,11 @@ class HostBatch:
 
     cache_positions: [T] int64, each token's position along its sequence's block tables; not its position in the
     sequence once tokens were evicted. query_start: [S + 1] int32. seq_lens: [S] int32, slots in use.
-    tables: per layer group [S, M] int32. sampling: the R sequences whose last known token is computed now.
-    written_slots: per layer group [T] int64, the slots of the blocks that get new tokens.
+    tables: per layer group [S, M] int32. sampling: the sequences whose last known token is computed now; each has a row
+    for that token and one for each of its drafts.
+    written_slots: per layer group [T] int64, the slots of the blocks that get new tokens. prompts: sequences whose
+    prompts are scored, in order; each has as many of the `rows` as it says, which do not sample. sample_rows: [S_R]
+    int64, indices into `rows` of those that do; None for all.
     last_tokens: [rows of the sequence table] int64 on the device. scored: the sequences whose scores are wanted.
     """
 
@@ -150,6 +186,9 @@ class HostBatch:
     written_slots: tuple[Int64s, ...]
     last_tokens: Tensor
     scored: tuple[ScoredSequence, ...]
+    adapters: tuple[AdapterSpan, ...] = ()
+    prompts: tuple[ScoredPrompt, ...] = ()
+    sample_rows: Int64s | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -160,24 +199,24 @@ class HostBatch:
         """Sequences that compute something."""
         return len(self.seq_lens)
 
-    def to_device(self, *, padded: int = 0, into: Tensor | None = None) -> DeviceBatch:
+    def to_device(self, *, tokens: int = 0, sequences: int = 0, into: Tensor | None = None) -> DeviceBatch:
         """Sends the batch to the device in one copy, to the bytes `into` or to new memory.
 
-        padded: adds tokens without a sequence, and sequences without tokens, up to this number of sequences. In a batch
-        of one token per sequence, the addresses in `into` of token_ids, input_token_rows, positions, slot_mappings,
-        query_start and seq_lens depend on `padded` alone.
+        Adds tokens without a sequence up to the number of `tokens`, and up to that of `sequences` sequences without
+        tokens and rows of token 0. The addresses in `into` of token_ids, input_token_rows, positions, slot_mappings,
+        query_start, seq_lens and rows depend on these two alone, where the batch has no more.
         """
-        extra = max(0, padded - self.num_sequences)
+        added, extra = max(0, tokens - self.num_tokens), max(0, sequences - self.num_sequences)
         query_start, seq_lens = _extended(self.query_start, extra, self.num_tokens), _extended(self.seq_lens, extra)
         token_ids, input_token_rows, positions, starts, lengths, *rest = send(
             [
-                _extended(self.token_ids, extra),
-                _extended(self.input_token_rows, extra, -1),
-                _extended(self.positions, extra),
+                _extended(self.token_ids, added),
+                _extended(self.input_token_rows, added, -1),
+                _extended(self.positions, added),
                 query_start,
                 seq_lens,
-                *(_extended(slots, extra, -1) for slots in self.slot_mappings),
-                self.rows,
+                *(_extended(slots, added, -1) for slots in self.slot_mappings),
+                _extended(self.rows, max(0, sequences - len(self.rows))),
                 self.output_token_rows,
                 *(_extended(table, extra) for table in self.tables),
                 *self._scored_arrays(),
@@ -210,7 +249,13 @@ class HostBatch:
             output_token_rows=output_token_rows,
             last_tokens=self.last_tokens,
             scored=self._scored_rows(*rest[groups:]) if self.scored else None,
+            adapters=self.adapters,
+            row_adapters=self._row_adapters(),
         )
+
+    def _row_adapters(self) -> tuple[AdapterSpan, ...]:
+        bounds = ((span.adapter, *self.rows.searchsorted((span.begin, span.end)).tolist()) for span in self.adapters)
+        return tuple(AdapterSpan(adapter, begin, end) for adapter, begin, end in bounds if begin < end)
 
     def _scored_arrays(self) -> list[np.ndarray]:
         """What ScoredRows has on the device: rows, counts, query_start, seq_lens, block_tables."""
@@ -239,11 +284,14 @@ class HostBatch:
         return ScoredRows(self.scored, rows, counts, paged)
 
 
-def sent_bytes(sequences: int, blocks: int, groups: int) -> int:
-    """Most bytes that `HostBatch.to_device` sends for sequences of one token and `blocks` blocks, all scored."""
+def sent_bytes(tokens: int, sequences: int, blocks: int, groups: int) -> int:
+    """Most bytes that `HostBatch.to_device` sends for so many tokens of sequences of so many blocks.
+
+    A row is wanted of each sequence, and the scores of all tokens.
+    """
     parts = 12 + 2 * groups
     numbers = 5 * sequences + 2 + (groups + 1) * sequences * blocks
-    return ALIGNMENT * parts + 8 * (6 + groups) * sequences + 4 * numbers
+    return ALIGNMENT * parts + 8 * ((4 + groups) * tokens + 2 * sequences) + 4 * numbers
 
 
 def build_batch(
@@ -253,10 +301,12 @@ def build_batch(
     block_size: int,
     num_groups: int,
     scored: Sequence[ScoredSequence] = (),
+    drafts: Mapping[int, Sequence[int]] = _NO_DRAFTS,
 ) -> HostBatch:
     """The batch that computes counts[i] >= 1 tokens of sequences[i]. last_tokens: [rows] int64, on the device.
 
-    scored: sequences whose attention scores are wanted. Raises ValueError when they ask for more than the batch has.
+    scored: sequences whose attention scores are wanted. drafts: by handle, the tokens behind the last known one, which
+    are among the sequence's count. Raises ValueError when they ask for more than the batch has.
     """
     _check_scored(scored, counts, num_groups)
     query_lens = np.asarray(counts, dtype=np.int64)
@@ -280,11 +330,15 @@ def build_batch(
 
     ids, token_rows = np.zeros(total, dtype=np.int64), np.full(total, -1, dtype=np.int64)
     for index, sequence in enumerate(sequences):
-        start, end = int(first[index]), int(first[index] + query_lens[index])
+        drafted = drafts.get(sequence.handle, ())
+        start, row, behind = int(first[index]), int(query_start[index]), int(query_start[index + 1])
+        behind -= len(drafted)
         if start < len(sequence.tokens):
-            ids[query_start[index] : query_start[index + 1]] = sequence.tokens[start:end]
+            ids[row:behind] = sequence.tokens[start : start + behind - row]
         else:
-            token_rows[query_start[index]] = sequence.row
+            token_rows[row] = sequence.row
+        if drafted:
+            ids[behind : behind + len(drafted)] = drafted
 
     mappings, tables, written = [], [], []
     for group in range(num_groups):
@@ -293,7 +347,18 @@ def build_batch(
         tables.append(table)
         written.append(blocks)
         mappings.append(blocks * block_size + write_positions % block_size)
-    samples = [i for i, sequence in enumerate(sequences) if first[i] + query_lens[i] == sequence.known]
+    samples = [i for i, sequence in enumerate(sequences) if first[i] + query_lens[i] >= sequence.known]
+    rows, output_rows = query_start[1:][samples] - 1, np.asarray([sequences[i].row for i in samples], dtype=np.int64)
+    if drafts:
+        own = np.asarray([1 + len(drafts.get(sequences[i].handle, ())) for i in samples], dtype=np.int64)
+        output_rows = output_rows.repeat(own)
+        rows = (rows + 1 - own.cumsum()).repeat(own) + np.arange(len(output_rows))
+    prompts = _scored_prompts(sequences, query_start)
+    sample_rows = None
+    if prompts:
+        every = np.sort(np.concatenate([rows, *(prompt.rows for prompt in prompts)]))
+        sample_rows, rows = every.searchsorted(rows), every
+        prompts = [replace(prompt, rows=every.searchsorted(prompt.rows)) for prompt in prompts]
     return HostBatch(
         token_ids=ids,
         input_token_rows=token_rows,
@@ -301,15 +366,45 @@ def build_batch(
         cache_positions=cache_positions,
         query_start=query_start.astype(np.int32),
         seq_lens=seq_lens.astype(np.int32),
-        rows=query_start[1:][samples] - 1,
-        output_token_rows=np.asarray([sequences[i].row for i in samples], dtype=np.int64),
+        rows=rows,
+        output_token_rows=output_rows,
         slot_mappings=tuple(mappings),
         tables=tuple(tables),
         sampling=tuple(sequences[i] for i in samples),
         written_slots=tuple(written),
         last_tokens=last_tokens,
         scored=tuple(scored),
+        adapters=_adapter_spans(sequences, query_start),
+        prompts=tuple(prompts),
+        sample_rows=sample_rows,
     )
+
+
+def _scored_prompts(sequences: Sequence[SequenceState], query_start: Int64s) -> list[ScoredPrompt]:
+    """The tokens of prompts that stand behind computed ones, where their log-probabilities are wanted."""
+    prompts = []
+    for index, sequence in enumerate(sequences):
+        if sequence.sampling.num_prompt_logprobs is None:
+            continue
+        begin, first = int(query_start[index]), sequence.computed
+        end = min(first + int(query_start[index + 1]) - begin, sequence.num_prompt - 1)
+        if end > first:
+            rows = np.arange(begin, begin + end - first)
+            prompts.append(ScoredPrompt(sequence, first + 1, sequence.tokens[first + 1 : end + 1], rows))
+    return prompts
+
+
+def _adapter_spans(sequences: Sequence[SequenceState], query_start: Int64s) -> tuple[AdapterSpan, ...]:
+    """The tokens of each adapter; one span where the sequences of an adapter stand behind each other."""
+    spans: list[AdapterSpan] = []
+    for index, sequence in enumerate(sequences):
+        if sequence.adapter is None:
+            continue
+        begin, end = int(query_start[index]), int(query_start[index + 1])
+        if spans and spans[-1].adapter is sequence.adapter and spans[-1].end == begin:
+            begin = spans.pop().begin
+        spans.append(AdapterSpan(sequence.adapter, begin, end))
+    return tuple(spans)
 
 
 def _table(tables: Sequence[Int32s], seq_lens: Int64s, block_size: int) -> Int32s:

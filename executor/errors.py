@@ -37,6 +37,62 @@ class BrokenStorageError(CacheFileError):
     """The storage under a tier accepts no writes any more; the executor can serve without it."""
 
 
+class AdapterError(ServiceError):
+    """An adapter's files cannot be used with this model; the message names the file and the field."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_ADAPTER"
+
+
+class AdapterExistsError(ServiceError):
+    """Another adapter is loaded under this name."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+    reason = "ADAPTER_EXISTS"
+
+
+class TooManyAdaptersError(ServiceError):
+    """As many adapters are loaded as the executor's setting allows."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "TOO_MANY_ADAPTERS"
+
+
+class UnknownAdapterError(ServiceError):
+    """No adapter is loaded under this name."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "UNKNOWN_ADAPTER"
+
+
+class AdaptersFixedError(ServiceError):
+    """The executor's settings allow no loading at run time."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "ADAPTERS_FIXED"
+
+
+class WeightsFixedError(ServiceError):
+    """The executor's settings allow no other weights at run time."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "WEIGHTS_FIXED"
+
+
+class WeightsError(ServiceError):
+    """Weights cannot take the place of the executor's; the message says why, and those of before stay."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_WEIGHTS"
+
+
+class GrammarError(ServiceError):
+    """The form of an output cannot be compiled; the message says where it is wrong."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_GRAMMAR"
+
+
 class ExecutorError(ServiceError):
     """Base of the errors that end a session."""
 
@@ -104,11 +160,25 @@ class SessionReplacedError(ExecutorError):
     reason = "SESSION_REPLACED"
 
 
+class SchedulerLeftError(ExecutorError):
+    """The lease of the scheduler has ended since it opened the session: its blocks may be those of others."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "SCHEDULER_LEFT"
+
+
 class StoppingError(ExecutorError):
     """The executor is shutting down."""
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "STOPPING"
+
+
+class UpdatingWeightsError(ExecutorError):
+    """The executor is about to compute with other weights."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "UPDATING_WEIGHTS"
 
 
 class StepFailedError(ExecutorError):

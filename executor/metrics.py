@@ -12,6 +12,8 @@ STEP_SECONDS = Histogram("kvkeep_executor_step_seconds", "Time of a step's work 
 IDLE_SECONDS = Counter("kvkeep_executor_idle_seconds", "Idle time of the device between steps.")
 TOKENS = Counter("kvkeep_executor_tokens", "Tokens computed.")
 SAMPLED = Counter("kvkeep_executor_sampled_tokens", "Tokens sampled.")
+DRAFTED = Counter("kvkeep_executor_drafted_tokens", "Drafted tokens computed.")
+ACCEPTED = Counter("kvkeep_executor_accepted_drafts", "Drafted tokens that were accepted.")
 FAILED_STEPS = Counter("kvkeep_executor_failed_steps", "Failed steps.")
 
 COPIED_BYTES = Counter("kvkeep_executor_copied_bytes", "Bytes copied between tiers.", ["source", "target"])

@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 import uvloop
@@ -16,6 +19,15 @@ from executor.settings import ExecutorSettings
 from protos.rpc import addresses, logs, tracing
 from protos.rpc.addresses import AddressError
 from protos.rpc.settings import variable
+
+if TYPE_CHECKING:
+    import torch
+
+    from executor.core.draft_model import Draft
+    from executor.core.runner import Runner
+    from executor.models.files import ModelFiles
+    from executor.models.forward import Model
+    from executor.models.tokenizer import TokenizerFiles
 
 log = structlog.get_logger()
 
@@ -43,6 +55,66 @@ def _check_addresses(settings: ExecutorSettings) -> None:
             addresses.prepare(address, insecure=settings.security.may_be_reached, setting=name)
 
 
+def _load(
+    source: str, settings: ExecutorSettings, device: "torch.device"
+) -> "tuple[ModelFiles, Model, TokenizerFiles]":
+    """Raises ModelError."""
+    from executor.models.files import find
+    from executor.models.load import load_model
+    from executor.models.tokenizer import load_tokenizer
+
+    files = find(source, settings.cache_dir, lambda line: log.info(line))
+    log.info("loading", model=files.name, device=str(device))
+    model = load_model(files, device, settings.dtype, compiled_folder=settings.compiled_dir)
+    return files, model, load_tokenizer(files)
+
+
+def _load_draft(
+    settings: ExecutorSettings, device: "torch.device", model: "Model", tokenizer: "TokenizerFiles"
+) -> "Draft":
+    """The draft model beside a model. Raises ModelError naming the setting."""
+    from executor.core.draft_model import Draft
+
+    try:
+        return Draft.of(*_load(settings.draft_model, settings, device), model, tokenizer)
+    except ModelError as error:
+        raise ModelError(f"{variable(ExecutorSettings, 'draft_model')}: {error}") from error
+
+
+def _make_invariant(model: "Model") -> None:
+    """Raises ModelError where the model cannot compute so."""
+    from executor.models.cpu import CpuModel
+
+    if not isinstance(model.forward, CpuModel):
+        setting = variable(ExecutorSettings, "batch_invariant")
+        raise ModelError(
+            f"{setting}: {model.name} does not run in compiled code here, and only that is batch invariant"
+        )
+    model.forward.decoder.invariant = True
+
+
+def _load_weights(
+    files: "ModelFiles", settings: ExecutorSettings, device: "torch.device", folder: Path | None
+) -> "Model":
+    """The model again, with the weights of a folder; None for those of its start. Raises ModelError."""
+    from executor.models.files import ModelFiles
+    from executor.models.load import load_model
+
+    found = files if folder is None else ModelFiles(files.name, str(folder))
+    model = load_model(found, device, settings.dtype, compiled_folder=settings.compiled_dir)
+    if settings.batch_invariant:
+        _make_invariant(model)
+    return model
+
+
+def _kind_seconds(runner: "Runner") -> dict[str, float]:
+    """Of the decoder that computes now: other weights have one of their own."""
+    from executor.models.cpu import CpuModel
+
+    assert isinstance(runner.model.forward, CpuModel)
+    return runner.model.forward.decoder.seconds
+
+
 async def _serve(settings: ExecutorSettings) -> int:
     started = time.monotonic()
     log.info("starting", model=settings.model or "default")
@@ -54,19 +126,24 @@ async def _serve(settings: ExecutorSettings) -> int:
     from executor.cache.shares import share_memory
     from executor.cache.tiers.files import FileSettings, check_space
     from executor.cache.tiers.tiers import open_tiers
+    from executor.core.adapters import Adapters
+    from executor.core.draft_model import DraftModel
+    from executor.core.drafts import Drafter
+    from executor.core.grammars import Grammars
     from executor.core.outbox import Outbox
     from executor.core.runner import Runner
     from executor.core.watchdog import Watchdog
     from executor.core.worker import Worker
     from executor.metrics import WEIGHT_BYTES, KindSeconds
+    from executor.models.calibration import calibrate
     from executor.models.cpu import CpuModel
-    from executor.models.files import find
     from executor.models.fingerprint import fingerprint
-    from executor.models.load import choose_device, load_model, release_unused_memory
-    from executor.models.tokenizer import load_tokenizer
+    from executor.models.load import choose_cache_dtype, choose_device, release_unused_memory
     from executor.rpc.announcement import PoolAnnouncement
     from executor.rpc.manager_client import ManagerClient, TransferLog
     from executor.rpc.service import SERVICE, ExecutorServicer, Identity
+    from executor.rpc.sessions import Sessions
+    from executor.rpc.weights import WeightUpdates
     from protos.execution.v1 import execution_pb2_grpc as rpc
     from protos.rpc.channel import open_channel
     from protos.rpc.server import Server
@@ -87,27 +164,28 @@ async def _serve(settings: ExecutorSettings) -> int:
     host, disk = file_settings("host", settings.host_cache_dir), file_settings("disk", settings.disk_dir)
     check_space(host)
     check_space(disk)
-    files = find(settings.model, settings.cache_dir, lambda line: log.info(line))
-    log.info("loading", model=files.name, device=str(device))
-    model = load_model(files, device, settings.dtype, compiled_folder=settings.compiled_dir)
+
+    files, model, tokenizer = _load(settings.model, settings, device)
     if settings.batch_invariant:
-        if not isinstance(model.forward, CpuModel):
-            setting = variable(ExecutorSettings, "batch_invariant")
-            raise ModelError(
-                f"{setting}: {files.name} does not run in compiled code here, and only that is batch invariant"
-            )
-        model.forward.decoder.invariant = True
-    tokenizer = load_tokenizer(files)
+        _make_invariant(model)
+    cache_dtype = choose_cache_dtype(settings.kv_cache_dtype, model)
+    scales = calibrate(model, tokenizer, cache_dtype)
+    sizes = block_bytes(model.groups, settings.block_size, cache_dtype)
+    drafting = device.type == "cpu" and settings.max_drafts > 0
+    if settings.max_drafts and not drafting:
+        log.warning("running without drafts", cause="steps are launched before the tokens of the last one are known")
+    draft = None
+    if settings.draft_model and drafting:
+        draft = _load_draft(settings, device, model, tokenizer)
+        sizes = draft.with_bytes(sizes, settings.block_size)
     release_unused_memory()
     blocks = count_blocks(
-        model.groups,
+        sizes,
         settings.block_size,
-        model.dtype,
         max_tokens=settings.max_tokens,
         free_bytes=free_memory(device),
         fraction=settings.free_memory_fraction,
     )
-    sizes = block_bytes(model.groups, settings.block_size, model.dtype)
     shares = share_memory(
         [group.shape.window for group in model.groups],
         sizes,
@@ -118,10 +196,14 @@ async def _serve(settings: ExecutorSettings) -> int:
         weights=settings.given_shares,
         movable=device.type == "cpu",
     )
-    pools = KvPools(model.groups, shares, settings.block_size, model.dtype, device)
+    ahead = None if draft is None else DraftModel.of(draft, shares, settings.block_size)
+    pools = KvPools(
+        model.groups, shares, settings.block_size, cache_dtype, device, scales, ahead.beside if ahead else {}
+    )
     log.info(
         "model loaded",
         dtype=str(model.dtype),
+        kv_cache_dtype=str(cache_dtype),
         layer_groups=len(model.groups),
         pool_tokens=pools.max_tokens,
         pool_blocks=list(shares.blocks),
@@ -129,7 +211,9 @@ async def _serve(settings: ExecutorSettings) -> int:
     )
 
     identity = Identity(settings.executor_id, time.time_ns())
-    digest = fingerprint(model, files, settings.block_size)
+    digest = fingerprint(model, files, pools)
+    if draft is not None and ahead is not None:
+        digest = hashlib.sha256(digest + fingerprint(draft.model, draft.files, ahead.pools)).digest()
     tiers = open_tiers(
         pools,
         digest,
@@ -148,14 +232,31 @@ async def _serve(settings: ExecutorSettings) -> int:
         loop.call_soon_threadsafe(lost.set)
         signal.raise_signal(signal.SIGTERM)
 
-    if isinstance(model.forward, CpuModel):
-        decoder = model.forward.decoder
-        KindSeconds(lambda: decoder.seconds)
-        WEIGHT_BYTES.set(decoder.weight_bytes)
-        log.info("running in compiled code", weight_bytes=decoder.weight_bytes, bfloat16_products=decoder.products)
     transfers = TransferLog(loop)
     outbox = Outbox(transfers, tiers.block_times)
-    runner = Runner(model, pools, tiers, outbox)
+    drafter = Drafter(settings.max_drafts, model=ahead) if drafting else None
+    grammars = Grammars(tokenizer.json, model.vocab_size, model.eos_token_ids)
+    runner = Runner(model, pools, tiers, outbox, drafter, grammars)
+    if isinstance(model.forward, CpuModel):
+        decoder = model.forward.decoder
+        KindSeconds(partial(_kind_seconds, runner))
+        WEIGHT_BYTES.set(decoder.weight_bytes)
+        log.info(
+            "running in compiled code",
+            weight_bytes=decoder.weight_bytes,
+            plain_matrices=sorted(decoder.plain),
+            bfloat16_products=decoder.products,
+        )
+        del decoder
+    # Its weights are freed once others are in their place.
+    del model
+    adapters = Adapters(
+        runner,
+        folder=settings.adapter_dir,
+        most=settings.max_adapters,
+        largest_rank=settings.max_adapter_rank,
+    )
+    adapters.load_given(settings.given_adapters, variable(ExecutorSettings, "adapters"))
     runner.warmup()
     worker = Worker(runner, outbox, device_lost)
     watchdog = Watchdog(worker, server.set_serving, device_lost)
@@ -166,7 +267,11 @@ async def _serve(settings: ExecutorSettings) -> int:
         transfers,
         watchdog.set_registered,
     )
-    servicer = ExecutorServicer(identity, runner, worker, tokenizer, client.is_registered)
+    sessions = Sessions(identity.epoch, client)
+
+    load = partial(_load_weights, files, settings, device)
+    weights = WeightUpdates(worker, sessions, client, adapters, load, settings.weights_dir)
+    servicer = ExecutorServicer(identity, runner, worker, tokenizer, client, adapters, sessions, weights)
 
     async def drain() -> None:
         servicer.stop()

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import ByteSize, Field, field_validator
+from pydantic import ByteSize, Field, ValidationInfo, field_validator
 
-from protos.rpc.settings import MetricsAddress, ProcessSettings, load
+from protos.rpc.settings import MetricsAddress, ProcessSettings, load, variable
 
 
 class ExecutorSettings(ProcessSettings):
@@ -17,11 +17,16 @@ class ExecutorSettings(ProcessSettings):
     listens_on: ClassVar[tuple[str, ...]] = ("executor_address", "metrics_address")
 
     executor_id: str = Field("executor-0", min_length=1, max_length=256, description="Stable name of this executor.")
-    model: str = Field("", description="Local path or hub id; empty is SmolLM2-135M-Instruct.")
+    model: str = Field("", description="Folder, GGUF file or hub id; empty is SmolLM2-135M-Instruct.")
     device: str = Field("auto", description='"auto", "cpu", "cuda" or "cuda:N".')
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description='Of weights and cache; "auto": the model\'s own, on a CPU bfloat16 or, if that is slow, float32.',
+        description='Of the weights; "auto": the model\'s own, on a CPU bfloat16 or, if that is slow, float32.',
+    )
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"] = Field(
+        "auto",
+        description='Of keys and values; "auto": as the weights. "fp8" (float8_e4m3fn) and "int8" are rounded a little '
+        "and take half the memory of bfloat16.",
     )
     block_size: int = Field(16, ge=2, le=1024, description="Tokens per block, a power of two.")
     max_tokens: int = Field(
@@ -40,12 +45,34 @@ class ExecutorSettings(ProcessSettings):
     batch_invariant: bool = Field(
         False, description="Compute each token alike in every batch and with every prefix hit; compiled CPU code only."
     )
+    max_drafts: int = Field(
+        0,
+        ge=0,
+        le=63,
+        description="Most tokens that a step drafts for a sequence, from what followed the same tokens before; 0 is "
+        "none. Output stays the same. CPU only.",
+    )
+    draft_model: str = Field(
+        "",
+        description="Folder, GGUF file or hub id of a smaller model with the same vocabulary, which drafts where it is "
+        "likelier to be right; empty is none.",
+    )
     threads: int = Field(0, ge=0, description="Threads for CPU work; 0 is one per core.")
     metrics_address: MetricsAddress = Field("", description="Where Prometheus reads metrics; empty is off.")
     cache_dir: Path = Field(
         default_factory=lambda: Path("~/.cache/kvkeep").expanduser(),
         description="Folder for converted models and compiled code.",
     )
+
+    adapters: str = Field("", description="LoRA adapters to load at the start: `name=folder,name=folder`.")
+    adapter_dir: Path | None = Field(
+        None, description="Folder below which adapters may be loaded at run time; empty allows none."
+    )
+    weights_dir: Path | None = Field(
+        None, description="Folder below which other weights may be loaded at run time; empty allows none."
+    )
+    max_adapters: int = Field(16, ge=0, le=1024, description="Most adapters that can be loaded at a time.")
+    max_adapter_rank: int = Field(64, ge=1, le=1024, description="Largest rank of an adapter.")
 
     host_cache_size: ByteSize = Field(ByteSize(0), description="Bytes of the host tier, also as `8GiB`; 0 is none.")
     host_cache_dir: Path = Field(Path("/dev/shm/kvkeep"), description="Folder of the host tier's file: memory.")  # noqa: S108
@@ -70,6 +97,30 @@ class ExecutorSettings(ProcessSettings):
         """Shares of memory of each layer group; empty where none are given."""
         return tuple(map(float, self.pool_shares.split(","))) if self.pool_shares else ()
 
+    @property
+    def given_adapters(self) -> dict[str, str]:
+        """Folders of the adapters to load at the start, by name."""
+        pairs = (pair.partition("=") for pair in self.adapters.split(",") if pair.strip())
+        return {name.strip(): path.strip() for name, _, path in pairs}
+
+    @field_validator("adapters")
+    @classmethod
+    def _are_pairs(cls, value: str) -> str:
+        pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
+        names = [name.strip() for name, _, path in pairs if path.strip()]
+        if not all(names) or len(names) < len(pairs):
+            raise ValueError("must be name=folder with commas between them")
+        if len(set(names)) < len(names):
+            raise ValueError("must not give two folders for one name")
+        return value
+
+    @field_validator("draft_model")
+    @classmethod
+    def _may_draft(cls, value: str, info: ValidationInfo) -> str:
+        if value and not info.data.get("max_drafts", 1):
+            raise ValueError(f"drafts nothing while {variable(cls, 'max_drafts')} is 0")
+        return value
+
     @field_validator("pool_shares")
     @classmethod
     def _are_numbers(cls, value: str) -> str:
@@ -81,7 +132,7 @@ class ExecutorSettings(ProcessSettings):
             raise ValueError("must be numbers above zero with commas between them")
         return value
 
-    @field_validator("disk_cache_dir", mode="before")
+    @field_validator("disk_cache_dir", "adapter_dir", "weights_dir", mode="before")
     @classmethod
     def _empty_is_none(cls, value: object) -> object:
         return value or None

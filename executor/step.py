@@ -1,20 +1,51 @@
 """A step and its output as the executor handles them, free of messages."""
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from protos.kvcommon.eviction import Policy
 
-_MASK = (1 << 64) - 1
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    """Random numbers in [0, 1), [N] float64, each of one seed below 2**64 and one position alone.
+
+    splitmix64 (Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators").
+    """
+    z = np.array(seeds, dtype=np.uint64) + (np.array(positions, dtype=np.uint64) + 1) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> 27)) * np.uint64(0x94D049BB133111EB)
+    numbers: np.ndarray = ((z ^ (z >> 31)) >> 11) / np.float64(1 << 53)
+    return numbers
 
 
 def uniform(seed: int, position: int) -> float:
-    """A random number in [0, 1) that depends on its arguments alone (splitmix64, Steele et al. 2014)."""
-    z = (seed + (position + 1) * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return float((z ^ (z >> 31)) >> 11) / float(1 << 53)
+    """One of `uniforms`."""
+    return float(uniforms([seed], [position])[0])
+
+
+class GrammarKind(enum.Enum):
+    """The language in which the form of an output is written."""
+
+    # JSON text of a JSON Schema.
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    # JSON text of a list of texts.
+    CHOICE = "choice"
+    # In the syntax of Lark or of GBNF.
+    GRAMMAR = "grammar"
+    # JSON text of a list of [trigger, begin, JSON text of a JSON Schema, end].
+    STRUCTURAL_TAGS = "structural_tags"
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """The form that an output must have."""
+
+    kind: GrammarKind
+    text: str
 
 
 @dataclass(frozen=True)
@@ -31,6 +62,17 @@ class Sampling:
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     num_logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
+    num_prompt_logprobs: int | None = None
+
+    @property
+    def restricts(self) -> bool:
+        """Whether other tokens than penalised ones have other logits than the model's."""
+        return bool(self.grammar or self.logit_bias or self.min_tokens or self.bad_token_ids or self.allowed_token_ids)
 
     @property
     def penalises(self) -> bool:
@@ -42,7 +84,8 @@ class Sampling:
 class NewSequence:
     """A sequence that joins. tables: per layer group the slots of its blocks. policy: of its token eviction, or None.
 
-    traceparent: W3C trace context of its request, empty for none.
+    traceparent: W3C trace context of its request, empty for none. continuation: ids that may follow, for drafts.
+    adapter_id: of a loaded adapter, None for none.
     """
 
     sequence: int
@@ -53,6 +96,8 @@ class NewSequence:
     sampling: Sampling = Sampling()
     policy: Policy | None = None
     traceparent: str = ""
+    continuation: tuple[int, ...] = ()
+    adapter_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +144,9 @@ class Step:
     """A diff of the running batch. chunks: sequence -> tokens to compute. idle: sequences that compute nothing.
 
     evicting: sequences that evict tokens for the first time -> the block table that the kept tokens move to, () where
-    they stay. awaits_copies: the step only waits for an onload.
+    they stay. windows: sequences whose adaptive window has another length from now on -> its tokens. looking: sequences
+    whose output says how long their adaptive window is to be. awaits_copies: the step only waits for an onload.
+    drafts: decoding sequences -> most drafted tokens.
     """
 
     number: int
@@ -110,7 +157,10 @@ class Step:
     table_updates: tuple[BlockTableUpdate, ...] = ()
     copies: tuple[Copy, ...] = ()
     evicting: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    windows: Mapping[int, int] = field(default_factory=dict)
+    looking: frozenset[int] = frozenset()
     awaits_copies: bool = False
+    drafts: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def tickets(self) -> tuple[int, ...]:
@@ -124,21 +174,38 @@ class Step:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities of one sampled token and of the most likely ones, best first."""
+    """Log-probabilities of one token and of the most likely ones, best first.
+
+    rank: how many tokens are at least as likely, itself among them; 0 where that is not asked for.
+    """
 
     logprob: float
     top_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
+    rank: int = 0
+
+    def best(self, count: int) -> "Logprobs":
+        """The same with so many of the most likely ones."""
+        return Logprobs(self.logprob, self.top_ids[:count], self.top_logprobs[:count])
 
 
 @dataclass(frozen=True)
 class SampledToken:
-    """One sequence's new token."""
+    """A new token of one sequence."""
 
     sequence: int
     token_id: int
     stopped: bool
     logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Of the tokens of a sequence's prompt from a position on."""
+
+    sequence: int
+    position: int
+    logprobs: tuple[Logprobs, ...]
 
 
 @dataclass(frozen=True)
@@ -154,8 +221,11 @@ class Evicted:
 class StepOutput:
     """The output of a step. Times in seconds.
 
+    windows: sequence -> tokens that its adaptive window is to have, where the step asked.
     tickets: its copies within the device. copied, failed: onloads that have ended since the output before.
     block_times: seconds that a block takes from a lower tier to the device, as far as known.
+    sampled: in the order of each sequence's tokens. num_drafts: drafted tokens among num_tokens.
+    wanted_drafts: sequence -> drafted tokens that are worth their computation in its next step.
     """
 
     number: int
@@ -165,6 +235,15 @@ class StepOutput:
     idle_time: float
     tickets: tuple[int, ...] = ()
     evicted: tuple[Evicted, ...] = ()
+    windows: Mapping[int, int] = field(default_factory=dict)
     copied: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
     block_times: Mapping[Tier, float] = field(default_factory=dict)
+    num_drafts: int = 0
+    wanted_drafts: Mapping[int, int] = field(default_factory=dict)
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafted tokens that were accepted: each made a sequence sample one token more."""
+        return len(self.sampled) - len({token.sequence for token in self.sampled}) if self.num_drafts else 0

@@ -39,6 +39,13 @@ def quantized(x, scale, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def scaled(x, scale_ptr, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr):
+    """x [rows, HEAD_DIM_PADDED] times a head's scale [HEAD_DIM], in float32."""
+    dim = tl.arange(0, HEAD_DIM_PADDED)
+    return x.to(tl.float32) * tl.load(scale_ptr + dim, mask=dim < HEAD_DIM, other=1.0)[None, :]
+
+
+@triton.jit
 def tanh(x):
     # The quotient loses its digits near zero, where the series has them.
     e = tl.exp(-2.0 * tl.abs(x))

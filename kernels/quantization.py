@@ -1,6 +1,7 @@
-"""Caches of 8 bits: each KV head has one fixed scale for its keys and one for its values.
+"""Caches of 8 bits: each number of a KV head has one fixed scale for keys and one for values.
 
-What is stored is x / scale, rounded to the nearest value of the type (of two, the even one) and at most its largest.
+Keys have outliers: some of a head's numbers are many times as large as the others, in every token. What is stored is
+x / scale, rounded to the nearest value of the type (of two, the even one) and at most its largest.
 """
 
 import torch
@@ -16,41 +17,52 @@ FLOAT8_CAPABILITY = (8, 9)
 def check_quantization(
     name: str, activations: Tensor, k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> None:
-    """Raise ValueError unless the activations' dtype and the scales [Hkv] float32 fit caches [..., Hkv, D]."""
+    """Raise ValueError unless the activations' dtype and the scales [Hkv, D] float32 fit caches [..., Hkv, D]."""
+    check_scales(k_cache, k_scale, v_scale)
     if k_cache.dtype not in LARGEST:
         check_like(name, activations, "k_cache", k_cache)
-        for scale_name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            if scale is not None:
-                raise ValueError(f"{scale_name}: only int8 and float8_e4m3fn caches have scales, not {k_cache.dtype}")
         return
     check_dtype(name, activations, torch.float32, torch.bfloat16, torch.float16)
     check_device(name, activations, "k_cache", k_cache)
-    for scale_name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is None:
-            raise ValueError(f"{scale_name}: expected one scale per KV head of a {k_cache.dtype} cache")
-        check_shape(scale_name, scale, k_cache.shape[-2:-1], "[Hkv]")
-        check_dtype(scale_name, scale, torch.float32)
-        check_device(scale_name, scale, "k_cache", k_cache)
     check_float8(k_cache)
+
+
+def check_scales(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    """Raise ValueError unless caches [..., Hkv, D] of 8 bits have scales [Hkv, D] float32, and others have none."""
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if k_cache.dtype not in LARGEST:
+            if scale is not None:
+                raise ValueError(f"{name}: only int8 and float8_e4m3fn caches have scales, not {k_cache.dtype}")
+            continue
+        if scale is None:
+            raise ValueError(f"{name}: expected scales of a {k_cache.dtype} cache")
+        check_shape(name, scale, k_cache.shape[-2:], "[Hkv, D]")
+        check_dtype(name, scale, torch.float32)
+        check_device(name, scale, "k_cache", k_cache)
 
 
 def check_float8(k_cache: Tensor) -> None:
     """Raise ValueError if `k_cache` is float8_e4m3fn on a device that does not convert that."""
-    if k_cache.is_cuda and k_cache.dtype == torch.float8_e4m3fn:
-        capability = torch.cuda.get_device_capability(k_cache.device)
-        if capability < FLOAT8_CAPABILITY:
-            raise ValueError(
-                f"k_cache: a device of compute capability {capability[0]}.{capability[1]} does not convert "
-                "float8_e4m3fn, which 8.9 and later do; int8 works"
-            )
+    if k_cache.dtype == torch.float8_e4m3fn and (reason := float8_obstacle(k_cache.device)):
+        raise ValueError(f"k_cache: {reason}")
+
+
+def float8_obstacle(device: torch.device) -> str:
+    """Why caches on a device cannot be float8_e4m3fn; empty when they can."""
+    if device.type != "cuda" or (capability := torch.cuda.get_device_capability(device)) >= FLOAT8_CAPABILITY:
+        return ""
+    return (
+        f"a device of compute capability {capability[0]}.{capability[1]} does not convert float8_e4m3fn, which 8.9 "
+        "and later do; int8 works"
+    )
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [..., Hkv, D] over its head's scale [Hkv], as `dtype` holds it."""
-    scaled = (x.float() / scale[:, None]).clamp(*LARGEST[dtype])
+    """x [..., Hkv, D] over scale [Hkv, D], as `dtype` holds it."""
+    scaled = (x.float() / scale).clamp(*LARGEST[dtype])
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
 
 
 def dequantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """What quantize was given, as far as 8 bits kept it: x [..., Hkv, D] times its head's scale, in `dtype`."""
-    return x.to(dtype) * scale[:, None].to(dtype)
+    """What quantize was given, as far as 8 bits kept it: x [..., Hkv, D] times scale [Hkv, D], in `dtype`."""
+    return x.to(dtype) * scale.to(dtype)

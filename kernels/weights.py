@@ -2,12 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic
 
 from torch import Tensor
+from typing_extensions import TypeVar
+
+from kernels.stored import Matrix
+
+# Matrices: in memory, unless it says that they may be as a file stores them.
+M_co = TypeVar("M_co", bound=Matrix, covariant=True, default=Tensor)
 
 
 @dataclass(frozen=True)
-class LayerWeights:
+class LayerWeights(Generic[M_co]):
     """One layer: RMSNorm, attention, RMSNorm, gated SiLU, each half added to what came in.
 
     input_norm, post_norm: [H]. q_norm, k_norm: [D], per head, before the rotation. qkv: [(Hq + 2 Hkv) D, H], with its
@@ -16,10 +23,10 @@ class LayerWeights:
 
     input_norm: Tensor
     post_norm: Tensor
-    qkv: Tensor
-    out: Tensor
-    gate_up: Tensor
-    down: Tensor
+    qkv: M_co
+    out: M_co
+    gate_up: M_co
+    down: M_co
     group: int = 0
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None
@@ -27,7 +34,26 @@ class LayerWeights:
 
 
 @dataclass(frozen=True)
-class Weights:
+class LowRank:
+    """What an adapter adds to a product x W^T of one projection: scale * (x a^T) b^T. a: [R, K]. b: [N, R]."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class LayerAdapter:
+    """What an adapter adds to a layer, by the projections that LayerWeights joins; None where it adds nothing."""
+
+    qkv: Sequence[LowRank | None] = (None, None, None)
+    out: Sequence[LowRank | None] = (None,)
+    gate_up: Sequence[LowRank | None] = (None, None)
+    down: Sequence[LowRank | None] = (None,)
+
+
+@dataclass(frozen=True)
+class Weights(Generic[M_co]):
     """A model. embedding: [V, H], None when it is the output matrix `head` [V, H]. final_norm: [H].
 
     frequencies: [D / 2], radians per position; cosine and sine are multiplied with rotary_scale, logits of the
@@ -41,7 +67,7 @@ class Weights:
     attention_scale: float
     rotary_scale: float
     frequencies: Tensor
-    embedding: Tensor | None
-    head: Tensor
+    embedding: M_co | None
+    head: M_co
     final_norm: Tensor
-    layers: Sequence[LayerWeights]
+    layers: Sequence[LayerWeights[M_co]]

@@ -9,7 +9,7 @@ import typer.core
 
 from kvctl.console import command as console
 from kvctl.status import EXIT_STATUSES, CommandError, Status
-from kvctl.verbs import change, engines, follow, ghosts, limits, pool, quota, rules, show, top
+from kvctl.verbs import adapters, change, engines, follow, ghosts, limits, pool, quota, rules, show, top, weights
 
 # The base of all usage errors, which typer does not export.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -42,6 +42,8 @@ app.add_typer(console.app)
 app.add_typer(rules.app, name="rules", cls=Verbs)
 app.add_typer(quota.app, name="quota", cls=Verbs)
 app.add_typer(pool.app, name="pool", cls=Verbs)
+app.add_typer(adapters.app, name="adapters", cls=Verbs)
+app.add_typer(weights.app, name="weights", cls=Verbs)
 
 
 @app.callback(invoke_without_command=True)

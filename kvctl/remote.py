@@ -24,10 +24,10 @@ class Remote(Generic[S]):
         self.stub = stub
         self._timeout = timeout
 
-    def call(self, method: Callable[..., R], request: Any) -> R:
-        """Calls a method of the stub. Raises CommandError."""
+    def call(self, method: Callable[..., R], request: Any, at_least: float = 0.0) -> R:
+        """Calls a method of the stub. at_least: seconds that it may need at any rate. Raises CommandError."""
         try:
-            return method(request, timeout=self._timeout)
+            return method(request, timeout=max(self._timeout, at_least))
         except grpc.RpcError as error:
             raise command_error(from_rpc_error(error), self.address) from None
 

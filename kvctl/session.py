@@ -24,7 +24,6 @@ from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from protos.rpc import addresses
 from protos.rpc.addresses import AddressError
 from protos.rpc.channel import open_sync_channel
-from protos.rpc.security import Security
 from protos.rpc.settings import ProcessSettings, SettingsError, load
 
 S = TypeVar("S")
@@ -40,9 +39,9 @@ EXECUTOR: str = _FIELDS["executor_address"].default
 Server = Annotated[
     str,
     typer.Option(
-        envvar=["KVCTL_SERVER", "KVKEEP_CACHEMGR_ADMIN_ADDRESS"],
-        help=f"Where cache managers serve operators, with commas between them; without it those of the router's "
-        f"engines, or {SERVER} without a router.",
+        envvar="KVCTL_SERVER",
+        help="Where cache managers serve operators, with commas between them; without it those of the router's "
+        f"engines, or without a router KVKEEP_CACHEMGR_ADMIN_ADDRESS, else {SERVER}.",
         show_default=False,
     ),
 ]
@@ -60,10 +59,10 @@ Scheduler = Annotated[
 ]
 
 
-def security() -> Security:
-    """How to call, from the variables that the services read too. Raises CommandError."""
+def stack_settings() -> ProcessSettings:
+    """How to call, and whom, from the variables that the services read too. Raises CommandError."""
     try:
-        return load(ProcessSettings, os.environ).security
+        return load(ProcessSettings, os.environ)
     except SettingsError as error:
         raise CommandError(str(error), Status.USAGE) from None
 
@@ -88,9 +87,11 @@ class Session:
         """server: addresses with commas between them, or empty; so may router and scheduler be."""
         self.timeout = timeout
         self.output = output
-        self.security = security()
+        settings = stack_settings()
+        self.security = settings.security
         self.router_address = router
-        self._server = server
+        # A router knows all shards; the variable of the services is that of one.
+        self._server = server or ("" if router else settings.cachemgr_admin_address)
         self._scheduler = scheduler or router or SCHEDULER
         self._open = contextlib.ExitStack()
         self._channels: dict[str, grpc.Channel] = {}
@@ -104,8 +105,8 @@ class Session:
     @functools.cached_property
     def shards(self) -> list[Shard]:
         """The cache managers: those that are named, else those of the router's engines. Raises CommandError."""
-        if self._server or not self.router_address:
-            named = addresses_of(self._server or SERVER, "--server")
+        if self._server:
+            named = addresses_of(self._server, "--server")
             if not named:
                 raise typer.BadParameter("names no address", param_hint="--server")
             return [self._shard(address) for address in named]
@@ -121,7 +122,7 @@ class Session:
     @functools.cached_property
     def unknown(self) -> dict[str, CommandError]:
         """Engines of the router whose shard is not known, where the shards are the router's. Raises CommandError."""
-        if self._server or not self.router_address:
+        if self._server:
             return {}
         return {
             one.address: CommandError(

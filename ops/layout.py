@@ -1,7 +1,7 @@
 """Which processes a stack has, and the settings that tell apart processes of one kind."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,8 @@ METRICS_STEP = 100
 EXECUTOR_STOP_SECONDS = 15.0
 CONSOLE_STOP_SECONDS = 5.0
 ENGINES = f"{PREFIX}ROUTER_ENGINES"
+# Addresses of a cache manager to whose ports each executor adds the number at the end of its name.
+_EACH_EXECUTOR = (f"{PREFIX}CACHEMGR_ZMQ_EVENTS", f"{PREFIX}CACHEMGR_ZMQ_REPLAYS")
 
 
 class LayoutError(Exception):
@@ -46,6 +48,11 @@ _KINDS = {
 }
 
 
+def kind_of(name: str) -> str:
+    """What stands before the number in the name of a process, or of a member of a fleet."""
+    return name.partition("-")[0]
+
+
 @dataclass(frozen=True)
 class Process:
     """A process of a stack. Processes of one kind are told apart by a number behind a hyphen: executor-0, executor-1.
@@ -61,7 +68,7 @@ class Process:
 
     @property
     def kind(self) -> str:
-        return self.name.partition("-")[0]
+        return kind_of(self.name)
 
     @property
     def module(self) -> str:
@@ -87,11 +94,39 @@ class Process:
         """How long it may take to end."""
         return self.drain_seconds + _KINDS[self.kind].stop_seconds
 
-    @property
-    def listening(self) -> dict[str, str]:
-        """Every address that it listens on, by the variable that chooses it and, where it has a number, its name."""
+    def listening(self, executors: Iterable["Process"]) -> dict[str, str]:
+        """Every address that it listens on, by the variable that chooses it and, where it has a number, its name.
+
+        executors: of its stack; a cache manager has ports for each of its own. Raises LayoutError.
+        """
         of = f" of {self.name}" if self.name != self.kind else ""
-        return {f"{variable}{of}": address for variable, address in self.settings.listening.items()}
+        found = {}
+        for variable, address in self.settings.listening.items():
+            if not address or variable not in _EACH_EXECUTOR:
+                found[f"{variable}{of}"] = address
+                continue
+            for one in executors:
+                if one.field("cachemgr_address") == self.field("cachemgr_address"):
+                    number = addresses.number_of(one.field("executor_id"))
+                    found[f"{variable} for {one.field('executor_id')}"] = moved(address, number, variable)
+        return found
+
+
+def moved(address: str, by: int, variable: str) -> str:
+    """An address with a port that is so much larger. variable: that chooses the address. Raises LayoutError."""
+    try:
+        return addresses.moved(address, by)
+    except ValueError as error:
+        raise LayoutError(f"{variable}: {error}: choose a smaller one") from None
+
+
+def listening(processes: Iterable[Process]) -> Iterator[tuple[Process, str, str]]:
+    """Each address of a stack, behind its process and what chooses it. Raises LayoutError."""
+    everyone = list(processes)
+    executors = [one for one in everyone if one.kind == "executor"]
+    for one in everyone:
+        for setting, address in one.listening(executors).items():
+            yield one, setting, address
 
 
 def process(name: str, environ: Mapping[str, str], own: Mapping[str, object] | None = None, gpu: str = "") -> Process:
@@ -103,7 +138,7 @@ def process(name: str, environ: Mapping[str, str], own: Mapping[str, object] | N
     whole = dict(environ) | {f"{PREFIX}{setting.upper()}": str(value) for setting, value in own.items()}
     if gpu:
         whole["CUDA_VISIBLE_DEVICES"] = gpu
-    return Process(name, own, whole, _KINDS[name.partition("-")[0]].load(whole))
+    return Process(name, own, whole, _KINDS[kind_of(name)].load(whole))
 
 
 def single(environ: Mapping[str, str]) -> list[Process]:
@@ -115,6 +150,48 @@ def console(environ: Mapping[str, str], engines: Iterable[Process] = ()) -> list
     """The console of these processes, unless it is off. Raises SettingsError."""
     made = process("console", {**environ, **_for_operators(list(engines))})
     return [made] if made.field("address") else []
+
+
+def shard(environ: Mapping[str, str], number: int, own: Mapping[str, object]) -> Process:
+    """A cache manager among several. own: its addresses. Raises SettingsError."""
+    apart: dict[str, object] = {}
+    # The first one keeps the names that a cache manager alone has in Redis and in the state folder.
+    if number:
+        base = load(CachemgrSettings, environ)
+        apart["cachemgr_shard"] = f"{base.shard}-{number}" if base.shard else number
+        if log := base.operation_log:
+            apart["cachemgr_operation_log"] = log.with_name(f"{log.name}-{number}")
+    return process(f"cachemgr-{number}", environ, {**apart, **own})
+
+
+def executor(
+    environ: Mapping[str, str], number: int, own: Mapping[str, object], *, threads: int, share: float, gpu: str = ""
+) -> Process:
+    """An executor among several. own: addresses, its cache manager's too. Raises SettingsError.
+
+    threads: if none were given. share: of the memory for pools that an executor alone would take. gpu: as of `process`.
+    """
+    base = settings_from(environ)
+    apart: dict[str, object] = {
+        "executor_executor_id": _named(environ, "executor", number),
+        "executor_threads": base.threads or threads,
+        "executor_free_memory_fraction": base.free_memory_fraction * share,
+    }
+    return process(f"executor-{number}", environ, {**apart, **own}, gpu)
+
+
+def scheduler(environ: Mapping[str, str], number: int, own: Mapping[str, object]) -> Process:
+    """A scheduler behind a router. own: addresses, those of its neighbours too. Raises SettingsError."""
+    apart: dict[str, object] = {
+        "scheduler_scheduler_id": _named(environ, "scheduler", number),
+        "scheduler_http_address": "",
+    }
+    return process(f"scheduler-{number}", environ, {**apart, **own})
+
+
+def manager_of(shard: Process) -> dict[str, object]:
+    """What the processes of an engine must know of their cache manager."""
+    return {field: shard.field(field) for field in ("cachemgr_address", "cachemgr_admin_address")}
 
 
 def _for_operators(processes: Sequence[Process]) -> dict[str, str]:
@@ -133,87 +210,79 @@ def fleet(environ: Mapping[str, str], engines: int, shards: int = 1) -> list[Pro
     first shard where the cache manager would be; all others have sockets in the state folder. Engines share cores, GPUs
     and memory evenly. Raises LayoutError, SettingsError, AddressError.
     """
-    if not 1 <= shards <= engines:
-        raise LayoutError(f"{shards} shards for {engines} engines: each shard needs an engine, each engine a shard")
-    if environ.get(ENGINES):
-        raise LayoutError(f"{ENGINES} names engines that are not started here: leave it empty")
+    check_counts(environ, engines, shards)
     folder = load(SchedulerSettings, environ).state_dir.expanduser().resolve() / "sockets"
     managers = [_shard(environ, number, folder) for number in range(shards)]
-    made = [managers[number % shards] for number in range(engines)]
-    executors = _executors(environ, made, folder)
+    executors = _executors(environ, [managers[number % shards] for number in range(engines)], folder)
     schedulers = [
-        _scheduler(environ, number, manager, executor, folder)
-        for number, (manager, executor) in enumerate(zip(made, executors, strict=True))
+        scheduler(
+            environ,
+            number,
+            manager_of(one)
+            | {
+                "executor_address": one.field("executor_address"),
+                "scheduler_address": _socket(folder, f"scheduler-{number}"),
+                "scheduler_metrics_address": _moved(load(SchedulerSettings, environ), number),
+            },
+        )
+        for number, one in enumerate(executors)
     ]
     return [*managers, *executors, *schedulers, _router(environ, schedulers)]
 
 
+def check_counts(environ: Mapping[str, str], engines: int, shards: int) -> None:
+    """Raises LayoutError where there is no such fleet."""
+    if engines < 1:
+        raise LayoutError(f"--engines must be above zero, not {engines}")
+    if not 1 <= shards <= engines:
+        raise LayoutError(f"{shards} shards for {engines} engines: each shard needs an engine, each engine a shard")
+    if environ.get(ENGINES):
+        raise LayoutError(f"{ENGINES} names engines that are not started here: leave it empty")
+
+
 def _shard(environ: Mapping[str, str], number: int, folder: Path) -> Process:
-    base = load(CachemgrSettings, environ)
-    own: dict[str, object] = {"cachemgr_metrics_address": _moved(base, number)}
+    own: dict[str, object] = {"cachemgr_metrics_address": _moved(load(CachemgrSettings, environ), number)}
     if number:
-        own["cachemgr_shard"] = number
         own["cachemgr_address"] = _socket(folder, f"cachemgr-{number}")
         own["cachemgr_admin_address"] = _socket(folder, f"admin-{number}")
-        if log := base.operation_log:
-            own["cachemgr_operation_log"] = log.with_name(f"{log.name}-{number}")
-    return process(f"cachemgr-{number}", environ, own)
+    return shard(environ, number, own)
 
 
 def _executors(environ: Mapping[str, str], managers: Sequence[Process], folder: Path) -> list[Process]:
     """One for each of these cache managers."""
-    base = settings_from(environ)
-    count = len(managers)
+    base, count = settings_from(environ), len(managers)
     gpus = _gpus(environ) if base.device in ("auto", "cuda") else []
     # Most that share a GPU, or the memory of the host.
     sharing = -(-count // len(gpus)) if gpus else count
-    given = environ.get("KVKEEP_EXECUTOR_EXECUTOR_ID") or "executor"
+    threads = max(1, len(os.sched_getaffinity(0)) // count)
     executors = []
     for number, manager in enumerate(managers):
-        own: dict[str, object] = _manager_of(manager) | {
-            "executor_executor_id": f"{given}-{number}",
+        own = manager_of(manager) | {
             "executor_address": _socket(folder, f"executor-{number}"),
             "executor_metrics_address": _moved(base, number),
-            "executor_free_memory_fraction": base.free_memory_fraction / sharing,
-            "executor_threads": base.threads or max(1, len(os.sched_getaffinity(0)) // count),
         }
         gpu = gpus[number % len(gpus)] if gpus else ""
-        executors.append(process(f"executor-{number}", environ, own, gpu))
+        executors.append(executor(environ, number, own, threads=threads, share=1 / sharing, gpu=gpu))
     return executors
 
 
-def _scheduler(environ: Mapping[str, str], number: int, manager: Process, executor: Process, folder: Path) -> Process:
-    base = load(SchedulerSettings, environ)
-    given = environ.get("KVKEEP_SCHEDULER_SCHEDULER_ID") or "scheduler"
-    own = _manager_of(manager) | {
-        "scheduler_scheduler_id": f"{given}-{number}",
-        "scheduler_address": _socket(folder, f"scheduler-{number}"),
-        "scheduler_http_address": "",
-        "scheduler_metrics_address": _moved(base, number),
-        "executor_address": executor.settings.executor_address,
-    }
-    return process(f"scheduler-{number}", environ, own)
-
-
 def _router(environ: Mapping[str, str], schedulers: Iterable[Process]) -> Process:
-    """It takes the places of a scheduler, unless it has been given others."""
+    """It is to callers what a scheduler would be, unless it has been given other settings."""
     base = load(SchedulerSettings, environ)
     own = {
         "router_address": base.scheduler_address,
         "router_http_address": base.http_address,
+        "router_http_allowed_origins": ",".join(base.http_allowed_origins),
+        "router_served_model_names": ",".join(base.served_model_names),
     }
     own = {setting: value for setting, value in own.items() if f"{PREFIX}{setting.upper()}" not in environ}
-    own["router_engines"] = ",".join(scheduler.settings.scheduler_address for scheduler in schedulers)
+    own["router_engines"] = ",".join(one.field("scheduler_address") for one in schedulers)
     return process("router", environ, own)
 
 
-def _manager_of(manager: Process) -> dict[str, object]:
-    """Where an engine finds its cache manager."""
-    settings = manager.settings
-    return {
-        "cachemgr_address": settings.cachemgr_address,
-        "cachemgr_admin_address": settings.cachemgr_admin_address,
-    }
+def _named(environ: Mapping[str, str], kind: str, number: int) -> str:
+    """The id of an executor or scheduler."""
+    return f"{environ.get(f'{PREFIX}{kind.upper()}_{kind.upper()}_ID') or kind}-{number}"
 
 
 def _socket(folder: Path, name: str) -> str:
@@ -224,14 +293,7 @@ def _moved(base: "CachemgrSettings | ExecutorSettings | SchedulerSettings", numb
     """Where the process of this number serves metrics."""
     if not base.metrics_address or not number:
         return base.metrics_address
-    host, colon, port = base.metrics_address.rpartition(":")
-    moved = int(port) + number * METRICS_STEP if int(port) else 0
-    address = f"{host}{colon}{moved}"
-    try:
-        return addresses.validate(address)
-    except ValueError as error:
-        setting = f"{PREFIX}{base.process.upper()}_METRICS_ADDRESS"
-        raise LayoutError(f"{setting}: number {number} would serve metrics at {address}, but it {error}") from None
+    return moved(base.metrics_address, number * METRICS_STEP, f"{PREFIX}{base.process.upper()}_METRICS_ADDRESS")
 
 
 def _gpus(environ: Mapping[str, str]) -> list[str]:

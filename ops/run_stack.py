@@ -69,26 +69,27 @@ def locked(state_dir: Path) -> Iterator[None]:
 def check_addresses(processes: Sequence[Process]) -> None:
     """What the processes would find out one after the other, the executor when it has loaded its model.
 
-    Raises AddressError for an address that two would have, or that other machines could reach without TLS; StackError
-    that names every port that another program holds and the setting that moves ours.
+    Raises AddressError for an address that two would have, or that other machines could reach without TLS; LayoutError
+    for a port that cannot be; StackError that names every port that another program holds and the setting that moves
+    ours.
     """
-    addresses.check_distinct({name: address for process in processes for name, address in process.listening.items()})
+    found = list(layout.listening(processes))
+    addresses.check_distinct({setting: address for _, setting, address in found})
     taken = []
-    for process in processes:
-        for setting, address in process.listening.items():
-            if not address:
-                continue
-            addresses.prepare(address, insecure=process.settings.security.may_be_reached, setting=setting)
-            if addresses.socket_path(address) is not None:
-                continue
-            host, port = addresses.split_host_port(address)
-            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-                # As the servers do: a port in TIME_WAIT is free.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind((host, port))
-                except OSError as error:
-                    taken.append(f"{address}: {error.strerror}; {setting} chooses another address")
+    for process, setting, address in found:
+        if not address:
+            continue
+        addresses.prepare(address, insecure=process.settings.security.may_be_reached, setting=setting)
+        if addresses.socket_path(address) is not None:
+            continue
+        host, port = addresses.split_host_port(address)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            # As the servers do: a port in TIME_WAIT is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                taken.append(f"{address}: {error.strerror}; {setting} chooses another address")
     if taken:
         raise StackError("cannot listen on " + "\ncannot listen on ".join(taken))
 
@@ -275,6 +276,7 @@ def main() -> int:
         "Runs Redis, cachemgr, executor, scheduler and the console on this machine until Ctrl-C,\n"
         "and restarts those that end. State and logs are in KVKEEP_STATE_DIR; KVKEEP_EXECUTOR_MODEL chooses the model.",
     )
+    parser.add_argument("--model", metavar="MODEL", help="a folder, a GGUF file or a hub id, as KVKEEP_EXECUTOR_MODEL")
     parser.add_argument(
         "--engines", type=int, metavar="N", help="run N schedulers and executors, and a router in front"
     )
@@ -291,6 +293,8 @@ def main() -> int:
     environ = DEFAULTS | dict(os.environ)
     if given.policy is not None:
         environ["KVKEEP_ROUTER_POLICY"] = given.policy
+    if given.model is not None:
+        environ["KVKEEP_EXECUTOR_MODEL"] = given.model
     settings = load(CachemgrSettings, environ)
     try:
         if not settings.redis_url:

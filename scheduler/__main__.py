@@ -4,9 +4,11 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Mapping
 
 import structlog
 import uvloop
+from prometheus_client import REGISTRY
 
 from protos.rpc import logs, tracing
 from protos.rpc.addresses import AddressError
@@ -15,6 +17,7 @@ from protos.rpc.settings import load, variable
 from protos.rpc.startup import collect_rarely, process_parser
 from scheduler.app import Scheduler
 from scheduler.errors import UnusableModelError
+from scheduler.frontends import FrontEndMetrics, FrontEnds, available_cores, front_ends
 from scheduler.settings import SchedulerSettings
 
 # How long a thread may keep the GIL, in seconds: a tenth of Python's default. The step loop has little to do in each
@@ -24,17 +27,28 @@ SWITCH_SECONDS = 0.0005
 log = structlog.get_logger()
 
 
-async def serve(settings: SchedulerSettings) -> int:
-    """Serves until a signal; returns the exit status."""
+async def serve(settings: SchedulerSettings, environ: Mapping[str, str]) -> int:
+    """Serves until a signal; returns the exit status. environ: of its front ends."""
     sys.setswitchinterval(SWITCH_SECONDS)
-    server = Server("scheduler", metrics_address=settings.metrics_address, security=settings.security)
+    count = front_ends(settings, available_cores())
+    counted = FrontEndMetrics(REGISTRY) if count else None
+    server = Server(
+        "scheduler",
+        metrics_address=settings.metrics_address,
+        metrics=counted.registry if counted else REGISTRY,
+        security=settings.security,
+    )
     try:
-        scheduler = Scheduler(settings, server)
+        scheduler = Scheduler(settings, server, summed=counted.summed if counted else iter)
     except OSError as error:
         log.error("cannot write the access log", setting=variable(SchedulerSettings, "access_log"), cause=str(error))
         return 1
     server.listen(settings.scheduler_address, scheduler.services, setting="KVKEEP_SCHEDULER_ADDRESS")
-    http = scheduler.http_server(server.guard)
+    http = (
+        FrontEnds(count, settings, scheduler, scheduler.opened, counted, environ)
+        if counted
+        else scheduler.http_server(server.guard)
+    )
     try:
         if http is not None:
             await http.start()
@@ -80,7 +94,7 @@ def main() -> int:
     logs.configure("scheduler", settings.log_level)
     tracing.start("scheduler", os.environ)
     try:
-        return uvloop.run(serve(settings))
+        return uvloop.run(serve(settings, os.environ))
     finally:
         tracing.stop()
 

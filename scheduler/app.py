@@ -18,12 +18,12 @@ from protos.generation.v1 import generation_pb2
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from protos.kvcache.v1 import kvcache_pb2
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
-from protos.rpc import addresses
 from protos.rpc.channel import open_channel
 from protos.rpc.errors import ServiceError, from_rpc_error
 from protos.rpc.guard import Guard
 from protos.rpc.http_server import HttpServer
 from protos.rpc.logs import FileLog
+from protos.vllm import engine_pb2_grpc as vllm_rpc
 from scheduler.bridge import CacheUpdate, CommandQueue, Stop, TokenBatch
 from scheduler.cache.client import CacheClient
 from scheduler.cache.waiting_queue import WaitingQueue
@@ -39,15 +39,20 @@ from scheduler.errors import (
     StepLoopError,
 )
 from scheduler.frontend.access_log import AccessLog
+from scheduler.frontend.adapters import AdapterTable
 from scheduler.frontend.engine import LocalEngine
 from scheduler.frontend.engine_service import ENGINE_SERVICE, EngineService
-from scheduler.frontend.grpc_service import ADMIN_SERVICE, SERVICE, GenerationService, SchedulerAdminService
+from scheduler.frontend.grammars import ExecutorGrammars
+from scheduler.frontend.grpc_service import ADMIN_SERVICE, SERVICE, GenerationService
+from scheduler.frontend.loader import ExecutorLoader
 from scheduler.frontend.model_info import ModelInfo
-from scheduler.frontend.openai.app import create_app
-from scheduler.frontend.openai.origins import Origins
-from scheduler.frontend.requests import Health, RequestTable
+from scheduler.frontend.openai.server import http_server
+from scheduler.frontend.requests import CACHE_MANAGER_SILENT, Health, RequestTable
 from scheduler.frontend.validation import RequestValidator
-from scheduler.metrics import RequestMetrics, StepTimes, VllmMetrics
+from scheduler.frontend.vllm.kv_events import KvEvents
+from scheduler.frontend.vllm.service import VLLM_SERVICE, VllmEngine
+from scheduler.metrics import RequestMetrics, StepTimes, Summed, VllmMetrics
+from scheduler.request import Adapter, WantedWeights
 from scheduler.settings import SchedulerSettings
 
 CALL_SECONDS = 10.0
@@ -63,15 +68,26 @@ log = structlog.get_logger()
 class Scheduler:
     """The running scheduler. `failed` is set when it cannot go on, also when it never could begin."""
 
-    def __init__(self, settings: SchedulerSettings, health: Health, registry: CollectorRegistry = REGISTRY) -> None:
-        """Raises OSError where the access log cannot be opened."""
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        health: Health,
+        registry: CollectorRegistry = REGISTRY,
+        *,
+        summed: Summed = iter,
+    ) -> None:
+        """summed: adds what its front ends have counted. Raises OSError where the access log cannot be opened."""
+        self._summed = summed
         self._access_log = None if settings.access_log is None else FileLog("scheduler", settings.access_log)
         self._metrics = RequestMetrics(registry)
         access_log = AccessLog(self._metrics, self._access_log and self._access_log.log)
         self.service = GenerationService(self, access_log)
-        self._admin = SchedulerAdminService(self)
         self._for_routers = EngineService(self, access_log)
+        events = KvEvents(settings.cachemgr_admin_address, settings.security) if settings.kv_events else None
+        self._for_gateways = VllmEngine(self, self.service, events)
         self.failed = asyncio.Event()
+        # Set once `start` has succeeded.
+        self.opened = asyncio.Event()
         self.times = StepTimes(registry)
         self._settings = settings
         self._health = health
@@ -81,6 +97,8 @@ class Scheduler:
         self._engine: generation_pb2.GetEngineResponse | None = None
         self._cache: CacheClient | None = None
         self._channel: grpc.aio.Channel | None = None
+        # For adapters and grammars: steps have a channel of their own.
+        self._executor_channel: grpc.aio.Channel | None = None
         self._cache_task: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
@@ -90,30 +108,14 @@ class Scheduler:
         """The gRPC services by their full names, with what adds them to a server."""
         return {
             SERVICE: partial(generation_rpc.add_GenerationServiceServicer_to_server, self.service),
-            ADMIN_SERVICE: partial(generation_rpc.add_SchedulerAdminServiceServicer_to_server, self._admin),
+            ADMIN_SERVICE: partial(generation_rpc.add_SchedulerAdminServiceServicer_to_server, self.service.admin),
             ENGINE_SERVICE: partial(generation_rpc.add_EngineServiceServicer_to_server, self._for_routers),
+            VLLM_SERVICE: partial(vllm_rpc.add_VllmEngineServicer_to_server, self._for_gateways),
         }
 
     def http_server(self, guard: Guard) -> HttpServer | None:
         """The server of the HTTP API; None without an address for it."""
-        settings = self._settings
-        if not settings.http_address:
-            return None
-        is_local = addresses.is_loopback(settings.http_address)
-        app = create_app(
-            self.service,
-            max_prompt_bytes=settings.max_prompt_bytes,
-            guard=guard,
-            origins=Origins(settings.http_allowed_origins, local=is_local),
-        )
-        return HttpServer(
-            app,
-            settings.http_address,
-            security=settings.security,
-            setting="KVKEEP_SCHEDULER_HTTP_ADDRESS",
-            # A server that is reached from elsewhere has other names there.
-            own_names=is_local and settings.serves_anybody,
-        )
+        return http_server(self.service, self._settings, guard) if self._settings.http_address else None
 
     @property
     def requests(self) -> RequestTable:
@@ -137,16 +139,28 @@ class Scheduler:
         executor, model = await _describe_executor(settings, partial(_introduce, manager, settings.scheduler_id, epoch))
         # The executor refuses older epochs for as long as it lives; the clock may have gone back meanwhile.
         epoch = max(epoch, executor.scheduler_epoch + 1)
-        queue = WaitingQueue()
+        queue, adapters = WaitingQueue(), AdapterTable(map(Adapter.of, executor.adapters), executor.max_adapters)
+        self._executor_channel = open_channel(settings.executor_address, settings.security)
+        stub: execution_rpc.ExecutorServiceAsyncStub = execution_rpc.ExecutorServiceStub(self._executor_channel)
+        loader = ExecutorLoader(adapters, stub, WantedWeights(executor.weight_version, executor.weight_path))
         requests = RequestTable(
             RequestValidator(
-                ModelInfo(model, executor),
+                ModelInfo(
+                    model,
+                    executor,
+                    settings.served_model_names,
+                    tool_call_parser=settings.tool_call_parser,
+                    reasoning_parser=settings.reasoning_parser,
+                ),
+                adapters,
+                ExecutorGrammars(stub),
                 max_prompt_bytes=settings.max_prompt_bytes,
                 onload_timeout=settings.onload_timeout_seconds,
             ),
             LocalEngine(queue, self._commands, self.times, max_running=settings.max_running),
             self._metrics,
             self._health,
+            loader,
             max_waiting=settings.max_waiting,
             max_tenant_requests=settings.max_tenant_requests,
         )
@@ -161,15 +175,19 @@ class Scheduler:
             executor_id=executor.executor_id,
             block_size=executor.block_size,
             max_running=settings.max_running,
+            drafts=executor.drafts,
         )
         if settings.vllm_metrics:
             self._registry.register(
                 VllmMetrics(
                     self._metrics,
-                    model_name=model.model,
+                    model_name=requests.model.name,
                     block_size=executor.block_size,
                     num_blocks=executor.max_tokens // executor.block_size,
-                    cache_dtype=model.dtype,
+                    cache_dtype=model.kv_cache_dtype,
+                    max_adapters=executor.max_adapters,
+                    adapters_in_use=requests.adapters_in_use,
+                    summed=self._summed,
                 )
             )
         self._cache = cache
@@ -183,6 +201,8 @@ class Scheduler:
                 executor=executor,
                 commands=self._commands,
                 security=settings.security,
+                adapters=lambda: adapters.all,
+                weights=lambda: loader.weights,
             ),
             self._commands,
             _Updates(requests, cache),
@@ -207,6 +227,7 @@ class Scheduler:
         )
         self._requests = requests
         requests.open()
+        self.opened.set()
         log.info("ready", model=requests.model.name, max_tokens=requests.model.max_tokens)
 
     async def drain(self) -> None:
@@ -227,8 +248,9 @@ class Scheduler:
                     await self._cache.report_all()
             self._cache_task.cancel()
             await asyncio.wait({self._cache_task})
-        if self._channel is not None:
-            await self._channel.close()
+        for channel in (self._channel, self._executor_channel):
+            if channel is not None:
+                await channel.close()
         if self._access_log is not None:
             await asyncio.to_thread(self._access_log.close)
 
@@ -252,7 +274,7 @@ class Scheduler:
         while True:
             silence = cache.silence
             self._metrics.manager_silence.set(silence)
-            if requests.set_answering("cache manager", silence < SILENCE_SECONDS):
+            if requests.set_obstacle(CACHE_MANAGER_SILENT, silence >= SILENCE_SECONDS):
                 if silence >= SILENCE_SECONDS:
                     log.warning("the cache manager does not answer", seconds=round(silence, 1))
                 else:

@@ -4,14 +4,16 @@ The step loop runs on a thread of its own, the other two on the asyncio loop.
 """
 
 import queue
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from protos.execution.v1 import execution_pb2
+from protos.generation.v1 import generation_pb2
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import ServiceError
-from scheduler.request import AdmissionAttempt
+from scheduler.request import AdapterChange, AdmissionAttempt
 from scheduler.sequence import Copy, Progress, Sequence
 
 
@@ -41,9 +43,13 @@ class SyncAnswer:
     missing_blocks: int
     released: Seq[int]
     trimmed: Seq[int]
-    # Handles that moved to their private blocks, and handles with the private blocks they are given.
+    # Handles that moved to their private blocks, and handles with the private blocks they are given and the adaptive
+    # window that these are for.
     relocated: Seq[int] = ()
-    private_blocks: Seq[tuple[int, list[int]]] = ()
+    private_blocks: Seq[tuple[int, list[int], int]] = ()
+    # The longest adaptive windows that sequences may have from now on, and the handles that the sync named for theirs.
+    windows: Mapping[int, int] = field(default_factory=dict)
+    asked_windows: Collection[int] = ()
     # Copies that empty or fill the slots above, and the session with the executor that these belong to.
     copies: Seq[Copy] = ()
     session: int = 0
@@ -118,12 +124,17 @@ class TokenBatch:
     # Answered steps.
     steps: int = field(default=0, compare=False)
     outputs: list[Output] = field(default_factory=list)
+    # Arrival, and log-probabilities of tokens of its prompt.
+    prompt_logprobs: list[tuple[int, Seq[execution_pb2.TokenLogprobs]]] = field(default_factory=list)
     started: list[int] = field(default_factory=list)
     # Arrival, evicted tokens, and the share of the scores that was kept, of each eviction.
     evicted: list[tuple[int, int, float]] = field(default_factory=list)
     # The most tokens that each arrival with a policy has kept at once.
     most_kept: dict[int, int] = field(default_factory=dict, compare=False)
     preempted: list[int] = field(default_factory=list)
+    # Drafted tokens that were computed, and those of them that were accepted.
+    drafted: int = 0
+    accepted: int = 0
     # Arrival, and the tokens that came from host memory and from disk.
     onloaded: list[tuple[int, int, int]] = field(default_factory=list)
     # Arrivals whose onloads came too late.
@@ -131,8 +142,12 @@ class TokenBatch:
     retried: list[AdmissionAttempt] = field(default_factory=list)
     # Arrivals over which the executor fails: these are not admitted again.
     given_up: list[int] = field(default_factory=list)
+    # Arrivals that were aborted at their engine.
+    aborted: list[int] = field(default_factory=list)
     # Whether the executor answers in time; None when that has not changed.
     executor_answers: bool | None = None
+    # What is other than before at the executor with which a session was opened.
+    adapters: list[AdapterChange] = field(default_factory=list)
     # Time of its publication, in seconds of the monotonic clock.
     at: float = field(default=0.0, compare=False)
 
@@ -160,6 +175,10 @@ class CacheUpdate:
     starving: dict[int, int] = field(default_factory=dict)
     # Sequences that need private blocks to evict tokens; whether they ask for the first time.
     evicting: dict[int, bool] = field(default_factory=dict)
+    # The adaptive windows that these ask for.
+    evicting_windows: dict[int, int] = field(default_factory=dict)
+    # Adaptive windows that sequences ask for, or that have become shorter.
+    windows: dict[int, int] = field(default_factory=dict)
     # Sequences that have moved to theirs, with the tokens that were computed before.
     relocated: dict[int, int] = field(default_factory=dict)
     # None when no copy has ended.
@@ -172,7 +191,7 @@ class CacheUpdate:
     def is_urgent(self) -> bool:
         """Whether there is news for the cache manager. A sequence that still needs blocks is none."""
         news = self.progress or self.released or self.trimmed or self.cancelled_tickets or self.relocated
-        return bool(news) or any(self.evicting.values())
+        return bool(news or self.windows) or any(self.evicting.values())
 
     def merge(self, update: "CacheUpdate") -> None:
         """Adds what a later update has for the cache manager."""
@@ -187,11 +206,14 @@ class CacheUpdate:
         self.starving.update(update.starving)
         for handle, is_first in update.evicting.items():
             self.evicting[handle] = is_first or self.evicting.get(handle, False)
+        self.evicting_windows.update(update.evicting_windows)
+        self.windows.update(update.windows)
         self.relocated.update(update.relocated)
         for handle in update.released:
             self.trimmed.pop(handle, None)
             self.starving.pop(handle, None)
             self.evicting.pop(handle, None)
+            self.windows.pop(handle, None)
 
 
 class UpdateListener(Protocol):
@@ -212,6 +234,12 @@ class Admission:
     hint_answers: Seq[common.HintAnswer]
     # As the cache manager resolved it; None when no token is evicted.
     eviction_policy: common.EvictionPolicy | None
+    # Tokens of the prompt that the request is to compute for the cache.
+    written_tokens: int = 0
+    # The first missing block; None when none is missing, or the request did not ask.
+    miss: common.PrefixMiss | None = None
+    # Made already where the engine has compared the request.
+    diagnosis: generation_pb2.CacheDiagnosis | None = None
 
 
 class AdmissionListener(Protocol):
@@ -220,8 +248,8 @@ class AdmissionListener(Protocol):
     def admitted(self, attempt: AdmissionAttempt, admission: Admission) -> None:
         """The attempt has its blocks."""
 
-    def refused(self, attempt: AdmissionAttempt, error: ServiceError) -> None:
-        """No attempt of this request will ever have blocks."""
+    def refused(self, attempt: AdmissionAttempt, error: ServiceError, *, was_taken: bool = True) -> None:
+        """No attempt of this request will ever have blocks. was_taken: False where an engine did not even queue it."""
 
 
 class AdmissionQueue(Protocol):

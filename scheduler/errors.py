@@ -8,6 +8,30 @@ class ModelNotFoundError(ServiceError):
     reason = "MODEL_NOT_FOUND"
 
 
+class UnknownAdapterError(ServiceError):
+    """No adapter is loaded under this name."""
+
+    reason = "UNKNOWN_ADAPTER"
+
+
+class AdapterLeavesError(ServiceError):
+    """The adapter of this name is still used by requests that began before it was unloaded."""
+
+    reason = "ADAPTER_LEAVES"
+
+
+class AdapterLostError(ServiceError):
+    """The executor has started again, and has the adapter of the request no more."""
+
+    reason = "ADAPTER_LOST"
+
+
+class LoadedElsewhereError(ServiceError):
+    """This process has no executor that could load anything."""
+
+    reason = "LOADED_ELSEWHERE"
+
+
 class ContextLengthError(InvalidField):
     """The prompt or the output is too long for the model. The reason is OpenAI's."""
 
@@ -16,6 +40,12 @@ class ContextLengthError(InvalidField):
 
 class RequestExistsError(ServiceError):
     reason = "REQUEST_EXISTS"
+
+
+class UnknownRequestError(ServiceError):
+    """No live request of the caller has this id."""
+
+    reason = "UNKNOWN_REQUEST"
 
 
 class QueueFullError(ServiceError):
@@ -107,7 +137,14 @@ class UnusableModelError(Exception):
 
 
 class ExecutorLostError(Exception):
-    """The session with the executor is over; steps in flight get no answer."""
+    """The session with the executor is over; steps in flight get no answer.
+
+    is_planned: the executor ended it for an operator, and takes the next one at once.
+    """
+
+    def __init__(self, message: str, *, is_planned: bool = False) -> None:
+        super().__init__(message)
+        self.is_planned = is_planned
 
 
 class ExecutorChangedError(Exception):

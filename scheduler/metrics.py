@@ -3,7 +3,7 @@
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -15,9 +15,11 @@ from prometheus_client.utils import floatToGoString
 
 _PREFIX = "kvkeep_scheduler"
 _STEP_BUCKETS = (1e-5, 3e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1, 5)
-# Labels of vllm:lora_requests_info where no request can name a LoRA adapter.
-_NO_ADAPTERS = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
 _LATENCY_BUCKETS = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+
+
+# Adds what other processes have counted under the same names.
+Summed = Callable[[Iterable[Metric]], Iterator[Metric]]
 
 
 @dataclass(slots=True)
@@ -119,6 +121,8 @@ class RequestMetrics:
         self.onloaded_tokens = counter("onloaded_tokens", "Tokens whose blocks were onloaded, by tier.", "tier")
         self.onload_timeouts = counter("onload_timeouts", "Samples that stopped waiting for onloaded blocks.")
         self.output_tokens = counter("output_tokens", "Tokens generated.")
+        self.draft_tokens = counter("draft_tokens", "Drafted tokens computed.")
+        self.accepted_draft_tokens = counter("accepted_draft_tokens", "Drafted tokens that were accepted.")
         self.evicted_tokens = counter("evicted_tokens", "Tokens evicted by eviction policies.")
         self.sync_seconds = latency("sync", "Time of a sync with the cache manager.", _STEP_BUCKETS)
         self.manager_silence = gauge(
@@ -136,13 +140,32 @@ class RequestMetrics:
         self.requests = counter("requests", "Ended requests, by finish reason.", "finish_reason")
         self.refused = counter("refused_requests", "Refused requests, by reason.", "reason")
 
+    @property
+    def used_share(self) -> float:
+        """The share of blocks in use."""
+        [family] = self.cache_usage.collect()
+        return family.samples[0].value
+
 
 class VllmMetrics(Collector):
     """Some of the metrics under the names and labels that vLLM gives them, for dashboards and routers that exist."""
 
     def __init__(
-        self, metrics: RequestMetrics, *, model_name: str, block_size: int, num_blocks: int, cache_dtype: str
+        self,
+        metrics: RequestMetrics,
+        *,
+        model_name: str,
+        block_size: int,
+        num_blocks: int,
+        cache_dtype: str,
+        max_adapters: int,
+        adapters_in_use: Callable[[], tuple[Sequence[str], Sequence[str]]],
+        summed: Summed = iter,
     ) -> None:
+        """adapters_in_use: names of the adapters of running requests, and of waiting ones, from any thread."""
+        self._max_adapters = max_adapters
+        self._adapters_in_use = adapters_in_use
+        self._summed = summed
         self._labels = {"model_name": model_name, "engine": "0"}
         self._config = {
             "block_size": str(block_size),
@@ -158,6 +181,8 @@ class VllmMetrics(Collector):
             ("num_preemptions", metrics.preemptions),
             ("prompt_tokens", metrics.prompt_tokens),
             ("generation_tokens", metrics.output_tokens),
+            ("spec_decode_num_draft_tokens", metrics.draft_tokens),
+            ("spec_decode_num_accepted_tokens", metrics.accepted_draft_tokens),
             ("prefix_cache_queries", metrics.prompt_tokens),
             ("prefix_cache_hits", metrics.cached_tokens),
             ("request_success", metrics.requests),
@@ -169,7 +194,7 @@ class VllmMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for name, source in self._sources:
-            for family in source.collect():
+            for family in self._summed(source.collect()):
                 renamed = Metric(f"vllm:{name}", family.documentation, family.type)
                 for sample in family.samples:
                     suffix = sample.name.removeprefix(family.name)
@@ -180,10 +205,14 @@ class VllmMetrics(Collector):
         info.add_metric(list(config.values()), 1)
         yield info
         # Endpoint pickers report an error for a scrape without it. They take the sample with the largest value, a time.
-        lora = GaugeMetricFamily(
-            "vllm:lora_requests_info", "LoRA adapters of requests: none.", labels=list(_NO_ADAPTERS)
-        )
-        lora.add_metric(list(_NO_ADAPTERS.values()), time.time())
+        running, waiting = self._adapters_in_use()
+        labels = {
+            "max_lora": str(self._max_adapters),
+            "running_lora_adapters": ",".join(running),
+            "waiting_lora_adapters": ",".join(waiting),
+        }
+        lora = GaugeMetricFamily("vllm:lora_requests_info", "LoRA adapters of requests.", labels=list(labels))
+        lora.add_metric(list(labels.values()), time.time())
         yield lora
 
 

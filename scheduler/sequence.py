@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from array import array
+from collections.abc import Sequence as Seq
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +16,9 @@ from scheduler.request import AdmissionAttempt, Request, Tier
 
 # A decoding sequence runs out of blocks soon when they hold so many more tokens: a few steps more than a sync takes.
 SOON = 8
+# Tokens that drafts leave to the steps sent behind theirs before it is answered: one for each that may be in flight, so
+# that drafts never keep a sequence from a step that it would have without them.
+_PLAIN_STEPS = 3
 # So many tokens before its first eviction, a decoding sequence asks for private blocks: more than a sync takes.
 ASK_AHEAD = 32
 
@@ -85,9 +89,62 @@ class Eviction:
     relocating: bool = False
     # Whether the cache manager has confirmed the move.
     relocation_synced: bool = False
+    # With an adaptive window: the longest that the cache manager grants, and what the attention asked for last.
+    granted_window: int = 0
+    wanted_window: int | None = None
+    # Whether a step looks for the latter, whether the next step has to announce another window, and whether the cache
+    # manager has to answer to one.
+    looking: bool = False
+    window_unsent: bool = False
+    window_unanswered: bool = False
     # Of the answered steps only: tokens evicted, and the most tokens that were kept at once.
     evicted: int = 0
     most: int = 0
+
+    def __post_init__(self) -> None:
+        if self.policy.bounds is not None:
+            self.granted_window = self.policy.bounds.least
+            self.policy = self.policy.with_window(self.granted_window)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether its window is adaptive."""
+        return self.policy.bounds is not None
+
+    def wants_window(self, tokens: int) -> bool:
+        """Takes what the attention asks for; returns whether the cache manager is to be asked for it now."""
+        self.looking, self.wanted_window = False, tokens
+        # While one is taken back, or the manager has yet to answer, none is asked for.
+        may_ask = self.has_evicted and not self.window_unanswered and self.policy.window <= self.granted_window
+        if not may_ask or tokens <= self.granted_window:
+            return False
+        self.window_unanswered = True
+        return True
+
+    def choose_window(self, *, is_due: bool) -> bool:
+        """Takes the window for the next eviction; False when it has to wait for a step or for the cache manager.
+
+        It never waits for blocks: without more of them the window stays. is_due: whether the policy evicts now. A
+        window that is taken back becomes shorter at once.
+        """
+        if not is_due:
+            if self.has_evicted and not self.window_unanswered and self.granted_window < self.policy.window:
+                self._set_window(self.granted_window)
+            return True
+        if self.looking or self.window_unanswered or self.wanted_window is None:
+            return False
+        self._set_window(min(self.wanted_window, self.granted_window))
+        return True
+
+    def _set_window(self, tokens: int) -> None:
+        before = self.policy.window
+        if tokens == before:
+            return
+        self.policy = self.policy.with_window(tokens)
+        self.window_unsent = True
+        if tokens < before:
+            # What is behind it is given back once no step uses it.
+            self.granted_window, self.window_unanswered = tokens, True
 
     def evict(self, tokens: int, computed: int) -> None:
         """An answered step evicted so many tokens, after `computed` tokens and before its own."""
@@ -115,6 +172,8 @@ class Eviction:
         first = self.policy.first_eviction(self.prompt)
         if self.has_evicted or self.private_blocks is not None or first is None or first >= last:
             return False
+        if self.adapts:
+            return self.wanted_window is not None
         if planned < self.prompt and not self.policy.during_prefill:
             return False
         return planned + ASK_AHEAD >= first
@@ -130,6 +189,8 @@ _DUMPED = (
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Lengths, in tokens: computed (answered steps) <= planned (sent steps) <= capacity; planned < known <= limit.
+
+    While steps with drafts are in flight, planned and known are upper bounds: as if every draft were accepted.
 
     Of the planned tokens, `evicted` have lost their slots; the others fill as many slots of the block tables. With
     `capacity` planned tokens the tables are full, or the sequence has to evict.
@@ -151,6 +212,8 @@ class Sequence:
     # How long its onloads are waited for, in seconds of the monotonic clock.
     onload_deadline: float = math.inf
     eviction: Eviction | None = None
+    # Cached tokens behind its own, for drafts.
+    continuation: Seq[int] = ()
 
     request: Request = field(init=False)
     token_ids: array[int] = field(init=False)
@@ -181,6 +244,8 @@ class Sequence:
     sent_blocks: int = field(init=False, default=0)
     sent_tokens: int = field(init=False, default=0)
     trim_unanswered: bool = field(init=False, default=False)
+    # Drafted tokens that the executor takes to be worth their computation in its next step.
+    drafts: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.request = self.attempt.request
@@ -207,6 +272,12 @@ class Sequence:
         self.last_step = step
         return samples
 
+    @property
+    def most_drafts(self) -> int:
+        """Drafts that it may have in a step that decodes it: those that fit."""
+        left = min(self.capacity - self.planned, self.limit - self.known)
+        return min(self.drafts, left - 1 - _PLAIN_STEPS)
+
     def send(self, blocks: int) -> None:
         """The executor has so many blocks of every table."""
         self.sent_blocks = blocks
@@ -230,26 +301,40 @@ class Sequence:
         if self.known >= self.limit:
             return False
         if eviction.needs_private_blocks(self.planned, self.limit - 1):
+            self._update_capacity()
             return True
+        is_due = eviction.kept_after(kept, self.planned) < kept
+        if eviction.adapts and not eviction.choose_window(is_due=is_due):
+            return False
         left = eviction.kept_after(kept, self.planned)
-        if left < kept:
+        if is_due or left < kept:
             if not eviction.has_evicted:
                 self._relocate(eviction)
             self.evicted += kept - left
             self.send(self.sent_blocks)
+        if eviction.adapts and eviction.has_evicted:
+            self._fit_table(eviction)
         self._update_capacity()
         return False
+
+    def _fit_table(self, eviction: Eviction) -> None:
+        """The table ends with the slots that the policy uses at most, or a longer window that is granted."""
+        most = eviction.policy.most_kept
+        assert most is not None
+        if eviction.adapts:
+            most += max(0, eviction.granted_window - eviction.policy.window)
+        del self.tables[0][-(-most // self.block_size) :]
+        if self.sent_blocks > len(self.tables[0]):
+            self.send(len(self.tables[0]))
 
     def _relocate(self, eviction: Eviction) -> None:
         """Moves to the private blocks, or to the first of its own blocks where these are private."""
         eviction.has_evicted = eviction.relocating = True
-        most = eviction.policy.most_kept
         if eviction.private_blocks:
             self.tables = [list(eviction.private_blocks)]
             self.sent_blocks = len(eviction.private_blocks)
-        elif most is not None:
-            del self.tables[0][-(-most // self.block_size) :]
-            self.sent_blocks = min(self.sent_blocks, len(self.tables[0]))
+        elif eviction.policy.most_kept is not None:
+            self._fit_table(eviction)
 
     def align_to_score_window(self, count: int) -> int:
         """So many tokens or fewer, so that one step computes all queries whose attention the policy pools.

@@ -12,6 +12,7 @@ import structlog
 
 from tests.stack import Stack, model_cache
 from tests.support import passed, skips, slow
+from tests.support.patience import speed_factor
 
 # As the processes log: a traceback with local variables takes seconds to write.
 _renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
@@ -26,10 +27,19 @@ hypothesis.settings.load_profile("kvkeep")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In CI a test that is skipped without an allowed reason fails, and tests of unchanged sources run once."""
+    """In CI a test that is skipped without an allowed reason fails, and tests of unchanged sources run once.
+
+    Workers inherit how slow the machine is.
+    """
+    speed_factor()
     if skips.in_ci():
         config.pluginmanager.register(skips.SkipGate())
         config.pluginmanager.register(passed.Passed(model_cache() / "passed"))
+
+
+def pytest_report_header() -> str:
+    """What the deadlines of this run grow with."""
+    return f"speed factor: {speed_factor():.2f}, deadlines grow with it"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -27,6 +27,7 @@ from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from tests.console.conftest import CHROMIUM
 from tests.stack import CONSOLE, MODULES, ROOT, Stack, free_address
+from tests.support.patience import patience
 
 FOLDER = ROOT / "docs/images"
 COLUMNS = 110
@@ -54,7 +55,7 @@ def loaded(stack: Stack) -> Iterator[None]:
                 )
                 if salt:
                     request.cache.salt = request.cache.tenant_id = salt
-                for _ in stub.StreamGenerate(request, timeout=120):
+                for _ in stub.StreamGenerate(request, timeout=patience(60)):
                     pass
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(CLIENTS)]
@@ -80,7 +81,7 @@ def set_quotas(stack: Stack) -> None:
         admin: kvcache_rpc.CacheAdminServiceStub = kvcache_rpc.CacheAdminServiceStub(channel)
         for tenant, floor, ceiling in (("acme", 48, 160), ("globex", 16, 64)):
             quota = kv.Quota(tenant_id=tenant, device_floor_blocks=floor, device_ceiling_blocks=ceiling)
-            admin.SetQuota(kv.SetQuotaRequest(quota=quota), timeout=10)
+            admin.SetQuota(kv.SetQuotaRequest(quota=quota), timeout=patience(10))
 
 
 def set_rule(stack: Stack) -> None:
@@ -91,7 +92,7 @@ def set_rule(stack: Stack) -> None:
         rule.match.salt = "globex"
         rule.action.retention_priority = 80
         rule.action.retention_duration.FromSeconds(600)
-        admin.CreateRetentionRule(kv.CreateRetentionRuleRequest(rule=rule), timeout=10)
+        admin.CreateRetentionRule(kv.CreateRetentionRuleRequest(rule=rule), timeout=patience(10))
 
 
 def pictures_of_console(url: str, folder: Path) -> None:

@@ -17,7 +17,7 @@ from tests.stack import ROOT
 # The tests of each service, those that fail soonest first.
 TESTS = {
     "cachemgr": ("tests/conformance", "tests/unit/cachemgr", "tests/unit/cachemgr_service"),
-    "scheduler": ("tests/unit/scheduler",),
+    "scheduler": ("tests/unit/scheduler", "tests/unit/router"),
 }
 _LEFT_OUT = shutil.ignore_patterns(".*", "build", "__pycache__", "*.egg-info")
 

@@ -21,9 +21,10 @@ from redis_server import redis_child, redis_url, wait_until_answering
 from supervisor import is_serving
 
 from protos.rpc.settings import ProcessSettings, load
+from tests.support.patience import patience
 
 ROOT = Path(__file__).resolve().parent.parent
-START_SECONDS = 120.0
+START_SECONDS = 60.0
 STOP_SECONDS = 15.0
 # What runs as each process, in the order in which they start.
 MODULES = {"cachemgr": "cachemgr", "executor": "executor", "scheduler": "scheduler"}
@@ -83,6 +84,8 @@ class Stack:
             "executor_address": self.executor,
             "state_dir": self.folder / "state",
             "scheduler_http_address": "",
+            # What they change is tested where it matters, and not on machines with many cores only.
+            "scheduler_frontends": 0,
             "scheduler_metrics_address": "",
             "cachemgr_metrics_address": "",
             "executor_metrics_address": "",
@@ -92,7 +95,7 @@ class Stack:
             "executor_host_cache_dir": self.folder / "host",
         }
         self._environment |= _variables(defaults | settings)
-        self._environment["PYTHONPATH"] = str(ROOT)
+        self._environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
     def __enter__(self) -> Self:
         try:
@@ -132,7 +135,7 @@ class Stack:
             environment,
             folder=ROOT,
             log=self.log_path(name),
-            stop_seconds=STOP_SECONDS,
+            stop_seconds=patience(STOP_SECONDS),
         )
         self._children[name] = child
         child.start()
@@ -161,7 +164,7 @@ class Stack:
         """Waits for grpc.health.v1; an ended process or a long wait is an error that shows its log."""
         address = self.address(name)
         security = load(ProcessSettings, self._environment).security
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + patience(START_SECONDS)
         while time.monotonic() < deadline and not self._children[name].ended():
             if self._is_listening(name) if address is None else is_serving(address, security):
                 return
@@ -208,7 +211,7 @@ def _variables(settings: Mapping[str, object]) -> dict[str, str]:
 
 def metrics(address: str) -> Iterator[tuple[str, str, float]]:
     """Samples of a Prometheus endpoint: (sample name, labels as text, value)."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=patience(10)) as answer:
         for line in answer.read().decode().splitlines():
             if line and not line.startswith("#"):
                 name, _, value = line.rpartition(" ")

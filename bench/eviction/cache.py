@@ -54,7 +54,7 @@ class Cache:
         """A sequence in the table of the whole prompt, of which nothing is computed."""
         tables = [np.asarray(self.whole, dtype=np.int32)]
         ids = np.asarray(tokens, dtype=np.int64)
-        sequence = SequenceState(0, ids, len(ids), 0, len(ids), 0, tables, Sampling(), policy)
+        sequence = SequenceState(0, ids, len(ids), 0, len(ids), 0, tables, Sampling(), policy=policy)
         sequence.compacted = policy is not None and policy.compacted
         self.engine.clear()
         self.engine.add(sequence)
@@ -103,8 +103,15 @@ class Cache:
         self.engine.add(sequence)
         self.engine.observe([sequence], [prompt], attention)
         sequence.computed = sequence.kept = prompt
+        if policy.bounds is not None:
+            self.engine.set_window(sequence, int(self.engine.wanted_window(sequence)))
         self.evict(sequence, self.private)
         return sequence
+
+    def set_window(self, sequence: SequenceState, tokens: int) -> None:
+        """Another length of an adaptive window, which has its slots at once. The sequence has evicted before."""
+        self.engine.set_window(sequence, tokens)
+        sequence.tables[0] = np.asarray(self.private, dtype=np.int32)
 
     def evict(self, sequence: SequenceState, table: tuple[int, ...]) -> None:
         """Evicts what its policy says now. table: what all that stays moves to, () to stay."""

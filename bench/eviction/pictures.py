@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.eviction.adaptive import Report as AdaptiveReport
 from bench.eviction.report import Windows, stream_bins
 
 _MARKS = "osv^D<>Pp*Xh+xd"
@@ -64,6 +65,33 @@ def budgets(records: Sequence[Mapping[str, Any]], target: Path) -> bool:
 
 def _mean(windows: Windows, name: str, budget: int, figure: str) -> float:
     return statistics.mean(windows.values(name, budget, figure))
+
+
+def adaptive_windows(records: Sequence[Mapping[str, Any]], target: Path) -> bool:
+    """Quality against mean memory, adaptive windows beside fixed ones. False without matplotlib."""
+    figure = _figure(1, 2)
+    if figure is None:
+        return False
+    report = AdaptiveReport(records)
+    for axes, value, title in (
+        (
+            figure.axes[0],
+            lambda name: 100 * report.found(name),
+            "keys found, %, of those that reach far",
+        ),
+        (figure.axes[1], report.perplexity, "perplexity beside the full cache's, of the others"),
+    ):
+        for style, names, label in (
+            ({"color": "#8a8a8a", "linestyle": "-"}, report.fixed, "fixed windows"),
+            ({"color": "#1b6ca8", "linestyle": ":"}, report.adaptive, "adaptive windows"),
+        ):
+            slots = [report.mean(name, "mixed", "slots") for name in names]
+            axes.plot(slots, [value(name) for name in names], marker="o", markersize=5, label=label, **style)
+        axes.set_xlabel("slots in use, mean of both kinds of sequences")
+        axes.set_title(title, fontsize=10, loc="left")
+    figure.axes[0].legend(frameon=False, fontsize=9)
+    figure.savefig(target)
+    return True
 
 
 def streams(records: Sequence[Mapping[str, Any]], size: int, target: Path) -> bool:

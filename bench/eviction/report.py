@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from bench.eviction import adaptive
 from bench.eviction.policies import FULL, RANDOM, SINKS, WINDOW
 from bench.eviction.statistics import Interval, mean, ratio
 from bench.eviction.stream import FRESH
@@ -205,5 +206,7 @@ def report(kept: Mapping[str, Any]) -> str:
         parts.append(rouges(kept["rouge"]))
     if kept.get("streams"):
         parts.append(streams(kept["streams"], kept["settings"]["bin"]))
+    if kept.get("adaptive"):
+        parts.append(adaptive.Report(kept["adaptive"]).text())
     parts.append("\n".join(expectations(kept)))
     return "\n\n".join(parts)

@@ -1,25 +1,29 @@
 """The same requests on engines that cost nothing to run: what a placement gives where only the devices limit.
 
-Every device takes its steps as a stub executor does, prompts in order of arrival, and keeps what was used last.
-`placed` knows the future: each group or conversation has one engine, and engines get equally many requests, as nearly
-as that goes. It says what there is to win; no policy can know it.
+Every device takes its steps as a stub executor does, prompts in order of arrival, and keeps what was used last. The
+policies are the router's own, which know at once and exactly what engines do and have. `placed` knows the future: each
+group or conversation has one engine, and engines get equally many requests, as nearly as that goes. It says what there
+is to win; no policy can know it.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from bench.fleet.client import Answer
 from bench.fleet.workload import Request
+from scheduler.router.policies import POLICIES, Policy, Prompt
+from scheduler.router.score import Candidate, Match, Rates
 
-PLACED, IN_TURN = "placed (simulated)", "in turn (simulated)"
-
-# The engine of a request.
-Placement = Callable[[Request], int]
+PLACED = "placed (simulated)"
+# Tokens that one key stands for.
+_BLOCK = 16
+# Weight of the newest request in the mean time of requests, as the router has it.
+_WEIGHT = 0.1
 
 
 @dataclass(frozen=True)
@@ -32,26 +36,6 @@ class Device:
     max_batched_tokens: int
     max_running: int
     max_waiting: int
-
-
-def in_turn(_requests: Sequence[Request], engines: int) -> Placement:
-    """One engine after the other."""
-    numbers = itertools.cycle(range(engines))
-    return lambda _request: next(numbers)
-
-
-def placed(requests: Sequence[Request], engines: int) -> Placement:
-    """All requests of a group go to one engine; the largest groups choose first, the emptiest engine."""
-    sizes = Counter(request.group for request in requests)
-    loads = [(0, engine) for engine in range(engines)]
-    chosen: dict[str, int] = {}
-    for group, size in sizes.most_common():
-        load, chosen[group] = loads[0]
-        heapq.heapreplace(loads, (load + size, chosen[group]))
-    return lambda request: chosen[request.group]
-
-
-PLACEMENTS: dict[str, Callable[[Sequence[Request], int], Placement]] = {PLACED: placed, IN_TURN: in_turn}
 
 
 class Cache:
@@ -77,7 +61,7 @@ class Cache:
         new = sum(max(0, count - self._used(content)) for content, count in request.contents)
         if self._users and self.used_tokens + new > self._room:
             return None
-        cached = self._cached(request)
+        cached = self.cached(request)
         self._users.update(content for content, _ in request.contents)
         # The end of a prompt is used no later than its beginning.
         for content, count in reversed(request.contents):
@@ -99,7 +83,8 @@ class Cache:
     def _used(self, content: int) -> int:
         return self._parts[content] if content in self._users else 0
 
-    def _cached(self, request: Request) -> int:
+    def cached(self, request: Request) -> int:
+        """Tokens at its begin that need not be computed."""
         found = 0
         for content, count in request.contents:
             known = min(count, self._parts.get(content, 0))
@@ -114,32 +99,68 @@ class Engine:
     """A device with a queue. Times go on from stage to stage; the cache stays."""
 
     device: Device
+    number: int
     cache: Cache = field(init=False)
 
     def __post_init__(self) -> None:
         self.cache = Cache(self.device.pool_tokens)
+        self.cold_at = 0.0
+        self._request_seconds: float | None = None
+        self.begin()
 
-    def run(self, requests: Sequence[tuple[Request, Answer]], until: tuple[float, float]) -> None:
-        """Answers all of them, in order of arrival, from an idle device on. until: the measured time."""
-        arriving, waiting = deque(requests), deque[tuple[Request, Answer]]()
-        running: list[_Running] = []
-        now, device = 0.0, self.device
-        while arriving or waiting or running:
-            if not running and not waiting:
-                now = max(now, arriving[0][0].at)
-            while arriving and arriving[0][0].at <= now:
-                request, answer = arriving.popleft()
-                if len(waiting) >= device.max_waiting:
-                    answer.code = "RESOURCE_EXHAUSTED"
-                else:
-                    waiting.append((request, answer))
-            while waiting and len(running) < device.max_running and (one := self._admit(*waiting[0])) is not None:
-                waiting.popleft()
-                running.append(one)
-            now = self._step(running, now, until)
-            for ended in [one for one in running if not one.output]:
-                running.remove(ended)
-                self.cache.release(ended.request)
+    def begin(self) -> None:
+        """A stage begins: the device is idle."""
+        self._now = 0.0
+        self._waiting = deque[tuple[Request, Answer]]()
+        self._running: list[_Running] = []
+
+    def advance(self, to: float, until: tuple[float, float]) -> None:
+        """Takes all steps that begin before this time. until: the measured time."""
+        while self._now < to and (self._waiting or self._running):
+            self._take_step(until)
+        self._now = max(self._now, to)
+
+    def finish(self, until: tuple[float, float]) -> None:
+        """Takes steps until nothing is left."""
+        while self._waiting or self._running:
+            self._take_step(until)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether its queue takes one more request."""
+        return len(self._waiting) < self.device.max_waiting
+
+    def offer(self, request: Request, answer: Answer) -> None:
+        """A request arrives, and is refused by a full queue."""
+        if self.has_room:
+            self._waiting.append((request, answer))
+        else:
+            answer.code = "RESOURCE_EXHAUSTED"
+
+    def candidate(self, request: Request) -> Candidate:
+        """What a policy sees of it."""
+        device = self.device
+        queued = sum(one.prompt for one in self._running)
+        cached = self.cache.cached(request)
+        for other, _ in self._waiting:
+            queued += other.prompt_tokens - self.cache.cached(other)
+            cached = max(cached, _common(request, other))
+        rates = Rates(1 / device.prefill_rate, request=self._request_seconds, step=device.step_seconds)
+        load = len(self._running) + len(self._waiting)
+        match = Match(device=cached // _BLOCK)
+        return Candidate(str(self.number), _BLOCK, match, queued, load, device.max_running, rates, self.cold_at)
+
+    def _take_step(self, until: tuple[float, float]) -> None:
+        waiting, running, device = self._waiting, self._running, self.device
+        while waiting and len(running) < device.max_running and (one := self._admit(*waiting[0])) is not None:
+            waiting.popleft()
+            running.append(one)
+        self._now = self._step(until)
+        for ended in [one for one in running if not one.output]:
+            running.remove(ended)
+            self.cache.release(ended.request)
+            seconds, mean = self._now - ended.answer.due, self._request_seconds
+            self._request_seconds = seconds if mean is None else mean + _WEIGHT * (seconds - mean)
 
     def _admit(self, request: Request, answer: Answer) -> _Running | None:
         # What is still computed for another request counts as cached: it is not computed again.
@@ -149,12 +170,12 @@ class Engine:
         answer.prompt_tokens, answer.cached_tokens = request.prompt_tokens, cached
         return _Running(request, answer, request.prompt_tokens - cached, request.output_tokens)
 
-    def _step(self, running: list[_Running], now: float, until: tuple[float, float]) -> float:
+    def _step(self, until: tuple[float, float]) -> float:
         """Runs one step; returns when it ends."""
         device, prompt = self.device, 0
         sampling = []
         room = device.max_batched_tokens
-        for one in running:
+        for one in self._running:
             count = min(one.prompt, room)
             if one.prompt and not count:
                 continue
@@ -163,7 +184,7 @@ class Engine:
             room -= count
             if not one.prompt:
                 sampling.append(one)
-        now += max(device.step_seconds, prompt / device.prefill_rate)
+        now = self._now + max(device.step_seconds, prompt / device.prefill_rate)
         for one in sampling:
             one.sample(now, until)
         return now
@@ -188,6 +209,65 @@ class _Running:
         self.output -= 1
 
 
+# The engine of a request, of all engines at the moment of its arrival.
+Placement = Callable[[Request, Sequence[Engine]], int]
+
+
+def placed(requests: Sequence[Request], engines: int) -> Placement:
+    """All requests of a group go to one engine; the largest groups choose first, the emptiest engine."""
+    sizes = Counter(request.group for request in requests)
+    loads = [(0, engine) for engine in range(engines)]
+    chosen: dict[str, int] = {}
+    for group, size in sizes.most_common():
+        load, chosen[group] = loads[0]
+        heapq.heapreplace(loads, (load + size, chosen[group]))
+    return lambda request, _engines: chosen[request.group]
+
+
+def routed(policy: Policy) -> Placement:
+    """What a router's policy chooses."""
+
+    def choose(request: Request, engines: Sequence[Engine]) -> int:
+        prompt = Prompt(_keys(request), request.prompt_tokens, request.session)
+        # As the router does, an engine with a full queue is left out.
+        open_ones = [engine for engine in engines if engine.has_room] or engines
+        candidates = [engine.candidate(request) for engine in open_ones]
+        chosen = policy.choose(prompt, candidates)
+        engine = engines[int(chosen.name)]
+        if not chosen.match.blocks:
+            engine.cold_at = request.at
+        return engine.number
+
+    return choose
+
+
+def simulated(policy: str) -> str:
+    """The name of a policy here."""
+    return f"{policy} (simulated)"
+
+
+PLACEMENTS: dict[str, Callable[[Sequence[Request], int], Placement]] = {PLACED: placed}
+for _name, _policy in POLICIES.items():
+    PLACEMENTS[simulated(_name)] = partial(lambda policy, _requests, _engines: routed(policy()), _policy)
+
+
+def _keys(request: Request) -> list[int]:
+    """One for each full block, in parts that begin with a block."""
+    return [content << 32 | index for content, count in request.contents for index in range(count // _BLOCK)]
+
+
+def _common(one: Request, other: Request) -> int:
+    """Tokens at the begin of both."""
+    found = 0
+    for (content, count), (other_content, other_count) in zip(one.contents, other.contents, strict=False):
+        if content != other_content:
+            break
+        found += min(count, other_count)
+        if count != other_count:
+            break
+    return found
+
+
 class Simulation:
     """A fleet of such devices with one placement."""
 
@@ -199,12 +279,19 @@ class Simulation:
 
     def purge(self) -> None:
         """Empties the caches."""
-        self._engines = [Engine(self._device) for _ in range(self._count)]
+        self._engines = [Engine(self._device, number) for number in range(self._count)]
 
-    def run(self, requests: Sequence[Request], until: tuple[float, float]) -> list[Answer]:
-        """One stage."""
-        answers = [Answer(one.at, self._placement(one)) for one in requests]
-        for number, engine in enumerate(self._engines):
-            pairs = zip(requests, answers, strict=True)
-            engine.run([(one, answer) for one, answer in pairs if answer.target == number], until)
+    def run(self, requests: Iterable[Request], until: tuple[float, float]) -> list[Answer]:
+        """One stage, of requests in the order of arrival. until: the measured time."""
+        for engine in self._engines:
+            engine.begin()
+        answers = []
+        for request in requests:
+            for engine in self._engines:
+                engine.advance(request.at, until)
+            answer = Answer(request.at, self._placement(request, self._engines))
+            self._engines[answer.target].offer(request, answer)
+            answers.append(answer)
+        for engine in self._engines:
+            engine.finish(until)
         return answers

@@ -133,7 +133,7 @@ class Client:
 
 
 def say(line: dict[str, Any]) -> None:
-    """Tells the parent."""
+    """Tells the parent. The line is short: where output is not buffered, a signal may cut a long one off."""
     print(json.dumps(line), flush=True)
 
 
@@ -141,7 +141,9 @@ def main() -> None:
     """Runs one stage."""
     client = Client(Ask.parse(sys.stdin.read()))
     uvloop.run(client.run())
-    say({"event": "answers", "answers": [asdict(answer) for answer in client.answers]})
+    for answer in client.answers:
+        say({"event": "answer", "answer": asdict(answer)})
+    say({"event": "done"})
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ STUB = "bench.stub_executor"
 ROUTER = "scheduler.router"
 # The client calls one engine after the other itself, without a router.
 DIRECT = "direct"
-POLICIES = ("round-robin", "least-load", "session", "prefix", "cost")
 # Its counters, and the words for them.
 REQUESTS = "kvkeep_router_routed_requests_total"
 COUNTERS = {
@@ -36,11 +35,6 @@ COUNTERS = {
     "decisions": "kvkeep_router_decision_seconds_count",
     "decision_s": "kvkeep_router_decision_seconds_sum",
 }
-
-
-def has_router() -> bool:
-    """Whether there is a router to start."""
-    return (ROOT / "scheduler/router/__main__.py").exists()
 
 
 @dataclass
@@ -70,7 +64,8 @@ class Watch:
         """Since then."""
         seconds, machine = time.monotonic() - self._begin, psutil.cpu_times()
         taken = {name: after - self._cpu[name] for name, after in self._seconds().items()}
-        idle = machine.idle + machine.iowait - self._machine.idle - self._machine.iowait
+        # What runs with a low priority gives way.
+        idle = _unused(machine) - _unused(self._machine)
         cpu: dict[str, float] = {}
         for name, one in taken.items():
             kind = name.partition("-")[0]
@@ -80,6 +75,10 @@ class Watch:
 
     def _seconds(self) -> dict[str, float]:
         return {name: sum(process.cpu_times()[:2]) for name, process in self._processes.items()}
+
+
+def _unused(times: Any) -> float:
+    return float(times.idle + times.iowait + times.nice)
 
 
 @dataclass
@@ -211,10 +210,11 @@ class Fleet:
                 elif said["event"] == "ended":
                     assert watch is not None
                     load, idle_share = watch.load(), _idle_share(self._new_records())
+                elif said["event"] == "answer":
+                    answers.append(Answer(**said["answer"]))
                 else:
-                    answers = [Answer(**values) for values in said["answers"]]
                     after = self._router_counts()
-        if load is None or not answers:
+        if load is None or client.returncode:
             raise RuntimeError("the client of the fleet ended early")
         return Measured(
             answers,

@@ -36,10 +36,17 @@ PARTS = (
     Part(KERNELS, _late("kernels", "check"), 150),
     Part(BANDWIDTH, _late("kernels", "bandwidth"), 20),
     Part("decode attention", _late("kernels", "decode_attention"), 100, (KERNELS, BANDWIDTH)),
+    Part("uneven attention", _late("kernels", "uneven_attention"), 40, (KERNELS, BANDWIDTH)),
+    Part("sampling", _late("kernels", "sampling"), 30, (KERNELS,)),
     Part("prefill attention", _late("kernels", "prefill_attention"), 80, (KERNELS,)),
     Part(MODELS, _late("models", "check"), 100, (KERNELS,)),
     Part(DECODE, _late("models", "decode_steps"), 100, (MODELS, BANDWIDTH)),
+    Part("mixed steps", _late("models", "mixed_steps"), 40, (DECODE,)),
+    Part("worker", _late("models", "through_the_worker"), 30, (DECODE,)),
+    Part("transfers", _late("models", "transfers"), 60, (DECODE,)),
     Part("8B throughput", _late("models", "throughput"), 60, (DECODE,)),
+    Part("stack", _late("stack", "serve"), 120, (MODELS,)),
+    # Takes the memory of the pools that the parts before have used.
     Part("generate_batch", _late("models", "beside_transformers"), 180, ("8B throughput",)),
 )
 

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.gpu.parts import Bench, CannotRunError, Figure, WrongError, note
+from executor.core.sampler import SamplingRow, sample
+from executor.step import Sampling
 from kernels.attention_scores import reference as scores_reference
 from kernels.attention_scores.launch import attention_scores
 from kernels.compact_kv import reference as compact_reference
 from kernels.compact_kv.launch import compact_kv
 from kernels.copy_blocks import reference as copy_reference
 from kernels.copy_blocks.launch import copy_blocks
+from kernels.draw_tokens import reference as draw_reference
+from kernels.draw_tokens.launch import draw_tokens
 from kernels.paged_attention.launch import AttentionArgs, PagedBatch, paged_attention
 from kernels.paged_attention.tiling import TileSizes
 from kernels.rms_norm import reference as norm_reference
@@ -29,6 +34,8 @@ from kernels.rotary_store import reference as rotary_reference
 from kernels.rotary_store.launch import rotary_store
 from kernels.rotate_keys import reference as turn_reference
 from kernels.rotate_keys.launch import rotate_keys
+from kernels.silu_mul import reference as silu_reference
+from kernels.silu_mul.launch import silu_mul
 from kernels.store_kv import reference as store_reference
 from kernels.store_kv.launch import store_kv
 from tests.kernels.attention_cases import Case, build, error_ratio, exact
@@ -66,13 +73,14 @@ def check_on(device: str) -> None:
         for name, op in (
             ("norm", _norm),
             ("norm of a sum", _norm_of_sum),
+            ("activation", _activated),
             ("rotary", _rotary),
             ("keys turned back", _turned),
             ("scores", _scores),
         ):
             errors[name] = ratio(*op(dtype, device))
-        for name, op in (("store", _store), ("copy", _copy), ("compaction", _compacted)):
-            # These move bytes.
+        for name, op in (("store", _store), ("copy", _copy), ("compaction", _compacted), ("draws", _drawn)):
+            # These move bytes, or choose.
             errors[name] = 0.0 if torch.equal(*op(dtype, device)) else torch.inf
         for name, error in errors.items():
             note(f"  {name}, {dtype}: error {error:.1e}")
@@ -103,6 +111,21 @@ def _norm_of_sum(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     got = rms_norm(x.to(device), weight.to(device), 1e-5, residual=on_device)
     normed = norm_reference.rms_norm(x.double(), weight.double(), 1e-5, residual=truth)
     return torch.cat([got.flatten(), on_device.flatten()]), torch.cat([normed.flatten(), truth.flatten()])
+
+
+def _activated(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    x = _random(dtype, 5, 2 * 1536)
+    return silu_mul(x.to(device)), silu_reference.silu_mul(x.double())
+
+
+def _drawn(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """Rows with and without filters, of a vocabulary of several tiles."""
+    logits, rows = 3 * _random(dtype, 12, 9001), torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    parameters = torch.rand(12, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    for row, columns in enumerate(((1.0, 0, 1.0, 0.0), (0.8, 20, 0.9, 0.0), (1.2, 0, 0.95, 0.02))):
+        parameters[row::3, :4] = torch.tensor(columns, dtype=torch.float64)
+    got = draw_tokens(logits.to(device), rows.to(device), parameters.to(device))
+    return got.cpu(), draw_reference.draw_tokens(logits[rows], parameters)
 
 
 def _rotary(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
@@ -215,11 +238,16 @@ def seconds_of(call: Callable[[], object], rounds: int = 30) -> float:
 
 
 def bandwidth(_: Bench) -> Sequence[Figure]:
-    """Of a copy on the device, many times as large as its caches: bytes read and bytes written."""
+    """Of a copy on the device, many times as large as its caches: bytes read and bytes written.
+
+    The faster of the driver's own copy and of a kernel's, as either may be the slower one.
+    """
     free = torch.cuda.mem_get_info()[0]
-    source = torch.empty(min(4 << 30, free // 4), dtype=torch.uint8, device="cuda").random_()
+    source = torch.empty(min(1 << 30, free // 16), dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
-    seconds = seconds_of(lambda: target.copy_(source))
+    seconds = min(
+        seconds_of(lambda: target.copy_(source), 10), seconds_of(lambda: torch.bitwise_not(source, out=target), 10)
+    )
     return [Figure("copy bandwidth", 2 * source.nbytes / seconds / 1e9, "GB/s")]
 
 
@@ -233,6 +261,26 @@ class Problem:
     batch: PagedBatch
     sequences: int
     length: int
+
+    @classmethod
+    def uneven(cls, lengths: Sequence[int], device: str = "cuda") -> Problem:
+        """One new token of each of some sequences of their own lengths."""
+        problem = cls.make(1, sum(lengths), 1, device)
+        widest, begin = max(lengths), 0
+        tables = torch.zeros(len(lengths), widest // BLOCK, dtype=torch.int32)
+        for row, length in enumerate(lengths):
+            blocks = length // BLOCK
+            tables[row, :blocks] = problem.batch.block_tables[0, begin : begin + blocks].cpu()
+            begin += blocks
+        batch = PagedBatch(
+            query_start=torch.arange(len(lengths) + 1, dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+            block_tables=tables.to(device),
+            max_query_len=1,
+            max_seq_len=widest,
+        )
+        query = torch.randn(len(lengths), QUERY_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
+        return replace(problem, query=query, batch=batch)
 
     @classmethod
     def make(cls, sequences: int, length: int, queries: int, device: str = "cuda") -> Problem:
@@ -327,6 +375,54 @@ def decode_attention(bench: Bench) -> Sequence[Figure]:
     )
     label = f"keys {sizes.keys}, warps {sizes.num_warps}, stages {sizes.num_stages}, splits {sizes.splits}"
     figures.append(Figure(f"decode attention, chosen by best sizes ({label})", best / seconds))
+    return figures
+
+
+def uneven_attention(bench: Bench) -> Sequence[Figure]:
+    """One new token of a long sequence among short ones, of few sequences, and of many short ones."""
+    figures = []
+    for name, lengths in {
+        "one of 65,536 among 63 of 1,024": [65536] + [1024] * 63,
+        "1 of 4,096": [4096],
+        "256 of 1,024": [1024] * 256,
+    }.items():
+        problem = Problem.uneven(lengths)
+        seconds = seconds_of(problem.paged)
+        rate = 2 * sum(lengths) * KV_HEADS * HEAD_DIM * 2 / seconds / 1e9
+        share = 100 * rate / bench.value("copy bandwidth")
+        target = 85 if max(lengths) > 4096 else None
+        figures += [
+            Figure(f"decode attention, {name}", seconds * 1e6, "us"),
+            Figure(f"decode attention, {name}, of copy bandwidth", share, "%", at_least=target),
+        ]
+    return figures
+
+
+def sampling(bench: Bench) -> Sequence[Figure]:
+    """Of 256 rows of 128,256 tokens: time of the device, and of the host until all is launched."""
+    figures = []
+    logits = torch.randn(256, 128256, device="cuda", dtype=torch.bfloat16) * 3
+    places = torch.arange(256, device="cuda")
+    for name, parameters in {
+        "temperature": {"temperature": 1.0},
+        "top-p": {"temperature": 1.0, "top_p": 0.9},
+        "top-k, top-p": {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
+    }.items():
+        columns = (1.0, parameters.get("top_k", 0), parameters.get("top_p", 1.0), 0.0)
+        given = torch.rand(256, 5, dtype=torch.float64, device="cuda")
+        given[:, :4] = torch.tensor(columns, dtype=torch.float64)
+        draw = partial(draw_tokens, logits, places, given)
+        rows = [SamplingRow(Sampling(seed=seed, **parameters), 3) for seed in range(256)]  # type: ignore[arg-type]
+        host = []
+        for _ in range(9):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            sample(logits, rows)
+            host.append(time.perf_counter() - begin)
+        figures += [
+            Figure(f"sampling, {name}", seconds_of(draw) * 1e3, "ms", at_most=0.3),
+            Figure(f"sampling, {name}: host", statistics.median(host) * 1e3, "ms"),
+        ]
     return figures
 
 

@@ -6,9 +6,12 @@ import gc
 import inspect
 import random
 import statistics
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,15 +21,18 @@ from bench.gpu.parts import Bench, CannotRunError, Figure, WrongError, note
 from bench.workloads import chosen
 from executor.batch import DeviceBatch
 from executor.cache.pool import KvPools
+from executor.cache.tiers.files import FileSettings
+from executor.cache.tiers.tiers import open_tiers
 from executor.core.runner import LaunchedStep, Runner
 from executor.models.attention import NAME
-from executor.models.cuda import CudaGraphRunner, GraphBuffers
+from executor.models.cuda import CudaGraphRunner, GraphBuffers, GraphSize
 from executor.models.forward import Forward, Model
 from executor.models.llama import probe, with_fallback
 from executor.models.load import model_of
 from executor.models.torch import TorchForward
-from executor.step import NewSequence, Step
+from executor.step import Copy, NewSequence, Step, Tier
 from tests.support.reference import first_mismatch, greedy
+from tests.support.worker_loop import WorkerLoop
 
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _SMALL = {
@@ -60,14 +66,16 @@ PROMPTS, OUTPUT = (1, 3, 16, 45, 100, 171), 24
 BLOCK = 16
 BATCHES, CONTEXT, STEPS, WARM = (1, 64, 256), 1024, 60, 10
 (W1,) = chosen(["W1"])
+# Blocks that are copied between tiers: 2 GB.
+TRANSFERRED = 1000
 # Tokens of a step with prompts.
 BUDGET = 2048
 
 
 class WithoutGraphs(CudaGraphRunner):
-    """Launches decoding steps piece by piece."""
+    """Launches every step piece by piece."""
 
-    def _run(self, buffers: GraphBuffers, batch: DeviceBatch, size: int) -> None:
+    def _run(self, buffers: GraphBuffers, batch: DeviceBatch, size: GraphSize) -> None:
         self._launch(buffers, batch, size)
 
 
@@ -274,12 +282,11 @@ def decode_steps(bench: Bench) -> Sequence[Figure]:
     return figures
 
 
-def _decode(runner: Runner, batch: int) -> list[Any]:
-    """Outcomes of steps of so many sequences, without those that warm up."""
-    runner.clear()
+def _decoding(runner: Runner, batch: int) -> tuple[NewSequence, ...]:
+    """So many sequences of CONTEXT tokens, of which all but one are cached."""
     rng, groups = random.Random(batch), len(runner.pools.pools)
     each = -(-(CONTEXT + STEPS + WARM) // BLOCK)
-    joining = tuple(
+    return tuple(
         NewSequence(
             number,
             tuple(rng.randrange(runner.model.vocab_size) for _ in range(CONTEXT)),
@@ -289,12 +296,105 @@ def _decode(runner: Runner, batch: int) -> list[Any]:
         )
         for number in range(batch)
     )
+
+
+def _decode(runner: Runner, batch: int) -> list[Any]:
+    """Outcomes of steps of so many sequences, without those that warm up."""
+    runner.clear()
+    joining = _decoding(runner, batch)
     loop = Loop(runner)
     for _ in range(WARM + STEPS):
         loop.step(new_sequences=joining)
         joining = ()
     loop.finish()
     return loop.outcomes[WARM:]
+
+
+def mixed_steps(bench: Bench) -> Sequence[Figure]:
+    """A step of 63 decodes and a chunk of a prompt, by the time of both alone."""
+    large: Large = bench.kept["8B"]
+    assert large.runner is not None
+    runner, figures = large.runner, []
+    if large.sequences < 64:
+        raise CannotRunError("there is no memory for 64 sequences")
+    for chunk in (256, 1024):
+        times = {}
+        for name, decodes, tokens in (("decodes", 63, 0), ("chunk", 0, chunk), ("both", 63, chunk)):
+            seconds = [_step_seconds(runner, decodes, tokens) for _ in range(5)]
+            times[name] = statistics.median(seconds[1:])
+        name = f"8B, 63 decodes and {chunk:,} tokens of a prompt"
+        figures += [
+            Figure(f"{name}: step", times["both"] * 1e3, "ms"),
+            Figure(f"{name}: by both alone", times["both"] / (times["decodes"] + times["chunk"]), at_most=1.15),
+        ]
+    return figures
+
+
+def _step_seconds(runner: Runner, decodes: int, chunk: int) -> float:
+    """Time of a step of sequences that decode behind CONTEXT tokens, and of the first tokens of one more prompt."""
+    runner.clear()
+    joining = _decoding(runner, decodes + 1)
+    runner.launch(Step(runner.last_step + 1, new_sequences=joining[:-1])).result()
+    prompt = replace(joining[-1], num_computed_tokens=0)
+    changes = {"new_sequences": (prompt,), "chunks": {prompt.sequence: chunk}} if chunk else {}
+    return runner.launch(Step(runner.last_step + 1, **changes)).result().compute_time
+
+
+def through_the_worker(bench: Bench) -> Sequence[Figure]:
+    """Decoding of 64 sequences through the executor's own thread, each step sent when the last but one is told."""
+    large: Large = bench.kept["8B"]
+    assert large.runner is not None
+    batch = min(64, large.sequences)
+    outputs = WorkerLoop(large.runner).run(WARM + STEPS, new_sequences=_decoding(large.runner, batch))[WARM:]
+    idle = sum(one.idle_time for one in outputs) / sum(one.compute_time + one.idle_time for one in outputs)
+    return [Figure(f"8B decode through the worker, batch {batch}: idle", 100 * idle, "%", at_most=3)]
+
+
+def transfers(bench: Bench) -> Sequence[Figure]:
+    """Blocks of the 8B model to the host tier and back, beside copies of pinned memory."""
+    large: Large = bench.kept["8B"]
+    assert large.runner is not None
+    pools = large.runner.pools
+    size = pools.pools[0].block_bytes
+    count = min(TRANSFERRED, pools.pools[0].num_blocks)
+    host = torch.empty(count * size, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device="cuda")
+    rates = {}
+    for name, into, data in (("to the device", device, host), ("to the host", host, device)):
+        rates[name] = count * size / min(_seconds(partial(into.copy_, data)) for _ in range(4))
+    del host, device
+    figures = [Figure(f"copy of pinned memory {name}", rate / 1e9, "GB/s") for name, rate in rates.items()]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        none = FileSettings(Path(folder), 0, "", "")
+        memory = FileSettings(Path(folder), int((count + 8) * (size + 4096)), "", "", in_memory=True)
+        for checksums in (True, False):
+            tiers = open_tiers(pools, bytes(32), f"bench-{checksums}", host=memory, disk=none, checksums=checksums)
+            for name, tier, source in (
+                ("to the host", Tier.HOST, Tier.DEVICE),
+                ("to the device", Tier.DEVICE, Tier.HOST),
+            ):
+                copies = [Copy(1 + slot, 0, 1 + slot, 1 + slot, source, tier) for slot in range(count)]
+                failed: list[Copy] = []
+                begin = time.perf_counter()
+                tiers.begin(copies, lambda copy, good, failed=failed: None if good else failed.append(copy))
+                tiers.drain(60)
+                seconds = time.perf_counter() - begin
+                if failed:
+                    raise WrongError(f"{len(failed)} copies {name} failed")
+                share = 100 * count * size / seconds / rates[name]
+                with_or_not = "with checksums" if checksums else "without checksums"
+                least = 80 if tier is Tier.DEVICE else None
+                figures.append(Figure(f"blocks {name}, {with_or_not}, of pinned copies", share, "%", at_least=least))
+            tiers.close()
+    return figures
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
 
 
 def _prompts(variant: int, vocabulary: int) -> list[list[int]]:
@@ -305,8 +405,10 @@ def _prompts(variant: int, vocabulary: int) -> list[list[int]]:
 
 def throughput(bench: Bench) -> Sequence[Figure]:
     """Output tokens per second of 32 requests that come at once; the better of two runs, after one to warm up."""
-    runner = bench.kept["8B"].runner
-    if sum(-(-(length + W1.output_tokens) // BLOCK) for length in W1.prompt_tokens) > runner.pools.num_blocks:
+    large: Large = bench.kept["8B"]
+    runner = large.runner
+    assert runner is not None
+    if sum(-(-(length + W1.output_tokens) // BLOCK) for length in W1.prompt_tokens) > runner.pools.pools[0].num_blocks:
         raise CannotRunError("there is no memory for its K and V")
     seconds = []
     for variant in range(3):

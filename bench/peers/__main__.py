@@ -1,30 +1,38 @@
 """kvkeep beside other engines on the same token ids, in turns, in one run.
 
 Run it with `make bench-peers`. `make peers` installs the others first; one that is missing or fails is named with the
-reason, and the rest continues. All engines of a data type stay loaded, and those whose turn it is not are stopped.
-Every engine's greedy output is checked against the same references before it is measured: kvkeep's must be right, a
-peer whose output is wrong is left out. Each repeat measures the machine and then every case on every engine, in another
-order each time. A peer that was less than half as fast as the best one in the first repeat is not measured again in
-that case: it decides nothing.
+reason, and the rest continues. Two models are measured: weights that nothing quantized (bench.unquantized), then the
+default model's, which kvkeep keeps in the few bits that their author chose. All engines of a model and data type stay
+loaded, and those whose turn it is not are stopped. Every engine's greedy output is checked against the same references
+before it is measured: kvkeep's must be right, a peer whose output is wrong is left out. Each repeat measures the
+machine and then every case on every engine, in another order each time. A peer that was less than half as fast as the
+best one in the first repeat is not measured again in that case: it decides nothing. A peer that finds a common prefix
+only behind a first request is measured twice where there is one: all at once, and "ahead".
 
-The table shows medians: output tokens per second, for W4 milliseconds per token. The ratio says how many times better
-kvkeep is than the best peer; "of limit" is its share of what the machine could do (bench.limits).
+With --gguf FILE llama.cpp and kvkeep run a GGUF file as it is, W3 and W4 alone.
+
+The tables show medians: output tokens per second, for W4 milliseconds per token. The ratio says how many times better
+kvkeep is than the best peer; "of limit" is an engine's share of what the machine could do (bench.limits). llama-bench
+is W4 as llama.cpp measures it by itself, without a server.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from functools import reduce
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
-from bench import limits, plots
+from bench import gate, limits, plots, unquantized
+from bench.gguf_file import in_floats
+from bench.peers import gguf_file, llama_bench
 from bench.peers.processes import PeerError, PeerProcess
-from bench.peers.set_up import PEERS, default_folder
+from bench.peers.set_up import PEERS, Peer, default_folder
 from bench.result import Result
 from bench.serving import (
     Bench,
@@ -39,12 +47,53 @@ from bench.serving import (
 )
 from bench.tables import table
 from bench.workloads import Case
+from executor.errors import ModelError, first_line
+from tests.stack import model_cache
 
-OURS = "kvkeep"
+OURS, LLAMA = "kvkeep", "llamacpp"
 # A peer slower than this share of the best one is measured once.
 NEAR = 0.5
+# What is measured by default, by the names of --models.
+MODELS = {
+    "unquantized": "weights that nothing quantized: the default model's, changed by 0.3 % and rounded to bfloat16",
+    "default": "the default model's weights, which their author quantized; peers get them as floats",
+}
+GGUF_CASES = ("W3", "W4")
 
 Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is measured, what the tables call it, and its GGUF file if it is one."""
+
+    title: str
+    bench: Bench
+    file: Path | None = None
+
+    def gguf(self, dtype: str, folder: Path) -> Path:
+        """What peers that read GGUF files get. Raises ValueError when there is no such file of the model."""
+        return self.file or gate.apart(gguf_file.written, self.bench.model, dtype, folder)
+
+    def work(self, case: Case, dtype: str) -> limits.Work:
+        """What a case takes at least."""
+        weight_bytes = gguf_file.step_bytes(self.file) if self.file else None
+        return limits.work(self.bench.shape, case, dtype, weight_bytes)
+
+
+@dataclass
+class Measured:
+    """Everything that was found, for JSON and the tables."""
+
+    runs: list[Record]
+    # By model and data type.
+    limits: dict[str, dict[str, list[Record]]]
+    llama_bench: list[Record]
+    # Versions of the peers.
+    engines: dict[str, str]
+    # Why an engine is not there, or what is wrong with its output though it is.
+    absent: dict[str, str]
+    differing: dict[str, str]
 
 
 def value(case: str, record: Mapping[str, Any]) -> float:
@@ -68,126 +117,198 @@ def still_of_interest(name: str, case: str, records: Sequence[Record]) -> bool:
 
 
 def row(dtype: str, case: str, engines: Sequence[str], records: Sequence[Record]) -> list[str]:
-    """One line of the table; the records are those of this data type and case."""
+    """One line of the table; the records are those of one model in this data type and case."""
     medians = {}
     for engine in engines:
         if figures := [value(case, record) for record in records if record["engine"] == engine]:
             medians[engine] = statistics.median(figures)
-    ours = next(record for record in records if record["engine"] == OURS)
-    if case == "W4":
-        limit = ours["limit_step_ms"]
-    else:
-        tokens = ours["output_tokens_per_s"] * ours["seconds"]
-        limit = tokens / ours["limit_s"]
+    some = records[0]
+    tokens = some["output_tokens_per_s"] * some["seconds"]
+    limit = some["limit_step_ms"] if case == "W4" else tokens / some["limit_s"]
     peers = {engine: figure for engine, figure in medians.items() if engine != OURS}
-    best = max(peers, key=lambda engine: better(case, peers[engine], 1.0), default=None)
+    best = max(peers, key=lambda engine: better(case, peers[engine], 1.0), default="")
+    ours = medians.get(OURS)
     return [
         f"{dtype} {case}",
         "ms per token" if case == "W4" else "tokens/s",
         *(f"{medians[engine]:.1f}" if engine in medians else "-" for engine in engines),
         best or "-",
-        f"{better(case, medians[OURS], peers[best]):.2f}" if best else "-",
+        f"{better(case, ours, peers[best]):.2f}" if ours and best else "-",
         f"{limit:.1f}",
-        f"{better(case, medians[OURS], limit):.0%}",
+        f"{better(case, ours, limit):.0%}" if ours else "-",
+        f"{better(case, peers[best], limit):.0%}" if best else "-",
     ]
 
 
-def report(records: Sequence[Record], absent: Mapping[str, str]) -> str:
-    """The table, and the engines that are not in it."""
-    engines = list(dict.fromkeys(record["engine"] for record in records))
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        groups.setdefault((record["dtype"], record["case"]), []).append(record)
-    head = ["", "", *engines, "best peer", "kvkeep by\nbest peer", "limit", "kvkeep\nof limit"]
-    rows = [row(dtype, case, engines, group) for (dtype, case), group in groups.items()]
-    repeats = max(record["repeat"] for record in records)
-    others = statistics.median(record["others_cpu"] for record in records)
-    most = max(record["others_cpu"] for record in records)
-    lines = [f"\nmedians of {repeats}, engines in turns", "", table(head, rows), ""]
-    lines += [f"other processes took {others:.0%} of the cores during a run, {most:.0%} at most"]
-    return "\n".join([*lines, *(f"not measured: {name}: {reason}" for name, reason in absent.items())])
+def report(found: Measured) -> str:
+    """A table for each model, and what is not in them."""
+    lines: list[str] = []
+    for model in dict.fromkeys(record["model"] for record in found.runs):
+        records = [record for record in found.runs if record["model"] == model]
+        engines = list(dict.fromkeys(record["engine"] for record in records))
+        groups: dict[tuple[str, str], list[Record]] = {}
+        for record in records:
+            groups.setdefault((record["dtype"], record["case"]), []).append(record)
+        names = [engine.replace(" ", "\n") for engine in engines]
+        head = ["", "", *names, "best peer", "kvkeep by\nbest peer", "limit", "kvkeep\nof limit", "best peer\nof limit"]
+        rows = [row(dtype, case, engines, group) for (dtype, case), group in groups.items()]
+        repeats = max(record["repeat"] for record in records)
+        lines += [f"\n{model}\nmedians of {repeats}, engines in turns", "", table(head, rows), ""]
+        alone: dict[str, list[float]] = {}
+        for record in found.llama_bench:
+            if record["model"] == model:
+                alone.setdefault(record["dtype"], []).append(record["token_ms"])
+        lines += [
+            f"llama-bench {dtype} W4: {statistics.median(figures):.1f} ms per token" for dtype, figures in alone.items()
+        ]
+    if shares := [record["others_cpu"] for record in found.runs]:
+        middle, most = statistics.median(shares), max(shares)
+        lines += [f"other processes took {middle:.0%} of the cores during a run, {most:.0%} at most"]
+    lines += [f"measured though its output differs: {name}: {reason}" for name, reason in found.differing.items()]
+    return "\n".join([*lines, *(f"not measured: {name}: {reason}" for name, reason in found.absent.items())])
 
 
 def started(
-    bench: Bench, dtype: str, folder: Path, names: Sequence[str], stack: contextlib.ExitStack, absent: dict[str, str]
+    subject: Subject, dtype: str, folder: Path, peers: Sequence[Peer], stack: contextlib.ExitStack, found: Measured
 ) -> dict[str, PeerProcess]:
-    """The peers that are there and load the model; the others and why go to `absent`."""
+    """The peers that are there and load the model; the others and why are noted."""
     running = {}
-    for peer in PEERS:
-        if peer.name not in names:
-            continue
+    for peer in peers:
         try:
             if reason := peer.missing(folder):
                 raise PeerError(reason)
             note(f"{peer.name} {dtype}: starting")
-            process = PeerProcess(peer, peer.python(folder), bench.model, dtype, folder / "cache")
-            running[peer.name] = stack.enter_context(process)
-        except (PeerError, OSError) as error:
-            absent[f"{peer.name} {dtype}"] = str(error)
-            note(f"{peer.name} {dtype}: {error}")
+            cache = folder / "cache"
+            model = subject.gguf(dtype, cache) if peer.gguf else subject.bench.model
+            process = stack.enter_context(PeerProcess(peer, peer.python(folder), model, dtype, cache))
+            running[peer.name] = process
+            found.engines[peer.name] = ", ".join([process.version, *filter(None, [peer.source])])
+        except (PeerError, OSError, ValueError) as error:
+            leave_out(peer.name, dtype, error, found)
     return running
 
 
-def one_dtype(
-    bench: Bench, dtype: str, folder: Path, names: Sequence[str], absent: dict[str, str]
-) -> tuple[list[Record], list[limits.Limits]]:
+def leave_out(name: str, dtype: str, reason: object, found: Measured) -> None:
+    """Notes why an engine is not measured, or not any more."""
+    found.absent[f"{name} {dtype}"] = str(reason)
+    note(f"{name} {dtype}: {reason}")
+
+
+def ours(subject: Subject, dtype: str, stack: contextlib.ExitStack, found: Measured) -> dict[str, Runs]:
+    """kvkeep, but for a GGUF file that it does not load."""
+    try:
+        return {OURS: kvkeep(stack.enter_context(subject.bench.stack(dtype)))}
+    except RuntimeError as error:
+        if not subject.file:
+            raise
+        leave_out(OURS, dtype, first_line(error), found)
+        return {}
+
+
+def one_dtype(subject: Subject, dtype: str, folder: Path, peers: Sequence[Peer], found: Measured) -> None:
     """Every run of one data type, and what the machine could do meanwhile."""
+    bench = subject.bench
     expected, margin = bench.references(dtype)
     records: list[Record] = []
     measured: list[limits.Limits] = []
     with contextlib.ExitStack() as stack:
-        engines: dict[str, Runs] = {OURS: kvkeep(stack.enter_context(bench.stack(dtype)))}
-        bench.check(f"{OURS} {dtype}", engines[OURS], expected, margin, whole=True)
-        eager = {peer.name for peer in PEERS if peer.eager}
-        for name, process in started(bench, dtype, folder, names, stack, absent).items():
+        engines = ours(subject, dtype, stack, found)
+        for name, runs in engines.items():
+            bench.check(f"{name} {dtype}", runs, expected, margin, whole=True)
+        known = {peer.name: peer for peer in peers}
+        for name, process in started(subject, dtype, folder, peers, stack, found).items():
+            peer = known[name]
             try:
-                bench.check(f"{name} {dtype}", process.run, expected, margin, whole=name not in eager)
-                engines[name] = process.run
-            except (PeerError, WrongOutputError) as error:
-                absent[f"{name} {dtype}"] = str(error)
-                note(f"{name} {dtype}: {error}")
-        for repeat in range(1, bench.repeats + 1):
+                bench.check(f"{name} {dtype}", process.run, expected, margin, whole=not peer.eager)
+            except PeerError as error:
+                leave_out(name, dtype, error, found)
+                continue
+            except WrongOutputError as error:
+                if not subject.file:
+                    leave_out(name, dtype, error, found)
+                    continue
+                # It rounds what it multiplies with weights in few bits.
+                found.differing[f"{name} {dtype}"] = str(error)
+            engines[name] = process.run
+            if peer.ahead:
+                engines[f"{name} ahead"] = partial(process.run, ahead=True)
+        for repeat in range(1, bench.repeats + 1 if engines else 1):
             measured.append(bench.machine(dtype))
             for case in bench.cases:
-                records += one_case(bench, dtype, case, repeat, engines, records, absent)
+                records += one_case(subject, dtype, case, repeat, engines, records, found)
+                if case.name == "W4" and LLAMA in engines:
+                    program = known[LLAMA].python(folder).with_name("llama-bench")
+                    alone(program, subject, dtype, case, repeat, folder / "cache", found)
         measured.append(bench.machine(dtype))
     best = reduce(limits.Limits.best, measured)
     for record in records:
-        needed = limits.work(bench.shape, next(case for case in bench.cases if case.name == record["case"]), dtype)
+        needed = subject.work(next(case for case in bench.cases if case.name == record["case"]), dtype)
         record["limit_s"] = best.seconds(needed)
         record["limit_step_ms"] = best.step_seconds(needed) * 1e3
-    return records, measured
+    found.runs += records
+    found.limits.setdefault(subject.title, {})[dtype] = [asdict(one) for one in measured]
 
 
 def one_case(
-    bench: Bench,
+    subject: Subject,
     dtype: str,
     case: Case,
     repeat: int,
     engines: dict[str, Runs],
     before: Sequence[Record],
-    absent: dict[str, str],
+    found: Measured,
 ) -> list[Record]:
     """One case on every engine, beginning with another one in each repeat; an engine that fails is dropped."""
-    prompts = bench.corpus.prompts(case, repeat)
+    prompts = subject.bench.corpus.prompts(case, repeat)
     order = list(engines)
     shift = repeat % len(order)
     done = []
     for name in order[shift:] + order[:shift]:
+        if name.endswith(" ahead") and not (case.shared and case.reuse):
+            continue
         if not still_of_interest(name, case.name, before):
             continue
         try:
             result = engines[name](case, prompts, case.output_tokens)
         except PeerError as error:
-            absent[f"{name} {dtype}"] = str(error)
-            note(f"{name} {dtype}: {error}")
+            leave_out(name, dtype, error, found)
             del engines[name]
             continue
         summary = {key: round(figure, 5) for key, figure in result.times.summary().items()}
         summary["others_cpu"] = round(result.usage.others, 4)
-        done.append({"dtype": dtype, "case": case.name, "repeat": repeat, "engine": name, **summary})
+        where = {"model": subject.title, "dtype": dtype, "case": case.name, "repeat": repeat, "engine": name}
+        done.append({**where, **summary})
         note(f"{dtype} {case.name}, repeat {repeat}, {name}: {value(case.name, summary):.1f}")
     return done
+
+
+def alone(program: Path, subject: Subject, dtype: str, case: Case, repeat: int, cache: Path, found: Measured) -> None:
+    """W4 as llama-bench measures it."""
+    threads = len(os.sched_getaffinity(0))
+    try:
+        taken = llama_bench.token_ms(program, subject.gguf(dtype, cache), dtype, threads, case)
+    except PeerError as error:
+        leave_out("llama-bench", dtype, error, found)
+        return
+    note(f"{dtype} {case.name}, repeat {repeat}, llama-bench: {taken:.1f}")
+    found.llama_bench.append({"model": subject.title, "dtype": dtype, "repeat": repeat, "token_ms": round(taken, 5)})
+
+
+def subjects(names: Sequence[str], model: str, file: Path | None, bench: Bench) -> list[Subject]:
+    """What is measured: one model if one is named, else those with these names. Raises ModelError for a bad file."""
+    if file:
+        folder = gate.apart(in_floats, file.resolve(), model_cache())
+        cases = [case for case in bench.cases if case.name in GGUF_CASES]
+        settings = {**bench.settings, "executor_model": str(file.resolve())}
+        title = f"{file.name} as it is; the limit is that of its bytes"
+        return [Subject(title, replace(bench, model=folder, cases=cases, settings=settings), file.resolve())]
+    if model:
+        return [Subject(model, bench)]
+    changed: dict[str, Callable[[], Path]] = {
+        "unquantized": lambda: gate.apart(unquantized.made, bench.model, model_cache() / "models"),
+        "default": lambda: bench.model,
+    }
+    return [Subject(MODELS[name], replace(bench, model=changed[name]())) for name in MODELS if name in names]
 
 
 def main() -> int:
@@ -195,23 +316,29 @@ def main() -> int:
     made = parser(__doc__)
     names = [peer.name for peer in PEERS]
     made.add_argument("--peers", nargs="+", choices=names, default=names)
+    made.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS], help="without --model and --gguf")
+    made.add_argument("--gguf", type=Path, metavar="FILE", help="a model that llama.cpp and kvkeep run as it is")
     made.add_argument("--folder", type=Path, default=default_folder(), help="where `make peers` put them")
     given, bench = parse(made)
-    kept: dict[str, Any] = {"limits": {}, "runs": []}
-    absent: dict[str, str] = {}
+    if given.gguf and not given.gguf.is_file():
+        made.error(f"--gguf: there is no file {given.gguf}")
+    peers = [peer for peer in PEERS if peer.name in given.peers and (peer.gguf or not given.gguf)]
+    found = Measured([], {}, [], {}, {}, {})
 
     def measure() -> None:
-        for dtype in given.dtypes:
-            records, measured = one_dtype(bench, dtype, given.folder, given.peers, absent)
-            kept["runs"] += records
-            kept["limits"][dtype] = [asdict(one) for one in measured]
-            # Beside each other, whatever the order they were measured in.
-            kept["runs"].sort(key=lambda record: [OURS, *names].index(record["engine"]))
-            kept["absent"] = absent
-            keep(Result("peers", kept, bench.settings), given.json, plots.peers)
-        print(report(kept["runs"], absent), flush=True)
+        for subject in subjects(given.models, given.model, given.gguf, bench):
+            for dtype in given.dtypes:
+                one_dtype(subject, dtype, given.folder, peers, found)
+                # Beside each other, whatever the order they were measured in.
+                order = [name for peer in PEERS for name in (peer.name, f"{peer.name} ahead")]
+                found.runs.sort(key=lambda record: [OURS, *order].index(record["engine"]))
+                keep(Result("peers", vars(found), bench.settings), given.json, plots.peers)
+        print(report(found), flush=True)
 
-    return red_or_interrupted(measure)
+    try:
+        return red_or_interrupted(measure)
+    except ModelError as error:
+        made.error(str(error))
 
 
 if __name__ == "__main__":

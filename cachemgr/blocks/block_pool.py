@@ -12,7 +12,7 @@ from cachemgr.blocks.block_record import USED_LAST, BlockRecord, CopyRecord, Lea
 from cachemgr.blocks.hit_counters import TokenMeter
 from cachemgr.blocks.offload import Eviction, Offloader, OffloadListener, WriteThrough
 from cachemgr.blocks.radix_tree import RadixTree, children_of, covered_children, longer_sibling
-from cachemgr.blocks.removal_history import RemovalHistory, UseTimes
+from cachemgr.blocks.removal_history import NO_OWNER, RemovalHistory, UseTimes
 from cachemgr.blocks.tier import Tier
 from cachemgr.retention.leases import effective_priority, leases_of
 from cachemgr.retention.priority import DEFAULT_PRIORITY
@@ -547,6 +547,7 @@ class BlockPool:
         device = self.device
         # Most pools have no other tier.
         tier = device if block.index <= device.size else self.tier_of(block)
+        lease_ended = block.lease_ended and block.lease is None
         if block.lease is not None:
             self._leases.break_all(block, view, cause)
         parent = block.parent
@@ -561,9 +562,11 @@ class BlockPool:
         tier.indexed -= 1
         # Its leases may have passed to another, and its slot may stay reserved for a copy.
         block.priority = DEFAULT_PRIORITY
-        for_sequence_id = "" if writer is None else writer.sequence_id
+        for_sequence_id, owner = "", NO_OWNER
+        if writer is not None:
+            for_sequence_id, owner = writer.sequence_id, writer.scope.owner
         tier.counters.removed[cause] += 1
-        self.removals.add(block.key, cause, self._leases.now, for_sequence_id, view.priority)
+        self.removals.add(block.key, cause, self._leases.now, for_sequence_id, view.priority, owner, lease_ended)
         self._events.add(_REMOVED, view, cause, None, for_sequence_id)
         self.report_removed(tier, block)
         if self._has_lower and tier is device:
@@ -640,6 +643,7 @@ class BlockPool:
             tenant_id=scope.tenant_id,
             session_id=scope.session_id,
             extra=scope.extra,
+            weight_version=scope.weight_version,
             stored_step=block.stored_step,
             leases=() if block.lease is None else self._lease_records(block),
         )
@@ -689,7 +693,7 @@ class BlockPool:
         if block.lease is not None:
             self._leases.break_all(block, view, _LOST)
         self.tier_of(block).counters.removed[_LOST] += 1
-        self.removals.add(block.key, _LOST, self._leases.now, "", view.priority)
+        self.removals.add(block.key, _LOST, self._leases.now, priority=view.priority)
         self._events.add(EventKind.REMOVED, view, _LOST)
         block.detach()
 

@@ -53,6 +53,7 @@ class BlockRecord(NamedTuple):
     generation: int = 0
     last_use: int = 0
     lower_copy: CopyRecord | None = None
+    weight_version: str = ""
 
     @property
     def tier_slot(self) -> Slot:

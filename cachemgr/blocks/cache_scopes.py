@@ -26,7 +26,9 @@ class _AccountScopes:
 class CacheScopes:
     """The cache scopes of an executor: the same object for all blocks of equal values, as long as there are any."""
 
-    def __init__(self, model_fingerprint: bytes, accounts: Mapping[AccountKey, Account]) -> None:
+    def __init__(self, model_fingerprint: bytes, accounts: Mapping[AccountKey, Account], weight_version: str) -> None:
+        """weight_version: of the weights that new sequences are computed with."""
+        self.weight_version = weight_version
         self._model_fingerprint = model_fingerprint
         self._accounts = accounts
         self._scopes: WeakValueDictionary[tuple[object, ...], CacheScope] = WeakValueDictionary()
@@ -44,13 +46,15 @@ class CacheScopes:
         tenant_id: str | None = None,
         session_id: str | None = None,
         extra: bytes = b"",
+        weight_version: str | None = None,
     ) -> CacheScope:
-        """The cache scope of these values."""
-        parts = (salt, adapter_id, tenant_id, session_id, extra)
+        """The cache scope of these values. weight_version: None for that of new sequences."""
+        version = self.weight_version if weight_version is None else weight_version
+        parts = (salt, adapter_id, tenant_id, session_id, extra, version)
         scope, account = self._scopes.get(parts), account_for(self._accounts, tenant_id, salt)
         # Where quotas are new or deleted, another scope replaces it.
         if scope is None or scope.account is not account:
-            scope = CacheScope(root_key(self._model_fingerprint, salt, adapter_id), *parts)
+            scope = CacheScope(root_key(self._model_fingerprint, salt, adapter_id, version), *parts)
             scope.account = account
             keys = [(field, name) for field, name in (("tenant_id", tenant_id), ("salt", salt)) if name is not None]
             of_accounts = [self._of_account(key) for key in keys]
@@ -70,13 +74,21 @@ class CacheScopes:
         """The scope with these extra bytes instead."""
         if extra == scope.extra:
             return scope
-        return self.of(scope.salt, scope.adapter_id, scope.tenant_id, scope.session_id, extra)
+        return self._like(scope, extra)
+
+    def _like(self, scope: CacheScope, extra: bytes) -> CacheScope:
+        return self.of(scope.salt, scope.adapter_id, scope.tenant_id, scope.session_id, extra, scope.weight_version)
 
     def current(self, scope: CacheScope) -> CacheScope:
         """The scope itself, or the one that has replaced it since quotas have changed."""
         if not self._is_outdated(scope):
             return scope
-        return self.of(scope.salt, scope.adapter_id, scope.tenant_id, scope.session_id, scope.extra)
+        return self._like(scope, scope.extra)
+
+    @property
+    def weight_versions(self) -> set[str]:
+        """Of all weights that there may be blocks of, and of those that new sequences are computed with."""
+        return {self.weight_version, *(scope.weight_version for scope in self)}
 
     def outdated(self, changed: Iterable[AccountKey]) -> set[CacheScope]:
         """The scopes of these accounts that count against a quota of before."""

@@ -281,8 +281,6 @@ class Offloader:
             if copied is not None:
                 self._lie_below(lower, victim, copied)
                 return _ALREADY_BELOW
-            # A copy in flight would come too late, and the slot of a copy that may not stay is free.
-            self._write_through.end(victim)
         moved: Block | None = None
         index = None if closed else self._empty_index(lower)
         if index is None:
@@ -294,6 +292,9 @@ class Offloader:
                 self._recall(lower, other, writer)
             elif pool.evict(lower, other, writer) is _OFFLOADED:
                 moved = other
+        if tier is pool.device:
+            # A copy in flight would come too late, and the slot of a copy that may not stay is free.
+            self._write_through.end(victim)
         tier.counters.offloaded += 1
         tier.counters.copied_bytes += pool.spec.block_bytes
         pool.report_removed(tier, victim)

@@ -12,7 +12,7 @@ from cachemgr.blocks.block_record import USED_LAST
 from cachemgr.blocks.radix_tree import children_of, covering_child
 from cachemgr.retention.bounds import MAX_PRIORITY
 from cachemgr.retention.leases import leases_of
-from cachemgr.retention.priority import DEFAULT_PRIORITY, NO_PRIORITY, RetentionRequest
+from cachemgr.retention.priority import NO_PRIORITY, OTHER_WEIGHTS, WEIGHTS, RetentionRequest
 from cachemgr.types import RemovalCause, TierKind
 from protos.kvcommon.block_keys import child_key
 from protos.kvcommon.tokens import TOKEN_BYTES
@@ -58,8 +58,8 @@ def restart(
     for block in tree.by_key.values():
         if block not in staying:
             pool.lose(block)
-    was_on_device = [block for block in staying if pool.is_on_device(block)]
-    for block in sorted(was_on_device, key=_DEPTH, reverse=True):
+    moved = [block for block, (kind, slot, _) in staying.items() if pool.tiers[kind].offset + slot != block.index]
+    for block in sorted(filter(pool.is_on_device, moved), key=_DEPTH, reverse=True):
         if block.refs:
             pool.lru_clock += 1
             block.recency = pool.lru_clock
@@ -79,7 +79,7 @@ def restart(
         pool.report_stored(block)
     for block in sorted(staying, key=_RECENCY):
         pool.release(block)
-    for block in was_on_device:
+    for block in moved:
         if block.parent is not None:
             pool.report_updated(block)
 
@@ -241,7 +241,7 @@ class Recovery:
         """Overwrites the slots that may hold the bytes of a stored block."""
         group = record.group
         if record.key not in pool.tree.by_key:
-            pool.removals.add(record.key, RemovalCause.FORGOTTEN, self._leases.now, "", DEFAULT_PRIORITY)
+            pool.removals.add(record.key, RemovalCause.FORGOTTEN, self._leases.now)
         for at in (record, record.lower_copy):
             tier = None if at is None else pool.tiers[at.tier]
             if at is None or tier is None or tier.unread is None or not tier.is_unread(at.slot):
@@ -290,7 +290,7 @@ class Recovery:
             return False
         parent_key = record.parent_key
         if parent_key is None:
-            parent_key = self._scopes.of(record.salt, record.adapter_id).key
+            parent_key = self._scopes.of(record.salt, record.adapter_id, weight_version=record.weight_version).key
         parent = pool.tree.by_key.get(parent_key)
         if parent is not None and (parent.depth != record.depth - 1 or len(parent.tokens) != full):
             return False
@@ -329,7 +329,14 @@ class Recovery:
 
     def _adopt(self, record: BlockRecord) -> Block:
         pool, leases = self._pools[record.group], self._leases
-        scope = self._scopes.of(record.salt, record.adapter_id, record.tenant_id, record.session_id, record.extra)
+        scope = self._scopes.of(
+            record.salt,
+            record.adapter_id,
+            record.tenant_id,
+            record.session_id,
+            record.extra,
+            record.weight_version,
+        )
         tier = pool.tiers[record.tier]
         block = Block(tier.offset + record.slot)
         block.recency = record.last_use
@@ -338,8 +345,13 @@ class Recovery:
             if at is not None and unread is not None:
                 unread.exclude(at.slot)
         tier.fill(block.index, record.generation)
+        is_of_other_weights = record.weight_version != self._scopes.weight_version
+        if is_of_other_weights:
+            leases.restore(pool, block, OTHER_WEIGHTS, None)
         # The newest comes first in a record, and in a list that grows at its beginning.
         for lease in reversed(record.leases):
+            if is_of_other_weights or lease.holder == WEIGHTS:
+                continue
             request = RetentionRequest(lease.holder, lease.priority, lease.duration, lease.offload_min_priority)
             leases.restore(pool, block, request, lease.remaining)
         parent_key = scope.key if record.parent_key is None else record.parent_key

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
+from cachemgr.retention.priority import DEFAULT_PRIORITY
 from cachemgr.types import Removal, RemovalCause
 
 # Times are kept this finely, for so many uses back.
 _RESOLUTION_SECONDS = 0.1
 _MAX_MARKS = 36_000
+# Tenant and salt of nobody.
+NO_OWNER: tuple[str | None, str | None] = (None, None)
 
 
 class RemovalHistory:
@@ -22,13 +25,23 @@ class RemovalHistory:
         self._older: dict[bytes, Removal] = {}
         self._newer: dict[bytes, Removal] = {}
 
-    def add(self, key: bytes, cause: RemovalCause, time: float, for_sequence_id: str, priority: int) -> None:
+    def add(
+        self,
+        key: bytes,
+        cause: RemovalCause,
+        time: float,
+        for_sequence_id: str = "",
+        priority: int = DEFAULT_PRIORITY,
+        for_owner: tuple[str | None, str | None] = NO_OWNER,
+        lease_ended: bool = False,
+    ) -> None:
+        """As the fields of Removal."""
         newer = self._newer
         if len(newer) >= self._half:
             self._older = newer
             newer = self._newer = {}
         # A third of the time of Removal(...), for each removed block.
-        newer[key] = tuple.__new__(Removal, (cause, time, for_sequence_id, priority))
+        newer[key] = tuple.__new__(Removal, (cause, time, for_sequence_id, priority, for_owner, lease_ended))
 
     def discard(self, key: bytes) -> None:
         self._newer.pop(key, None)

@@ -208,7 +208,8 @@ class OperatorCommands:
         for part in changes(leased):
             for lease in part:
                 block = lease.block
-                if block is None:
+                # The executor may have been lost since the last step.
+                if block is None or lease.pool.is_lost:
                     continue
                 if request is None or (moved and block not in matching):
                     self._state.leases.revoke(lease.pool, block, rule.holder, RemovalCause.RULE_CHANGED)
@@ -230,7 +231,7 @@ class OperatorCommands:
         leased = self._state.leases.of_rule(rule.holder)
         for part in changes(() if validate_only else leased):
             for lease in part:
-                if lease.block is not None:
+                if lease.block is not None and not lease.pool.is_lost:
                     self._state.leases.revoke(lease.pool, lease.block, rule.holder, RemovalCause.RULE_CHANGED)
             yield
         return len(leased)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cachemgr.sequences.sequence import Executor
     from cachemgr.types import ExtraKey
 
-# Roots of other salts and adapters that are searched for a missing block.
+# Roots of other weights, salts and adapters that are searched for a missing block.
 _MAX_ROOTS = 1000
 # Blocks that are hashed for it in groups with a window, whose blocks may outlive their ancestors.
 _MAX_HASHED = 4096
@@ -58,7 +58,7 @@ def _explain_miss(
 
 
 def _elsewhere(executor: Executor, pool: BlockPool, prefix: Prefix, block_index: int) -> MissReason:
-    """Whether the same tokens are cached under another salt or for another adapter.
+    """Whether the same tokens are cached of other weights, under another salt or for another adapter.
 
     With full attention the tokens are followed down each tree without hashing: most trees differ in the first block.
     """
@@ -68,15 +68,17 @@ def _elsewhere(executor: Executor, pool: BlockPool, prefix: Prefix, block_index:
     roots: set[bytes] = set()
     reason = MissReason.NEVER_STORED
     for scope in executor.scopes:
-        if (scope.salt, scope.adapter_id) == (prefix.salt, prefix.adapter_id) or scope.key in roots:
+        is_own = (scope.salt, scope.adapter_id) == (prefix.salt, prefix.adapter_id)
+        if (is_own and scope.weight_version == executor.spec.weight_version) or scope.key in roots:
             continue
         if len(roots) >= most:
             break
         roots.add(scope.key)
         if _is_cached(pool, scope.key, packed, size, prefix.extra_keys):
-            if scope.salt == prefix.salt:
-                return MissReason.OTHER_ADAPTER
-            reason = MissReason.OTHER_SALT
+            if is_own:
+                return MissReason.OTHER_WEIGHTS
+            # The least that differs is said.
+            reason = max(reason, MissReason.OTHER_ADAPTER if scope.salt == prefix.salt else MissReason.OTHER_SALT)
     return reason
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cachemgr.blocks.events import EventLog
     from cachemgr.sequences.holds import Hold
     from cachemgr.sequences.sequence import Executor, Sequence
-    from cachemgr.types import ExecutorSpec
+    from cachemgr.types import ExecutorSpec, Prefix
 
     IsMeant = Callable[[BlockRecord], bool]
 
@@ -94,7 +94,10 @@ class Forgetting:
     def _begin(self, executor: Executor) -> None:
         # There may be events about blocks of the prompt that were lost before.
         prefix = self.target.prefix
-        self._gone[executor.executor_id] = set() if prefix is None else set(keys_of(executor.spec, prefix))
+        gone = self._gone[executor.executor_id] = set()
+        if prefix is not None:
+            for version in executor.scopes.weight_versions:
+                gone.update(keys_of(executor.spec, prefix, version))
 
     def _plan(self, executor: Executor, indexed: list[tuple[BlockPool, list[bytes]]]) -> Steps[RemovalPlan]:
         plan, gone = RemovalPlan(), self._gone[executor.executor_id]
@@ -102,13 +105,14 @@ class Forgetting:
         lost: set[bytes] = set()
         for pool, keys in sorted(indexed, key=lambda one: one[0].window is not None):
             found = yield from self._find(executor, pool, keys, lost)
-            for part in changes(found):
-                for block in part:
-                    if block.parent is not None:
+            for part in changes(found.items()):
+                for block, key in part:
+                    # Its slot may have been taken meanwhile, and hold what nobody asked to forget.
+                    if block.parent is not None and block.key == key:
                         plan.add(pool, block)
-                        gone.add(block.key)
+                        gone.add(key)
                         if pool.window is None:
-                            lost.add(block.key)
+                            lost.add(key)
                 yield
         return plan
 
@@ -133,35 +137,38 @@ class Forgetting:
 
     def _find(
         self, executor: Executor, pool: BlockPool, keys: list[bytes], lost: set[bytes]
-    ) -> Steps[dict[Block, None]]:
-        """The blocks of a pool that the target matches. `lost` are the keys that groups of full attention lose."""
+    ) -> Steps[dict[Block, bytes]]:
+        """The blocks of a pool that the target matches, with their keys.
+
+        lost: keys that groups of full attention lose.
+        """
         target = self.target
         if target.prefix is not None:
             blocks = _of_prefix(executor, pool, target)
             if pool.window is not None:
                 # Behind a tombstone they have no ancestor block.
                 blocks += [block for key in lost if (block := pool.tree.by_key.get(key)) is not None]
-            return (yield from with_descendants(blocks))
-        mine: dict[Block, None] = {}
+            return (yield from with_descendants([(block, block.key) for block in blocks]))
+        mine: dict[Block, bytes] = {}
         for part in looks(keys):
             for key in part:
                 block = pool.tree.by_key.get(key)
                 if block is not None and _stored(block.scope, target):
-                    mine[block] = None
+                    mine[block] = key
             yield
         if target.salt is not None:
             return mine
         theirs = yield from self._of_other_sessions(executor, pool, mine, lost)
-        found: dict[Block, None] = {}
+        found: dict[Block, bytes] = {}
         for some in looks(mine):
-            found.update((block, None) for block in some if block not in theirs)
+            found.update((block, mine[block]) for block in some if block not in theirs)
             yield
         self._receipt.shared_blocks += len(mine) - len(found)
         # A session's block in a window does not need its ancestors: another session may go on using it without them.
-        return found if pool.window is not None else (yield from with_descendants(found))
+        return found if pool.window is not None else (yield from with_descendants(found.items()))
 
     def _of_other_sessions(
-        self, executor: Executor, pool: BlockPool, mine: dict[Block, None], lost: set[bytes]
+        self, executor: Executor, pool: BlockPool, mine: dict[Block, bytes], lost: set[bytes]
     ) -> Steps[set[Block]]:
         """Blocks of a session that other sessions use, or have stored a descendant of.
 
@@ -247,9 +254,14 @@ class Forgetting:
             return any(key in index for index in indexes)
 
         lost: set[bytes] = set()
-        for part in looks(chain.from_iterable(self._gone.values())):
-            lost.update(key for key in part if not stays(key))
-            yield
+        done: set[str] = set()
+        # Another executor may register between two steps.
+        while left := [executor_id for executor_id in self._gone if executor_id not in done]:
+            for executor_id in left:
+                for part in looks(self._gone[executor_id]):
+                    lost.update(key for key in part if not stays(key))
+                    yield
+            done.update(left)
         target = self.target
         yield from self._events.scrub(lost, lambda block: _stored(block.scope, target) and not stays(block.key))
 
@@ -284,13 +296,15 @@ def _holds_of(executor: Executor, plan: RemovalPlan) -> Steps[list[Hold]]:
 def _of_prefix(executor: Executor, pool: BlockPool, target: ForgetTarget) -> list[Block]:
     """The blocks of a prompt and, where a block is lost, its descendants."""
     assert target.prefix is not None
-    found = partial_blocks(executor, pool, target.prefix)
-    for key in keys_of(executor.spec, target.prefix):
-        node = pool.tree.node(key)
-        if isinstance(node, Block):
-            found.append(node)
-        elif node is not None:
-            found.extend(children_of(node))
+    found: list[Block] = []
+    for version in executor.scopes.weight_versions:
+        found += partial_blocks(executor, pool, target.prefix, version)
+        for key in keys_of(executor.spec, target.prefix, version):
+            node = pool.tree.node(key)
+            if isinstance(node, Block):
+                found.append(node)
+            elif node is not None:
+                found.extend(children_of(node))
     return found
 
 
@@ -416,7 +430,9 @@ class ForgottenRecords:
         self._everything = everything
         self._salts: set[str] = set()
         self._sessions: set[str] = set()
-        self._keys: set[bytes] = set()
+        self._prefixes: list[Prefix] = []
+        # Keys of these by the version of the weights.
+        self._keys: dict[str, set[bytes]] = {}
         # Prompts of less than a block, by salt and adapter.
         self._beginnings: dict[tuple[str | None, int | None], list[bytes]] = {}
 
@@ -428,22 +444,31 @@ class ForgottenRecords:
         elif target.session_id is not None:
             self._sessions.add(target.session_id)
         elif prefix is not None and prefix.executor_id in ("", self._spec.executor_id):
-            keys = keys_of(self._spec, prefix)
-            self._keys.update(keys)
-            if not keys:
+            if len(prefix.token_ids) >= self._spec.block_size:
+                self._prefixes.append(prefix)
+                self._keys.clear()
+            else:
                 tokens = packed_bytes(pack(prefix.token_ids))
                 self._beginnings.setdefault((prefix.salt, prefix.adapter_id), []).append(tokens)
 
     def means(self, record: BlockRecord) -> bool:
         """Whether a stored block is to be forgotten."""
+        keys = self._keys_of(record.weight_version)
         return (
             self._everything
             or record.salt in self._salts
             or record.session_id in self._sessions
-            or record.key in self._keys
-            or record.parent_key in self._keys
+            or record.key in keys
+            or record.parent_key in keys
             or (record.parent_key is None and self._begins(record))
         )
+
+    def _keys_of(self, weight_version: str) -> set[bytes]:
+        found = self._keys.get(weight_version)
+        if found is None:
+            keys = (key for prefix in self._prefixes for key in keys_of(self._spec, prefix, weight_version))
+            found = self._keys[weight_version] = set(keys)
+        return found
 
     def _begins(self, record: BlockRecord) -> bool:
         """Whether a prompt of less than a block and a first block begin with the same tokens."""

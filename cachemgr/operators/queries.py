@@ -48,6 +48,7 @@ from cachemgr.types import (
     SchedulerEpoch,
     TierKind,
     Transfer,
+    WindowChange,
 )
 from protos.errors import InvalidField
 from protos.kvcommon.eviction import Kind
@@ -296,6 +297,10 @@ class Queries:
     def evicted_sequences(self) -> dict[Kind, int]:
         """Sequences that have begun to evict tokens, by the kind of their policy."""
         return dict(self._state.evicted)
+
+    def window_changes(self) -> dict[WindowChange, int]:
+        """Changes of adaptive windows since the start."""
+        return {change: self._state.windows[change] for change in WindowChange}
 
     def preview(self, request: AdmitRequest, max_new_tokens: int) -> Preview:
         """The outcome of an admission; changes nothing. Raises as `admit`, but for sequences that exist."""

@@ -78,18 +78,21 @@ class RemovalPlan:
                 yield key, self._holders[number]
 
 
-def with_descendants(blocks: Iterable[Block]) -> Steps[dict[Block, None]]:
-    """These blocks and their present descendants."""
-    found: dict[Block, None] = {}
+def with_descendants(blocks: Iterable[tuple[Block, bytes]]) -> Steps[dict[Block, bytes]]:
+    """These blocks, each with its key, and their present descendants.
+
+    Between two steps a block may leave the index, and be there again with another key.
+    """
+    found: dict[Block, bytes] = {}
     at = 0
     for first in blocks:
         # Not all at once: a new list of a million entries is young, and the next collections walk all of it.
         rest = [first]
         while rest:
-            block = rest.pop()
-            if block not in found and block.parent is not None:
-                found[block] = None
-                rest.extend(children_of(block))
+            block, key = rest.pop()
+            if block not in found and block.parent is not None and block.key == key:
+                found[block] = key
+                rest.extend((child, child.key) for child in children_of(block))
             at += 1
             if at % LOOKS == 0:
                 yield

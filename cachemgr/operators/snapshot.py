@@ -53,15 +53,15 @@ class SnapshotReader:
         """Reads a block per step; the cache may change in between, and `catch_up` must follow each time."""
         for pool in [pool for executor in self._executors() for pool in executor.pools]:
             blocks, index = pool.blocks, 0
-            while pool.blocks is not blocks or index < len(blocks):
-                if pool.blocks is not blocks:
-                    # Its executor has started again: blocks that stay may have other indexes.
-                    blocks, index = pool.blocks, 0
+            while index < len(blocks):
                 block = blocks[index]
                 if block is not None and block.parent is not None:
                     self._read(pool, block)
                 index += 1
                 yield
+                if pool.blocks is not blocks:
+                    # Its executor has started again, or is lost: the blocks of the old list may be gone.
+                    blocks, index = pool.blocks, 0
 
     def catch_up(self) -> None:
         """Reads changed blocks again. Raises EventsGoneError when more has changed than the log keeps."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.sequences.sequence import Executor, Scheduler, Sequence
     from cachemgr.steps import Steps
-    from cachemgr.types import BlockFilter, ExecutorSpec, ManagerConfig, PoolShare, Prefix, SchedulerEpoch
+    from cachemgr.types import BlockFilter, ExecutorSpec, ManagerConfig, PoolShare, Prefix, SchedulerEpoch, WindowChange
     from protos.kvcommon.eviction import Kind
 
 
@@ -63,6 +63,8 @@ class ManagerState:
         self.sequences: dict[str, Sequence] = {}
         # Sequences that have begun to evict tokens.
         self.evicted: Counter[Kind] = Counter()
+        # Changes of adaptive windows.
+        self.windows: Counter[WindowChange] = Counter()
         self.leftovers = Leftovers(self.leases)
         # Calls that have not ended: each call of `expire` runs a slice.
         self.unfinished_slices: deque[Steps[None]] = deque()

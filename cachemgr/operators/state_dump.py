@@ -74,6 +74,7 @@ def executor_state(executor: Executor) -> Iterator[str | Iterator[str]]:
         model_fingerprint=executor.spec.model_fingerprint.hex(),
         block_size=executor.block_size,
         plain_rotary=executor.spec.plain_rotary,
+        weight_version=executor.spec.weight_version,
     )
     for pool in executor.pools:
         yield from _pool(pool)
@@ -162,6 +163,7 @@ def _block(pool: BlockPool, block: Block) -> str:
         tenant_id=None if scope is None else scope.tenant_id,
         session_id=None if scope is None else scope.session_id,
         extra="" if scope is None else scope.extra.hex(),
+        weight_version="" if scope is None else scope.weight_version,
         tokens=0 if block.parent is None else len(block.tokens) // 4,
         references=block.refs,
         priority=block.priority,
@@ -192,6 +194,7 @@ def _sequence(sequence: Sequence) -> str:
         adapter_id=sequence.scope.adapter_id,
         tenant_id=sequence.scope.tenant_id,
         session_id=sequence.scope.session_id,
+        weight_version=sequence.scope.weight_version,
         extra_keys=[[extra.start, extra.length, extra.digest.hex()] for extra in sequence.extra_keys],
         retention=sequence.retention.state(),
         opened=[ticket.number for ticket in sequence.opened],

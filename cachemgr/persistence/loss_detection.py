@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 
 from cachemgr.persistence.lease_clock import StoreClocks
-from cachemgr.persistence.redis_client import Keys
+from cachemgr.persistence.redis_keys import Keys
 
 
 class MarkedWrites:

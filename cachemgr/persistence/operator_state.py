@@ -15,7 +15,7 @@ from cachemgr.persistence.lease_clock import StoreClocks, pin_at_rest
 from cachemgr.persistence.loss_detection import MarkedWrites
 from cachemgr.persistence.ports import Restoring, Source
 from cachemgr.persistence.records import RecordError, decode_entry, encode_entry, to_message
-from cachemgr.persistence.redis_client import Keys
+from cachemgr.persistence.redis_keys import Keys
 from cachemgr.persistence.write_queue import EntryQueue, Hash
 from cachemgr.types import PinRecord
 from protos.kvcache.v1 import kvcache_pb2 as pb

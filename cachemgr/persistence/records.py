@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError, Message
 
 from cachemgr.blocks.block_record import BlockRecord, CopyRecord, LeaseRecord
 from cachemgr.operators.operator_journal import Entry, Kind, entry_name
+from cachemgr.retention.priority import NO_PRIORITY
 from cachemgr.retention.rules import check_spec
 from cachemgr.types import PinRecord, PoolShare, Quota, RetentionRule, RuleAction, RuleMatch, TierKind
 from protos.errors import ServiceError
@@ -52,11 +53,12 @@ def encode_block(record: BlockRecord) -> bytes:
         adapter_id=record.adapter_id,
         tenant_id=record.tenant_id,
         session_id=record.session_id,
+        weight_version=record.weight_version,
     )
     for holder, priority, lasts, remaining, floor in record.leases:
         message.leases.add(
             holder=holder,
-            retention_priority=priority,
+            retention_priority=None if priority == NO_PRIORITY else priority,
             duration=lasts,
             remaining=remaining,
             offload_min_priority=floor,
@@ -106,6 +108,7 @@ def decode_block(field: bytes, value: bytes) -> BlockRecord:
             message.generation,
             message.last_use,
             None if copy is None else CopyRecord(TierKind(copy.tier), copy.slot, copy.generation),
+            message.weight_version,
         )
     except (struct.error, ValueError) as error:
         raise RecordError("record cannot be read") from error
@@ -115,7 +118,7 @@ def _lease(message: pb.BlockRecord.Lease) -> LeaseRecord:
     has = message.HasField
     return LeaseRecord(
         message.holder,
-        message.retention_priority,
+        message.retention_priority if has("retention_priority") else NO_PRIORITY,
         message.duration if has("duration") else None,
         message.remaining if has("remaining") else None,
         message.offload_min_priority if has("offload_min_priority") else None,

@@ -30,9 +30,10 @@ from cachemgr.persistence.loss_detection import MarkedWrites
 from cachemgr.persistence.operator_state import OperatorStore
 from cachemgr.persistence.ports import Restoring, Source
 from cachemgr.persistence.records import RecordError, decode_block, depth_of, encode_block, encode_slot
-from cachemgr.persistence.redis_client import OPERATORS, UNAVAILABLE, Keys, reason
+from cachemgr.persistence.redis_keys import OPERATORS, Keys
 from cachemgr.persistence.write_queue import Changes, Current, WriteQueue
 from cachemgr.types import PinRecord, Slot
+from protos.rpc.redis_client import UNAVAILABLE, reason
 
 UP = Gauge("kvkeep_redis_up", "Whether the last exchange with Redis succeeded.")
 PENDING = Gauge("kvkeep_redis_pending_blocks", "Changed blocks that are not written to Redis yet.")

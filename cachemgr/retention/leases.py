@@ -28,6 +28,8 @@ class LeasedBlock(Protocol):
     """A block as its leases see it."""
 
     lease: Lease | None
+    # Whether a lease of it has ended in time.
+    lease_ended: bool
     priority: int
 
     @property
@@ -264,6 +266,7 @@ class LeaseBook:
         Both keep their priorities, as they may stand in the eviction order: the caller discards the source and
         reprioritises the target.
         """
+        target.lease_ended = target.lease_ended or source.lease_ended
         for lease in leases_of(source):
             self._unlink(lease, source)
             # The request of the target's own holder is newer.
@@ -405,6 +408,7 @@ class LeaseBook:
 
     def _expire(self, lease: Lease, block: LeasedBlock) -> None:
         self._unlink(lease, block)
+        block.lease_ended = True
         lease.pool.honoured_leases += 1
         request = lease.request
         ended = tuple.__new__(LeaseView, (request.holder, shown_priority(request), 0.0, False))

@@ -12,6 +12,8 @@ NO_PRIORITY = -1
 SESSION, REQUEST, RULE, PIN, HINT = "session/", "request/", "rule/", "pin/", "hint/"
 # Holder of a lease that stands for those of several.
 SHARED = "shared"
+# Holder of the lease of a block of other weights than those of its executor.
+WEIGHTS = "weights"
 
 
 class RetentionRequest(NamedTuple):
@@ -22,3 +24,7 @@ class RetentionRequest(NamedTuple):
     duration: float | None = None
     # Blocks of a lower priority are dropped rather than offloaded; None leaves it to the setting.
     offload_min_priority: int | None = None
+
+
+# What a block of other weights has in place of all other requests: such blocks are evicted before all others.
+OTHER_WEIGHTS = RetentionRequest(WEIGHTS, 0)

@@ -36,6 +36,7 @@ def executor_spec(request: pb.RegisterExecutorRequest) -> types.ExecutorSpec:
         plain_rotary=request.plain_rotary,
         host_generations=[list(pool.host_generations) for pool in request.pools],
         disk_generations=[list(pool.disk_generations) for pool in request.pools],
+        weight_version=request.weight_version,
     )
 
 
@@ -79,6 +80,9 @@ def admit_request(request: pb.AdmitSequenceRequest) -> types.AdmitRequest:
         no_read=request.no_read,
         no_store=request.no_store,
         lowest_tier=types.TierKind.DISK if lowest is None else lowest,
+        max_continuation=request.max_continuation_tokens,
+        explain_miss=request.explain_miss,
+        store_tokens=request.store_tokens if request.HasField("store_tokens") else None,
     )
 
 
@@ -126,6 +130,20 @@ def admit_response(manager_epoch: int, admission: types.Admission) -> pb.AdmitSe
         receipts=[receipt(given) for given in admission.receipts],
         hint_answers=[hint_answer(answer) for answer in admission.hint_answers],
         eviction_policy=None if admission.eviction_policy is None else message_of(admission.eviction_policy),
+        continuation_token_ids=admission.continuation,
+        miss=None if admission.miss is None else miss(admission.miss),
+        store_tokens=admission.store_tokens,
+    )
+
+
+def miss(found: types.Miss) -> common.PrefixMiss:
+    return common.PrefixMiss(
+        cause=f"MISS_CAUSE_{found.cause.name}",
+        removed_ago=None if found.removed_ago is None else duration(found.removed_ago),
+        retention_priority=found.priority,
+        for_own_request=found.for_own,
+        for_id=found.for_sequence_id,
+        tier="" if found.tier is None else found.tier.name.lower(),
     )
 
 
@@ -196,6 +214,9 @@ def sync_request(request: pb.SyncSequencesRequest) -> types.SyncRequest:
         evicting_handles=list(request.evicting_handles),
         evicted_handles=list(request.evicted_handles),
         computed_tokens_before_eviction=list(request.computed_tokens_before_eviction),
+        evicting_window_tokens=list(request.evicting_window_tokens),
+        window_handles=list(request.window_handles),
+        window_tokens=list(request.window_tokens),
     )
 
 
@@ -216,6 +237,9 @@ def sync_response(manager_epoch: int, answer: types.SyncAnswer, lease: Duration)
         evicting_handles=answer.evicting_handles,
         evicting_counts=answer.evicting_counts,
         evicting_slots=answer.evicting_slots,
+        evicting_window_tokens=answer.evicting_window_tokens,
+        window_handles=answer.window_handles,
+        window_tokens=answer.window_tokens,
     )
 
 
@@ -284,6 +308,8 @@ def sequence(live: Sequence) -> pb.Sequence:
         session_id=live.scope.session_id,
         eviction_policy=None if live.eviction is None else message_of(live.eviction.policy),
         evicting=live.has_evicted_tokens,
+        window_tokens=None if live.eviction is None else live.eviction.window,
+        granted_blocks=0 if live.eviction is None else live.eviction.granted_blocks,
     )
 
 
@@ -328,6 +354,7 @@ def executor(spec: types.ExecutorSpec, *, lost: bool = False) -> pb.Executor:
         block_size=spec.block_size,
         # Its fields have the names of the message's.
         pools=[pb.PoolSpec(**asdict(pool)) for pool in spec.pools],
+        weight_version=spec.weight_version,
     )
 
 

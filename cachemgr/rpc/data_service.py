@@ -7,9 +7,9 @@ from typing import Any
 from cachemgr.errors import SchedulerFirstError
 from cachemgr.persistence.redis_index import WAIT_SECONDS, IndexStore
 from cachemgr.rpc import convert, convert_admin
-from cachemgr.rpc.mutations import ServiceContext, mutation
+from cachemgr.rpc.mutations import ServiceContext, long_mutation, mutation
 from cachemgr.sequences.registration import check_spec
-from cachemgr.steps import SLICE_SECONDS
+from cachemgr.steps import SLICE_SECONDS, Steps
 from cachemgr.types import AccountKey, ExecutorSpec, SchedulerEpoch
 from protos.errors import InvalidField, ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -107,6 +107,13 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
             transfers=convert.transfers(manager.queries.executor_transfers(request.executor_id)),
             scheduler_ids=manager.queries.scheduler_ids(),
         )
+
+    @long_mutation
+    def UpdateWeights(self, request: pb.UpdateWeightsRequest) -> Steps[pb.UpdateWeightsResponse]:
+        others = yield from self._manager.update_weights(
+            request.executor_id, request.executor_epoch, request.weight_version
+        )
+        return pb.UpdateWeightsResponse(other_blocks=others)
 
     @mutation
     def RegisterScheduler(self, request: pb.RegisterSchedulerRequest) -> pb.RegisterSchedulerResponse:

@@ -222,10 +222,10 @@ class CacheEventService(pb_grpc.CacheEventServiceServicer):
         """The indexed blocks of a pool; it may change between two parts."""
         is_meant = None if wanted.is_all else lambda block: wanted.shows(block.scope)
         blocks, after = pool.blocks, 0
-        while pool.blocks is not blocks or after < len(blocks):
-            if pool.blocks is not blocks:
-                # Its executor has started again: blocks that stay may have other indexes.
-                blocks, after = pool.blocks, 0
+        while after < len(blocks):
             found = self._manager.queries.indexed_keys(pool, after, MAX_KEYS, is_meant)
             yield key_events.of_keys(pool.pool_id, found.items())
             after += MAX_KEYS
+            if pool.blocks is not blocks:
+                # Its executor has started again: blocks that stay may have other indexes.
+                blocks, after = pool.blocks, 0

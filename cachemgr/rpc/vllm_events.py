@@ -99,7 +99,7 @@ class Batch:
 
 
 def _extra_keys(scope: Scope | None) -> list[str | tuple[str, int]] | None:
-    """What tells the block from others with the same tokens: adapter, content without tokens, and salt."""
+    """What tells the block from others with the same tokens: adapter, content without tokens, salt and weights."""
     if scope is None:
         return None
     found: list[str | tuple[str, int]] = []
@@ -108,6 +108,8 @@ def _extra_keys(scope: Scope | None) -> list[str | tuple[str, int]] | None:
     found += [(digest.hex(), start) for start, digest in extra_digests(scope.extra)]
     if scope.salt is not None:
         found.append(salt_name(scope.salt))
+    if scope.weight_version:
+        found.append(f"weights:{scope.weight_version}")
     return found or None
 
 

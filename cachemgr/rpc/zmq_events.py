@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
@@ -46,8 +45,6 @@ BEAT_SECONDS = 1.0
 _PATIENCE_SECONDS, _RETRY_SECONDS = 10.0, 0.02
 # For what is sent last.
 _LINGER_MILLISECONDS = 100
-_MAX_PORT = 65_535
-_NUMBER = re.compile(r"\d+$")
 # What ends a replay, in place of a number.
 _END = (-1).to_bytes(8, "big", signed=True)
 
@@ -101,12 +98,13 @@ class Stream:
 
     def begin(self, executor: ExecutorSpec, pool_id: str, topic: str) -> None:
         """From now on it is about the blocks of this pool, which may have some of its executor's last epoch."""
+        # What waits is about the executor before, and for the readers of its topic.
+        self.flush()
         self.executor_id, self.pool_id, self.is_lost = executor.executor_id, pool_id, False
         self._topic = topic.replace("{executor_id}", executor.executor_id).replace("{model}", executor.model).encode()
         self._block_size = executor.block_size
         size = _BLOCK_BYTES + (_TOKEN_BYTES * executor.block_size if self._token_ids else 0)
         self.batch_blocks = max(1, min(_MAX_BLOCKS, _MAX_BYTES // size))
-        self.flush()
         self._batch = self.new_batch()
 
     def end(self) -> None:
@@ -179,7 +177,8 @@ class Stream:
         socket: zmq.Socket[bytes] = zmq.Socket.shadow(self.replays)
         readers = [] if self.reader is None else [self.reader]
         with contextlib.suppress(zmq.Again):
-            while True:
+            # Not for as long as requests come: that may be for ever.
+            while len(readers) < WAITING_BATCHES:
                 readers.append(socket.recv_multipart(zmq.DONTWAIT)[0])
         for reader in readers:
             # There is no room for it where too many batches wait for a slow one.
@@ -292,8 +291,7 @@ class ZmqEvents:
 
     def _stream_of(self, executor_id: str) -> Stream | None:
         """The stream for an executor; None, with an error in the log, where it can have none."""
-        found = _NUMBER.search(executor_id)
-        number = int(found[0]) if found else 0
+        number = addresses.number_of(executor_id)
         stream = self._streams.get(number)
         if stream is None:
             return self._open(executor_id, number)
@@ -397,9 +395,7 @@ async def _send(socket: zmq.asyncio.Socket, frames: tuple[bytes, ...]) -> bool:
 
 def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str, number: int) -> str:
     """Binds to a port that is so much larger; returns the address. Raises ZMQError, ValueError."""
-    host, port = addresses.split_host_port(address)
-    if port + number > _MAX_PORT:
-        raise ValueError(f"the port {port} and {number}, the number at the end of its name, are more than {_MAX_PORT}")
+    host, port = addresses.split_host_port(addresses.moved(address, number))
     host = "127.0.0.1" if host == "localhost" else host
     socket.tcp_keepalive = 1
     # Subscriptions and requests for replays are short.
@@ -407,5 +403,5 @@ def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str, number: 
     if ":" in host:
         socket.ipv6 = True
         host = f"[{host}]"
-    socket.bind(f"tcp://{host}:{port + number}")
-    return f"{host}:{port + number}"
+    socket.bind(f"tcp://{host}:{port}")
+    return f"{host}:{port}"

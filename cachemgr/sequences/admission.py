@@ -18,15 +18,19 @@ from cachemgr.retention.rules import RuleBook
 from cachemgr.sequences import estimates, prefix_match
 from cachemgr.sequences.commit import publish_pending
 from cachemgr.sequences.estimates import evictions
+from cachemgr.sequences.miss import first_miss
 from cachemgr.sequences.prefix_match import Match, Partial
 from cachemgr.sequences.sequence import Executor, GroupTable, Scheduler, Sequence
 from cachemgr.sequences.token_eviction import resolve
 from cachemgr.sequences.token_eviction_state import TokenEvictionState, blocks_for
 from cachemgr.sequences.transfers import onload
-from cachemgr.types import Admission, AdmitRequest, ManagerConfig, Preview, Receipt, TierKind
+from cachemgr.types import Admission, AdmitRequest, ManagerConfig, Miss, Preview, Receipt, TierKind
 from cachemgr.validation import check_extra_keys, check_id, check_tokens
 from protos.errors import InvalidField
 from protos.kvcommon.tokens import packed_bytes
+
+# Most tokens of an answer that are cached behind a request's own.
+MAX_CONTINUATION = 65536
 
 
 def check_request(request: AdmitRequest) -> array[int]:
@@ -44,6 +48,10 @@ def check_request(request: AdmitRequest) -> array[int]:
         raise InvalidField("num_prompt_tokens", f"must be from 1 to the {len(request.token_ids)} tokens known")
     check_retention(request.retention)
     check_extra_keys("extra_keys", request.extra_keys, len(request.token_ids))
+    if not 0 <= request.max_continuation <= MAX_CONTINUATION:
+        raise InvalidField("max_continuation_tokens", f"must be at most {MAX_CONTINUATION}")
+    if request.store_tokens is not None and request.store_tokens < 0:
+        raise InvalidField("store_tokens", "must not be negative")
     return tokens
 
 
@@ -64,6 +72,7 @@ def content(request: AdmitRequest, tokens: array[int]) -> object:
         request.no_read,
         request.no_store,
         request.lowest_tier,
+        request.store_tokens,
     )
 
 
@@ -120,6 +129,25 @@ def _lowest_tier(request: AdmitRequest, sequence: Sequence) -> TierKind | None:
         if eviction.peak_blocks(past, sequence.block_size, no_store=False) > _least_blocks(sequence.executor):
             return None
     return request.lowest_tier
+
+
+def _stored_tokens(sequence: Sequence, prompt: int) -> int:
+    """Leading tokens of a prompt whose blocks are left in the cache."""
+    size, eviction, limit = sequence.block_size, sequence.eviction, sequence.store_limit
+    if sequence.no_store:
+        return 0
+    if eviction is not None:
+        prompt = eviction.policy.clean_tokens(prompt, eviction.prompt)
+    if limit is not None and limit < prompt:
+        return limit // size * size
+    return prompt if sequence.executor.stores_partial else prompt // size * size
+
+
+def _continuation(request: AdmitRequest, sequence: Sequence) -> tuple[int, ...]:
+    """Tokens behind its own that are cached where it may read."""
+    if request.no_read or request.extra_keys or sequence.eviction is not None:
+        return ()
+    return prefix_match.find_continuation(sequence, request.max_continuation)
 
 
 class GroupPlan:
@@ -204,6 +232,12 @@ class Allocator:
                 plan.missing_blocks, plan.missing_without_ceiling(sequence, self._config), sequence.scope.account
             )
         match = plan.match
+        # Before blocks are evicted for it.
+        miss = None
+        if request.explain_miss:
+            miss = first_miss(sequence, match.tokens, _lowest_tier(request, sequence), now)
+        # Before a block behind its tokens becomes its own.
+        continuation = _continuation(request, sequence)
         sequence.handle = self._next_number()
         sequence.content = content(request, tokens)
         # The keys of the partly used blocks, before the blocks are taken over.
@@ -221,7 +255,8 @@ class Allocator:
         receipts = sequence.retention.receipts(
             request.retention, executor.block_size, no_store=sequence.no_store, config=self._config
         )
-        sequence.admission = admitted(sequence, wait_for, tuple(receipts))
+        stored = _stored_tokens(sequence, request.num_prompt_tokens or len(tokens))
+        sequence.admission = admitted(sequence, wait_for, tuple(receipts), continuation, miss, stored)
         return sequence
 
     def preview(
@@ -252,8 +287,18 @@ class Allocator:
         policy = resolve(request, rules, executor)
         prompt = request.num_prompt_tokens or len(tokens)
         retention = RetentionPlan(request.retention, prompt, holder(request), rules, self._config)
-        name, extra_keys = request.sequence_id, request.extra_keys
-        sequence = Sequence(name, 0, scheduler, executor, tokens, scope, retention, no_store, extra_keys)
+        sequence = Sequence(
+            request.sequence_id,
+            0,
+            scheduler,
+            executor,
+            tokens,
+            scope,
+            retention,
+            no_store,
+            request.extra_keys,
+            request.store_tokens,
+        )
         if policy is not None:
             sequence.eviction = TokenEvictionState(policy, prompt, ahead=self._config.capacity_ahead_tokens)
         return sequence
@@ -353,7 +398,14 @@ def refusal(missing: int, missing_without_ceiling: int, account: Account | None)
     return Admission(False, missing_blocks=missing, full_account=full)
 
 
-def admitted(sequence: Sequence, wait_for: int, receipts: tuple[Receipt, ...] = ()) -> Admission:
+def admitted(
+    sequence: Sequence,
+    wait_for: int,
+    receipts: tuple[Receipt, ...] = (),
+    continuation: tuple[int, ...] = (),
+    miss: Miss | None = None,
+    store_tokens: int = 0,
+) -> Admission:
     return Admission(
         admitted=True,
         sequence_handle=sequence.handle,
@@ -364,4 +416,7 @@ def admitted(sequence: Sequence, wait_for: int, receipts: tuple[Receipt, ...] = 
         transfers=sequence.opened.take(),
         receipts=receipts,
         eviction_policy=None if sequence.eviction is None else sequence.eviction.policy,
+        continuation=continuation,
+        miss=miss,
+        store_tokens=store_tokens,
     )

@@ -1,6 +1,7 @@
 """Publishing pending blocks, committing computed blocks to the index, and retracting pending ones."""
 
 from cachemgr.blocks.radix_tree import covering_child
+from cachemgr.retention.priority import OTHER_WEIGHTS, RetentionRequest
 from cachemgr.sequences.sequence import GroupTable, Sequence, first_needed
 from protos.kvcommon.block_keys import child_key
 
@@ -12,6 +13,8 @@ def publish_pending(sequence: Sequence) -> None:
     known = len(sequence.tokens)
     if sequence.eviction is not None:
         known = sequence.eviction.policy.clean_tokens(known, sequence.eviction.prompt)
+    if sequence.store_limit is not None:
+        known = min(known, sequence.store_limit)
     full = known // sequence.block_size
     for table in sequence.tables:
         pending, index = table.pool.pending, table.pool.tree.by_key
@@ -86,9 +89,9 @@ def _commit_block(sequence: Sequence, table: GroupTable, block_index: int) -> No
         block.writer = None
         if pool.pending.get(key) is block:
             del pool.pending[key]
-    if sequence.no_store or block.parent is not None:
+    if block.parent is not None or not sequence.stores_to((block_index + 1) * sequence.block_size):
         return
-    request = sequence.retention.at(block_index * sequence.block_size)
+    request = _retention(sequence, block_index)
     equal = pool.tree.by_key.get(key)
     if equal is not None and not (equal.refs and pool.is_on_device(equal)):
         # Two equal blocks would be one too many in a pool that is just large enough.
@@ -115,6 +118,13 @@ def _commit_block(sequence: Sequence, table: GroupTable, block_index: int) -> No
     )
 
 
+def _retention(sequence: Sequence, block_index: int) -> RetentionRequest | None:
+    """What is requested for a block; a sequence of other weights than the executor's leaves only what goes first."""
+    if sequence.scope.weight_version != sequence.executor.spec.weight_version:
+        return OTHER_WEIGHTS
+    return sequence.retention.at(block_index * sequence.block_size)
+
+
 def commit_last_block(sequence: Sequence) -> None:
     """Enters the partly filled last block of a sequence that ends, unless a sibling begins with its tokens.
 
@@ -124,7 +134,9 @@ def commit_last_block(sequence: Sequence) -> None:
         return
     size = sequence.block_size
     block_index, count = divmod(sequence.computed, size)
-    if sequence.void or sequence.no_store or sequence.tickets or sequence.has_evicted_tokens or not count:
+    if not count or not sequence.stores_to(sequence.computed):
+        return
+    if sequence.void or sequence.tickets or sequence.has_evicted_tokens:
         return
     if any(table.committed < block_index for table in sequence.tables):
         return
@@ -135,7 +147,7 @@ def commit_last_block(sequence: Sequence) -> None:
         block = table.blocks[block_index] if block_index < len(table.blocks) else None
         if block is None or block.writer is not sequence:
             continue
-        parent, request = table.pool.tree.node(parent_key), sequence.retention.at(block_index * size)
+        parent, request = table.pool.tree.node(parent_key), _retention(sequence, block_index)
         longer = None if parent is None else covering_child(parent, tokens, scope.extra)
         if longer is not None:
             table.pool.grant(longer, request)

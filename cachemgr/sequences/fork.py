@@ -58,6 +58,7 @@ def fork(
         parent.retention,
         parent.no_store,
         cut_extra_keys(parent.extra_keys, len(tokens)),
+        parent.store_limit,
     )
     child.eviction = eviction
     child.forgotten = parent.forgotten

@@ -6,17 +6,18 @@ import enum
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.extra_keys import extra_bytes, prefix_keys
-from cachemgr.blocks.radix_tree import children_of, closest_child
+from cachemgr.blocks.radix_tree import children_of, closest_child, covering_child
 from cachemgr.sequences.sequence import Sequence, first_needed
 from cachemgr.types import Prefix, TierKind
 from protos.kvcommon.block_keys import child_key, root_key
-from protos.kvcommon.tokens import pack, packed_bytes
+from protos.kvcommon.tokens import TOKEN_BYTES, pack, packed_bytes, unpack
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 
 _START = attrgetter("start")
+# Children of a block that are looked at for what may follow it.
+_MOST_BEHIND = 32
 
 
 class Partial(enum.Enum):
@@ -66,6 +69,27 @@ def find_longest_prefix(sequence: Sequence, partial: Partial, lowest: TierKind =
         match = _Matcher(sequence, partial, lowest, pending=False).find()
     match.in_place = partial is Partial.TAKE_OVER and match.num_copied > 0
     return match
+
+
+def find_continuation(sequence: Sequence, most: int) -> tuple[int, ...]:
+    """At most so many tokens that stand behind a sequence's tokens in cached blocks of its scope.
+
+    Where several do, those of the block with most hits; of very many blocks, a few are looked at.
+    """
+    pool = next((table.pool for table in sequence.tables if table.pool.window is None), sequence.tables[0].pool)
+    size, length = sequence.block_size, len(sequence.tokens)
+    full = length // size
+    node = pool.tree.node(sequence.key(full - 1)) if most else None
+    rest, found = sequence.packed(full * size, length), bytearray()
+    if node is not None and rest:
+        node = block = covering_child(node, rest)
+        found += b"" if block is None else block.tokens[len(rest) :]
+    while node is not None and len(found) < most * TOKEN_BYTES:
+        near = node.children if isinstance(node.children, list) else children_of(node)
+        behind = [block for block in islice(near, _MOST_BEHIND) if block.scope is None or not block.scope.extra]
+        node = block = max(behind, key=attrgetter("hits"), default=None)
+        found += b"" if block is None else block.tokens
+    return unpack(bytes(found[: most * TOKEN_BYTES]))
 
 
 def no_match(sequence: Sequence) -> Match:
@@ -244,10 +268,15 @@ def _single_writer_covers(match: Match) -> bool:
     return True
 
 
-def keys_of(spec: ExecutorSpec, prefix: Prefix) -> list[bytes]:
-    """Keys that the full blocks of a prompt have in an executor."""
-    root = root_key(spec.model_fingerprint, prefix.salt, prefix.adapter_id)
+def keys_of(spec: ExecutorSpec, prefix: Prefix, weight_version: str | None = None) -> list[bytes]:
+    """Keys that the full blocks of a prompt have in an executor. weight_version: None for its present one."""
+    root = _root_of(spec, prefix, weight_version)
     return prefix_keys(root, packed_bytes(pack(prefix.token_ids)), spec.block_size, prefix.extra_keys)
+
+
+def _root_of(spec: ExecutorSpec, prefix: Prefix, weight_version: str | None) -> bytes:
+    version = spec.weight_version if weight_version is None else weight_version
+    return root_key(spec.model_fingerprint, prefix.salt, prefix.adapter_id, version)
 
 
 def cached_chain(pool: BlockPool, keys: list[bytes]) -> list[Block]:
@@ -263,17 +292,20 @@ def cached_chain(pool: BlockPool, keys: list[bytes]) -> list[Block]:
 
 
 def cached_blocks_of(executor: Executor, pool: BlockPool, prefix: Prefix) -> list[Block]:
-    """Cached full blocks of a prompt, also those without their ancestors."""
-    found = (pool.tree.by_key.get(key) for key in keys_of(executor.spec, prefix))
+    """Cached full blocks of a prompt, of all weights, also those without their ancestors."""
+    found = (
+        pool.tree.by_key.get(key)
+        for version in executor.scopes.weight_versions
+        for key in keys_of(executor.spec, prefix, version)
+    )
     return [block for block in found if block is not None]
 
 
-def partial_blocks(executor: Executor, pool: BlockPool, prefix: Prefix) -> list[Block]:
+def partial_blocks(executor: Executor, pool: BlockPool, prefix: Prefix, weight_version: str) -> list[Block]:
     """Blocks after the full ones of a prompt that begin with its last tokens, or hold their beginning."""
-    keys = keys_of(executor.spec, prefix)
+    keys = keys_of(executor.spec, prefix, weight_version)
     rest = packed_bytes(pack(prefix.token_ids[len(keys) * executor.block_size :]))
-    root = root_key(executor.spec.model_fingerprint, prefix.salt, prefix.adapter_id)
-    node = pool.tree.node(keys[-1] if keys else root)
+    node = pool.tree.node(keys[-1] if keys else _root_of(executor.spec, prefix, weight_version))
     if node is None or not rest:
         return []
     return [block for block in children_of(node) if block.tokens.startswith(rest) or rest.startswith(block.tokens)]

@@ -9,7 +9,7 @@ from cachemgr.blocks.block_record import IndexJournal
 from cachemgr.blocks.events import EventLog
 from cachemgr.retention.leases import LeaseBook
 from cachemgr.types import ExecutorSpec, ManagerConfig, PoolShare, PoolSpec, TierKind
-from cachemgr.validation import check_id
+from cachemgr.validation import check_id, check_weight_version
 from protos.errors import InvalidField
 
 # Each slot costs memory of this process from the start.
@@ -27,6 +27,7 @@ def check_spec(spec: ExecutorSpec) -> None:
         raise InvalidField("model_fingerprint", "must not be empty")
     if spec.block_size < 2 or spec.block_size & (spec.block_size - 1):
         raise InvalidField("block_size", "must be a power of two greater than 1")
+    check_weight_version(spec.weight_version)
     if not spec.pools:
         raise InvalidField("pools", "must not be empty")
     if spec.last_write_steps and len(spec.last_write_steps) != len(spec.pools):

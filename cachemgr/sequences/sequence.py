@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
@@ -57,6 +58,8 @@ class Purpose(enum.Enum):
     WRITE_THROUGH = "write_through"
 
 
+# For so long after blocks were missing, none are granted that no sequence must have.
+_SHORT_SECONDS = 1.0
 # Looked up once, not for each of very many copies.
 _ONLOAD, _OFFLOAD, _PREFETCH = Purpose.ONLOAD, Purpose.OFFLOAD, Purpose.PREFETCH
 
@@ -387,6 +390,8 @@ class Sequence:
     retention: RetentionPlan
     no_store: bool
     extra_keys: tuple[ExtraKey, ...] = ()
+    # Blocks that reach behind so many tokens are not stored; None for no bound.
+    store_limit: int | None = None
     computed: int = 0
     cached_tokens: int = 0
     # Keys of its full blocks, as far as they were needed.
@@ -436,6 +441,10 @@ class Sequence:
     def capacity(self) -> int:
         """Tokens that fit into its tables."""
         return self.num_blocks * self.executor.block_size
+
+    def stores_to(self, tokens: int) -> bool:
+        """Whether a block that ends behind so many tokens may be left in the cache."""
+        return not self.no_store and (self.store_limit is None or tokens <= self.store_limit)
 
     @property
     def has_evicted_tokens(self) -> bool:
@@ -562,6 +571,12 @@ class Executor:
         self.ghosts = ghosts
         self.recovery = recovery
         self.sequences: dict[int, Sequence] = {}
+        # When blocks were last missing, for a sequence that runs or one that waits.
+        self.short_at = -math.inf
+
+    def is_short(self, now: float) -> bool:
+        """Whether sequences lack blocks. Schedulers ask again for those that wait, several times a second."""
+        return now - self.short_at < _SHORT_SECONDS
 
     def cached(self) -> Restored:
         """Indexed blocks, in use or not."""

@@ -1,5 +1,6 @@
 """One sync: columns of progress in, columns of capacity out."""
 
+from collections.abc import Container, Iterator
 from collections.abc import Sequence as Seq
 
 from cachemgr.sequences import token_eviction
@@ -8,9 +9,14 @@ from cachemgr.sequences.commit import commit_computed_blocks, commit_last_block,
 from cachemgr.sequences.release import end_copy, release
 from cachemgr.sequences.sequence import Executor, Outcome, Scheduler, Sequence
 from cachemgr.sequences.token_eviction_state import blocks_for
-from cachemgr.types import ManagerConfig, SyncAnswer, SyncRequest
+from cachemgr.types import ManagerConfig, SyncAnswer, SyncRequest, WindowChange
 from protos.errors import InvalidField
 from protos.kvcommon.eviction import Kind
+
+_HANDLES = (
+    *("handles", "released_handles", "trimmed_handles"),
+    *("evicting_handles", "evicted_handles", "window_handles"),
+)
 
 
 class Sync:
@@ -32,6 +38,8 @@ class Sync:
         self.released: list[Sequence] = []
         # Policies of sequences that have begun to evict.
         self.evicted: list[Kind] = []
+        # Changes of adaptive windows.
+        self.windows: list[WindowChange] = []
 
     def check(self) -> None:
         """Raises InvalidField for columns that do not fit together or to the known state."""
@@ -42,7 +50,10 @@ class Sync:
         _same_length(
             "computed_tokens_before_eviction", request.computed_tokens_before_eviction, request.evicted_handles
         )
-        for field in ("handles", "released_handles", "trimmed_handles", "evicting_handles", "evicted_handles"):
+        _same_length("window_tokens", request.window_tokens, request.window_handles)
+        if request.evicting_window_tokens:
+            _same_length("evicting_window_tokens", request.evicting_window_tokens, request.evicting_handles)
+        for field in _HANDLES:
             column = getattr(request, field)
             if len(set(column)) != len(column):
                 raise InvalidField(field, "must not name a sequence twice")
@@ -50,13 +61,15 @@ class Sync:
             raise InvalidField("new_token_ids", "must have as many entries as new_token_counts says")
         known = self._check_progress()
         token_eviction.check_columns(request, self._scheduler.sequences)
+        token_eviction.check_windows(request, self._scheduler.sequences)
         trims = zip(request.trimmed_handles, request.trimmed_capacity_tokens, strict=True)
         for row, (handle, capacity) in enumerate(trims):
             sequence = self._scheduler.sequences.get(handle)
             if sequence is None or sequence.void:
                 continue
-            if capacity < sequence.slots_for(known.get(handle, len(sequence.tokens))):
-                raise InvalidField(f"trimmed_capacity_tokens[{row}]", "must not be less than the known tokens")
+            # The last known token may have been sampled after the trim: it has no slot before it is computed.
+            if capacity < sequence.slots_for(known.get(handle, len(sequence.tokens)) - 1):
+                raise InvalidField(f"trimmed_capacity_tokens[{row}]", "must not be less than the computed tokens")
 
     def _check_progress(self) -> dict[int, int]:
         """Known tokens by handle. Raises InvalidField."""
@@ -83,8 +96,9 @@ class Sync:
                 release(sequence, now)
                 self.released.append(sequence)
         self._trim()
+        self._shorten_windows()
         self._cancel()
-        self._extend()
+        self._extend(now)
         self.answer.void_handles = sorted(self._scheduler.void)
         used = [self._executors[name] for name in self._scheduler.executors if name in self._executors]
         pools = [pool for executor in used for pool in executor.pools]
@@ -160,27 +174,41 @@ class Sync:
                     del executor.tickets[number]
                     end_copy(ticket, Outcome.CANCELLED)
 
-    def _extend(self) -> None:
+    def _extend(self, now: float) -> None:
         """Capacity for the next two steps comes before capacity ahead of need."""
         trimmed = set(self._request.trimmed_handles)
         running = [sequence for sequence in self._running if not sequence.void and self._is_live(sequence)]
-        before = [sequence.num_blocks for sequence in running]
+        before = {sequence: sequence.num_blocks for sequence in running}
         for sequence in running:
             tokens = max(len(sequence.tokens), sequence.computed + 2)
-            self.answer.missing_blocks += self._grow(sequence, tokens, above_watermark=False)
-        self._grant()
+            missing = self._grow(sequence, tokens, above_watermark=False)
+            if missing:
+                self.answer.missing_blocks += missing
+                sequence.executor.short_at = now
+        before |= {sequence: sequence.num_blocks for sequence in self._about_to_grow() if sequence not in before}
+        self._grant(now)
+        self._lengthen_windows(now)
         if not self.answer.missing_blocks:
             for sequence in running:
                 if sequence.handle not in trimmed:
                     tokens = len(sequence.tokens) + self._config.capacity_ahead_tokens
                     self._grow(sequence, tokens, above_watermark=True)
-        for sequence, start in zip(running, before, strict=True):
+        for sequence, start in before.items():
             if sequence.num_blocks > start:
                 self._report(sequence, start)
 
-    def _grant(self) -> None:
+    def _about_to_grow(self) -> Iterator[Sequence]:
+        """Sequences that may get blocks for longer adaptive windows."""
+        for handle in (*self._request.evicting_handles, *self._request.window_handles):
+            sequence = self._scheduler.sequences.get(handle)
+            if sequence is not None and not sequence.void:
+                yield sequence
+
+    def _grant(self, now: float) -> None:
         """Blocks for sequences that are about to evict: each gets all of its blocks, or none."""
-        for handle in sorted(self._request.evicting_handles):
+        handles = self._request.evicting_handles
+        wanted = self._request.evicting_window_tokens or [0] * len(handles)
+        for handle, window in sorted(zip(handles, wanted, strict=True)):
             sequence = self._find(handle)
             if (
                 sequence is None
@@ -189,13 +217,76 @@ class Sync:
                 or not token_eviction.may_evict(sequence)
             ):
                 continue
-            missing = token_eviction.grant(sequence)
-            self.answer.missing_blocks += missing
-            if not missing:
+            missing = token_eviction.grant(sequence, window, self._spare(sequence, now))
+            if missing:
+                self.answer.missing_blocks += missing
+                sequence.executor.short_at = now
+            else:
+                self.answer.evicting_window_tokens.append(self._count_window(sequence, before=0, window=window))
                 self.answer.transfers.extend(sequence.opened.take())
                 self.answer.evicting_handles.append(handle)
                 self.answer.evicting_counts.append(len(sequence.private))
                 self.answer.evicting_slots.extend(block.index for block in sequence.private)
+
+    def _windows(self) -> Iterator[tuple[Sequence, int, int]]:
+        """Sequences that name an adaptive window, with the one that they have blocks for and the one that they name."""
+        for handle, tokens in zip(self._request.window_handles, self._request.window_tokens, strict=True):
+            sequence = self._find(handle)
+            if sequence is not None and not sequence.void:
+                assert sequence.eviction is not None
+                yield sequence, sequence.eviction.policy.window, tokens
+
+    def _shorten_windows(self) -> None:
+        for sequence, before, tokens in self._windows():
+            if tokens <= before:
+                token_eviction.change_window(sequence, tokens, 0)
+                self._answer_window(sequence, before, tokens)
+
+    def _lengthen_windows(self, now: float) -> None:
+        """Longer windows where no sequence lacks blocks; else takes back what was granted before any must end."""
+        for sequence, before, tokens in self._windows():
+            if tokens > before:
+                token_eviction.change_window(sequence, tokens, self._spare(sequence, now))
+                self._answer_window(sequence, before, tokens)
+        for executor in (self._executors[name] for name in self._scheduler.executors if name in self._executors):
+            if executor.is_short(now):
+                self._take_windows_back(executor, {*self._request.window_handles})
+
+    def _answer_window(self, sequence: Sequence, before: int, tokens: int) -> None:
+        self.answer.window_handles.append(sequence.handle)
+        self.answer.window_tokens.append(self._count_window(sequence, before=before, window=tokens))
+
+    def _take_windows_back(self, executor: Executor, asked: Container[int]) -> None:
+        for handle, sequence in self._scheduler.sequences.items():
+            eviction = sequence.eviction
+            is_here = sequence.executor is executor and not sequence.void and sequence.has_evicted_tokens
+            if is_here and eviction is not None and eviction.granted_blocks and handle not in asked:
+                assert eviction.policy.bounds is not None
+                self.answer.window_handles.append(handle)
+                self.answer.window_tokens.append(eviction.policy.bounds.least)
+                self.windows.append(WindowChange.TAKEN_BACK)
+
+    def _count_window(self, sequence: Sequence, *, before: int, window: int) -> int:
+        """The adaptive window of a sequence that had another and asked for this one; 0 without one."""
+        eviction = sequence.eviction
+        assert eviction is not None
+        if eviction.policy.bounds is None:
+            return 0
+        present = eviction.policy.window
+        before = before or eviction.policy.bounds.least
+        if present != before:
+            self.windows.append(WindowChange.GRANTED if present > before else WindowChange.RETURNED)
+        elif window > present:
+            self.windows.append(WindowChange.REFUSED)
+        return present
+
+    def _spare(self, sequence: Sequence, now: float) -> int:
+        """Blocks that a sequence may have beyond what it must have: none while any sequence lacks some."""
+        if sequence.executor.is_short(now):
+            return 0
+        (table,) = sequence.tables
+        free = table.pool.device.free_for(sequence.scope.account) - watermark(table.pool, self._config)
+        return max(0, free)
 
     def _is_live(self, sequence: Sequence) -> bool:
         return sequence.handle in self._scheduler.sequences

@@ -69,6 +69,28 @@ def check_columns(request: SyncRequest, sequences: Mapping[int, Sequence]) -> No
             raise InvalidField(f"trimmed_handles[{list(request.trimmed_handles).index(handle)}]", "must not also evict")
 
 
+def check_windows(request: SyncRequest, sequences: Mapping[int, Sequence]) -> None:
+    """Raises InvalidField for adaptive windows that do not fit to the known state."""
+    named = zip(request.evicting_handles, request.evicting_window_tokens, strict=False)
+    for row, (handle, tokens) in enumerate(named):
+        sequence = sequences.get(handle)
+        is_adaptive = sequence is not None and sequence.eviction is not None and sequence.eviction.window is not None
+        if sequence is not None and not sequence.void and (tokens or is_adaptive):
+            _check_window(sequence, tokens, f"evicting_window_tokens[{row}]")
+    for row, (handle, tokens) in enumerate(zip(request.window_handles, request.window_tokens, strict=True)):
+        sequence = sequences.get(handle)
+        if sequence is None or sequence.void:
+            continue
+        if not sequence.has_evicted_tokens and handle not in request.evicted_handles:
+            raise InvalidField(f"window_handles[{row}]", "must name a sequence that has evicted tokens")
+        _check_window(sequence, tokens, f"window_tokens[{row}]")
+
+
+def _check_window(sequence: Sequence, tokens: int, field: str) -> None:
+    if sequence.eviction is None or not sequence.eviction.policy.allows_window(tokens):
+        raise InvalidField(field, "must be an adaptive window, a multiple of its period within its bounds")
+
+
 def check_in_place(sequence: Sequence, field: str) -> None:
     """Raises SequenceEvictsError when the slots do not hold the leading tokens, or may not at any moment."""
     eviction = sequence.eviction
@@ -85,8 +107,11 @@ def may_evict(sequence: Sequence) -> bool:
     )
 
 
-def grant(sequence: Sequence) -> int:
-    """Allocates the blocks to evict into; returns how many are missing, with nothing changed."""
+def grant(sequence: Sequence, window: int, spare: int) -> int:
+    """Allocates the blocks to evict into; returns how many are missing, with nothing changed.
+
+    window: the adaptive one that it asks for; it gets as much of it as `spare` blocks are enough for.
+    """
     eviction, (table,) = sequence.eviction, sequence.tables
     assert eviction is not None
     if eviction.granted:
@@ -97,9 +122,49 @@ def grant(sequence: Sequence) -> int:
         missing = count - table.pool.device.free_for(sequence.scope.account, within_ceiling=False)
         if missing > 0:
             return missing
+        _widen(sequence, window, spare - count)
+        count = blocks_for(eviction.slots, sequence.block_size)
         eviction.private = [table.pool.allocate(sequence) for _ in range(count)]
+    else:
+        # Of its own blocks it keeps those that it would free otherwise, where others do not need them.
+        count = blocks_for(eviction.slots, sequence.block_size)
+        if _widen(sequence, window, spare + len(table.blocks) - count if spare else 0):
+            _complete(sequence)
     eviction.granted = True
     return 0
+
+
+def _widen(sequence: Sequence, window: int, spare: int) -> bool:
+    """Its adaptive window becomes longer, as far as `spare` blocks are enough; returns whether it did."""
+    eviction = sequence.eviction
+    assert eviction is not None
+    policy = eviction.policy
+    more = max(0, spare) * sequence.block_size // policy.period * policy.period
+    if policy.bounds is None or not more or window <= policy.window:
+        return False
+    eviction.set_window(min(window, policy.window + more))
+    return True
+
+
+def _complete(sequence: Sequence) -> None:
+    """Allocates the blocks that its table lacks for all slots of its policy; they must be free."""
+    eviction, (table,) = sequence.eviction, sequence.tables
+    assert eviction is not None
+    count = blocks_for(eviction.slots, sequence.block_size) - len(table.blocks)
+    table.blocks += [table.pool.allocate(sequence) for _ in range(count)]
+
+
+def change_window(sequence: Sequence, window: int, spare: int) -> None:
+    """Allocates or frees the blocks of a longer or shorter adaptive window; a longer one needs `spare` blocks."""
+    eviction, (table,) = sequence.eviction, sequence.tables
+    assert eviction is not None
+    if window < eviction.policy.window:
+        eviction.set_window(window)
+        if sequence.forgotten:
+            zero_on_free_of(sequence)
+        table.cut(blocks_for(eviction.slots, sequence.block_size))
+    elif _widen(sequence, window, spare):
+        _complete(sequence)
 
 
 def _all_its_own(sequence: Sequence) -> bool:

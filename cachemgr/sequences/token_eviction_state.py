@@ -19,13 +19,16 @@ class TokenEvictionState:
 
     The sequence fills its admitted table until its `first` eviction. For that it is granted another table, `private`,
     or none when it may keep its own. After the first eviction no eviction changes a table.
+
+    An adaptive window begins with its least length. More is granted with the first eviction or after it, for as long as
+    the sequence keeps its window so long.
     """
 
     __slots__ = ("committed", "evicted", "first", "granted", "has_begun", "policy", "private", "prompt", "slots")
 
     def __init__(self, policy: Policy, prompt: int, *, ahead: int) -> None:
         """`prompt`: tokens of the prompt. `ahead`: capacity ahead of need where a policy sets no bound."""
-        self.policy = policy
+        self.policy = policy if policy.bounds is None else policy.with_window(policy.bounds.least)
         self.prompt = prompt
         self.first = policy.first_eviction(prompt)
         # Of the private table.
@@ -36,6 +39,23 @@ class TokenEvictionState:
         # Tokens computed before the first eviction, and those of them that it dropped.
         self.committed = 0
         self.evicted = 0
+
+    @property
+    def window(self) -> int | None:
+        """Tokens of the adaptive window that it has blocks for; None without one."""
+        return None if self.policy.bounds is None else self.policy.window
+
+    @property
+    def granted_blocks(self) -> int:
+        """Blocks beyond those of the least adaptive window."""
+        policy = self.policy
+        return 0 if policy.bounds is None else (policy.window - policy.bounds.least) // policy.block_size
+
+    def set_window(self, tokens: int) -> None:
+        """The adaptive window has another length; so have the private table or, once it has moved, its table."""
+        self.policy = self.policy.with_window(tokens)
+        assert self.policy.most_kept is not None
+        self.slots = self.policy.most_kept
 
     def usable(self, slots: int) -> int:
         """How many of so many slots the sequence may use in its present table."""

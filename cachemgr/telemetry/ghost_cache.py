@@ -145,7 +145,7 @@ class Ghosts:
         partly = sequence.cached_tokens % size if source and source < bound else 0
         endless = max(sequence.cached_tokens, min(reachable, self._count_seen(keys[:full], known) * size))
         if not sequence.no_store:
-            self._see(keys[known:full])
+            self._see(keys[known : self._storable(sequence, full)])
         for counts in counted:
             counts.endless += endless
             missed = [min(size, reachable - block_index * size) for block_index in indexes if block_index >= known]
@@ -168,7 +168,7 @@ class Ghosts:
                     counts.missed_partly[index][len(self._sizes) if copied is None else copied.zone] += partly
             used: list[Ghost] = []
             for block_index, request in zip(indexes, requests, strict=True):
-                if sequence.no_store and keys[block_index] not in caches.blocks:
+                if keys[block_index] not in caches.blocks and not sequence.stores_to((block_index + 1) * size):
                     zone = len(self._sizes)
                 else:
                     content = None if keys[block_index] in caches.blocks else self._content(sequence, block_index)
@@ -261,7 +261,11 @@ class Ghosts:
         # Once it has evicted tokens, its table says nothing of its earlier blocks.
         if eviction is not None and eviction.has_begun:
             return eviction.committed // self._size
-        return sequence.tables[self.pool.spec.group].committed
+        return self._storable(sequence, sequence.tables[self.pool.spec.group].committed)
+
+    def _storable(self, sequence: LiveSequence, blocks: int) -> int:
+        """Of so many leading blocks, those within the bound on what the sequence stores."""
+        return blocks if sequence.store_limit is None else min(blocks, sequence.store_limit // self._size)
 
     def released(self, sequence: LiveSequence, stored: int) -> None:
         """A sequence has released its blocks, of which so many were stored."""
@@ -280,7 +284,7 @@ class Ghosts:
             self._see(keys[known:])
             longer = self._longer(sequence, known, stored)
             is_partial = stored == sequence.computed // size and sequence.computed % size
-            if is_partial and sequence.executor.stores_partial:
+            if is_partial and sequence.executor.stores_partial and sequence.stores_to(sequence.computed):
                 start, end = stored * size, sequence.computed
                 tail = Content(sequence.key(stored - 1), sequence.packed(start, end), sequence.block_scope(start, end))
                 last = child_key(tail.parent, tail.tokens, tail.scope.extra)

@@ -66,6 +66,19 @@ def families(queries: Queries) -> Iterator[Metric]:
     for kind, count in queries.evicted_sequences().items():
         evicting.add_metric([kind.name.lower()], count)
     yield evicting
+    windows = CounterMetricFamily(
+        "kvkeep_cachemgr_window_changes",
+        "Longer adaptive windows that were granted, refused, taken back or returned.",
+        labels=["change"],
+    )
+    for change, count in queries.window_changes().items():
+        windows.add_metric([change.value], count)
+    yield windows
+    granted = GaugeMetricFamily(
+        "kvkeep_cachemgr_window_granted_blocks", "Blocks granted to adaptive windows beyond their least length."
+    )
+    granted.add_metric([], sum(s.eviction.granted_blocks for s in queries.sequences() if s.eviction is not None))
+    yield granted
 
 
 def _tiers(pool: BlockPool) -> list[Tier]:

@@ -2,8 +2,8 @@
 
 import math
 import mmap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,11 +38,37 @@ class LayerGroup:
 
 
 @dataclass(frozen=True)
+class Scales:
+    """k, v: [layers, kv_heads, head_dim] float32, what a group's keys and values in 8 bits are multiplied with.
+
+    Those of the two numbers of a key that are rotated together are alike: rotated keys have the same scales.
+    """
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's part of its group's pool. k, v: [num_blocks + 1, block_size, kv_heads, head_dim].
+
+    k_scale, v_scale: [kv_heads, head_dim] float32 of 8 bits, else None.
+    """
+
+    group: int
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Pool:
     """k, v: [layers, num_blocks + 1, block_size, kv_heads, head_dim]; slot 0 is the null block.
 
     last_write_steps: [num_blocks + 1] uint64 on the host, per slot the last step that wrote it, 0 for never.
     pages: releases the memory of slots that are not in use; None where it is allocated for good.
+    scales: of pools of 8 bits, else None. draft: the keys and values of a draft model, which are part of each block.
     """
 
     group: LayerGroup
@@ -50,15 +76,52 @@ class Pool:
     v: Tensor
     last_write_steps: np.ndarray[tuple[int], np.dtype[np.uint64]]
     pages: "Pages | None" = None
+    scales: "Scales | None" = None
+    draft: "Pool | None" = None
 
     @property
     def num_blocks(self) -> int:
         return self.k.shape[1] - 1
 
     @property
+    def pairs(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """K and V, and those of a draft model: a block is a slot of all of them."""
+        return (self.k, self.v), *(() if self.draft is None else self.draft.pairs)
+
+    @property
+    def caches(self) -> tuple[Tensor, ...]:
+        """The tensors of all pairs."""
+        return tuple(cache for pair in self.pairs for cache in pair)
+
+    @property
     def block_bytes(self) -> int:
-        """Bytes of one block, K and V of all layers together."""
-        return 2 * self.k[:, 0].numel() * self.k.element_size()
+        """Bytes of one block in all caches together."""
+        return sum(cache[:, 0].numel() * cache.element_size() for cache in self.caches)
+
+    def zero(self, slot: int) -> None:
+        """Overwrites a block with zeros."""
+        for cache in self.caches:
+            cache[:, slot].zero_()
+
+    def use(self, slots: Slots) -> None:
+        """These slots are about to be written."""
+        for pages in self._all_pages:
+            pages.use(slots)
+
+    def release(self, slot: int) -> None:
+        """Releases the memory of a slot where that is possible."""
+        for pages in self._all_pages:
+            pages.release(slot)
+
+    @property
+    def _all_pages(self) -> "Iterator[Pages]":
+        if self.pages is not None:
+            yield self.pages
+        if self.draft is not None:
+            yield from self.draft._all_pages
+
+
+_NONE: Mapping[int, Pool] = {}
 
 
 class KvPools:
@@ -71,14 +134,19 @@ class KvPools:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: Sequence[Scales] = (),
+        drafts: Mapping[int, Pool] = _NONE,
     ) -> None:
-        """shares: of each group; a number is that many blocks for each, for good."""
+        """shares: of each group; a number is that many blocks for each, for good. scales: of each group, if `dtype` has
+        8 bits. drafts: by group, a pool of a draft model with as many slots."""
         self.block_size = block_size
+        self.dtype = dtype
         self.shares = Shares.fixed([shares] * len(groups)) if isinstance(shares, int) else shares
         allocate = _allocate if self.shares.memory_bytes is None else _reserve
+        of_groups: Sequence[Scales | None] = scales or [None] * len(groups)
         self.pools = tuple(
-            allocate(group, slots, block_size, dtype, device)
-            for group, slots in zip(groups, self.shares.slots, strict=True)
+            replace(allocate(group, slots, block_size, dtype, device), scales=own, draft=drafts.get(number))
+            for number, (group, slots, own) in enumerate(zip(groups, self.shares.slots, of_groups, strict=True))
         )
         # Layer -> (its group, its index in the group's pool).
         self.places = {
@@ -90,27 +158,31 @@ class KvPools:
         """Tokens that fit into the smallest pool at first."""
         return min(self.shares.blocks) * self.block_size
 
-    def layer(self, layer: int) -> tuple[int, Tensor, Tensor]:
-        """Group of a layer and its K and V, [num_blocks + 1, block_size, kv_heads, head_dim]."""
+    def layer(self, layer: int) -> LayerCache:
+        """Where a layer keeps its keys and values."""
         group, index = self.places[layer]
         pool = self.pools[group]
-        return group, pool.k[index], pool.v[index]
+        if pool.scales is None:
+            return LayerCache(group, pool.k[index], pool.v[index])
+        return LayerCache(group, pool.k[index], pool.v[index], pool.scales.k[index], pool.scales.v[index])
+
+    @property
+    def layers(self) -> list[LayerCache]:
+        """Of all layers, in the order of the model."""
+        return [self.layer(layer) for layer in range(len(self.places))]
 
     def zero(self, group: int, slot: int, step: int) -> None:
         """Overwrites a block with zeros, after this step, and releases its memory where that is possible."""
         pool = self.pools[group]
-        pool.k[:, slot].zero_()
-        pool.v[:, slot].zero_()
+        pool.zero(slot)
         self.mark_written(group, [slot], step)
-        if pool.pages is not None:
-            pool.pages.release(slot)
+        pool.release(slot)
 
     def mark_written(self, group: int, slots: Sequence[int] | Slots, step: int) -> None:
         """Notes that a step writes these slots."""
         pool, places = self.pools[group], np.asarray(slots, dtype=np.int64)
         pool.last_write_steps[places] = step
-        if pool.pages is not None:
-            pool.pages.use(places)
+        pool.use(places)
 
 
 def _allocate(group: LayerGroup, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Pool:
@@ -194,21 +266,13 @@ def block_bytes(groups: Sequence[LayerGroup], block_size: int, dtype: torch.dtyp
     )
 
 
-def count_blocks(
-    groups: Sequence[LayerGroup],
-    block_size: int,
-    dtype: torch.dtype,
-    *,
-    max_tokens: int,
-    free_bytes: int,
-    fraction: float,
-) -> int:
+def count_blocks(sizes: Sequence[int], block_size: int, *, max_tokens: int, free_bytes: int, fraction: float) -> int:
     """Blocks per pool, were they equally many: the lesser of `max_tokens` (0 for no limit) and `fraction` of the free
-    bytes.
+    bytes. sizes: bytes of one block of each group.
 
     Raises ModelError when not even one block fits.
     """
-    size = sum(block_bytes(groups, block_size, dtype))
+    size = sum(sizes)
     # One more than usable: the null block.
     blocks = int(free_bytes * fraction) // size - 1
     if max_tokens:

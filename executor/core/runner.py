@@ -1,32 +1,41 @@
 """Runs one step at a time: checks and schedules it, runs the model, samples. Owns the sequences and the pools."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import structlog
 import torch
 from torch import Tensor
 
-from executor.batch import HostBatch, SequenceState, build_batch
+from executor.batch import HostBatch, ScoredPrompt, SequenceState, build_batch
 from executor.cache.pool import KvPools
 from executor.cache.tiers.hazards import SlotRef
 from executor.cache.tiers.tiers import Tiers
-from executor.core.sampler import SampleResult, SamplingRow, TokenCounts, sample
+from executor.core.drafts import Drafter, count_accepted
+from executor.core.grammars import Grammars
+from executor.core.restrictions import Restrictions, RowRestrictions
+from executor.core.sampler import SampleResult, SamplingRow, TokenCounts, sample, score
 from executor.core.state import SequenceTable, tokens_due
 from executor.core.timing import Clock, Span
 from executor.core.validation import Limits, check_copies, check_step
-from executor.errors import InvalidStepError
+from executor.errors import GrammarError, InvalidStepError
 from executor.eviction.engine import TokenEviction
-from executor.models.forward import ForwardOutput, Model
-from executor.step import Copy, Evicted, Logprobs, SampledToken, Step, StepOutput, Tier
-from executor.transfer import to_device
+from executor.models.forward import Forward, ForwardOutput, Model
+from executor.step import Copy, Evicted, Logprobs, NewSequence, PromptLogprobs, SampledToken, Step, StepOutput, Tier
+from executor.transfer import to_device, to_host
 from kernels.copy_blocks.launch import copy_blocks
 from protos.kvcommon.eviction import Layout
 
 log = structlog.get_logger()
+
+
+# Waits for the restrictions of rows, by handle: of the last known token, and of each draft.
+Restricted = Callable[[], Mapping[int, Sequence[RowRestrictions | None]]]
 
 
 class StepEvents(Protocol):
@@ -53,28 +62,51 @@ class NoEvents:
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """A step that was applied: counts[i] tokens of sequences[i] are computed. waited: seconds, for copies."""
+    """A step that was applied: counts[i] tokens of sequences[i] are computed. waited: seconds, for copies.
+
+    drafts: by handle, the drafted tokens among them.
+    """
 
     step: Step
     sequences: tuple[SequenceState, ...]
     counts: tuple[int, ...]
+    drafts: dict[int, list[int]]
     batch: HostBatch
     evicted: tuple[Evicted, ...]
     span: Span
     waited: float
 
+    @property
+    def num_drafts(self) -> int:
+        """Drafted tokens of all sequences."""
+        return sum(map(len, self.drafts.values()))
+
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step that the device computes. sampled: the tokens of the batch's sampling sequences; None without any."""
+    """A step that the device computes. sampled: of the batch's rows; None without any.
+
+    accepted: of each sampling sequence, how many of its rows count. wanted_drafts: as of StepOutput.
+    windows: sequence -> tokens that its adaptive window is to have, [] int64, where the step asked.
+    """
 
     scheduled: ScheduledStep
     sampled: SampleResult | None
+    accepted: Sequence[int] = ()
+    wanted_drafts: Mapping[int, int] = field(default_factory=dict)
+    windows: Mapping[int, Tensor] = field(default_factory=dict)
+    # Of each of the batch's prompts, as `score` returns it.
+    prompts: Sequence[tuple[Tensor, ...]] = ()
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
         return self.scheduled.batch.num_tokens
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the device has computed it; does not wait."""
+        return self.scheduled.span.is_over
 
     def result(self) -> StepOutput:
         """Waits for the device; call it once, in the order of the steps. Marks sequences that sampled a stop id."""
@@ -82,30 +114,64 @@ class LaunchedStep:
         compute, idle = scheduled.span.seconds()
         return StepOutput(
             number=scheduled.step.number,
-            sampled=() if self.sampled is None else tuple(_collect(batch.sampling, self.sampled)),
+            sampled=() if self.sampled is None else tuple(self._collect(batch.sampling, self.sampled)),
             num_tokens=batch.num_tokens,
             compute_time=max(0.0, compute - scheduled.waited),
             idle_time=idle + scheduled.waited,
             tickets=scheduled.step.tickets_within_device,
             evicted=scheduled.evicted,
+            num_drafts=scheduled.num_drafts,
+            wanted_drafts=self.wanted_drafts,
+            windows={handle: int(tokens) for handle, tokens in self.windows.items()},
+            prompt_logprobs=tuple(map(_prompt_logprobs, batch.prompts, self.prompts)),
         )
+
+    def _collect(self, sequences: Sequence[SequenceState], result: SampleResult) -> Iterator[SampledToken]:
+        logprobs, ids, first = _logprobs(result), result.ids.tolist(), 0
+        for sequence, accepted in zip(sequences, self.accepted, strict=True):
+            # On a device that runs ahead, a sequence computes one more token before its stop is known here.
+            for row in range(first, first + (0 if sequence.stopped else accepted)):
+                sequence.stopped = ids[row] in sequence.sampling.stop_token_ids
+                chosen = logprobs[row].best(sequence.sampling.num_logprobs or 0) if row in logprobs else None
+                yield SampledToken(sequence.handle, ids[row], sequence.stopped, chosen)
+            first += 1 + len(self.scheduled.drafts.get(sequence.handle, ()))
 
 
 class Runner:
     """Not thread-safe: one thread launches and collects."""
 
     def __init__(
-        self, model: Model, pools: KvPools, tiers: Tiers | None = None, events: StepEvents | None = None
+        self,
+        model: Model,
+        pools: KvPools,
+        tiers: Tiers | None = None,
+        events: StepEvents | None = None,
+        drafter: Drafter | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """tiers: below the device, None for none. events: where to report, None for nowhere."""
+        """tiers: below the device, None for none. events: where to report, None for nowhere.
+
+        drafter: None for no drafts. It needs each token before the next step is launched, so a device that runs ahead
+        can have none. grammars: of the model's tokenizer, None for a model without one.
+        """
         self.model = model
         self.pools = pools
         self.tiers = tiers or Tiers(pools)
         self.last_step = 0
         self._events = events or NoEvents()
+        # What the model has made of each loaded adapter, by its id.
+        self.adapters: dict[int, Any] = {}
         self._sequences = SequenceTable()
         self._counts: dict[int, TokenCounts] = {}
         self._eviction = TokenEviction(pools, model.rotary, model.device)
+        assert drafter is None or not self.overlaps
+        self._drafter = drafter
+        self.grammars = grammars or Grammars(b"", model.vocab_size, model.eos_token_ids)
+        # Computes masks of grammars beside the model.
+        self._masking = ThreadPoolExecutor(1, "masks")
+        self._restrictions: dict[int, Restrictions] = {}
+        # Steps whose tokens the restrictions of their sequences do not know yet.
+        self._unsettled: list[LaunchedStep] = []
         # More rows than most batches need: a new tensor invalidates captured CUDA graphs.
         self._last_tokens = torch.zeros(1024, dtype=torch.int64, device=model.device)
         self._clock = Clock(model.device)
@@ -116,6 +182,7 @@ class Runner:
             block_size=pools.block_size,
             windows=tuple(group.shape.window for group in model.groups),
             lower_slots=self.tiers.slots,
+            adapters=self.adapters.keys(),
         )
 
     @property
@@ -129,6 +196,11 @@ class Runner:
         return self.model.device.type == "cuda"
 
     @property
+    def drafts(self) -> bool:
+        """Whether steps may compute drafted tokens."""
+        return self._drafter is not None
+
+    @property
     def num_sequences(self) -> int:
         """Sequences in the running batch."""
         return len(self._sequences)
@@ -137,11 +209,30 @@ class Runner:
         """Does what the first steps would otherwise wait for."""
         self.model.forward.warmup(self.pools, self._last_tokens)
 
+    def use(self, forward: Forward, adapters: Mapping[int, Any]) -> None:
+        """Computes with other weights of the same model from now on, and with what these have made of the adapters.
+
+        There may be no sequences. Where warming up fails, those of before stay.
+        """
+        before = self.model
+        self.model = replace(before, forward=forward)
+        try:
+            self.warmup()
+        except BaseException:
+            self.model = before
+            raise
+        self.adapters.clear()
+        self.adapters.update(adapters)
+
     def clear(self) -> None:
         """Removes all sequences; the pools keep their contents."""
         self._sequences.clear()
         self._eviction.clear()
         self._counts.clear()
+        self._restrictions.clear()
+        self._unsettled.clear()
+        if self._drafter is not None:
+            self._drafter.clear()
         self._clock.clear()
 
     @torch.inference_mode()
@@ -150,21 +241,41 @@ class Runner:
 
         Where another error is raised, each copy that is not within the device has been reported or will be.
         """
-        self._check(step)
-        scheduled = self._schedule(step)
+        restrictions = self._check(step)
+        scheduled = self._schedule(step, restrictions)
+        restricted = self._restrict(scheduled)
         output = self._forward(scheduled.batch)
-        return self._sample(scheduled, output)
+        return self._sample(scheduled, output, restricted)
 
-    def _check(self, step: Step) -> None:
+    def _check(self, step: Step) -> dict[int, Restrictions]:
+        """Returns the restrictions of sequences that join."""
         check_step(step, self.last_step, self._sequences, self._limits)
+        return {new.sequence: self._restrictions_of(new) for new in step.new_sequences if new.sampling.restricts}
 
-    def _schedule(self, step: Step) -> ScheduledStep:
+    def _restrictions_of(self, new: NewSequence) -> Restrictions:
+        """Raises InvalidStepError for a grammar that cannot be compiled; others are compiled before they come here."""
+        sampling, grammar = new.sampling, new.sampling.grammar
+        try:
+            matcher = None if grammar is None else self.grammars.matcher(grammar)
+        except GrammarError as error:
+            field = "new_sequences.sampling.structured_output"
+            raise InvalidStepError(f"{field}: {error}", fields={field: error.message}) from error
+        eos = frozenset() if matcher is None else self.grammars.eos_token_ids
+        return Restrictions(
+            replace(sampling, stop_token_ids=sampling.stop_token_ids | eos),
+            matcher,
+            self.grammars.words,
+            eos - sampling.stop_token_ids,
+            new.token_ids[new.num_prompt_tokens :],
+        )
+
+    def _schedule(self, step: Step, restrictions: Mapping[int, Restrictions]) -> ScheduledStep:
         """Begins the step's copies, applies its diff, evicts tokens, and packs what each sequence computes."""
         span = self._clock.start()
         waited = self._begin(step.copies, step.number)
-        self._apply(step)
+        self._apply(step, restrictions)
         sequences, counts = [], []
-        for sequence in self._sequences:
+        for sequence in self._grouped():
             count = tokens_due(
                 step,
                 sequence.handle,
@@ -175,9 +286,15 @@ class Runner:
             if count:
                 sequences.append(sequence)
                 counts.append(count)
+        drafts = self._propose(step, counts.count(1))
+        if drafts:
+            counts = [count + len(drafts.get(s.handle, ())) for s, count in zip(sequences, counts, strict=True)]
         if self.tiers.busy:
             reads = _joining_reads(step, self.pools.block_size)
             waited += self._wait(reads, _evicting_writes(step, sequences))
+        for sequence in sequences:
+            if sequence.handle in step.windows:
+                self._eviction.set_window(sequence, step.windows[sequence.handle])
         evicted = [
             self._eviction.evict(sequence, step.evicting.get(sequence.handle), step.number)
             for sequence in sequences
@@ -185,12 +302,53 @@ class Runner:
         ]
         scored = self._eviction.scored(sequences, counts)
         groups = len(self._limits.windows)
-        batch = build_batch(sequences, counts, self._last_tokens, self.pools.block_size, groups, scored)
+        batch = build_batch(sequences, counts, self._last_tokens, self.pools.block_size, groups, scored, drafts)
         if self.tiers.busy:
             waited += self._wait((), _written(batch))
         for group, slots in enumerate(batch.written_slots):
             self.pools.mark_written(group, slots, step.number)
-        return ScheduledStep(step, tuple(sequences), tuple(counts), batch, tuple(filter(None, evicted)), span, waited)
+        done = tuple(filter(None, evicted))
+        return ScheduledStep(step, tuple(sequences), tuple(counts), drafts, batch, done, span, waited)
+
+    def _propose(self, step: Step, decodes: int) -> dict[int, list[int]]:
+        """The drafts of a step that decodes so many sequences; none but where the step allows them."""
+        if self._drafter is None:
+            return {}
+        allowed = {handle: most for handle, most in step.drafts.items() if not self._sequences.get(handle).stopped}
+        return self._drafter.propose(allowed, decodes, self._claim)
+
+    def _claim(self, slots: Sequence[SlotRef]) -> None:
+        """A draft model is about to write these slots."""
+        if self.tiers.busy:
+            self._wait((), slots)
+
+    def _grouped(self) -> Iterable[SequenceState]:
+        """All sequences in the order in which they joined, but those of one adapter behind each other."""
+        if all(sequence.adapter is None for sequence in self._sequences):
+            return self._sequences
+        order: dict[int, int] = {}
+        return sorted(self._sequences, key=lambda sequence: order.setdefault(id(sequence.adapter), len(order)))
+
+    def _restrict(self, scheduled: ScheduledStep) -> Restricted:
+        """Has the restrictions of a step's rows computed while the model runs; the call that is returned waits."""
+        drafts, handles = scheduled.drafts, [sequence.handle for sequence in scheduled.batch.sampling]
+        found = [(handle, self._restrictions[handle]) for handle in handles if handle in self._restrictions]
+        if not found:
+            return dict
+
+        def compute() -> dict[int, list[RowRestrictions | None]]:
+            return {handle: restrictions.rows(drafts.get(handle, ())) for handle, restrictions in found}
+
+        if not self.overlaps:
+            return self._masking.submit(compute).result
+
+        def settle_and_compute() -> dict[int, list[RowRestrictions | None]]:
+            for launched in self._unsettled:
+                self._settle(launched)
+            self._unsettled.clear()
+            return compute()
+
+        return settle_and_compute
 
     def _forward(self, batch: HostBatch) -> ForwardOutput | None:
         if not batch.num_sequences:
@@ -199,35 +357,106 @@ class Runner:
         self._events.on_idle()
         return run()
 
-    def _sample(self, scheduled: ScheduledStep, output: ForwardOutput | None) -> LaunchedStep:
+    def _sample(self, scheduled: ScheduledStep, output: ForwardOutput | None, restricted: Restricted) -> LaunchedStep:
         """Samples the next tokens; they can be read when the step is over."""
         sequences, counts, sampling = scheduled.sequences, scheduled.counts, scheduled.batch.sampling
-        sampled = None
+        sampled, accepted, prompts = None, [1] * len(sampling), []
         if output is not None:
             self._eviction.observe(sequences, counts, output.scores)
+            prompts = [self._score(prompt, output.logits) for prompt in scheduled.batch.prompts]
+            if (rows := scheduled.batch.sample_rows) is not None:
+                places = to_device(rows, self.model.device)
+                best = None if output.best is None else output.best[places]
+                output = replace(output, logits=output.logits[places], best=best)
             if sampling:
-                sampled = self._sample_rows(sampling, output)
+                sampled, accepted = self._sample_rows(sampling, scheduled.drafts, output, restricted())
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.computed += count
             sequence.kept += count
             sequence.reuse_position = None
-        for sequence in sampling:
-            sequence.known += 1
+        for sequence, tokens in zip(sampling, accepted, strict=True):
+            sequence.known += tokens
+            # The keys and values of other drafts stand behind the computed tokens, where the next step writes.
+            rejected = 1 + len(scheduled.drafts.get(sequence.handle, ())) - tokens
+            sequence.computed -= rejected
+            sequence.kept -= rejected
+        if self._drafter is not None:
+            self._drafter.keep_up(sequences)
+        looking = scheduled.step.looking
+        windows = {s.handle: self._eviction.wanted_window(s) for s in sequences if s.handle in looking}
         scheduled.span.end()
-        return LaunchedStep(scheduled, sampled)
+        launched = LaunchedStep(scheduled, sampled, accepted, self._note_drafts(scheduled), windows, prompts)
+        if any(sequence.handle in self._restrictions for sequence in sampling):
+            if self.overlaps:
+                self._unsettled.append(launched)
+            else:
+                self._settle(launched)
+        return launched
 
-    def _sample_rows(self, sequences: Sequence[SequenceState], output: ForwardOutput) -> SampleResult:
-        rows = [
-            SamplingRow(sequence.sampling, sequence.known - sequence.num_prompt, self._counts.get(sequence.handle))
-            for sequence in sequences
-        ]
+    def _score(self, prompt: ScoredPrompt, logits: Tensor) -> tuple[Tensor, ...]:
+        """As `score`, on the host once the device has come this far."""
+        device, count = self.model.device, prompt.sequence.sampling.num_prompt_logprobs or 0
+        scored = score(logits[to_device(prompt.rows, device)], to_device(prompt.ids, device), count)
+        return tuple(map(to_host, scored))
+
+    def _settle(self, launched: LaunchedStep) -> None:
+        """Has restrictions follow the tokens that a step sampled; waits for the device."""
+        if launched.sampled is None:
+            return
+        launched.scheduled.span.seconds()
+        ids, first = launched.sampled.ids.tolist(), 0
+        for sequence, accepted in zip(launched.scheduled.batch.sampling, launched.accepted, strict=True):
+            if (restrictions := self._restrictions.get(sequence.handle)) is not None:
+                restrictions.take(ids[first : first + accepted])
+            first += 1 + len(launched.scheduled.drafts.get(sequence.handle, ()))
+
+    def _sample_rows(
+        self,
+        sequences: Sequence[SequenceState],
+        drafts: Mapping[int, Sequence[int]],
+        output: ForwardOutput,
+        restricted: Mapping[int, Sequence[RowRestrictions | None]],
+    ) -> tuple[SampleResult, list[int]]:
+        """Samples all rows; returns with them how many of each sequence's rows count."""
+        rows = [row for s in sequences for row in self._rows(s, drafts.get(s.handle, ()), restricted.get(s.handle))]
         sampled = sample(output.logits, rows, output.best)
-        self._last_tokens.index_copy_(0, output.output_token_rows, sampled.ids)
-        for index, row in enumerate(rows):
-            if row.counts is not None:
-                row.counts.add(sampled.ids[index : index + 1])
+        token_rows, ids, accepted, kept, first = output.output_token_rows, sampled.ids, [], [], 0
+        host_ids = [] if self._drafter is None else ids.tolist()
+        for sequence in sequences:
+            drafted, count = drafts.get(sequence.handle, ()), 1
+            if self._drafter is not None:
+                own = host_ids[first : first + 1 + len(drafted)]
+                count = count_accepted(own, drafted, sequence.sampling.stop_token_ids)
+                self._drafter.extend(sequence, own[:count])
+            if (counts := self._counts.get(sequence.handle)) is not None:
+                counts.add(ids[first : first + count])
+            accepted.append(count)
+            kept.append(first + count - 1)
+            first += 1 + len(drafted)
+        if drafts:
+            token_rows, ids = token_rows[kept], ids[kept]
+        self._last_tokens.index_copy_(0, token_rows, ids)
         # Asked for here: after the next step is launched, it would wait for that step too.
-        return sampled.on_host()
+        return sampled.on_host(), accepted
+
+    def _rows(
+        self, sequence: SequenceState, drafts: Sequence[int], restricted: Sequence[RowRestrictions | None] | None
+    ) -> Iterator[SamplingRow]:
+        """How to sample behind a sequence's last known token and behind each draft, as if it were the sequence's."""
+        position, counts = sequence.known - sequence.num_prompt, self._counts.get(sequence.handle)
+        for index, restrictions in enumerate(restricted or [None] * (1 + len(drafts))):
+            if index and counts is not None:
+                counts = counts.with_token(drafts[index - 1])
+            yield SamplingRow(sequence.sampling, position + index, counts, restrictions)
+
+    def _note_drafts(self, scheduled: ScheduledStep) -> Mapping[int, int]:
+        """Tells the drafter what the step took; returns how many drafts are worth their computation next."""
+        if self._drafter is None or not scheduled.sequences:
+            return {}
+        sampling = scheduled.batch.sampling
+        if scheduled.batch.num_tokens == len(scheduled.sequences) + scheduled.num_drafts:
+            self._drafter.observe(len(sampling), scheduled.num_drafts, scheduled.span.seconds()[0])
+        return self._drafter.wanted([sequence.handle for sequence in sampling])
 
     @torch.inference_mode()
     def transfer(self, copies: Sequence[Copy]) -> None:
@@ -253,14 +482,20 @@ class Runner:
             for copy in within:
                 self._events.copy_ended(copy, good)
 
-    def _apply(self, step: Step) -> None:
+    def _apply(self, step: Step, restrictions: Mapping[int, Restrictions]) -> None:
         self.last_step = step.number
         for handle in step.removed:
             self._sequences.remove(handle)
             self._counts.pop(handle, None)
+            self._restrictions.pop(handle, None)
             self._eviction.remove(handle)
-        for new in step.new_sequences:
-            sequence = self._sequences.add(new)
+            if self._drafter is not None:
+                self._drafter.remove(handle)
+        self._restrictions |= restrictions
+        for joining in step.new_sequences:
+            found = restrictions.get(joining.sequence)
+            new = joining if found is None else replace(joining, sampling=found.sampling)
+            sequence = self._sequences.add(new, None if new.adapter_id is None else self.adapters[new.adapter_id])
             self._eviction.add(sequence)
             if new.sampling.penalises:
                 self._counts[new.sequence] = self._count(sequence)
@@ -312,7 +547,8 @@ class Runner:
                 pool, device = self.pools.pools[group], self.model.device
                 sources = to_device([copy.source for copy in chosen], device)
                 targets = to_device([copy.target for copy in chosen], device)
-                copy_blocks(pool.k, pool.v, sources, targets)
+                for k_cache, v_cache in pool.pairs:
+                    copy_blocks(k_cache, v_cache, sources, targets)
                 self.pools.mark_written(group, [copy.target for copy in chosen], step)
 
 
@@ -364,24 +600,22 @@ def _written(batch: HostBatch) -> list[SlotRef]:
     return [(Tier.DEVICE, group, slot) for group, slots in groups for slot in slots]
 
 
-def _collect(sequences: Sequence[SequenceState], result: SampleResult) -> list[SampledToken]:
-    logprobs = _logprobs(sequences, result)
-    sampled = []
-    for index, (sequence, token) in enumerate(zip(sequences, result.ids.tolist(), strict=True)):
-        # On a device that runs ahead, a sequence computes one more token before its stop is known here.
-        if sequence.stopped:
-            continue
-        sequence.stopped = token in sequence.sampling.stop_token_ids
-        sampled.append(SampledToken(sequence.handle, token, sequence.stopped, logprobs.get(index)))
-    return sampled
-
-
-def _logprobs(sequences: Sequence[SequenceState], result: SampleResult) -> dict[int, Logprobs]:
+def _logprobs(result: SampleResult) -> dict[int, Logprobs]:
+    """By row, with the most alternatives that any row asked for."""
     if result.logprobs is None or result.top_ids is None or result.top_logprobs is None:
         return {}
     columns: tuple[Tensor, ...] = (result.logprobs, result.top_ids, result.top_logprobs)
-    logprobs = {}
-    for row, chosen, ids, values in zip(result.logprob_rows, *(column.tolist() for column in columns), strict=True):
-        count = sequences[row].sampling.num_logprobs or 0
-        logprobs[row] = Logprobs(chosen, tuple(ids[:count]), tuple(values[:count]))
-    return logprobs
+    rows = zip(result.logprob_rows, *(column.tolist() for column in columns), strict=True)
+    return {row: _possible(chosen, ids, values) for row, chosen, ids, values in rows}
+
+
+def _prompt_logprobs(prompt: ScoredPrompt, scored: Sequence[Tensor]) -> PromptLogprobs:
+    rows = zip(*(column.tolist() for column in scored), strict=True)
+    logprobs = tuple(Logprobs(chosen, tuple(ids), tuple(values), rank) for chosen, rank, ids, values in rows)
+    return PromptLogprobs(prompt.sequence.handle, prompt.position, logprobs)
+
+
+def _possible(chosen: float, ids: Sequence[int], values: Sequence[float]) -> Logprobs:
+    """Without alternatives that the output must not have, which come last."""
+    count = sum(value > -math.inf for value in values)
+    return Logprobs(chosen, tuple(ids[:count]), tuple(values[:count]))

@@ -1,6 +1,7 @@
 """The sequences of the running batch, and how many tokens a step computes of each."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,9 @@ class SequenceTable:
     def __iter__(self) -> Iterator[SequenceState]:
         return iter(self._sequences.values())
 
+    def get(self, handle: int) -> SequenceState:
+        return self._sequences[handle]
+
     def clear(self) -> None:
         for sequence in self:
             _end(sequence, error="SESSION_ENDED")
@@ -42,13 +46,13 @@ class SequenceTable:
         self._free_rows.append(sequence.row)
         _end(sequence)
 
-    def add(self, new: NewSequence) -> SequenceState:
+    def add(self, new: NewSequence, adapter: Any = None) -> SequenceState:
         if self._free_rows:
             row = self._free_rows.pop()
         else:
             row = self.rows
             self.rows += 1
-        sequence = SequenceState.of(new, row)
+        sequence = SequenceState.of(new, row, adapter)
         sequence.span = tracing.join("execution.v1.ExecutorService/StreamSteps", new.traceparent)
         self._sequences[new.sequence] = sequence
         return sequence

@@ -13,6 +13,11 @@ class Span(Protocol):
         """Called when all of the step's work has been launched."""
         ...
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the device has done all of the step's work; does not wait."""
+        ...
+
     def seconds(self) -> tuple[float, float]:
         """Time of the step's work and idle time before it; waits for the device."""
         ...
@@ -46,6 +51,10 @@ class _HostSpan:
     def end(self) -> None:
         self._end = time.perf_counter()
 
+    @property
+    def is_over(self) -> bool:
+        return True
+
     def seconds(self) -> tuple[float, float]:
         return self._end - self._start, self._idle
 
@@ -60,6 +69,14 @@ class _CudaSpan:
 
     def end(self) -> None:
         self._end.record()
+
+    @property
+    def is_over(self) -> bool:
+        try:
+            return bool(self._end.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            # Of the device, which can do nothing any more: `seconds` raises it to those who expect it.
+            return True
 
     def seconds(self) -> tuple[float, float]:
         self._end.synchronize()

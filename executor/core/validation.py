@@ -1,7 +1,8 @@
 """Decides whether a step can be applied, before anything changes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from executor.core.state import SequenceTable, tokens_due
 from executor.errors import CapacityExceededError, InvalidStepError, StepOutOfOrderError, UnknownSequenceError
@@ -13,6 +14,7 @@ from protos.kvcommon.eviction import Policy
 class Limits:
     """Bounds of the model and the pools. num_blocks: slots per layer group on the device. windows: attention window per
     layer group in tokens, None for full attention. lower_slots: slots per layer group of each lower tier that exists.
+    adapters: ids of the loaded ones, as they are at the moment.
     """
 
     vocab_size: int
@@ -21,6 +23,7 @@ class Limits:
     block_size: int
     windows: tuple[int | None, ...]
     lower_slots: Mapping[Tier, int] = field(default_factory=dict)
+    adapters: Container[int] = ()
 
 
 @dataclass
@@ -82,6 +85,7 @@ def check_step(step: Step, last_step: int, sequences: SequenceTable, limits: Lim
             policy=new.policy,
         )
     _check_tables(step, future, limits)
+    _check_windows(step, future)
     _check_evicting(step, future, limits)
     check_copies(step.copies, limits)
     _check_work(step, future, limits)
@@ -96,18 +100,33 @@ def _check_new(new: NewSequence, limits: Limits) -> None:
         raise _invalid("new_sequences.token_ids", handle, f"are {known}, the model takes {limits.max_positions}")
     if max(new.token_ids) >= limits.vocab_size:
         raise _invalid("new_sequences.token_ids", handle, f"must be below {limits.vocab_size}")
+    if max(new.continuation, default=0) >= limits.vocab_size:
+        raise _invalid("new_sequences.continuation_token_ids", handle, f"must be below {limits.vocab_size}")
     if new.num_computed_tokens >= known:
         raise _invalid("new_sequences.num_computed_tokens", handle, f"must be below the {known} tokens known")
     if not 1 <= new.num_prompt_tokens <= known:
         raise _invalid("new_sequences.num_prompt_tokens", handle, f"must be from 1 to the {known} tokens known")
+    if new.adapter_id is not None and new.adapter_id not in limits.adapters:
+        raise _invalid("new_sequences.adapter_id", handle, "names no loaded adapter")
     if len(new.tables) != len(limits.windows):
         raise _invalid("new_sequences.block_tables", handle, f"must be {len(limits.windows)}, one per layer group")
+    _check_sampling(new, limits)
     for slots, window, num_blocks in zip(new.tables, limits.windows, limits.num_blocks, strict=True):
         # No later token attends to the blocks before this one.
         needed = 0 if window is None else max(0, new.num_computed_tokens - window + 1) // limits.block_size
         _check_slots("new_sequences.block_tables.slots", handle, slots, num_blocks, null_until=needed)
         if len(slots) * limits.block_size < new.num_computed_tokens:
             raise _invalid("new_sequences.block_tables.slots", handle, "do not cover the computed tokens")
+
+
+def _check_sampling(new: NewSequence, limits: Limits) -> None:
+    handle = new.sequence
+    sampling = new.sampling
+    named = chain(sampling.logit_bias, sampling.allowed_token_ids, *sampling.bad_token_ids)
+    if max(named, default=0) >= limits.vocab_size:
+        raise _invalid("new_sequences.sampling", handle, f"must name ids below {limits.vocab_size}")
+    if sampling.num_prompt_logprobs is not None and new.num_computed_tokens:
+        raise _invalid("new_sequences.num_computed_tokens", handle, "must be 0 with num_prompt_logprobs")
 
 
 def _check_tables(step: Step, future: dict[int, _Future], limits: Limits) -> None:
@@ -118,6 +137,26 @@ def _check_tables(step: Step, future: dict[int, _Future], limits: Limits) -> Non
             raise _invalid("table_groups", update.sequence, f"must be below {len(limits.windows)}")
         _check_slots("table_slots", update.sequence, update.slots, limits.num_blocks[update.group])
         future[update.sequence].blocks[update.group] += len(update.slots)
+
+
+def _check_windows(step: Step, future: dict[int, _Future]) -> None:
+    for handle, tokens in step.windows.items():
+        sequence = future.get(handle)
+        if sequence is None:
+            raise _unknown("window_sequences", handle)
+        if sequence.policy is None or sequence.policy.bounds is None:
+            raise _invalid("window_sequences", handle, "must have an adaptive window")
+        if not sequence.evicts and handle not in step.evicting:
+            raise _invalid("window_sequences", handle, "must have begun to evict")
+        if not sequence.policy.allows_window(tokens):
+            raise _invalid("window_tokens", handle, "must be a multiple of period_tokens within the policy's bounds")
+        sequence.policy = sequence.policy.with_window(tokens)
+    for handle in step.looking:
+        if handle not in future:
+            raise _unknown("looking_sequences", handle)
+        policy = future[handle].policy
+        if policy is None or policy.bounds is None:
+            raise _invalid("looking_sequences", handle, "must have an adaptive window")
 
 
 def _check_evicting(step: Step, future: dict[int, _Future], limits: Limits) -> None:
@@ -176,10 +215,12 @@ def _check_work(step: Step, future: dict[int, _Future], limits: Limits) -> None:
         left = future[handle].known - future[handle].computed
         if not 1 <= count <= left:
             raise _invalid("chunk_tokens", handle, f"must be from 1 to the {left} tokens not computed, is {count}")
+    _check_drafts(step, future)
     for handle, sequence in future.items():
         count = tokens_due(step, handle, computed=sequence.computed, known=sequence.known, stopped=sequence.stopped)
-        if handle in step.evicting and not count and not sequence.stopped:
-            raise _invalid("evicting_sequences", handle, "must compute in the step in which it moves")
+        count += step.drafts.get(handle, 0) if count else 0
+        if not count and not sequence.stopped:
+            _check_named(step, handle)
         end = sequence.slots + count
         if count and end > min(sequence.blocks) * limits.block_size:
             raise CapacityExceededError(
@@ -194,6 +235,29 @@ def _check_work(step: Step, future: dict[int, _Future], limits: Limits) -> None:
                 fields={"idle_sequences": "must name a sequence at the model's end"},
                 metadata={"sequence": str(handle)},
             )
+
+
+def _check_drafts(step: Step, future: dict[int, _Future]) -> None:
+    for handle, count in step.drafts.items():
+        sequence = future.get(handle)
+        if sequence is None:
+            raise _unknown("draft_sequences", handle)
+        decodes = sequence.known - sequence.computed == 1 and handle not in step.idle and handle not in step.chunks
+        if not decodes or sequence.policy is not None:
+            raise _invalid("draft_sequences", handle, "must decode in this step and have no eviction policy")
+        if not count:
+            raise _invalid("draft_tokens", handle, "must be at least 1")
+
+
+def _check_named(step: Step, handle: int) -> None:
+    """Of a sequence that computes nothing although it could."""
+    for column, named in (
+        ("evicting_sequences", step.evicting),
+        ("window_sequences", step.windows),
+        ("looking_sequences", step.looking),
+    ):
+        if handle in named:
+            raise _invalid(column, handle, "must compute in this step")
 
 
 def _invalid(field: str, handle: int, description: str) -> InvalidStepError:

@@ -2,8 +2,10 @@
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 import torch
@@ -12,6 +14,7 @@ from executor import metrics
 from executor.core.outbox import Outbox, Session
 from executor.core.runner import LaunchedStep, Runner
 from executor.errors import ExecutorError, StepFailedError
+from executor.models.forward import Forward
 from executor.step import Copy, Step
 from protos.rpc.errors import ServiceError
 
@@ -19,6 +22,8 @@ log = structlog.get_logger()
 
 # How long a step that only waits for onloads may keep its scheduler waiting.
 AWAIT_SECONDS = 0.02
+# A device is looked at so often while its thread waits for messages: the output of a step is late by half of it.
+LOOK_SECONDS = 2e-4
 # How long a process that stops waits for copies in flight.
 STOP_SECONDS = 5.0
 
@@ -45,13 +50,25 @@ class _Transfer:
     copies: tuple[Copy, ...]
 
 
+@dataclass(frozen=True)
+class _Use:
+    forward: Forward
+    adapters: Mapping[int, Any]
+    done: Future[None]
+
+
 class _Stop:
     pass
+
+
+_Job = _Open | _Run | _Close | _Transfer | _Use | _Stop
 
 
 class Worker:
     """Runs steps strictly in order; on a device that runs ahead, step n+1 is launched before step n is waited for.
 
+    Its thread waits for a message or for the device, whichever comes first: a step that arrives while the one before
+    computes is launched behind it at once.
     On other devices the output of step n is delivered when step n+1 begins to compute, or at once without a next step.
     """
 
@@ -60,7 +77,7 @@ class Worker:
         self.runner = runner
         self._outbox = outbox
         self._device_lost = device_lost
-        self._queue: queue.SimpleQueue[_Open | _Run | _Close | _Transfer | _Stop] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         # The step that was launched and not waited for.
         self._launched: tuple[Session, LaunchedStep] | None = None
         # The turn of the thread's loop, and its session; None while the thread waits for work.
@@ -124,25 +141,33 @@ class Worker:
         """Begins copies that no session asked for, behind all steps submitted before; confirms each ended copy."""
         self._queue.put(_Transfer(copies))
 
+    def use(self, forward: Forward, adapters: Mapping[int, Any]) -> Future[None]:
+        """Removes all sequences and computes with other weights, behind all that was submitted before.
+
+        The future is done then; where that is not possible, it has the error, and those of before stay.
+        """
+        done = Future[None]()
+        self._queue.put(_Use(forward, adapters, done))
+        return done
+
     def give_up(self, tickets: tuple[int, ...]) -> None:
         """Reports copies that will not run. From any thread."""
         self._outbox.give_up(tickets)
 
     def _work(self) -> None:
-        if self.runner.overlaps:
+        if self.runner.model.device.type == "cuda":
             # A setting of the thread; Triton launches on this device.
             torch.cuda.set_device(self.runner.model.device)
         while True:
             waiting = self._launched[0] if self._launched is not None else self._outbox.session
             if waiting is None:
                 self._turn = None
-            try:
-                job = self._queue.get() if waiting is None else self._queue.get_nowait()
-            except queue.Empty:
-                self._begin(waiting)
+            job = self._queue.get() if waiting is None else self._next()
+            if job is None:
+                self._begin(None, waiting)
                 self._finish()
                 continue
-            self._begin(job.session if isinstance(job, _Run) else waiting)
+            self._begin(job, waiting)
             match job:
                 case _Run(session, step):
                     self._run(session, step)
@@ -159,13 +184,31 @@ class Worker:
                 case _Transfer(copies):
                     self._finish()
                     self._transfer(copies)
+                case _Use():
+                    self._finish()
+                    self._use(job)
                 case _Stop():
                     self._finish()
                     return
+            # Weights that were refused must not stay until the next message.
+            del job
 
-    def _begin(self, session: Session | None) -> None:
+    def _next(self) -> _Job | None:
+        """The next message; None where the launched step is over and none has come."""
+        while self._launched is not None and not self._launched[1].is_over:
+            try:
+                return self._queue.get(timeout=LOOK_SECONDS)
+            except queue.Empty:
+                continue
+        try:
+            return self._queue.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _begin(self, job: _Job | None, waiting: Session | None) -> None:
         self._turns += 1
-        self._turn = self._turns, session
+        # Capturing graphs takes as long as it takes, and no session waits for it.
+        self._turn = None if isinstance(job, _Use) else (self._turns, job.session if isinstance(job, _Run) else waiting)
 
     def _run(self, session: Session, step: Step) -> None:
         if session.closed:
@@ -198,6 +241,15 @@ class Worker:
         except Exception:  # As in _run; the runner has reported all copies.
             log.exception("copies failed")
 
+    def _use(self, job: _Use) -> None:
+        self.runner.clear()
+        try:
+            self.runner.use(job.forward, job.adapters)
+        except Exception as error:  # As in _run: whoever asked gets it.
+            job.done.set_exception(error)
+        else:
+            job.done.set_result(None)
+
     def _finish(self) -> None:
         """Waits for the launched step and delivers its output."""
         self._collect()
@@ -221,7 +273,7 @@ class Worker:
         log.error("step failed", step=step, exc_info=error)
         session.end(StepFailedError(f"the model failed on step {step}; the executor's log says why"))
         self.runner.clear()
-        if self.runner.overlaps:
+        if self.runner.model.device.type == "cuda":
             try:
                 torch.cuda.synchronize(self.runner.model.device)
             except RuntimeError:

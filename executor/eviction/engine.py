@@ -16,6 +16,7 @@ from executor.eviction.areas import Areas
 from executor.eviction.base import Evictor, KvShape, KvView, scored_rows
 from executor.eviction.policies import (
     H2O,
+    AdaptiveWindow,
     AverageAttention,
     KeyDiff,
     Knorm,
@@ -47,6 +48,7 @@ EVICTORS: dict[Kind, type[Evictor]] = {
     Kind.KNORM: Knorm,
     Kind.LAST: Last,
     Kind.RANDOM: RandomTokens,
+    Kind.ADAPTIVE_WINDOW: AdaptiveWindow,
 }
 
 
@@ -117,6 +119,19 @@ class TokenEviction:
                 if state is not None:
                     state.evictor.observe(seen.get(index), count)
 
+    def wanted_window(self, sequence: SequenceState) -> Tensor:
+        """[] int64: tokens that an adaptive window is to have by the attention so far, which then counts half."""
+        state = self._states[sequence.handle]
+        assert isinstance(state.evictor, AdaptiveWindow)
+        view = KvView(self.positions(sequence), sequence.computed, lambda: self._keys(sequence))
+        with one_thread(self._device):
+            return state.evictor.wanted(view, evicts=sequence.evicts)
+
+    def set_window(self, sequence: SequenceState, tokens: int) -> None:
+        """The adaptive window has another length from now on."""
+        assert sequence.policy is not None
+        sequence.policy = self._states[sequence.handle].evictor.policy = sequence.policy.with_window(tokens)
+
     def evict(self, sequence: SequenceState, table: tuple[int, ...] | None, step: int) -> Evicted | None:
         """Before a sequence computes more tokens: evicts the tokens that its policy names, if any.
 
@@ -126,15 +141,19 @@ class TokenEviction:
         if state is None or (table is None and not sequence.evicts):
             return None
         sequence.evicts = True
-        count = state.evictor.policy.kept_after(sequence.kept, sequence.computed, state.prompt)
-        if count == sequence.kept and not table:
-            return None
-        with one_thread(self._device):
-            return self._evict(sequence, state, count, table, step)
+        policy, evicted = state.evictor.policy, None
+        count = policy.kept_after(sequence.kept, sequence.computed, state.prompt)
+        if count < sequence.kept or table:
+            with one_thread(self._device):
+                evicted = self._evict(sequence, state, count, table, step)
+        if policy.most_kept is not None and (table == () or policy.bounds is not None):
+            # The scheduler releases the blocks behind.
+            sequence.tables[0] = sequence.tables[0][: -(-policy.most_kept // policy.block_size)]
+        return evicted
 
     def _evict(
         self, sequence: SequenceState, state: EvictionState, count: int, table: tuple[int, ...] | None, step: int
-    ) -> Evicted:
+    ) -> Evicted | None:
         policy = state.evictor.policy
         evicted = sequence.kept - count
         positions = self._positions(sequence)
@@ -151,15 +170,13 @@ class TokenEviction:
         if not table and not state.evictor.ordered:
             index = _in_place(index, sequence.kept)
         self._move(sequence, index, table, step)
-        if table == () and policy.most_kept is not None:
-            # The scheduler has released the blocks behind.
-            sequence.tables[0] = sequence.tables[0][: -(-policy.most_kept // policy.block_size)]
         state.evictor.reindex(self._everywhere(index))
         state.positions, state.since = _take(positions, index), sequence.computed
         if policy.compacted:
             self._rotate(sequence, state, index)
         sequence.kept = count
-        return Evicted(sequence.handle, evicted, mass)
+        # A sequence may also move before it has to evict.
+        return Evicted(sequence.handle, evicted, mass) if evicted else None
 
     def positions(self, sequence: SequenceState) -> Tensor:
         """[L, Hkv, T] int64: the tokens in a sequence's slots, by their position in the sequence."""
@@ -181,10 +198,11 @@ class TokenEviction:
         return blocks[slots // size] * size + slots % size
 
     def _keys(self, sequence: SequenceState) -> Tensor:
-        """[L, Hkv, T, D] of all slots in use."""
+        """[L, Hkv, T, D] of all slots in use; float32 where the pool holds 8 bits."""
         pool, size = self._pools.pools[0], self._pools.block_size
         blocks = torch.from_numpy(sequence.tables[0][: -(-sequence.kept // size)].astype(np.int64)).to(self._device)
-        return pool.k[:, blocks].flatten(1, 2)[:, : sequence.kept].transpose(1, 2)
+        keys = pool.k[:, blocks].flatten(1, 2)[:, : sequence.kept].transpose(1, 2)
+        return keys if pool.scales is None else keys.float() * pool.scales.k[:, :, None]
 
     def _move(self, sequence: SequenceState, index: Tensor, table: tuple[int, ...] | None, step: int) -> None:
         """Slot i gets what slot index[.., i] holds; in another table, if there is one."""

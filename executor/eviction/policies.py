@@ -80,6 +80,42 @@ class SlidingWindow(Ranked):
         return view.positions[:1, :1].to(torch.float32)
 
 
+class AdaptiveWindow(AttentionRanked):
+    """A sliding window that reaches as far back as recent queries attend to.
+
+    The kept tokens are looked at in steps of a period. A step is worth keeping when its share of the attention, on
+    average over all heads, is more than an eviction may lose. Each head counts the same: one that looks at the first
+    tokens all but always has little attention left for others.
+    """
+
+    def scores(self, view: KvView) -> Tensor:
+        """[1, 1, T] float32: as a sliding window's."""
+        return view.positions[:1, :1].to(torch.float32)
+
+    def wanted(self, view: KvView, *, evicts: bool) -> Tensor:
+        """[] int64: tokens that the window is to have when the sequence evicts next, within its bounds.
+
+        It halves the attention so far, so that older queries count less. evicts: whether the sequence has begun to
+        evict; from then on the window changes by one period at most.
+        """
+        policy, slots, positions = self.policy, view.positions.shape[-1], view.positions[0, 0]
+        assert policy.bounds is not None
+        assert policy.most_kept is not None
+        # By each token's age when the sequence evicts next. First tokens, which may be older, have no weight.
+        ahead = max(0, policy.most_kept - slots)
+        count = (slots + ahead) // policy.period + 1
+        steps = ((view.computed - 1 + ahead - positions) // policy.period).clamp(max=count - 1)
+        weights = self.sums.values(slots).masked_fill(positions < policy.start, 0.0)
+        by_step = weights.new_zeros(*weights.shape[:-1], count).index_add_(-1, steps, weights)
+        shares = by_step / by_step.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        is_needed = shares.mean((0, 1)) > 1 - policy.mass
+        reach = (is_needed * torch.arange(1, count + 1, device=steps.device)).max() * policy.period
+        self.sums.halve()
+        if evicts:
+            reach = reach.clamp(policy.window - policy.period, policy.window + policy.period)
+        return reach.clamp(policy.bounds.least, policy.bounds.most)
+
+
 class Last(SlidingWindow):
     """Keeps the newest token: a window of one token.
 

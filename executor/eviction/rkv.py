@@ -37,7 +37,7 @@ class AdaptiveRkv(Blocks):
     def scores(self, slots: int) -> Tensor:
         """[L, slots] float32: the mean over the last `mass_steps` steps, 0 for tokens that came later."""
         start = self.policy.start
-        total = torch.zeros(self.shape.layers, 1, max(slots, start), device=self.shape.device)
+        total = torch.zeros(self.shape.layers, 1, max(slots, start), dtype=torch.float32, device=self.shape.device)
         for scores in self._recent:
             total[..., start : start + scores.shape[-1]] += scores
         total[..., start:] = pool(total[..., start:] / max(len(self._recent), 1), self.pooled)

@@ -17,7 +17,7 @@ class SlotScores:
 
     def __init__(self, shape: KvShape, heads: int) -> None:
         # Longer than needed, and 0 there: a step adds in place, and new slots need no call.
-        self._held = torch.zeros(shape.layers, heads, _LEAST_SLOTS, device=shape.device)
+        self._held = torch.zeros(shape.layers, heads, _LEAST_SLOTS, dtype=torch.float32, device=shape.device)
 
     def at_least(self, slots: int) -> Tensor:
         """[L, H, at least slots] contiguous: the sums themselves, until a call for more slots."""
@@ -38,6 +38,9 @@ class SlotScores:
 
     def clear(self) -> None:
         self._held.zero_()
+
+    def halve(self) -> None:
+        self._held.mul_(0.5)
 
     def reindex(self, index: Tensor) -> None:
         """Slot i gets the value of slot index[..., i]; index: [L, H, T'] int64, below the slots of earlier calls."""

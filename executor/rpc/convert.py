@@ -1,11 +1,23 @@
 """Between the messages of execution.v1 and the executor's own types."""
 
+import json
 import math
 from collections.abc import Sequence
 from datetime import timedelta
 
 from executor.errors import InvalidStepError
-from executor.step import BlockTableUpdate, Copy, NewSequence, Sampling, Step, StepOutput, Tier
+from executor.step import (
+    BlockTableUpdate,
+    Copy,
+    Grammar,
+    GrammarKind,
+    Logprobs,
+    NewSequence,
+    Sampling,
+    Step,
+    StepOutput,
+    Tier,
+)
 from protos.execution.v1 import execution_pb2 as pb
 from protos.kvcommon.columns import cut
 from protos.kvcommon.eviction import Layout, Policy, parse
@@ -29,6 +41,14 @@ def parse_step(message: pb.Step, layout: Layout) -> Step:
     evicting = _parse_evicting(message)
     if len(evicting) != len(message.evicting_sequences):
         raise _invalid("evicting_sequences", "must not name a sequence twice")
+    _check_columns("draft_tokens", message.draft_tokens, message.draft_sequences)
+    drafts = dict(zip(message.draft_sequences, message.draft_tokens, strict=True))
+    if len(drafts) != len(message.draft_sequences):
+        raise _invalid("draft_sequences", "must not name a sequence twice")
+    _check_columns("window_tokens", message.window_tokens, message.window_sequences)
+    windows = dict(zip(message.window_sequences, message.window_tokens, strict=True))
+    if len(windows) != len(message.window_sequences):
+        raise _invalid("window_sequences", "must not name a sequence twice")
     return Step(
         number=message.step,
         removed=tuple(message.removed_sequences),
@@ -38,7 +58,10 @@ def parse_step(message: pb.Step, layout: Layout) -> Step:
         table_updates=tuple(_parse_table_updates(message)),
         copies=tuple(_parse_copies(message)),
         evicting=evicting,
+        windows=windows,
+        looking=frozenset(message.looking_sequences),
         awaits_copies=message.awaits_copies,
+        drafts=drafts,
     )
 
 
@@ -85,6 +108,8 @@ def _parse_new(message: pb.NewSequence, layout: Layout) -> NewSequence:
         sampling=_parse_sampling(message.sampling) if message.HasField("sampling") else Sampling(),
         policy=_parse_policy(message.eviction_policy, layout) if message.HasField("eviction_policy") else None,
         traceparent=message.traceparent,
+        continuation=tuple(message.continuation_token_ids),
+        adapter_id=message.adapter_id if message.HasField("adapter_id") else None,
     )
 
 
@@ -104,6 +129,8 @@ def _parse_sampling(message: pb.SamplingParams) -> Sampling:
         ("repetition_penalty", 0.01 <= message.repetition_penalty <= 100, "must be between 0.01 and 100"),
         ("presence_penalty", math.isfinite(message.presence_penalty), "must be a number"),
         ("frequency_penalty", math.isfinite(message.frequency_penalty), "must be a number"),
+        ("logit_bias", all(map(math.isfinite, message.logit_bias.values())), "must be numbers"),
+        ("bad_token_ids", all(run.token_ids for run in message.bad_token_ids), "must not be empty"),
     ):
         if not fits:
             raise _invalid(f"new_sequences.sampling.{name}", bound)
@@ -118,7 +145,33 @@ def _parse_sampling(message: pb.SamplingParams) -> Sampling:
         seed=message.seed,
         stop_token_ids=frozenset(message.stop_token_ids),
         num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+        logit_bias=dict(message.logit_bias),
+        min_tokens=message.min_tokens,
+        bad_token_ids=tuple(tuple(run.token_ids) for run in message.bad_token_ids),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
+        grammar=parse_grammar(message.structured_output) if message.HasField("structured_output") else None,
     )
+
+
+def parse_grammar(message: common.StructuredOutput) -> Grammar:
+    """Raises InvalidStepError for a message without a form."""
+    form = message.WhichOneof("form")
+    match form:
+        case "choice":
+            return Grammar(GrammarKind.CHOICE, json.dumps(list(message.choice.texts)))
+        case "structural_tags":
+            tags = message.structural_tags
+            parts = [
+                (trigger, tag.begin, tag.json_schema, tag.end)
+                for tag in tags.tags
+                for trigger in [next((text for text in tags.triggers if tag.begin.startswith(text)), tag.begin)]
+            ]
+            return Grammar(GrammarKind.STRUCTURAL_TAGS, json.dumps(parts))
+        case None:
+            raise _invalid("structured_output", "must have a form")
+        case _:
+            return Grammar(GrammarKind(form), getattr(message, form))
 
 
 def _check_columns(name: str, column: Sequence[int], first: Sequence[int]) -> None:
@@ -140,20 +193,33 @@ def build_result(output: StepOutput) -> pb.StepResult:
         evicted_sequences=[each.sequence for each in output.evicted],
         evicted_tokens=[each.tokens for each in output.evicted],
         kept_masses=[-1 if each.mass is None else each.mass for each in output.evicted],
+        window_sequences=output.windows.keys(),
+        window_tokens=output.windows.values(),
         copied_tickets=output.copied,
         failed_tickets=output.failed,
+        num_drafts=output.num_drafts,
+        draft_sequences=output.wanted_drafts.keys(),
+        draft_tokens=output.wanted_drafts.values(),
     )
     for index, token in enumerate(output.sampled):
         if token.logprobs is not None:
-            result.logprobs.add(
-                index=index,
-                logprob=token.logprobs.logprob,
-                top_token_ids=token.logprobs.top_ids,
-                top_logprobs=token.logprobs.top_logprobs,
-            )
+            result.logprobs.append(_logprobs(index, token.logprobs))
+    for prompt in output.prompt_logprobs:
+        logprobs = (_logprobs(position, one) for position, one in enumerate(prompt.logprobs, prompt.position))
+        result.prompt_logprobs.add(sequence=prompt.sequence, logprobs=logprobs)
     result.compute_time.FromTimedelta(timedelta(seconds=output.compute_time))
     result.idle_time.FromTimedelta(timedelta(seconds=output.idle_time))
     for tier, into in ((Tier.HOST, "host_block_time"), (Tier.DISK, "disk_block_time")):
         if tier in output.block_times:
             getattr(result, into).FromTimedelta(timedelta(seconds=output.block_times[tier]))
     return result
+
+
+def _logprobs(index: int, logprobs: Logprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        index=index,
+        logprob=logprobs.logprob,
+        top_token_ids=logprobs.top_ids,
+        top_logprobs=logprobs.top_logprobs,
+        rank=logprobs.rank,
+    )

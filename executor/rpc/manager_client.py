@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
@@ -22,10 +23,16 @@ MAX_RENEWAL_SECONDS = 0.5
 BACKOFF_SECONDS = 0.1
 # A manager refuses an executor for this reason when another process of its name has started since.
 _REPLACED = "STALE_EXECUTOR"
+# The manager has very many blocks evicted in another order, in slices.
+UPDATE_SECONDS = 60.0
+# How a manager answers an executor that it does not know, or not with this epoch.
+_UNREGISTERED = ("UNKNOWN_EXECUTOR", _REPLACED)
 
 
 class Announcement(Protocol):
-    """How an executor registers."""
+    """How an executor registers. weight_version: of the weights that it computes with."""
+
+    weight_version: str
 
     @property
     def executor_id(self) -> str:
@@ -110,8 +117,12 @@ class ManagerClient:
         # Tickets from renewals whose copies have begun, as long as a manager may ask for them again.
         self._begun: set[int] = set()
         self._registered = asyncio.Event()
+        # Registrations and updates of the weights: what the manager heard last is what holds.
+        self._telling = asyncio.Lock()
         self._manager_epoch = 0
-        self._scheduler_ids: Collection[str] = ()
+        self._scheduler_ids: frozenset[str] = frozenset()
+        # How often each scheduler was registered no more.
+        self._left: Counter[str] = Counter()
         self._renewal_seconds = MAX_RENEWAL_SECONDS
 
     async def run(self) -> None:
@@ -123,6 +134,57 @@ class ManagerClient:
     def is_registered(self, scheduler_id: str) -> bool:
         """Whether the cache manager had a scheduler when it answered last."""
         return scheduler_id in self._scheduler_ids
+
+    def times_left(self, scheduler_id: str) -> int:
+        """How often the cache manager has had a scheduler no more that it had before.
+
+        Slots that such a scheduler had come to others with the same answer, or a later one.
+        """
+        return self._left[scheduler_id]
+
+    async def update_weights(self, weight_version: str) -> int:
+        """Says that the executor computes with other weights; returns the cached blocks of others.
+
+        Raises RemoteError; the manager has the version of before then. No session may be open meanwhile.
+        """
+        async with self._telling:
+            try:
+                answer = await self._tell_weights(weight_version, UPDATE_SECONDS)
+            except grpc.aio.AioRpcError as failed:
+                # It may have been carried out all the same.
+                await self._tell_for_certain()
+                raise from_rpc_error(failed) from failed
+            self._announcement.weight_version = weight_version
+            return answer.other_blocks
+
+    async def take_weights_back(self, weight_version: str) -> None:
+        """The executor computes with those of before after all; returns once the manager certainly knows that."""
+        async with self._telling:
+            self._announcement.weight_version = weight_version
+            await self._tell_for_certain()
+
+    async def _tell_for_certain(self) -> None:
+        """Tells the announced version until that is carried out, or a registration will say it."""
+        while True:
+            try:
+                await self._tell_weights(self._announcement.weight_version, CALL_SECONDS)
+            except grpc.aio.AioRpcError as failed:
+                error = from_rpc_error(failed)
+                # Then the next registration says it.
+                if error.reason in _UNREGISTERED:
+                    return
+                log.warning("the version of the weights is not taken back yet", cause=str(error))
+                await asyncio.sleep(BACKOFF_SECONDS)
+            else:
+                return
+
+    async def _tell_weights(self, weight_version: str, seconds: float) -> kv.UpdateWeightsResponse:
+        request = kv.UpdateWeightsRequest(
+            executor_id=self._announcement.executor_id,
+            executor_epoch=self._announcement.epoch,
+            weight_version=weight_version,
+        )
+        return await self._stub.UpdateWeights(request, timeout=seconds)
 
     async def confirmed(self, seconds: float) -> None:
         """Waits until everything is confirmed, but not longer."""
@@ -144,7 +206,8 @@ class ManagerClient:
         while True:
             try:
                 # Waits for no connection: each failure is logged, so that a person sees what is missing.
-                answer = await self._stub.RegisterExecutor(self._request(again), timeout=CALL_SECONDS)
+                async with self._telling:
+                    answer = await self._stub.RegisterExecutor(self._request(again), timeout=CALL_SECONDS)
             except grpc.aio.AioRpcError as failed:
                 error = from_rpc_error(failed)
                 if error.reason == _REPLACED:
@@ -190,7 +253,9 @@ class ManagerClient:
                 return
             self._set_lease(answer.lease_duration.ToTimedelta().total_seconds())
             pause = self._renewal_seconds
-            self._scheduler_ids = answer.scheduler_ids
+            scheduler_ids = frozenset(answer.scheduler_ids)
+            self._left.update(self._scheduler_ids - scheduler_ids)
+            self._scheduler_ids = scheduler_ids
             self._take(answer.transfers)
 
     def _take(self, transfers: Iterable[kv.Transfer]) -> None:

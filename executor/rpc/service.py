@@ -2,26 +2,26 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 from executor.core import worker as workers
+from executor.core.adapters import Adapters, LoadedAdapter
 from executor.core.outbox import Answer, Session
 from executor.core.runner import Runner
 from executor.core.worker import Worker
 from executor.errors import (
-    ExecutorInUseError,
+    GrammarError,
     InvalidStepError,
+    SchedulerLeftError,
     SessionNotOpenError,
-    SessionReplacedError,
-    StaleSchedulerError,
     StoppingError,
-    WrongExecutorEpochError,
 )
-from executor.models.forward import Model
 from executor.models.tokenizer import TokenizerFiles
-from executor.rpc.convert import build_result, parse_step
+from executor.rpc.convert import build_result, parse_grammar, parse_step
+from executor.rpc.sessions import SchedulerLeases, Sessions
+from executor.rpc.weights import WeightUpdates
 from executor.step import Step, StepOutput
 from protos.execution.v1 import execution_pb2 as pb
 from protos.execution.v1 import execution_pb2_grpc as rpc
@@ -39,60 +39,6 @@ class Identity:
     epoch: int
 
 
-class Sessions:
-    """Fences sessions by scheduler and epoch."""
-
-    def __init__(self, executor_epoch: int, is_registered: Callable[[str], bool]) -> None:
-        """is_registered: whether the cache manager has a scheduler of this id."""
-        self._executor_epoch = executor_epoch
-        self._is_registered = is_registered
-        # Of the last session.
-        self._scheduler_id = ""
-        self._scheduler_epoch = 0
-        self._current: Session | None = None
-        self._stopping = False
-
-    def open(self, session: Session, *, scheduler_id: str, scheduler_epoch: int, executor_epoch: int) -> None:
-        """Makes a session the current one and ends the session before.
-
-        The same scheduler may come again after a broken stream. Another scheduler may come when the lease of the one
-        before has ended: until then its sequences run here. Raises StaleSchedulerError, WrongExecutorEpochError,
-        ExecutorInUseError or StoppingError, and the session before stays.
-        """
-        if self._stopping:
-            raise StoppingError("the executor is stopping")
-        if executor_epoch != self._executor_epoch:
-            raise WrongExecutorEpochError(
-                f"executor epoch {executor_epoch} is not this one's, {self._executor_epoch}",
-                fields={"open.executor_epoch": f"must be {self._executor_epoch}"},
-            )
-        if scheduler_epoch < self._scheduler_epoch:
-            raise StaleSchedulerError(
-                f"scheduler epoch {scheduler_epoch} is older than {self._scheduler_epoch}",
-                fields={"open.scheduler_epoch": f"must be at least {self._scheduler_epoch}"},
-            )
-        if scheduler_id != self._scheduler_id and self._is_registered(self._scheduler_id):
-            raise ExecutorInUseError(
-                f"the executor runs steps for scheduler {self._scheduler_id}, whose lease has not ended",
-                fields={"open.scheduler_id": f"must be {self._scheduler_id}"},
-                retry_after=1.0,
-            )
-        self._scheduler_id, self._scheduler_epoch = scheduler_id, scheduler_epoch
-        if self._current is not None:
-            self._current.end(SessionReplacedError("a later session took over"))
-        self._current = session
-
-    @property
-    def scheduler_epoch(self) -> int:
-        """Epoch of the newest scheduler that has opened a session; 0 before."""
-        return self._scheduler_epoch
-
-    def stop(self) -> Session | None:
-        """Refuses new sessions from now on; returns the current one, for it to be ended."""
-        self._stopping = True
-        return self._current
-
-
 class ExecutorServicer(rpc.ExecutorServiceServicer):
     """Served on one asyncio loop."""
 
@@ -102,22 +48,27 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
         runner: Runner,
         worker: Worker,
         tokenizer: TokenizerFiles,
-        is_registered: Callable[[str], bool],
+        leases: SchedulerLeases,
+        adapters: Adapters,
+        sessions: Sessions,
+        weights: WeightUpdates,
     ) -> None:
-        """is_registered: whether the cache manager has a scheduler of this id."""
+        self._leases = leases
+        self._adapters = adapters
         self._identity = identity
         self._runner = runner
         self._worker = worker
-        self._sessions = Sessions(identity.epoch, is_registered)
+        self._sessions = sessions
+        self._weights = weights
         self._layout = runner.layout
-        self._model = _describe(runner.model, tokenizer)
+        self._model = _describe(runner, tokenizer)
         self._digest = hashlib.sha256(self._model.SerializeToString(deterministic=True)).digest()
 
     def stop(self) -> None:
         """Ends the session, behind the steps that it has submitted, so that the server need not wait for it."""
-        session = self._sessions.stop()
+        error = StoppingError("the executor is stopping")
+        session = self._sessions.suspend(error)
         if session is not None:
-            error = StoppingError("the executor is stopping")
             self._worker.close(session, error)
             # A device that stands still answers no step.
             asyncio.get_running_loop().call_later(workers.STOP_SECONDS, session.end, error)
@@ -140,7 +91,33 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
             plain_rotary=self._layout.plain_rotary,
             model_digest=self._digest,
             scheduler_epoch=self._sessions.scheduler_epoch,
+            drafts=self._runner.drafts,
+            adapters=map(_adapter, self._adapters.loaded),
+            max_adapters=self._adapters.most,
+            weight_version=self._weights.version,
+            weight_path=self._weights.path,
         )
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, _context: Any) -> pb.LoadAdapterResponse:  # noqa: N802
+        return pb.LoadAdapterResponse(adapter=_adapter(await self._adapters.load(request.name, request.path)))
+
+    async def UnloadAdapter(  # noqa: N802
+        self, request: pb.UnloadAdapterRequest, _context: Any
+    ) -> pb.UnloadAdapterResponse:
+        await self._adapters.unload(request.name)
+        return pb.UnloadAdapterResponse()
+
+    async def UpdateWeights(  # noqa: N802
+        self, request: pb.UpdateWeightsRequest, _context: Any
+    ) -> pb.UpdateWeightsResponse:
+        return pb.UpdateWeightsResponse(other_blocks=await self._weights.update(request.weight_version, request.path))
+
+    async def CompileGrammar(  # noqa: N802
+        self, request: pb.CompileGrammarRequest, _context: Any
+    ) -> pb.CompileGrammarResponse:
+        # In a thread: a large grammar takes a second.
+        await asyncio.to_thread(self._runner.grammars.matcher, parse_grammar(request.structured_output))
+        return pb.CompileGrammarResponse()
 
     async def StreamSteps(  # noqa: N802
         self, requests: AsyncIterator[pb.StreamStepsRequest], _context: Any
@@ -164,7 +141,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
             executor_epoch=opening.executor_epoch,
         )
         self._worker.open(session)
-        reader = asyncio.create_task(self._read(requests, session))
+        reader = asyncio.create_task(self._read(requests, session, opening.scheduler_id))
         # When the reader ends, the answers must end too.
         reader.add_done_callback(lambda _: None if session.closed else self._worker.close(session))
         try:
@@ -175,14 +152,37 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
             session.closed = True
             reader.cancel()
 
-    async def _read(self, requests: AsyncIterator[pb.StreamStepsRequest], session: Session) -> None:
+    async def _read(self, requests: AsyncIterator[pb.StreamStepsRequest], session: Session, scheduler_id: str) -> None:
+        times_left = self._leases.times_left(scheduler_id)
         try:
             async for request in requests:
                 if request.WhichOneof("kind") != "step":
                     raise SessionNotOpenError("only the first message opens a session", fields={"step": "must be set"})
-                self._worker.submit(session, self._parse(request.step))
+                if self._leases.times_left(scheduler_id) > times_left:
+                    # A scheduler that was stopped does not know it yet, and opens a session without what it had.
+                    self._worker.give_up(tuple(request.step.copy_tickets))
+                    raise SchedulerLeftError(f"the lease of scheduler {scheduler_id} has ended: open a new session")
+                step = self._parse(request.step)
+                await self._compile(step)
+                self._worker.submit(session, step)
         except ServiceError as error:
             session.end(error)
+
+    async def _compile(self, step: Step) -> None:
+        """The grammars of sequences that join: most are compiled by now, but none after a restart."""
+        grammars = self._runner.grammars
+        for new in step.new_sequences:
+            grammar = new.sampling.grammar
+            if grammar is None or not grammars.lacks(grammar):
+                continue
+            try:
+                await asyncio.to_thread(grammars.matcher, grammar)
+            except GrammarError:
+                # The step will say which sequence it is of.
+                continue
+            except asyncio.CancelledError:
+                self._worker.give_up(step.tickets)
+                raise
 
     def _parse(self, message: pb.Step) -> Step:
         try:
@@ -193,7 +193,12 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
             raise
 
 
-def _describe(model: Model, tokenizer: TokenizerFiles) -> pb.GetModelResponse:
+def _adapter(loaded: LoadedAdapter) -> pb.Adapter:
+    return pb.Adapter(name=loaded.name, adapter_id=loaded.adapter_id, rank=loaded.rank, path=loaded.path)
+
+
+def _describe(runner: Runner, tokenizer: TokenizerFiles) -> pb.GetModelResponse:
+    model = runner.model
     return pb.GetModelResponse(
         model=model.name,
         vocab_size=model.vocab_size,
@@ -203,6 +208,7 @@ def _describe(model: Model, tokenizer: TokenizerFiles) -> pb.GetModelResponse:
         chat_template=tokenizer.chat_template,
         special_tokens=tokenizer.special_tokens,
         dtype=str(model.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(runner.pools.dtype).removeprefix("torch."),
     )
 
 

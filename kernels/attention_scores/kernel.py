@@ -7,7 +7,7 @@ sum never changes.
 import triton
 import triton.language as tl
 
-from kernels.device_functions import LOG2_E, tanh
+from kernels.device_functions import LOG2_E, scaled, tanh
 
 # Triton reads the signature by its own rules.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
@@ -74,8 +74,6 @@ def attention_scores_kernel(
             k_cache_ptr + at[:, None] + dim[None, :], mask=key_used[:, None] & (dim < HEAD_DIM)[None, :], other=0.0
         )
         keys = keys.to(tl.float32 if INTERPRETER else query_ptr.dtype.element_ty)
-        if QUANTIZED:
-            scale = scale * tl.load(k_scale_ptr + kv_head)
         for first_row in range(token_begin * GROUP, token_end * GROUP, ROWS):
             row = first_row + tl.arange(0, ROWS)
             row_used = row < token_end * GROUP
@@ -89,6 +87,9 @@ def attention_scores_kernel(
                 mask=row_used[:, None] & (dim < HEAD_DIM)[None, :],
                 other=0.0,
             )
+            if QUANTIZED:
+                # Rounded as paged_attention rounds it, whose sums these weights are taken of.
+                query = scaled(query, k_scale_ptr + kv_head * HEAD_DIM, HEAD_DIM, HEAD_DIM_PADDED).to(query.dtype)
             logits = tl.dot(query.to(keys.dtype), tl.trans(keys), input_precision="ieee") * scale
             if HAS_SOFTCAP:
                 logits = softcap * tanh(logits / softcap)

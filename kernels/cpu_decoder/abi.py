@@ -3,9 +3,15 @@
 import ctypes
 from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
 
+import torch
+
 # How a matrix lies in memory: the compiled code's Stored.
 FLOATS, BF16, SQUEEZED_2, SQUEEZED_3, SQUEEZED_4, CODES_4, CODES_8, ROUNDED_4, ROUNDED_8 = range(9)
 SQUEEZED = (SQUEEZED_2, SQUEEZED_3, SQUEEZED_4)
+# What caches hold: its Cached.
+CACHED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
+# A file's blocks that need no floats on the way to memory: the compiled code's BlockKind, and the bits of their codes.
+BLOCK_KINDS = {"Q4_0": (0, 4), "Q4_1": (1, 4), "Q8_0": (2, 8)}
 
 
 class Linear(ctypes.Structure):
@@ -16,7 +22,7 @@ class Layer(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
         *((name, Linear) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, c_void_p) for name in ("k_cache", "v_cache")),
+        *((name, c_void_p) for name in ("k_cache", "v_cache", "k_scale", "v_scale")),
         ("group", c_int64),
     )
 
@@ -27,7 +33,8 @@ class Model(ctypes.Structure):
         *((name, c_int64) for name in ("q_heads", "kv_heads", "head_dim", "block_size")),
         *((name, c_float) for name in ("epsilon", "attention_scale", "rotary_scale")),
         *((name, c_void_p) for name in ("frequencies", "final_norm", "embedding")),
-        ("head", Linear),
+        *((name, c_int64) for name in ("embedding_stored", "cached")),
+        *((name, Linear) for name in ("table", "head")),
         ("layer", POINTER(Layer)),
     )
 
@@ -44,6 +51,22 @@ class Scored(ctypes.Structure):
     )
 
 
+# Projections that a matrix joins at most.
+MOST_PARTS = 3
+
+
+class AdapterMatrix(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("a", "b")),
+        *((name, c_int64) for name in ("rank", "parts", "n", "k")),
+        ("scale", c_float * MOST_PARTS),
+    )
+
+
+class AdapterSpan(ctypes.Structure):
+    _fields_ = (("adapter", c_void_p), ("begin", c_int64), ("end", c_int64))
+
+
 class Batch(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("tokens", "sequences", "groups", "outputs")),
@@ -53,6 +76,8 @@ class Batch(ctypes.Structure):
         ("entries", c_int64),
         ("scored", POINTER(Scored)),
         ("invariant", c_int64),
+        ("spans", c_int64),
+        ("span", POINTER(AdapterSpan)),
     )
 
 
@@ -70,9 +95,15 @@ def declare(library: ctypes.CDLL) -> None:
     library.decoder_packed_bytes.restype = c_int64
     library.decoder_pack.argtypes = [c_void_p, c_void_p, *[c_int64] * 3]
     library.decoder_pack.restype = c_int64
+    library.decoder_pack_blocks.argtypes = [c_void_p, c_void_p, *[c_int64] * 4]
+    library.decoder_pack_blocks.restype = c_int64
+    library.decoder_adapter.argtypes = [c_void_p, c_int64, ctypes.c_int]
+    library.decoder_adapter.restype = c_void_p
+    library.decoder_drop_adapter.argtypes = [c_void_p]
+    library.decoder_drop_adapter.restype = None
     library.decoder_team.restype = c_void_p
     library.decoder_team.argtypes = [c_void_p, ctypes.c_int]
     library.decoder_disband.argtypes = [c_void_p]
     library.decoder_disband.restype = None
-    library.decoder_step.argtypes = [*[c_void_p] * 4, POINTER(c_double), ctypes.c_int, ctypes.c_int]
+    library.decoder_step.argtypes = [*[c_void_p] * 4, POINTER(c_double), ctypes.c_int]
     library.decoder_step.restype = None

@@ -9,6 +9,7 @@
 #include <cfloat>
 
 #include "attention_lanes.h"
+#include "eight_bits.h"
 
 // With fewer rows it is cheaper to read keys where they are than to lay them out for a multiplication.
 template <class T>
@@ -356,11 +357,12 @@ static inline void add_values(const Bfloat16 *weights, const Bfloat16 *const *va
 #endif
 
 // One piece. query [T][heads..] with `stride` floats per token, already scaled; cache_positions [T]; out [T][Hq][D];
-// `sums` of what the unit counts. The keys of `next`, if there is one, are fetched at the end.
-template <class T, class C>
+// `sums` of what the unit counts. Values are multiplied with `v_scale` [Hkv][D], if there are
+// scales, once they are summed. The keys of `next`, if there is one, are fetched at the end.
+template <class T, class C, class Out>
 static void attend(const Shape &shape, const Group &group, const Plan &plan, const Piece &piece, const Piece *next,
                    const int64_t *cache_positions, const float *query, int64_t stride, const C *k_cache, const C *v_cache,
-                   Softmax &state, T *out, const Sums &sums, Scratch<T> &scratch) {
+                   const float *v_scale, Softmax &state, Out *out, const Sums &sums, Scratch<T> &scratch) {
   const Unit &unit = *piece.unit;
   const int64_t dim = shape.head_dim, per_kv = shape.per_kv(), rows = unit.count * per_kv;
   auto token_of = [&](int64_t row) { return plan.order[unit.first + row / per_kv]; };
@@ -534,8 +536,9 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
     int64_t index = index_of(row);
     const float *part = &scratch.out[row * dim];
     if (unit.ends) {
-      float scale = 1 / scratch.total[row];
-      for (int64_t d = 0; d < dim; d += WIDTH) store(out + index * dim + d, load(part + d) * scale);
+      const float scale = 1 / scratch.total[row], *scales = v_scale ? v_scale + piece.head * dim : nullptr;
+      for (int64_t d = 0; d < dim; d += WIDTH)
+        store(out + index * dim + d, scaled<C>(load(part + d) * scale, scales, d));
     } else {
       if (unit.part >= 0) index = unit.part + row / per_kv * shape.q_heads + head_of(row);
       state.largest[index] = scratch.largest[row];
@@ -545,9 +548,9 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
   }
 }
 
-// The attention of a token whose keys were divided: out [Hq][D].
-template <class T>
-static inline void merge(const Shape &shape, const Merged &merged, Softmax &state, T *out) {
+// The attention of a token whose keys were divided: out [Hq][D]. v_scale: as `attend` takes it.
+template <class C, class T>
+static inline void merge(const Shape &shape, const Merged &merged, const float *v_scale, Softmax &state, T *out) {
   const int64_t dim = shape.head_dim;
   for (int64_t head = 0; head < shape.q_heads; head++) {
     const int64_t first = merged.first + head, end = first + merged.parts * merged.step;
@@ -561,6 +564,8 @@ static inline void merge(const Shape &shape, const Merged &merged, Softmax &stat
       for (int64_t d = 0; d < dim; d += WIDTH)
         store(sums + d, part == first ? load(more + d) * share : load(sums + d) + load(more + d) * share);
     }
-    for (int64_t d = 0; d < dim; d += WIDTH) store(out + head * dim + d, load(sums + d) * (1 / total));
+    const float *scales = v_scale ? v_scale + head / shape.per_kv() * dim : nullptr;
+    for (int64_t d = 0; d < dim; d += WIDTH)
+      store(out + head * dim + d, scaled<C>(load(sums + d) * (1 / total), scales, d));
   }
 }

@@ -1,12 +1,15 @@
 """Compiles the decoder for this machine, once; later processes load the same library.
 
-`python -m kernels.cpu_decoder.build FOLDER` builds it ahead of need.
+`python -m kernels.cpu_decoder.build FOLDER` builds it ahead of need. The compiler's flags in CXXFLAGS count after ours:
+CXXFLAGS=-march=x86-64-v3 builds for every processor with AVX2, on any that has more.
 """
 
 import argparse
 import ctypes
 import hashlib
+import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -38,11 +41,16 @@ def load(folder: Path) -> ctypes.CDLL:
 
 def compiled(folder: Path, flags: tuple[str, ...] = FLAGS) -> Path:
     """The file of the decoder in `folder`, compiled if it is not there. Raises as `load` does."""
-    compiler = find_compiler()
+    compiler, flags = find_compiler(), _with_environment(flags)
     library = folder / f"decoder-{_key(compiler, flags)}.so"
     if not library.exists():
         _compile(compiler, flags, library)
     return library
+
+
+def digest() -> str:
+    """Changes with what the decoder is compiled from, by and for. Raises NoCompilerError."""
+    return _key(find_compiler(), _with_environment(FLAGS))
 
 
 def find_compiler() -> str:
@@ -51,6 +59,10 @@ def find_compiler() -> str:
     if compiler is None:
         raise NoCompilerError(f"there is no C++ compiler here (looked for {', '.join(COMPILERS)})")
     return compiler
+
+
+def _with_environment(flags: tuple[str, ...]) -> tuple[str, ...]:
+    return (*flags, *shlex.split(os.environ.get("CXXFLAGS", "")))
 
 
 def _key(compiler: str, flags: tuple[str, ...]) -> str:

@@ -1,8 +1,5 @@
 // What others call of the decoder.
 
-#include <cstdlib>
-#include <sys/mman.h>
-
 #include "step.h"
 
 #if defined(__AVX512BF16__)
@@ -43,17 +40,8 @@ int decoder_prefers_products() {
 #endif
 }
 
-// Memory in large pages where the system gives them, as a walk through all weights meets each page once; null when
-// there is none.
-void *decoder_allocate(int64_t bytes) {
-  constexpr int64_t page = 2 << 20;
-  bytes = (bytes + page - 1) / page * page;
-  void *memory = std::aligned_alloc(page, bytes);
-#if defined(MADV_HUGEPAGE)
-  if (memory) madvise(memory, bytes, MADV_HUGEPAGE);
-#endif
-  return memory;
-}
+// Null when there is none.
+void *decoder_allocate(int64_t bytes) { return large_pages(bytes); }
 
 void decoder_free(void *memory) { std::free(memory); }
 
@@ -87,6 +75,29 @@ int64_t decoder_pack(void *to, const void *from, int64_t n, int64_t k, Stored st
   return decoder_packed_bytes(n, k, stored);
 }
 
+// Lays out a matrix [n][k] of a GGUF file's blocks as codes, of floats or of what is rounded to bfloat16. Returns as
+// decoder_pack does.
+int64_t decoder_pack_blocks(void *to, const void *from, int64_t n, int64_t k, BlockKind kind, Stored stored) {
+  bool can = false;
+  if (kind == Q4_0) can = lay_out<Q4_0>((Coded<4> *)to, (const Block<Q4_0> *)from, n, k);
+  if (kind == Q4_1) can = lay_out<Q4_1>((Coded<4> *)to, (const Block<Q4_1> *)from, n, k);
+  if (kind == Q8_0) can = lay_out<Q8_0>((Coded<8> *)to, (const Block<Q8_0> *)from, n, k);
+  return can ? decoder_packed_bytes(n, k, stored) : 0;
+}
+
+// An adapter's own copy of its matrices, MATRICES for each layer, in floats or rounded to bfloat16; null when there is
+// no memory for it.
+std::shared_ptr<const Adapter> *decoder_adapter(const AdapterMatrix *matrices, int64_t count, int halves) {
+  try {
+    return new std::shared_ptr<const Adapter>(std::make_shared<const Adapter>(matrices, count, halves));
+  } catch (const std::bad_alloc &) {
+    return nullptr;
+  }
+}
+
+// Steps that have it may still run.
+void decoder_drop_adapter(std::shared_ptr<const Adapter> *adapter) { delete adapter; }
+
 PhasePool *decoder_team(const Model *model, int size) {
   int64_t most = model->head.tiles();
   for (int64_t i = 0; i < model->layers; i++) {
@@ -99,16 +110,14 @@ PhasePool *decoder_team(const Model *model, int size) {
 
 void decoder_disband(PhasePool *team) { delete team; }
 
-// A step over caches in floats, or in bfloat16; what comes from those is multiplied in floats, too, unless `products`
-// are wanted, which take two numbers in bfloat16 at a time.
-void decoder_step(const Model *model, const Batch *batch, float *logits, PhasePool *team, double *seconds, int is_bfloat16,
+// A step that multiplies in floats, or, of a model in bfloat16, with `products`, which take two of its numbers at a time.
+void decoder_step(const Model *model, const Batch *batch, float *logits, PhasePool *team, double *seconds,
                   int products) {
   auto run = [&](auto step) { team->run(std::make_shared<std::function<void()>>([step] { step->work(); })); };
-  auto make = [&]<class T, class C>() { run(std::make_shared<Step<T, C>>(*model, *batch, logits, *team, seconds)); };
+  auto make = [&]<class T>() { run(std::make_shared<Step<T>>(*model, *batch, logits, *team, seconds)); };
 #if defined(__AVX512BF16__)
-  if (is_bfloat16 && products) return make.template operator()<Bfloat16, Bfloat16>();
+  if (products) return make.template operator()<Bfloat16>();
 #endif
-  if (is_bfloat16) return make.template operator()<float, Bfloat16>();
-  make.template operator()<float, float>();
+  make.template operator()<float>();
 }
 }

@@ -2,9 +2,9 @@
 //
 // Such a weight is scale * code + offset, with one scale and one offset for SHARED inputs of a column: ggml's Q4_0,
 // Q4_1 and Q8_0. The product needs fewer bits than a float has, so that there is one rounding at most, and every
-// computation of it gives the same float. Scales, offsets and codes are found from the weights alone, whatever they came in;
-// where one group of a matrix has none that give all of its weights back, the matrix is not kept so. Only a zero may
-// change its sign, which no sum that begins with 0 shows.
+// computation of it gives the same float. A GGUF file has scales, offsets and codes. Of other files they are found from
+// the weights alone, whatever they came in; where one group of a matrix has none that give all of its weights back, the
+// matrix is not kept so. Only a zero may change its sign, which no sum that begins with 0 shows.
 #pragma once
 
 #include <algorithm>
@@ -228,6 +228,60 @@ static inline bool encode(Coded<BITS> *to, const T *from, int64_t n, int64_t k) 
           const uint32_t code = column.codes[i] & ((1 << BITS) - 1);
           to->codes[i / PER_LANE<BITS>][row] |= code << i % PER_LANE<BITS> * BITS;
         }
+      }
+    }
+  }
+  return true;
+}
+
+// A column's part of a group, as a GGUF file has it: which type, and how it lies in memory.
+enum BlockKind : int64_t { Q4_0, Q4_1, Q8_0 };
+
+template <BlockKind KIND>
+struct Block {
+  static constexpr int BITS = KIND == Q8_0 ? 8 : 4;
+  Half scale, offset[KIND == Q4_1];
+  uint8_t codes[SHARED * BITS / 8];
+
+  // Codes of 4 bits: the first half of the inputs in the lower halves of the bytes, the second in the upper ones.
+  uint32_t code(int64_t i) const {
+    if constexpr (BITS == 8) return codes[i];
+    return i < SHARED / 2 ? codes[i] & 15 : codes[i - SHARED / 2] >> 4;
+  }
+
+  // Sets the offset of a group that has one; false where no half can hold it.
+  bool offset_of(Half &to) const {
+    if constexpr (KIND == Q4_1) to = offset[0];
+    // Its codes stand for -8 to 7.
+    if constexpr (KIND == Q4_0) {
+      const float wanted = -8 * widen(scale);
+      if (!(std::fabs(wanted) < 65504)) return false;
+      to = Half((std::signbit(wanted) << 15) | nearest_half(std::fabs(wanted)));
+    }
+    return true;
+  }
+};
+
+// Whether a half is a number: neither infinite nor none at all.
+static inline bool is_number(Half value) { return (uint32_t(value) & 0x7c00) != 0x7c00; }
+
+// Lays out a file's blocks [n][k / SHARED], tile by tile. False where a scale or an offset is no number.
+template <BlockKind KIND>
+static inline bool lay_out(Coded<Block<KIND>::BITS> *to, const Block<KIND> *from, int64_t n, int64_t k) {
+  constexpr int bits = Block<KIND>::BITS;
+  if (k % SHARED) return false;
+  const int64_t groups = k / SHARED;
+  for (int64_t first = 0; first < n; first += TILE) {
+    for (int64_t group = 0; group < groups; group++, to++) {
+      memset(to, 0, sizeof(*to));
+      for (int64_t row = 0; row < std::min<int64_t>(TILE, n - first); row++) {
+        const Block<KIND> &block = from[(first + row) * groups + group];
+        to->scale[row] = block.scale;
+        if (!is_number(block.scale)) return false;
+        if constexpr (HAS_OFFSET<bits>)
+          if (!block.offset_of(to->offset[row]) || !is_number(to->offset[row])) return false;
+        for (int64_t i = 0; i < SHARED; i++)
+          to->codes[i / PER_LANE<bits>][row] |= block.code(i) << i % PER_LANE<bits> * bits;
       }
     }
   }

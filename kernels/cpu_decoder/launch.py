@@ -2,7 +2,8 @@
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from ctypes import c_double
 from dataclasses import dataclass
 
@@ -11,14 +12,16 @@ from torch import Tensor
 
 from kernels.checks import check_caches, check_contiguous, check_dtype, check_shape
 from kernels.cpu_decoder import abi
+from kernels.quantization import check_scales
 from kernels.scores import SequenceScores
-from kernels.weights import LayerWeights, Weights
+from kernels.stored import Matrix, StoredMatrix
+from kernels.weights import LayerAdapter, LayerWeights, LowRank, Weights
 
 DTYPES = (torch.float32, torch.bfloat16)
-# Share of its bytes up to which a matrix stays squeezed: else unpacking gains too little.
-_WORTH_SQUEEZING = 0.95
 # What a step spends its time on, in the order of the compiled code's Phase.
 PHASES = ("rest", "qkv", "rotary and store", "attention", "attention output", "gate and up", "down", "logits")
+# The phase that multiplies with each matrix of LayerWeights, and with the head.
+MATRICES = {"qkv": "qkv", "out": "attention output", "gate_up": "gate and up", "down": "down", "head": "logits"}
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,23 @@ class TokenGroup:
     window: int | None = None
 
 
-def obstacle(library: ctypes.CDLL, weights: Weights, dtype: torch.dtype) -> str:
+@dataclass(frozen=True, eq=False)
+class CompiledAdapter:
+    """An adapter as one decoder computes it; its weights go when neither this nor a step has it any more."""
+
+    handle: int
+
+
+@dataclass(frozen=True)
+class AdapterSpan:
+    """The packed tokens from `begin` to `end` of a step, which one adapter is for."""
+
+    adapter: CompiledAdapter
+    begin: int
+    end: int
+
+
+def obstacle(library: ctypes.CDLL, weights: Weights[Matrix], dtype: torch.dtype) -> str:
     """Why this decoder cannot compute a model; empty when it can."""
     abi.declare(library)
     tile, width = library.decoder_tile(), library.decoder_width()
@@ -64,54 +83,72 @@ def _ways(weight: Tensor) -> Iterator[tuple[Tensor, int]]:
 class Decoder:
     """Owns packed copies of the weights and the threads that compute with them. One step at a time.
 
-    vocabulary: V, the length of a row of logits. weight_bytes: of the packed matrices. products: whether bfloat16 is
-    multiplied by instructions for it, whose rounding differs; else it is widened first. invariant: whether a row's
-    logits depend neither on the rest of its batch nor on the number of threads; rows of scored sequences are left out.
+    vocabulary: V, the length of a row of logits. cache_dtypes: that caches may have. weight_bytes: of the packed
+    matrices. plain: of MATRICES, those that are kept in floats or bfloat16. products: whether bfloat16 is multiplied by
+    instructions for it, whose rounding differs; else it is widened first. invariant: whether a row's logits depend
+    neither on the rest of its batch nor on the number of threads; rows of scored sequences are left out.
     """
 
     def __init__(
         self,
         library: ctypes.CDLL,
-        weights: Weights,
+        weights: Weights[Matrix],
         dtype: torch.dtype,
         threads: int,
         *,
         products: bool | None = None,
+        plain: Collection[str] = (),
     ) -> None:
         """products: whether bfloat16 is multiplied by instructions for it, if there are any; None takes what is faster.
 
+        plain: others take as few bytes as they can.
         Raises ValueError when `obstacle` finds one.
         """
         reason = obstacle(library, weights, dtype)
         if reason:
             raise ValueError(f"weights: {reason}")
         self.invariant = False
+        self.cache_dtypes = tuple(abi.CACHED)
         self._library = library
         self._dtype = dtype
+        self.plain = frozenset(plain)
         prefers = library.decoder_prefers_products
         self.products = dtype == torch.bfloat16 and bool(prefers() if products is None else products)
         assert library.decoder_phases() == len(PHASES)
         self._seconds = (c_double * len(PHASES))()
         self.vocabulary, self._hidden = weights.head.shape
         self._cache_shape = [weights.kv_heads, weights.head_dim]
+        intermediate, dim = weights.layers[0].gate_up.shape[0] // 2, weights.head_dim
+        # Of the projections that each matrix joins, in the order of the compiled code's Matrix.
+        self._heights = {
+            "qkv": [weights.q_heads * dim, *[weights.kv_heads * dim] * 2],
+            "out": [self._hidden],
+            "gate_up": [intermediate] * 2,
+            "down": [self._hidden],
+        }
         # What the structures below point into; packed weights in one piece, for the large pages.
         self._kept: list[Tensor] = []
         matrices = [
             weights.head,
             *(m for one in weights.layers for m in (one.qkv, one.out, one.gate_up, one.down)),
         ]
+        # An embedding in codes stays in them; one in floats is looked up as it is.
+        embedding = weights.embedding
+        coded = embedding if isinstance(embedding, StoredMatrix) and embedding.codes else None
+        if coded is not None:
+            matrices.append(coded)
         # Enough however they are stored; what is left is never touched, and so takes no memory.
-        way = abi.SQUEEZED_4 if dtype == torch.float32 else abi.SQUEEZED_2
-        most = sum(self._packed_bytes(one, way) for one in matrices)
+        most = sum(map(self._most_bytes, matrices))
         self._packed, self.weight_bytes = library.decoder_allocate(most), 0
         if not self._packed:
             raise MemoryError(f"no {most} bytes for packed weights")
         self._at_end(library.decoder_free, self._packed)
         self._layers = (abi.Layer * len(weights.layers))(*map(self._layer, weights.layers))
+        head = self._linear("head", weights.head)
         self._model = abi.Model(
             layers=len(weights.layers),
             hidden=self._hidden,
-            intermediate=weights.layers[0].gate_up.shape[0] // 2,
+            intermediate=intermediate,
             vocabulary=self.vocabulary,
             q_heads=weights.q_heads,
             kv_heads=weights.kv_heads,
@@ -122,8 +159,10 @@ class Decoder:
             rotary_scale=weights.rotary_scale,
             frequencies=self._floats(weights.frequencies),
             final_norm=self._floats(weights.final_norm),
-            embedding=None if weights.embedding is None else self._keep(weights.embedding.to(dtype)),
-            head=self._linear(weights.head),
+            embedding=None if embedding is coded or embedding is None else self._keep(self._in_floats(embedding)),
+            embedding_stored=abi.BF16 if dtype == torch.bfloat16 else abi.FLOATS,
+            table=head if coded is None else self._linear("embedding", coded),
+            head=head,
             layer=self._layers,
         )
         self._team = library.decoder_team(ctypes.byref(self._model), threads)
@@ -134,14 +173,26 @@ class Decoder:
         """What the time of all steps so far went to, as one thread saw it; norms and the embedding are the rest."""
         return dict(zip(PHASES, self._seconds, strict=True))
 
-    def bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Names each layer's keys and values, [N, B, Hkv, D] each, which later steps read and write."""
-        for layer, (k_cache, v_cache) in zip(self._layers, caches, strict=True):
+    def bind(
+        self, caches: Sequence[tuple[Tensor, Tensor]], scales: Sequence[tuple[Tensor | None, Tensor | None]] = ()
+    ) -> None:
+        """Names each layer's keys and values, [N, B, Hkv, D] each, which later steps read and write.
+
+        caches: all of one dtype of CACHED. scales: of int8 and float8_e4m3fn those of each layer's keys and values,
+        [Hkv, D] float32 each; of others none. Raises ValueError naming the argument that is wrong.
+        """
+        nothing = [(None, None)] * len(caches)
+        for layer, (k_cache, v_cache), (k_scale, v_scale) in zip(self._layers, caches, scales or nothing, strict=True):
             check_caches(k_cache, v_cache, "[N, B, Hkv, D]")
             check_shape("k_cache", k_cache, [None, None, *self._cache_shape], "[N, B, Hkv, D]")
-            check_dtype("k_cache", k_cache, self._dtype)
+            check_dtype("k_cache", k_cache, caches[0][0].dtype)
+            check_dtype("k_cache", k_cache, *abi.CACHED)
+            check_scales(k_cache, k_scale, v_scale)
             layer.k_cache, layer.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
-            self._model.block_size = k_cache.shape[1]
+            layer.k_scale, layer.v_scale = (
+                None if scale is None else self._keep(scale) for scale in (k_scale, v_scale)
+            )
+            self._model.block_size, self._model.cached = k_cache.shape[1], abi.CACHED[k_cache.dtype]
 
     def step(
         self,
@@ -152,6 +203,7 @@ class Decoder:
         groups: Sequence[TokenGroup],
         rows: Tensor,
         scores: Sequence[SequenceScores] = (),
+        adapters: Sequence[AdapterSpan] = (),
         *,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -163,6 +215,7 @@ class Decoder:
         query_start[s + 1], at least one. groups: per group of layers. rows: [R] int64.
         scores: of which sequences the attention scores are computed, at most once each, and where they go; only for
         models without a window.
+        adapters: spans that do not overlap; tokens outside of them have no adapter.
         out: [R, V] float32 contiguous, which takes the logits; None for new ones.
         Raises ValueError naming the argument whose shape or dtype is wrong. Ids, slots and tables are not checked.
         """
@@ -183,6 +236,9 @@ class Decoder:
             check_shape("tables", group.tables, [num_sequences, None], "[S, M]")
             check_dtype("tables", group.tables, torch.int32)
             check_contiguous("tables", group.tables)
+        for span in adapters:
+            if not 0 <= span.begin < span.end <= num_tokens:
+                raise ValueError(f"adapters: {span.begin} to {span.end} is no span of {num_tokens} tokens")
         if not self._model.block_size:
             raise ValueError("no caches are bound")
         if scores and any(group.window for group in groups):
@@ -198,6 +254,7 @@ class Decoder:
                 abi.Group(group.slots.data_ptr(), group.tables.data_ptr(), group.tables.shape[1], group.window or 0)
                 for group in groups
             ]
+            spans = [abi.AdapterSpan(span.adapter.handle, span.begin, span.end) for span in adapters]
             batch = abi.Batch(
                 num_tokens,
                 num_sequences,
@@ -212,11 +269,58 @@ class Decoder:
                 len(scored),
                 (abi.Scored * len(scored))(*scored),
                 self.invariant,
+                len(adapters),
+                (abi.AdapterSpan * len(adapters))(*spans),
             )
-            types = self._dtype == torch.bfloat16, self.products
             inputs = ctypes.byref(self._model), ctypes.byref(batch)
-            self._library.decoder_step(*inputs, logits.data_ptr(), self._team, self._seconds, *types)
+            self._library.decoder_step(*inputs, logits.data_ptr(), self._team, self._seconds, self.products)
         return logits
+
+    def adapter(self, layers: Sequence[LayerAdapter]) -> CompiledAdapter:
+        """Packs an adapter. Raises ValueError naming the projection whose matrices do not fit.
+
+        Its weights are rounded to bfloat16 where the model's are, and kept so where that changes none of them.
+        """
+        matrices: list[abi.AdapterMatrix] = []
+        kept: list[Tensor] = []
+        exact = True
+        for number, (layer, own) in enumerate(zip(self._layers, layers, strict=True)):
+            for name, linear in (
+                ("qkv", layer.qkv),
+                ("out", layer.out),
+                ("gate_up", layer.gate_up),
+                ("down", layer.down),
+            ):
+                parts: tuple[LowRank | None, ...] = getattr(own, name)
+                heights = self._heights[name]
+                for part, height in zip(parts, heights, strict=True):
+                    if part is not None and (part.a.shape[1], part.b.shape[0]) != (linear.k, height):
+                        raise ValueError(
+                            f"layer {number}, {name}: expected A [R, {linear.k}] and B [{height}, R], "
+                            f"got {list(part.a.shape)} and {list(part.b.shape)}"
+                        )
+                rank = max((len(part.a) for part in parts if part is not None), default=0)
+                matrix = abi.AdapterMatrix(rank=rank, parts=len(parts), n=linear.n, k=linear.k)
+                if rank:
+                    a, b = torch.zeros(len(parts), rank, linear.k), torch.zeros(linear.n, rank)
+                    for at, (part, into) in enumerate(zip(parts, torch.split(b, heights), strict=True)):
+                        if part is not None:
+                            a[at, : len(part.a)], into[:, : len(part.a)] = part.a, part.b
+                            matrix.scale[at] = part.scale
+                    if name == "gate_up":
+                        b = self._paired(b)
+                    exact = exact and all(torch.equal(one, one.bfloat16().float()) for one in (a, b))
+                    kept += (a, b)
+                    matrix.a, matrix.b = a.data_ptr(), b.data_ptr()
+                matrices.append(matrix)
+        halves = self._dtype == torch.bfloat16 or exact
+        array = (abi.AdapterMatrix * len(matrices))(*matrices)
+        handle = self._library.decoder_adapter(array, len(matrices), halves)
+        if not handle:
+            raise MemoryError("no memory for an adapter")
+        adapter = CompiledAdapter(handle)
+        weakref.finalize(adapter, self._library.decoder_drop_adapter, handle).atexit = False
+        return adapter
 
     def _scored(self, scores: SequenceScores, cache_positions: Tensor, query_start: Tensor) -> abi.Scored:
         first, end = query_start[scores.sequence : scores.sequence + 2].tolist()
@@ -246,42 +350,80 @@ class Decoder:
             scored.first, scored.width = first, width
         return scored
 
-    def _layer(self, weights: LayerWeights) -> abi.Layer:
-        half = self._library.decoder_tile() // 2
-        hidden = weights.gate_up.shape[1]
-        # Columns of the gate and of the up projection that meet stand in one tile.
-        gate_up = weights.gate_up.view(2, -1, half, hidden).transpose(0, 1).reshape(-1, hidden)
+    def _layer(self, weights: LayerWeights[Matrix]) -> abi.Layer:
         return abi.Layer(
             input_norm=self._floats(weights.input_norm),
             post_norm=self._floats(weights.post_norm),
             q_norm=None if weights.q_norm is None else self._floats(weights.q_norm),
             k_norm=None if weights.k_norm is None else self._floats(weights.k_norm),
-            qkv=self._linear(weights.qkv, weights.qkv_bias),
-            out=self._linear(weights.out),
-            gate_up=self._linear(gate_up),
-            down=self._linear(weights.down),
+            qkv=self._linear("qkv", weights.qkv, weights.qkv_bias),
+            out=self._linear("out", weights.out),
+            gate_up=self._linear("gate_up", weights.gate_up, order=self._paired),
+            down=self._linear("down", weights.down),
             group=weights.group,
         )
 
-    def _linear(self, weight: Tensor, bias: Tensor | None = None) -> abi.Linear:
-        weight = weight.detach().to(self._dtype).contiguous()
-        packed, stored = self._pack(weight)
-        return abi.Linear(packed, None if bias is None else self._floats(bias), *weight.shape, stored)
+    def _paired(self, rows: Tensor) -> Tensor:
+        """Columns of the gate and of the up projection that meet stand in one tile."""
+        half, width = self._library.decoder_tile() // 2, rows.shape[1]
+        return rows.view(2, -1, half, width).transpose(0, 1).reshape(-1, width)
 
-    def _pack(self, weight: Tensor) -> tuple[int, int]:
-        """Where a matrix lies now, and how: in the first way that it can be, squeezed if that is worth it."""
+    def _linear(
+        self,
+        name: str,
+        matrix: Matrix,
+        bias: Tensor | None = None,
+        order: Callable[[Tensor], Tensor] = Tensor.contiguous,
+    ) -> abi.Linear:
+        """order: puts rows where the decoder expects them, contiguously."""
+        if isinstance(matrix, StoredMatrix) and matrix.codes:
+            packed, stored = self._pack_blocks(order(matrix.blocks()), matrix.codes, matrix.shape)
+        else:
+            packed, stored = self._pack(order(self._in_floats(matrix)), plain=name in self.plain)
+        return abi.Linear(packed, None if bias is None else self._floats(bias), *matrix.shape, stored)
+
+    def _in_floats(self, matrix: Matrix) -> Tensor:
+        if isinstance(matrix, StoredMatrix):
+            return matrix.floats(self._dtype)
+        return matrix.detach().to(self._dtype)
+
+    def _pack_blocks(self, blocks: Tensor, kind: str, shape: tuple[int, int]) -> tuple[int, int]:
+        """Where a file's blocks lie now, and how. Raises ValueError where a scale is no number."""
         at = self._packed + self.weight_bytes
-        for same, stored in _ways(weight):
+        number, stored = abi.BLOCK_KINDS[kind][0], self._coded(kind)
+        size = self._library.decoder_pack_blocks(at, blocks.data_ptr(), *shape, number, stored)
+        if not size:
+            raise ValueError(f"a scale of a matrix in {kind} is no number, or too large")
+        self.weight_bytes += size
+        return at, stored
+
+    def _coded(self, kind: str) -> int:
+        """How a file's blocks are stored."""
+        four = abi.BLOCK_KINDS[kind][1] == 4
+        if self._dtype == torch.float32:
+            return abi.CODES_4 if four else abi.CODES_8
+        return abi.ROUNDED_4 if four else abi.ROUNDED_8
+
+    def _most_bytes(self, matrix: Matrix) -> int:
+        if isinstance(matrix, StoredMatrix) and matrix.codes:
+            return self._packed_bytes(matrix, self._coded(matrix.codes))
+        return self._packed_bytes(matrix, abi.SQUEEZED_4 if self._dtype == torch.float32 else abi.SQUEEZED_2)
+
+    def _pack(self, weight: Tensor, *, plain: bool) -> tuple[int, int]:
+        """Where a matrix lies now, and how: in the first way that it can be, or in the last."""
+        at = self._packed + self.weight_bytes
+        ways = _ways(weight)
+        for same, stored in deque(ways, maxlen=1) if plain else ways:
             if stored in abi.SQUEEZED and not self._library.decoder_can_squeeze():
                 continue
             size = self._library.decoder_pack(at, same.data_ptr(), *same.shape, stored)
-            plain = self._packed_bytes(same, abi.FLOATS if same.dtype == torch.float32 else abi.BF16)
-            if size and (stored not in abi.SQUEEZED or size < _WORTH_SQUEEZING * plain):
+            in_floats = self._packed_bytes(same, abi.FLOATS if same.dtype == torch.float32 else abi.BF16)
+            if size and (stored not in abi.SQUEEZED or size < in_floats):
                 break
         self.weight_bytes += size
         return at, stored
 
-    def _packed_bytes(self, weight: Tensor, stored: int) -> int:
+    def _packed_bytes(self, weight: Matrix, stored: int) -> int:
         return int(self._library.decoder_packed_bytes(*weight.shape, stored))
 
     def _at_end(self, release: Callable[..., None], *arguments: int) -> None:

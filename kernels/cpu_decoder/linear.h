@@ -2,10 +2,24 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
+#include <sys/mman.h>
 #include <type_traits>
 
 #include "ggml_codes.h"
 #include "squeezed.h"
+
+// Memory in large pages where the system gives them, as a walk through all weights meets each page once; null when
+// there is none.
+static inline void *large_pages(int64_t bytes) {
+  constexpr int64_t page = 2 << 20;
+  bytes = (bytes + page - 1) / page * page;
+  void *memory = std::aligned_alloc(page, bytes);
+#if defined(MADV_HUGEPAGE)
+  if (memory) madvise(memory, bytes, MADV_HUGEPAGE);
+#endif
+  return memory;
+}
 
 // How a linear layer's weights lie in memory: [tiles][k][TILE] as floats, [tiles][k / 2][TILE][2] in bfloat16, or these
 // squeezed, of which 2, 3 or 4 bytes are not all 0: where each tile begins, [tiles + 1] int64 in bytes from `packed`,

@@ -31,6 +31,9 @@ static inline void end_sums(const Vec (&sums)[M][VECTORS], float *out, int64_t o
 // How far ahead weights are asked for, in bytes: what the processor foresees by itself ends with its pages, and a
 // multiplication of several rows leaves it too little time.
 constexpr int WEIGHTS_AHEAD = 16384;
+// Up to so many rows, weights that have another form are unpacked in registers, while each sum waits for the one
+// before, and weights are asked for so far ahead.
+constexpr int REGISTER_ROWS = 4, REGISTER_ROWS_AHEAD = 8192;
 
 // Asks for weights that are needed later, some LINES of the cache at a time: all at once they would hold up everything
 // else. Each time it advances by `step` bytes.
@@ -99,15 +102,12 @@ static inline void multiply(const Bfloat16 *a, int64_t stride, const Bfloat16 *b
 }
 #endif
 
-// For so few rows weights are computed where they are multiplied, while each sum waits for the one before.
-constexpr int CODED_ROWS = 4;
-
 // out [M][TILE] = a [M][k] times one tile of codes.
 template <int BITS, bool ROUNDED, int M>
 static inline void multiply_coded(const float *a, const char *tile, int64_t k, float *out) {
   // As many lines of the cache as a line of codes touches.
   constexpr int64_t each_turn = sizeof(Coded<BITS>) * PER_LANE<BITS> / SHARED;
-  Ahead<(each_turn + 63) / 64> ahead{tile + WEIGHTS_AHEAD / 2, each_turn};
+  Ahead<(each_turn + 63) / 64> ahead{tile + REGISTER_ROWS_AHEAD, each_turn};
   Vec sums[M][VECTORS] = {};
   for (const auto *group = (const Coded<BITS> *)tile, *end = group + k / SHARED; group < end; group++) {
     const Common<BITS> common(*group);
@@ -133,11 +133,45 @@ static inline void multiply_coded(const float *a, const char *tile, int64_t k, f
   end_sums<M>(sums, out, TILE);
 }
 
-template <int BITS, bool ROUNDED, int M = CODED_ROWS>
+template <int BITS, bool ROUNDED, int M = REGISTER_ROWS>
 static inline void multiply_coded_rows(int rows, const float *a, const char *tile, int64_t k, float *out) {
   if (rows == M) return multiply_coded<BITS, ROUNDED, M>(a, tile, k, out);
   if constexpr (M > 1) multiply_coded_rows<BITS, ROUNDED, M - 1>(rows, a, tile, k, out);
 }
+
+#if CAN_SQUEEZE && defined(__AVX512BF16__)
+// out [M][TILE] = a [M][k] times one squeezed tile, in the order of sums of the tile as it was.
+template <int M>
+static inline void multiply_squeezed(const Bfloat16 *a, const Linear &linear, int64_t tile, float *out) {
+  constexpr int inputs = GROUP / TILE;
+  const int64_t k = linear.k;
+  Unpacker unpacker(linear.at(tile), k / inputs);
+  Vec sums[M][VECTORS] = {};
+  for (int64_t begin = 0; begin < k; begin += inputs) {
+    unpacker.fetch(REGISTER_ROWS_AHEAD);
+    __m512i weights[GROUP / 32];
+    unpacker.next_group(weights);
+#pragma GCC unroll 2
+    for (int pair = 0; pair < inputs / 2; pair++)
+#pragma GCC unroll 4
+      for (int row = 0; row < M; row++) {
+        int32_t two;
+        memcpy(&two, a + row * k + begin + 2 * pair, 4);
+        const __m512bh both = (__m512bh)_mm512_set1_epi32(two);
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++)
+          sums[row][v] = (Vec)_mm512_dpbf16_ps((__m512)sums[row][v], both, (__m512bh)weights[pair * VECTORS + v]);
+      }
+  }
+  end_sums<M>(sums, out, TILE);
+}
+
+template <int M = REGISTER_ROWS>
+static inline void multiply_squeezed_rows(int rows, const Bfloat16 *a, const Linear &linear, int64_t tile, float *out) {
+  if (rows == M) return multiply_squeezed<M>(a, linear, tile, out);
+  if constexpr (M > 1) multiply_squeezed_rows<M - 1>(rows, a, linear, tile, out);
+}
+#endif
 
 template <bool ADD, int M = ROWS, class T, class W, int LINES = 0>
 static inline void multiply_rows(int rows, const T *a, int64_t stride, const W *b, int64_t k, float *out,
@@ -161,12 +195,19 @@ static inline void multiply_tile(const T *a, int64_t rows, const Linear &linear,
                                  const Done &done) {
   const int64_t k = linear.k, parts = (rows + ROWS - 1) / ROWS;
   if constexpr (std::is_same_v<T, float>)
-    if (is_coded(linear.stored) && rows <= CODED_ROWS) {
+    if (is_coded(linear.stored) && rows <= REGISTER_ROWS) {
       with_code(linear.stored, [&]<int BITS, bool ROUNDED>() {
         multiply_coded_rows<BITS, ROUNDED>(rows, a, linear.at(tile), k, sums);
       });
       return done(0, rows);
     }
+#if CAN_SQUEEZE && defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<T, Bfloat16>)
+    if (linear.stored == SQUEEZED_2 && rows <= REGISTER_ROWS) {
+      multiply_squeezed_rows(rows, a, linear, tile, sums);
+      return done(0, rows);
+    }
+#endif
   Reader<W> reader(linear, tile);
   auto first = [=](int64_t part) { return part * rows / parts; };
   auto count = [=](int64_t part) { return first(part + 1) - first(part); };
@@ -185,7 +226,7 @@ static inline void multiply_tile(const T *a, int64_t rows, const Linear &linear,
     constexpr int lines = 2 * TILE * sizeof(W) / 64;
     for (int64_t begin = 0; begin < k; begin += most) {
       const int64_t inputs = std::min(most, k - begin);
-      const char *at = reader.at() + WEIGHTS_AHEAD;
+      const char *at = reader.at() + (rows > REGISTER_ROWS ? WEIGHTS_AHEAD : REGISTER_ROWS_AHEAD);
       const W *weights = reader.next(inputs);
       with_ahead<lines>(at, each_turn, [&](auto ahead) { multiply_part(0, begin, inputs, weights, ahead); });
     }
@@ -211,10 +252,17 @@ static inline void multiply_tile(const T *a, int64_t rows, const Linear &linear,
   }
 }
 
+// Adds nothing to sums.
+struct NoAddition {
+  void operator()(int64_t, int64_t, int64_t, float *) const {}
+};
+
 // For every tile of columns and every block of rows of a [rows][k]: `finish(row, rows, tile, sums [rows][TILE])`.
+// Before that `add` may change the sums; it has the same arguments, and may happen more than once.
 // A block's rows stay in the cache of the thread that computes them, a tile's weights while all rows pass.
-template <class W, class T, class Finish>
-static void matmul_with(PhasePool &team, const T *a, int64_t rows, const Linear &linear, const Finish &finish) {
+template <class W, class T, class Finish, class Add>
+static void matmul_with(PhasePool &team, const T *a, int64_t rows, const Linear &linear, const Finish &finish,
+                        const Add &add) {
   const int64_t tiles = linear.tiles(), least = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
   const int64_t blocks = std::max(least, std::min<int64_t>(rows / LEAST_BLOCK_ROWS, team.size));
   alignas(64) float sums[BLOCK_ROWS * TILE];
@@ -227,6 +275,7 @@ static void matmul_with(PhasePool &team, const T *a, int64_t rows, const Linear 
         for (int64_t i = 0; i < count; i++)
           for (int64_t c = 0; c < std::min<int64_t>(TILE, linear.n - tile * TILE); c++)
             some[i * TILE + c] += linear.bias[tile * TILE + c];
+      add(begin + row, count, tile, some);
       done(begin + row, count, some);
     };
     multiply_tile<W>(a + begin * linear.k, first(block + 1) - begin, linear, tile, sums, part_done);
@@ -242,12 +291,13 @@ static void matmul_with(PhasePool &team, const T *a, int64_t rows, const Linear 
     });
 }
 
-template <class T, class Finish>
-static void matmul(PhasePool &team, const T *a, int64_t rows, const Linear &linear, const Finish &finish) {
+template <class T, class Finish, class Add = NoAddition>
+static void matmul(PhasePool &team, const T *a, int64_t rows, const Linear &linear, const Finish &finish,
+                   const Add &add = {}) {
   if (!rows) return;
   if constexpr (std::is_same_v<T, float>)
     // Weights are widened once for several parts, and in registers for one, unless they are computed.
     if (bytes_of(linear.stored) == 4 || is_coded(linear.stored) || rows > ROWS)
-      return matmul_with<float>(team, a, rows, linear, finish);
-  matmul_with<Bfloat16>(team, a, rows, linear, finish);
+      return matmul_with<float>(team, a, rows, linear, finish, add);
+  matmul_with<Bfloat16>(team, a, rows, linear, finish, add);
 }

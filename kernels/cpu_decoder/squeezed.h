@@ -84,11 +84,33 @@ class Unpacker {
       : kept((const uint8_t *)tile + 16), at((const uint8_t *)tile + squeezed_head(groups)),
         upper(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)tile))) {}
 
+  // The next group's weights in bfloat16, as they were, in the vectors that `next` writes one behind the other.
+  void next_group(__m512i (&weights)[GROUP / 32]) {
+    const bool is_kept = kept[group / 8] >> group % 8 & 1;
+    group++;
+    if (is_kept) [[unlikely]] {
+      for (int i = 0; i < GROUP / 32; i++) weights[i] = _mm512_loadu_si512(at + i * 64);
+      at += GROUP * 2;
+      return;
+    }
+    const __m512i codes = _mm512_loadu_si512(at);
+    for (int half = 0; half < 2; half++) {
+      const __m512i high = upper_bytes(codes, half), below = _mm512_loadu_si512(at + (1 + half) * 64);
+      weights[2 * half] = _mm512_unpacklo_epi8(below, high);
+      weights[2 * half + 1] = _mm512_unpackhi_epi8(below, high);
+    }
+    at += SQUEEZED_BYTES<2>;
+  }
+
+  // Asks for the lines of a group that lies so many bytes ahead.
+  void fetch(int64_t ahead) const {
+    for (int i = 0; i < SQUEEZED_BYTES<2>; i += 64) __builtin_prefetch(at + ahead + i);
+  }
+
   // The next groups' weights, as they were; returns where those after them lie.
   template <int BYTES>
   const char *next(int64_t groups, Unsqueezed<BYTES> *to) {
     constexpr int size = sizeof(*to);
-    const __m512i low_codes = _mm512_set1_epi8(15);
     for (int64_t end = group + groups; group < end; group++, to += GROUP) {
       auto line = [&](int number) { return _mm512_loadu_si512(at + number * 64); };
       auto write = [&](int number, __m512i value) { _mm512_storeu_si512((uint8_t *)to + number * 64, value); };
@@ -99,8 +121,7 @@ class Unpacker {
       }
       const __m512i codes = line(0);
       for (int half = 0; half < 2; half++) {
-        const __m512i mine = _mm512_and_si512(half ? _mm512_srli_epi16(codes, 4) : codes, low_codes);
-        const __m512i high = _mm512_shuffle_epi8(upper, mine), below = line(1 + half * (BYTES - 1));
+        const __m512i high = upper_bytes(codes, half), below = line(1 + half * (BYTES - 1));
         const __m512i first = _mm512_unpacklo_epi8(below, high), second = _mm512_unpackhi_epi8(below, high);
         if constexpr (BYTES == 2) {
           write(2 * half, first);
@@ -122,6 +143,12 @@ class Unpacker {
   }
 
  private:
+  // Of half a group.
+  __m512i upper_bytes(__m512i codes, int half) const {
+    const __m512i mine = half ? _mm512_srli_epi16(codes, 4) : codes;
+    return _mm512_shuffle_epi8(upper, _mm512_and_si512(mine, _mm512_set1_epi8(15)));
+  }
+
   const uint8_t *kept, *at;
   int64_t group = 0;
   const __m512i upper;

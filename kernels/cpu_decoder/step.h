@@ -1,11 +1,12 @@
 // A decoder of the Llama family on a CPU: a whole step in one call, on threads that stay together from layer to layer.
 //
-// Hidden states, sums, norms, rotary embedding and attention are in float; caches are in the model's type, and so is
-// what is multiplied with weights, unless floats are faster.
+// Hidden states, sums, norms, rotary embedding and attention are in float; what is multiplied with weights is in the
+// model's type, unless floats are faster. Caches have a type of their own.
 #pragma once
 
 #include <chrono>
 
+#include "adapters.h"
 #include "attention.h"
 #include "pooled.h"
 
@@ -14,8 +15,12 @@ struct Layer {
   const float *q_norm, *k_norm;         // [D] or null
   Linear qkv, out, gate_up, down;
   void *k_cache, *v_cache;  // [N][B][Hkv][D]
+  const float *k_scale, *v_scale;  // [Hkv][D], of caches of 8 bits; else null
   int64_t group;
 };
+
+// What caches hold.
+enum Cached : int64_t { CACHED_FLOAT, CACHED_BF16, CACHED_INT8, CACHED_FLOAT8 };
 
 struct Model {
   int64_t layers, hidden, intermediate, vocabulary;
@@ -23,8 +28,10 @@ struct Model {
   float epsilon, scale, rotary_scale;
   const float *frequencies;  // [D / 2]
   const float *final_norm;   // [H]
-  const void *embedding;     // [V][H], or null when it is the output matrix
-  Linear head;
+  const void *embedding;     // [V][H], or null when it is `table`: the output matrix, or one in codes
+  Stored embedding_stored;   // FLOATS or BF16
+  Cached cached;
+  Linear table, head;
   const Layer *layer;
 };
 
@@ -38,6 +45,8 @@ struct Batch {
   int64_t entries;
   const Scored *scored;  // [entries]
   int64_t invariant;  // whether nothing that is rounded may depend on what else is in the step, nor on the threads
+  int64_t spans;
+  const AdapterSpan *span;  // [spans], tokens with adapters
 };
 
 // A group's numbers, kept.
@@ -83,9 +92,13 @@ class Watch {
   Clock::time_point last;
 };
 
-// T is what is multiplied, C what the caches and an embedding of its own are kept in.
-// Owns what it needs of the batch: a thread that lost its core may still be in it when the step is over.
+// T is what is multiplied with weights, C what the caches hold. Attention multiplies pairs of bfloat16 only as they are
+// in the cache: to make them of 8 bits takes as long as to make floats.
 template <class T, class C>
+using Attended = std::conditional_t<std::is_same_v<C, Bfloat16>, T, float>;
+
+// Owns what it needs of the batch: a thread that lost its core may still be in it when the step is over.
+template <class T>
 class Step {
  public:
   // `seconds` [PHASES] takes the times that the thread sees which makes this object.
@@ -97,7 +110,7 @@ class Step {
         hidden(tokens * model.hidden), qkv(tokens * width()),
         cosines(tokens * shape.head_dim / 2), sines(cosines.size()),
         normal(std::max<int64_t>(tokens, rows.size()) * model.hidden), attended(tokens * model.layer[0].out.k),
-        activated(tokens * model.intermediate) {
+        activated(tokens * model.intermediate), additions(batch.span, batch.spans, tokens, widest()) {
     int64_t most_sums = 0, most_softmaxes = 0;
     for (int64_t g = 0; g < batch.groups; g++) {
       groups.emplace_back(batch.group[g], tokens, batch.sequences);
@@ -113,8 +126,19 @@ class Step {
 
   // What every thread of the team runs.
   void work() {
+    switch (model.cached) {
+      case CACHED_FLOAT: return compute<float>();
+      case CACHED_BF16: return compute<Bfloat16>();
+      case CACHED_INT8: return compute<Int8>();
+      case CACHED_FLOAT8: return compute<Float8>();
+    }
+  }
+
+ private:
+  template <class C>
+  void compute() {
     Watch watch(std::this_thread::get_id() == first ? seconds : nullptr);
-    Scratch<T> scratch(shape);
+    Scratch<Attended<T, C>> scratch(shape);
     each_row(tokens, [&](int64_t row) { begin(row); });
     for (int64_t number = 0; number < model.layers; number++) {
       const Layer &layer = model.layer[number];
@@ -122,22 +146,22 @@ class Step {
         normalise(&hidden[row * model.hidden], layer.input_norm, model.hidden, model.epsilon, &normal[row * model.hidden]);
       });
       watch.lap(REST);
-      matmul(team, normal.data(), tokens, layer.qkv, write_to(qkv.data(), width(), width()));
+      multiply_layer(number, QKV_MATRIX, normal.data(), layer.qkv, write_to(qkv.data(), width(), width()));
       watch.lap(QKV);
-      each_row(tokens, [&](int64_t row) { rotate_and_store(layer, row); });
+      each_row(tokens, [&](int64_t row) { rotate_and_store<C>(layer, row); });
       watch.lap(ROTARY_AND_STORE);
-      attend_all(number, scratch);
+      attend_all<C>(number, scratch);
       add_sums(number);
       watch.lap(ATTENTION);
-      matmul(team, attended.data(), tokens, layer.out, add_to_hidden());
+      multiply_layer(number, OUT_MATRIX, attended.data(), layer.out, add_to_hidden());
       watch.lap(ATTENTION_OUTPUT);
       each_row(tokens, [&](int64_t row) {
         normalise(&hidden[row * model.hidden], layer.post_norm, model.hidden, model.epsilon, &normal[row * model.hidden]);
       });
       watch.lap(REST);
-      matmul(team, normal.data(), tokens, layer.gate_up, activate());
+      multiply_layer(number, GATE_UP_MATRIX, normal.data(), layer.gate_up, activate());
       watch.lap(GATE_UP);
-      matmul(team, activated.data(), tokens, layer.down, add_to_hidden());
+      multiply_layer(number, DOWN_MATRIX, activated.data(), layer.down, add_to_hidden());
       watch.lap(DOWN);
     }
     each_row(int64_t(rows.size()), [&](int64_t row) {
@@ -150,7 +174,12 @@ class Step {
     watch.lap(ATTENTION);
   }
 
- private:
+  // Columns of the widest matrix of a layer.
+  int64_t widest() const {
+    const Layer &layer = model.layer[0];
+    return std::max({layer.qkv.n, layer.out.n, layer.gate_up.n, layer.down.n});
+  }
+
   int64_t width() const { return (shape.q_heads + 2 * shape.kv_heads) * shape.head_dim; }
 
   template <class Row>
@@ -161,13 +190,33 @@ class Step {
     });
   }
 
+  // All tokens times a matrix of a layer, with what their adapters add.
+  template <class Finish>
+  void multiply_layer(int64_t number, Matrix matrix, const T *a, const Linear &linear, const Finish &finish) {
+    if (!additions.adds_to(number, matrix)) return matmul(team, a, tokens, linear, finish);
+    const int64_t queries = shape.q_heads * shape.head_dim / HALF, keys = shape.kv_heads * shape.head_dim / HALF;
+    auto part = [=](int64_t half) -> int64_t {
+      if (matrix == QKV_MATRIX) return (half >= queries) + (half >= queries + keys);
+      return matrix == GATE_UP_MATRIX ? half % 2 : 0;
+    };
+    additions.prepare(team, number, matrix, a, linear, part);
+    matmul(team, a, tokens, linear, finish, [&](int64_t row, int64_t rows, int64_t tile, float *sums) {
+      additions.add(number, matrix, row, rows, tile, sums, part);
+    });
+  }
+
   void begin(int64_t row) {
     int64_t id = ids[row], half = shape.head_dim / 2;
     float *into = &hidden[row * model.hidden];
-    if (model.embedding)
-      for (int64_t i = 0; i < model.hidden; i++) into[i] = widen(((const C *)model.embedding)[id * model.hidden + i]);
+    auto copy = [&](const auto *from) {
+      for (int64_t i = 0; i < model.hidden; i++) into[i] = widen(from[id * model.hidden + i]);
+    };
+    if (!model.embedding)
+      row_of(model.table, id, into);
+    else if (model.embedding_stored == BF16)
+      copy((const Bfloat16 *)model.embedding);
     else
-      row_of(model.head, id, into);
+      copy((const float *)model.embedding);
     for (int64_t i = 0; i < half; i++) {
       float angle = float(positions[row]) * model.frequencies[i];
       cosines[row * half + i] = std::cos(angle) * model.rotary_scale;
@@ -186,6 +235,8 @@ class Step {
     }
   }
 
+  // Logits of a query with what is in the cache lack the keys' scale: the query gets it.
+  template <class C>
   void rotate_and_store(const Layer &layer, int64_t row) {
     const int64_t dim = shape.head_dim;
     float *query = &qkv[row * width()], *key = query + shape.q_heads * dim, *value = key + shape.kv_heads * dim;
@@ -194,13 +245,21 @@ class Step {
       if (norm) normalise(query + head * dim, norm, dim, model.epsilon, query + head * dim);
       rotate(query + head * dim, row);
     }
-    for (int64_t i = 0; i < shape.q_heads * dim; i += WIDTH) store(query + i, load(query + i) * model.scale);
+    for (int64_t head = 0; head < shape.q_heads; head++) {
+      const float *scales = layer.k_scale ? layer.k_scale + head / shape.per_kv() * dim : nullptr;
+      for (int64_t i = 0; i < dim; i += WIDTH)
+        store(query + head * dim + i, scaled<C>(load(query + head * dim + i) * model.scale, scales, i));
+    }
     int64_t slot = groups[layer.group].slots[row], size = shape.kv_heads * dim;
     if (slot < 0) return;
-    for (int64_t i = 0; i < size; i += WIDTH) {
-      store((C *)layer.k_cache + slot * size + i, load(key + i));
-      store((C *)layer.v_cache + slot * size + i, load(value + i));
-    }
+    keep(key, layer.k_scale, (C *)layer.k_cache + slot * size);
+    keep(value, layer.v_scale, (C *)layer.v_cache + slot * size);
+  }
+
+  template <class C>
+  void keep(const float *from, const float *scales, C *to) {
+    for (int64_t i = 0; i < shape.kv_heads * shape.head_dim; i += WIDTH)
+      store(to + i, scales ? load(from + i) / load(scales + i) : load(from + i));
   }
 
   // Where a unit leaves its sums for a KV head.
@@ -230,7 +289,8 @@ class Step {
     });
   }
 
-  void attend_all(int64_t number, Scratch<T> &scratch) {
+  template <class C>
+  void attend_all(int64_t number, Scratch<Attended<T, C>> &scratch) {
     const Layer &layer = model.layer[number];
     const Plan &plan = plans[layer.group];
     for (const auto *units : {&plan.shared, &plan.own}) {
@@ -240,13 +300,13 @@ class Step {
       team.each(count, [&](int64_t i) {
         // The one that this thread will most likely take next.
         Piece now = piece(i), next = i + 1 < count ? piece(i + 1) : Piece{};
-        attend<T>(shape, groups[layer.group], plan, now, next.unit ? &next : nullptr, cache_positions.data(), qkv.data(),
-                  width(), (const C *)layer.k_cache, (const C *)layer.v_cache, state, attended.data(),
-                  sums_of(*now.unit, number, now.head), scratch);
+        attend(shape, groups[layer.group], plan, now, next.unit ? &next : nullptr, cache_positions.data(), qkv.data(),
+               width(), (const C *)layer.k_cache, (const C *)layer.v_cache, layer.v_scale, state,
+               attended.data(), sums_of(*now.unit, number, now.head), scratch);
       });
     }
     each_row(int64_t(plan.merged.size()), [&](int64_t i) {
-      merge(shape, plan.merged[i], state, &attended[plan.merged[i].token * layer.out.k]);
+      merge<C>(shape, plan.merged[i], layer.v_scale, state, &attended[plan.merged[i].token * layer.out.k]);
     });
   }
 
@@ -307,4 +367,5 @@ class Step {
   std::vector<Plan> plans;
   std::vector<float> sums;
   Softmax state;
+  Additions additions;
 };

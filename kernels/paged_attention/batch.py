@@ -19,7 +19,7 @@ class AttentionArgs:
 
     scale: factor of the logits, more than 0. window: tokens that a query sees, itself included; None for all before it.
     softcap: logits become softcap * tanh(logits / softcap). sinks: [Hq] logits that join the softmax without a value.
-    k_scale, v_scale: [Hkv] float32, factors of the keys and values in int8 or float8_e4m3fn caches.
+    k_scale, v_scale: [Hkv, D] float32, factors of the keys and values in int8 or float8_e4m3fn caches.
     """
 
     scale: float

@@ -3,7 +3,9 @@
 A tile's rows are (query token, query head of the group) pairs, so that the heads that share a KV head share its loads
 and a single new token still fills a matrix row per head. Keys come in tiles of any size: each looks up its own block.
 A long sequence's keys can be shared out among programs (Dao et al. 2023, "Flash-Decoding"); a second kernel merges
-what they found.
+what they found. Where each sequence has one query, a kernel before it shares out each sequence by its own length, so
+that one long sequence among short ones keeps the whole device busy; the lengths are on the device only, as graphs
+repeat all of it.
 
 Softmax is taken in powers of two, the factor log2(e) being part of the logits' scale, as the hardware has no other
 exponential (Dao 2023, "FlashAttention-2", section 3.1).
@@ -12,7 +14,7 @@ exponential (Dao 2023, "FlashAttention-2", section 3.1).
 import triton
 import triton.language as tl
 
-from kernels.device_functions import LN_2, LOG2_E, sequence_of_tile, tanh
+from kernels.device_functions import LN_2, LOG2_E, scaled, sequence_of_tile, tanh
 
 # Triton reads the signature by its own rules.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
@@ -108,9 +110,54 @@ def _seen_by_all(begin, end, first_position, last_position, window, TILE_KEYS: t
     return full_begin, tl.maximum(tl.minimum(end, first_position + 1) // TILE_KEYS * TILE_KEYS, full_begin)
 
 
+@triton.jit(do_not_specialize=["sequences", "splits", "window", "entries"])
+def share_out_kernel(
+    query_start_ptr,
+    seq_lens_ptr,
+    entry_sequence_ptr,
+    first_entry_ptr,
+    sequences,
+    splits,
+    window,
+    entries,
+    LEAST_KEYS: tl.constexpr,
+    MOST_KEYS: tl.constexpr,
+    MOST_SHARES: tl.constexpr,
+    SEQUENCES_PADDED: tl.constexpr,
+    ENTRIES_PADDED: tl.constexpr,
+):
+    """The shares of sequences of one query each: an entry for each share, -1 where there is none.
+
+    A sequence has `splits` shares, fewer where these would have less than LEAST_KEYS keys, and more where these would
+    have more than MOST_KEYS: a number of its own length alone, unless there are more shares than entries, which are
+    more than splits * sequences. window: 0 for none.
+    """
+    sequence = tl.arange(0, SEQUENCES_PADDED)
+    inside = sequence < sequences
+    start = tl.load(query_start_ptr + sequence, mask=inside, other=0)
+    behind = tl.load(query_start_ptr + sequence + 1, mask=inside, other=0)
+    keys = tl.load(seq_lens_ptr + sequence, mask=inside & (behind > start), other=0)
+    keys = tl.where(window > 0, tl.minimum(keys, window), keys)
+    few = tl.minimum(tl.cdiv(keys, LEAST_KEYS), splits)
+    most = MOST_KEYS
+    shares = tl.minimum(tl.maximum(few, tl.cdiv(keys, most)), MOST_SHARES)
+    while tl.sum(shares, 0) > entries:
+        most *= 2
+        shares = tl.minimum(tl.maximum(few, tl.cdiv(keys, most)), MOST_SHARES)
+    first = tl.cumsum(shares, 0) - shares
+    tl.store(first_entry_ptr + sequence, first, mask=inside)
+    count = tl.sum(shares, 0)
+    tl.store(first_entry_ptr + sequences, count)
+    entry = tl.arange(0, ENTRIES_PADDED)
+    nothing = tl.full([ENTRIES_PADDED], -1, tl.int32)
+    tl.store(entry_sequence_ptr + entry, nothing, mask=(entry >= count) & (entry < entries))
+    for number in range(tl.max(shares, 0)):
+        tl.store(entry_sequence_ptr + first + number, sequence, mask=number < shares)
+
+
 # Variants of these for 1 or multiples of 16 would compile in the middle of serving, and gain nothing.
 @triton.jit(do_not_specialize=["sequences", "splits", "table_stride"])
-def paged_attention_kernel(
+def paged_attention_kernel(  # noqa: C901
     query_ptr,
     k_cache_ptr,
     v_cache_ptr,
@@ -122,6 +169,8 @@ def paged_attention_kernel(
     query_start_ptr,
     seq_lens_ptr,
     block_tables_ptr,
+    entry_sequence_ptr,
+    first_entry_ptr,
     sequences,
     splits,
     table_stride,
@@ -139,7 +188,7 @@ def paged_attention_kernel(
     ROWS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,  # query tokens per tile, TILE_TOKENS * GROUP <= ROWS
     TILE_KEYS: tl.constexpr,
-    DECODE_ONLY: tl.constexpr,  # no sequence has more queries than fit a tile
+    DECODE_ONLY: tl.constexpr,  # no sequence has more than one query; its keys are in as many shares as entries say
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -152,7 +201,15 @@ def paged_attention_kernel(
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     split = tl.program_id(2)
-    sequence = tile if DECODE_ONLY else sequence_of_tile(query_start_ptr, tile, sequences, TILE_TOKENS)
+    if DECODE_ONLY:
+        sequence = tl.load(entry_sequence_ptr + tile)
+        if sequence < 0:
+            return
+        first_entry = tl.load(first_entry_ptr + sequence)
+        split = tile - first_entry
+        splits = tl.load(first_entry_ptr + sequence + 1) - first_entry
+    else:
+        sequence = sequence_of_tile(query_start_ptr, tile, sequences, TILE_TOKENS)
     row_start = tl.load(query_start_ptr + sequence)
     # Behind the last sequence is one of no length.
     query_len = tl.load(query_start_ptr + tl.minimum(sequence + 1, sequences)) - row_start
@@ -168,7 +225,10 @@ def paged_attention_kernel(
     position = first_position + row // GROUP
     row_used = (row < TILE_TOKENS * GROUP) & (token < query_len)
     packed_row = (row_start + token).to(tl.int64)
-    out_row = (packed_row * (KV_HEADS * GROUP) + head) * splits + split
+    if DECODE_ONLY:
+        out_row = tile.to(tl.int64) * (KV_HEADS * GROUP) + head
+    else:
+        out_row = (packed_row * (KV_HEADS * GROUP) + head) * splits + split
 
     first_key = 0
     if HAS_WINDOW:
@@ -192,10 +252,10 @@ def paged_attention_kernel(
         other=0.0,
     )
     DTYPE: tl.constexpr = query_ptr.dtype.element_ty
+    if QUANTIZED:
+        query = scaled(query, k_scale_ptr + kv_head * HEAD_DIM, HEAD_DIM, HEAD_DIM_PADDED).to(DTYPE)
     if INTERPRETER:
         query = query.to(tl.float32)
-    if QUANTIZED:
-        scale = scale * tl.load(k_scale_ptr + kv_head)
 
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -239,7 +299,7 @@ def paged_attention_kernel(
 
     result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
     if QUANTIZED:
-        result *= tl.load(v_scale_ptr + kv_head)
+        result = scaled(result, v_scale_ptr + kv_head * HEAD_DIM, HEAD_DIM, HEAD_DIM_PADDED)
     tl.store(
         out_ptr + out_row[:, None] * HEAD_DIM + dim[None, :],
         result.to(out_ptr.dtype.element_ty),
@@ -247,6 +307,61 @@ def paged_attention_kernel(
     )
     if STORE_LSE:
         tl.store(lse_ptr + out_row, (largest + tl.log2(total)) * LN_2, mask=row_used)
+
+
+@triton.jit
+def merge_shares_kernel(
+    parts_ptr,
+    parts_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    query_start_ptr,
+    first_entry_ptr,
+    MOST_SHARES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    STORE_LSE: tl.constexpr,
+):
+    """One program per sequence of one query and head merges all of its shares, in their order."""
+    sequence, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    first = tl.load(first_entry_ptr + sequence)
+    count = tl.load(first_entry_ptr + sequence + 1) - first
+    if count == 0:
+        return
+    out_row = tl.load(query_start_ptr + sequence).to(tl.int64) * heads + head
+    share = tl.arange(0, MOST_SHARES)
+    part = (first + share).to(tl.int64) * heads + head
+    _merge(
+        parts_ptr, parts_lse_ptr, part, share < count, out_ptr, lse_ptr, out_row, HEAD_DIM, HEAD_DIM_PADDED, STORE_LSE
+    )
+
+
+@triton.jit
+def _merge(
+    parts_ptr,
+    parts_lse_ptr,
+    part,
+    there,
+    out_ptr,
+    lse_ptr,
+    out_row,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    STORE_LSE: tl.constexpr,
+):
+    """Writes the sum of the parts, weighted by what their softmax added up. part, there: [N], rows of the parts."""
+    dim = tl.arange(0, HEAD_DIM_PADDED)
+    lse = tl.load(parts_lse_ptr + part, mask=there, other=float("-inf"))
+    # A share without keys was never written. What is no number is one of the results.
+    used = (lse != float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :]
+    parts = tl.load(parts_ptr + part[:, None] * HEAD_DIM + dim[None, :], mask=used, other=0.0)
+    largest = tl.max(lse, 0)
+    weights = tl.exp(lse - largest)
+    total = tl.sum(weights, 0)
+    result = tl.sum(parts * weights[:, None], 0) / total
+    tl.store(out_ptr + out_row * HEAD_DIM + dim, result.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
+    if STORE_LSE:
+        tl.store(lse_ptr + out_row, largest + tl.log(total))
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -267,16 +382,8 @@ def merge_splits_kernel(
     if row >= tl.load(query_start_ptr + sequences):
         return
     out_row = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    part = out_row * SPLITS + tl.arange(0, SPLITS)
-    dim = tl.arange(0, HEAD_DIM_PADDED)
-    lse = tl.load(parts_lse_ptr + part)
-    # A share without keys was never written. What is no number is one of the results.
-    used = (lse != float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :]
-    parts = tl.load(parts_ptr + part[:, None] * HEAD_DIM + dim[None, :], mask=used, other=0.0)
-    largest = tl.max(lse, 0)
-    weights = tl.exp(lse - largest)
-    total = tl.sum(weights, 0)
-    result = tl.sum(parts * weights[:, None], 0) / total
-    tl.store(out_ptr + out_row * HEAD_DIM + dim, result.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
-    if STORE_LSE:
-        tl.store(lse_ptr + out_row, largest + tl.log(total))
+    split = tl.arange(0, SPLITS)
+    part = out_row * SPLITS + split
+    _merge(
+        parts_ptr, parts_lse_ptr, part, split < SPLITS, out_ptr, lse_ptr, out_row, HEAD_DIM, HEAD_DIM_PADDED, STORE_LSE
+    )

@@ -3,7 +3,9 @@
 Prefill chunks and decodes go through one call: a sequence is a number of queries at the end of its cached tokens.
 """
 
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,14 @@ from kernels.checks import (
 )
 from kernels.paged_attention import cpu
 from kernels.paged_attention.batch import AttentionArgs, PagedBatch
-from kernels.paged_attention.tiling import TileSizes, choose_sizes, power_of_two
+from kernels.paged_attention.tiling import (
+    MAX_SPLITS,
+    MORE_SHARES,
+    MOST_KEYS,
+    TileSizes,
+    choose_sizes,
+    power_of_two,
+)
 
 __all__ = ["AttentionArgs", "PagedBatch", "paged_attention"]
 
@@ -78,10 +87,11 @@ def attend_with_triton(
 
     query: [T, Hq, D], of any float dtype and strides. k_cache, v_cache: [N, B, Hkv, D], like query, or int8 or
     float8_e4m3fn with scales. out: [T, Hq, D] like query. lse: [T, Hq] float32, natural logarithms.
-    The grid depends on nothing but shapes and the bounds in `batch`, as CUDA graphs need. Split keys take two launches.
+    The grid depends on nothing but shapes and the bounds in `batch`, as CUDA graphs need. Keys that are shared out take
+    a second launch, as single queries always do, and one more per step.
     """
     # Imported here because a CPU machine may have no triton.
-    from kernels.paged_attention.kernel import merge_splits_kernel, paged_attention_kernel
+    from kernels.paged_attention.kernel import merge_shares_kernel, merge_splits_kernel, paged_attention_kernel
 
     _, block_size, kv_heads, head_dim = k_cache.shape
     rows, query_heads, _ = query.shape
@@ -101,15 +111,23 @@ def attend_with_triton(
             max_seq_len=batch.max_seq_len,
             window=args.window,
         )
-    one_tile = batch.max_query_len == 1
-    tiles = sequences if one_tile else rows // sizes.tokens + sequences
-    # What the kernel writes: the result, or a part per split.
-    parts, parts_lse = out, lse
-    if sizes.splits > 1:
-        parts = torch.empty(rows, query_heads, sizes.splits, head_dim, dtype=torch.float32, device=query.device)
-        parts_lse = torch.empty(rows, query_heads, sizes.splits, dtype=torch.float32, device=query.device)
+    decode = batch.max_query_len == 1
     head_dim_padded = max(16, power_of_two(head_dim))
-    paged_attention_kernel[(kv_heads, tiles, sizes.splits)](
+    # What the kernel writes: the result, or a part per share.
+    parts, parts_lse, shares = out, lse, None
+    if decode:
+        shares = batch.once(
+            ("shares", args.window, sizes.splits, sizes.least_keys), lambda: share_out(batch, args.window, sizes)
+        )
+        tiles, splits = len(shares.sequence), 1
+        parts = torch.empty(tiles, query_heads, head_dim, dtype=torch.float32, device=query.device)
+        parts_lse = torch.empty(tiles, query_heads, dtype=torch.float32, device=query.device)
+    else:
+        tiles, splits = rows // sizes.tokens + sequences, sizes.splits
+        if splits > 1:
+            parts = torch.empty(rows, query_heads, splits, head_dim, dtype=torch.float32, device=query.device)
+            parts_lse = torch.empty(rows, query_heads, splits, dtype=torch.float32, device=query.device)
+    paged_attention_kernel[(kv_heads, tiles, splits)](
         query,
         k_cache,
         v_cache,
@@ -121,8 +139,10 @@ def attend_with_triton(
         batch.query_start,
         batch.seq_lens,
         batch.block_tables,
+        batch.query_start if shares is None else shares.sequence,
+        batch.query_start if shares is None else shares.first,
         sequences,
-        sizes.splits,
+        splits,
         batch.block_tables.stride(0),
         *query.stride(),
         args.window or 0,
@@ -136,7 +156,7 @@ def attend_with_triton(
         ROWS=sizes.rows,
         TILE_TOKENS=sizes.tokens,
         TILE_KEYS=sizes.keys,
-        DECODE_ONLY=one_tile,
+        DECODE_ONLY=decode,
         HAS_WINDOW=args.window is not None,
         HAS_SOFTCAP=args.softcap is not None,
         HAS_SINKS=args.sinks is not None,
@@ -147,21 +167,63 @@ def attend_with_triton(
         num_stages=sizes.num_stages,
         enable_fp_fusion=True,
     )
-    if sizes.splits > 1:
-        merge_splits_kernel[(rows, query_heads)](
-            parts,
-            parts_lse,
-            out,
-            out if lse is None else lse,
-            batch.query_start,
-            sequences,
-            SPLITS=sizes.splits,
-            HEAD_DIM=head_dim,
-            HEAD_DIM_PADDED=head_dim_padded,
-            STORE_LSE=lse is not None,
-            num_warps=4,
-            enable_fp_fusion=True,
+    merged: dict[str, Any] = {
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PADDED": head_dim_padded,
+        "STORE_LSE": lse is not None,
+        "num_warps": 4,
+        "enable_fp_fusion": True,
+    }
+    lse = out if lse is None else lse
+    if shares is not None:
+        merge_shares_kernel[(sequences, query_heads)](
+            parts, parts_lse, out, lse, batch.query_start, shares.first, MOST_SHARES=MAX_SPLITS, **merged
         )
+    elif splits > 1:
+        merge_splits_kernel[(rows, query_heads)](
+            parts, parts_lse, out, lse, batch.query_start, sequences, SPLITS=splits, **merged
+        )
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The shares of the keys of sequences of one query each, which programs of their own attend to.
+
+    sequence: [W] int32, the sequence of each share, those of a sequence side by side; -1 behind the last one.
+    first: [S + 1] int32, the first share of each sequence, and how many there are of all.
+    """
+
+    sequence: Tensor
+    first: Tensor
+
+
+def share_out(batch: PagedBatch, window: int | None, sizes: TileSizes) -> Shares:
+    """Shares as `share_out_kernel` makes them, on CUDA or in Triton's interpreter; one launch for all layers.
+
+    There is room for the shares of any lengths.
+    """
+    from kernels.paged_attention.kernel import share_out_kernel
+
+    sequences, device = len(batch.seq_lens), batch.seq_lens.device
+    entries = sizes.splits * sequences + max(MORE_SHARES, sequences)
+    shares = Shares(*(torch.empty(size, dtype=torch.int32, device=device) for size in (entries, sequences + 1)))
+    share_out_kernel[(1,)](
+        batch.query_start,
+        batch.seq_lens,
+        shares.sequence,
+        shares.first,
+        sequences,
+        sizes.splits,
+        window or 0,
+        entries,
+        LEAST_KEYS=sizes.least_keys,
+        MOST_KEYS=MOST_KEYS,
+        MOST_SHARES=MAX_SPLITS,
+        SEQUENCES_PADDED=max(16, power_of_two(sequences)),
+        ENTRIES_PADDED=max(16, power_of_two(entries)),
+        num_warps=4,
+    )
+    return shares
 
 
 @cache

@@ -27,24 +27,40 @@ def paged_attention(
         k_cache, v_cache = (
             dequantize(x, s, query.dtype) for x, s in ((k_cache, args.k_scale), (v_cache, args.v_scale))
         )
-    block_size, kv_heads = k_cache.shape[1:3]
     out = torch.zeros_like(query)
     row = 0
     for query_len, seq_len, table in zip(query_lens, seq_lens, block_tables, strict=True):
         for position in range(seq_len - query_len, seq_len):
-            first = 0 if args.window is None else max(0, position - args.window + 1)
-            slots = [(table[at // block_size], at % block_size) for at in range(first, position + 1)]
-            for head in range(query.shape[1]):
-                kv_head = head // (query.shape[1] // kv_heads)
-                keys = torch.stack([k_cache[block, offset, kv_head] for block, offset in slots]).to(query.dtype)
-                values = torch.stack([v_cache[block, offset, kv_head] for block, offset in slots]).to(query.dtype)
-                logits = keys @ query[row, head] * args.scale
-                if args.softcap is not None:
-                    logits = args.softcap * torch.tanh(logits / args.softcap)
-                if args.sinks is not None:
-                    logits = torch.cat([logits, args.sinks[head : head + 1].to(query.dtype)])
-                if lse is not None:
-                    lse[row, head] = torch.logsumexp(logits, 0)
-                out[row, head] = torch.softmax(logits, 0)[: len(slots)] @ values
+            seen = seen_positions(position, args)
+            keys, values = (slots_of(cache, table, seen, query) for cache in (k_cache, v_cache))
+            logits = logits_of(query[row], keys, args)
+            if lse is not None:
+                lse[row] = torch.logsumexp(logits, 1)
+            out[row] = torch.einsum("hn,nhd->hd", torch.softmax(logits, 1)[:, : len(seen)], values)
             row += 1
     return out
+
+
+def seen_positions(position: int, args: AttentionArgs) -> range:
+    """What the query of a position attends to."""
+    return range(0 if args.window is None else max(0, position - args.window + 1), position + 1)
+
+
+def slots_of(cache: Tensor, table: list[int], positions: range, query: Tensor) -> Tensor:
+    """Keys or values [N, Hq, D] of a sequence's positions, those of a head for each query head that reads it.
+
+    query: [T, Hq, D], whose dtype they get.
+    """
+    at, size = torch.tensor(positions), cache.shape[1]
+    chosen = cache[torch.tensor(table)[at // size], at % size].to(query.dtype)
+    return chosen.repeat_interleave(query.shape[1] // cache.shape[2], 1)
+
+
+def logits_of(query: Tensor, keys: Tensor, args: AttentionArgs) -> Tensor:
+    """[Hq, N] of one query [Hq, D] and keys [N, Hq, D]; [Hq, N + 1] with sinks."""
+    logits = torch.einsum("hd,nhd->hn", query, keys) * args.scale
+    if args.softcap is not None:
+        logits = args.softcap * torch.tanh(logits / args.softcap)
+    if args.sinks is not None:
+        logits = torch.cat([logits, args.sinks[:, None].to(logits.dtype)], 1)
+    return logits

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 class TileSizes:
     """Rows (pairs of a query token and a head), query tokens and keys of a tile, and how it is launched.
 
-    splits: programs among which a tile's keys are shared out, a power of two.
+    splits: programs among which a tile's keys are shared out, a power of two. Where each sequence has one query, a
+    share has at least least_keys, and a long sequence has more shares.
     """
 
     rows: int
@@ -16,20 +17,21 @@ class TileSizes:
     num_warps: int
     num_stages: int
     splits: int = 1
+    least_keys: int = 1
 
 
-# Rows of a prompt's tile, keys, warps and stages by head size, for 16-bit activations. No device has measured these
-# yet: of what compiles without spilling registers they are the largest tiles, with loads enough under way. The loads of
-# a stage are those of one tile, 32 KB of keys and values; two such ahead in each of the programs that fit a
-# multiprocessor are several times what memory has to have under way to be busy.
+# Rows of a prompt's tile, keys, warps and stages by head size, for 16-bit activations. Those of sm_90 for heads of 128
+# are the fastest of a sweep on an H100. No device has measured the others: of what compiles without spilling registers
+# they are the largest tiles, with loads enough under way.
 Table = dict[int, tuple[int, int, int, int]]
 PROMPT_SM_80: Table = {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)}
-PROMPT_SM_90: Table = {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)}
+PROMPT_SM_90: Table = {64: (128, 64, 8, 3), 128: (64, 64, 4, 3), 256: (64, 64, 8, 2)}
 # Single tokens: their rows are the fewest that a matrix instruction takes.
-SINGLE: Table = {64: (16, 128, 4, 3), 128: (16, 64, 4, 3), 256: (16, 32, 4, 3)}
+SINGLE_SM_80: Table = {64: (16, 128, 4, 3), 128: (16, 64, 4, 3), 256: (16, 32, 4, 3)}
+SINGLE_SM_90: Table = {64: (16, 128, 4, 3), 128: (16, 64, 4, 2), 256: (16, 32, 4, 3)}
 # Products in float32 have no instruction of their own; small tiles stay in registers.
 FLOAT32: Table = {64: (64, 32, 8, 1), 128: (32, 32, 8, 1), 256: (32, 32, 8, 1)}
-# Compute capabilities with the shared memory and the matrix instructions that PROMPT_SM_90 is for.
+# Compute capabilities with the shared memory and the matrix instructions that the tables of sm_90 are for.
 LARGE = (9, 10)
 
 # Programs per multiprocessor that share out the keys until there are as many, and what a share has at least.
@@ -37,6 +39,10 @@ SINGLE_PROGRAMS = 3
 PROMPT_PROGRAMS = 1
 SPLIT_KEYS = 256
 MAX_SPLITS = 64
+# What a share of a sequence with one query has at most: sequences of four times that take as long as their neighbours.
+MOST_KEYS = 2048
+# Shares that there are for this in any batch, and for each of its sequences.
+MORE_SHARES = 128
 
 
 def choose_sizes(
@@ -61,18 +67,17 @@ def choose_sizes(
     head_class = max(64, power_of_two(head_dim))
     tile_rows = max(16, power_of_two(group))
     single = max_query_len * group <= tile_rows
+    large = capability[0] in LARGE
     if element_size > 2:
         prompt_rows, keys, num_warps, num_stages = _of(FLOAT32, head_class)
         num_warps = 4 if single else num_warps
     elif single:
-        _, keys, num_warps, num_stages = _of(SINGLE, head_class)
+        _, keys, num_warps, num_stages = _of(SINGLE_SM_90 if large else SINGLE_SM_80, head_class)
         # Half the bytes per tile: one more of them under way.
         num_stages += cache_element_size < element_size
         prompt_rows = tile_rows
     else:
-        prompt_rows, keys, num_warps, num_stages = _of(
-            PROMPT_SM_90 if capability[0] in LARGE else PROMPT_SM_80, head_class
-        )
+        prompt_rows, keys, num_warps, num_stages = _of(PROMPT_SM_90 if large else PROMPT_SM_80, head_class)
     tile_rows = tile_rows if single else max(tile_rows, prompt_rows)
     tokens = tile_rows // group
     programs = kv_heads * (sequences if single else -(-rows // tokens))
@@ -81,7 +86,7 @@ def choose_sizes(
     splits = 1
     while programs * splits < wanted and 2 * splits * SPLIT_KEYS <= most_keys and splits < MAX_SPLITS:
         splits *= 2
-    return TileSizes(tile_rows, tokens, keys, num_warps, num_stages, splits)
+    return TileSizes(tile_rows, tokens, keys, num_warps, num_stages, splits, SPLIT_KEYS)
 
 
 def _of(table: Table, head_class: int) -> tuple[int, int, int, int]:

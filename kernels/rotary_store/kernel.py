@@ -78,12 +78,13 @@ def rotary_store_kernel(
     first_value = tl.load(value, mask=inside, other=0.0)
     second_value = tl.load(value + HALF, mask=inside, other=0.0)
     if QUANTIZED:
-        k_scale = tl.load(k_scale_ptr + kv_head)
-        v_scale = tl.load(v_scale_ptr + kv_head)
-        first_key = quantized(first_key, k_scale, k_cache_ptr.dtype.element_ty)
-        second_key = quantized(second_key, k_scale, k_cache_ptr.dtype.element_ty)
-        first_value = quantized(first_value, v_scale, v_cache_ptr.dtype.element_ty)
-        second_value = quantized(second_value, v_scale, v_cache_ptr.dtype.element_ty)
+        k_scale = k_scale_ptr + kv_head * (2 * HALF) + dim
+        v_scale = v_scale_ptr + kv_head * (2 * HALF) + dim
+        kind = k_cache_ptr.dtype.element_ty
+        first_key = quantized(first_key, tl.load(k_scale, mask=inside, other=1.0), kind)
+        second_key = quantized(second_key, tl.load(k_scale + HALF, mask=inside, other=1.0), kind)
+        first_value = quantized(first_value, tl.load(v_scale, mask=inside, other=1.0), kind)
+        second_value = quantized(second_value, tl.load(v_scale + HALF, mask=inside, other=1.0), kind)
     to = (slot * KV_HEADS + kv_head) * (2 * HALF) + dim
     tl.store(k_cache_ptr + to, first_key, mask=inside)
     tl.store(k_cache_ptr + to + HALF, second_key, mask=inside)

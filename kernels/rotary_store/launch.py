@@ -32,7 +32,7 @@ def rotary_store(
     positions: [T] int64, at most P - 1, by which tokens are rotated.
     slot_mapping: [T] int64, as in store_kv; -1 skips the token, its query too.
     k_cache, v_cache: [N, B, Hkv, D] contiguous, one layer of the pool.
-    k_scale, v_scale: [Hkv] float32 of int8 or float8_e4m3fn caches, which hold what is divided by them.
+    k_scale, v_scale: [Hkv, D] float32 of int8 or float8_e4m3fn caches, which hold what is divided by them.
     The launch depends on shapes alone, as CUDA graphs need. Raises ValueError naming the argument that is wrong.
     Positions and slots are not checked on CUDA.
     """
@@ -79,7 +79,7 @@ def rotate_with_torch(
 
     query: [T, Hq, D], written; key, value: [T, Hkv, D]; all of one float dtype. cos, sin: [P, D] of any float dtype.
     positions: [T] int64, in tokens. slot_mapping: [T] int64 slots, -1 for none.
-    k_cache, v_cache: [N, B, Hkv, D], like key, or int8 or float8_e4m3fn with k_scale, v_scale: [Hkv] float32.
+    k_cache, v_cache: [N, B, Hkv, D], like key, or int8 or float8_e4m3fn with k_scale, v_scale: [Hkv, D] float32.
     """
     rows = (slot_mapping >= 0).nonzero().flatten()
     cos, sin = (table[positions[rows], None] for table in (cos, sin))

@@ -13,7 +13,7 @@ def rotate_keys(k_cache: Tensor, slots: Tensor, deltas: Tensor, frequencies: Ten
     """Turn each named key back by its delta, in place: a key of position p becomes one of p - delta.
 
     k_cache: [L, N, B, Hkv, D] contiguous, the whole pool; halves of a head are pairs, as in rotary_store.
-        Quantized keys need no scale, which a rotation leaves as it is.
+        Quantized keys need no scales, which a rotation leaves as they are where those of a pair are alike.
     slots: [1 or L, 1 or Hkv, n] int64, block * B + offset in the block; with a 1 all layers or heads alike. Of one
         layer and head no slot is named twice.
     deltas: as slots, in positions. Where it is 0 the key keeps its bytes.

@@ -42,8 +42,8 @@ def store_kv_kernel(
         value_ptr + token * value_token_stride + head * value_head_stride + dim * value_dim_stride, mask=inside
     )
     if QUANTIZED:
-        key = quantized(key, tl.load(k_scale_ptr + head, mask=inside, other=1.0), k_cache_ptr.dtype.element_ty)
-        value = quantized(value, tl.load(v_scale_ptr + head, mask=inside, other=1.0), v_cache_ptr.dtype.element_ty)
+        key = quantized(key, tl.load(k_scale_ptr + at, mask=inside, other=1.0), k_cache_ptr.dtype.element_ty)
+        value = quantized(value, tl.load(v_scale_ptr + at, mask=inside, other=1.0), v_cache_ptr.dtype.element_ty)
     to = slot * HEADS * HEAD_DIM + at
     tl.store(k_cache_ptr + to, key, mask=inside)
     tl.store(v_cache_ptr + to, value, mask=inside)

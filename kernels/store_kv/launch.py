@@ -22,7 +22,7 @@ def store_kv(
     key, value: [T, Hkv, D], any strides, the caches' dtype; of quantized caches any float dtype.
     k_cache, v_cache: [N, B, Hkv, D] contiguous, one layer of the pool.
     slot_mapping: [T] int64, block * B + offset in the block, no slot twice; -1 skips the token.
-    k_scale, v_scale: [Hkv] float32 of int8 or float8_e4m3fn caches, which hold what is divided by them.
+    k_scale, v_scale: [Hkv, D] float32 of int8 or float8_e4m3fn caches, which hold what is divided by them.
     Raises ValueError naming the argument whose shape, dtype or device is wrong. Slots are not checked on CUDA.
     """
     check_caches(k_cache, v_cache, "[N, B, Hkv, D]")
@@ -56,7 +56,8 @@ def store_with_torch(
     """Store on a CPU: arguments as store_kv has checked them.
 
     key, value: [T, Hkv, D] of a float dtype. slot_mapping: [T] int64 slots, -1 for none.
-    k_cache, v_cache: [N, B, Hkv, D], written, like key, or int8 or float8_e4m3fn with k_scale, v_scale: [Hkv] float32.
+    k_cache, v_cache: [N, B, Hkv, D], written, like key, or int8 or float8_e4m3fn with scales.
+    k_scale, v_scale: [Hkv, D] float32, or None.
     """
     if bool((slot_mapping < 0).any()):
         kept = (slot_mapping >= 0).nonzero().flatten()

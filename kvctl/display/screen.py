@@ -17,6 +17,7 @@ from kvctl.display.tables import account
 from kvctl.measure.readings import WINDOW_SECONDS, Reading, ShardReading, rates, sees_all
 from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.rpc.durations import seconds
 
 # Salts and quotas that are shown at most.
 MOST = 12
@@ -66,8 +67,15 @@ class Bar:
 def _title(now: Reading) -> RenderableType:
     title = Text("kvkeep", style="bold")
     if now.model is not None:
-        title.append(f"  {printable(now.model.model)}  {now.model.dtype}", style="cyan")
+        title.append(f"  {printable(now.model.model)}  {_dtypes(now.model)}", style="cyan")
     return title
+
+
+def _dtypes(model: generation_pb2.GetModelResponse) -> str:
+    """Of the weights, and of the cache where that has another."""
+    if model.kv_cache_dtype in ("", model.dtype):
+        return model.dtype
+    return f"{model.dtype}, cache {model.kv_cache_dtype}"
 
 
 def _load(before: Reading, now: Reading) -> RenderableType:
@@ -76,38 +84,39 @@ def _load(before: Reading, now: Reading) -> RenderableType:
     if now.loads is not None:
         running, preempted = str(now.loads.running_requests), str(now.loads.preemptions)
         waiting = f"{now.loads.waiting_requests}/{now.loads.max_waiting_requests}"
-    rows = (
+    columns = [
+        (("running", running), ("waiting", waiting), ("preempted", preempted)),
         (
-            ("running", running),
             ("step", _milliseconds(found["step_seconds"])),
-            ("TTFT", _milliseconds(found["time_to_first_token_seconds"])),
-            ("prompt/s", _number(found["prompt_tokens_per_second"])),
-        ),
-        (
-            ("waiting", waiting),
             ("planning", _milliseconds(found["planning_seconds"])),
-            ("ITL", _milliseconds(found["inter_token_latency_seconds"])),
-            ("cached/s", _number(found["cached_tokens_per_second"])),
+            ("cache wait", _milliseconds(found["cachemgr_wait_seconds"])),
         ),
         (
-            ("preempted", preempted),
-            ("cache wait", _milliseconds(found["cachemgr_wait_seconds"])),
+            ("TTFT", _milliseconds(found["time_to_first_token_seconds"])),
+            ("ITL", _milliseconds(found["inter_token_latency_seconds"])),
             ("steps/s", _number(found["steps_per_second"])),
+        ),
+        (
+            ("prompt/s", _number(found["prompt_tokens_per_second"])),
+            ("cached/s", _number(found["cached_tokens_per_second"])),
             ("output/s", _number(found["output_tokens_per_second"])),
         ),
-    )
+    ]
+    if now.routed:
+        # Each engine has steps of its own, in the table of engines.
+        del columns[1]
     grid = Table.grid(padding=(0, 1), expand=True)
-    for _ in rows[0]:
+    for _ in columns:
         grid.add_column(style="bright_black", no_wrap=True)
         grid.add_column(justify="right", no_wrap=True)
         grid.add_column(ratio=1)
-    for row in rows:
+    for row in zip(*columns, strict=True):
         grid.add_row(*(cell for name, value in row for cell in (name, value, "")))
     return _panel("load", grid)
 
 
 def _engines(found: generation_pb2.ListEnginesResponse) -> RenderableType:
-    made = _table(("engine", "state"), ("running", "waiting", "queued", "sent", "cached"))
+    made = _table(("engine", "state"), ("running", "waiting", "queued", "step", "sent", "cached"))
     made.expand = True
     made.columns[0].ratio, made.columns[0].overflow = 1, "ellipsis"
     for one in found.engines:
@@ -117,6 +126,7 @@ def _engines(found: generation_pb2.ListEnginesResponse) -> RenderableType:
             f"{one.loads.running_requests}/{one.loads.max_running_requests}",
             str(one.loads.waiting_requests),
             str(one.loads.queued_prompt_tokens),
+            _milliseconds(seconds(one.loads.step_time) if one.loads.HasField("step_time") else None),
             str(one.routed_requests),
             share(one.expected_cached_tokens, one.routed_tokens),
         )

@@ -51,6 +51,8 @@ SEQUENCES: Sequence[Column[pb.Sequence]] = (
     Column("HANDLE", lambda item: item.sequence_handle, wide=True),
     Column("CAPACITY", lambda item: item.capacity_tokens, wide=True),
     Column("EVICTS", lambda item: _policy(item), wide=True),
+    Column("WINDOW", lambda item: optional(item, "window_tokens"), wide=True),
+    Column("GRANTED", lambda item: item.granted_blocks, wide=True),
 )
 
 

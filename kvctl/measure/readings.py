@@ -40,10 +40,14 @@ class ShardReading:
 
 @dataclass(frozen=True)
 class Reading:
-    """The services' answers at one time. trouble: services that did not answer, in words. engines: of a router."""
+    """The services' answers at one time. trouble: services that did not answer, in words.
+
+    routed: through a router. engines: those that it lists; None where it did not.
+    """
 
     at: float
     shards: Answers[ShardReading]
+    routed: bool = False
     model: generation_pb2.GetModelResponse | None = None
     loads: generation_pb2.GetLoadsResponse | None = None
     engines: generation_pb2.ListEnginesResponse | None = None
@@ -88,7 +92,8 @@ def read(session: Session, metrics: Mapping[str, str]) -> Reading:
             found |= {sample: value for sample, value in there.items() if name in sample}
         except (OSError, ValueError):
             trouble.append(f"{name}: no metrics at {address}")
-    return Reading(time.monotonic(), shards, model, loads, engines, found, tuple(trouble))
+    routed = bool(session.router_address)
+    return Reading(time.monotonic(), shards, routed, model, loads, engines, found, tuple(trouble))
 
 
 def _read(shard: Shard) -> ShardReading:
@@ -120,17 +125,30 @@ def rates(before: Reading, now: Reading) -> dict[str, float | None]:
         total, count = grown(f"{name}_sum"), grown(f"{name}_count")
         return total / count if total is not None and count else None
 
-    steps = None
-    if before.loads is not None and now.loads is not None:
-        steps = max(0, now.loads.steps - before.loads.steps) / elapsed
+    front = "kvkeep_router" if now.routed else "kvkeep_scheduler"
     return {
-        "steps_per_second": steps,
+        "steps_per_second": _steps_per_second(before, now),
         "step_seconds": mean("kvkeep_executor_step_seconds"),
         "planning_seconds": mean("kvkeep_scheduler_step_planning_seconds"),
         "cachemgr_wait_seconds": mean("kvkeep_scheduler_step_cachemgr_wait_seconds"),
-        "prompt_tokens_per_second": per_second("kvkeep_scheduler_prompt_tokens_total"),
-        "cached_tokens_per_second": per_second("kvkeep_scheduler_cached_tokens_total"),
-        "output_tokens_per_second": per_second("kvkeep_scheduler_output_tokens_total"),
-        "time_to_first_token_seconds": mean("kvkeep_scheduler_time_to_first_token_seconds"),
-        "inter_token_latency_seconds": mean("kvkeep_scheduler_inter_token_latency_seconds"),
+        "prompt_tokens_per_second": per_second(f"{front}_prompt_tokens_total"),
+        "cached_tokens_per_second": per_second(f"{front}_cached_tokens_total"),
+        "output_tokens_per_second": per_second(f"{front}_output_tokens_total"),
+        "time_to_first_token_seconds": mean(f"{front}_time_to_first_token_seconds"),
+        "inter_token_latency_seconds": mean(f"{front}_inter_token_latency_seconds"),
     }
+
+
+def _steps_per_second(before: Reading, now: Reading) -> float | None:
+    """Of all engines together that answered both times; a router's own count is of messages."""
+    earlier, later = _steps(before), _steps(now)
+    both = earlier.keys() & later.keys()
+    return sum(max(0, later[name] - earlier[name]) for name in both) / (now.at - before.at) if both else None
+
+
+def _steps(reading: Reading) -> dict[str, int]:
+    """Steps so far by the engine's address, which is empty without a router."""
+    if reading.routed:
+        listed = () if reading.engines is None else reading.engines.engines
+        return {one.address: one.loads.steps for one in listed if one.HasField("loads")}
+    return {} if reading.loads is None else {"": reading.loads.steps}

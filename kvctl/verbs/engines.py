@@ -1,4 +1,4 @@
-"""Verbs about engines: those of a router, and the draining of one."""
+"""Verbs about engines: those of a router, the draining of one, and the end of its requests."""
 
 import time
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ def drain(
     yes: Yes = False,
 ) -> None:
     """Have the scheduler admit no more requests. Waits for running ones; exits with 1 when some are left."""
-    operation = session.operation(_address(session, engine))
+    operation = session.operation(engine_address(session, engine))
     whom = f"the engine {operation.address}" if engine else "the scheduler"
     deadline = time.monotonic() + seconds(duration_of(lasts, "--for"))
 
@@ -98,7 +98,40 @@ def drain(
         raise typer.Exit(Status.FOUND)
 
 
-def _address(session: Session, engine: str) -> str:
+@verb(app, "abort", "kvctl abort chatcmpl-1 --yes")
+def abort(
+    session: Session,
+    request_id: Annotated[
+        str, typer.Argument(help="The request's request_id, or the id of its answer; --all without it.")
+    ] = "",
+    everything: Annotated[bool, typer.Option("--all", help="All live requests.")] = False,
+    tenant: Annotated[str | None, typer.Option(help="Of this tenant only.")] = None,
+    engine: Annotated[
+        str,
+        typer.Option(help="Its address, name or executor, as `kvctl engines` lists it; scheduler or router without."),
+    ] = "",
+    dry_run: DryRun = False,
+    yes: Yes = False,
+) -> None:
+    """End requests: their answers end with what there is of them, and with the finish reason "abort"."""
+    if bool(request_id) == everything:
+        raise typer.BadParameter("give a request's id, or --all for all of them", param_hint="ID")
+    operation = session.operation(engine_address(session, engine) if engine else "")
+
+    def ask(*, dry_run: bool) -> pb.AbortRequestsResponse:
+        request = pb.AbortRequestsRequest(
+            request_id=request_id, all=everything, tenant_id=tenant, validate_only=dry_run
+        )
+        return operation.call(operation.stub.AbortRequests, request)
+
+    answer = ask(dry_run=True)
+    if not dry_run:
+        confirm(f"Abort {_live(answer)}?", yes=yes)
+        answer = ask(dry_run=False)
+    session.show(answer, lambda _wide: f"{'would abort' if dry_run else 'aborted'} {_live(answer)}")
+
+
+def engine_address(session: Session, engine: str) -> str:
     """Where an engine serves; empty without one, for the scheduler. Raises CommandError."""
     if not session.router_address:
         return addresses_of(engine, "ENGINE")[0] if engine else ""
@@ -114,3 +147,7 @@ def _address(session: Session, engine: str) -> str:
 
 def _requests(answer: pb.SetDrainingResponse) -> str:
     return f"{answer.running_requests} running and {answer.waiting_requests} waiting"
+
+
+def _live(answer: pb.AbortRequestsResponse) -> str:
+    return f"{answer.aborted_requests} request{'' if answer.aborted_requests == 1 else 's'}"

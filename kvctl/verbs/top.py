@@ -35,12 +35,19 @@ def top(
     executor_metrics: Annotated[
         str, typer.Option(envvar="KVKEEP_EXECUTOR_METRICS_ADDRESS", help="Where the executor's metrics are.")
     ] = STACK_METRICS["executor"],
+    router_metrics: Annotated[
+        str, typer.Option(envvar="KVKEEP_ROUTER_METRICS_ADDRESS", help="Where the router's metrics are.")
+    ] = STACK_METRICS["router"],
 ) -> None:
     """Show the stack live. Pools and tiers, tenants and salts, hit rate, queue, step time; Ctrl-C ends it.
 
-    With a router its engines, too; load and queue are those of the router then.
+    With a router its engines, too, each with its step time. Load, queue, rates and latencies are those of the router
+    then.
     """
-    metrics = {"scheduler": scheduler_metrics, "executor": executor_metrics}
+    if session.router_address:
+        metrics = {"router": router_metrics}
+    else:
+        metrics = {"scheduler": scheduler_metrics, "executor": executor_metrics}
     before = read(session, metrics)
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -66,4 +73,4 @@ def _again(session: Session, metrics: Mapping[str, str], before: Reading) -> Rea
     try:
         return read(session, metrics)
     except CommandError as error:
-        return Reading(time.monotonic(), before.shards, trouble=(f"cachemgr: {error}",))
+        return Reading(time.monotonic(), before.shards, before.routed, trouble=(f"cachemgr: {error}",))

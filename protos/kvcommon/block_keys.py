@@ -1,20 +1,22 @@
-"""Keys of blocks: a SHA-256 chain per executor model, salt and adapter.
+"""Keys of blocks: a SHA-256 chain per executor model, salt, adapter and version of the weights.
 
-    root  = H("kvkeep/root/1\\0"  | u32 length, fingerprint | salt | adapter)
+    root  = H("kvkeep/root/1\\0"  | u32 length, fingerprint | salt | adapter | weight version)
     child = H("kvkeep/block/2\\0" | parent, 32 bytes | u32 number of tokens, tokens as u32 | extra)
 
 All numbers are little-endian. salt: byte 0 for none, else byte 1, u32 length, UTF-8. adapter: byte 0 for none, else
-byte 1, u64. extra: for each piece of content that is no token and that a token of the block stands for, in order: i32
-first token of the piece counted from the block's first, u32 tokens of the block that stand for it, u32 length, digest;
-nothing when there is none. Every part has a fixed or a stated length, so that no two inputs run together into the same
-bytes.
+byte 1, u64. weight version: nothing for the weights that the executor was started with, else byte 1, u32 length, UTF-8.
+extra: for each piece of content that is no token and that a token of the block stands for, in order: i32 first token of
+the piece counted from the block's first, u32 tokens of the block that stand for it, u32 length, digest; nothing when
+there is none. Every part has a fixed or a stated length, so that no two inputs run together into the same bytes.
 `docs/keys.md` is the same specification for clients that compute keys.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+import sys
+from array import array
+from collections.abc import Iterable
 from hashlib import sha256
 
 from protos.kvcommon.tokens import TOKEN_BYTES
@@ -25,25 +27,27 @@ _ROOT = b"kvkeep/root/1\0"
 _CHILD = b"kvkeep/block/2\0"
 # Every child key begins so: a copy takes a sixth less time than to begin anew.
 _begin_child = sha256(_CHILD).copy
-_LOW = struct.Struct("<Q24x")
-# Blocks of a prompt that are hashed at a time, before it is known whether any engine has more of them.
-_PORTION = 256
 
 
-def root_key(fingerprint: bytes, salt: str | None, adapter_id: int | None) -> bytes:
-    """The parent key of the first block of a chain."""
-    encoded = b"" if salt is None else salt.encode()
+def root_key(fingerprint: bytes, salt: str | None, adapter_id: int | None, weight_version: str = "") -> bytes:
+    """The parent key of the first block of a chain. weight_version: empty for those of its start."""
     return sha256(
         b"".join(
             (
                 _ROOT,
                 struct.pack("<I", len(fingerprint)),
                 fingerprint,
-                b"\0" if salt is None else b"\1" + struct.pack("<I", len(encoded)) + encoded,
+                b"\0" if salt is None else _text(salt),
                 b"\0" if adapter_id is None else b"\1" + struct.pack("<Q", adapter_id),
+                _text(weight_version) if weight_version else b"",
             )
         )
     ).digest()
+
+
+def _text(text: str) -> bytes:
+    encoded = text.encode()
+    return b"\1" + struct.pack("<I", len(encoded)) + encoded
 
 
 def child_key(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
@@ -65,17 +69,16 @@ def extend_chain(keys: list[bytes], root: bytes, packed: bytes, block_size: int)
         keys.append(parent)
 
 
-def low_keys(keys: Iterable[bytes]) -> list[int]:
+def low_keys(keys: Iterable[bytes]) -> array[int]:
     """The low 64 bits of each key, by which routers know it: its first eight bytes, little-endian."""
-    return [low for (low,) in _LOW.iter_unpack(b"".join(keys))]
+    words = array("Q", b"".join(keys))[:: DIGEST_BYTES // 8]
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words
 
 
-def read_low_keys(root: bytes, packed: bytes, block_size: int) -> Iterator[int]:
-    """The low 64 bits of the keys of all full blocks of a prompt; nothing far behind what is read is hashed."""
-    width = _PORTION * block_size * TOKEN_BYTES
-    for start in range(0, len(packed), width):
-        keys: list[bytes] = []
-        extend_chain(keys, root, packed[start : start + width], block_size)
-        if keys:
-            root = keys[-1]
-        yield from low_keys(keys)
+def prompt_low_keys(root: bytes, packed: bytes, block_size: int) -> array[int]:
+    """The low 64 bits of the keys of all full blocks of a prompt."""
+    keys: list[bytes] = []
+    extend_chain(keys, root, packed, block_size)
+    return low_keys(keys)

@@ -7,7 +7,7 @@ kept, which is how many slots it uses.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from protos.errors import InvalidField
@@ -35,6 +35,7 @@ class Kind(enum.IntEnum):
     KNORM = 12
     LAST = 13
     RANDOM = 14
+    ADAPTIVE_WINDOW = 15
 
 
 class Anchor(enum.IntEnum):
@@ -49,6 +50,10 @@ class Anchor(enum.IntEnum):
 
 # Evict whole blocks between a start and a recent area; each layer its own.
 AREAS = (Kind.SUM, Kind.NORM_SUM, Kind.ADAPTIVE_RKV)
+# Count the attention of a prompt's last tokens only.
+WITH_SCORE_WINDOW = (*AREAS, Kind.SNAPKV, Kind.ADAPTIVE_WINDOW)
+# Keep the first and the last tokens.
+WINDOWS = (Kind.SLIDING_WINDOW, Kind.ADAPTIVE_WINDOW)
 # Never look at attention.
 SCORELESS = (Kind.SLIDING_WINDOW, Kind.KEYDIFF, Kind.KNORM, Kind.LAST, Kind.RANDOM)
 # (start, recent, maximum, period); a period of None is a block. A window of 512 tokens has no maximum of its own.
@@ -60,9 +65,12 @@ _DEFAULTS: dict[Kind, tuple[int, int, int, int | None]] = {
     **dict.fromkeys((Kind.TOVA, Kind.ROCO, Kind.KEYDIFF, Kind.KNORM, Kind.RANDOM), (4, 32, 672, 16)),
     Kind.AVERAGE: (0, 0, 672, 64),
     Kind.LAST: (0, 1, 64, 63),
+    Kind.ADAPTIVE_WINDOW: (32, 128, 672, None),
 }
 # Of a window that evicts while the prompt is computed: one token at a time, a step would compute no more than that.
 _PREFILL_PERIOD = 64
+# Queries at a prompt's end by which an adaptive window is chosen.
+_WINDOW_ROWS = 16
 _MAX_TOKENS = 1 << 24
 _MAX_STEPS = 1024
 MIN_LAST = 2
@@ -79,6 +87,14 @@ class KvCrush:
 
 
 @dataclass(frozen=True)
+class WindowBounds:
+    """Tokens of the shortest and the longest adaptive window. A sequence is admitted with the shortest."""
+
+    least: int
+    most: int
+
+
+@dataclass(frozen=True)
 class Layout:
     """The policies that an executor's model supports. windows: one per layer group, None for full attention."""
 
@@ -89,7 +105,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy with nothing left open. All but mass are numbers of tokens, steps or blocks."""
+    """A policy with nothing left open. All but mass are numbers of tokens, steps or blocks.
+
+    bounds: of an adaptive window, which `recent` and `maximum` are about as it is at present; None for other kinds.
+    """
 
     kind: Kind
     block_size: int
@@ -104,6 +123,7 @@ class Policy:
     mass_steps: int
     crush: KvCrush | None
     seed: int
+    bounds: WindowBounds | None = None
 
     @property
     def uses_scores(self) -> bool:
@@ -122,7 +142,36 @@ class Policy:
             return None
         if self.by_block:
             return self._floor + self.block_size
-        return self.maximum + self.period if self.kind is Kind.SLIDING_WINDOW else self.maximum
+        return self.maximum + self.period if self.kind in WINDOWS else self.maximum
+
+    @property
+    def window(self) -> int:
+        """Of kinds that keep a window: its tokens behind the first ones, at present."""
+        return self.maximum - self.start
+
+    def with_window(self, tokens: int) -> Policy:
+        """The policy with an adaptive window of another length."""
+        return replace(self, recent=tokens, maximum=self.start + tokens)
+
+    def allows_window(self, tokens: int) -> bool:
+        """Whether its window is adaptive and may have this length."""
+        bounds = self.bounds
+        return bounds is not None and bounds.least <= tokens <= bounds.most and tokens % self.period == 0
+
+    def looks(self, kept: int, computed: int, prompt: int) -> bool:
+        """Whether the attention so far says how long an adaptive window is to be when it evicts next.
+
+        It does half a period before, so that there is time to ask for blocks, and behind a longer prompt.
+        kept, computed: behind a step.
+        """
+        look = self._look
+        if look is None or computed < prompt:
+            return False
+        return kept == look or (computed == prompt and kept > look)
+
+    @property
+    def _look(self) -> int | None:
+        return None if self.bounds is None else self.maximum + self.period - self.period // 2
 
     @property
     def _floor(self) -> int:
@@ -149,7 +198,7 @@ class Policy:
         if self.by_block:
             return kept if kept < self._floor + self.block_size else self._floor + kept % self.block_size
         match self.kind:
-            case Kind.SLIDING_WINDOW:
+            case Kind.SLIDING_WINDOW | Kind.ADAPTIVE_WINDOW:
                 return self.maximum if kept >= self.maximum + self.period else kept
             case Kind.SNAPKV:
                 return min(kept, self.maximum) if computed == prompt else kept
@@ -162,6 +211,8 @@ class Policy:
         """Tokens that may be computed before the policy must be asked again; None for no bound."""
         if computed < prompt and not self.during_prefill:
             return prompt - computed
+        if self._look is not None and kept < self._look:
+            return self._look - kept
         return None if self.most_kept is None else self.most_kept - kept
 
     def first_eviction(self, prompt: int) -> int | None:
@@ -233,17 +284,22 @@ class _Reader:
             self._check_areas()
         elif self._kind is Kind.SLIDING_WINDOW:
             self._check_window()
+        elif self._kind is Kind.ADAPTIVE_WINDOW:
+            self._check_adaptive_window()
         elif self._kind is Kind.LAST:
             self._check_last()
         else:
             self._check_tokens()
         self._check_uses()
+        bounds = None
+        if self._kind is Kind.ADAPTIVE_WINDOW:
+            bounds = WindowBounds(self._recent, self._maximum - self._start)
         return Policy(
             kind=self._kind,
             block_size=self._layout.block_size,
             start=self._start,
             recent=self._recent,
-            maximum=self._maximum,
+            maximum=self._maximum if bounds is None else self._start + bounds.least,
             period=self._period,
             during_prefill=self._message.during_prefill,
             compacted=self._message.positions == _COMPACTED,
@@ -252,6 +308,7 @@ class _Reader:
             mass_steps=self._mass_steps(),
             crush=self._crush(),
             seed=self._message.seed,
+            bounds=bounds,
         )
 
     def _given(self, name: str, otherwise: int) -> int:
@@ -289,6 +346,19 @@ class _Reader:
         if not self._period:
             raise self._invalid("period_tokens", "must be at least 1")
 
+    def _check_adaptive_window(self) -> None:
+        size, period = self._layout.block_size, self._period
+        if not period or period % size:
+            raise self._invalid("period_tokens", f"must be a multiple of the block size, {size}, and not 0")
+        if not self._recent or self._recent % period:
+            raise self._invalid("recent_tokens", f"must be a multiple of period_tokens, {period}, and not 0")
+        longest = self._maximum - self._start
+        if longest < self._recent or longest % period:
+            least = self._start + self._recent
+            raise self._invalid(
+                "max_cache_tokens", f"must be {least} and any multiple of period_tokens, {period}, or absent"
+            )
+
     def _check_last(self) -> None:
         if self._maximum < MIN_LAST:
             raise self._invalid("max_cache_tokens", f"must be at least {MIN_LAST}")
@@ -306,14 +376,15 @@ class _Reader:
 
     def _check_uses(self) -> None:
         """Fields that the kind has no use for."""
-        waits = (*AREAS, Kind.SNAPKV, Kind.LAST)
+        waits = (*AREAS, Kind.SNAPKV, Kind.LAST, Kind.ADAPTIVE_WINDOW)
         if self._message.during_prefill and self._kind in waits:
             raise self._invalid("during_prefill", "cannot be used with this kind, which waits for the prompt")
         if self._kind in AREAS and self._message.HasField("period_tokens"):
             raise self._invalid("period_tokens", "cannot be used with this kind, which evicts whole blocks")
         for name, kinds in (
-            ("score_window_tokens", (*AREAS, Kind.SNAPKV)),
+            ("score_window_tokens", WITH_SCORE_WINDOW),
             ("adaptive_rkv", (Kind.ADAPTIVE_RKV,)),
+            ("attention_mass", (Kind.ADAPTIVE_WINDOW,)),
             ("kvcrush", (Kind.SUM, Kind.NORM_SUM)),
         ):
             if self._message.HasField(name) and self._kind not in kinds:
@@ -324,18 +395,22 @@ class _Reader:
             raise self._invalid("positions", "cannot be compacted: the model has no plain rotary embedding")
 
     def _score_window(self) -> int:
-        if self._kind not in (*AREAS, Kind.SNAPKV):
+        if self._kind not in WITH_SCORE_WINDOW:
             return 0
-        window = self._given("score_window_tokens", 8)
+        window = self._given("score_window_tokens", _WINDOW_ROWS if self._kind is Kind.ADAPTIVE_WINDOW else 8)
         if self._kind is Kind.SNAPKV and not 1 <= window <= self._recent:
             raise self._invalid("score_window_tokens", f"must be from 1 to recent_tokens, {self._recent}")
         return window
 
     def _mass(self) -> float:
-        settings = self._message.adaptive_rkv
-        mass: float = settings.attention_mass if settings.HasField("attention_mass") else 0.9
+        message: pb.EvictionPolicy | pb.AdaptiveRkv = self._message
+        field, mass = "attention_mass", 0.97
+        if self._kind is not Kind.ADAPTIVE_WINDOW:
+            message, field, mass = self._message.adaptive_rkv, "adaptive_rkv.attention_mass", 0.9
+        if message.HasField("attention_mass"):
+            mass = message.attention_mass
         if not 0 < mass <= 1:
-            raise self._invalid("adaptive_rkv.attention_mass", "must be greater than 0 and at most 1")
+            raise self._invalid(field, "must be greater than 0 and at most 1")
         return mass
 
     def _mass_steps(self) -> int:

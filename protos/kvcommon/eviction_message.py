@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from protos.kvcommon.eviction import AREAS, Kind, Layout, Policy, parse
+from protos.kvcommon.eviction import WITH_SCORE_WINDOW, Kind, Layout, Policy, parse
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 
 # A policy that does not suit this layout suits no executor: every number is a multiple of its block size.
@@ -36,22 +36,25 @@ class EvictionPolicyRequest(NamedTuple):
 
 def message_of(policy: Policy) -> common.EvictionPolicy:
     """The message of a policy: what its kind uses, and nothing else."""
+    bounds = policy.bounds
     message = common.EvictionPolicy(
         kind=f"EVICTION_KIND_{policy.kind.name}",
         start_tokens=policy.start,
-        recent_tokens=policy.recent,
-        max_cache_tokens=policy.maximum,
+        recent_tokens=policy.recent if bounds is None else bounds.least,
+        max_cache_tokens=policy.maximum if bounds is None else policy.start + bounds.most,
         during_prefill=policy.during_prefill,
         positions=f"EVICTION_POSITIONS_{'COMPACTED' if policy.compacted else 'ABSOLUTE'}",
         seed=policy.seed,
     )
     if not policy.by_block and policy.kind is not Kind.LAST:
         message.period_tokens = policy.period
-    if policy.kind in (*AREAS, Kind.SNAPKV):
+    if policy.kind in WITH_SCORE_WINDOW:
         message.score_window_tokens = policy.score_window
     if policy.kind is Kind.ADAPTIVE_RKV:
         message.adaptive_rkv.attention_mass = policy.mass
         message.adaptive_rkv.window_steps = policy.mass_steps
+    if bounds is not None:
+        message.attention_mass = policy.mass
     if policy.crush is not None:
         anchor = f"KV_CRUSH_ANCHOR_{policy.crush.anchor.name}"
         message.kvcrush.CopyFrom(common.KvCrush(budget_blocks=policy.crush.budget, anchor=anchor))

@@ -1,6 +1,7 @@
 """Addresses that a process listens on: host:port or unix:/path."""
 
 import ipaddress
+import re
 import socket
 import stat
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ _UNIX = "unix:"
 # sun_path holds 108 bytes with its closing zero.
 _MAX_SOCKET_PATH = 107
 _MAX_PORT = 65_535
+_NUMBER = re.compile(r"\d+$", re.ASCII)
 
 # The answer to a request with another Host header.
 WRONG_HOST = "without TLS and tokens this server answers to localhost or an IP address in the Host header only\n"
@@ -49,6 +51,21 @@ def validate(address: str) -> str:
     elif not path.is_absolute():
         raise ValueError("must have an absolute path after unix:")
     return address
+
+
+def number_of(name: str) -> int:
+    """The number at the end of a name; 0 without one."""
+    found = _NUMBER.search(name)
+    return int(found[0]) if found else 0
+
+
+def moved(address: str, by: int) -> str:
+    """A host:port with a port that is so much larger; port 0 stays. Raises ValueError where there is no such port."""
+    host, _, text = address.rpartition(":")
+    _, port = split_host_port(address)
+    if port and port + by > _MAX_PORT:
+        raise ValueError(f"{text} and {by} are more than {_MAX_PORT}, the last port")
+    return f"{host}:{port + by if port else 0}"
 
 
 def is_loopback(address: str) -> bool:

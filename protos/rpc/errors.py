@@ -24,6 +24,8 @@ _REASONS = {
         "UNKNOWN_QUOTA",
         "UNKNOWN_HOLD",
         "MODEL_NOT_FOUND",
+        "UNKNOWN_ADAPTER",
+        "UNKNOWN_REQUEST",
     ),
     grpc.StatusCode.FAILED_PRECONDITION: (
         "EXECUTOR_NOT_REGISTERED",
@@ -43,8 +45,16 @@ _REASONS = {
         "POOL_IN_USE",
         "QUOTA_TOO_LARGE",
         "BLOCKS_IN_USE",
+        "LOADED_ELSEWHERE",
     ),
-    grpc.StatusCode.UNAVAILABLE: ("MANAGER_FAILED", "NOT_READY", "DRAINING", "EXECUTOR_REPLACED"),
+    grpc.StatusCode.UNAVAILABLE: (
+        "MANAGER_FAILED",
+        "NOT_READY",
+        "DRAINING",
+        "EXECUTOR_REPLACED",
+        "ADAPTER_LEAVES",
+        "ADAPTER_LOST",
+    ),
     grpc.StatusCode.ALREADY_EXISTS: ("SEQUENCE_EXISTS", "RULE_EXISTS", "REQUEST_EXISTS"),
     grpc.StatusCode.INVALID_ARGUMENT: ("INVALID_FIELD", "SEQUENCE_TOO_LONG", "REQUEST_TOO_LARGE"),
     grpc.StatusCode.ABORTED: (

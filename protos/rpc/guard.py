@@ -35,13 +35,14 @@ class Guard:
         """
         return None if self._tokens is None else self._tokens.identify(authorization)
 
-    def allow(self, identity: Identity | None, method: str) -> None:
-        """Raises PermissionDeniedError where role or tenant may not call "package.Service/Method"."""
+    def allow(self, identity: Identity | None, *methods: str) -> None:
+        """Raises PermissionDeniedError where role or tenant may call none of these "package.Service/Method"."""
         if identity is None:
             return
-        if identity.role not in roles_of(method):
+        allowed = [method for method in methods if identity.role in roles_of(method)]
+        if not allowed:
             raise PermissionDeniedError("the role of this token may not call this method")
-        if identity.tenant and is_whole(method):
+        if identity.tenant and all(map(is_whole, allowed)):
             raise PermissionDeniedError("this method is about all tenants, and the token about one")
 
     def holding(self, authorization: str, identity: Identity | None) -> AbstractContextManager[None]:

@@ -29,6 +29,38 @@ def peer_of(request: Request) -> str:
     return "" if request.client is None else f"{request.client.host}:{request.client.port}"
 
 
+def bind(address: str, count: int = 1, *, insecure: bool = False, setting: str = "") -> list[socket.socket]:
+    """Sockets for servers on host:port, among which the system shares out connections. Raises AddressError.
+
+    insecure: others may reach it. setting: the variable that chose the address.
+    """
+    addresses.prepare(address, insecure=insecure, setting=setting)
+    # Alone at first: with a shared port, a second process that listens there would not be noticed.
+    first = _bound(address, setting)
+    if count == 1:
+        return [first]
+    place = f"{address.rpartition(':')[0]}:{first.getsockname()[1]}"
+    first.close()
+    return [_bound(place, setting, shared=True) for _ in range(count)]
+
+
+def _bound(address: str, setting: str, *, shared: bool = False) -> socket.socket:
+    host, port = addresses.split_host_port(address)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # A port in TIME_WAIT is free.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
+    for option in SOCKET_OPTIONS:
+        # Connections have them from their listener.
+        listener.setsockopt(*option)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise addresses.in_use(address, setting) from error
+    return listener
+
+
 class _OwnNames:
     """Refuses requests for another host than this one."""
 
@@ -137,11 +169,15 @@ class HttpServer:
         self._server = _Uvicorn(config)
         self._serving: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Returns when it listens; `address` then has the port that 0 stood for. Raises AddressError."""
-        addresses.prepare(self.address, insecure=self._open_to_all, setting=self._setting)
+    async def start(self, listener: socket.socket | None = None) -> None:
+        """Returns when it listens; `address` then has the port that 0 stood for. Raises AddressError.
+
+        listener: of `bind`, in place of one of its own.
+        """
+        if listener is None:
+            [listener] = bind(self.address, insecure=self._open_to_all, setting=self._setting)
+        self.address = f"{self.address.rpartition(':')[0]}:{listener.getsockname()[1]}"
         self._server.server_state = Connections(self._name, raise_file_limit())
-        listener = self._bind()
         self._serving = asyncio.create_task(self._server.serve([listener]))
         await self._server.listening.wait()
         log.info("listening", server=self._name, address=self.address)
@@ -154,19 +190,3 @@ class HttpServer:
             self._server.config.timeout_graceful_shutdown = 0
         self._server.should_exit = True
         await self._serving
-
-    def _bind(self) -> socket.socket:
-        host, port = addresses.split_host_port(self.address)
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        # A port in TIME_WAIT is free.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        for option in SOCKET_OPTIONS:
-            # Connections have them from their listener.
-            listener.setsockopt(*option)
-        try:
-            listener.bind((host, port))
-        except OSError as error:
-            listener.close()
-            raise addresses.in_use(self.address, self._setting) from error
-        self.address = f"{self.address.rpartition(':')[0]}:{listener.getsockname()[1]}"
-        return listener

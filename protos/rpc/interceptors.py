@@ -33,7 +33,12 @@ _MAX_FORWARDED = 64
 _REFUSALS = (grpc.StatusCode.PERMISSION_DENIED.name, grpc.StatusCode.UNAUTHENTICATED.name)
 _END = object()
 # Streams that last for as long as their callers like; those that need no token end after so many seconds.
-_WATCHES = ("grpc.", "kvcache.v1.CacheEventService/", "kvcache.v1.CacheAdminService/")
+_WATCHES = (
+    "grpc.",
+    "kvcache.v1.CacheEventService/",
+    "kvcache.v1.CacheAdminService/",
+    "vllm.grpc.engine.VllmEngine/SubscribeKvEvents",
+)
 OPEN_WATCH_SECONDS = 3600.0
 
 log = structlog.get_logger()

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 
-from prometheus_client import make_asgi_app
+from prometheus_client import REGISTRY, CollectorRegistry, make_asgi_app
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -20,7 +20,12 @@ HEALTH, LIVE = "/health", "/live"
 ANSWER_SECONDS = 3.0
 
 
-def start(address: str, is_serving: Callable[[], bool], security: Security = PLAIN) -> Callable[[], None]:
+def start(
+    address: str,
+    is_serving: Callable[[], bool],
+    security: Security = PLAIN,
+    registry: CollectorRegistry = REGISTRY,
+) -> Callable[[], None]:
     """Serves on host:port from a thread of its own; returns a function that stops it. Raises AddressError.
 
     Call it on the loop of the process: `is_serving` is asked there, so that a loop that hangs is found out. With TLS a
@@ -28,7 +33,7 @@ def start(address: str, is_serving: Callable[[], bool], security: Security = PLA
     Without TLS, on loopback, requests for another host than this one are refused.
     """
     server = HttpServer(
-        _application(is_serving, asyncio.get_running_loop()),
+        _application(is_serving, asyncio.get_running_loop(), registry),
         address,
         name="metrics",
         security=security,
@@ -60,7 +65,9 @@ def start(address: str, is_serving: Callable[[], bool], security: Security = PLA
     return stop
 
 
-def _application(is_serving: Callable[[], bool], process: asyncio.AbstractEventLoop) -> Starlette:
+def _application(
+    is_serving: Callable[[], bool], process: asyncio.AbstractEventLoop, registry: CollectorRegistry
+) -> Starlette:
     """process: the loop of the process, which is not the one that serves the application."""
 
     async def ask() -> bool:
@@ -93,6 +100,6 @@ def _application(is_serving: Callable[[], bool], process: asyncio.AbstractEventL
         routes=[
             Route(HEALTH, probe(ready=True)),
             Route(LIVE, probe(ready=False)),
-            Mount("/", make_asgi_app()),
+            Mount("/", make_asgi_app(registry)),
         ]
     )

@@ -15,12 +15,16 @@ _TABLE: Mapping[str, tuple[tuple[tuple[str, ...], frozenset[Role]], ...]] = {
         (("GetModel", "GetLoads", "TokenizePrompt"), frozenset({Role.CALLER, Role.OPERATOR, Role.VIEWER})),
         (("",), frozenset({Role.CALLER})),
     ),
+    "vllm.grpc.engine.VllmEngine": (
+        (("Get", "HealthCheck"), frozenset({Role.CALLER, Role.OPERATOR, Role.VIEWER})),
+        (("",), frozenset({Role.CALLER})),
+    ),
     "generation.v1.SchedulerAdminService": ((("",), frozenset({Role.OPERATOR})),),
     "generation.v1.EngineService": ((("",), frozenset({Role.ROUTER})),),
     "generation.v1.RouterService": ((_READING, frozenset({Role.OPERATOR, Role.VIEWER})),),
     "execution.v1.ExecutorService": ((("",), frozenset({Role.SCHEDULER})),),
     "kvcache.v1.CacheManagerService": (
-        (("RegisterExecutor", "RenewExecutor", "ConfirmTransfers"), frozenset({Role.EXECUTOR})),
+        (("RegisterExecutor", "RenewExecutor", "UpdateWeights", "ConfirmTransfers"), frozenset({Role.EXECUTOR})),
         (("SendHints",), frozenset({Role.SCHEDULER, Role.OPERATOR})),
         (("",), frozenset({Role.SCHEDULER})),
     ),
@@ -28,7 +32,7 @@ _TABLE: Mapping[str, tuple[tuple[tuple[str, ...], frozenset[Role]], ...]] = {
         (_READING, frozenset({Role.OPERATOR, Role.VIEWER})),
         (("",), frozenset({Role.OPERATOR})),
     ),
-    "kvcache.v1.CacheEventService": ((_READING, frozenset({Role.OPERATOR, Role.VIEWER, Role.ROUTER})),),
+    "kvcache.v1.CacheEventService": ((_READING, frozenset({Role.OPERATOR, Role.VIEWER, Role.ROUTER, Role.SCHEDULER})),),
 }
 
 # For operators of all tenants only. CacheAdminService has its own rules for those of one, method by method.
@@ -46,6 +50,7 @@ _AUDITED = (
     "kvcache.v1.CacheManagerService/SendHints",
     "generation.v1.SchedulerAdminService/",
     "generation.v1.RouterService/",
+    "vllm.grpc.engine.VllmEngine/SubscribeKvEvents",
 )
 
 

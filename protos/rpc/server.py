@@ -12,6 +12,7 @@ import grpc
 import structlog
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
+from prometheus_client import REGISTRY, CollectorRegistry
 
 from protos.rpc import addresses
 from protos.rpc.guard import Guard
@@ -55,12 +56,14 @@ class Server:
         name: str,
         *,
         metrics_address: str = "",
+        metrics: CollectorRegistry = REGISTRY,
         drain_seconds: float = 10.0,
         security: Security = PLAIN,
         max_message_bytes: int = 64 << 20,
     ) -> None:
         self._name = name
         self._metrics_address = metrics_address
+        self._metrics = metrics
         self._drain_seconds = drain_seconds
         self._security = security
         self.guard = Guard(security.tokens_file, security.audit_file)
@@ -123,7 +126,9 @@ class Server:
             # Takes a fifth of a second, which a process without metrics need not wait.
             from protos.rpc import metrics_server
 
-            self._stop_metrics = metrics_server.start(self._metrics_address, self._is_serving, self._security)
+            self._stop_metrics = metrics_server.start(
+                self._metrics_address, self._is_serving, self._security, self._metrics
+            )
         for listener in self._listeners:
             await listener.server.start()
             log.info("listening", server=self._name, address=listener.address)

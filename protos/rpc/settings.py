@@ -109,7 +109,8 @@ class ProcessSettings(BaseSettings):
     executor_address: Address = Field("127.0.0.1:50053", description="Where the executor serves.")
     redis_url: Annotated[str, AfterValidator(_validate_redis_url)] = Field(
         "",
-        description="Redis that keeps a copy of the index; empty keeps none. `make run-stack` starts a server then.",
+        description="Redis that keeps a copy of the index; empty keeps none. `make run-stack` starts a server then. "
+        "Routers find the index by key there.",
         repr=False,
     )
     state_dir: Path = Field(

@@ -1,6 +1,7 @@
 """The cache manager's client: admissions in order, syncs in the background. On the asyncio loop."""
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Seq
@@ -12,6 +13,7 @@ import structlog
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
 from protos.kvcommon.eviction import Layout, parse
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import RemoteError, from_rpc_error
 from scheduler.bridge import Admission, AdmissionListener, Admitted, CacheUpdate, Cancel, CommandQueue, ManagerLost
 from scheduler.cache.sync import copies, sync_answer, sync_request
@@ -19,7 +21,7 @@ from scheduler.cache.tier_costs import TierCosts
 from scheduler.cache.waiting_queue import WaitingQueue
 from scheduler.errors import ManagerLostError, SchedulerReplacedError, refusal
 from scheduler.metrics import RequestMetrics
-from scheduler.request import Account, AdmissionAttempt, Tier
+from scheduler.request import Account, AdmissionAttempt, Tier, caller_id_of
 from scheduler.sequence import Eviction, Sequence
 
 CALL_SECONDS = 5.0
@@ -31,6 +33,8 @@ RETRY_REFUSED_SECONDS = 0.25
 # Admissions in one call, and tokens in all of them: a few milliseconds of the manager's time.
 MAX_ADMISSIONS = 32
 MAX_ADMITTED_TOKENS = 32_768
+# Tokens behind a prompt that are asked for, where they are cached: sequences draft from them.
+MAX_CONTINUATION = 2048
 
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 # Reasons that concern all requests: the manager does not know this scheduler any more.
@@ -62,6 +66,7 @@ class CacheClient:
         executor_id: str,
         block_size: int,
         max_running: int,
+        drafts: bool = False,
     ) -> None:
         self._stub = stub
         self._queue = queue
@@ -69,10 +74,14 @@ class CacheClient:
         self._listener = listener
         self._metrics = metrics
         self._scheduler_id = scheduler_id
+        # In the keys of its sequences.
+        self._tag = hashlib.blake2b(scheduler_id.encode(), digest_size=4).hexdigest()
         self._scheduler_epoch = scheduler_epoch
         self._executor_id = executor_id
         self._block_size = block_size
         self._max_running = max_running
+        # Whether the executor can use what may follow a prompt.
+        self._drafts = drafts
         self._manager_epoch = 0
         self._sync_number = 0
         # For the next sync.
@@ -280,14 +289,22 @@ class CacheClient:
         if not answer.admitted:
             self._refuse(attempt)
             return
-        self._live[answer.sequence_handle] = attempt.sequence_id
+        self._live[answer.sequence_handle] = attempt.sequence_id(self._tag)
         self._queue.num_running = len(self._live)
         sequence = _sequence(attempt, answer, self._block_size)
         self._commands.put(Admitted(sequence, session))
         if self._queue.remove(attempt.request.arrival):
             has_onloads = any(copy.is_onload for copy in sequence.copies)
             policy = answer.eviction_policy if answer.HasField("eviction_policy") else None
-            admission = Admission(answer.cached_tokens, has_onloads, answer.receipts, answer.hint_answers, policy)
+            admission = Admission(
+                answer.cached_tokens,
+                has_onloads,
+                answer.receipts,
+                answer.hint_answers,
+                policy,
+                written_tokens=max(0, answer.store_tokens - answer.cached_tokens),
+                miss=_named(answer.miss) if answer.HasField("miss") else None,
+            )
             self._listener.admitted(attempt, admission)
         else:
             # Its caller left meanwhile; sequences that share its blocks must see the admission and the end.
@@ -302,7 +319,7 @@ class CacheClient:
             return ()
         message = pb.ForkSequenceRequest(
             parent_sequence_id=self._live[attempt.parent],
-            sequence_id=attempt.sequence_id,
+            sequence_id=attempt.sequence_id(self._tag),
             num_tokens=len(attempt.token_ids),
             scheduler_id=self._scheduler_id,
             scheduler_epoch=self._scheduler_epoch,
@@ -333,12 +350,13 @@ class CacheClient:
         options = attempt.request.cache
         lowest = min(attempt.lowest_tier, self._tier_costs.lowest_tier(time.monotonic()))
         return pb.AdmitSequenceRequest(
-            sequence_id=attempt.sequence_id,
+            sequence_id=attempt.sequence_id(self._tag),
             scheduler_id=self._scheduler_id,
             scheduler_epoch=self._scheduler_epoch,
             executor_id=self._executor_id,
             token_ids=attempt.token_ids,
             salt=options.salt,
+            adapter_id=attempt.request.adapter_id,
             session_id=options.session_id,
             request_id=attempt.request.request_id,
             num_prompt_tokens=len(attempt.request.prompt_ids),
@@ -350,6 +368,9 @@ class CacheClient:
             eviction_policy=options.eviction_policy,
             lowest_tier=_LOWEST_TIERS[lowest],
             traceparent=attempt.request.traceparent,
+            max_continuation_tokens=min(attempt.request.max_tokens, MAX_CONTINUATION) if self._drafts else 0,
+            explain_miss=options.explain_miss,
+            store_tokens=options.store_tokens,
         )
 
     async def _call(self, method: Callable[..., Awaitable[A]], message: M) -> A:
@@ -380,6 +401,12 @@ class CacheClient:
             backoff = min(2 * backoff, LONGEST_BACKOFF)
 
 
+def _named(miss: common.PrefixMiss) -> common.PrefixMiss:
+    """With the request's name instead of its sequence's."""
+    miss.for_id = caller_id_of(miss.for_id)
+    return miss
+
+
 def _sequence(attempt: AdmissionAttempt, answer: pb.AdmitSequenceResponse, block_size: int) -> Sequence:
     """The sequence of an admitted attempt."""
     eviction = None
@@ -398,4 +425,5 @@ def _sequence(attempt: AdmissionAttempt, answer: pb.AdmitSequenceResponse, block
         copies=copies(answer.transfers),
         onload_deadline=time.monotonic() + attempt.request.onload_timeout,
         eviction=eviction,
+        continuation=answer.continuation_token_ids,
     )

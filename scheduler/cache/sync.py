@@ -26,7 +26,11 @@ def sync_request(
         evicting_handles=sorted(update.evicting),
         evicted_handles=update.relocated.keys(),
         computed_tokens_before_eviction=update.relocated.values(),
+        window_handles=update.windows.keys(),
+        window_tokens=update.windows.values(),
     )
+    if update.evicting_windows:
+        message.evicting_window_tokens.extend(update.evicting_windows.get(h, 0) for h in message.evicting_handles)
     for handle, computed in update.starving.items():
         update.progress.setdefault(handle, Progress(computed))
     for handle, progress in update.progress.items():
@@ -50,7 +54,9 @@ def sync_answer(update: CacheUpdate, answer: pb.SyncSequencesResponse, session: 
         update.released,
         list(update.trimmed),
         list(update.relocated),
-        list(zip(answer.evicting_handles, map(list, tables), strict=True)),
+        list(zip(answer.evicting_handles, map(list, tables), answer.evicting_window_tokens, strict=True)),
+        dict(zip(answer.window_handles, answer.window_tokens, strict=True)),
+        update.windows.keys(),
         copies(answer.transfers),
         session,
     )

@@ -1,6 +1,7 @@
 """The running batch: the live sequences and every change of their state. Owned by the step loop's thread."""
 
 import bisect
+from collections import Counter
 from collections.abc import Iterable
 
 from protos.execution.v1 import execution_pb2
@@ -55,6 +56,8 @@ class RunningBatch:
         # The step up to which all progress is reported, and whether the next report is urgent.
         self._reported_step = 0
         self._urgent = False
+        # Whether sequences of the last answered step want drafts.
+        self._has_drafts = False
 
     def __len__(self) -> int:
         return len(self.ranked)
@@ -123,7 +126,7 @@ class RunningBatch:
         for handle in answer.trimmed:
             if handle in self._by_handle:
                 self._by_handle[handle].trim_unanswered = False
-        self._pending_reclaims.difference_update(answer.released, answer.trimmed)
+        self._pending_reclaims.difference_update(answer.released, answer.trimmed, answer.asked_windows)
         self._apply_evictions(answer)
         for handle, group, slots in answer.extensions:
             sequence = self._by_handle.get(handle)
@@ -139,15 +142,28 @@ class RunningBatch:
         for handle in answer.relocated:
             if handle in self._evicting:
                 self._evicting[handle][1].relocation_synced = True
-        for handle, slots in answer.private_blocks:
+        for handle, slots, window in answer.private_blocks:
             if handle in self._evicting and self._evicting[handle][1].private_blocks is None:
-                self._evicting[handle][1].private_blocks = slots
+                eviction = self._evicting[handle][1]
+                eviction.private_blocks, eviction.granted_window = slots, window
+        for handle, tokens in answer.windows.items():
+            if handle in self._evicting:
+                eviction = self._evicting[handle][1]
+                if handle in answer.asked_windows:
+                    eviction.window_unanswered = False
+                    eviction.granted_window = tokens
+                eviction.granted_window = min(eviction.granted_window, tokens)
+                if eviction.granted_window < eviction.policy.window:
+                    # Its blocks are free soon: no sequence is preempted before.
+                    self._pending_reclaims.add(handle)
 
     def plan(self, max_tokens: int, budget: PrefillBudget | None = None) -> Plan:
         """The next step, of at most `max_tokens` tokens; reclaims blocks for sequences that are out of them."""
         for sequence, eviction in self._evicting.values():
             if sequence.leave_reason is None and sequence.evict_tokens():
                 self.update.evicting[sequence.handle] = not eviction.requested
+                if eviction.wanted_window is not None:
+                    self.update.evicting_windows[sequence.handle] = eviction.wanted_window
                 eviction.requested = True
         self._suspects = {handle: suspect for handle, suspect in self._suspects.items() if suspect.is_suspect}
         # A single prefill per step shows which sequence the executor fails over.
@@ -156,10 +172,26 @@ class RunningBatch:
         if self._reclaim_blocks(plan):
             # The victim must not compute, and no sequence may start on blocks that the victim was about to fill.
             plan = plan_step(self.ranked, max_tokens, budget, max_prefills)
+        if self.missing_blocks:
+            # Blocks that drafts would fill may be another sequence's.
+            plan.drafts.clear()
         self._urgent |= plan.needs_blocks_soon
         if self._evicting:
-            plan.relocating = [s for s, _ in plan.compute if s.eviction is not None and s.eviction.relocating]
+            self._plan_evictions(plan)
         return plan
+
+    def _plan_evictions(self, plan: Plan) -> None:
+        for sequence, count in plan.compute:
+            eviction = sequence.eviction
+            if eviction is None:
+                continue
+            if eviction.relocating:
+                plan.relocating.append(sequence)
+            if eviction.window_unsent:
+                plan.resizing.append(sequence)
+            planned = sequence.planned + count
+            if eviction.policy.looks(planned - sequence.evicted, planned, eviction.prompt):
+                plan.looking.append(sequence)
 
     def _reclaim_blocks(self, plan: Plan) -> bool:
         """Trims sequences with spare blocks and, if that was not enough, preempts one; returns whether it preempted."""
@@ -205,10 +237,44 @@ class RunningBatch:
                 sampling[sequence.handle] = sequence
         for sequence, eviction in self._evicting.values():
             self.tokens.most_kept[sequence.request.arrival] = eviction.keep(sequence.computed)
-        if result.step != step.number or set(result.sequences) != sampling.keys():
+        accepted = self._commit_drafts(step, result)
+        if (
+            result.step != step.number
+            or set(result.sequences) != sampling.keys()
+            or len(result.sequences) != len(sampling) + accepted
+        ):
             raise ExecutorLostError(f"step {step.number} was answered with other sequences than it sampled")
+        for scored in result.prompt_logprobs:
+            if (found := self._by_handle.get(scored.sequence)) is not None:
+                self.tokens.prompt_logprobs.append((found.request.arrival, scored.logprobs))
         self._commit_tokens(sampling, result, now)
         self._detach_leaving()
+
+    def _commit_drafts(self, step: InFlightStep, result: execution_pb2.StepResult) -> int:
+        """Corrects the lengths of sequences by the drafts that were not accepted; returns how many were.
+
+        Takes how many each sequence wants next.
+        """
+        accepted = 0
+        if step.drafts:
+            tokens = Counter(result.sequences)
+            for sequence, allowed in step.drafts:
+                if sequence.stopped:
+                    continue
+                more = min(max(tokens[sequence.handle] - 1, 0), allowed)
+                accepted += more
+                sequence.computed += more
+                sequence.planned -= allowed - more
+                sequence.known -= allowed - more
+            self.tokens.drafted += result.num_drafts
+            self.tokens.accepted += accepted
+        if result.draft_sequences or self._has_drafts:
+            self._has_drafts = len(result.draft_sequences) > 0
+            wanted = dict(zip(result.draft_sequences, result.draft_tokens, strict=True))
+            for sequence, _, samples in step.compute:
+                if samples and sequence.eviction is None:
+                    sequence.drafts = wanted.get(sequence.handle, 0)
+        return accepted
 
     def _commit_tokens(self, sampling: dict[int, Sequence], result: execution_pb2.StepResult, now: float) -> None:
         logprobs = {entry.index: entry for entry in result.logprobs}
@@ -271,6 +337,12 @@ class RunningBatch:
                 sequence, eviction = self._evicting[handle]
                 eviction.evict(tokens, sequence.computed)
                 self.tokens.evicted.append((sequence.request.arrival, tokens, mass))
+        for sequence, tokens in step.shortened:
+            if sequence.leave_reason is None:
+                self.update.windows[sequence.handle] = tokens
+        for handle, tokens in zip(result.window_sequences, result.window_tokens, strict=True):
+            if handle in self._evicting and self._evicting[handle][1].wants_window(tokens):
+                self.update.windows[handle] = tokens
 
     def leave(self, sequence: Sequence, reason: LeaveReason) -> None:
         """A sequence leaves: at once, or once no step in flight touches its blocks."""
@@ -286,8 +358,10 @@ class RunningBatch:
         else:
             self._leaving.append(sequence)
 
-    def restart_all(self, *, executor_lost: bool, in_flight: Iterable[InFlightStep] = ()) -> None:
-        """Restarts every sequence from its token ids.
+    def restart_all(
+        self, *, executor_lost: bool, in_flight: Iterable[InFlightStep] = (), is_planned: bool = False
+    ) -> None:
+        """Restarts every sequence from its token ids. is_planned: no sequence is why the executor was lost.
 
         in_flight: steps without an answer. The executor may have received them or not: the cache manager ignores the
         cancellation of a ticket that is confirmed.
@@ -296,7 +370,7 @@ class RunningBatch:
         sent = (copy.ticket for step in steps for copy in step.copies)
         self.update.cancelled_tickets += [*sent, *self.copies.clear()]
         # Steps are answered in order: the executor was lost over the first of them.
-        lost_over = steps[0].compute if executor_lost and steps else ()
+        lost_over = steps[0].compute if executor_lost and steps and not is_planned else ()
         accused = [sequence for sequence, _, _ in lost_over if not sequence.has_new_tokens]
         for sequence in accused:
             # A suspect counts only the failures that no other sequence can have caused.

@@ -2,8 +2,11 @@
 
 import queue
 import threading
+import time
+from collections.abc import Callable, Sequence
 
 import grpc
+import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.execution.v1 import execution_pb2 as pb
@@ -13,10 +16,18 @@ from protos.rpc.errors import from_rpc_error
 from protos.rpc.security import PLAIN, Security
 from scheduler.bridge import CommandQueue, SessionEnded
 from scheduler.errors import ExecutorChangedError, ExecutorLostError
+from scheduler.request import Adapter, AdapterChange, WantedWeights
 
 SERVICE = "execution.v1.ExecutorService"
 CONNECT_SECONDS = 2.0
+# Reading an adapter's files may take so long, and those of a model.
+LOAD_SECONDS, WEIGHTS_SECONDS = 60.0, 1800.0
+# Between two attempts to load weights.
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
+# The reason with which an executor ends a session whose weights it is about to change.
+UPDATING_WEIGHTS = "UPDATING_WEIGHTS"
 
+log = structlog.get_logger()
 
 # The scheduler is set up for these properties of the executor: how an error names another value.
 _SAME = {
@@ -44,15 +55,25 @@ class ExecutorClient:
         executor: pb.GetExecutorResponse,
         commands: CommandQueue,
         security: Security = PLAIN,
+        adapters: Callable[[], Sequence[Adapter]] = tuple,
+        weights: Callable[[], WantedWeights | None] = lambda: None,
     ) -> None:
         """executor: its description when the scheduler was set up for it and its model.
 
+        adapters: those that requests use or may name, from any thread.
+        weights: those to compute with, from any thread; None for whatever the executor has.
         commands: gets SessionEnded when a session is over; `receive` says whether it was the open one.
         """
         self._address = address
         self._security = security
         self._executor = executor
         self._commands = commands
+        self._wanted = adapters
+        self._wanted_weights = weights
+        # To load weights that cannot be used may take as long as to load others: not again before this time.
+        self._weights_pause = self._weights_due = 0.0
+        # What was other than wanted when the session was opened.
+        self.adapter_changes: list[AdapterChange] = []
         self._scheduler_id = scheduler_id
         self._scheduler_epoch = scheduler_epoch
         self._channel: grpc.Channel | None = None
@@ -79,6 +100,8 @@ class ExecutorClient:
         except grpc.RpcError as error:
             raise ExecutorLostError(str(from_rpc_error(error))) from error
         self._check_same(executor)
+        self._load_weights(stub, executor)
+        self._load_adapters(stub, executor)
         requests, answers = self._requests, queue.SimpleQueue[Answer]()
         self._answers = answers
         stream = stub.StreamSteps(iter(requests.get, None))
@@ -89,7 +112,8 @@ class ExecutorClient:
                     answers.put(answer)
                 answers.put(ExecutorLostError("the executor ended the session"))
             except grpc.RpcError as error:
-                answers.put(ExecutorLostError(str(from_rpc_error(error))))
+                cause = from_rpc_error(error)
+                answers.put(ExecutorLostError(str(cause), is_planned=cause.reason == UPDATING_WEIGHTS))
             self._commands.put(SessionEnded())
 
         # A daemon: it ends with the channel.
@@ -127,6 +151,40 @@ class ExecutorClient:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+
+    def _load_weights(self, stub: rpc.ExecutorServiceStub, executor: pb.GetExecutorResponse) -> None:
+        """An executor that has started again has the weights of its start. Raises ExecutorLostError."""
+        wanted = self._wanted_weights()
+        if wanted is None or executor.weight_version in (wanted.version, wanted.pending):
+            return
+        if wanted.pending is not None:
+            raise ExecutorLostError(f"the executor is loading the weights {wanted.pending!r}")
+        cannot = f"the executor cannot compute with the weights {wanted.version!r} again"
+        if time.monotonic() < self._weights_due:
+            raise ExecutorLostError(cannot)
+        try:
+            request = pb.UpdateWeightsRequest(weight_version=wanted.version, path=wanted.path)
+            stub.UpdateWeights(request, timeout=WEIGHTS_SECONDS)
+        except grpc.RpcError as error:
+            log.warning("weights not updated again", weight_version=wanted.version, cause=str(from_rpc_error(error)))
+            self._weights_pause = min(2 * self._weights_pause + FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+            self._weights_due = time.monotonic() + self._weights_pause
+            raise ExecutorLostError(cannot) from error
+        self._weights_pause = 0.0
+        log.info("weights updated again", weight_version=wanted.version)
+
+    def _load_adapters(self, stub: rpc.ExecutorServiceStub, executor: pb.GetExecutorResponse) -> None:
+        """An executor that has started again has only the adapters of its settings: it loads the others."""
+        found = {adapter.name: Adapter.of(adapter) for adapter in executor.adapters}
+        wanted = {adapter.name: adapter for adapter in self._wanted()}
+        for name in wanted.keys() - found.keys():
+            message = pb.LoadAdapterRequest(name=name, path=wanted[name].path)
+            try:
+                found[name] = Adapter.of(stub.LoadAdapter(message, timeout=LOAD_SECONDS).adapter)
+            except grpc.RpcError as error:
+                log.warning("an adapter is lost", name=name, cause=str(from_rpc_error(error)))
+        changes = (AdapterChange(wanted.get(name), found.get(name)) for name in wanted.keys() | found.keys())
+        self.adapter_changes = [change for change in changes if change.before != change.now]
 
     def _check_same(self, executor: pb.GetExecutorResponse) -> None:
         """Raises ExecutorChangedError unless tokens and block tables mean what they did, and accepted requests fit."""

@@ -92,7 +92,7 @@ class StepLoop:
                     self.step()
             except ExecutorLostError as error:
                 log.warning("executor lost", cause=str(error), sequences=len(self._batch))
-                self._restart()
+                self._restart(is_planned=error.is_planned)
         self._finish()
 
     def dump(self) -> dict[str, Any]:
@@ -109,6 +109,9 @@ class StepLoop:
     def step(self) -> None:
         """One turn: read commands, plan a step, send it, commit the oldest answer."""
         self._read(self._commands.take())
+        if not self._in_flight:
+            # Raises when the session is over. The command that says so may be among those just read.
+            self._executor.receive()
         plan = self._plan()
         if plan is not None:
             self._send(plan)
@@ -128,7 +131,7 @@ class StepLoop:
                 case ManagerLost():
                     self._giving_up = True
                 case SessionEnded():
-                    # It wakes the loop, which checks the session.
+                    # It wakes the loop, which checks the session before its next step.
                     pass
                 case Stop():
                     self._stopping = True
@@ -218,12 +221,10 @@ class StepLoop:
         speed = _speed(result, self._budget)
         if onloaded:
             self._batch.update.speed = speed
-        # Beside decodes a prefill is slower: what a prompt waits for is its whole time.
-        prompt_token = self._budget.prefill_token_seconds if step.decodes else speed.prompt_token
         self._times.load = StepLoad(
             self._batch.prefill_tokens,
             self._budget.decode_step_seconds,
-            prompt_token=prompt_token or speed.prompt_token,
+            prompt_token=self._budget.prefill_token_seconds,
             host_block=speed.host_block,
             disk_block=speed.disk_block,
         )
@@ -273,8 +274,6 @@ class StepLoop:
             # No live sequence can compute: only the cache manager can help.
             self._timing.waiting_for_cachemgr += time.perf_counter() - started
         self._read(commands)
-        # Raises when the session is over.
-        self._executor.receive()
 
     def _publish(self, *, everything: bool = False) -> None:
         tokens, update = self._batch.take_updates(everything=everything)
@@ -305,6 +304,7 @@ class StepLoop:
                     return
                 self._next_step = answer.opened.first_step
                 log.info("session with the executor opened", first_step=self._next_step)
+                self._batch.tokens.adapters += self._executor.adapter_changes
                 self._report_session(1 - self._session)
                 self._publish()
                 return
@@ -320,11 +320,15 @@ class StepLoop:
     def _report_session(self, session: int) -> None:
         self._session = self._batch.update.session = session
 
-    def _restart(self) -> None:
-        # A session that ends with no step in flight predicts nothing about the next one.
-        self._failed_sessions += bool(self._in_flight)
+    def _restart(self, *, is_planned: bool) -> None:
+        if not is_planned:
+            # Known at once here: a router sends the requests to another engine now, rather than when it is silent.
+            self._silent = True
+            self._batch.tokens.executor_answers = False
+            # A session that ends with no step in flight predicts nothing about the next one.
+            self._failed_sessions += bool(self._in_flight)
         self._executor.close()
-        self._batch.restart_all(executor_lost=True, in_flight=self._in_flight)
+        self._batch.restart_all(executor_lost=True, in_flight=self._in_flight, is_planned=is_planned)
         self._in_flight.clear()
         self._report_session(-abs(self._session))
         self._publish()

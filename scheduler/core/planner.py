@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from scheduler.core.prefill_budget import PrefillBudget
 from scheduler.sequence import Sequence
 
+# Most tokens of a prompt that is scored in one step: each has logits of its own.
+SCORED_CHUNK = 128
+
 
 @dataclass(slots=True)
 class Plan:
@@ -23,6 +26,11 @@ class Plan:
     needs_blocks_soon: bool = False
     # Computing sequences that move to their private blocks.
     relocating: list[Sequence] = field(default_factory=list)
+    # Decoding sequences that may compute drafted tokens, too, with their numbers.
+    drafts: list[tuple[Sequence, int]] = field(default_factory=list)
+    # Computing sequences whose adaptive window has another length, and those whose attention says how long it is to be.
+    resizing: list[Sequence] = field(default_factory=list)
+    looking: list[Sequence] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
@@ -30,12 +38,13 @@ class Plan:
 
     @property
     def compute(self) -> list[tuple[Sequence, int]]:
-        """All sequences that compute, with their token counts."""
+        """All sequences that compute, with their token counts but drafts."""
         return [*((sequence, 1) for sequence in self.decodes), *self.prefills]
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decodes) + sum(count for _, count in self.prefills)
+        """At most: drafts may be fewer."""
+        return len(self.decodes) + sum(count for _, count in (*self.prefills, *self.drafts))
 
 
 def plan_step(
@@ -43,12 +52,13 @@ def plan_step(
 ) -> Plan:
     """Plans one step of at most `max_tokens` tokens over live sequences, given in order of rank.
 
-    Decodes first, then chunks of prefills in the given order, within the `budget`. A sequence that waits for blocks of
-    another starts once that one's planned tokens, with this step's, reach them; a sequence with onloads, once all have
-    ended.
+    Decodes first, then chunks of prefills in the given order, within the `budget`, then drafts. A sequence that waits
+    for blocks of another starts once that one's planned tokens, with this step's, reach them; a sequence with onloads,
+    once all have ended.
     """
     plan = Plan()
     prefilling: list[Sequence] = []
+    drafting: list[Sequence] = []
     for sequence in sequences:
         if sequence.leave_reason is not None:
             continue
@@ -60,13 +70,20 @@ def plan_step(
                 prefilling.append(sequence)
         elif len(plan.decodes) < max_tokens and sequence.planned < sequence.capacity:
             plan.decodes.append(sequence)
-            plan.needs_blocks_soon |= sequence.planned > sequence.low_capacity_at
+            plan.needs_blocks_soon |= sequence.planned + sequence.drafts > sequence.low_capacity_at
+            if sequence.drafts:
+                drafting.append(sequence)
         else:
             plan.skipped.append(sequence)
             if sequence.planned >= sequence.capacity:
                 plan.out_of_blocks.append(sequence)
     if prefilling:
         _Prefills(plan, sequences, max_tokens, budget).add(prefilling, max_prefills or len(prefilling))
+    left = max_tokens - plan.num_tokens
+    for sequence in drafting:
+        if (count := min(sequence.most_drafts, left)) > 0:
+            plan.drafts.append((sequence, count))
+            left -= count
     return plan
 
 
@@ -115,6 +132,8 @@ class _Prefills:
         if count < 1 or len(self._plan.prefills) >= most:
             return 0
         count = sequence.align_to_score_window(count)
+        if sequence.request.sampling.HasField("num_prompt_logprobs"):
+            count = min(count, SCORED_CHUNK)
         self._plan.prefills.append((sequence, count))
         self._planned[sequence.handle] += count
         self._left -= count

@@ -20,7 +20,7 @@ LONGEST_STEP, LEAST_CHUNK = 0.3, 32
 REFRESH_STEPS = 32
 # A median over these many steps: a single slow step, as another process causes it, changes nothing.
 _KEPT_DECODES, _KEPT_PREFILLS = 3, 5
-# The speed of prefills beside decodes is a mean: short last chunks of prompts belong to it.
+# The speed of prefills with what is computed beside them is a mean, as that changes from step to step.
 _KEPT_WHOLE_STEPS = 32
 # With so many prompt tokens a step shows the cost of a long prefill: with few, the rest of the step counts as much.
 _MANY_TOKENS = 64
@@ -53,9 +53,12 @@ class PrefillBudget:
 
     @property
     def prefill_token_seconds(self) -> float | None:
-        """Time that a prompt token takes at the moment, with all that is computed beside it; None before a prefill."""
-        tokens = sum(tokens for tokens, _ in self._whole_steps)
-        return sum(seconds for _, seconds in self._whole_steps) / tokens if tokens else None
+        """Time that a prompt token takes at the moment, with all that is computed beside it; None before a prefill.
+
+        Of steps with many prompt tokens where there are any: the end of a prompt takes nearly as long as a decode.
+        """
+        steps = [step for step in self._whole_steps if step[0] >= _MANY_TOKENS] or self._whole_steps
+        return sum(seconds for _, seconds in steps) / sum(tokens for tokens, _ in steps) if steps else None
 
     @property
     def decode_step_seconds(self) -> float | None:

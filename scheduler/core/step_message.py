@@ -20,13 +20,17 @@ class InFlightStep:
     decodes: list[Sequence] = field(default_factory=list)
     # The other computing sequences with their token counts and whether they sample.
     prefills: list[tuple[Sequence, int, bool]] = field(default_factory=list)
+    # Decoding sequences that may have computed drafts, too, with their numbers.
+    drafts: list[tuple[Sequence, int]] = field(default_factory=list)
     # Sequences that evict for the first time, with the tokens that are computed by then.
     relocated: list[tuple[Sequence, int]] = field(default_factory=list)
+    # Sequences whose adaptive window became shorter, with its tokens.
+    shortened: list[tuple[Sequence, int]] = field(default_factory=list)
     copies: Seq[Copy] = ()
 
     @property
     def compute(self) -> list[tuple[Sequence, int, bool]]:
-        """All computing sequences with their token counts and whether they sample."""
+        """All computing sequences with their token counts, but drafts, and whether they sample."""
         return [*((sequence, 1, True) for sequence in self.decodes), *self.prefills]
 
     @property
@@ -44,13 +48,26 @@ def build_step(
     """
     message = pb.Step(step=number, removed_sequences=removed, awaits_copies=awaits_copies)
     message.idle_sequences.extend(sequence.handle for sequence in plan.skipped)
-    step = InFlightStep(number, plan.decodes, copies=copies)
+    step = InFlightStep(number, plan.decodes, drafts=plan.drafts, copies=copies)
     if copies:
         _copy(message, copies)
     for sequence in plan.relocating:
         assert sequence.eviction is not None
         _relocate(message, sequence, sequence.eviction)
         step.relocated.append((sequence, sequence.planned))
+    for sequence, count in plan.drafts:
+        message.draft_sequences.append(sequence.handle)
+        message.draft_tokens.append(count)
+        _grow(message, sequence, sequence.planned + 1 + count)
+        sequence.planned += count
+        sequence.known += count
+    for sequence in plan.resizing:
+        assert sequence.eviction is not None
+        _resize(message, step, sequence, sequence.eviction)
+    for sequence in plan.looking:
+        assert sequence.eviction is not None
+        sequence.eviction.looking = True
+        message.looking_sequences.append(sequence.handle)
     for sequence in plan.decodes:
         if sequence.planned >= sequence.sent_tokens:
             _grow(message, sequence, sequence.planned + 1)
@@ -89,6 +106,14 @@ def _relocate(message: pb.Step, sequence: Sequence, eviction: Eviction) -> None:
     message.evicting_slots.extend(eviction.private_blocks)
 
 
+def _resize(message: pb.Step, step: InFlightStep, sequence: Sequence, eviction: Eviction) -> None:
+    eviction.window_unsent = False
+    message.window_sequences.append(sequence.handle)
+    message.window_tokens.append(eviction.policy.window)
+    if eviction.window_unanswered:
+        step.shortened.append((sequence, eviction.policy.window))
+
+
 def _join(message: pb.Step, sequence: Sequence) -> None:
     sequence.started = True
     sequence.send(min(sequence.blocks_for(len(sequence.token_ids)), len(sequence.tables[0])))
@@ -103,6 +128,8 @@ def _join(message: pb.Step, sequence: Sequence) -> None:
         ],
         sampling=sequence.request.sampling,
         traceparent=sequence.request.traceparent,
+        continuation_token_ids=sequence.continuation,
+        adapter_id=sequence.request.adapter_id,
         eviction_policy=None if sequence.eviction is None else sequence.eviction.message,
     )
 

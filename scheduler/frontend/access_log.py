@@ -23,7 +23,7 @@ from scheduler.metrics import RequestMetrics
 
 # The caller left, or its deadline passed.
 ABORTED = "CANCELLED"
-_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length", pb.FINISH_REASON_ABORT: "abort"}
 
 
 @dataclass
@@ -113,7 +113,7 @@ class GenerationRecord:
         """Ends the span and adds to the line. error: why the output broke off, empty when it did not."""
         fields: dict[str, Any] = {"generation": self._message.request_id[:128]}
         attributes: dict[str, tracing.Attribute] = {}
-        if self.stream is not None:
+        if self.stream is not None and self.stream.was_taken:
             fields = self._accepted(self.stream, error)
             attributes = _usage(fields)
             # A caller may leave after its last token.
@@ -131,7 +131,7 @@ class GenerationRecord:
         generations, request = stream.generations, stream.generations[0].request
         reason = _finish_reason(stream, error)
         ended_at = max(generation.last_token_at for generation in generations)
-        seconds = (ended_at if reason in _REASONS.values() else time.monotonic()) - request.arrived_at
+        seconds = (time.monotonic() if reason in ("abort", "error") else ended_at) - request.arrived_at
         self._metrics.requests.labels(reason).inc()
         self._metrics.request.observe(seconds)
         fields: dict[str, Any] = {

@@ -4,14 +4,22 @@ import json
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
+from jinja2 import nodes
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # A character for private use, which no prompt has.
 _MARK = "\ue000"
+# Fields that a template may leave out: it may know roles by their order, and calls by the order of their answers.
+_DISPENSABLE = frozenset({"role", "tool_call_id"})
+# Variables that templates get from the server, beside special tokens, and names that its renderers know.
+_OWN_VARIABLES = frozenset(
+    ["messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"]
+)
 
 
 class ChatTemplateError(ValueError):
@@ -27,53 +35,105 @@ class UnreadFieldError(ValueError):
         self.field = field
 
 
+class Rendering(NamedTuple):
+    """How to render a conversation.
+
+    add_generation_prompt: whether the beginning of an answer follows. continue_final_message: whether the prompt ends
+    with the content of the last message. arguments: variables of the template, which may read them. tools: that the
+    answer may call.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    arguments: Mapping[str, object] = MappingProxyType({})
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+# With the beginning of an answer.
+ASKING = Rendering()
+
+
 class ChatTemplate:
     """A compiled template, run in jinja's sandbox: templates come with the model and are not trusted."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, Any], *, drops_reasoning: bool = False) -> None:
+        """drops_reasoning: a message may have reasoning that the template leaves out, as an answer has it."""
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._template = environment.from_string(source)
+        read = environment.parse(source).find_all(nodes.Name)
+        self.reads_tools = any(name.name == "tools" and name.ctx == "load" for name in read)
         self._special_tokens = dict(special_tokens)
+        self._dispensable = _DISPENSABLE | {"reasoning"} if drops_reasoning else _DISPENSABLE
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt of a conversation, up to the model's answer.
+    def reserves(self, name: str) -> bool:
+        """Whether a variable is not for callers."""
+        return name in _OWN_VARIABLES or name in self._special_tokens
 
-        A message has role and content, and may have name and reasoning; templates read the latter also as
-        reasoning_content. Raises ChatTemplateError, and UnreadFieldError for a field that the prompt would lack.
+    def render(self, messages: Sequence[Mapping[str, Any]], how: Rendering = ASKING) -> str:
+        """The prompt of a conversation.
+
+        A message has role and content, and may have name, reasoning, tool_calls and tool_call_id; templates read
+        reasoning also as reasoning_content. Raises ChatTemplateError, and UnreadFieldError for a field that the prompt
+        would lack.
         """
+        prompt = self._render(messages, how)
+        if not how.continue_final_message:
+            return prompt
+        last = len(messages) - 1
+        other = self._render(_marked(messages, last, len(messages[last]["content"])), how)
+        if other == prompt:
+            raise ChatTemplateError("it leaves out the final message, which cannot be continued")
+        return prompt[: _first_difference(prompt, other)]
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], how: Rendering) -> str:
         said = [_Message(message) for message in messages]
         try:
             prompt = self._template.render(
-                messages=said, add_generation_prompt=True, tools=None, documents=None, **self._special_tokens
+                how.arguments,
+                messages=said,
+                add_generation_prompt=how.add_generation_prompt,
+                tools=list(how.tools) or None,
+                documents=None,
+                **self._special_tokens,
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # Templates compute with what callers give, and raise errors of Python's, too.
             raise ChatTemplateError(str(error)) from error
         for index, (message, seen) in enumerate(zip(messages, said, strict=True)):
-            for field, text in message.items():
-                # A template may know roles by their order.
-                if text and field != "role" and not seen.has_read(field):
+            for field, value in message.items():
+                # The name of an answering tool is that of its call.
+                is_dispensable = field in self._dispensable or (field == "name" and message["role"] == "tool")
+                if value and not is_dispensable and not seen.has_read(field):
                     raise UnreadFieldError(index, field)
         return prompt
 
-    def position(self, prompt: str, messages: Sequence[Mapping[str, str]], index: int, characters: int) -> int:
+    def position(
+        self, prompt: str, messages: Sequence[Mapping[str, Any]], index: int, characters: int, how: Rendering = ASKING
+    ) -> int:
         """Characters of the prompt in front of a position in a message. Raises ChatTemplateError."""
-        content = messages[index]["content"]
-        marked = {**messages[index], "content": f"{content[:characters]}{_MARK}{content[characters:]}"}
-        # The prompts first differ there.
-        other = self.render([*messages[:index], marked, *messages[index + 1 :]])
-        return bisect_left(range(1, len(prompt) + 1), True, key=lambda length: prompt[:length] != other[:length])
+        return _first_difference(prompt, self.render(_marked(messages, index, characters), how))
 
 
-class _Message(dict[str, str]):
+def _marked(messages: Sequence[Mapping[str, Any]], index: int, characters: int) -> Sequence[Mapping[str, Any]]:
+    """The messages with a mark behind so many characters of one of them."""
+    content = messages[index]["content"]
+    marked = {**messages[index], "content": f"{content[:characters]}{_MARK}{content[characters:]}"}
+    return [*messages[:index], marked, *messages[index + 1 :]]
+
+
+def _first_difference(prompt: str, other: str) -> int:
+    return bisect_left(range(1, len(prompt) + 1), True, key=lambda length: prompt[:length] != other[:length])
+
+
+class _Message(dict[str, Any]):
     """A message that records which of its fields a template reads."""
 
     # The sandbox hides names with an underscore from templates.
     __slots__ = ("_read",)
 
-    def __init__(self, message: Mapping[str, str]) -> None:
+    def __init__(self, message: Mapping[str, Any]) -> None:
         super().__init__(message)
         if "reasoning" in message:
             super().__setitem__("reasoning_content", message["reasoning"])
@@ -82,7 +142,7 @@ class _Message(dict[str, str]):
     def has_read(self, field: str) -> bool:
         return field in self._read or (field == "reasoning" and "reasoning_content" in self._read)
 
-    def __getitem__(self, field: str) -> str:
+    def __getitem__(self, field: str) -> Any:
         self._read.add(field)
         return super().__getitem__(field)
 

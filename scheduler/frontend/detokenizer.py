@@ -18,8 +18,10 @@ class Detokenizer:
     strips at the beginning (sentencepiece). Text that ends in U+FFFD may be half a character and is held back.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Seq[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Seq[int], *, keep_special: bool = False) -> None:
+        """keep_special: whether the text has special tokens."""
         self._tokenizer = tokenizer
+        self._skip_special = not keep_special
         self._window = list(prompt_ids[-_CONTEXT:])
         # Tokens of the window whose text is returned already, and that text.
         self._read = len(self._window)
@@ -58,7 +60,9 @@ class Detokenizer:
         return text
 
     def _decode(self, token_ids: Seq[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True)) if token_ids else ""
+        if not token_ids:
+            return ""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=self._skip_special))
 
 
 def _common(left: str, right: str) -> int:

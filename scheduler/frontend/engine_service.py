@@ -1,4 +1,7 @@
-"""The service for routers: their requests and what becomes of them, many in each message, on one stream."""
+"""The service for routers: their requests and what becomes of them, many in each message, on one stream.
+
+Front ends in processes of their own have the same stream, over a pipe.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,11 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.rpc import tracing
 from protos.rpc.errors import InvalidField, ServiceError, UnexpectedError, to_status
-from scheduler.frontend.access_log import AccessLog
+from scheduler.frontend.access_log import AccessLog, GenerationRecord
 from scheduler.frontend.grpc_service import Context
 from scheduler.frontend.output import Generation, Stream
-from scheduler.frontend.requests import RequestTable, RequestTableSource
+from scheduler.frontend.requests import CACHE_MANAGER_SILENT, EXECUTOR_SILENT, RequestTable, RequestTableSource
+from scheduler.request import Adapter
 
 ENGINE_SERVICE = "generation.v1.EngineService"
 # How often the load is looked at, and how often it is sent at least, in seconds.
@@ -35,6 +39,16 @@ class EngineSource(RequestTableSource, Protocol):
     @property
     def engine(self) -> pb.GetEngineResponse:
         """Raises NotReadyError before that."""
+
+
+class Peer(Protocol):
+    """The other end of a session: a gRPC call, or a front end."""
+
+    def peer(self) -> str:
+        """Its address."""
+
+    async def write(self, message: pb.StreamRequestsResponse) -> None:
+        """Sends a message; waits while the other end does not read."""
 
 
 class EngineService(rpc.EngineServiceServicer):
@@ -67,7 +81,8 @@ class _Running:
 class Session:
     """The requests of one router. Each has a task; one more writes what all of them have for the router."""
 
-    def __init__(self, requests: RequestTable, access_log: AccessLog, context: Context) -> None:
+    def __init__(self, requests: RequestTable, access_log: AccessLog | None, context: Peer) -> None:
+        """access_log: None where the other end belongs to this scheduler, and records its requests itself."""
         self._requests = requests
         self._access_log = access_log
         self._context = context
@@ -78,8 +93,8 @@ class Session:
         # There is output, or a failure, or the stream is over.
         self._ready = asyncio.Event()
         self._is_over = False
-        self._loads: pb.GetLoadsResponse | None = None
-        self._obstacle = ""
+        # What was said last: the load, the obstacle and which neighbours are silent, the adapters.
+        self._said: tuple[pb.GetLoadsResponse, tuple[str, bool, bool], list[Adapter]] | None = None
         self._loads_at = 0.0
 
     async def run(self, commands: AsyncIterator[pb.StreamRequestsRequest]) -> None:
@@ -121,42 +136,61 @@ class Session:
     async def _run(self, name: str, message: pb.StartRequest) -> None:
         tracing.receive(message.traceparent)
         try:
-            with self._access_log.call(self._context.peer(), generating=True):
+            if self._access_log is None:
                 await self._generate(name, message)
+                return
+            with (
+                self._access_log.call(self._context.peer(), generating=True),
+                self._access_log.generation(message.request, self._requests.model.name) as record,
+            ):
+                await self._generate(name, message, record)
         except ServiceError as error:
-            self._fail(name, error)
+            self._fail(name, error, is_refused=name not in self._running)
         except Exception:
             log.exception("a request of a router failed")
             self._fail(name, UnexpectedError("the engine met an error of its own; its log says which"))
         finally:
             self._running.pop(name, None)
 
-    async def _generate(self, name: str, message: pb.StartRequest) -> None:
+    async def _generate(self, name: str, message: pb.StartRequest, record: GenerationRecord | None = None) -> None:
         asked, requests = message.request, self._requests
-        with self._access_log.generation(asked, requests.model.name) as record:
-            if asked.n > 1:
-                raise InvalidField("request.n", "must be 1 at most: each sample is a request here")
-            if asked.stop:
-                raise InvalidField("request.stop", "must be empty: output has no text here")
-            with requests.arriving(name, asked.cache.tenant_id):
-                [request] = await requests.validator.validate(asked)
-            output = requests.validator.output_of(request, message.output_token_ids)
-            request = replace(request, expected_cached_tokens=message.expected_cached_tokens)
-            stream = Stream([request], None, self._ready)
-            with requests.submit(stream, output):
+        expected = message.adapter_id if message.HasField("adapter_id") else None
+        if asked.n > 1:
+            raise InvalidField("request.n", "must be 1 at most: each sample is a request here")
+        if asked.stop:
+            raise InvalidField("request.stop", "must be empty: output has no text here")
+        is_follower = message.is_follower
+        with contextlib.nullcontext() if is_follower else requests.arriving(name, asked.cache.tenant_id):
+            [request] = await requests.validator.validate(asked)
+        if request.adapter_id != expected:
+            raise InvalidField("adapter_id", "is not that of the adapter that is loaded under this name")
+        output = requests.validator.output_of(request, message.output_token_ids)
+        request = replace(
+            request,
+            expected_cached_tokens=message.expected_cached_tokens,
+            part_of=message.caller_request_id,
+            # A router knows the responses of all its engines; front ends of this scheduler name their requests.
+            response_id=asked.cache.parts.request_id,
+        )
+        stream = Stream([request], None, self._ready)
+        with requests.submit(stream, output, is_follower=is_follower):
+            if record is not None:
                 record.stream = stream
-                running = self._running[name] = _Running(stream.generations[0])
-                await running.done.wait()
+            running = self._running[name] = _Running(stream.generations[0])
+            await running.done.wait()
 
-    def _fail(self, name: str, error: ServiceError) -> None:
-        self._failures.append(pb.RequestFailure(request_id=name, status=to_status(error).SerializeToString()))
+    def _fail(self, name: str, error: ServiceError, *, is_refused: bool = False) -> None:
+        status = to_status(error).SerializeToString()
+        self._failures.append(pb.RequestFailure(request_id=name, status=status, is_refused=is_refused))
         self._ready.set()
 
     async def _write(self) -> None:
         while not self._is_over:
             message = pb.StreamRequestsResponse()
             for name, running in list(self._running.items()):
-                self._take(name, running, message)
+                # Its task, which removes it, has not run yet where a peer takes messages without a pause.
+                if not running.done.is_set():
+                    self._take(name, running, message)
             message.failures.extend(self._failures)
             self._failures = []
             self._add_loads(message)
@@ -194,9 +228,14 @@ class Session:
         now = time.monotonic()
         if now < self._loads_at + LOADS_SECONDS:
             return
-        loads, obstacle = self._requests.loads(), self._requests.obstacle
-        if (loads, obstacle) == (self._loads, self._obstacle) and now < self._loads_at + HEARTBEAT_SECONDS:
+        requests = self._requests
+        loads = requests.loads()
+        state = requests.obstacle, requests.has_obstacle(EXECUTOR_SILENT), requests.has_obstacle(CACHE_MANAGER_SILENT)
+        adapters = [adapter for adapter in requests.adapters.all if not requests.adapters.is_leaving(adapter)]
+        said = loads, state, adapters
+        if said == self._said and now < self._loads_at + HEARTBEAT_SECONDS:
             return
-        self._loads, self._obstacle, self._loads_at = loads, obstacle, now
+        self._said, self._loads_at = said, now
         message.loads.CopyFrom(loads)
-        message.obstacle = obstacle
+        message.adapters.extend(adapter.message() for adapter in adapters)
+        message.obstacle, message.executor_silent, message.cachemgr_silent = state

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import grpc
@@ -12,18 +14,23 @@ import structlog
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
+from protos.rpc.errors import InvalidField
 from protos.rpc.identity import PermissionDeniedError, current
-from scheduler.errors import DeadlineError, NotReadyError
+from scheduler.errors import DeadlineError, NotReadyError, UnknownRequestError
 from scheduler.frontend.access_log import AccessLog
 from scheduler.frontend.model_info import ModelInfo
 from scheduler.frontend.output import Generation, Stream
-from scheduler.frontend.requests import RequestTableSource
-from scheduler.frontend.tenancy import bind
+from scheduler.frontend.requests import RequestTable, RequestTableSource
+from scheduler.frontend.tenancy import bind, check_tenant
+from scheduler.request import Request
 
 SERVICE = "generation.v1.GenerationService"
 ADMIN_SERVICE = "generation.v1.SchedulerAdminService"
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+# Ends requests, and returns how many.
+Abort: TypeAlias = Callable[[pb.AbortRequestsRequest], Awaitable[int]]
 
 log = structlog.get_logger()
 
@@ -31,18 +38,27 @@ log = structlog.get_logger()
 class GenerationService(rpc.GenerationServiceServicer):
     """Served from the start; every call is answered with UNAVAILABLE while there is no request table."""
 
-    def __init__(self, source: RequestTableSource, access_log: AccessLog) -> None:
+    def __init__(self, source: RequestTableSource, access_log: AccessLog, abort: Abort | None = None) -> None:
+        """abort: where requests of other processes are to be ended, too."""
         self.access_log = access_log
         self._source = source
+        self._abort = abort or self._abort_here
+        self.admin = SchedulerAdminService(source, self._abort)
 
     async def StreamGenerate(  # type: ignore[override]  # noqa: N802
         self, request: pb.StreamGenerateRequest, context: Context
     ) -> None:
         """Writes to the context instead of yielding: a cancellation then always arrives inside this function."""
+        async with self.call(context):
+            await self.generate(request, context.write)
+
+    @contextlib.asynccontextmanager
+    async def call(self, context: Context) -> AsyncIterator[None]:
+        """Around a call for output: its line in the access log, and its deadline."""
         with self.access_log.call(context.peer(), generating=True):
             try:
                 async with asyncio.timeout(context.time_remaining()):
-                    await self.generate(request, context.write)
+                    yield
             except TimeoutError:
                 raise DeadlineError("the call's deadline passed before the output ended") from None
 
@@ -52,10 +68,13 @@ class GenerationService(rpc.GenerationServiceServicer):
         write: Callable[[pb.StreamGenerateResponse], Awaitable[object]],
         *,
         usage: bool = False,
+        part_of: str = "",
+        accept: Callable[[Sequence[Request]], None] | None = None,
     ) -> None:
         """Runs a request of gRPC or HTTP; its cancellation frees everything that the request held.
 
-        usage: whether each chunk has the sample's usage so far, not only the last one.
+        usage: whether each chunk has the sample's usage so far, not only the last one. part_of: id of the request with
+        several prompts that it is one of. accept: called with the samples before any of them runs.
         """
 
         async def send(output: Sequence[tuple[Generation, pb.StreamGenerateResponse]]) -> None:
@@ -65,10 +84,13 @@ class GenerationService(rpc.GenerationServiceServicer):
                 await write(chunk)
 
         requests = self._source.requests
-        with self.access_log.generation(request, requests.model.name) as record:
+        with self.access_log.generation(request, self._served_name(requests, request.model)) as record:
             tenant = bind(current(), request.cache)
             with requests.arriving(request.request_id, tenant):
-                samples = await requests.validator.validate(request)
+                validated = await requests.validator.validate(request)
+            samples = [replace(sample, part_of=part_of) for sample in validated] if part_of else validated
+            if accept is not None:
+                accept(samples)
             stream = Stream(samples, requests.model)
             with requests.submit(stream):
                 record.stream = stream
@@ -78,21 +100,38 @@ class GenerationService(rpc.GenerationServiceServicer):
                     output = await stream.next()
             await send(output)
 
-    async def tokenize(self, request: pb.StreamGenerateRequest) -> array[int]:
-        """Ids of a request's prompt, also of one that is longer than the model takes."""
+    async def tokenize(self, request: pb.StreamGenerateRequest, *, add_special: bool = True) -> array[int]:
+        """Ids of a request's prompt, also of one that is longer than the model takes.
+
+        add_special: whether those of a text have the special tokens that the tokenizer adds.
+        """
         requests = self._source.requests
         tenant = bind(current(), request.cache)
         with requests.arriving(request.request_id, tenant):
-            return await requests.validator.encode(request)
+            return await requests.validator.encode(request, add_special=add_special)
 
-    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
-        return await self._source.requests.validator.decode(model, token_ids)
+    async def detokenize(self, model: str, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
+        return await self._source.requests.validator.decode(model, token_ids, skip_special=skip_special)
 
     def model(self, name: str = "") -> ModelInfo:
-        """The served model. Raises ModelNotFoundError for another name."""
+        """The served model, under the name of an adapter where that is asked for. Raises ModelNotFoundError."""
         requests = self._source.requests
-        requests.validator.check_model(name)
-        return requests.model
+        adapter = requests.validator.check_model(name)
+        return requests.model if adapter is None else requests.model.called(adapter.name)
+
+    def loads(self) -> pb.GetLoadsResponse:
+        """The load of the engine, or of the router's engines."""
+        return self._source.requests.loads()
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the adapters that requests may name as their model."""
+        return self._source.requests.adapters.names
+
+    @staticmethod
+    def _served_name(requests: RequestTable, name: str) -> str:
+        """For logs and traces: no other names than those that are served."""
+        return requests.model.name if requests.adapters.find(name) is None else name
 
     @property
     def obstacle(self) -> str:
@@ -116,27 +155,119 @@ class GenerationService(rpc.GenerationServiceServicer):
     ) -> pb.GetModelResponse:
         model = self.model()
         return pb.GetModelResponse(
-            model=model.name, max_model_tokens=model.max_tokens, vocab_size=model.vocab_size, dtype=model.dtype
+            model=model.name,
+            max_model_tokens=model.max_tokens,
+            vocab_size=model.vocab_size,
+            dtype=model.dtype,
+            kv_cache_dtype=model.kv_cache_dtype,
+            adapters=self.adapters,
         )
 
     async def GetLoads(  # noqa: N802
         self, _request: pb.GetLoadsRequest, _context: Context
     ) -> pb.GetLoadsResponse:
-        return self._source.requests.loads()
+        return self.loads()
+
+    async def abort(self, request_id: str, tenant_id: str | None = None) -> None:
+        """Ends a request of the caller's tenant. Raises UnknownRequestError, InvalidField and PermissionDeniedError."""
+        tenant = check_tenant(current(), tenant_id, "tenant_id")
+        if not request_id:
+            raise InvalidField("request_id", "must not be empty")
+        if not await self._abort(pb.AbortRequestsRequest(request_id=request_id, tenant_id=tenant)):
+            raise _unknown_request()
+
+    async def _abort_here(self, message: pb.AbortRequestsRequest) -> int:
+        return self._source.requests.abort(message)
+
+    async def AbortRequest(  # noqa: N802
+        self, request: pb.AbortRequestRequest, context: Context
+    ) -> pb.AbortRequestResponse:
+        with self.access_log.call(context.peer()):
+            await self.abort(request.request_id, request.tenant_id if request.HasField("tenant_id") else None)
+        return pb.AbortRequestResponse()
 
 
 class SchedulerAdminService(rpc.SchedulerAdminServiceServicer):
-    def __init__(self, source: RequestTableSource) -> None:
+    def __init__(self, source: RequestTableSource, abort: Abort) -> None:
         self._source = source
+        self._abort = abort
 
     async def SetDraining(  # noqa: N802
         self, request: pb.SetDrainingRequest, _context: Context
     ) -> pb.SetDrainingResponse:
         """Takes no more requests, or takes them again."""
-        identity = current()
-        if identity is not None and identity.tenant:
-            raise PermissionDeniedError("this method is about all tenants, and the token about one")
+        _check_whole()
         requests = self._source.requests
         if not request.validate_only and requests.set_draining(request.draining):
             log.info("drained by an operator" if request.draining else "draining ended by an operator")
         return pb.SetDrainingResponse(running_requests=requests.num_running, waiting_requests=requests.num_waiting)
+
+    async def ListAdapters(  # noqa: N802
+        self, _request: pb.ListAdaptersRequest, _context: Context
+    ) -> pb.ListAdaptersResponse:
+        _check_whole()
+        table = self._source.requests.adapters
+        return pb.ListAdaptersResponse(
+            adapters=[
+                pb.ServedAdapter(
+                    adapter=adapter.message(),
+                    running_requests=table.uses(adapter),
+                    leaving=table.is_leaving(adapter),
+                )
+                for adapter in table.all
+            ],
+            max_adapters=table.most,
+        )
+
+    async def LoadAdapter(  # noqa: N802
+        self, request: pb.LoadAdapterRequest, _context: Context | None = None
+    ) -> pb.LoadAdapterResponse:
+        _check_whole()
+        adapter = await self._source.requests.loader.load(request.name, request.path)
+        log.info("adapter loaded by an operator", name=adapter.name)
+        return pb.LoadAdapterResponse(adapter=adapter.message())
+
+    async def UnloadAdapter(  # noqa: N802
+        self, request: pb.UnloadAdapterRequest, _context: Context | None = None
+    ) -> pb.UnloadAdapterResponse:
+        _check_whole()
+        requests = self._source.requests
+        if request.validate_only:
+            return pb.UnloadAdapterResponse(
+                running_requests=requests.adapters.uses(requests.adapters.get(request.name))
+            )
+        running = await requests.loader.unload(request.name)
+        log.info("adapter unloaded by an operator", name=request.name, running_requests=running)
+        return pb.UnloadAdapterResponse(running_requests=running)
+
+    async def UpdateWeights(  # noqa: N802
+        self, request: pb.UpdateWeightsRequest, _context: Context | None = None
+    ) -> pb.UpdateWeightsResponse:
+        _check_whole()
+        others = await self._source.requests.loader.update_weights(request.weight_version, request.path)
+        log.info("weights updated by an operator", weight_version=request.weight_version, other_blocks=others)
+        return pb.UpdateWeightsResponse(other_blocks=others)
+
+    async def AbortRequests(  # noqa: N802
+        self, request: pb.AbortRequestsRequest, _context: Context | None = None
+    ) -> pb.AbortRequestsResponse:
+        _check_whole()
+        if bool(request.request_id) == request.all:
+            raise InvalidField("request_id", "or all must be given, and not both")
+        aborted = await self._abort(request)
+        if not aborted and not request.all:
+            raise _unknown_request()
+        if not request.validate_only:
+            log.info("requests aborted by an operator", requests=aborted)
+        return pb.AbortRequestsResponse(aborted_requests=aborted)
+
+
+def _unknown_request() -> UnknownRequestError:
+    return UnknownRequestError("no live request has this id", fields={"request_id": "names no live request"})
+
+
+def _check_whole() -> None:
+    """Raises PermissionDeniedError for a token of one tenant."""
+    identity = current()
+    if identity is not None and identity.tenant:
+        raise PermissionDeniedError("this method is about all tenants, and the token about one")

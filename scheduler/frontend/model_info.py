@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import jinja2
 from tokenizers import Tokenizer
@@ -16,10 +18,14 @@ from tokenizers import Tokenizer
 from protos.execution.v1 import execution_pb2
 from protos.kvcommon.eviction import Layout, Policy
 from scheduler.errors import UnusableModelError
-from scheduler.frontend.chat_template import ChatTemplate
+from scheduler.frontend.chat_output import THINK_BEGIN, OutputForms, OutputParser
+from scheduler.frontend.chat_template import ASKING, ChatTemplate, Rendering
+from scheduler.request import Request
 
 # Prompts of more characters are tokenized one after the other, so that short prompts find a free thread.
 LARGE_PROMPT = 65_536
+# Tokens at the end of a prompt that hold the tag with which it begins the reasoning.
+_OPENING_TOKENS = 16
 # The bound of a sequence without any other, in tokens.
 ENDLESS = 1 << 24
 
@@ -35,11 +41,26 @@ KEPT_TEXTS = 1 << 16
 class ModelInfo:
     """`max_tokens` is the longest prompt plus output that model and pool can hold."""
 
-    def __init__(self, model: execution_pb2.GetModelResponse, executor: execution_pb2.GetExecutorResponse) -> None:
-        """Raises UnusableModelError."""
-        self.name = model.model
+    def __init__(
+        self,
+        model: execution_pb2.GetModelResponse,
+        executor: execution_pb2.GetExecutorResponse,
+        names: Sequence[str] = (),
+        *,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ) -> None:
+        """names: that requests call it, its own for none; answers show the first. Raises UnusableModelError.
+
+        The parsers are those of the settings.
+        """
+        self.names = tuple(names) or (model.model,)
+        self.name = self.names[0]
+        self.chat_template = model.chat_template
+        self.special_tokens = dict(model.special_tokens)
         self.vocab_size = model.vocab_size
         self.dtype = model.dtype
+        self.kv_cache_dtype = model.kv_cache_dtype
         self.max_tokens = min(model.max_positions, executor.max_tokens)
         self.layout = Layout(
             executor.block_size,
@@ -57,7 +78,17 @@ class ModelInfo:
         # Log-probabilities need the texts of many tokens, most of them few different ones.
         self._token_text = lru_cache(KEPT_TEXTS)(self._decode_token)
         self._large = asyncio.Semaphore(1)
-        self._chat = _compiled(model) if model.chat_template else None
+        self.output_forms = OutputForms.of(model.chat_template, calls=tool_call_parser, reasoning=reasoning_parser)
+        self._chat = _compiled(model, drops_reasoning=self.output_forms.thinks) if model.chat_template else None
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        # Whether the text of an output has to have special tokens, so that calls are found in it.
+        self.marks_calls = self.output_forms.are_marked_by(token.content for token in added if token.special)
+
+    def called(self, name: str) -> ModelInfo:
+        """The same under another name, such as that of an adapter."""
+        other = copy.copy(self)
+        other.name = name
+        return other
 
     def longest(self, policy: Policy | None) -> int:
         """Longest prompt plus output under an eviction policy, in tokens: it may exceed the pool."""
@@ -69,34 +100,67 @@ class ModelInfo:
     def has_chat_template(self) -> bool:
         return self._chat is not None
 
-    async def encode_text(self, text: str, most: int | None = None) -> array[int]:
-        """Ids of plain text, with the special tokens that the tokenizer adds.
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the chat template reads tools."""
+        return self._chat is not None and self._chat.reads_tools
+
+    def reserves(self, variable: str) -> bool:
+        """Whether a variable of the chat template is not for callers."""
+        return self._chat is not None and self._chat.reserves(variable)
+
+    async def encode_text(self, text: str, most: int | None = None, *, add_special: bool = True) -> array[int]:
+        """Ids of plain text. add_special: with the special tokens that the tokenizer adds.
 
         most: TooLongError is raised for more tokens, without tokenizing the whole text where that is possible.
         """
         async with self._turn(len(text)):
-            return await asyncio.to_thread(self._encode_text, text, most)
+            return await asyncio.to_thread(self._encode_text, text, most, add_special)
 
     async def encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         breakpoints: Sequence[tuple[int, int]] = (),
         most: int | None = None,
+        how: Rendering = ASKING,
+        *,
+        size: int | None = None,
     ) -> tuple[array[int], list[int]]:
         """Ids of a conversation, with the template's special tokens, and the number of ids in front of each breakpoint.
 
-        A breakpoint is a message's index, and characters of its content. Raises ChatTemplateError and UnreadFieldError,
-        and TooLongError as `encode_text` does.
+        A breakpoint is a message's index, and characters of its content. size: of all texts, where it is known. Raises
+        ChatTemplateError and UnreadFieldError, and TooLongError as `encode_text` does.
         """
-        async with self._turn(sum(len(text) for message in messages for text in message.values())):
-            return await asyncio.to_thread(self._encode_chat, messages, breakpoints, most)
+        size = sum(len(text) for message in messages for text in message.values()) if size is None else size
+        async with self._turn(size):
+            return await asyncio.to_thread(self._encode_chat, messages, breakpoints, most, how)
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids, special tokens included."""
+    async def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Text of ids. skip_special: without special tokens."""
         async with self._turn(len(token_ids)):
             # As a batch: else the tokenizer keeps the GIL.
-            [text] = await asyncio.to_thread(self.tokenizer.decode_batch, [list(token_ids)], skip_special_tokens=False)
+            [text] = await asyncio.to_thread(
+                self.tokenizer.decode_batch, [list(token_ids)], skip_special_tokens=skip_special
+            )
             return str(text)
+
+    async def token_runs(self, words: Sequence[str]) -> list[list[int]]:
+        """The ids of words, each as the tokenizer writes it at the beginning of a text and behind a space."""
+        texts = [text for word in words for text in dict.fromkeys((word, f" {word.lstrip()}"))]
+        encodings = await asyncio.to_thread(self.tokenizer.encode_batch_fast, texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings if encoding.ids]
+
+    def output_parser(self, request: Request) -> OutputParser:
+        """Splits the text of a request's output."""
+        is_thinking = self.output_forms.thinks and self._begins_reasoning(request.prompt_ids)
+        # The text around structural tags is free.
+        form = request.sampling.structured_output.WhichOneof("form")
+        is_forced = form not in (None, "structural_tags")
+        return OutputParser(self.output_forms, request.tools, is_thinking=is_thinking, is_forced=is_forced)
+
+    def _begins_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        end = self.tokenizer.decode(list(prompt_ids[-_OPENING_TOKENS:]), skip_special_tokens=False)
+        return str(end).rstrip().endswith(THINK_BEGIN)
 
     def vocabulary(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's names of tokens, such as "Ġthe"; empty for an unknown id."""
@@ -114,22 +178,26 @@ class ModelInfo:
     def _turn(self, size: int) -> contextlib.AbstractAsyncContextManager[None]:
         return self._large if size > LARGE_PROMPT else contextlib.nullcontext()
 
-    def _encode_text(self, text: str, most: int | None) -> array[int]:
+    def _encode_text(self, text: str, most: int | None, add_special: bool) -> array[int]:
         self._check_bytes(text, most)
         # As a batch: else the tokenizer keeps the GIL. The fast variant has no offsets.
-        [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=True)
+        [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
         return pack(encoding.ids, most)
 
     def _encode_chat(
-        self, messages: Sequence[Mapping[str, str]], breakpoints: Sequence[tuple[int, int]], most: int | None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        breakpoints: Sequence[tuple[int, int]],
+        most: int | None,
+        how: Rendering,
     ) -> tuple[array[int], list[int]]:
         assert self._chat is not None
-        prompt = self._chat.render(messages)
+        prompt = self._chat.render(messages, how)
         self._check_bytes(prompt, most)
         encode = self.tokenizer.encode_batch if breakpoints else self.tokenizer.encode_batch_fast
         [encoding] = encode([prompt], add_special_tokens=False)
         ids = pack(encoding.ids, most)
-        positions = [self._chat.position(prompt, messages, *breakpoint_) for breakpoint_ in breakpoints]
+        positions = [self._chat.position(prompt, messages, *breakpoint_, how) for breakpoint_ in breakpoints]
         offsets = encoding.offsets if breakpoints else []
         return ids, [bisect_right(offsets, position, key=lambda offset: offset[1]) for position in positions]
 
@@ -161,9 +229,9 @@ def _read(model: execution_pb2.GetModelResponse) -> tuple[Tokenizer, int | None]
         raise UnusableModelError(f"the tokenizer of the model {model.model} cannot be read: {error}") from error
 
 
-def _compiled(model: execution_pb2.GetModelResponse) -> ChatTemplate:
+def _compiled(model: execution_pb2.GetModelResponse, *, drops_reasoning: bool) -> ChatTemplate:
     try:
-        return ChatTemplate(model.chat_template, model.special_tokens)
+        return ChatTemplate(model.chat_template, model.special_tokens, drops_reasoning=drops_reasoning)
     except jinja2.TemplateError as error:
         raise UnusableModelError(f"the chat template of the model {model.model} is no template: {error}") from error
 

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Sequence as Seq
 
+from protos.execution.v1 import execution_pb2
 from protos.generation.v1 import generation_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import ServiceError
@@ -32,14 +33,22 @@ class _NoText:
 class Generation:
     """One sample's output. Times are in seconds of the monotonic clock; None before the event."""
 
-    def __init__(self, request: Request, model: ModelInfo | None, ready: asyncio.Event) -> None:
-        """model: turns tokens into text; None for output without text. ready: set when there is output, or an error."""
+    def __init__(
+        self, request: Request, model: ModelInfo | None, ready: asyncio.Event, *, is_gathered: bool = False
+    ) -> None:
+        """model: turns tokens into text; None for output without text. ready: set when there is output, or an error.
+
+        is_gathered: the output of many requests is taken together, so that every token is worth a notification.
+        """
         self.request = request
+        self.is_gathered = is_gathered
         # Samples that share the prompt once this one has computed it.
         self.followers: Seq[Request] = ()
-        # With stop strings every token has to become text at once.
-        self.has_stop_strings = bool(request.stop)
+        # With what ends the output in its text, every token has to become text at once.
+        self.has_stop_strings = bool(request.stop or _ends_behind_call(request))
         self.finished = False
+        # Whether the engine has taken it, as far as is known.
+        self.was_taken = True
         # Whether it has had blocks: what of its prompt is cached is known then.
         self.admitted = False
         # Unspecified also after an error.
@@ -56,11 +65,19 @@ class Generation:
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at = request.arrived_at
-        self._detokenizer = _NoText() if model is None else Detokenizer(model.tokenizer, request.prompt_ids)
-        self._stop_strings = StopStrings(request.stop)
+        self._detokenizer = (
+            _NoText()
+            if model is None
+            else Detokenizer(model.tokenizer, request.prompt_ids, keep_special=request.keep_special_tokens)
+        )
+        self._stop_strings = StopStrings(request.stop, included=request.include_stop_text)
+        # Finds the call that ends the output.
+        self._first_call = model.output_parser(request) if model and _ends_behind_call(request) else None
         # Tokens that are text or end the output, and the ids that are not yet: without stop strings, tokens become text
         # when they are sent.
         self._num_detokenized = 0
+        # Tokens of the prompt behind the first whose log-probabilities are known.
+        self._scored = 0
         self._pending: list[int] = []
         self._chunk = self._empty_chunk()
         self._error: ServiceError | None = None
@@ -72,25 +89,33 @@ class Generation:
 
     @property
     def has_output(self) -> bool:
-        return bool(self._pending or self._chunk.token_ids)
+        # A sample that is aborted may end without a token.
+        return bool(self._pending or self._chunk.token_ids or self._chunk.finish_reason)
 
     def feed(self, token_id: int, now: float, meta: TokenMeta | None = None) -> None:
         """Adds a token, without `notify`. Afterwards `finished` says whether it, or a stop string, ends the output."""
+        if self.request.is_prewarm:
+            self.first_token_at = self.last_token_at = now
+            self._finish(pb.FINISH_REASON_LENGTH)
+            return
         self._pending.append(token_id)
         self.last_token_at = now
         if meta is not None:
             self.first_token_at = self.first_token_at or now
             if meta.logprobs is not None:
-                top = zip(meta.logprobs.top_token_ids, meta.logprobs.top_logprobs, strict=True)
-                self._chunk.logprobs.add(
-                    logprob=meta.logprobs.logprob,
-                    top=[pb.TokenLogprob(token_id=token, logprob=value) for token, value in top],
-                )
+                self._chunk.logprobs.append(_logprobs(meta.logprobs))
             if meta.finished:
-                self._end(stopped=meta.stopped)
+                self._end(pb.FINISH_REASON_STOP if meta.stopped else pb.FINISH_REASON_LENGTH)
                 return
         if self.has_stop_strings:
             self._detokenize()
+
+    def score_prompt(self, logprobs: Seq[execution_pb2.TokenLogprobs]) -> None:
+        """Adds those of tokens of the prompt; after a preemption the same ones come again."""
+        for one in logprobs:
+            if one.index == self._scored + 1:
+                self._scored = one.index
+                self._chunk.prompt_logprobs.append(_logprobs(one))
 
     def evict(self, tokens: int, mass: float) -> None:
         """Counts an eviction. mass: share of the scores that was kept, negative without scores."""
@@ -99,6 +124,11 @@ class Generation:
             self._masses.append(mass)
 
     def notify(self) -> None:
+        self._ready.set()
+
+    def abort(self) -> None:
+        """Ends the output with what there is of it."""
+        self._end(pb.FINISH_REASON_ABORT)
         self._ready.set()
 
     def fail(self, error: ServiceError) -> None:
@@ -147,29 +177,52 @@ class Generation:
         return report
 
     def _detokenize(self, *, stopped: bool = False) -> bool:
-        """Turns pending tokens into text, but the last one if it `stopped` the output; True after a stop string."""
+        """Turns pending tokens into text; True after a stop string.
+
+        stopped: whether the last one stopped the output, and becomes text only where the request says so.
+        """
         token_ids, self._pending = self._pending, []
         self._chunk.token_ids.extend(token_ids)
         self._num_detokenized += len(token_ids)
-        text_ids = token_ids[:-1] if stopped else token_ids
+        text_ids = token_ids[:-1] if stopped and not self.request.include_stop_text else token_ids
         return self._push(self._detokenizer.push(text_ids)) if text_ids else False
 
     def _push(self, text: str) -> bool:
-        text, stopped = self._stop_strings.push(text)
+        stopped = False
+        if self._num_detokenized > self.request.sampling.min_tokens:
+            text, stopped = self._stop_strings.push(text)
         self._chunk.text += text
+        if self._first_call is not None:
+            self._first_call.push(text)
+            stopped = stopped or self._first_call.num_complete > 0
         if stopped:
             self._finish(pb.FINISH_REASON_STOP)
         return stopped
 
-    def _end(self, *, stopped: bool) -> None:
-        """The output ends with a stop id or with its length: text that was held back follows."""
+    def _end(self, reason: pb.FinishReason) -> None:
+        """The output ends for another reason than a stop string: text that was held back follows."""
+        stopped = reason == pb.FINISH_REASON_STOP
         if not self._detokenize(stopped=stopped) and not self._push(self._detokenizer.flush()):
             self._chunk.text += self._stop_strings.flush()
-            self._finish(pb.FINISH_REASON_STOP if stopped else pb.FINISH_REASON_LENGTH)
+            self._finish(reason)
 
     def _finish(self, reason: pb.FinishReason) -> None:
         self._chunk.finish_reason = self.finish_reason = reason
         self.finished = True
+
+
+def _logprobs(found: execution_pb2.TokenLogprobs) -> pb.TokenLogprobs:
+    top = zip(found.top_token_ids, found.top_logprobs, strict=True)
+    return pb.TokenLogprobs(
+        logprob=found.logprob,
+        top=[pb.TokenLogprob(token_id=token, logprob=value) for token, value in top],
+        rank=found.rank,
+    )
+
+
+def _ends_behind_call(request: Request) -> bool:
+    # A required call is forced to be a single one.
+    return request.tools.single and not request.tools.is_required
 
 
 class Stream:
@@ -178,8 +231,19 @@ class Stream:
     def __init__(self, samples: Seq[Request], model: ModelInfo | None, ready: asyncio.Event | None = None) -> None:
         """As of Generation; ready: shared with other streams, by one that takes the output of all of them."""
         self._ready = ready or asyncio.Event()
-        self.generations = [Generation(request, model, self._ready) for request in samples]
+        gathered = ready is not None
+        self.generations = [Generation(request, model, self._ready, is_gathered=gathered) for request in samples]
         self.generations[0].followers = samples[1:]
+
+    @property
+    def was_taken(self) -> bool:
+        """Whether an engine has taken the request."""
+        return self.generations[0].was_taken
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all outputs have ended, and none in an error."""
+        return all(generation.finish_reason for generation in self.generations)
 
     @property
     def finished(self) -> bool:
@@ -197,7 +261,9 @@ class Stream:
 class StreamFlusher:
     """Notifies streams of their tokens in turn, a few per step where there are many: the next step must not wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, message_seconds: float | None = None) -> None:
+        """message_seconds: in place of MESSAGE_SECONDS, where no step loop shares the interpreter."""
+        self._message_seconds = MESSAGE_SECONDS if message_seconds is None else message_seconds
         # The next in turn is the first.
         self._order: deque[Generation] = deque()
         # Time of the last notifications, and later of the end of the writing that they caused: else a loop that is late
@@ -215,7 +281,7 @@ class StreamFlusher:
 
     def flush(self) -> None:
         """There are new tokens: notifies the generations in turn now, and the others later if no tokens follow."""
-        due = int((time.monotonic() - self._since) / MESSAGE_SECONDS)
+        due = int((time.monotonic() - self._since) / self._message_seconds)
         if due:
             self._notify(due)
         if self._timer is not None:
@@ -223,7 +289,7 @@ class StreamFlusher:
             self._timer = None
         left = len(self._order)
         if due < left:
-            self._timer = asyncio.get_running_loop().call_later(left * MESSAGE_SECONDS, self._notify, left)
+            self._timer = asyncio.get_running_loop().call_later(left * self._message_seconds, self._notify, left)
 
     def _notify(self, count: int) -> None:
         loop = asyncio.get_running_loop()

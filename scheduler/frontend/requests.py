@@ -6,27 +6,32 @@ import asyncio
 import contextlib
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import ServiceError
 from scheduler.bridge import Admission, TokenBatch, TokenMeta
 from scheduler.errors import (
+    AdapterLostError,
     DrainingError,
     ExecutorFailsError,
     QueueFullError,
     RequestExistsError,
     TenantBusyError,
 )
+from scheduler.frontend.comparisons import RecentResponses
 from scheduler.frontend.engine import Engine
+from scheduler.frontend.loader import ModelLoader
 from scheduler.frontend.output import Generation, Stream, StreamFlusher
 from scheduler.frontend.validation import RequestValidator
 from scheduler.metrics import RequestMetrics
-from scheduler.request import MAX_FAILURES, AdmissionAttempt
+from scheduler.request import MAX_FAILURES, AdapterChange, AdmissionAttempt, Request
 
 RETRY_SECONDS = 1.0
 NO_TOKENS = array("I")
+# Obstacles.
+EXECUTOR_SILENT, CACHE_MANAGER_SILENT = "the executor does not answer", "the cache manager does not answer"
 
 
 class Health(Protocol):
@@ -45,23 +50,35 @@ class RequestTable:
         engine: Engine,
         metrics: RequestMetrics,
         health: Health,
+        loader: ModelLoader,
         *,
         max_waiting: int,
         max_tenant_requests: int = 0,
+        message_seconds: float | None = None,
+        compares: bool = True,
     ) -> None:
-        """max_tenant_requests: live requests of one tenant; 0 is no bound."""
+        """max_tenant_requests: live requests of one tenant; 0 is no bound. message_seconds: as of StreamFlusher.
+
+        compares: whether it knows recent responses itself, for requests that are compared with them; else the engine.
+        """
         self.validator = validator
         self.model = validator.model
+        self.adapters = validator.adapters
+        self.loader = loader
         self.metrics = metrics
         self.max_waiting = max_waiting
         self.preemptions = 0
         self.steps = 0
+        # In a front end: what the engine of all of them says of its load.
+        self.reported_loads: pb.GetLoadsResponse | None = None
         self._max_tenant_requests = max_tenant_requests
         self._engine = engine
         self._arriving = 0
         self._health = health
         # By arrival.
         self._live: dict[int, Generation] = {}
+        # By the id by which callers abort them.
+        self._by_caller_id: dict[str, set[Generation]] = {}
         # Live and arriving requests by tenant.
         self._tenants: Counter[str] = Counter()
         # With the tenant: request ids of other tenants are secret.
@@ -70,11 +87,14 @@ class RequestTable:
         self._stopping = False
         # Asked for by an operator: no more requests are taken.
         self._draining = False
-        # Neighbours that have not answered for a while, in words; new requests wait for them.
-        self._silent: set[str] = set()
+        # What new requests wait for, in words.
+        self._obstacles: set[str] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._flusher = StreamFlusher()
+        self._flusher = StreamFlusher(message_seconds)
+        self._responses = (
+            RecentResponses(self.model.layout.block_size, lambda: loader.weight_version) if compares else None
+        )
         metrics.running.set_function(lambda: self.num_running)
         metrics.waiting.set_function(lambda: self.num_waiting)
 
@@ -96,14 +116,18 @@ class RequestTable:
         """Why a request would not be served now, but for a full queue; empty when nothing is in its way."""
         if self.is_draining:
             return "the scheduler drains: it takes no new requests"
-        if self._silent:
-            return f"the {' and the '.join(sorted(self._silent))} does not answer: new requests wait"
+        if self._obstacles:
+            return f"{' and '.join(sorted(self._obstacles))}: new requests wait"
         return ""
 
-    def set_answering(self, neighbour: str, answers: bool) -> bool:
-        """Notes whether a neighbour, in words, answers in time; returns whether that is a change."""
-        changed = answers == (neighbour in self._silent)
-        (self._silent.discard if answers else self._silent.add)(neighbour)
+    def has_obstacle(self, obstacle: str) -> bool:
+        """Whether new requests wait for something, in words."""
+        return obstacle in self._obstacles
+
+    def set_obstacle(self, obstacle: str, is_there: bool) -> bool:
+        """Notes whether new requests wait for something, in words; returns whether that is a change."""
+        changed = is_there != (obstacle in self._obstacles)
+        (self._obstacles.add if is_there else self._obstacles.discard)(obstacle)
         if changed:
             self._report_health()
         return changed
@@ -126,6 +150,8 @@ class RequestTable:
 
     def loads(self) -> pb.GetLoadsResponse:
         """The load, for callers and routers."""
+        if self.reported_loads is not None:
+            return self.reported_loads
         loads = self._engine.loads
         # What waits has no blocks yet, and what of it is cached is not known but from a router.
         waiting = sum(
@@ -192,48 +218,87 @@ class RequestTable:
             )
 
     @contextlib.contextmanager
-    def submit(self, stream: Stream, output: array[int] = NO_TOKENS) -> Iterator[None]:
+    def submit(self, stream: Stream, output: array[int] = NO_TOKENS, *, is_follower: bool = False) -> Iterator[None]:
         """Starts a request that was counted as arriving. Leaving the context frees all that it held.
 
-        output: ids that the first sample has generated elsewhere, behind which it goes on.
+        output: ids that the first sample has generated elsewhere, behind which it goes on. is_follower: whether it is
+        another sample of a request that was taken before, and neither refused nor counted now.
         """
         samples = [generation.request for generation in stream.generations]
         first = samples[0]
-        name = (first.cache.tenant_id or "", first.request_id)
-        self._check_id(*name)
-        self._live.update((generation.request.arrival, generation) for generation in stream.generations)
-        self._request_ids.add(name)
-        self._idle.clear()
-        self._engine.start(AdmissionAttempt(first, first.prompt_ids + output))
-        try:
-            with self._counted(name[0]):
-                yield
-        finally:
-            self._request_ids.remove(name)
-            for request in samples:
-                generation = self._live.pop(request.arrival)
-                if generation.first_token_at is not None:
-                    self._flusher.remove(generation)
-                self._engine.cancel(request.arrival)
-            if not self._live:
-                self._idle.set()
+        name = (_tenant(first), first.request_id)
+        if not is_follower:
+            self._check_id(*name)
+        with self.adapters.using(first.adapter, len(samples)):
+            self._live.update((generation.request.arrival, generation) for generation in stream.generations)
+            self._request_ids.add(name)
+            self._by_caller_id.setdefault(first.caller_id, set()).update(stream.generations)
+            self._idle.clear()
+            self._engine.start(AdmissionAttempt(first, first.prompt_ids + output))
+            try:
+                with contextlib.nullcontext() if is_follower else self._counted(name[0]):
+                    yield
+                if self._responses is not None and first.response_id and stream.is_complete:
+                    self._responses.add(first)
+            finally:
+                self._request_ids.remove(name)
+                self._by_caller_id[first.caller_id].difference_update(stream.generations)
+                if not self._by_caller_id[first.caller_id]:
+                    del self._by_caller_id[first.caller_id]
+                for request in samples:
+                    generation = self._live.pop(request.arrival)
+                    if generation.first_token_at is not None and not generation.is_gathered:
+                        self._flusher.remove(generation)
+                    self._engine.cancel(request.arrival)
+                if not self._live:
+                    self._idle.set()
+
+    def adapters_in_use(self) -> tuple[list[str], list[str]]:
+        """Names of the adapters of running requests, and of those of waiting ones. From any thread."""
+        used = [
+            (generation.request.adapter.name, generation.admitted)
+            for generation in list(self._live.values())
+            if generation.request.adapter is not None
+        ]
+        running, waiting = ({name for name, admitted in used if admitted is wanted} for wanted in (True, False))
+        return sorted(running), sorted(waiting)
+
+    def _change_adapters(self, changes: Sequence[AdapterChange]) -> None:
+        """Requests whose adapter the executor does not have any more end."""
+        self.adapters.change(changes)
+        found = {adapter.adapter_id for adapter in self.adapters.all}
+        for arrival, generation in self._live.items():
+            adapter = generation.request.adapter
+            if adapter is not None and adapter.adapter_id not in found and not generation.finished:
+                generation.fail(AdapterLostError(f"the executor no longer has the adapter {adapter.name!r}"))
+                # At once: it must not be admitted in the session that is open now.
+                self._engine.cancel(arrival)
 
     def receive(self, batch: TokenBatch) -> None:
         """Takes what answered steps brought: one call for all requests."""
         self.steps += batch.steps
+        if batch.adapters:
+            self._change_adapters(batch.adapters)
         self._note(batch)
-        if batch.outputs:
+        if batch.outputs or batch.prompt_logprobs:
             self._take_outputs(batch)
         if batch.executor_answers is not None:
-            self.set_answering("executor", batch.executor_answers)
+            self.set_obstacle(EXECUTOR_SILENT, not batch.executor_answers)
+            if not batch.executor_answers:
+                self.validator.forget_grammars()
         for attempt in batch.retried:
             if (generation := self._live.get(attempt.request.arrival)) and not generation.finished:
                 self._engine.start(attempt)
+        for arrival in batch.aborted:
+            self._aborted_elsewhere(arrival)
         for arrival in batch.given_up:
             if generation := self._live.get(arrival):
                 generation.fail(ExecutorFailsError(f"the executor failed {MAX_FAILURES} times over this request"))
 
     def _take_outputs(self, batch: TokenBatch) -> None:
+        for arrival, logprobs in batch.prompt_logprobs:
+            if generation := self._live.get(arrival):
+                generation.score_prompt(logprobs)
         published = 0
         # By the time of the token before: how many tokens came after it.
         earlier: Counter[float] = Counter()
@@ -245,9 +310,11 @@ class RequestTable:
                 earlier[generation.last_token_at] += 1
             if meta is None and not generation.has_stop_strings:
                 generation.feed(token_id, batch.at)
+                if generation.is_gathered:
+                    generation.notify()
             else:
                 self._publish(generation, token_id, meta, batch.at)
-            published += 1
+            published += not generation.request.is_prewarm
         # Without the tokens that a step computed after the end of an output.
         self.metrics.output_tokens.inc(published)
         for at, tokens in earlier.items():
@@ -270,6 +337,8 @@ class RequestTable:
                 generation.counted.host_tokens += host_tokens
                 generation.counted.disk_tokens += disk_tokens
         self.metrics.onload_timeouts.inc(len(batch.late))
+        self.metrics.draft_tokens.inc(batch.drafted)
+        self.metrics.accepted_draft_tokens.inc(batch.accepted)
         self.preemptions += len(batch.preempted)
         self.metrics.preemptions.inc(len(batch.preempted))
         for arrival in batch.preempted:
@@ -282,6 +351,30 @@ class RequestTable:
         for arrival, tokens in batch.most_kept.items():
             if generation := self._live.get(arrival):
                 generation.most_kept = max(generation.most_kept, tokens)
+
+    def abort(self, message: pb.AbortRequestsRequest) -> int:
+        """Ends live requests with what there is of their output; returns how many."""
+        named = self._live.values() if message.all else self._by_caller_id.get(message.request_id, ())
+        found = [
+            generation
+            for generation in named
+            if not generation.finished
+            and (not message.HasField("tenant_id") or _tenant(generation.request) == message.tenant_id)
+        ]
+        if not message.validate_only:
+            for generation in found:
+                self._abort(generation)
+        return len({(_tenant(generation.request), generation.request.caller_id) for generation in found})
+
+    def _abort(self, generation: Generation) -> None:
+        generation.abort()
+        self._engine.cancel(generation.request.arrival)
+
+    def _aborted_elsewhere(self, arrival: int) -> None:
+        """The engine has ended a sample, and the others of its request end with it."""
+        if (aborted := self._live.get(arrival)) is not None:
+            request = aborted.request
+            self.abort(pb.AbortRequestsRequest(request_id=request.caller_id, tenant_id=_tenant(request)))
 
     def fail_all(self, error: ServiceError) -> None:
         for generation in self._live.values():
@@ -308,6 +401,8 @@ class RequestTable:
             counted.ClearField("hint_answers")
             counted.retention_receipts.extend(admission.receipts)
             counted.hint_answers.extend(admission.hint_answers)
+            counted.cache_write_tokens = admission.written_tokens
+            self._explain(attempt.request, admission, counted)
         if attempt.preempted:
             if admission.has_onloads:
                 self.metrics.swaps.inc()
@@ -315,8 +410,20 @@ class RequestTable:
             elif admission.cached_tokens + self.model.layout.block_size < len(attempt.token_ids):
                 self.metrics.recomputations.inc()
 
-    def refused(self, attempt: AdmissionAttempt, error: ServiceError) -> None:
+    def _explain(self, request: Request, admission: Admission, counted: pb.Usage) -> None:
+        """Adds what was missing in the cache, and the comparison."""
+        counted.ClearField("prefix_miss")
+        counted.ClearField("cache_diagnosis")
+        if admission.miss is not None:
+            counted.prefix_miss.CopyFrom(admission.miss)
+        if admission.diagnosis is not None:
+            counted.cache_diagnosis.CopyFrom(admission.diagnosis)
+        elif request.cache.comparison_id is not None and self._responses is not None:
+            counted.cache_diagnosis.CopyFrom(self._responses.diagnose(request, admission.cached_tokens))
+
+    def refused(self, attempt: AdmissionAttempt, error: ServiceError, *, was_taken: bool = True) -> None:
         if generation := self._live.get(attempt.request.arrival):
+            generation.was_taken = was_taken
             generation.fail(error)
 
     def _publish(self, generation: Generation, token_id: int, meta: TokenMeta | None, now: float) -> None:
@@ -325,13 +432,13 @@ class RequestTable:
         if first and not generation.request.sample_index:
             self.metrics.first_token.observe(now - generation.request.arrived_at)
         generation.feed(token_id, now, meta)
-        if first:
+        if first and not generation.is_gathered:
             # A request that waits has no tokens to send.
             self._flusher.add(generation)
         if generation.finished and not (meta and meta.finished):
             # The engine does not know of stop strings.
             self._engine.cancel(generation.request.arrival)
-        if first or generation.finished:
+        if first or generation.finished or generation.is_gathered:
             generation.notify()
         # With its first token the prompt is computed and can be forked. A sequence that evicts has private blocks, and
         # scores that no other sequence can know.
@@ -339,6 +446,11 @@ class RequestTable:
         for request in generation.followers:
             self._engine.start(AdmissionAttempt(request, request.prompt_ids, parent=parent))
         generation.followers = ()
+
+
+def _tenant(request: Request) -> str:
+    """Empty for none."""
+    return request.cache.tenant_id or ""
 
 
 class RequestTableSource(Protocol):

@@ -6,20 +6,24 @@ from collections.abc import Iterable
 class StopStrings:
     """Takes text by chunks and returns it as soon as it cannot be part of a stop string."""
 
-    def __init__(self, stops: Iterable[str]) -> None:
+    def __init__(self, stops: Iterable[str], *, included: bool = False) -> None:
+        """included: whether the text ends with the stop string, not in front of it."""
         self._stops = tuple(stops)
+        self._included = included
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Text that may be sent, and whether a stop string follows it."""
+        """Text that may be sent, and whether a stop string ends it."""
         if not self._stops:
             return text, False
         text = self._held + text
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at, at + len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)], True
+            # Of those that begin at the same place, the shortest.
+            begin, end = min(found)
+            return text[: end if self._included else begin], True
         keep = self._open_suffix(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

@@ -4,17 +4,25 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.identity import Identity, PermissionDeniedError
 
 
+def check_tenant(identity: Identity | None, named: str | None, field: str) -> str:
+    """The tenant of a caller who names one or None, empty for none. field: where. Raises PermissionDeniedError."""
+    if identity is None or not identity.tenant:
+        return named or ""
+    if named not in (None, identity.tenant):
+        raise PermissionDeniedError(
+            "the token is that of another tenant", fields={field: "is not the tenant of the token"}
+        )
+    return identity.tenant
+
+
 def bind(identity: Identity | None, cache: pb.CacheOptions) -> str:
     """Replaces salt, session and tenant by the caller's own; returns the tenant, empty for none.
 
     Raises InvalidField and PermissionDeniedError.
     """
+    tenant = check_tenant(identity, cache.tenant_id if cache.HasField("tenant_id") else None, "cache.tenant_id")
     if identity is None or not identity.tenant:
-        return cache.tenant_id
-    if cache.HasField("tenant_id") and cache.tenant_id != identity.tenant:
-        raise PermissionDeniedError(
-            "the token is that of another tenant", fields={"cache.tenant_id": "is not the tenant of the token"}
-        )
+        return tenant
     salt = identity.bound_salt(cache.salt if cache.HasField("salt") else None)
     session = identity.bound_name(cache.session_id, "cache.session_id") if cache.HasField("session_id") else None
     cache.tenant_id = identity.tenant

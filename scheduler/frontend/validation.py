@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
+import json
+import math
 import secrets
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.struct_pb2 import Struct, Value
 
 from protos.execution.v1 import execution_pb2
 from protos.generation.v1 import generation_pb2 as pb
@@ -21,9 +25,14 @@ from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc import tracing
 from protos.rpc.errors import InvalidField
 from scheduler.errors import ContextLengthError, ModelNotFoundError
-from scheduler.frontend.chat_template import ChatTemplateError, UnreadFieldError
+from scheduler.frontend.adapters import AdapterTable
+from scheduler.frontend.chat_template import ChatTemplateError, Rendering, UnreadFieldError
+from scheduler.frontend.comparisons import parts_of
+from scheduler.frontend.grammars import GrammarCompiler
 from scheduler.frontend.model_info import ModelInfo, TooLongError, pack
-from scheduler.request import CacheOptions, Request
+from scheduler.frontend.tool_calls.definitions import check_choice, check_marks, name_answers, read_calls, read_tools
+from scheduler.frontend.tool_calls.schema import forced_calls_schema
+from scheduler.request import Adapter, CacheOptions, Request, ToolUse
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_NAME_BYTES = 256
@@ -31,6 +40,9 @@ MAX_STOPS = 16
 MAX_STOP_BYTES = 1024
 MAX_STOP_IDS = 256
 MAX_LOGPROBS = 20
+MAX_BIASES, MAX_BIAS = 1024, 100
+MAX_BAD_WORDS, MAX_BAD_RUNS = 64, 256
+MAX_FORM_BYTES = 262_144
 # Beyond these, logits leave the range of float32.
 SAMPLING_BOUNDS = {
     "temperature": (0, 100),
@@ -44,8 +56,15 @@ MAX_PRIORITY = 100
 MAX_SAMPLES = 64
 MAX_MESSAGES = 4096
 MAX_HINTS_BYTES = 65_536
+# Requests that one call aborts by their ids.
+MAX_ABORTED = 1024
+MAX_ARGUMENTS_BYTES = 65_536
+# Whole numbers up to here are exact as a double, which protobuf makes of all numbers.
+_EXACT = 1 << 53
 # The longest google.protobuf.Duration, in seconds.
 MAX_SECONDS = 315_576_000_000
+# Names of models that an error shows.
+_SHOWN_NAMES = 20
 # The field that holds the prompt, by the kind of input.
 _FIELDS = {"text": "text", "chat": "chat.messages", "token_ids": "token_ids.token_ids"}
 
@@ -59,12 +78,34 @@ class Breakpoint(NamedTuple):
     duration: Duration | None
 
 
+class Conversation(NamedTuple):
+    """A conversation as templates read it, and how. use: of the tools by the output. size: bytes of all texts."""
+
+    messages: list[dict[str, Any]]
+    how: Rendering
+    use: ToolUse
+    size: int
+
+
 class RequestValidator:
     """Raises InvalidField and ModelNotFoundError; a returned request can run."""
 
-    def __init__(self, model: ModelInfo, *, max_prompt_bytes: int, onload_timeout: float) -> None:
-        """onload_timeout: default of requests, in seconds."""
+    def __init__(
+        self,
+        model: ModelInfo,
+        adapters: AdapterTable | None = None,
+        grammars: GrammarCompiler | None = None,
+        *,
+        max_prompt_bytes: int,
+        onload_timeout: float,
+    ) -> None:
+        """adapters: that requests may name, None for none. onload_timeout: default of requests, in seconds.
+
+        grammars: compiles forms of outputs, None where another process does.
+        """
         self.model = model
+        self.adapters = AdapterTable() if adapters is None else adapters
+        self._grammars = grammars
         self._max_prompt_bytes = max_prompt_bytes
         self._onload_timeout = onload_timeout
         self._arrivals = itertools.count(1)
@@ -75,33 +116,69 @@ class RequestValidator:
         _check_size(message)
         if len(message.request_id.encode()) > MAX_REQUEST_ID_BYTES:
             raise InvalidField("request_id", f"has more than {MAX_REQUEST_ID_BYTES} bytes")
-        self.check_model(message.model)
+        adapter = self.check_model(message.model)
         sampling = _sampling(message.sampling, self._stop_token_ids(message))
+        self._restrict(message, sampling)
         stop = _stop(message.stop)
         policy = parse(message.eviction_policy, self.model.layout) if message.HasField("eviction_policy") else None
         options = _cache_options(message)
         breakpoints = _breakpoints(message)
         timeout = self._timeout(message.cache)
-        if message.HasField("max_tokens") and message.max_tokens < 1:
-            raise InvalidField("max_tokens", "must be at least 1")
+        is_prewarm = message.HasField("max_tokens") and not message.max_tokens
         samples = message.n if message.HasField("n") else 1
         if not 1 <= samples <= MAX_SAMPLES:
             raise InvalidField("n", f"must be from 1 to {MAX_SAMPLES}")
-        prompt_ids, ends = await self._prompt_ids(message, breakpoints)
+        if is_prewarm and samples > 1:
+            raise InvalidField("n", "must be 1 when max_tokens is 0")
+        if message.sampling.bad_words:
+            runs = await self.model.token_runs(message.sampling.bad_words)
+            sampling.bad_token_ids.extend(execution_pb2.TokenSequence(token_ids=run) for run in runs)
+        conversation = await self._conversation(message)
+        await self._compile(sampling, "" if conversation is None else conversation.use.schema)
+        kept = self._kept_tokens(message, policy)
+        prompt_ids, ends = await self._prompt_ids(message, conversation, breakpoints, kept)
+        request_id = message.request_id or secrets.token_hex(8)
+        max_tokens = self._max_tokens(message, len(prompt_ids), policy)
+        if sampling.min_tokens > max_tokens:
+            raise InvalidField("sampling.min_tokens", f"must be at most max_tokens, which is {max_tokens}")
         first = Request(
-            request_id=message.request_id or secrets.token_hex(8),
+            request_id=request_id,
             prompt_ids=prompt_ids,
-            max_tokens=self._max_tokens(message, len(prompt_ids), policy),
+            max_tokens=max_tokens,
             sampling=sampling,
             arrival=next(self._arrivals),
             arrived_at=arrived_at,
             onload_timeout=timeout,
             stop=stop,
+            include_stop_text=message.include_stop_text,
+            keep_special_tokens=message.keep_special_tokens
+            or (self.model.marks_calls and bool(conversation and conversation.how.tools)),
+            tools=ToolUse() if conversation is None else conversation.use,
             priority=message.priority,
-            cache=_keeping(options, _breakpoint_ranges(breakpoints, ends)),
+            cache=_marked(message.cache, _keeping(options, _breakpoint_ranges(breakpoints, ends)), ends),
+            adapter=adapter,
             traceparent=tracing.current(),
+            is_prewarm=is_prewarm,
+            parts=parts_of(message),
+            response_id=message.cache.parts.request_id if message.cache.HasField("parts") else request_id,
         )
         return [first, *(self._sample(first, index) for index in range(1, samples))]
+
+    async def _compile(self, sampling: execution_pb2.SamplingParams, calls: str) -> None:
+        """Has the form of the output compiled. calls: JSON Schema of calls of tools that are forced, empty for none."""
+        if calls:
+            if sampling.HasField("structured_output"):
+                raise InvalidField("structured_output", "cannot be given together with a tool_choice that forces calls")
+            sampling.structured_output.json_schema = calls
+        if self._grammars is not None and sampling.HasField("structured_output"):
+            form = sampling.structured_output
+            field = "chat.tools" if calls else f"structured_output.{form.WhichOneof('form')}"
+            await self._grammars.compile(form, field)
+
+    def forget_grammars(self) -> None:
+        """The executor has lost what it had compiled."""
+        if self._grammars is not None:
+            self._grammars.forget()
 
     def output_of(self, request: Request, token_ids: Sequence[int]) -> array[int]:
         """Output that a request has from elsewhere, behind which it continues."""
@@ -114,6 +191,8 @@ class RequestValidator:
         sampling = execution_pb2.SamplingParams()
         sampling.CopyFrom(first.sampling)
         sampling.seed = sample_seed(first.sampling.seed, index)
+        # The first sample has computed the prompt.
+        sampling.ClearField("num_prompt_logprobs")
         return replace(first, sample_index=index, arrival=next(self._arrivals), sampling=sampling)
 
     def _timeout(self, cache: pb.CacheOptions) -> float:
@@ -121,47 +200,85 @@ class RequestValidator:
             return self._onload_timeout
         return _duration("cache.onload_timeout", cache.onload_timeout).ToNanoseconds() / 1e9
 
-    def check_model(self, name: str) -> None:
-        """Raises ModelNotFoundError unless this model is served; an empty name is any model."""
-        if name not in ("", self.model.name):
+    def check_model(self, name: str) -> Adapter | None:
+        """The adapter of a name, None for the model alone and for an empty name. Raises ModelNotFoundError."""
+        if name in ("", *self.model.names):
+            return None
+        adapter = self.adapters.find(name)
+        if adapter is None:
+            names = [*self.model.names, *self.adapters.names][:_SHOWN_NAMES]
+            served = " and ".join(map(repr, names)) + (" are" if len(names) > 1 else " is")
+            said = "the only model here is" if len(names) == 1 else "the models here are"
             raise ModelNotFoundError(
-                f"this scheduler serves {self.model.name!r} only",
-                fields={"model": f"is not served; {self.model.name!r} is"},
+                f"{said} {' and '.join(map(repr, names))}", fields={"model": f"is not served; {served}"}
             )
+        return adapter
 
-    async def encode(self, message: pb.StreamGenerateRequest) -> array[int]:
-        """Ids of the prompt, however many; only its model and its text are validated."""
+    async def encode(self, message: pb.StreamGenerateRequest, *, add_special: bool = True) -> array[int]:
+        """Ids of the prompt, however many; only its model and its text are validated.
+
+        add_special: whether those of a text have the special tokens that the tokenizer adds.
+        """
         _check_size(message)
         self.check_model(message.model)
-        ids, _ = await self._encode(message, ())
+        conversation = await self._conversation(message)
+        ids, _ = await self._encode(message, conversation, (), add_special=add_special)
         return ids
 
-    async def decode(self, model: str, token_ids: Sequence[int]) -> str:
+    async def decode(self, model: str, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Text of ids. skip_special: without special tokens."""
         self.check_model(model)
         self._check_ids("token_ids", token_ids)
-        return await self.model.decode(token_ids)
+        return await self.model.decode(token_ids, skip_special=skip_special)
 
     async def _encode(
-        self, message: pb.StreamGenerateRequest, breakpoints: Sequence[Breakpoint], most: int | None = None
+        self,
+        message: pb.StreamGenerateRequest,
+        conversation: Conversation | None,
+        breakpoints: Sequence[Breakpoint],
+        most: int | None = None,
+        *,
+        add_special: bool = True,
     ) -> tuple[array[int], Sequence[int]]:
         """The prompt's ids, and the number in front of each breakpoint. Raises TooLongError for more than `most`."""
+        if conversation is not None:
+            return await self._chat_ids(conversation, breakpoints, most)
         match message.WhichOneof("input"):
             case "text":
                 self._check_bytes("text", len(message.text.encode()))
-                return await self.model.encode_text(message.text, most), ()
-            case "chat":
-                return await self._chat_ids(message.chat, breakpoints, most)
+                return await self.model.encode_text(message.text, most, add_special=add_special), ()
             case "token_ids":
                 return pack(message.token_ids.token_ids, most), ()
             case _:
                 raise InvalidField("input", "is missing: give text, chat or token_ids")
 
+    def _kept_tokens(self, message: pb.StreamGenerateRequest, policy: Policy | None) -> int | None:
+        """Tokens of the prompt that its truncation leaves at most; None without one."""
+        if not message.HasField("prompt_truncation"):
+            return None
+        truncation = message.prompt_truncation
+        if not truncation.HasField("max_tokens"):
+            output = message.max_tokens if message.HasField("max_tokens") else 1
+            # At least one: max_tokens is what does not fit then.
+            return max(1, min(self.model.max_tokens - 1, self.model.longest(policy) - output))
+        if truncation.max_tokens < 1:
+            raise InvalidField("prompt_truncation.max_tokens", "must be at least 1")
+        return truncation.max_tokens
+
     async def _prompt_ids(
-        self, message: pb.StreamGenerateRequest, breakpoints: Sequence[Breakpoint]
+        self,
+        message: pb.StreamGenerateRequest,
+        conversation: Conversation | None,
+        breakpoints: Sequence[Breakpoint],
+        kept: int | None,
     ) -> tuple[array[int], Sequence[int]]:
+        """The prompt's ids, and the number in front of each breakpoint. kept: tokens that stay of a longer prompt."""
         field, fits = _FIELDS.get(message.WhichOneof("input"), ""), self.model.max_tokens - 1
         try:
-            ids, ends = await self._encode(message, breakpoints, fits)
+            ids, ends = await self._encode(message, conversation, breakpoints, fits if kept is None else None)
+            if kept is not None:
+                start = 0 if message.prompt_truncation.keep_first else max(0, len(ids) - kept)
+                ids, ends = pack(ids[start : start + kept], fits), [min(max(0, end - start), kept) for end in ends]
         except TooLongError as error:
             raise ContextLengthError(field, f"{error}; at most {fits} fit") from error
         if not ids:
@@ -170,26 +287,61 @@ class RequestValidator:
             self._check_ids(field, ids)
         return ids, ends
 
-    async def _chat_ids(
-        self, chat: pb.ChatInput, breakpoints: Sequence[Breakpoint], most: int | None
-    ) -> tuple[array[int], Sequence[int]]:
+    async def _conversation(self, message: pb.StreamGenerateRequest) -> Conversation | None:
+        """The conversation that is the prompt; None for another one."""
+        if message.WhichOneof("input") != "chat":
+            return None
+        chat = message.chat
         if not chat.messages:
             raise InvalidField("chat.messages", "must not be empty")
-        for index, message in enumerate(chat.messages):
-            if not message.role:
+        for index, said in enumerate(chat.messages):
+            if not said.role:
                 raise InvalidField(f"chat.messages[{index}].role", "must not be empty")
         if not self.model.has_chat_template:
             raise InvalidField("chat", "cannot be used: the model has no chat template")
-        messages = [_said(message) for message in chat.messages]
-        size = sum(len(text.encode()) for message in messages for text in message.values())
-        self._check_bytes("chat.messages", size)
+        check_marks(chat)
+        how = self._rendering(chat)
+        if chat.tools or any(said.tool_calls for said in chat.messages):
+            # There may be megabytes of JSON to be read.
+            conversation = await asyncio.to_thread(_read_conversation, chat, how)
+        else:
+            conversation = _read_conversation(chat, how)
+        self._check_bytes("chat.messages", conversation.size)
+        use = conversation.use
+        if use.names and not self.model.reads_tools:
+            raise InvalidField("chat.tools", "are not read by the model's chat template")
+        if use.names and not use.is_required and not self.model.output_forms.calls:
+            raise InvalidField(
+                "chat.tools",
+                "cannot be used: the model's chat template does not show in which form it writes calls, and no setting "
+                "TOOL_CALL_PARSER says it",
+            )
+        if use.single and not use.is_required and not self.model.output_forms.has_calls:
+            raise InvalidField("chat.single_tool_call", "is not supported: calls are not looked for in the output")
+        return conversation
+
+    async def _chat_ids(
+        self, conversation: Conversation, breakpoints: Sequence[Breakpoint], most: int | None
+    ) -> tuple[array[int], Sequence[int]]:
+        places = [breakpoint_[:2] for breakpoint_ in breakpoints]
         try:
-            return await self.model.encode_chat(messages, [breakpoint_[:2] for breakpoint_ in breakpoints], most)
+            return await self.model.encode_chat(
+                conversation.messages, places, most, conversation.how, size=conversation.size
+            )
         except ChatTemplateError as error:
             raise InvalidField("chat.messages", f"do not fit the model's chat template: {error}") from error
         except UnreadFieldError as error:
             field = f"chat.messages[{error.message}].{error.field}"
             raise InvalidField(field, "is not read by the model's chat template") from error
+
+    def _rendering(self, chat: pb.ChatInput) -> Rendering:
+        if chat.continue_final_message and chat.add_generation_prompt:
+            raise InvalidField("chat.continue_final_message", "cannot be given together with add_generation_prompt")
+        for name in chat.template_arguments.fields:
+            if self.model.reserves(name):
+                raise InvalidField(f"chat.template_arguments.{name}", "is set by the server, not by callers")
+        asks = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not chat.continue_final_message
+        return Rendering(asks, chat.continue_final_message, _plain_object(chat.template_arguments))
 
     def _check_bytes(self, field: str, size: int) -> None:
         if size == 0:
@@ -211,6 +363,37 @@ class RequestValidator:
         own = () if message.ignore_eos else self.model.eos_token_ids
         return sorted({*message.stop_token_ids, *own})
 
+    def _restrict(self, message: pb.StreamGenerateRequest, resolved: execution_pb2.SamplingParams) -> None:
+        """Adds what the output may have besides what the model says."""
+        sampling, size = message.sampling, self.model.vocab_size
+        _check_count("sampling.logit_bias", sampling.logit_bias, MAX_BIASES)
+        for token_id, bias in sampling.logit_bias.items():
+            field = f"sampling.logit_bias[{token_id}]"
+            if token_id >= size:
+                raise InvalidField(field, f"must name an id below {size}, the vocabulary's size")
+            if not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise InvalidField(field, f"must be between -{MAX_BIAS} and {MAX_BIAS}")
+            resolved.logit_bias[token_id] = bias
+        resolved.min_tokens = sampling.min_tokens
+        _check_count("sampling.allowed_token_ids", sampling.allowed_token_ids, size)
+        self._check_ids("sampling.allowed_token_ids", sampling.allowed_token_ids)
+        resolved.allowed_token_ids.extend(sampling.allowed_token_ids)
+        _check_count("sampling.bad_words", sampling.bad_words, MAX_BAD_WORDS)
+        for index, word in enumerate(sampling.bad_words):
+            if not word.strip() or len(word.encode()) > MAX_STOP_BYTES:
+                said = f"must have 1 to {MAX_STOP_BYTES} bytes, and not only spaces"
+                raise InvalidField(f"sampling.bad_words[{index}]", said)
+        _check_count("sampling.bad_token_ids", sampling.bad_token_ids, MAX_BAD_RUNS)
+        for index, run in enumerate(sampling.bad_token_ids):
+            field = f"sampling.bad_token_ids[{index}].token_ids"
+            if not 1 <= len(run.token_ids) <= MAX_STOP_BYTES:
+                raise InvalidField(field, f"must have 1 to {MAX_STOP_BYTES} entries")
+            self._check_ids(field, run.token_ids)
+            resolved.bad_token_ids.add(token_ids=run.token_ids)
+        if message.HasField("structured_output"):
+            _check_form(message.structured_output)
+            resolved.structured_output.CopyFrom(message.structured_output)
+
     def _max_tokens(self, message: pb.StreamGenerateRequest, prompt_tokens: int, policy: Policy | None) -> int:
         fits = self.model.longest(policy) - prompt_tokens
         if not message.HasField("max_tokens"):
@@ -218,7 +401,56 @@ class RequestValidator:
         if message.max_tokens > fits:
             said = f"is more than fits behind {prompt_tokens} prompt tokens, which is {fits}"
             raise ContextLengthError("max_tokens", said)
-        return message.max_tokens
+        # A prompt cannot be computed without its last token's output, which is dropped then.
+        return max(1, message.max_tokens)
+
+
+def _check_count(field: str, values: Sized, most: int) -> None:
+    if len(values) > most:
+        raise InvalidField(field, f"has more than {most} entries")
+
+
+def _check_form(form: common.StructuredOutput) -> None:
+    """Whether the form is one that can be compiled; its compiler finds other errors."""
+    kind = form.WhichOneof("form")
+    if kind is None:
+        raise InvalidField("structured_output", "must have a form")
+    if form.ByteSize() > MAX_FORM_BYTES:
+        raise InvalidField(f"structured_output.{kind}", f"has more than {MAX_FORM_BYTES} bytes")
+    match kind:
+        case "json_schema":
+            _check_schema("structured_output.json_schema", form.json_schema)
+        case "choice":
+            if not form.choice.texts or not all(form.choice.texts):
+                raise InvalidField("structured_output.choice", "must have at least one text, and no empty one")
+        case "structural_tags":
+            _check_tags(form.structural_tags)
+        case _:
+            if not getattr(form, kind):
+                raise InvalidField(f"structured_output.{kind}", "must not be empty")
+
+
+def _check_tags(tags: common.StructuralTags) -> None:
+    field = "structured_output.structural_tags"
+    if not tags.tags:
+        raise InvalidField(f"{field}.tags", "must not be empty")
+    if not all(tags.triggers):
+        raise InvalidField(f"{field}.triggers", "must not have an empty text")
+    for index, tag in enumerate(tags.tags):
+        if not tag.begin.startswith(tuple(tags.triggers)):
+            raise InvalidField(f"{field}.tags[{index}].begin", "must begin with one of the triggers")
+        _check_schema(f"{field}.tags[{index}].json_schema", tag.json_schema)
+
+
+def _check_schema(field: str, text: str) -> None:
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise InvalidField(field, f"is not JSON: {error}") from error
+    except RecursionError as error:
+        raise InvalidField(field, "is nested too deeply") from error
+    if not isinstance(schema, dict | bool):
+        raise InvalidField(field, "must be an object or a boolean")
 
 
 def _check_size(message: pb.StreamGenerateRequest) -> None:
@@ -227,13 +459,60 @@ def _check_size(message: pb.StreamGenerateRequest) -> None:
         raise InvalidField("chat.messages", f"has more than {MAX_MESSAGES} entries")
     if message.cache.kv_hints.ByteSize() > MAX_HINTS_BYTES:
         raise InvalidField("cache.kv_hints", f"has more than {MAX_HINTS_BYTES} bytes")
+    if message.chat.template_arguments.ByteSize() > MAX_ARGUMENTS_BYTES:
+        raise InvalidField("chat.template_arguments", f"has more than {MAX_ARGUMENTS_BYTES} bytes")
 
 
-def _said(message: pb.ChatMessage) -> dict[str, str]:
-    """A message as templates read it, without empty optional fields."""
+def _read_conversation(chat: pb.ChatInput, how: Rendering) -> Conversation:
+    messages = [_said(f"chat.messages[{index}]", message) for index, message in enumerate(chat.messages)]
+    name_answers(messages)
+    tools = read_tools(chat)
+    check_choice(chat, tools)
+    texts = [text for said in messages for text in said.values() if isinstance(text, str)]
+    texts += [call.function.arguments for message in chat.messages for call in message.tool_calls]
+    texts += chat.tools
+    if chat.tool_choice == pb.TOOL_CHOICE_NONE:
+        tools = []
+    single, is_required = chat.single_tool_call and bool(tools), chat.tool_choice == pb.TOOL_CHOICE_REQUIRED
+    use = ToolUse(
+        frozenset(tool.name for tool in tools),
+        is_required=is_required,
+        name=chat.tool_name,
+        single=single,
+        schema=forced_calls_schema(tools, chat.tool_name, single=single) if is_required else "",
+    )
+    how = how._replace(tools=[tool.definition for tool in tools])
+    return Conversation(messages, how, use, sum(len(text.encode()) for text in texts))
+
+
+def _said(field: str, message: pb.ChatMessage) -> dict[str, Any]:
+    """A message as templates read it, without empty optional fields. field: its path."""
     said = {"role": message.role, "content": message.content}
-    more = {"name": message.name, "reasoning": message.reasoning}
-    return said | {field: text for field, text in more.items() if text}
+    more = {"name": message.name, "reasoning": message.reasoning} | read_calls(field, message)
+    return said | {name: value for name, value in more.items() if value}
+
+
+def _plain_object(struct: Struct) -> dict[str, object]:
+    return {name: _plain(value) for name, value in struct.fields.items()}
+
+
+def _plain(value: Value) -> object:
+    """A template argument as templates read it. Raises InvalidField for a number that JSON does not have."""
+    match value.WhichOneof("kind"):
+        case "struct_value":
+            return _plain_object(value.struct_value)
+        case "list_value":
+            return [_plain(item) for item in value.list_value.values]
+        case "number_value":
+            number = value.number_value
+            if not math.isfinite(number):
+                raise InvalidField("chat.template_arguments", "must have finite numbers only")
+            return int(number) if number.is_integer() and abs(number) <= _EXACT else number
+        case "string_value":
+            return value.string_value
+        case "bool_value":
+            return value.bool_value
+    return None
 
 
 def sample_seed(seed: int, index: int) -> int:
@@ -266,6 +545,10 @@ def _sampling(sampling: pb.SamplingParams, stop_token_ids: list[int]) -> executi
         if sampling.num_logprobs > MAX_LOGPROBS:
             raise InvalidField("sampling.num_logprobs", f"must be at most {MAX_LOGPROBS}")
         resolved.num_logprobs = sampling.num_logprobs
+    if sampling.HasField("num_prompt_logprobs"):
+        if sampling.num_prompt_logprobs > MAX_LOGPROBS:
+            raise InvalidField("sampling.num_prompt_logprobs", f"must be at most {MAX_LOGPROBS}")
+        resolved.num_prompt_logprobs = sampling.num_prompt_logprobs
     return resolved
 
 
@@ -288,10 +571,34 @@ def _cache_options(message: pb.StreamGenerateRequest) -> CacheOptions:
         tenant_id=_name(cache, "tenant_id"),
         retention=_retention(cache),
         hints=cache.kv_hints if cache.HasField("kv_hints") else None,
-        no_read=cache.no_read,
+        # Log-probabilities follow from no cached keys and values.
+        no_read=cache.no_read or message.sampling.HasField("num_prompt_logprobs"),
         no_store=cache.no_store,
         eviction_policy=message.eviction_policy if message.HasField("eviction_policy") else None,
+        explain_miss=cache.explain_miss or cache.HasField("comparison_request_id"),
+        store_tokens=cache.store_tokens if cache.HasField("store_tokens") else None,
+        comparison_id=_comparison(cache),
     )
+
+
+def _comparison(cache: pb.CacheOptions) -> str | None:
+    if not cache.HasField("comparison_request_id"):
+        return None
+    if not cache.comparison_request_id:
+        raise InvalidField("cache.comparison_request_id", "must not be empty when given")
+    if len(cache.comparison_request_id.encode()) > MAX_REQUEST_ID_BYTES:
+        raise InvalidField("cache.comparison_request_id", f"has more than {MAX_REQUEST_ID_BYTES} bytes")
+    return cache.comparison_request_id
+
+
+def _marked(cache: pb.CacheOptions, options: CacheOptions, ends: Sequence[int]) -> CacheOptions:
+    """The options; with store_marked_only only the prompt up to the last breakpoint is stored."""
+    if not cache.store_marked_only:
+        return options
+    if not ends:
+        return replace(options, no_read=True, no_store=True)
+    bounds = [ends[-1]] if options.store_tokens is None else [ends[-1], options.store_tokens]
+    return replace(options, store_tokens=min(bounds))
 
 
 def _breakpoints(message: pb.StreamGenerateRequest) -> list[Breakpoint]:

@@ -37,20 +37,20 @@ async def serve(settings: RouterSettings) -> int:
     except AddressError as error:
         log.error("cannot listen", cause=str(error))
         return 1
-    failed = False
 
     async def become_ready() -> None:
-        nonlocal failed
         try:
             await router.start()
-            collect_rarely()
-        except UnusableModelError as error:
+        except (AddressError, UnusableModelError) as error:
             log.error("the router cannot start", cause=str(error))
+            router.failed.set()
         except Exception:
             log.exception("the router cannot start")
+            router.failed.set()
         else:
-            return
-        failed = True
+            collect_rarely()
+        await router.failed.wait()
+        # This process cannot recover: it ends as on SIGTERM, with another status.
         os.kill(os.getpid(), signal.SIGTERM)
 
     ready = asyncio.create_task(become_ready())
@@ -60,7 +60,7 @@ async def serve(settings: RouterSettings) -> int:
     if http is not None:
         await http.stop(hurried=not drained)
     await router.stop()
-    return 1 if failed else 0
+    return 1 if router.failed.is_set() else 0
 
 
 def main() -> int:

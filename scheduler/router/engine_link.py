@@ -15,14 +15,21 @@ from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.rpc.channel import open_channel
 from protos.rpc.errors import from_rpc_error
 from protos.rpc.security import Security
+from scheduler.request import Adapter
 from scheduler.router.score import Rates
+from scheduler.router.view import Owner
 
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 0.3
 # An engine says its load once a second at least; one that says nothing for so long is lost.
 SILENCE_SECONDS = 5.0
+# How often silence is counted, and how much of it at most counts each time: when this process itself stood still, its
+# engines have not been silent.
+TURN_SECONDS, LONGEST_TURN_SECONDS = 0.25, 0.3
 # An engine that refused a request as it was not ready gets no other one for so long.
 AVOID_SECONDS = 1.0
+# The time of a prompt token that has not changed for so long is old: no prompt was computed.
+OLD_SECONDS = 30.0
 # Weight of a new duration in the mean duration of requests.
 _WEIGHT = 0.1
 
@@ -60,30 +67,53 @@ class EngineLink:
         self._model_digest = first.executor.model_digest
         self.engine = pb.GetEngineResponse()
         self.is_open = False
-        # Why it gets no requests, in words; empty when it gets some.
+        # What it says is in the way of requests, or why it is not open; empty when nothing is.
         self.obstacle = "it has not answered yet"
+        # Whether its executor, or its cache manager, does not answer.
+        self.executor_silent = self.cachemgr_silent = False
         self.loads = pb.GetLoadsResponse()
+        # That requests there may name, by name.
+        self.adapters: dict[str, Adapter] = {}
+        self.rates = Rates()
         # Since the router started: samples, their prompt tokens, and the cached tokens among these that it expected.
         self.routed_requests = self.routed_tokens = self.expected_tokens = 0
         # When it was last given a prompt that no engine had cached, in seconds of the monotonic clock.
         self.cold_at = 0.0
         self._security = security
-        self._loads_at = 0.0
+        self._loads_at = self._measured_at = 0.0
         # Given since its last load: samples and uncached prompt tokens.
         self._given, self._given_tokens = 0, 0
         self._avoided_until = 0.0
-        self._request_seconds: float | None = None
-        self._commands: asyncio.Queue[pb.StreamRequestsRequest] = asyncio.Queue()
-        self._heard_at = 0.0
+        # For the stream that is open; None ends it.
+        self._commands: asyncio.Queue[pb.StreamRequestsRequest | None] = asyncio.Queue()
+        # When it last said anything, and the seconds of silence since, as far as they count.
+        self.heard_at = 0.0
+        self._silence = 0.0
 
     @property
     def executor_id(self) -> str:
-        """Names the engine in the caches' events."""
         return self.engine.executor.executor_id
 
-    def takes_requests(self, now: float) -> bool:
-        """Whether a request would run there. now: in seconds of the monotonic clock, as everywhere here."""
-        return self.is_open and not self.obstacle and now >= self._avoided_until
+    @property
+    def owner(self) -> Owner:
+        """Names the engine's executor in the view of the caches."""
+        return Owner(self.engine.cachemgr_admin_address, self.executor_id)
+
+    def obstacle_at(self, now: float) -> str:
+        """Why it would get no request, in words for operators; empty when it would.
+
+        now: in seconds of the monotonic clock, as everywhere here.
+        """
+        if not self.obstacle and now < self._avoided_until:
+            return f"it has refused a request, and gets no other within {AVOID_SECONDS:g} s"
+        return self.obstacle
+
+    def serves(self, adapter: Adapter | None) -> bool:
+        """Whether requests for an adapter find the same content there; all serve the model alone."""
+        if adapter is None:
+            return True
+        found = self.adapters.get(adapter.name)
+        return found is not None and found.adapter_id == adapter.adapter_id
 
     @property
     def has_room(self) -> bool:
@@ -95,14 +125,9 @@ class EngineLink:
         """Samples that run and wait."""
         return self.loads.running_requests + self.loads.waiting_requests + self._given
 
-    @property
-    def rates(self) -> Rates:
-        def seconds(field: str) -> float | None:
-            return getattr(self.loads, field).ToNanoseconds() / 1e9 if self.loads.HasField(field) else None
-
-        return Rates(
-            seconds("prompt_token_time"), seconds("host_block_time"), seconds("disk_block_time"), self._request_seconds
-        )
+    def has_old_rates(self, now: float) -> bool:
+        """Whether its time of a prompt token says little about the next one."""
+        return now - self._measured_at > OLD_SECONDS
 
     def queued_tokens(self, now: float) -> float:
         """Prompt tokens to compute: those of its last load, less what it has computed since, and what it was given."""
@@ -130,8 +155,8 @@ class EngineLink:
 
     def ended(self, seconds: float) -> None:
         """A request took so long there."""
-        mean = self._request_seconds
-        self._request_seconds = seconds if mean is None else mean + _WEIGHT * (seconds - mean)
+        mean = self.rates.request
+        self.rates = self.rates._replace(request=seconds if mean is None else mean + _WEIGHT * (seconds - mean))
 
     async def run(self, listener: LinkListener) -> None:
         """Keeps the stream open until cancelled."""
@@ -142,15 +167,19 @@ class EngineLink:
                 try:
                     self.engine = await stub.GetEngine(pb.GetEngineRequest(), timeout=CALL_SECONDS)
                     if self.engine.executor.model_digest == self._model_digest:
-                        self._commands = asyncio.Queue()
-                        await self._converse(stub.StreamRequests(self._sent()), listener)
+                        await self._converse(stub, listener)
                         cause = "it ended the stream"
                     else:
-                        cause = f"it serves another model, {self.engine.model.model}"
+                        model = self.engine.model.model
+                        cause = f"it serves another model, other dtypes, tokenizer or chat template: {model}"
                 except grpc.aio.AioRpcError as error:
                     cause = str(from_rpc_error(error))
                 except TimeoutError:
                     cause = f"it has said nothing for {SILENCE_SECONDS:g} seconds"
+                except Exception as error:
+                    # An engine that the router does not understand must not end the others' requests.
+                    log.exception("an engine has sent what the router cannot take in", address=self.address)
+                    cause = f"the router cannot take in what it sends: {type(error).__name__}"
                 was_open, self.is_open, self.obstacle = self.is_open, False, cause
                 if was_open:
                     listener.lost(self)
@@ -159,29 +188,67 @@ class EngineLink:
                     log.info("waiting for an engine", address=self.address, cause=cause)
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def _sent(self) -> AsyncIterator[pb.StreamRequestsRequest]:
-        commands = self._commands
-        while True:
-            yield await commands.get()
-
-    async def _converse(self, call: Call, listener: LinkListener) -> None:
+    async def _converse(self, stub: rpc.EngineServiceAsyncStub, listener: LinkListener) -> None:
+        commands: asyncio.Queue[pb.StreamRequestsRequest | None] = asyncio.Queue()
+        self._commands = commands
+        self._silence = 0.0
+        call = stub.StreamRequests(_sent(commands))
         try:
-            while True:
-                async with asyncio.timeout(SILENCE_SECONDS):
-                    response = await call.read()
-                if not isinstance(response, pb.StreamRequestsResponse):
-                    return
-                if response.HasField("loads"):
-                    self._take_loads(response)
-                if not self.is_open:
-                    self.is_open = True
-                    log.info("engine found", address=self.address, executor=self.executor_id)
-                    listener.opened(self)
-                listener.received(self, response)
+            async with asyncio.timeout(None) as bound:
+                watching = asyncio.create_task(self._watch(bound))
+                try:
+                    await self._read(call, listener)
+                finally:
+                    watching.cancel()
         finally:
             call.cancel()
+            # Of a call that has ended by itself gRPC would wait for commands for ever.
+            commands.put_nowait(None)
+
+    async def _read(self, call: Call, listener: LinkListener) -> None:
+        while True:
+            response = await call.read()
+            if not isinstance(response, pb.StreamRequestsResponse):
+                return
+            self.heard_at, self._silence = time.monotonic(), 0.0
+            if response.HasField("loads"):
+                self._take_loads(response)
+            if not self.is_open:
+                self.is_open = True
+                log.info("engine found", address=self.address, executor=self.executor_id)
+                listener.opened(self)
+            listener.received(self, response)
+
+    async def _watch(self, bound: asyncio.Timeout) -> None:
+        """Ends the conversation once the engine has been silent for too long."""
+        while self._silence < SILENCE_SECONDS:
+            begun = time.monotonic()
+            await asyncio.sleep(TURN_SECONDS)
+            self._silence += min(time.monotonic() - begun, LONGEST_TURN_SECONDS)
+        bound.reschedule(asyncio.get_running_loop().time())
 
     def _take_loads(self, response: pb.StreamRequestsResponse) -> None:
         self.loads, self.obstacle = response.loads, response.obstacle
+        self.adapters = {adapter.name: Adapter.of(adapter) for adapter in response.adapters}
+        self.executor_silent, self.cachemgr_silent = response.executor_silent, response.cachemgr_silent
+
+        def seconds(field: str) -> float | None:
+            return getattr(self.loads, field).ToNanoseconds() / 1e9 if self.loads.HasField(field) else None
+
+        # Here and not for every decision.
+        prompt_token = seconds("prompt_token_time")
+        if prompt_token != self.rates.prompt_token:
+            self._measured_at = time.monotonic()
+        self.rates = self.rates._replace(
+            prompt_token=prompt_token,
+            host_block=seconds("host_block_time"),
+            disk_block=seconds("disk_block_time"),
+            step=seconds("step_time"),
+        )
         self._loads_at = time.monotonic()
         self._given = self._given_tokens = 0
+
+
+async def _sent(commands: asyncio.Queue[pb.StreamRequestsRequest | None]) -> AsyncIterator[pb.StreamRequestsRequest]:
+    while (command := await commands.get()) is not None:
+        yield command

@@ -2,64 +2,64 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
 
-from protos.generation.v1 import generation_pb2 as pb
 from scheduler.frontend.engine import Loads
+from scheduler.frontend.engine_messages import SentSample, start_request
 from scheduler.metrics import StepLoad
-from scheduler.request import AdmissionAttempt
+from scheduler.request import Adapter, AdmissionAttempt, Request
 from scheduler.router.engine_link import EngineLink
-from scheduler.router.messages import start_request
+from scheduler.router.key_index import KeyIndex
+from scheduler.router.key_space import KeySpace
 from scheduler.router.metrics import RouterMetrics
 from scheduler.router.notes import Note, Notes
 from scheduler.router.policies import Policy, Prompt
-from scheduler.router.score import Candidate, Match, filled
-from scheduler.router.view import CacheView
+from scheduler.router.score import Candidate, Match, Rates, levelled
+from scheduler.router.view import CacheView, Owner
+
+_NO_MATCHES: Mapping[Owner, Match] = {}
+_NO_KEYS: array[int] = array("Q")
+
+# Connections that break at the same time are noticed within so many seconds.
+NOTICED_SECONDS = 0.2
 
 log = structlog.get_logger()
 
 
-@dataclass(slots=True, eq=False)
-class Routed:
-    """A sample that an engine runs, by its name there. token_ids: of its prompt, and of its output so far.
+@dataclass(slots=True, eq=False, kw_only=True)
+class Routed(SentSample):
+    """A sample and its engine. expected: cached tokens that the router knows of."""
 
-    expected: cached tokens that the router knows of. introduced: whether the engine has said how many there are.
-    usage: what the engine has last counted.
-    """
-
-    name: str
-    attempt: AdmissionAttempt
     link: EngineLink
-    token_ids: array[int]
     expected: int
     note: Note | None
     started_at: float
-    introduced: bool = False
-    usage: pb.Usage | None = None
 
     @property
-    def arrival(self) -> int:
-        return self.attempt.request.arrival
-
-    @property
-    def has_new_tokens(self) -> bool:
-        """Whether this attempt has brought output."""
-        return len(self.token_ids) > len(self.attempt.token_ids)
+    def request_id(self) -> str:
+        return self.attempt.request.request_id
 
 
 class Fleet:
     """An Engine that is several engines. On the asyncio loop."""
 
-    def __init__(self, view: CacheView, policy: Policy, metrics: RouterMetrics, router_id: str) -> None:
-        """router_id: begins the names of samples at engines."""
+    def __init__(
+        self, view: CacheView, policy: Policy, metrics: RouterMetrics, router_id: str, index: KeyIndex | None = None
+    ) -> None:
+        """router_id: begins the names of samples at engines. index: knows caches that the view does not know."""
         self.links: dict[str, EngineLink] = {}
+        # Samples whose prompts are looked up in the index, by arrival.
+        self.lookups: dict[int, asyncio.Task[None]] = {}
         self._view = view
+        self._index = index
         self._policy = policy
         self._metrics = metrics
         # Names of an earlier process with this id may still run.
@@ -69,22 +69,39 @@ class Fleet:
         self._by_arrival: dict[int, Routed] = {}
         # Samples that no engine takes at the moment, by arrival.
         self._waiting: dict[int, AdmissionAttempt] = {}
+        # When an engine was lost last.
+        self._lost_at = 0.0
 
     @property
     def loads(self) -> Loads:
         bounds = sum(link.loads.max_running_requests for link in self.links.values() if link.is_open)
-        return Loads(len(self._by_name), len(self._waiting), bounds, StepLoad())
+        return Loads(len(self._by_name), len(self._waiting) + len(self.lookups), bounds, StepLoad())
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        """Those that an engine serves, or served when it was heard from last; of two of a name, that of one engine."""
+        return list({name: adapter for link in self.links.values() for name, adapter in link.adapters.items()}.values())
+
+    def without_engine(self) -> list[AdmissionAttempt]:
+        """Takes the waiting samples whose adapter no engine has any more."""
+        gone = [
+            attempt
+            for attempt in self._waiting.values()
+            if not any(link.serves(attempt.request.adapter) for link in self.links.values())
+        ]
+        for attempt in gone:
+            del self._waiting[attempt.request.arrival]
+        return gone
 
     @property
     def obstacle(self) -> str:
-        """Why no engine takes requests, in words; empty when one does."""
+        """Why no engine takes requests, in words for operators; empty when one does."""
         now = time.monotonic()
-        if any(link.takes_requests(now) for link in self.links.values()):
+        obstacles = {link.address: link.obstacle_at(now) for link in self.links.values()}
+        if not all(obstacles.values()):
             return ""
-        return "no engine takes requests: " + (
-            "; ".join(f"{link.address}: {link.obstacle or 'it was not ready'}" for link in self.links.values())
-            or "none was found"
-        )
+        why = (f"{address}: {obstacle}" for address, obstacle in obstacles.items())
+        return "; ".join(why) or "none was found"
 
     def find(self, name: str) -> Routed | None:
         """A sample by its name at an engine."""
@@ -94,15 +111,80 @@ class Fleet:
         """The samples that an engine runs."""
         return [routed for routed in self._by_name.values() if routed.link is link]
 
+    def stranded(self, link: EngineLink) -> list[Routed]:
+        """The samples of an engine whose neighbours do not answer, if another engine takes requests.
+
+        Where the cache manager is silent, that is an engine of another one: the others of the same shard are avoided.
+        """
+        if not (link.executor_silent or link.cachemgr_silent):
+            return []
+        now, shard = time.monotonic(), link.engine.cachemgr_admin_address
+        others = [other for other in self.links.values() if other is not link and not other.obstacle_at(now)]
+        same = [other for other in others if link.cachemgr_silent and other.engine.cachemgr_admin_address == shard]
+        samples = self.on(link)
+        if not samples or len(same) == len(others):
+            return []
+        for other in same:
+            other.avoid(now)
+        return samples
+
+    def has_room_beside(self, link: EngineLink, routed: Routed) -> bool:
+        """Whether another engine takes a sample that this one has no room for."""
+        now, adapter = time.monotonic(), routed.attempt.request.adapter
+        others = (other for other in self.links.values() if other is not link)
+        return any(other.has_room and other.serves(adapter) and not other.obstacle_at(now) for other in others)
+
+    def lost(self, link: EngineLink) -> list[Routed]:
+        """The samples of an engine that is lost."""
+        self._lost_at = time.monotonic()
+        return self.on(link)
+
     def start(self, attempt: AdmissionAttempt) -> None:
-        """Sends a sample to an engine; it waits while none takes requests."""
+        """Sends a sample to an engine, at once unless the index must be asked; it waits while none takes requests."""
+        request, index = attempt.request, self._index
+        may_ask = self._policy.reads_caches and not request.cache.no_read and not request.sample_index
+        if index is not None and index.executors and may_ask:
+            unknown = {name: owner for name, owner in self.unknown_executors().items() if name in index.executors}
+            if unknown:
+                self.lookups[request.arrival] = asyncio.create_task(self._look_up(index, attempt, unknown))
+                return
+        self._send(attempt)
+
+    def unknown_executors(self) -> dict[str, Owner]:
+        """Executors of engines that answer, whose caches the view does not know, by id.
+
+        Without those whose id another one has, in another shard: the index by key does not tell them apart.
+        """
+        owners = {link.owner for link in self.links.values() if link.is_open}
+        counts = Counter(owner.executor_id for owner in owners)
+        return {
+            owner.executor_id: owner
+            for owner in owners
+            if counts[owner.executor_id] == 1 and self._view.find(owner) is None
+        }
+
+    async def _look_up(self, index: KeyIndex, attempt: AdmissionAttempt, unknown: Mapping[str, Owner]) -> None:
+        request = attempt.request
+        found = await index.match(unknown, attempt.token_ids, request.cache.salt, request.adapter_id)
+        del self.lookups[attempt.request.arrival]
+        self._metrics.lookups.labels("found" if found else "nothing").inc()
+        self._send(attempt, {unknown[name]: match for name, match in found.items()})
+
+    def _send(self, attempt: AdmissionAttempt, looked_up: Mapping[Owner, Match] = _NO_MATCHES) -> None:
         now = time.monotonic()
-        links = [link for link in self.links.values() if link.takes_requests(now)]
+        adapter = attempt.request.adapter
+        links = [link for link in self.links.values() if not link.obstacle_at(now) and link.serves(adapter)]
+        if attempt.number:
+            # It was taken once, and is not refused now.
+            links = [link for link in links if link.has_room]
+        if attempt.failures > 1:
+            # This router may have lost all engines at once: only one that is heard from again is surely there.
+            links = [link for link in links if link.heard_at > self._lost_at + NOTICED_SECONDS]
         if not links:
             self._waiting[attempt.request.arrival] = attempt
             return
         begin = time.perf_counter()
-        link, match, expected, keys = self._choose(attempt, links, now)
+        link, match, expected, keys = self._choose(attempt, links, now, looked_up)
         self._metrics.decision.observe(time.perf_counter() - begin)
         prompt = len(attempt.token_ids)
         routed = Routed(
@@ -131,15 +213,22 @@ class Fleet:
 
     def cancel(self, arrival: int) -> None:
         self._waiting.pop(arrival, None)
+        if lookup := self.lookups.pop(arrival, None):
+            lookup.cancel()
         if routed := self._by_arrival.get(arrival):
             routed.link.cancel(routed.name)
             self.end(routed)
+
+    def note_computed(self, routed: Routed, now: float) -> None:
+        """A sample has its first token: what its engine has cached is known from events soon."""
+        if routed.note is not None:
+            self._notes.computed(routed.note, now)
 
     def end(self, routed: Routed) -> None:
         """An engine no longer runs a sample."""
         self._by_name.pop(routed.name, None)
         self._by_arrival.pop(routed.arrival, None)
-        if routed.note is not None and routed.note.until is None:
+        if routed.note is not None and not routed.note.is_computed:
             self._notes.remove(routed.note)
 
     def next_attempt(self, routed: Routed, *, lost: bool) -> AdmissionAttempt:
@@ -155,40 +244,71 @@ class Fleet:
         )
 
     def _choose(
-        self, attempt: AdmissionAttempt, links: Sequence[EngineLink], now: float
-    ) -> tuple[EngineLink, Match, int, Sequence[int]]:
-        """The engine for a sample, what it has of the prompt, the cached tokens to expect, and the prompt's keys."""
+        self, attempt: AdmissionAttempt, links: Sequence[EngineLink], now: float, looked_up: Mapping[Owner, Match]
+    ) -> tuple[EngineLink, Match, int, array[int]]:
+        """The engine for a sample, what it has of the prompt, the cached tokens to expect, and the keys for a note."""
         request, tokens = attempt.request, len(attempt.token_ids)
+        links = self._suitable(request, links)
+        owners = [link.owner for link in links]
+        spaces = [None] * len(links) if request.cache.no_read else self._spaces(links, owners)
+        known = sorted({space for space in spaces if space is not None})
+        keys: dict[KeySpace | None, array[int]] = {None: _NO_KEYS}
+        matches = dict(looked_up)
+        for space in known:
+            keys[space] = self._keys(space, attempt)
+            same = [owner for owner, its_space in zip(owners, spaces, strict=True) if its_space == space]
+            # What the view has come to know meanwhile is newer.
+            matches |= self._view.match(same, keys[space])
+        rates = levelled([link.rates for link in links], [link.has_old_rates(now) for link in links])
+        candidates = [
+            self._candidate(link, levelled_rates, matches.get(owner, Match()), keys[its_space], now)
+            for link, owner, its_space, levelled_rates in zip(links, owners, spaces, rates, strict=True)
+        ]
+        # A policy that compares prompts gets keys of one space, always the same one.
+        prompt = Prompt(keys[known[0] if known else None], tokens, request.cache.session_id or "")
+        chosen = self._policy.choose(prompt, candidates)
+        at = next(at for at, link in enumerate(links) if link.address == chosen.name)
+        return links[at], chosen.match, chosen.cached_tokens(tokens), keys[spaces[at]]
+
+    def _suitable(self, request: Request, links: Sequence[EngineLink]) -> Sequence[EngineLink]:
+        """The engines among which a policy chooses."""
         # An engine whose queue is full would refuse it.
         links = [link for link in links if link.has_room] or links
         if request.sample_index:
             # It shares the prompt of the first sample.
-            running = [one for one in self._by_name.values() if one.attempt.request.request_id == request.request_id]
-            links = [one.link for one in running if one.link in links][:1] or links
-        keys: Sequence[int] = ()
-        matches: dict[str, Match] = {}
-        if not request.cache.no_read:
-            keys = self._view.keys(links[0].executor_id, attempt.token_ids, request.cache.salt)
-            matches = self._view.match([link.executor_id for link in links], keys)
-        candidates = []
-        for link, rates in zip(links, filled([link.rates for link in links]), strict=True):
-            match = matches.get(link.executor_id, Match())
-            noted = self._notes.match(link.address, keys, now)
-            if noted > match.blocks:
-                match = match._replace(device=match.device + noted - match.blocks)
-            candidates.append(
-                Candidate(
-                    name=link.address,
-                    block_size=link.engine.executor.block_size,
-                    match=match,
-                    queued_tokens=link.queued_tokens(now),
-                    load=link.load,
-                    max_running=link.loads.max_running_requests,
-                    rates=rates,
-                    cold_at=link.cold_at,
-                )
-            )
-        session = request.cache.session_id or ""
-        chosen = self._policy.choose(Prompt(keys, tokens, session), candidates)
-        link = next(link for link in links if link.address == chosen.name)
-        return link, chosen.match, chosen.cached_tokens(tokens), keys
+            running = (routed for routed in self._by_name.values() if routed.request_id == request.request_id)
+            links = [routed.link for routed in running if routed.link in links][:1] or links
+        return links
+
+    def _candidate(self, link: EngineLink, rates: Rates, match: Match, keys: Sequence[int], now: float) -> Candidate:
+        noted = self._notes.match(link.address, keys, now)
+        if noted > match.blocks:
+            match = match._replace(device=match.device + noted - match.blocks)
+        return Candidate(
+            name=link.address,
+            block_size=link.engine.executor.block_size,
+            match=match,
+            queued_tokens=link.queued_tokens(now),
+            load=link.load,
+            max_running=link.loads.max_running_requests,
+            rates=rates,
+            cold_at=link.cold_at,
+        )
+
+    def _spaces(self, links: Sequence[EngineLink], owners: Sequence[Owner]) -> list[KeySpace | None]:
+        """The key space of each engine, None where none is known.
+
+        An engine whose own is not known yet has that of another one with its block size: that does for notes.
+        """
+        found = [self._space(owner) for owner in owners]
+        by_size = {space.block_size: space for space in found if space is not None}
+        return [own or by_size.get(link.engine.executor.block_size) for link, own in zip(links, found, strict=True)]
+
+    def _space(self, owner: Owner) -> KeySpace | None:
+        executor = self._view.find(owner)
+        if executor is not None:
+            return executor.space
+        return None if self._index is None else self._index.find(owner.executor_id)
+
+    def _keys(self, space: KeySpace, attempt: AdmissionAttempt) -> array[int]:
+        return space.keys(attempt.token_ids, attempt.request.cache.salt, attempt.request.adapter_id)

@@ -18,8 +18,18 @@ class RouterMetrics:
         self.expected_tokens = counter("expected_cached_tokens", "Of these, the cached tokens that were expected.")
         self.regret_tokens = counter("regret_tokens", "Cached tokens that were expected and not found.")
         self.continued = counter("continued_requests", "Samples that were started again on another engine.")
+        self.lookups = counter(
+            "index_lookups", "Prompts looked up in the index by key, by whether an engine had some of it.", "result"
+        )
         self.decision = Histogram(
             f"{PREFIX}_decision_seconds", "Time to choose an engine.", buckets=_DECISION_BUCKETS, registry=registry
         )
-        self.engines = Gauge(f"{PREFIX}_engines", "Engines, by state: ready or away.", ["state"], registry=registry)
+        engines = Gauge(f"{PREFIX}_engines", "Engines, by state: ready or away.", ["state"], registry=registry)
+        # There from the start: a router that has found no engine yet has none that is ready.
+        self.ready, self.away = engines.labels("ready"), engines.labels("away")
+        self.incomplete_views = Gauge(
+            f"{PREFIX}_incomplete_views",
+            "Engines that answer and whose cached blocks the view does not know.",
+            registry=registry,
+        )
         self.blocks = Gauge(f"{PREFIX}_view_blocks", "Blocks that the view of the caches knows.", registry=registry)

@@ -5,6 +5,7 @@ Events tell of a block only once it is computed. Until then a burst of prompts w
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,14 +18,18 @@ _KEPT = 16
 
 @dataclass(slots=True, eq=False)
 class Note:
-    """A prompt that an engine was given. until: in seconds of the monotonic clock; None while it has no first token."""
+    """A prompt that an engine was given. is_computed: whether it has its first token."""
 
     engine: str
     keys: Sequence[int]
-    until: float | None = None
+    is_computed: bool = False
+
+    @property
+    def group(self) -> _Group:
+        return _Group(self.engine, self.keys[0])
 
 
-class _Place(NamedTuple):
+class _Group(NamedTuple):
     engine: str
     first_key: int
 
@@ -33,44 +38,44 @@ class Notes:
     """Notes by engine and first block, which all prompts with a common prefix share."""
 
     def __init__(self) -> None:
-        self._notes: dict[_Place, list[Note]] = {}
+        self._notes: dict[_Group, list[Note]] = {}
+        # Notes of computed prompts with their ends, in the order of these.
+        self._ending: deque[tuple[float, Note]] = deque()
 
     def add(self, engine: str, keys: Sequence[int]) -> Note | None:
         """The engine is given a prompt with these keys; None for a prompt without a full block."""
         if not keys:
             return None
         note = Note(engine, keys)
-        kept = self._notes.setdefault(_Place(engine, keys[0]), [])
+        kept = self._notes.setdefault(note.group, [])
         kept.append(note)
         if len(kept) > _KEPT:
             del kept[0]
         return note
 
+    def computed(self, note: Note, now: float) -> None:
+        """The prompt has its first token. now: in seconds, never less than in a call before."""
+        note.is_computed = True
+        self._ending.append((now + NOTE_SECONDS, note))
+
     def remove(self, note: Note) -> None:
         """The prompt will not be computed there."""
-        place = _Place(note.engine, note.keys[0])
-        kept = [other for other in self._notes.get(place, ()) if other is not note]
+        kept = [other for other in self._notes.get(note.group, ()) if other is not note]
         if kept:
-            self._notes[place] = kept
+            self._notes[note.group] = kept
         else:
-            self._notes.pop(place, None)
+            self._notes.pop(note.group, None)
 
     def match(self, engine: str, keys: Sequence[int], now: float) -> int:
-        """Blocks at the begin of a prompt that the engine computes, or has just computed."""
-        if not keys:
-            return 0
-        place = _Place(engine, keys[0])
-        kept = self._notes.get(place, ())
-        live = [note for note in kept if note.until is None or note.until > now]
-        if len(live) < len(kept):
-            self._notes[place] = live
-            if not live:
-                del self._notes[place]
-        return max((_common(note.keys, keys) for note in live), default=0)
+        """Blocks at the beginning of a prompt that the engine computes, or has just computed."""
+        while self._ending and self._ending[0][0] <= now:
+            self.remove(self._ending.popleft()[1])
+        notes = self._notes.get(_Group(engine, keys[0]), ()) if keys else ()
+        return max((_common(note.keys, keys) for note in notes), default=0)
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Equal keys at the begin of two prompts. A key stands for all before it: the first difference is searched for."""
+    """Equal keys at the beginning of two prompts. A key stands for all before it: the search halves the rest."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -7,12 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from scheduler.router.score import Candidate, seconds_to_first_token
+from scheduler.router.score import Candidate, seconds_to_compute, seconds_to_first_token
 
 # Costs that are this close are equal: a share of the smaller one, and seconds. Measured times are not better.
 TIE_SHARE, TIE_SECONDS = 0.02, 0.002
-# A session stays on its engine until another one is better by this share of the better cost, and these seconds.
-STAY_SHARE, STAY_SECONDS = 0.25, 0.05
+# What a prompt token costs others: it delays those who come behind it, and evicts one that has to be computed again. So
+# it counts this often more, in the share of engines that have prompts to compute. Found with `python -m bench fleet`.
+TOKEN_COSTS_OTHERS = 2.0
 # The policy `prefix` follows a prefix of at least this share of the prompt, until the loads differ by more than so many
 # samples and by this factor. These bounds are those of routers that know no events.
 PREFIX_SHARE, IMBALANCE, IMBALANCE_FACTOR = 0.5, 32, 1.5
@@ -97,6 +98,10 @@ class Prefix:
             given.move_to_end(key)
         while len(given) > REMEMBERED_BLOCKS:
             given.popitem(last=False)
+        if len(self._given) > 2 * len(candidates):
+            # Most of them are gone: engines in a cluster get a new address with each start.
+            names = {one.name for one in candidates}
+            self._given = {name: keys for name, keys in self._given.items() if name in names}
         return chosen
 
     def _blocks(self, name: str, keys: Sequence[int]) -> int:
@@ -105,10 +110,12 @@ class Prefix:
 
 
 class Cost:
-    """The engine with the shortest expected time to first token.
+    """The engine where the prompt costs the least time: its own until its first token, and that of others.
 
-    Where engines are equally good, a prompt that none has cached goes to the engine that was given such a prompt
-    longest ago: so all caches fill evenly. A session stays on its engine while that one is nearly as good.
+    A prompt that delays nobody goes where its first token comes soonest. The busier the engines are, the more it waits
+    for one that has its prefix: to compute that again elsewhere would help it and slow down all. Of engines that are
+    equally good, a session's last one is chosen, or one that has more of the prompt, or the one that was given a prompt
+    that none had cached longest ago: so all caches fill evenly.
     """
 
     reads_caches = True
@@ -118,18 +125,20 @@ class Cost:
         self._homes: OrderedDict[str, str] = OrderedDict()
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Candidate:
-        costs = [(seconds_to_first_token(candidate, prompt.num_tokens), candidate) for candidate in candidates]
-        least = min(cost for cost, _ in costs)
-        equal = [candidate for cost, candidate in costs if cost <= least * (1 + TIE_SHARE) + TIE_SECONDS]
-        chosen = min(equal, key=lambda one: (-one.match.blocks, one.cold_at, one.load))
-        if not prompt.session:
-            return chosen
+        busy = sum(candidate.queued_tokens > 0 for candidate in candidates) / len(candidates)
+        costs = [
+            seconds_to_first_token(one, prompt.num_tokens)
+            + TOKEN_COSTS_OTHERS * busy * seconds_to_compute(one, prompt.num_tokens)
+            for one in candidates
+        ]
+        bound = min(costs) * (1 + TIE_SHARE) + TIE_SECONDS
+        equal = [one for one, cost in zip(candidates, costs, strict=True) if cost <= bound]
         home = self._homes.pop(prompt.session, "")
-        bound = least * (1 + STAY_SHARE) + STAY_SECONDS
-        chosen = next((one for cost, one in costs if one.name == home and cost <= bound), chosen)
-        self._homes[prompt.session] = chosen.name
-        while len(self._homes) > REMEMBERED_BLOCKS:
-            self._homes.popitem(last=False)
+        chosen = min(equal, key=lambda one: (one.name != home, -one.match.blocks, one.cold_at, one.load))
+        if prompt.session:
+            self._homes[prompt.session] = chosen.name
+            while len(self._homes) > REMEMBERED_BLOCKS:
+                self._homes.popitem(last=False)
         return chosen
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import structlog
@@ -16,21 +17,25 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from protos.rpc import addresses
+from protos.rpc.addresses import AddressError
 from protos.rpc.errors import from_rpc_error
 from protos.rpc.guard import Guard
 from protos.rpc.http_server import HttpServer
 from protos.rpc.logs import FileLog
+from protos.vllm import engine_pb2_grpc as vllm_rpc
 from scheduler.errors import NotReadyError
 from scheduler.frontend.access_log import AccessLog
-from scheduler.frontend.grpc_service import ADMIN_SERVICE, SERVICE, GenerationService, SchedulerAdminService
+from scheduler.frontend.grpc_service import ADMIN_SERVICE, SERVICE, GenerationService
+from scheduler.frontend.loader import LoaderElsewhere
 from scheduler.frontend.model_info import ModelInfo
-from scheduler.frontend.openai.app import create_app
-from scheduler.frontend.openai.origins import Origins
+from scheduler.frontend.openai.server import http_server
 from scheduler.frontend.requests import Health, RequestTable
 from scheduler.frontend.validation import RequestValidator
+from scheduler.frontend.vllm.service import VLLM_SERVICE, VllmEngine
 from scheduler.metrics import RequestMetrics
 from scheduler.router.engine_link import EngineLink, describe
 from scheduler.router.fleet import Fleet
+from scheduler.router.key_index import KeyIndex
 from scheduler.router.metrics import PREFIX, RouterMetrics
 from scheduler.router.policies import POLICIES
 from scheduler.router.reports import EngineReports
@@ -45,57 +50,46 @@ log = structlog.get_logger()
 
 
 class Router:
-    """The running router."""
+    """The running router. `failed` is set when it cannot go on, also when it never could begin."""
 
     def __init__(self, settings: RouterSettings, health: Health, registry: CollectorRegistry = REGISTRY) -> None:
         """Raises OSError where the access log cannot be opened."""
+        self.failed = asyncio.Event()
         self._settings = settings
         self._health = health
         self._access_log = None if settings.access_log is None else FileLog("router", settings.access_log)
         self._metrics = RequestMetrics(registry, PREFIX)
         self._router_metrics = RouterMetrics(registry)
         self.service = GenerationService(self, AccessLog(self._metrics, self._access_log and self._access_log.log))
-        self._admin = SchedulerAdminService(self)
+        # Blocks of several engines have no events in one stream.
+        self._for_gateways = VllmEngine(self, self.service, None)
         self._requests: RequestTable | None = None
+        self._described: pb.GetEngineResponse | None = None
         self.view = CacheView()
         policy = POLICIES[settings.policy]()
-        self.fleet = Fleet(self.view, policy, self._router_metrics, settings.router_id)
+        self._index = KeyIndex(settings.redis_url) if settings.redis_url else None
+        self.fleet = Fleet(self.view, policy, self._router_metrics, settings.router_id, self._index)
         self._for_operators = RouterService(self.fleet, self.view, settings.policy)
         # By address: those of engines, and those of cache managers.
         self._links: dict[str, asyncio.Task[None]] = {}
         self._feeds: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        # Executor ids that several engines have.
-        self._equal_ids: set[str] = set()
+        # Addresses that were found last and may not be called, by what found them.
+        self._refused: dict[str, set[str]] = {}
 
     @property
     def services(self) -> Mapping[str, Callable[[grpc.aio.Server], None]]:
         """The gRPC services by their full names, with what adds them to a server."""
         return {
             SERVICE: partial(generation_rpc.add_GenerationServiceServicer_to_server, self.service),
-            ADMIN_SERVICE: partial(generation_rpc.add_SchedulerAdminServiceServicer_to_server, self._admin),
+            ADMIN_SERVICE: partial(generation_rpc.add_SchedulerAdminServiceServicer_to_server, self.service.admin),
             ROUTER_SERVICE: partial(generation_rpc.add_RouterServiceServicer_to_server, self._for_operators),
+            VLLM_SERVICE: partial(vllm_rpc.add_VllmEngineServicer_to_server, self._for_gateways),
         }
 
     def http_server(self, guard: Guard) -> HttpServer | None:
         """The server of the HTTP API; None without an address for it."""
-        settings = self._settings
-        if not settings.http_address:
-            return None
-        is_local = addresses.is_loopback(settings.http_address)
-        app = create_app(
-            self.service,
-            max_prompt_bytes=settings.max_prompt_bytes,
-            guard=guard,
-            origins=Origins((), local=is_local),
-        )
-        return HttpServer(
-            app,
-            settings.http_address,
-            security=settings.security,
-            setting="KVKEEP_ROUTER_HTTP_ADDRESS",
-            own_names=is_local and settings.serves_anybody,
-        )
+        return http_server(self.service, self._settings, guard) if self._settings.http_address else None
 
     @property
     def requests(self) -> RequestTable:
@@ -104,28 +98,52 @@ class Router:
             raise NotReadyError("the router still waits for an engine", retry_after=1.0)
         return self._requests
 
+    @property
+    def engine(self) -> pb.GetEngineResponse:
+        """The engine that has answered first, whose model is that of all. Raises NotReadyError as `requests`."""
+        if self._described is None:
+            raise NotReadyError("the router still waits for an engine", retry_after=1.0)
+        return self._described
+
     async def start(self) -> None:
         """Waits for an engine, however long, and serves. Raises UnusableModelError."""
         settings = self._settings
-        engine = await self._first_engine()
+        engine = self._described = await self._first_engine()
         self._requests = requests = RequestTable(
             RequestValidator(
-                ModelInfo(engine.model, engine.executor),
+                ModelInfo(
+                    engine.model,
+                    engine.executor,
+                    settings.served_model_names,
+                    tool_call_parser=settings.tool_call_parser,
+                    reasoning_parser=settings.reasoning_parser,
+                ),
                 max_prompt_bytes=settings.max_prompt_bytes,
                 onload_timeout=float("inf"),
             ),
             self.fleet,
             self._metrics,
             self._health,
+            LoaderElsewhere("a router loads nothing: ask each of its engines"),
             max_waiting=settings.max_waiting,
             max_tenant_requests=settings.max_tenant_requests,
         )
-        reports = EngineReports(self.fleet, requests, self._router_metrics)
-        self._tasks = [
-            asyncio.create_task(self._find_engines(engine, reports)),
-            asyncio.create_task(self._watch(requests)),
-        ]
+        reports = EngineReports(self.fleet, requests, self._router_metrics, requests.adapters)
+        self._tasks = [self._run(self._find_engines(engine, reports)), self._run(self._watch(requests))]
+        if self._index is not None:
+            self._tasks.append(self._run(self._index.run(self.fleet.unknown_executors)))
         requests.open()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task that goes on until it is cancelled: any other end is a defect, and ends the process."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            log.error("the router failed", exc_info=task.exception())
+            self.failed.set()
 
     async def drain(self) -> None:
         """Takes no more requests and waits for the running ones."""
@@ -134,11 +152,13 @@ class Router:
 
     async def stop(self) -> None:
         """Ends everything that `start` began."""
-        tasks = [*self._tasks, *self._links.values(), *self._feeds.values()]
+        tasks = [*self._tasks, *self._links.values(), *self._feeds.values(), *self.fleet.lookups.values()]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        if self._index is not None:
+            await self._index.close()
         if self._access_log is not None:
             await asyncio.to_thread(self._access_log.close)
 
@@ -159,20 +179,38 @@ class Router:
     async def _addresses(self) -> list[str]:
         """The engines' addresses as names and files stand for at the moment."""
         found: list[str] = []
-        for address in self._settings.engines:
-            if address.startswith(FILE):
-                with contextlib.suppress(OSError):
-                    found += (await asyncio.to_thread(Path(address.removeprefix(FILE)).read_text)).split()
-                continue
-            if not address.startswith(DNS):
-                found.append(address)
-                continue
-            host, port = addresses.split_host_port(address.removeprefix(DNS))
-            with contextlib.suppress(OSError):
-                infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-                hosts = sorted({str(info[4][0]) for info in infos})
-                found += [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
+        for source in self._settings.engines:
+            if source.startswith(FILE):
+                # A file without UTF-8 is one that is being written.
+                with contextlib.suppress(OSError, UnicodeError):
+                    text = await asyncio.to_thread(Path(source.removeprefix(FILE)).read_text)
+                    found += self._callable(text.split(), source)
+            elif source.startswith(DNS):
+                host, port = addresses.split_host_port(source.removeprefix(DNS))
+                with contextlib.suppress(OSError, UnicodeError):
+                    infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                    hosts = sorted({str(info[4][0]) for info in infos})
+                    found += self._callable(
+                        (f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts), source
+                    )
+            else:
+                found.append(source)
         return found
+
+    def _callable(self, found: Iterable[str], source: str) -> list[str]:
+        """Those of these addresses that may be called; what is wrong with others is logged once."""
+        usable, refused = [], set()
+        for address in found:
+            try:
+                self._settings.security.check_target(addresses.validate(address))
+            except (AddressError, ValueError) as error:
+                refused.add(address)
+                if address not in self._refused.get(source, ()):
+                    log.error("an address cannot be used", address=address, source=source, cause=str(error))
+            else:
+                usable.append(address)
+        self._refused[source] = refused
+        return usable
 
     async def _find_engines(self, first: pb.GetEngineResponse, reports: EngineReports) -> None:
         """Keeps a link to every engine. One whose address is gone stays until it no longer answers."""
@@ -181,40 +219,45 @@ class Router:
             for address in found:
                 if address not in self._links:
                     link = self.fleet.links[address] = EngineLink(address, self._settings.security, first)
-                    self._links[address] = asyncio.create_task(link.run(reports))
+                    self._links[address] = self._run(link.run(reports))
             for address in set(self._links).difference(found):
                 if not self.fleet.links[address].is_open:
                     self._links.pop(address).cancel()
                     del self.fleet.links[address]
+                    # Engines whose addresses change with each pod leave nothing behind.
+                    self._router_metrics.requests.remove(address)
             await asyncio.sleep(LOOKUP_SECONDS)
 
     async def _watch(self, requests: RequestTable) -> None:
         """Says in health whether an engine takes requests, and follows the cache managers of all engines."""
+        has_served = False
         while True:
             open_links = [link for link in self.fleet.links.values() if link.is_open]
             ready = sum(not link.obstacle for link in open_links)
-            requests.set_answering("fleet", not self.fleet.obstacle)
-            self._router_metrics.engines.labels("ready").set(ready)
-            self._router_metrics.engines.labels("away").set(len(self.fleet.links) - ready)
-            self._warn_of_equal_ids(open_links)
-            for address in {link.engine.cachemgr_admin_address for link in open_links}:
-                if address not in self._feeds:
-                    feed = ViewFeed(self.view, address, self._settings.security)
-                    self._feeds[address] = asyncio.create_task(feed.run())
+            obstacle = self.fleet.obstacle
+            # Callers get no addresses of engines.
+            changed = requests.set_obstacle("no engine takes requests", bool(obstacle))
+            if changed and has_served:
+                if obstacle:
+                    log.warning("no engine takes requests", cause=obstacle)
+                else:
+                    log.info("an engine takes requests again")
+            has_served = has_served or not obstacle
+            self._router_metrics.ready.set(ready)
+            self._router_metrics.away.set(len(self.fleet.links) - ready)
+            incomplete = sum(self.view.find(link.owner) is None for link in open_links)
+            self._router_metrics.incomplete_views.set(incomplete)
+            self._follow_caches()
             self._router_metrics.blocks.set(len(self.view))
             await self.view.sweep()
             await asyncio.sleep(WATCH_SECONDS)
 
-    def _warn_of_equal_ids(self, links: Iterable[EngineLink]) -> None:
-        """Two executors of one id, in different shards, are one to the view: it takes the blocks of one for both's."""
-        by_id: dict[str, list[str]] = {}
-        for link in links:
-            by_id.setdefault(link.executor_id, []).append(link.address)
-        equal = {executor_id for executor_id, addresses in by_id.items() if len(addresses) > 1}
-        for executor_id in equal - self._equal_ids:
-            log.warning(
-                "engines have executors with equal ids: give each its own KVKEEP_EXECUTOR_EXECUTOR_ID",
-                executor=executor_id,
-                engines=by_id[executor_id],
-            )
-        self._equal_ids = equal
+    def _follow_caches(self) -> None:
+        """Follows the cache manager of every engine, until no engine names it any more."""
+        announced = {link.engine.cachemgr_admin_address for link in self.fleet.links.values()} - {""}
+        named = set(self._callable(announced, "cachemgr_admin_address"))
+        for address in named.difference(self._feeds):
+            feed = ViewFeed(self.view, address, self._settings.security)
+            self._feeds[address] = self._run(feed.run())
+        for address in self._feeds.keys() - named:
+            self._feeds.pop(address).cancel()

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import median
 from typing import NamedTuple
 
 # Where nothing is measured yet: the order of an engine on a processor. Equal for all engines, so that load decides.
 PROMPT_TOKEN_SECONDS, HOST_BLOCK_SECONDS, DISK_BLOCK_SECONDS = 1e-3, 1e-3, 1e-2
+# Rates of engines that differ by less than this factor are equal.
+ALIKE = 1.5
 
 
 class Match(NamedTuple):
@@ -30,20 +32,33 @@ class Rates(NamedTuple):
     """Measured times of an engine, in seconds; None: not measured.
 
     prompt_token: of a token of a prefill, as fast as prefills go at the moment. host_block, disk_block: of a block's
-    way to the device. request: from the start of a request to its end.
+    way to the device. request: from the start of a request to its end. step: of a step that only decodes.
     """
 
     prompt_token: float | None = None
     host_block: float | None = None
     disk_block: float | None = None
     request: float | None = None
+    step: float | None = None
 
 
-def filled(rates: Sequence[Rates]) -> list[Rates]:
-    """The rates with what an engine has not measured as the others have it in the mean."""
+def levelled(rates: Sequence[Rates], old: Sequence[bool]) -> list[Rates]:
+    """The rates without what says nothing: one that an engine has not measured, or nearly as most have it, is theirs.
+
+    What is measured depends on what was computed: an idle engine that computes few and short parts of prompts looks
+    slower than a busy one that computes long ones. old: of each engine, whether its time of a prompt token is old: an
+    engine that was slow once would else get no more prompts to show that it is not.
+    """
     columns = [[value for value in column if value is not None] for column in zip(*rates, strict=True)]
-    means = [fmean(column) if column else None for column in columns]
-    return [Rates(*(mean if value is None else value for value, mean in zip(one, means, strict=True))) for one in rates]
+    medians = [median(column) if column else None for column in columns]
+    kept = [one._replace(prompt_token=None) if is_old else one for one, is_old in zip(rates, old, strict=True)]
+    return [Rates(*map(_level, one, medians)) for one in kept]
+
+
+def _level(value: float | None, middle: float | None) -> float | None:
+    if value is None or middle is None or middle / ALIKE <= value <= middle * ALIKE:
+        return middle
+    return value
 
 
 @dataclass(slots=True)
@@ -68,16 +83,26 @@ class Candidate:
         return max(0, min(self.match.blocks * self.block_size, prompt_tokens - 1))
 
 
+def seconds_to_compute(candidate: Candidate, prompt_tokens: int) -> float:
+    """What the engine computes for the prompt: the tokens that it has not cached."""
+    token = candidate.rates.prompt_token or PROMPT_TOKEN_SECONDS
+    return (prompt_tokens - candidate.cached_tokens(prompt_tokens)) * token
+
+
 def seconds_to_first_token(candidate: Candidate, prompt_tokens: int) -> float:
-    """Expected time to first token, in seconds: queue, prefill, onloading, and the wait for a place in the batch."""
+    """Expected time to first token, in seconds: queue, prefill, onloading, other samples, the wait for admission.
+
+    Samples that run there decode between the parts of the prefill, and those to come do, too: a step of each counts.
+    """
     rates, block = candidate.rates, candidate.block_size
     token = rates.prompt_token or PROMPT_TOKEN_SECONDS
-    uncached = prompt_tokens - candidate.cached_tokens(prompt_tokens)
     # An engine computes what it cannot onload sooner.
     host = min(rates.host_block or HOST_BLOCK_SECONDS, token * block)
     disk = min(rates.disk_block or DISK_BLOCK_SECONDS, token * block)
     onloading = candidate.match.host * host + candidate.match.disk * disk
-    return (candidate.queued_tokens + uncached) * token + onloading + _wait(candidate)
+    queue = candidate.queued_tokens * token
+    others = candidate.load * (rates.step or 0.0)
+    return queue + seconds_to_compute(candidate, prompt_tokens) + onloading + others + _wait(candidate)
 
 
 def _wait(candidate: Candidate) -> float:

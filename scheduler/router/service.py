@@ -34,20 +34,21 @@ class RouterService(rpc.RouterServiceServicer):
         )
 
     def _engine(self, link: EngineLink, now: float) -> pb.RoutedEngine:
-        ready = link.takes_requests(now)
+        obstacle = link.obstacle_at(now)
         message = pb.RoutedEngine(
             address=link.address,
             engine_id=link.engine.engine_id,
             executor_id=link.executor_id,
             cachemgr_admin_address=link.engine.cachemgr_admin_address,
             cachemgr_address=link.engine.cachemgr_address,
-            ready=ready,
-            obstacle="" if ready else link.obstacle or "it has refused a request, and gets no other for a second",
+            ready=not obstacle,
+            obstacle=obstacle,
             loads=link.loads if link.is_open else None,
             routed_requests=link.routed_requests,
             routed_tokens=link.routed_tokens,
             expected_cached_tokens=link.expected_tokens,
-            view_complete=self._view.is_complete(link.executor_id),
+            view_complete=self._view.find(link.owner) is not None,
+            adapters=[adapter.message() for adapter in link.adapters.values()],
         )
         if (seconds := link.rates.request) is not None:
             message.request_time.FromNanoseconds(round(seconds * 1e9))

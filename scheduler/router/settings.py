@@ -4,12 +4,14 @@ import socket
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from protos.rpc import addresses
 from protos.rpc.addresses import AddressError
-from protos.rpc.settings import Address, MetricsAddress, ProcessSettings
+from protos.rpc.redis_client import check_redis_url
+from protos.rpc.settings import Address, MetricsAddress
 from scheduler.router.policies import POLICIES
+from scheduler.settings import HttpSettings, ReasoningForm, ToolCallForm
 
 DNS, FILE = "dns:///", "file://"
 
@@ -33,7 +35,7 @@ def _engines(value: object) -> object:
     return found
 
 
-class RouterSettings(ProcessSettings):
+class RouterSettings(HttpSettings):
     """Own fields are variables KVKEEP_ROUTER_<NAME>; those shared by all processes KVKEEP_<NAME>."""
 
     process: ClassVar[str] = "router"
@@ -57,8 +59,15 @@ class RouterSettings(ProcessSettings):
     access_log: Path | None = Field(None, description="File with a JSON line per request; empty is the usual log.")
     max_waiting: int = Field(256, ge=1, description="Most samples that wait for an engine; more are refused.")
     max_tenant_requests: int = Field(0, ge=0, description="Most live requests of a tenant; 0 is no bound.")
-    max_prompt_bytes: int = Field(4 << 20, ge=1, description="Longest prompt text in bytes of UTF-8.")
+    tool_call_parser: ToolCallForm = "auto"
+    reasoning_parser: ReasoningForm = "auto"
     drain_seconds: float = Field(30.0, ge=0, description="Longest time that running requests may go on after SIGTERM.")
+
+    @field_validator("redis_url")
+    @classmethod
+    def _check_redis_url(cls, url: str, info: ValidationInfo) -> str:
+        # Absent when it is at fault itself.
+        return check_redis_url(url, insecure=info.data.get("insecure", True))
 
     @field_validator("policy")
     @classmethod

@@ -4,53 +4,126 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 import structlog
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
-from protos.kvcommon.block_keys import read_low_keys, root_key
-from protos.kvcommon.tokens import packed_bytes
 from protos.rpc.channel import open_channel
 from protos.rpc.errors import from_rpc_error
 from protos.rpc.security import Security
+from scheduler.router.key_space import KeySpace
+from scheduler.router.key_table import KeyTable, Numbers
 from scheduler.router.score import Match
 
 # Bits of a mask for each lane: the number of a tier, 0 for none.
 _WIDTH, _LANE = 2, 3
-# Blocks that are looked at in one turn of the event loop when a lane is cleared: some milliseconds.
-SWEPT_AT_A_TIME = 20_000
+# Keys of a prompt that are looked up at first: most prompts are cached nowhere beyond their beginning.
+_FIRST_KEYS = 64
 RETRY_SECONDS = 0.5
 
 log = structlog.get_logger()
 
 
+class Owner(NamedTuple):
+    """An executor of one shard. Another shard may have an executor with the same id, and with other blocks.
+
+    shard: the address of the events of its cache manager, as the engine of the executor announces it.
+    """
+
+    shard: str
+    executor_id: str
+
+
 @dataclass(frozen=True, slots=True)
 class KnownExecutor:
-    """An executor as its cache manager announces it. shard: the address of that one's events."""
+    """An executor as its cache manager announces it.
 
-    executor_id: str
-    epoch: int
-    model_fingerprint: bytes
-    block_size: int
-    shard: str
+    pool_id: of its pools the one whose blocks count: with several layer groups the one with full attention, which keeps
+    the whole prefix, or the first. lane: where the masks of blocks say what that pool has.
+    """
+
+    space: KeySpace
+    pool_id: str
+    lane: int
 
 
 @dataclass(slots=True)
 class Generation:
-    """What a cache manager's events have told since one snapshot: its executors, each with the lane of its blocks.
-
-    lanes: by the pool whose blocks count. Of several layer groups that is the one with full attention, which keeps the
-    whole prefix, or the first.
-    """
+    """What the events of one cache manager have told since one snapshot: its executors by id."""
 
     shard: str
     executors: dict[str, KnownExecutor] = field(default_factory=dict)
-    lanes: dict[str, int] = field(default_factory=dict)
-    pools: dict[str, str] = field(default_factory=dict)
+
+    def lane(self, pool_id: str) -> int | None:
+        """The lane of a pool; None for a pool that does not count, or of an unknown executor."""
+        executor = self.executors.get(pool_id.rpartition("/")[0])
+        return executor.lane if executor is not None and executor.pool_id == pool_id else None
+
+
+class _Masks:
+    """Numbers for the masks that blocks have. Very many blocks have the same mask; one that none has is forgotten."""
+
+    def __init__(self) -> None:
+        # By number. Number 0 is the empty mask, of blocks that are nowhere.
+        self._masks, self._blocks = [0], [0]
+        self._numbers = {0: 0}
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._numbers) - 1
+
+    def __getitem__(self, number: int) -> int:
+        return self._masks[number]
+
+    def number(self, mask: int) -> int:
+        """The number of a mask, which is new when no block has it."""
+        number = self._numbers.get(mask)
+        if number is None:
+            if self._free:
+                number = self._free.pop()
+                self._masks[number] = mask
+            else:
+                number = len(self._masks)
+                self._masks.append(mask)
+                self._blocks.append(0)
+            self._numbers[mask] = number
+        return number
+
+    def count(self, changed: Counter[int], after: Mapping[int, int]) -> None:
+        """So many blocks of each number have the number `after` it now."""
+        for before, blocks in changed.items():
+            self._blocks[after[before]] += blocks
+            self._blocks[before] -= blocks
+        for before in changed:
+            if before and not self._blocks[before]:
+                del self._numbers[self._masks[before]]
+                self._free.append(before)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that are anywhere."""
+        # What all others have gained, number 0 has lost.
+        return -self._blocks[0]
+
+
+class _After(dict[int, int]):
+    """The numbers of masks with some bits cleared and others set, by the numbers of the masks before."""
+
+    def __init__(self, masks: _Masks, keep: int, bits: int) -> None:
+        super().__init__()
+        self._masks, self._keep, self._bits = masks, keep, bits
+
+    def __missing__(self, number: int) -> int:
+        found = self[number] = self._masks.number(self._masks[number] & self._keep | self._bits)
+        return found
 
 
 class CacheView:
@@ -61,9 +134,9 @@ class CacheView:
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[int, int] = {}
-        # One object for each mask: very many blocks have the same one.
-        self._masks: dict[int, int] = {}
+        # The number of each block's mask.
+        self._table = KeyTable()
+        self._masks = _Masks()
         self._shown: dict[str, Generation] = {}
         self._num_lanes = 0
         self._free_lanes: list[int] = []
@@ -71,54 +144,54 @@ class CacheView:
         self._dropped: set[int] = set()
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return self._masks.blocks
 
     @property
-    def executors(self) -> dict[str, KnownExecutor]:
-        """All executors of complete views, by name."""
-        return {name: one for generation in self._shown.values() for name, one in generation.executors.items()}
-
-    def is_complete(self, executor_id: str) -> bool:
-        """Whether the executor's blocks are known."""
-        return any(executor_id in generation.executors for generation in self._shown.values())
-
-    def keys(self, executor_id: str, token_ids: array[int], salt: str | None) -> Sequence[int]:
-        """Keys of the full blocks of a prompt; none for an executor that is not known."""
-        executor = self.executors.get(executor_id)
-        if executor is None:
-            return ()
-        root = root_key(executor.model_fingerprint, salt, None)
-        return list(read_low_keys(root, packed_bytes(token_ids), executor.block_size))
-
-    def match(self, executor_ids: Iterable[str], keys: Iterable[int]) -> dict[str, Match]:
-        """Blocks at the begin of a prompt that each executor has, by the tier of each; only executors with any."""
-        lanes = self._lanes_of(executor_ids)
-        counts = {lane: [0, 0, 0, 0] for lane in lanes.values()}
-        going = set(counts)
-        last, run = -1, 0
-        get = self._blocks.get
-        for key in keys:
-            mask = get(key, 0)
-            # There is one object for each mask.
-            if mask is last:
-                run += 1
-                continue
-            _count(counts, going, last, run)
-            last, run = mask, 1
-            going = {lane for lane in going if mask >> lane & _LANE}
-            if not going:
-                break
-        _count(counts, going, last, run)
-        return {name: Match(*counts[lane][1:]) for name, lane in lanes.items() if counts[lane][1:] != [0, 0, 0]}
-
-    def _lanes_of(self, executor_ids: Iterable[str]) -> dict[str, int]:
-        wanted = set(executor_ids)
+    def executors(self) -> Mapping[Owner, KnownExecutor]:
+        """All executors of complete views."""
         return {
-            generation.pools[pool_id]: lane
+            Owner(generation.shard, executor_id): executor
             for generation in self._shown.values()
-            for pool_id, lane in generation.lanes.items()
-            if generation.pools[pool_id] in wanted
+            for executor_id, executor in generation.executors.items()
         }
+
+    def find(self, owner: Owner) -> KnownExecutor | None:
+        """An executor whose blocks are known; None for others."""
+        generation = self._shown.get(owner.shard)
+        return None if generation is None else generation.executors.get(owner.executor_id)
+
+    def match(self, owners: Iterable[Owner], keys: array[int]) -> dict[Owner, Match]:
+        """Blocks at the beginning of a prompt that each executor has, by the tier of each; only executors with any.
+
+        owners: of the key space of the keys.
+        """
+        known = [(owner, executor.lane) for owner in owners if (executor := self.find(owner)) is not None]
+        found = self._beginning(np.frombuffer(keys, np.uint64)) if known and keys else ()
+        if not len(found):
+            return {}
+        # Neighbours mostly have the same mask: each run of them is looked at once.
+        starts = np.flatnonzero(np.diff(found, prepend=0))
+        lengths = np.diff(starts, append=len(found))
+        tiers = self._tiers(found[starts])[:, [lane // _WIDTH for _, lane in known]]
+        tiers *= np.logical_and.accumulate(tiers != 0)
+        device, host, disk = ((lengths @ (tiers == tier)).tolist() for tier in (1, 2, 3))
+        matches = zip((owner for owner, _ in known), map(Match, device, host, disk), strict=True)
+        return {owner: match for owner, match in matches if match.blocks}
+
+    def _beginning(self, keys: npt.NDArray[np.uint64]) -> Numbers:
+        """The numbers of the masks of a prompt's blocks, up to the first block that is nowhere."""
+        found = self._table.get(keys[:_FIRST_KEYS])
+        if found.all() and len(keys) > _FIRST_KEYS:
+            found = np.concatenate((found, self._table.get(keys[_FIRST_KEYS:])))
+        nowhere = np.flatnonzero(found == 0)
+        return found[: nowhere[0]] if len(nowhere) else found
+
+    def _tiers(self, numbers: Numbers) -> npt.NDArray[np.uint8]:
+        """The tier in each lane, 0 for none, of each of these masks."""
+        size = (self._num_lanes * _WIDTH + 7) // 8
+        packed = b"".join(self._masks[number].to_bytes(size, "little") for number in numbers.tolist())
+        bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little").reshape(len(numbers), -1, _WIDTH)
+        return bits[:, :, 0] + 2 * bits[:, :, 1]
 
     def show(self, generation: Generation) -> None:
         """A generation is complete, and takes the place of the one before of its cache manager."""
@@ -131,15 +204,15 @@ class CacheView:
         """A generation counts no more."""
         if self._shown.get(generation.shard) is generation:
             del self._shown[generation.shard]
-        self._dropped.update(generation.lanes.values())
-        generation.lanes.clear()
+        for executor_id in list(generation.executors):
+            self._lose(generation, executor_id)
 
     def apply(self, generation: Generation, changes: Iterable[pb.CacheChange]) -> None:
         """Takes in what a cache manager has sent."""
         for change in changes:
             match change.WhichOneof("change"):
                 case "blocks":
-                    lane = generation.lanes.get(change.blocks.pool_id)
+                    lane = generation.lane(change.blocks.pool_id)
                     if lane is not None:
                         self._set(lane, change.blocks.tier, change.blocks.keys)
                 case "registered":
@@ -148,26 +221,27 @@ class CacheView:
                     self._lose(generation, change.lost.executor_id)
 
     def _register(self, generation: Generation, executor: pb.Executor) -> None:
+        """A new epoch keeps the lane: what of its blocks is gone is said block by block."""
+        if not executor.pools:
+            return
         name = executor.executor_id
-        known = KnownExecutor(
-            name, executor.executor_epoch, executor.model_fingerprint, executor.block_size, generation.shard
-        )
+        space = KeySpace(executor.model_fingerprint, executor.block_size, executor.weight_version)
+        pool = min(executor.pools, key=lambda pool: (pool.HasField("attention_window"), pool.group))
+        pool_id = f"{name}/{pool.group}"
         before = generation.executors.get(name)
-        if before is not None and before.model_fingerprint != known.model_fingerprint:
+        # Blocks of other weights stay: they match again once these are back.
+        is_same = before is not None and before.space._replace(weight_version=space.weight_version) == space
+        if before is not None and is_same and before.pool_id == pool_id:
+            lane = before.lane
+        else:
             self._lose(generation, name)
-            before = None
-        generation.executors[name] = known
-        if before is None and executor.pools:
-            pool = min(executor.pools, key=lambda pool: (pool.HasField("attention_window"), pool.group))
-            pool_id = f"{name}/{pool.group}"
-            generation.pools[pool_id] = name
-            generation.lanes[pool_id] = self._new_lane()
+            lane = self._new_lane()
+        generation.executors[name] = KnownExecutor(space, pool_id, lane)
 
     def _lose(self, generation: Generation, executor_id: str) -> None:
-        generation.executors.pop(executor_id, None)
-        for pool_id in [pool_id for pool_id, name in generation.pools.items() if name == executor_id]:
-            del generation.pools[pool_id]
-            self._dropped.add(generation.lanes.pop(pool_id))
+        executor = generation.executors.pop(executor_id, None)
+        if executor is not None:
+            self._dropped.add(executor.lane)
 
     def _new_lane(self) -> int:
         if self._free_lanes:
@@ -175,42 +249,26 @@ class CacheView:
         self._num_lanes += 1
         return (self._num_lanes - 1) * _WIDTH
 
-    def _set(self, lane: int, tier: int, keys: Iterable[int]) -> None:
-        """tier: 0 for blocks that the executor has no more."""
-        keep, bits = ~(_LANE << lane), tier << lane
-        blocks, masks = self._blocks, self._masks
-        for key in keys:
-            mask = blocks.get(key, 0) & keep | bits
-            if mask:
-                blocks[key] = masks.setdefault(mask, mask)
-            else:
-                blocks.pop(key, None)
+    def _set(self, lane: int, tier: int, keys: Sequence[int]) -> None:
+        """tier: 0 for blocks that the executor has no more. One that this version does not know counts as none, too."""
+        tier = tier if tier <= _LANE else 0
+        after = _After(self._masks, ~(_LANE << lane), tier << lane)
+        self._masks.count(self._table.change(keys, after), after)
 
     async def sweep(self) -> None:
         """Clears the lanes that were dropped so far, in slices."""
         lanes, self._dropped = self._dropped, set()
         if not lanes:
             return
-        dead = sum(_LANE << lane for lane in lanes)
-        keys = list(self._blocks)
-        for start in range(0, len(keys), SWEPT_AT_A_TIME):
-            for key in keys[start : start + SWEPT_AT_A_TIME]:
-                mask = self._blocks.get(key, 0)
-                if mask & dead:
-                    left = mask & ~dead
-                    if left:
-                        self._blocks[key] = self._masks.setdefault(left, left)
-                    else:
-                        del self._blocks[key]
+        masks, dead = self._masks, sum(_LANE << lane for lane in lanes)
+
+        def after(numbers: list[int]) -> dict[int, int]:
+            return {number: masks.number(masks[number] & ~dead) for number in numbers if masks[number] & dead}
+
+        for follows, changed in self._table.change_all(after):
+            masks.count(changed, follows)
             await asyncio.sleep(0)
-        self._masks = {mask: mask for mask in set(self._masks) if not mask & dead}
         self._free_lanes += lanes
-
-
-def _count(counts: dict[int, list[int]], going: Iterable[int], mask: int, run: int) -> None:
-    if run:
-        for lane in going:
-            counts[lane][mask >> lane & _LANE] += run
 
 
 class ViewFeed:
@@ -225,7 +283,14 @@ class ViewFeed:
         self._number = self._manager_epoch = 0
 
     async def run(self) -> None:
-        """Follows until cancelled, across restarts of the cache manager."""
+        """Follows until cancelled, across restarts of the cache manager; then its executors are unknown."""
+        try:
+            await self._run()
+        finally:
+            if self._generation is not None:
+                self._view.drop(self._generation)
+
+    async def _run(self) -> None:
         said = ""
         async with open_channel(self._address, self._security) as channel:
             stub: rpc.CacheEventServiceAsyncStub = rpc.CacheEventServiceStub(channel)

@@ -6,11 +6,22 @@ import asyncio
 import dataclasses
 import random
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.chaos.measuring import Death, kill
 from tests.chaos.meddling import Trouble
-from tests.chaos.stage import PROCESSES, REDIS, Stage
+from tests.chaos.stage import (
+    ENGINES,
+    PROCESSES,
+    REDIS,
+    ROUTERS,
+    SHARDS,
+    Stage,
+    engine_link,
+    events_link,
+    shard_link,
+)
 from tests.stack import MODULES
 
 # The cache manager is killed at this period whatever else happens, for the first time after half of it.
@@ -31,7 +42,16 @@ TROUBLE_SHARE = (0.05, 0.2)
 DISK_SECONDS = (3.0, 10.0)
 # Behind every log, before or in the middle of a disk tier's file.
 NOTHING_FITS, HALF_FITS = 16 << 20, 128 << 20
+# Of a fleet: shorter and longer than a lease of three seconds, and than an engine may say nothing.
+FLEET_PAUSES = {"short pause": (0.5, 2.0), "long pause": (5.5, 10.0)}
+PARTITION_SECONDS, CUT_SECONDS = (4.0, 9.0), (2.0, 5.0)
+# Pairs of disturbances at a time, of all that a fleet has once.
+PAIRS = 3
 KINDS = ("kill", "terminate", "pause", "slow", "cut off", "fill", "break streams", "refuse writes", *Trouble)
+
+
+# Roles of a fleet that have numbers, with how many there are of each.
+FLEET_ROLES = {"router": ROUTERS, "scheduler": ENGINES, "executor": ENGINES, "cachemgr": SHARDS}
 
 
 @dataclass(frozen=True)
@@ -44,6 +64,12 @@ class Disturbance:
     seconds: float = 0.0
     strength: float = 1.0
 
+    @property
+    def role(self) -> str:
+        """The target without the numbers of processes."""
+        words = (word.partition("-")[0] for word in self.target.split())
+        return " ".join(words)
+
     def __str__(self) -> str:
         lasting = f" for {self.seconds:.1f} s ({self.strength:.3g})" if self.seconds else ""
         return f"{self.at:6.1f} s  {self.kind} {self.target}{lasting}"
@@ -55,8 +81,10 @@ class Disturbance:
                 return await kill(stage, self.target, self.seconds)
             case "terminate":
                 await stage.restart(self.target, signal.SIGTERM)
-            case "pause":
+            case "pause" | "short pause" | "long pause":
                 await stage.pause(self.target, self.seconds)
+            case "empty":
+                await stage.empty_redis()
             case "break streams":
                 for proxy in stage.proxies:
                     proxy.break_streams()
@@ -69,9 +97,13 @@ class Disturbance:
     async def _set(self, stage: Stage, strength: float) -> None:
         match self.kind:
             case "slow":
-                stage.redis_proxy.delay = strength
+                stage.links[self.target].delay = strength
             case "cut off":
-                stage.redis_proxy.cut() if strength else stage.redis_proxy.mend()
+                link = stage.links[self.target]
+                link.cut() if strength else link.mend()
+            case "partition":
+                link = stage.links[self.target]
+                link.hold() if strength else link.mend()
             case "fill":
                 await stage.fill_redis(bool(strength))
             case "refuse writes":
@@ -120,3 +152,48 @@ def schedule_of(seed: int, seconds: float) -> list[Disturbance]:
                 found.append(dataclasses.replace(one, at=at))
             at += rng.uniform(0.5, 1.5) * gap
     return sorted(found, key=lambda one: one.at)
+
+
+def _of_fleet(rng: random.Random) -> tuple[list[Disturbance], list[Disturbance]]:
+    """A kill of each role, and everything else that a fleet meets, each once; which process is left to chance."""
+
+    def process(role: str) -> str:
+        return f"{role}-{rng.randrange(FLEET_ROLES[role])}"
+
+    processes = [*map(process, FLEET_ROLES), REDIS]
+    kills = [Disturbance(0, "kill", name) for name in processes]
+    rest = [
+        Disturbance(0, kind, name if name == REDIS else process(name.partition("-")[0]), rng.uniform(*seconds))
+        for kind, seconds in FLEET_PAUSES.items()
+        for name in processes
+    ]
+    ways = (
+        engine_link(rng.randrange(ROUTERS), rng.randrange(ENGINES)),
+        shard_link(rng.randrange(ENGINES)),
+        events_link(rng.randrange(SHARDS)),
+    )
+    rest += [Disturbance(0, "partition", way, rng.uniform(*PARTITION_SECONDS)) for way in ways]
+    rest += [Disturbance(0, "cut off", way, rng.uniform(*CUT_SECONDS)) for way in (*ways, REDIS)]
+    rest.append(Disturbance(0, "empty", REDIS))
+    rng.shuffle(kills)
+    rng.shuffle(rest)
+    return kills, rest
+
+
+def fleet_rounds(seed: int) -> Iterator[tuple[Disturbance, ...]]:
+    """What is done to a fleet, without end, one round when the fleet has recovered from the one before.
+
+    The first rounds kill each role. Most rounds have one disturbance, some have two with different targets.
+    """
+    rng = random.Random(f"rounds {seed}")
+    kills, rest = _of_fleet(rng)
+    yield from ((one,) for one in kills)
+    while True:
+        rounds: list[tuple[Disturbance, ...]] = [(one,) for one in rest]
+        for _ in range(PAIRS):
+            one, other = rng.sample([*kills, *rest], 2)
+            rounds.append((one, other) if one.target != other.target else (one,))
+        rng.shuffle(rounds)
+        yield from rounds
+        kills, rest = _of_fleet(rng)
+        rest += kills

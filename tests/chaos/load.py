@@ -16,19 +16,28 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.rpc.errors import from_rpc_error
 from tests.chaos.requests import Known, Sample
+from tests.support.patience import patience
 
 # A request that has not ended by then hangs.
-REQUEST_SECONDS = 120.0
+REQUEST_SECONDS = patience(60)
 CANCELLED_SHARE = 0.15
 # How soon a call that its client cancelled has ended.
-CANCEL_SECONDS = 10.0
+CANCEL_SECONDS = patience(10)
 RETRY_SECONDS = (0.05, 1.0)
-# After the scheduler serves again: how long a client's channel may still say that it does not.
-RECONNECT_SECONDS = 1.0
-_OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 200), ("grpc.enable_retries", 0)]
+# After a server serves again: how long a client's channel may still say that it does not.
+RECONNECT_SECONDS = patience(1)
+_OPTIONS = [
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_reconnect_backoff_ms", 200),
+    ("grpc.enable_retries", 0),
+    # A server that does not answer, though its connection stands, is given up after the sum.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.ping_timeout_ms", 8_000),
+]
 
-# Whether the scheduler was away at any time between two.
-SchedulerAway = Callable[[float, float], bool]
+# Whether a server, by its number, was away at any time between two.
+ServerAway = Callable[[int, float, float], bool]
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,8 @@ class Tally:
 
     endings: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
+    # Attempts with output that differs, however they ended.
+    wrong: int = 0
     output_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -59,11 +70,16 @@ class Tally:
 
 
 class Load:
-    """`clients` at a time, each with one request after the other."""
+    """`clients` at a time, each with one request after the other.
 
-    def __init__(self, address: str, known: Sequence[Known], seed: int, clients: int, away: SchedulerAway) -> None:
+    Each has a server that it asks first; when that one does not answer, it asks the next one.
+    """
+
+    def __init__(
+        self, addresses: Sequence[str], known: Sequence[Known], seed: int, clients: int, away: ServerAway
+    ) -> None:
         self.tally = Tally()
-        self._address = address
+        self._addresses = addresses
         self._known = known
         self._seed = seed
         self._clients = clients
@@ -88,25 +104,37 @@ class Load:
 
     async def _client(self, number: int) -> None:
         rng = random.Random(f"client {self._seed} {number}")
-        async with grpc.aio.insecure_channel(self._address, options=_OPTIONS) as channel:
-            stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
+        async with contextlib.AsyncExitStack() as opened:
+            stubs: list[rpc.GenerationServiceAsyncStub] = []
+            for address in self._addresses:
+                channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+                stubs.append(rpc.GenerationServiceStub(await opened.enter_async_context(channel)))
             count = 0
             while not self._stopping.is_set():
                 count += 1
                 known = rng.choice(self._known)
-                await self._request(stub, rng, known, f"client-{number}-{count}")
+                await self._request(stubs, number, rng, known, f"client-{number}-{count}")
 
     async def _request(
-        self, stub: rpc.GenerationServiceAsyncStub, rng: random.Random, known: Known, request_id: str
+        self,
+        stubs: Sequence[rpc.GenerationServiceAsyncStub],
+        first: int,
+        rng: random.Random,
+        known: Known,
+        request_id: str,
     ) -> None:
-        """One request to its end: again and again while the scheduler never took it or went away with it."""
+        """One request to its end: again and again while the server never took it or went away with it.
+
+        first: number of the server to ask first; later ones count on from it.
+        """
         request, way = decorated(known.request, rng), drawn_way(known, rng)
         begin, pause = time.monotonic(), RETRY_SECONDS[0]
         for attempt in range(1, 1_000_000):
             request.request_id = f"{request_id}.{attempt}"
+            server = (first + attempt - 1) % len(stubs)
             self.tally.running += 1
             try:
-                kind, fault = await self._attempt(stub, request, known, way)
+                kind, fault = await self._attempt(stubs[server], server, request, known, way)
             finally:
                 self.tally.running -= 1
             self.tally.endings[kind] += 1
@@ -119,7 +147,12 @@ class Load:
         self.tally.longest = max(self.tally.longest, time.monotonic() - begin)
 
     async def _attempt(
-        self, stub: rpc.GenerationServiceAsyncStub, request: pb.StreamGenerateRequest, known: Known, way: Way
+        self,
+        stub: rpc.GenerationServiceAsyncStub,
+        server: int,
+        request: pb.StreamGenerateRequest,
+        known: Known,
+        way: Way,
     ) -> tuple[str, str]:
         """The kind of ending and what is wrong with it; empty where nothing is."""
         begin = time.monotonic()
@@ -127,36 +160,38 @@ class Load:
         try:
             await reading.read(stub.StreamGenerate(request, timeout=REQUEST_SECONDS))
         except grpc.aio.AioRpcError as error:
-            kind, fault = self._judge(error, begin, reading.tokens)
+            kind, fault = self._judge(error, server, begin, reading.tokens)
         else:
             kind, fault = reading.judge()
         self.tally.output_tokens += reading.tokens
         self.tally.prompt_tokens += reading.prompt_tokens
         self.tally.cached_tokens += reading.cached_tokens
+        self.tally.wrong += bool(reading.fault) or kind == "wrong"
         return kind, reading.fault or fault
 
-    def _judge(self, failure: grpc.aio.AioRpcError, begin: float, tokens: int) -> tuple[str, str]:
+    def _judge(self, failure: grpc.aio.AioRpcError, server: int, begin: float, tokens: int) -> tuple[str, str]:
         """The kind of ending that a status is and, where it should not have come, why."""
         error, end = from_rpc_error(failure), time.monotonic()
-        away = self._away(begin - RECONNECT_SECONDS, end)
+        away = self._away(server, begin - RECONNECT_SECONDS, end)
         seconds = f"after {end - begin:.1f} s and {tokens} tokens"
         match error.reason:
             case "QUEUE_FULL" if not tokens:
                 return "queue full", ""
             case "NOT_READY" if not tokens:
-                return "scheduler not ready", ""
+                return "server not ready", ""
             case "DRAINING" if away:
-                return "scheduler stopped", ""
+                return "server stopped", ""
         if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason and away:
-            return "scheduler died", ""
+            return DIED, ""
         if error.code is grpc.StatusCode.CANCELLED and not error.reason and not tokens and away:
             # Came while the server closed: gRPC turns such a call away before a servicer has seen it.
-            return "scheduler stopped", ""
+            return "server stopped", ""
         return "failed", f"ended with {error} {seconds}"
 
 
 # Endings after which a client asks again.
-RETRIED = ("queue full", "scheduler not ready", "scheduler stopped", "scheduler died")
+DIED = "server died"
+RETRIED = ("queue full", "server not ready", "server stopped", DIED)
 
 
 class Reading:

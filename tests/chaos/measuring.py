@@ -19,12 +19,15 @@ from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from tests.chaos.stage import RESTART_SECONDS, Stage
 from tests.support.generation import generate, greedy_request
+from tests.support.patience import patience
 from tests.support.prompts import prose
 
-CALL_SECONDS = 5.0
+CALL_SECONDS = patience(5)
+# Before a kill, which waits no longer for a manager that is paused: then nothing is known of the blocks.
+LOOKING_SECONDS = patience(1.25)
 LOOK_SECONDS = 0.02
 # Until blocks are restored, or never will be.
-RETURN_SECONDS = 60.0
+RETURN_SECONDS = patience(60)
 # Prompts that are repeated, to see what the cache still holds of them, and the characters of each.
 REPEATED, CHARACTERS = 6, 1200
 # A prompt that another one's blocks are copied for may be answered before the copy is confirmed: then it is not cached.
@@ -118,12 +121,13 @@ async def kill(stage: Stage, name: str, away: float = 0.0) -> Death:
     async with Manager(stage.stack.admin) as manager:
         device = lower = admitted = None
         sequences: set[str] = set()
-        # A manager that is paused does not answer.
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            tiers = [tier for _, tier, _ in await manager.index()]
-            device = tiers.count(kv.TIER_DEVICE)
-            lower = len(tiers) - device
-            sequences = await manager.sequences()
+        # A manager that is paused does not answer, and is killed while it is paused.
+        with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
+            async with asyncio.timeout(LOOKING_SECONDS):
+                tiers = [tier for _, tier, _ in await manager.index()]
+                device = tiers.count(kv.TIER_DEVICE)
+                lower = len(tiers) - device
+                sequences = await manager.sequences()
         log = ExecutorLog(stage)
         absence = await stage.restart(name, away=away)
         registered = await log.registered()
@@ -142,10 +146,10 @@ async def kill(stage: Stage, name: str, away: float = 0.0) -> Death:
 
 
 class ExecutorLog:
-    """What the executor logs from now on."""
+    """What an executor logs from now on."""
 
-    def __init__(self, stage: Stage) -> None:
-        self._path = stage.stack.log_path("executor")
+    def __init__(self, stage: Stage, executor: str = "executor") -> None:
+        self._path = stage.stack.log_path(executor)
         self._begin = self._path.stat().st_size
 
     async def registered(self) -> dict[str, Any]:

@@ -35,20 +35,22 @@ from bench.tables import table
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from tests.chaos.checks import CHECK_SECONDS
 from tests.chaos.measuring import Manager
-from tests.chaos.stage import REDIS, Stage
+from tests.chaos.stage import REDIS, Stage, single
 from tests.stack import MODULES, free_address
+from tests.support.patience import patience
 
 STREAMS, OUTPUT_TOKENS = 16, 120
 # An outage begins once every stream has this many pieces.
 FIRST_PIECES = 4
-PROBE_SECONDS, PROBE_TIMEOUT = 0.5, 2.0
-ROUND_SECONDS = 240.0
+PROBE_SECONDS = 0.5
+PROBE_TIMEOUT = 2.0  # subject: the table says which processes answer within it
+ROUND_SECONDS = patience(60)
 # Until the processes serve again and the cache manager knows all blocks.
-SETTLE_SECONDS = 60.0
+SETTLE_SECONDS = patience(60)
 IDLE_CONNECTIONS = 5_000
 BATCH = 50
 # Every one of them is closed by then.
-IDLE_SECONDS = 90.0
+IDLE_SECONDS = patience(60)
 # Pauses of so many seconds may restart sequences.
 RESTARTS_BEHIND = {"scheduler": 10.0, "executor": 30.0}
 # The usual soft limit of a shell, which processes have to raise themselves.
@@ -458,7 +460,7 @@ async def measure(chosen: Sequence[Outage], tell: Callable[[str], None], seed: i
     """Runs the outages one after the other on one stack."""
     _limit_files(SOFT_FILES)
     http = free_address()
-    stage = Stage(seed, proxied=False, tell=tell, scheduler_http_address=http, executor_max_tokens=16_384)
+    stage = single(seed, proxied=False, tell=tell, scheduler_http_address=http, executor_max_tokens=16_384)
     async with stage:
         # This process opens the idle connections.
         _limit_files(None)

@@ -149,6 +149,8 @@ class SocketProxy:
         # Seconds that every piece takes longer.
         self.delay = 0.0
         self._cut = False
+        self._carrying = asyncio.Event()
+        self._carrying.set()
         self._open: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -171,15 +173,21 @@ class SocketProxy:
         for task in self._open:
             task.cancel()
 
+    def hold(self) -> None:
+        """Carries nothing, ends of connections neither, until `mend`: as a network that is partitioned."""
+        self._carrying.clear()
+
     def mend(self) -> None:
         """Carries again."""
         self._cut = False
+        self._carrying.set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._open.add(task)
         try:
+            await self._carrying.wait()
             if not self._cut:
                 await self._connect(reader, writer)
         except (OSError, asyncio.CancelledError):
@@ -208,8 +216,10 @@ class SocketProxy:
         while data := await reader.read(CHUNK):
             if self.delay:
                 await asyncio.sleep(self.delay)
+            await self._carrying.wait()
             writer.write(data)
             await writer.drain()
+        await self._carrying.wait()
 
 
 async def _end(tasks: Iterable[asyncio.Future[None]]) -> None:

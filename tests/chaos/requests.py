@@ -10,9 +10,10 @@ from typing import Any
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.kvcommon.v1 import kvcommon_pb2 as common
+from tests.support.patience import patience
 from tests.support.prompts import QUESTIONS, chat, prose
 
-CALM_SECONDS = 300
+CALM_SECONDS = patience(60)
 CALM_CONCURRENCY = 8
 # Logits closer than this could change their order by the rounding of another batch: such outputs are not used.
 MARGIN = 2e-3
@@ -97,9 +98,17 @@ def _request(text: str, max_tokens: int) -> pb.StreamGenerateRequest:
     return pb.StreamGenerateRequest(text=text, max_tokens=max_tokens, ignore_eos=True)
 
 
-async def learn(stub: rpc.GenerationServiceAsyncStub, tell: Callable[[str], None]) -> list[Known]:
-    """Runs every request in calm and returns those whose output cannot depend on the batch."""
-    known = await _run(stub, base_requests(), tell)
+async def learn(
+    stub: rpc.GenerationServiceAsyncStub, tell: Callable[[str], None], *, evicting: bool = True
+) -> list[Known]:
+    """Runs every request in calm and returns those whose output cannot depend on the batch.
+
+    evicting: also those with an eviction policy.
+    """
+    base = base_requests()
+    if not evicting:
+        base = {name: one for name, one in base.items() if not one.HasField("eviction_policy")}
+    known = await _run(stub, base, tell)
     by_name = {one.name: one for one in known}
     more: dict[str, pb.StreamGenerateRequest] = {}
     for one in known:

@@ -10,19 +10,25 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import grpc
 
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from tests.chaos.checks import check_pools, check_store
-from tests.chaos.disturbances import Disturbance, schedule_of
+from tests.chaos.disturbances import FLEET_ROLES, Disturbance, fleet_rounds, schedule_of
+from tests.chaos.fleet_checks import check_fleet, check_fleet_store, continued, contradictions
 from tests.chaos.load import Load
 from tests.chaos.measuring import Death, Manager, kill, steady_hit_rate, ttft_seconds
-from tests.chaos.report import Report
+from tests.chaos.recovery import Prober, Recovery
+from tests.chaos.report import Report, streams
 from tests.chaos.requests import learn
 from tests.chaos.soak import watch_memory
-from tests.chaos.stage import Stage
+from tests.chaos.stage import ENGINES, ROUTERS, Stage, single
+from tests.chaos.stage import fleet as fleet_stage
+from tests.support.scheduler.fake_executor import continuation
+from tests.support.scheduler.tokenizers import byte_level_tokenizer
 
 # What starting, learning the outputs and the last checks take of the whole.
 RESERVE_SECONDS = 45.0
@@ -41,6 +47,20 @@ MIXED = {
     "scheduler_drain_seconds": 3,
     "cachemgr_drain_seconds": 2,
 }
+# Pools that keep most of what is asked; leases that end while processes are paused.
+FLEET = {
+    "executor_max_tokens": 8192,
+    "cachemgr_lease_seconds": 3,
+    "scheduler_drain_seconds": 3,
+    "cachemgr_drain_seconds": 2,
+    "router_drain_seconds": 3,
+    # A stub's step takes its time however many tokens it computes: prompts need not be spread over many.
+    "scheduler_target_itl_seconds": 0.2,
+}
+REAL = {"executor_batch_invariant": 1}
+FLEET_CLIENTS = 9
+# Between the recovery from a disturbance and the next one.
+ROUND_GAP_SECONDS = (0.5, 2.0)
 # Tokens of a prompt, and the most that its first token may take from a lower tier, of the time of a cold prompt.
 CACHED_PROMPT, COLD_SHARE = 1024, 0.5
 
@@ -59,34 +79,56 @@ class Run:
     disturbed: list[tuple[float, float]] = field(default_factory=list)
 
     async def perform(self, seconds: float) -> None:
-        """Performs a schedule and waits until its last disturbance is over.
+        """Performs a schedule of about so many seconds and waits until its last disturbance is over.
 
-        The schedule waits for a killed process that takes long to start, so that a slow machine has every disturbance
-        too; a disturbance that has not begun after so many seconds is left out.
+        The schedule waits for a killed process that takes long to start: a slow machine has every disturbance too.
         """
         schedule = schedule_of(self.report.seed, seconds)
         self.tell("\n".join(["the schedule:", *map(str, schedule)]))
-        begin, end = time.monotonic(), time.monotonic() + seconds
+        begin = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
-            for number, one in enumerate(schedule):
+            for one in schedule:
                 await asyncio.sleep(max(0.0, begin + one.at - time.monotonic()))
                 waiting = time.monotonic()
-                while self.stage.starting_for() > START_SECONDS and time.monotonic() < end:
+                while self.stage.starting_for() > START_SECONDS:
                     await asyncio.sleep(0.1)
                 begin += time.monotonic() - waiting
-                if time.monotonic() > end:
-                    self.tell(f"no time is left for {len(schedule) - number} disturbances")
-                    return
                 tasks.create_task(self._perform(one))
 
-    async def _perform(self, one: Disturbance) -> None:
+    async def _perform(self, one: Disturbance) -> float:
+        """Returns when a process was killed, or when the disturbance was over."""
         self.tell(str(one))
         begin = time.monotonic()
         death = await one.perform(self.stage)
-        self.disturbed.append((begin, time.monotonic()))
-        self.report.disturbances[f"{one.kind} {one.target}"] += 1
+        end = time.monotonic()
+        self.disturbed.append((begin, end))
+        self.report.disturbances[f"{one.kind} {one.role}"] += 1
         if death is not None:
             self.report.deaths.append(death)
+        return end if death is None else death.at
+
+    async def perform_rounds(self, prober: Prober, seconds: float) -> None:
+        """Disturbs a fleet again and again, and measures how soon it recovers; kills each role however long it takes.
+
+        How soon is known only where one disturbance stands alone.
+        """
+        rng, end = random.Random(f"gaps {self.report.seed}"), time.monotonic() + seconds
+
+        async def recover(one: Disturbance) -> float | None:
+            begin = await self._perform(one)
+            if await prober.recovered(one.target):
+                return time.monotonic() - begin
+            self.report.faults.append(f"{one.target} has not recovered from: {one.kind}")
+            return None
+
+        for number, disturbances in enumerate(fleet_rounds(self.report.seed)):
+            if number >= len(FLEET_ROLES) + 1 and time.monotonic() > end:
+                return
+            took = await asyncio.gather(*map(recover, disturbances))
+            self.tell(", ".join("not recovered" if one is None else f"recovered in {one:.1f} s" for one in took))
+            if len(disturbances) == 1 and took[0] is not None:
+                self.report.recoveries.append(Recovery(disturbances[0].role, disturbances[0].kind, took[0]))
+            await asyncio.sleep(rng.uniform(*ROUND_GAP_SECONDS))
 
     def undisturbed(self, death: Death) -> bool:
         """Whether nothing else happened around a death."""
@@ -107,8 +149,9 @@ class Run:
         cached = await ttft_seconds(address, prompts[:3])
         report.figures["first token of 1,024 tokens, cold, s"] = cold
         report.figures["the same cached, after the executor's death, s"] = cached
-        if cached > COLD_SHARE * cold:
-            report.faults.append(f"a cached prompt's first token takes {cached / cold:.2f} of a cold one's time")
+        report.note_time(
+            "the first token's time of a cached prompt, as a share of a cold one's", cached / cold, COLD_SHARE
+        )
 
 
 async def mixed(seed: int, seconds: float, tell: Tell) -> Report:
@@ -117,6 +160,48 @@ async def mixed(seed: int, seconds: float, tell: Tell) -> Report:
     async with _running("mixed", seed, tell, proxied=True, **MIXED) as run:
         await run.perform(length)
     return run.report
+
+
+async def fleet(seed: int, seconds: float, tell: Tell, *, real: bool = False) -> Report:
+    """Every disturbance of a fleet, for about so many seconds in all.
+
+    real: with the default model, where three of it run on this machine.
+    """
+    begin, report = time.monotonic(), Report("fleet", seed)
+    stage = fleet_stage(seed, real=real, tell=tell, **(FLEET | (REAL if real else {})))
+    expected = None if real else partial(continuation, vocab_size=byte_level_tokenizer().get_vocab_size())
+    async with stage, Prober(stage, seed, expected) as prober:
+        for engine in range(ENGINES):
+            if not await prober.recovered(f"scheduler-{engine}"):
+                raise TimeoutError(f"engine {engine} does not answer")
+        tell(f"the fleet serves after {time.monotonic() - begin:.1f} s; its logs are in {stage.stack.folder}")
+        known = await learn(prober.stub("router-0"), tell, evicting=False)
+        names = [f"router-{router}" for router in range(ROUTERS)]
+        addresses = [str(stage.stack.address(name)) for name in names]
+        hit_rate = await steady_hit_rate(addresses[0])
+        load = Load(addresses, known, seed, FLEET_CLIENTS, lambda one, begin, end: stage.silent(names[one], begin, end))
+        report.tally = load.tally
+        run = Run(stage, load, report, tell)
+        async with _reporting(load, tell):
+            load.start()
+            await run.perform_rounds(prober, max(LEAST_SECONDS, seconds - RESERVE_SECONDS))
+            tell("calm")
+            await asyncio.sleep(CALM_SECONDS)
+            await load.stop()
+        report.faults += [*load.tally.faults, *await check_fleet(stage, prober, known)]
+        report.checked.append("every slot free or cached, no sequence, hold or ended lease left")
+        report.checked.append("both routers expect what admissions find")
+        report.hit_rates = [hit_rate, *[await steady_hit_rate(address) for address in addresses]]
+        if min(report.hit_rates) < hit_rate:
+            report.faults.append("fewer tokens of the repeated prompts are cached than before")
+        report.faults += await check_fleet_store(stage, prober)
+        report.checked.append("indexes and Redis agree")
+        report.faults += [*prober.faults, *contradictions(stage), *stage.failures]
+        report.deaths = [dataclasses.replace(death, at=death.at - begin) for death in report.deaths]
+        report.streams = streams(load.tally, continued(stage))
+        report.seconds = time.monotonic() - begin
+        _keep_logs(stage, report, tell)
+    return report
 
 
 async def soak(seed: int, seconds: float, tell: Tell) -> Report:
@@ -133,7 +218,7 @@ async def _running(
 ) -> AsyncIterator[Run]:
     """A stack under load; at the end of the block the load ends and everything is checked."""
     begin, report = time.monotonic(), Report(name, seed)
-    stage = Stage(seed, proxied=proxied, tell=tell, **settings)
+    stage = single(seed, proxied=proxied, tell=tell, **settings)
     async with stage, Manager(stage.stack.admin) as manager:
         address = stage.stack.scheduler
         tell(f"the stack serves after {time.monotonic() - begin:.1f} s; its logs are in {stage.stack.folder}")
@@ -141,7 +226,7 @@ async def _running(
             known = await learn(generation_rpc.GenerationServiceStub(channel), tell)
         hit_rate = await steady_hit_rate(address)
         tell(f"{len(known)} requests are known after {time.monotonic() - begin:.1f} s")
-        load = Load(address, known, seed, clients, lambda begin, end: stage.absent("scheduler", begin, end))
+        load = Load([address], known, seed, clients, lambda _, begin, end: stage.absent("scheduler", begin, end))
         report.tally = load.tally
         run = Run(stage, load, report, tell)
         async with _reporting(load, tell):
@@ -164,10 +249,15 @@ async def _running(
         report.faults += stage.failures
         report.deaths = [dataclasses.replace(death, at=death.at - begin) for death in report.deaths]
         report.seconds = time.monotonic() - begin
-        if report.faults:
-            folder = Path(tempfile.mkdtemp(prefix=f"kvkeep-chaos-{seed}-"))
-            stage.keep_logs(folder)
-            tell(f"the logs are kept in {folder}")
+        _keep_logs(stage, report, tell)
+
+
+def _keep_logs(stage: Stage, report: Report, tell: Tell) -> None:
+    """Keeps the logs of a run with faults."""
+    if report.faults:
+        folder = Path(tempfile.mkdtemp(prefix=f"kvkeep-chaos-{report.seed}-"))
+        stage.keep_logs(folder)
+        tell(f"the logs are kept in {folder}")
 
 
 @contextlib.asynccontextmanager

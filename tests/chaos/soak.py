@@ -14,6 +14,7 @@ from bench.manager_rpc import BLOCK, Client
 from cachemgr.types import ManagerConfig
 from tests.chaos.report import Report
 from tests.chaos.stage import PROCESSES, Stage
+from tests.support.patience import patience
 
 MB = 1e6
 LOOK_SECONDS = 5.0
@@ -25,7 +26,7 @@ GROWTH = 0.02
 # Events that the cache manager keeps, and blocks of the prompts that make them: each is stored and evicted.
 EVENTS = ManagerConfig().event_history
 PROMPT_BLOCKS = 512
-CALL_SECONDS = 10
+CALL_SECONDS = patience(10)
 
 
 def fill_history(address: str) -> None:

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,19 +24,25 @@ from redis.exceptions import RedisError
 
 from tests.chaos.meddling import Meddling
 from tests.chaos.proxies import GrpcProxy, SocketProxy
-from tests.stack import MODULES, Stack, free_address
+from tests.stack import MODULES, FleetStack, Stack, free_address
 from tests.support.local_redis import LocalRedis
+from tests.support.patience import patience
 
 REDIS = "redis"
 PROCESSES = (*MODULES, REDIS)
 # Until a process that was started serves, or one that was asked to end has ended.
-START_SECONDS = 60.0
-STOP_SECONDS = 20.0
+START_SECONDS = patience(60)
+STOP_SECONDS = patience(20)
 # Between the end of a process and its next start, as a supervisor takes.
 RESTART_SECONDS = 0.2
 LOOK_SECONDS = 0.05
 # Blocks of the default model in float32 take 737 kB.
 HOST_BYTES, DISK_BYTES = 192 << 20, 384 << 20
+# Of a fleet.
+ENGINES, SHARDS, ROUTERS = 3, 2, 2
+STUB, STUB_STEP_SECONDS = "tests.chaos.stub_executor", 0.05
+# 256 blocks, which take no memory.
+STUB_HOST_BYTES = 512 << 20
 
 
 @dataclasses.dataclass
@@ -54,58 +60,49 @@ class Absence:
 class Stage:
     """Processes, the proxies between them and a Redis of its own. Use it in an async with statement.
 
-    proxied: whether messages pass through proxies. `failures` takes what no disturbance explains.
+    Make it with `single` or `fleet`. `failures` takes what no disturbance explains.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        *,
-        proxied: bool,
-        tell: Callable[[str], None] = lambda _: None,
-        **settings: object,
-    ) -> None:
-        self.metrics = {name: free_address() for name in MODULES}
-        addresses: dict[str, object] = {f"{name}_metrics_address": address for name, address in self.metrics.items()}
-        self.stack = Stack(**(addresses | settings))
+    def __init__(self, stack: Stack, seed: int, tell: Callable[[str], None]) -> None:
+        self.stack = stack
+        # Where each process serves metrics.
+        self.metrics: dict[str, str] = {}
         self.meddling = Meddling(random.Random(f"meddling {seed}"))
         self.failures: list[str] = []
-        self.absences: dict[str, list[Absence]] = {name: [] for name in PROCESSES}
+        self.names = (*stack.modules, REDIS)
+        self.absences: dict[str, list[Absence]] = {name: [] for name in self.names}
+        # When each process was paused.
+        self.pauses: dict[str, list[Absence]] = {name: [] for name in self.names}
         self._tell = tell
-        folder = self.stack.folder
+        folder = stack.folder
         self._redis = LocalRedis(folder / "redis-state")
-        self.redis_proxy = SocketProxy(folder / "redis.sock", Path(self._redis.url.removeprefix("unix://")))
         self.proxies: list[GrpcProxy] = []
-        self.stack.own["cachemgr"] = {"redis_url": f"unix://{self.redis_proxy.address}"}
-        if proxied:
-            for name, other, target in (
-                ("scheduler", "cachemgr", self.stack.cachemgr),
-                ("scheduler", "executor", self.stack.executor),
-                ("executor", "cachemgr", self.stack.cachemgr),
-            ):
-                address = f"unix:{folder}/{name}-to-{other}.sock"
-                self.proxies.append(GrpcProxy(address, target, self.meddling))
-                self.stack.own.setdefault(name, {})[f"{other}_address"] = address
-        self._memory = Path("/dev/shm", folder.name)
-        self.stack.own.setdefault("executor", {}).update(
-            executor_host_cache_size=HOST_BYTES,
-            executor_host_cache_dir=self._memory,
-            executor_disk_cache_size=DISK_BYTES,
-            executor_disk_cache_dir=folder / "blocks",
-        )
-        self._changing = {name: asyncio.Lock() for name in PROCESSES}
+        # By name, what carries bytes: REDIS is the way of all cache managers to Redis.
+        self.links: dict[str, SocketProxy] = {}
+        redis = f"unix://{self.link(REDIS, self._redis.url)}"
+        for name in stack.modules:
+            if name.partition("-")[0] == "cachemgr":
+                stack.own.setdefault(name, {})["redis_url"] = redis
+        self.memory = Path("/dev/shm", folder.name)
+        self._changing = {name: asyncio.Lock() for name in self.names}
         # By process number: how many pauses last. One may begin while another lasts.
         self._paused: Counter[int] = Counter()
         self._watching: asyncio.Task[None] | None = None
 
+    def link(self, name: str, target: object) -> Path:
+        """Puts a proxy in front of a unix socket, unix:/path or unix:///path; returns the proxy's path."""
+        path = Path(str(target).removeprefix("unix:"))
+        address = self.stack.folder / f"link-{len(self.links)}.sock"
+        self.links[name] = SocketProxy(address, path)
+        return address
+
     async def __aenter__(self) -> Self:
         try:
-            await self.redis_proxy.start()
-            for proxy in self.proxies:
-                await proxy.start()
-            for name in MODULES:
+            for start in [proxy.start for proxy in self.proxies] + [link.start for link in self.links.values()]:
+                await start()
+            for name in self.stack.modules:
                 self.stack.start(name)
-            for name in MODULES:
+            for name in self.stack.modules:
                 await self.until_serving(name)
         except BaseException:
             await self._stop()
@@ -124,11 +121,10 @@ class Stage:
         for pid in self._paused:
             os.kill(pid, signal.SIGCONT)
         await asyncio.to_thread(self.stack.stop)
-        for proxy in self.proxies:
-            await proxy.stop()
-        await self.redis_proxy.stop()
+        for stop in [proxy.stop for proxy in self.proxies] + [link.stop for link in self.links.values()]:
+            await stop()
         await asyncio.to_thread(self._redis.stop)
-        shutil.rmtree(self._memory, ignore_errors=True)
+        shutil.rmtree(self.memory, ignore_errors=True)
 
     # Processes
 
@@ -138,7 +134,7 @@ class Stage:
 
     def redis(self) -> Redis:
         """A client that passes no proxy."""
-        return Redis.from_url(self._redis.url, socket_connect_timeout=1, socket_timeout=1)
+        return Redis.from_url(self._redis.url, socket_connect_timeout=patience(1), socket_timeout=patience(1))
 
     async def end(self, name: str, number: int = signal.SIGKILL) -> Absence:
         """Sends a process a signal that ends it, and waits for that."""
@@ -181,9 +177,12 @@ class Stage:
             pid = self.pid(name)
             os.kill(pid, signal.SIGSTOP)
         self._paused[pid] += 1
+        pause = Absence(time.monotonic())
+        self.pauses[name].append(pause)
         try:
             await asyncio.sleep(seconds)
         finally:
+            pause.end = time.monotonic()
             self._paused[pid] -= 1
             if not self._paused[pid]:
                 del self._paused[pid]
@@ -203,11 +202,11 @@ class Stage:
                     return bool(await redis.ping())
             except (RedisError, OSError):
                 return False
-        address = getattr(self.stack, name)
+        address = str(self.stack.address(name))
         async with grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             try:
-                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=1)
+                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=patience(1))
             except grpc.aio.AioRpcError:
                 return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
@@ -220,7 +219,7 @@ class Stage:
     async def _watch(self) -> None:
         """Nothing may end by itself; what does is started again, so that the rest can be seen, too."""
         while True:
-            for name in PROCESSES:
+            for name in self.names:
                 if not self._changing[name].locked() and (how := self._ended(name)):
                     self.failures.append(f"{name} {how} by itself")
                     self._tell(self.failures[-1])
@@ -251,6 +250,13 @@ class Stage:
                 await redis.config_set("maxmemory-policy", "noeviction")
                 await redis.config_set("maxmemory", 1 if full else 0)
 
+    async def empty_redis(self) -> None:
+        """Redis loses all it has."""
+        # One that is away, or paused, is another disturbance's.
+        with contextlib.suppress(RedisError, OSError):
+            async with self.redis() as redis:
+                await redis.flushall()
+
     def limit_files(self, size: int | None, name: str = "executor") -> None:
         """A process cannot write to files behind so many bytes, or can again."""
         pid = self.pid(name)
@@ -262,7 +268,11 @@ class Stage:
 
     def absent(self, name: str, begin: float, end: float) -> bool:
         """Whether a process was away at any time between."""
-        return any(one.begin <= end and begin <= one.end for one in self.absences[name])
+        return _within(self.absences[name], begin, end)
+
+    def silent(self, name: str, begin: float, end: float) -> bool:
+        """Whether a process was away or paused at any time between."""
+        return self.absent(name, begin, end) or _within(self.pauses[name], begin, end)
 
     def starting_for(self) -> float:
         """Seconds since the start of the process that has taken longest to serve, of those that do not yet."""
@@ -272,6 +282,108 @@ class Stage:
     def keep_logs(self, folder: Path) -> None:
         """Copies every log to a folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name in MODULES:
+        for name in self.stack.modules:
             if self.stack.log_path(name).exists():
                 shutil.copy(self.stack.log_path(name), folder)
+
+
+def _within(absences: Iterable[Absence], begin: float, end: float) -> bool:
+    return any(one.begin <= end and begin <= one.end for one in absences)
+
+
+def single(seed: int, *, proxied: bool, tell: Callable[[str], None] = lambda _: None, **settings: object) -> Stage:
+    """One engine. proxied: whether messages pass through proxies."""
+    metrics = {name: free_address() for name in MODULES}
+    addresses: dict[str, object] = {f"{name}_metrics_address": address for name, address in metrics.items()}
+    stack = Stack(**(addresses | settings))
+    stage = Stage(stack, seed, tell)
+    stage.metrics = metrics
+    if proxied:
+        for name, other, target in (
+            ("scheduler", "cachemgr", stack.cachemgr),
+            ("scheduler", "executor", stack.executor),
+            ("executor", "cachemgr", stack.cachemgr),
+        ):
+            address = f"unix:{stack.folder}/{name}-to-{other}.sock"
+            stage.proxies.append(GrpcProxy(address, target, stage.meddling))
+            stack.own.setdefault(name, {})[f"{other}_address"] = address
+    stack.own.setdefault("executor", {}).update(
+        executor_host_cache_size=HOST_BYTES,
+        executor_host_cache_dir=stage.memory,
+        executor_disk_cache_size=DISK_BYTES,
+        executor_disk_cache_dir=stack.folder / "blocks",
+    )
+    return stage
+
+
+def shard_of(engine: int) -> int:
+    """The shard of an engine in a fleet."""
+    return engine % SHARDS
+
+
+def engines_of(shard: int) -> list[int]:
+    """The engines of a shard in a fleet."""
+    return [engine for engine in range(ENGINES) if shard_of(engine) == shard]
+
+
+def fleet(seed: int, *, real: bool, tell: Callable[[str], None] = lambda _: None, **settings: object) -> Stage:
+    """ENGINES engines, SHARDS shards with one Redis, and ROUTERS routers, with a proxy on each way between them.
+
+    real: with executors that run the default model. Routers follow the events of a shard on the same way.
+    """
+    stack = FleetStack(engines=ENGINES, shards=SHARDS, **settings)
+    modules = {name: module for name, module in stack.modules.items() if name != "router"}
+    if not real:
+        modules |= {f"executor-{number}": STUB for number in range(ENGINES)}
+    stack.modules = modules | {f"router-{number}": stack.modules["router"] for number in range(ROUTERS)}
+    stage, own = Stage(stack, seed, tell), stack.own
+    events = [f"unix:{stage.link(events_link(shard), admin_of(stack, shard))}" for shard in range(SHARDS)]
+    for engine in range(ENGINES):
+        shard = shard_of(engine)
+        manager = f"unix:{stage.link(shard_link(engine), stack.address(f'cachemgr-{shard}'))}"
+        for name in (f"executor-{engine}", f"scheduler-{engine}"):
+            own[name] |= {"cachemgr_address": manager, "cachemgr_admin_address": events[shard]}
+        if not real:
+            own[f"executor-{engine}"]["executor_stub_step_seconds"] = STUB_STEP_SECONDS
+        own[f"executor-{engine}"] |= {
+            "executor_host_cache_size": HOST_BYTES if real else STUB_HOST_BYTES,
+            "executor_host_cache_dir": stage.memory,
+        }
+    for shard in range(SHARDS):
+        name = f"cachemgr-{shard}"
+        own[name]["cachemgr_metrics_address"] = stage.metrics[name] = free_address()
+    for router in range(ROUTERS):
+        name = f"router-{router}"
+        stage.metrics[name] = free_address()
+        engines = [
+            f"unix:{stage.link(engine_link(router, engine), stack.address(f'scheduler-{engine}'))}"
+            for engine in range(ENGINES)
+        ]
+        own[name] = {
+            "router_address": f"unix:{stack.folder}/{name}.sock",
+            "router_http_address": "",
+            "router_metrics_address": stage.metrics[name],
+            "router_engines": ",".join(engines),
+            "router_router_id": name,
+        }
+    return stage
+
+
+def admin_of(stack: Stack, shard: int) -> str:
+    """Where a shard of a fleet serves operators."""
+    return str(stack.own[f"cachemgr-{shard}"].get("cachemgr_admin_address", stack.admin))
+
+
+def events_link(shard: int) -> str:
+    """Name of the way from routers to a shard's events."""
+    return f"routers to events of cachemgr-{shard}"
+
+
+def shard_link(engine: int) -> str:
+    """Name of the way from an engine to its shard."""
+    return f"engine-{engine} to cachemgr-{shard_of(engine)}"
+
+
+def engine_link(router: int, engine: int) -> str:
+    """Name of the way from a router to an engine."""
+    return f"router-{router} to engine-{engine}"

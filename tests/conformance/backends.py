@@ -25,6 +25,7 @@ from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.channel import open_channel
 from protos.rpc.errors import ServiceError, from_rpc_error, status_code
 from tests.support.direct_calls import DirectCalls
+from tests.support.patience import patience
 
 Clock = Callable[[], float]
 # Exact counts, and no lease of the scheduler or the executor that ends while a case lets time pass.
@@ -173,7 +174,7 @@ class ServiceBackend:
 
     async def _answer(self, method: Any, request: Message) -> Any:
         try:
-            return await method(request, timeout=10)
+            return await method(request, timeout=patience(10))
         except grpc.aio.AioRpcError as error:
             raise _refusal(error) from error
 
@@ -181,13 +182,13 @@ class ServiceBackend:
         return self._run(self._events(after))
 
     async def _events(self, after: int | None) -> list[pb.Event]:
-        snapshot = self._watch(pb.WatchEventsRequest(), timeout=10)
+        snapshot = self._watch(pb.WatchEventsRequest(), timeout=patience(10))
         last = (await anext(aiter(snapshot))).events[0].event_number
         snapshot.cancel()
         if after == last:
             return []
         found: list[pb.Event] = []
-        watch = self._watch(pb.WatchEventsRequest(after_event_number=after), timeout=10)
+        watch = self._watch(pb.WatchEventsRequest(after_event_number=after), timeout=patience(10))
         try:
             async for message in watch:
                 found += message.events

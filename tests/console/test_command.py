@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.stack import ROOT, free_address
+from tests.support.patience import patience
 
 
 def start(*line: str, **settings: str) -> subprocess.Popen[str]:
@@ -29,14 +30,14 @@ def test_it_serves_until_it_is_stopped_and_says_that_the_cache_manager_is_away(
     with start(*(word.format(address=address) for word in line), **settings) as process:
         assert process.stderr is not None
         assert json.loads(process.stderr.readline())["address"] == address
-        with urllib.request.urlopen(f"http://{address}/", timeout=10) as page:
+        with urllib.request.urlopen(f"http://{address}/", timeout=patience(10)) as page:
             assert "kvkeep console" in page.read().decode()
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(f"http://{address}/api/pools", timeout=20)
+            urllib.request.urlopen(f"http://{address}/api/pools", timeout=patience(20))
         assert refused.value.code == 503
         refused.value.close()
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=20)
+        _, log = process.communicate(timeout=patience(20))
     assert (process.returncode, "Traceback" in log) == (0, False)
 
 
@@ -53,7 +54,7 @@ def test_it_serves_until_it_is_stopped_and_says_that_the_cache_manager_is_away(
 )
 def test_what_is_wrong_is_one_line(settings: dict[str, str], named: str) -> None:
     with start("kvctl", "console", **settings) as process:
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=patience(60))
     assert process.returncode == 2
     [line] = said.splitlines()
     assert line.startswith("error: ")

@@ -27,6 +27,7 @@ from scheduler.router.process import Router
 from scheduler.router.settings import RouterSettings
 from tests.console.conftest import SECRET, Console, fill, served, small
 from tests.support.keyring import Keyring
+from tests.support.patience import patience
 from tests.support.scheduler.fleet import run_fleet
 
 POOL = {"pool": "e/0"}
@@ -41,7 +42,7 @@ class Answer(NamedTuple):
 
 async def ask(console: Console, method: str, path: str, headers: Mapping[str, str] | None = None) -> Answer:
     def call() -> Answer:
-        connection = http.client.HTTPConnection(console.url.removeprefix("http://"), timeout=30)
+        connection = http.client.HTTPConnection(console.url.removeprefix("http://"), timeout=patience(30))
         with contextlib.closing(connection):
             connection.request(method, path, headers=dict(headers or {}))
             answer = connection.getresponse()

@@ -1,6 +1,7 @@
 """The page in a headless browser: it shows the cache, by keyboard too, and asks no other host for anything."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from protos.rpc.security import Security
 from tests.console.conftest import CHROMIUM, SECRET, Console, fill, served, small
 from tests.support.generation import generate, greedy_request
 from tests.support.keyring import Keyring
+from tests.support.patience import patience
 from tests.support.scheduler.fleet import run_fleet
 from tests.support.scheduler.stack import prompt_of
 
@@ -28,6 +30,8 @@ pytestmark = [
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser() -> AsyncIterator[Browser]:
     async with async_playwright() as playwright:
+        # Also of every expectation that has no time of its own.
+        expect.set_options(timeout=patience(15) * 1000)
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         await browser.close()
@@ -45,6 +49,7 @@ async def opened(browser: Browser, console: Console, allowed: str = "403", **opt
     problems: list[str] = []
     context = await browser.new_context(viewport={"width": 1280, "height": 1000}, **options)  # type: ignore[arg-type]
     page = await context.new_page()
+    page.set_default_timeout(patience(15) * 1000)
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("request", lambda to: problems.append(to.url) if not to.url.startswith(console.url) else None)
@@ -54,14 +59,20 @@ async def opened(browser: Browser, console: Console, allowed: str = "403", **opt
     assert [problem for problem in problems if "401" not in problem and allowed not in problem] == []
 
 
-async def colours(page: Page) -> int:
-    """Different colours in the map."""
-    script = """() => {
-        const map = document.getElementById("map");
-        const data = map.getContext("2d").getImageData(0, 0, map.width, map.height).data;
-        return new Set(new Uint32Array(data.buffer)).size;
-    }"""
-    return int(await page.evaluate(script))
+async def finds(page: Page, script: str, wanted: object) -> None:
+    """Waits until a script finds this on the page: what is drawn comes with a frame after the data."""
+    deadline = time.monotonic() + patience(15)
+    while (found := await page.evaluate(script)) != wanted and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    assert found == wanted
+
+
+# Whether the map has many different colours.
+COLOURED = """() => {
+    const map = document.getElementById("map");
+    const data = map.getContext("2d").getImageData(0, 0, map.width, map.height).data;
+    return new Set(new Uint32Array(data.buffer)).size >= 4;
+}"""
 
 
 async def test_the_page_shows_all_of_it(browser: Browser, console: Console) -> None:
@@ -89,7 +100,7 @@ async def test_the_map_is_coloured_and_walked_by_keyboard(browser: Browser, cons
         await page.keyboard.press("2")
         await expect(page.get_by_role("radio", name="Tenant")).to_have_attribute("aria-checked", "true")
         await expect(page.locator("#legend")).to_contain_text("acme")
-        assert await colours(page) >= 4
+        await finds(page, COLOURED, True)
         await page.locator("#map").focus()
         for key in ("Home", "ArrowRight"):
             await page.keyboard.press(key)
@@ -127,7 +138,7 @@ async def test_events_arrive_and_what_is_new_is_shown(browser: Browser, console:
     async with opened(browser, console) as page:
         await expect(page.locator("body")).to_have_attribute("data-loaded", "yes")
         console.driver.cache("late", list(range(5_000, 5_100)), salt="initech", tenant_id="initech")
-        await expect(page.locator("#tenants")).to_contain_text("initech", timeout=30_000)
+        await expect(page.locator("#tenants")).to_contain_text("initech", timeout=patience(30) * 1000)
         await expect(page.locator("#events")).to_contain_text(f"{console.driver.manager.queries.last_event:,}")
 
 
@@ -137,7 +148,7 @@ async def test_a_pool_of_100_000_blocks_is_shown(browser: Browser) -> None:
     for number in range(100):
         driver.cache(f"long {number}", range(10_000 * number, 10_000 * number + 9_000))
     async with served(driver) as console, opened(browser, console) as page:
-        await expect(page.locator("body")).to_have_attribute("data-loaded", "yes", timeout=60_000)
+        await expect(page.locator("body")).to_have_attribute("data-loaded", "yes", timeout=patience(60) * 1000)
         await expect(page.locator("#map-count")).to_contain_text(f"{driver.pool.cached_blocks:,} cached")
         await page.locator("#map").focus()
         await page.keyboard.press("End")
@@ -170,7 +181,7 @@ WIDTHS = (2560, 1440, 1024, 390)
 CUT = """() => [...document.querySelectorAll("body *")]
     .filter((one) => !one.closest("canvas, select, dialog") && one.scrollWidth > one.clientWidth + 1 && one.clientWidth)
     .map((one) => `${one.tagName} ${one.id} ${one.textContent.slice(0, 40)}: ${one.scrollWidth}, ${one.clientWidth}`)"""
-# Per row of cards the empty width at its right, in pixels.
+# The empty widths at the right of all rows of cards, in pixels.
 HOLES = """() => {
     const main = document.querySelector("main").getBoundingClientRect();
     const ends = new Map();
@@ -178,7 +189,7 @@ HOLES = """() => {
         const { top, right } = card.getBoundingClientRect();
         ends.set(Math.round(top), Math.max(right, ends.get(Math.round(top)) ?? 0));
     }
-    return [...ends.values()].map((right) => Math.round(main.right - right));
+    return [...new Set([...ends.values()].map((right) => Math.round(main.right - right)))];
 }"""
 
 
@@ -193,9 +204,9 @@ async def test_nothing_is_cut_and_no_row_has_a_hole(browser: Browser, count: int
         await page.locator("#map").focus()
         await page.keyboard.press("Home")
         await expect(page.locator("#block")).to_contain_text("Slot 1")
-        assert await page.evaluate("document.documentElement.scrollWidth") == width
-        assert await page.evaluate(CUT) == []
-        assert set(await page.evaluate(HOLES)) == {16}
+        await finds(page, "document.documentElement.scrollWidth", width)
+        await finds(page, CUT, [])
+        await finds(page, HOLES, [16])
 
 
 async def test_blocks_in_use_look_different_whatever_the_colours_stand_for(browser: Browser, console: Console) -> None:
@@ -212,7 +223,7 @@ async def test_blocks_in_use_look_different_whatever_the_colours_stand_for(brows
         await expect(page.locator("#legend")).to_contain_text("in use")
         await expect(page.locator("#legend")).to_contain_text("cached")
         # The page behind, empty, cached, in use.
-        assert await page.evaluate(script) == 4
+        await finds(page, script, 4)
 
 
 async def test_one_cache_manager_is_shown_without_a_word_of_others(browser: Browser, console: Console) -> None:
@@ -250,10 +261,12 @@ async def test_a_shard_that_is_gone_is_named_and_the_others_go_on(browser: Brows
     async with served(small(), small()) as console, opened(browser, console, allowed="503") as page:
         await expect(page.locator("body")).to_have_attribute("data-loaded", "yes")
         await console.stop[1]()
-        await expect(page.locator("#state")).to_contain_text(f"{console.shards[1]} does not answer", timeout=30_000)
+        await expect(page.locator("#state")).to_contain_text(
+            f"{console.shards[1]} does not answer", timeout=patience(30) * 1000
+        )
         await expect(page.locator("#shards")).to_contain_text("does not answer")
         console.driver.cache("late", list(range(5_000, 5_100)), salt="initech", tenant_id="initech")
-        await expect(page.locator("#tenants")).to_contain_text("initech", timeout=30_000)
+        await expect(page.locator("#tenants")).to_contain_text("initech", timeout=patience(30) * 1000)
 
 
 async def test_the_engines_of_a_router_are_shown(browser: Browser, tmp_path: Path) -> None:
@@ -269,4 +282,4 @@ async def test_the_engines_of_a_router_are_shown(browser: Browser, tmp_path: Pat
         await expect(engines.locator("tr").nth(1)).to_contain_text("2")
         await expect(page.locator("#shards")).to_contain_text("executor-0/0")
         fleet.engines[0].scheduler.requests.set_draining(True)
-        await expect(engines).to_contain_text("takes no new requests", timeout=10_000)
+        await expect(engines).to_contain_text("takes no new requests", timeout=patience(10) * 1000)

@@ -14,6 +14,7 @@ from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from tests.stack import Stack
 from tests.support.pages import DOCS, WITH_EXAMPLES, Reader, elsewhere, examples, places
+from tests.support.patience import patience
 
 pytestmark = pytest.mark.model
 
@@ -34,8 +35,8 @@ def wait_until_released(stack: Stack) -> None:
     """A request's blocks are released with a sync that comes after its last answer."""
     with grpc.insecure_channel(stack.admin) as channel:
         admin: kvcache_rpc.CacheAdminServiceStub = kvcache_rpc.CacheAdminServiceStub(channel)
-        deadline = time.monotonic() + 10
-        while admin.ListSequences(kv.ListSequencesRequest(), timeout=5).sequences:
+        deadline = time.monotonic() + patience(10)
+        while admin.ListSequences(kv.ListSequencesRequest(), timeout=patience(5)).sequences:
             assert time.monotonic() < deadline
             time.sleep(0.02)
 

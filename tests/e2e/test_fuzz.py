@@ -17,6 +17,7 @@ from tests.fuzz.report import Report
 from tests.fuzz.run import fuzz_grpc
 from tests.fuzz.stage import Stage
 from tests.support.generation import greedy_request
+from tests.support.patience import patience
 
 pytestmark = pytest.mark.model
 
@@ -48,7 +49,7 @@ def test_a_pool_that_fills_up_is_not_taken_for_a_leak(stage: Stage) -> None:
     with grpc.insecure_channel(stage.stack.scheduler) as channel:
         stub: rpc.GenerationServiceStub = rpc.GenerationServiceStub(channel)
         for begin in (3000, 6000):
-            list(stub.StreamGenerate(greedy_request(range(begin, begin + 1900), 1), timeout=60))
+            list(stub.StreamGenerate(greedy_request(range(begin, begin + 1900), 1), timeout=patience(60)))
     assert stage.grown()["executor"] < POOL_BYTES / 3
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import openai
 import pytest
-import pytest_asyncio
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.rpc.channel import open_channel
 from tests.stack import Stack
 from tests.support.idle import until_idle
+from tests.support.patience import patience
 
 pytestmark = pytest.mark.model
 
@@ -23,12 +22,6 @@ EPHEMERAL = {"type": "ephemeral", "ttl": "1h"}
 # What follows a system message: its end, a line break, and the beginning of the answer.
 CLOSING_TOKENS = 5
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-@pytest_asyncio.fixture
-async def client(served: Stack) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"http://{served.http}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 async def test_a_conversation_is_answered(client: openai.AsyncOpenAI) -> None:
@@ -160,7 +153,7 @@ async def test_log_probabilities_are_those_of_the_tokens(client: openai.AsyncOpe
     assert [offset for one in streamed if one for offset in one.text_offset or []] == told.text_offset
 
 
-async def test_ids_go_to_text_and_back(client: openai.AsyncOpenAI, served: Stack) -> None:
+async def test_ids_go_to_text_and_back(client: openai.AsyncOpenAI, api: Stack) -> None:
     root = str(client.base_url).removesuffix("/v1/")
     found = await client.post(f"{root}/tokenize", cast_to=dict, body={"prompt": "The capital of France"})
     assert found["count"] == len(found["tokens"]) == 4
@@ -218,10 +211,10 @@ async def test_retention_requests_get_receipts(client: openai.AsyncOpenAI) -> No
     assert last["choices"][0]["eviction"]["evicted_tokens"] > 0
 
 
-async def test_a_part_of_a_conversation_is_kept_for_a_while(client: openai.AsyncOpenAI, served: Stack) -> None:
+async def test_a_part_of_a_conversation_is_kept_for_a_while(client: openai.AsyncOpenAI, api: Stack) -> None:
     text = "You are the clerk of a small library. " * 8
     system = {"role": "system", "content": [{"type": "text", "text": text, "cache_control": EPHEMERAL}]}
-    tokens = await client.post(f"http://{served.http}/tokenize", cast_to=dict, body={"messages": [system]})
+    tokens = await client.post(f"http://{api.http}/tokenize", cast_to=dict, body={"messages": [system]})
     answer = await client.chat.completions.create(
         model="", messages=[system, *CAPITAL], max_tokens=1, prompt_cache_key="library"
     )
@@ -256,7 +249,7 @@ async def test_errors_are_openais_and_name_the_field(client: openai.AsyncOpenAI)
         ("temperature", {"temperature": "warm"}),
         ("top_logprobs", {"top_logprobs": 2}),
         ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
-        ("max_tokens", {"max_tokens": 0}),
+        ("n", {"max_tokens": 0, "n": 2}),
         ("max_completion_tokens", {"max_completion_tokens": 1_000_000}),
         ("messages[0].role", {"messages": [{"role": "", "content": "x"}]}),
         ("messages[0].content[1].type", {"messages": [{"role": "user", "content": [
@@ -267,8 +260,11 @@ async def test_errors_are_openais_and_name_the_field(client: openai.AsyncOpenAI)
         ("prompt_cache_retention", {"messages": [{"role": "user", "content": "x", "cache_control": EPHEMERAL}],
             "extra_body": {"prompt_cache_retention": "1h"}}),
         ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
-        ("response_format", {"response_format": {"type": "json_object"}}),
-        ("logit_bias", {"logit_bias": {"5": 1}}),
+        ("response_format.json_schema", {"response_format": {"type": "json_schema"}}),
+        ("response_format.json_schema.schema", {"response_format": {
+            "type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}}),
+        ("structured_outputs.regex", {"extra_body": {"structured_outputs": {"regex": "(a"}}}),
+        ("logit_bias[5]", {"logit_bias": {"5": 101}}),
         ("cache_slat", {"extra_body": {"cache_slat": "x"}}),
         ("cache_salt", {"extra_body": {"cache_salt": ""}}),
         ("prompt_cache_key", {"prompt_cache_key": "k" * 257}),
@@ -292,7 +288,7 @@ async def test_errors_are_openais_and_name_the_field(client: openai.AsyncOpenAI)
     assert (await refused(client.embeddings.create(model="", input="x"))).code == "not_found"
 
 
-async def test_a_full_queue_says_when_to_retry(client: openai.AsyncOpenAI, served: Stack) -> None:
+async def test_a_full_queue_says_when_to_retry(client: openai.AsyncOpenAI, api: Stack) -> None:
     prompt = list(range(4000, 4032))
     stream = await client.completions.create(
         model="", prompt=prompt, n=SAMPLES_THAT_FILL_THE_QUEUE, max_tokens=4000, stream=True,
@@ -304,18 +300,18 @@ async def test_a_full_queue_says_when_to_retry(client: openai.AsyncOpenAI, serve
         assert isinstance(error, openai.RateLimitError)
         assert error.code == "queue_full"
         assert int(error.response.headers["retry-after"]) >= 1
-    report = await until_idle(served.admin)
+    report = await until_idle(api.admin)
     assert not report.violations
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_disconnect_frees_the_blocks(client: openai.AsyncOpenAI, served: Stack, stream: bool) -> None:
-    async with open_channel(served.scheduler) as channel:
+async def test_a_disconnect_frees_the_blocks(client: openai.AsyncOpenAI, api: Stack, stream: bool) -> None:
+    async with open_channel(api.scheduler) as channel:
         stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
 
         async def running(wanted: int) -> None:
-            async with asyncio.timeout(30):
-                while (await stub.GetLoads(pb.GetLoadsRequest(), timeout=5)).running_requests != wanted:
+            async with asyncio.timeout(patience(30)):
+                while (await stub.GetLoads(pb.GetLoadsRequest(), timeout=patience(5))).running_requests != wanted:
                     await asyncio.sleep(0.02)
 
         call = asyncio.create_task(
@@ -334,6 +330,6 @@ async def test_a_disconnect_frees_the_blocks(client: openai.AsyncOpenAI, served:
             call.cancel()
             await asyncio.wait({call})
         await running(0)
-    report = await until_idle(served.admin)
+    report = await until_idle(api.admin)
     assert not report.violations
     assert [pool.used_blocks for pool in report.pools] == [0]

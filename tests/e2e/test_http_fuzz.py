@@ -26,12 +26,13 @@ from tests.fuzz.http_bounds import VALID
 from tests.fuzz.limits import keep_body
 from tests.fuzz.report import Report
 from tests.fuzz.stage import Stage
+from tests.support.patience import patience
 from tests.support.scheduler.http import starting_service
 
 pytestmark = pytest.mark.model
 
 EXAMPLES = int(os.environ.get("HTTP_EXAMPLES", "25"))
-SECONDS = 60
+SECONDS = patience(60)
 # Not whether a request is accepted: what the description allows may be refused, as an id beyond the vocabulary.
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 BROKEN = (

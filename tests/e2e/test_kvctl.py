@@ -25,6 +25,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from tests.stack import Stack, free_address
 from tests.support.kvctl import Kvctl, command, ctrl_c_is_heard, environment
+from tests.support.patience import patience
 
 pytestmark = pytest.mark.model
 
@@ -64,7 +65,7 @@ def generate(stack: Stack, **fields: Any) -> pb.Usage:
     with grpc.insecure_channel(stack.scheduler) as channel:
         stub: rpc.GenerationServiceStub = rpc.GenerationServiceStub(channel)
         request = pb.StreamGenerateRequest(max_tokens=1, **fields)
-        *_, last = stub.StreamGenerate(request, timeout=60)
+        *_, last = stub.StreamGenerate(request, timeout=patience(60))
         return last.usage
 
 
@@ -93,7 +94,7 @@ def running(stack: Stack, salt: str) -> Iterator[None]:
             token_ids=pb.TokenIds(token_ids=prompt_of(1)), max_tokens=1000, ignore_eos=True
         )
         request.cache.salt = salt
-        call = stub.StreamGenerate(request, timeout=120)
+        call = stub.StreamGenerate(request, timeout=patience(60))
         next(call)
         try:
             yield
@@ -176,6 +177,7 @@ def test_a_dry_run_says_what_would_happen_and_changes_nothing(own: Stack, kvctl:
         (("pool", "set", POOL, "--blocks", 120), f"would set pool {POOL} from 128 to 120 blocks"),
         (("limits", "--mode", "gen_length", "--csv", "/dev/null"), "would load the stack to its limits"),
         (("drain",), "would admit no more requests"),
+        (("abort", "--all"), "would abort 0 requests"),
     ):
         assert said in kvctl.text(*line, "--dry-run"), line
     assert steered() == before
@@ -224,7 +226,7 @@ def test_a_pool_is_made_smaller_and_larger_again(kvctl: Kvctl) -> None:
     assert kvctl.data("pool", "set", POOL, "--blocks", 120)["pool"]["total_blocks"] == 120
     refused = kvctl.run("pool", "set", POOL, "--blocks", 1_000_000)
     assert (refused.status, "pool.total_blocks" in refused.err) == (2, True)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patience(10)
     # The executor gives the memory of the blocks that went back first.
     while kvctl.run("pool", "set", POOL, "--blocks", 128).status:
         assert time.monotonic() < deadline
@@ -253,9 +255,12 @@ def test_events_are_watched_as_lines(own: Stack, kvctl: Kvctl) -> None:
     about_pools = ["EVENT_KIND_EXECUTOR_REGISTERED", "EVENT_KIND_CREATED"]
     assert [one["kind"] for one in seen] == [*about_pools, *["EVENT_KIND_STORED"] * 3]
     kvctl.text("evict", "--salt", "told", "--yes")
-    gone = kvctl.text("watch", "--after", seen[0]["event_number"], "--salt", "told", "--for", "2s").splitlines()
+    gone = kvctl.text("watch", "--after", seen[0]["event_number"], "--salt", "told", "--count", 3).splitlines()
     assert len(gone) == 3
     assert all("removed" in line and "purged" in line for line in gone)
+    # A watch with a time ends by itself, and nothing else has come.
+    timed = kvctl.text("watch", "--after", seen[0]["event_number"], "--salt", "told", "--for", "2s").splitlines()
+    assert len(timed) <= 3
     assert kvctl.text("watch", "--count", 1, "-o", "yaml").startswith("---\n")
 
 
@@ -288,10 +293,24 @@ def test_a_drained_scheduler_takes_no_requests(own: Stack, kvctl: Kvctl) -> None
     generate(own, text="x")
 
 
+def test_an_aborted_request_ends_with_what_there_is_of_it(own: Stack, kvctl: Kvctl) -> None:
+    with grpc.insecure_channel(own.scheduler) as channel:
+        stub: rpc.GenerationServiceStub = rpc.GenerationServiceStub(channel)
+        request = pb.StreamGenerateRequest(request_id="mine", text="x", max_tokens=1000, ignore_eos=True)
+        call = stub.StreamGenerate(request, timeout=patience(60))
+        chunks = [next(call)]
+        assert kvctl.text("abort", "mine", "--dry-run").strip() == "would abort 1 request"
+        assert kvctl.run("abort", "mine", "--tenant", "other", "--yes").status == 4
+        assert kvctl.data("abort", "mine", "--yes") == {"aborted_requests": 1}
+        chunks += call
+        assert chunks[-1].finish_reason == pb.FINISH_REASON_ABORT
+        assert chunks[-1].usage.output_tokens == sum(len(chunk.token_ids) for chunk in chunks) < 1000
+
+
 def test_top_shows_everything_once_where_no_terminal_is(own: Stack, kvctl: Kvctl) -> None:
     with running(own, "shown"):
         wanted, measured = {"steps_per_second", "step_seconds"}, set[str]()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patience(60)
         # On a busy machine no step may end within the interval.
         while not measured >= wanted:
             assert time.monotonic() < deadline, measured
@@ -320,7 +339,7 @@ def test_ctrl_c_ends_a_running_verb_and_says_nothing(own: Stack, verb: tuple[str
         with contextlib.suppress(OSError):
             while os.read(controller, 65_536):
                 pass
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=patience(60))
     finally:
         process.kill()
         os.close(controller)

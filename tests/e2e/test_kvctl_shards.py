@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -13,8 +14,9 @@ from redis import Redis
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
-from tests.stack import FleetStack
+from tests.stack import FleetStack, free_address
 from tests.support.kvctl import Kvctl
+from tests.support.patience import patience
 
 pytestmark = pytest.mark.model
 
@@ -23,7 +25,13 @@ BLOCK = 16
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[FleetStack]:
-    with FleetStack(engines=2, shards=2, executor_max_tokens=2048, router_policy="round-robin") as running:
+    with FleetStack(
+        engines=2,
+        shards=2,
+        executor_max_tokens=2048,
+        router_policy="round-robin",
+        router_metrics_address=free_address(),
+    ) as running:
         yield running
 
 
@@ -32,21 +40,24 @@ def kvctl(fleet: FleetStack, capfd: pytest.CaptureFixture[str], monkeypatch: pyt
     made = Kvctl(fleet, capfd, monkeypatch)
     monkeypatch.delenv("KVCTL_SERVER")
     monkeypatch.setenv("KVCTL_ROUTER", fleet.scheduler)
-    deadline = time.monotonic() + 60
+    monkeypatch.setenv("KVKEEP_ROUTER_METRICS_ADDRESS", fleet.router_metrics)
+    deadline = time.monotonic() + patience(60)
     while not all(one["ready"] and one["view_complete"] for one in made.data("engines")["engines"]):
         assert time.monotonic() < deadline, fleet.logs()
         time.sleep(0.1)
     return made
 
 
-def generate(address: str, seed: int, salt: str) -> pb.Usage:
+def generate(address: str, seed: int, salt: str, max_tokens: int = 1) -> pb.Usage:
     """Leaves three blocks of a prompt."""
     rng = random.Random(seed)
     tokens = pb.TokenIds(token_ids=[rng.randrange(1000, 40_000) for _ in range(3 * BLOCK)])
-    request = pb.StreamGenerateRequest(token_ids=tokens, max_tokens=1, cache=pb.CacheOptions(salt=salt))
+    request = pb.StreamGenerateRequest(
+        token_ids=tokens, max_tokens=max_tokens, ignore_eos=True, cache=pb.CacheOptions(salt=salt)
+    )
     with grpc.insecure_channel(address) as channel:
         stub: rpc.GenerationServiceStub = rpc.GenerationServiceStub(channel)
-        *_, last = stub.StreamGenerate(request, timeout=60)
+        *_, last = stub.StreamGenerate(request, timeout=patience(60))
         return last.usage
 
 
@@ -92,6 +103,25 @@ def test_a_fleet_is_seen_and_steered_as_one(fleet: FleetStack, kvctl: Kvctl) -> 
     assert "executor-1/0" in kvctl.text("top", "--once", "--interval", 0.1)
 
 
+def test_the_screen_has_step_times_of_each_engine_and_rates_of_the_router(fleet: FleetStack, kvctl: Kvctl) -> None:
+    wanted = {"steps_per_second", "output_tokens_per_second", "inter_token_latency_seconds"}
+    deadline, measured = time.monotonic() + patience(60), set[str]()
+    with ThreadPoolExecutor(2) as threads:
+        while not measured >= wanted:
+            assert time.monotonic() < deadline, measured
+            asked = [threads.submit(generate, fleet.scheduler, seed, "timed", 32) for seed in (700, 701)]
+            found = kvctl.data("top", "--interval", 0.5)
+            measured = {name for name, value in found["rates"].items() if value}
+            for one in asked:
+                one.result()
+    found = kvctl.data("top", "--interval", 0.1)
+    assert found["trouble"] == []
+    assert [float(one["loads"]["step_time"].removesuffix("s")) > 0 for one in found["engines"]] == [True, True]
+    shown = kvctl.text("top", "--once", "--interval", 0.1).splitlines()
+    head = next(number for number, line in enumerate(shown) if " step " in line and " sent " in line)
+    assert all(" ms " in line for line in shown[head + 1 : head + 3]), shown
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_killed_cache_manager_finds_its_own_records_and_no_other(
     fleet: FleetStack, kvctl: Kvctl, number: int
@@ -113,7 +143,7 @@ def test_a_killed_cache_manager_finds_its_own_records_and_no_other(
     assert "no answer" in gone.err
     fleet.start(name)
     fleet.wait_until_serving(name)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience(60)
     while True:
         done = kvctl.run("pools")
         if done.status == 0 and done.out.count("executor-") == 2:
@@ -145,3 +175,18 @@ def test_an_engine_is_drained_by_its_name(fleet: FleetStack, kvctl: Kvctl) -> No
     after = {one["executor_id"]: int(one["routed_requests"]) for one in kvctl.data("engines")["engines"]}
     assert (after["executor-0"] - before["executor-0"], after["executor-1"]) == (3, before["executor-1"])
     kvctl.text("drain", "executor-1", "--undo")
+
+
+def test_a_request_is_aborted_at_the_router_and_at_its_engine(fleet: FleetStack, kvctl: Kvctl) -> None:
+    for name, options in (("at-router", ()), ("at-engine", ("--engine",))):
+        with grpc.insecure_channel(fleet.scheduler) as channel:
+            stub: rpc.GenerationServiceStub = rpc.GenerationServiceStub(channel)
+            request = pb.StreamGenerateRequest(request_id=name, text="x", max_tokens=1000, ignore_eos=True)
+            call = stub.StreamGenerate(request, timeout=patience(60))
+            next(call)
+            names = [one["executor_id"] for one in kvctl.data("engines")["engines"]]
+            [engine] = [one for one in names if not kvctl.run("abort", name, "--engine", one, "--dry-run").status]
+            done = kvctl.data("abort", name, "--yes", *options, *([engine] if options else ()))
+            assert done == {"aborted_requests": 1}
+            *_, last = call
+            assert last.finish_reason == pb.FINISH_REASON_ABORT

@@ -15,6 +15,7 @@ from tests.stack import Stack
 from tests.support.generation import greedy_request
 from tests.support.keyring import Keyring
 from tests.support.kvctl import Kvctl
+from tests.support.patience import patience
 
 pytestmark = pytest.mark.model
 
@@ -57,7 +58,7 @@ def show(patch: pytest.MonkeyPatch, security: Security) -> None:
 def generate(guarded: Guarded, prompt: range) -> None:
     with open_sync_channel(guarded.stack.scheduler, guarded.caller) as channel:
         stub: rpc.GenerationServiceStub = rpc.GenerationServiceStub(channel)
-        assert list(stub.StreamGenerate(greedy_request(prompt, 1), timeout=60))
+        assert list(stub.StreamGenerate(greedy_request(prompt, 1), timeout=patience(60)))
 
 
 def test_a_tenants_operator_sees_top(guarded: Guarded, kvctl: Kvctl, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from tests.stack import Stack, free_address
 from tests.support.generation import generate
 from tests.support.idle import until_idle
 from tests.support.kvctl import ctrl_c_is_heard
+from tests.support.patience import patience
 
 # 8 blocks.
 POOL = 128
@@ -50,7 +51,7 @@ async def cached(stack: Stack) -> int:
     """Blocks that are cached."""
     async with open_channel(stack.admin) as channel:
         admin: kvcache_pb2_grpc.CacheAdminServiceAsyncStub = kvcache_pb2_grpc.CacheAdminServiceStub(channel)
-        [pool] = (await admin.ListPools(kvcache_pb2.ListPoolsRequest(), timeout=10)).pools
+        [pool] = (await admin.ListPools(kvcache_pb2.ListPoolsRequest(), timeout=patience(10))).pools
     return pool.cached_blocks
 
 

@@ -14,6 +14,7 @@ from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from tests.stack import Stack
 from tests.support.generation import greedy_request
 from tests.support.idle import until_idle
+from tests.support.patience import patience
 
 REQUESTS = 300
 VOCABULARY = 49_152
@@ -22,7 +23,7 @@ SHARED = [random.Random(1).randrange(1000, VOCABULARY) for _ in range(48)]
 BAD_REQUESTS = (
     pb.StreamGenerateRequest(),
     pb.StreamGenerateRequest(text=""),
-    pb.StreamGenerateRequest(text="x", max_tokens=0),
+    pb.StreamGenerateRequest(text="x", max_tokens=0, n=2),
     pb.StreamGenerateRequest(text="x", model="no-such-model"),
     pb.StreamGenerateRequest(text="x", sampling=pb.SamplingParams(temperature=-1)),
     pb.StreamGenerateRequest(token_ids=pb.TokenIds(token_ids=[VOCABULARY])),
@@ -56,7 +57,7 @@ async def misbehave(stub: generation_rpc.GenerationServiceAsyncStub, address: st
         if way == "disconnect":
             request.max_tokens = 200
             channel = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
-            await generation_rpc.GenerationServiceStub(channel).StreamGenerate(request, timeout=60).read()
+            await generation_rpc.GenerationServiceStub(channel).StreamGenerate(request, timeout=patience(60)).read()
             await channel.close()
             return "disconnected"
         if way == "deadline":

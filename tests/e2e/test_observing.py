@@ -17,6 +17,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from tests.stack import Stack, free_address, metrics
 from tests.support.otlp_receiver import OtlpReceiver, attributes
+from tests.support.patience import patience
 
 pytestmark = pytest.mark.model
 
@@ -45,14 +46,14 @@ class Observed:
 
     async def lines_soon(self, request_id: str) -> list[dict[str, object]]:
         """The same as soon as there is something: a thread writes it."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(patience(30)):
             while not (found := self.lines(request_id)):
                 await asyncio.sleep(0.01)
         return found
 
 
-@pytest.fixture(scope="module")
-def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
+@pytest.fixture(scope="module", params=[0, 2], ids=["http in the scheduler", "front ends"])
+def observed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
     access_log = tmp_path_factory.mktemp("observing") / "access.jsonl"
     addresses = {"scheduler": free_address(), "cachemgr": free_address()}
     with OtlpReceiver() as receiver, pytest.MonkeyPatch.context() as environment:
@@ -62,6 +63,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
             scheduler_metrics_address=addresses["scheduler"],
             cachemgr_metrics_address=addresses["cachemgr"],
             scheduler_http_address=free_address(),
+            scheduler_frontends=request.param,
             scheduler_vllm_metrics=1,
             scheduler_access_log=access_log,
         )
@@ -91,7 +93,7 @@ async def answer(stack: Stack, request: pb.StreamGenerateRequest, traceparent: s
     metadata = (("traceparent", traceparent),) if traceparent else ()
     async with grpc.aio.insecure_channel(stack.scheduler) as channel:
         stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
-        call = stub.StreamGenerate(request, timeout=60, metadata=metadata)
+        call = stub.StreamGenerate(request, timeout=patience(60), metadata=metadata)
         return [message.usage async for message in call if message.finish_reason]
 
 
@@ -131,7 +133,7 @@ async def test_a_request_by_http_is_traced_and_logged_alike(observed: Observed) 
         json.dumps(body).encode(),
         {"content-type": "application/json", "traceparent": traceparent},
     )
-    with await asyncio.to_thread(urllib.request.urlopen, call, timeout=60) as answered:
+    with await asyncio.to_thread(urllib.request.urlopen, call, timeout=patience(60)) as answered:
         told = json.load(answered)
     usage = told["usage"]
     spans = observed.receiver.wait_for(lambda found: len(found) >= 3, trace_id)
@@ -153,7 +155,7 @@ async def test_a_request_by_http_whose_trace_begins_here_has_its_id_in_the_line(
         json.dumps({"prompt": PROMPT, "max_tokens": 1, "request_id": "begun"}).encode(),
         {"content-type": "application/json"},
     )
-    with await asyncio.to_thread(urllib.request.urlopen, call, timeout=60) as answered:
+    with await asyncio.to_thread(urllib.request.urlopen, call, timeout=patience(60)) as answered:
         assert json.load(answered)["id"] == "begun"
     [line] = await observed.lines_soon("begun")
     spans = observed.receiver.wait_for(lambda found: len(found) >= 3, str(line["trace_id"]))
@@ -196,7 +198,7 @@ async def test_unsampled_spans_are_not_sent_and_invalid_contexts_are_ignored(
 async def test_a_refused_request_has_a_span_and_a_line_that_say_why(observed: Observed) -> None:
     trace_id, _, traceparent = traced()
     with pytest.raises(grpc.aio.AioRpcError):
-        await answer(observed.stack, asked("bad", max_tokens=0), traceparent)
+        await answer(observed.stack, asked("bad", n=65), traceparent)
     [(_, span)] = observed.receiver.wait_for(lambda found: len(found) == 1, trace_id)
     assert attributes(span)["error.type"] == "INVALID_FIELD"
     assert span.status.code == 2
@@ -258,7 +260,7 @@ async def test_the_cache_manager_names_salts_by_their_hash(observed: Observed) -
     [usage] = await answer(observed.stack, asked("salted"))
     digest = hashlib.sha256(SALT.encode()).hexdigest()[:16]
     labels = f'pool="executor-0/0",salt_sha256="{digest}"'
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(patience(30)):
         # Housekeeping brings them up to date.
         while not (hit := observed.samples("cachemgr").get(("kvkeep_salt_hit_tokens_total", labels), 0)):
             await asyncio.sleep(0.05)

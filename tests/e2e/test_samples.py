@@ -15,6 +15,7 @@ from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from tests.stack import Stack
 from tests.support.generation import generate_samples, greedy_request
 from tests.support.idle import until_idle
+from tests.support.patience import patience
 
 SAMPLES = 4
 BLOCK = 16
@@ -39,7 +40,7 @@ async def run(stack: Stack, request: pb.StreamGenerateRequest) -> list[list[int]
     """The tokens of each sample."""
     async with grpc.aio.insecure_channel(stack.scheduler) as channel:
         stub: generation_rpc.GenerationServiceAsyncStub = generation_rpc.GenerationServiceStub(channel)
-        return [output.token_ids for output in await generate_samples(stub, request, 120)]
+        return [output.token_ids for output in await generate_samples(stub, request, patience(60))]
 
 
 async def check(stack: Stack) -> None:
@@ -76,8 +77,8 @@ async def test_the_prompts_blocks_are_there_once_while_samples_run(stack: Stack,
         running = asyncio.create_task(run(stack, drawn(prompt_of(3), reuse=reuse)))
         shared = 0
         while not running.done():
-            live = (await admin.ListSequences(kv.ListSequencesRequest(), timeout=5)).sequences
-            [pool] = (await admin.ListPools(kv.ListPoolsRequest(), timeout=5)).pools
+            live = (await admin.ListSequences(kv.ListSequencesRequest(), timeout=patience(5))).sequences
+            [pool] = (await admin.ListPools(kv.ListPoolsRequest(), timeout=patience(5))).pools
             if len(live) == SAMPLES:
                 shared = max(shared, sum(sequence.num_blocks for sequence in live) - pool.used_blocks)
             await asyncio.sleep(0.02)

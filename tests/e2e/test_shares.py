@@ -18,6 +18,7 @@ from protos.kvcache.v1 import kvcache_pb2_grpc as kv_rpc
 from protos.rpc.errors import RemoteError, from_rpc_error
 from tests.stack import Stack
 from tests.support.generation import generate_all, greedy_request
+from tests.support.patience import patience
 from tests.support.reference import first_mismatch, greedy
 from tests.unit.executor.conftest import save_model
 
@@ -61,7 +62,7 @@ class Operator:
 
     async def pools(self) -> tuple[kv.Pool, kv.Pool]:
         """Of full attention and of the window."""
-        found = (await self._stub.ListPools(kv.ListPoolsRequest(), timeout=10)).pools
+        found = (await self._stub.ListPools(kv.ListPoolsRequest(), timeout=patience(10))).pools
         windowed, full = sorted(found, key=lambda pool: not pool.spec.HasField("attention_window"))
         memory = EQUAL * (full.spec.block_bytes + windowed.spec.block_bytes)
         assert sum(pool.total_blocks * pool.spec.block_bytes for pool in (full, windowed)) <= memory
@@ -71,10 +72,10 @@ class Operator:
         """Again as long as blocks are in use, or the executor has memory to return. Raises RemoteError."""
         changed = kv.Pool(pool_id=pool.pool_id, total_blocks=blocks)
         request = kv.UpdatePoolRequest(pool=changed, update_mask=FieldMask(paths=["total_blocks"]))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(patience(30)):
             while True:
                 try:
-                    await self._stub.UpdatePool(request, timeout=10)
+                    await self._stub.UpdatePool(request, timeout=patience(10))
                 except grpc.aio.AioRpcError as failed:
                     error = from_rpc_error(failed)
                     if error.reason != "POOL_IN_USE":
@@ -86,7 +87,7 @@ class Operator:
     async def check(self) -> None:
         """Nothing contradicts itself, and nothing is in use."""
         for pool in await self.pools():
-            answer = await self._stub.CheckPool(kv.CheckPoolRequest(pool_id=pool.pool_id), timeout=10)
+            answer = await self._stub.CheckPool(kv.CheckPoolRequest(pool_id=pool.pool_id), timeout=patience(10))
             assert not answer.violations
 
 

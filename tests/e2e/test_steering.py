@@ -17,6 +17,7 @@ from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.stack import Stack
 from tests.support.generation import greedy_request
 from tests.support.idle import until_idle
+from tests.support.patience import patience
 
 RETAIN = common.HintAction(action_id="keep", action_type="Retain", action_version="0.1")
 RETAIN.payload.update({"priority": 70, "duration_seconds": 600})
@@ -32,7 +33,7 @@ async def usage_of(stack: Stack, request: pb.StreamGenerateRequest) -> pb.Usage:
     """What the last message says."""
     async with grpc.aio.insecure_channel(stack.scheduler) as channel:
         stub: generation_rpc.GenerationServiceAsyncStub = generation_rpc.GenerationServiceStub(channel)
-        *_, last = [message async for message in stub.StreamGenerate(request, timeout=60)]
+        *_, last = [message async for message in stub.StreamGenerate(request, timeout=patience(60))]
         return last.usage
 
 
@@ -63,14 +64,14 @@ async def test_blocks_of_a_forgotten_salt_are_scrubbed_and_never_hit_again(stack
     await until_idle(stack.admin)
     async with grpc.aio.insecure_channel(stack.admin) as channel:
         admin: kvcache_rpc.CacheAdminServiceAsyncStub = kvcache_rpc.CacheAdminServiceStub(channel)
-        before = (await admin.ListPools(kv.ListPoolsRequest(), timeout=5)).pools[0]
-        receipt = await admin.ForgetBlocks(kv.ForgetBlocksRequest(salt="to be forgotten"), timeout=5)
+        before = (await admin.ListPools(kv.ListPoolsRequest(), timeout=patience(5))).pools[0]
+        receipt = await admin.ForgetBlocks(kv.ForgetBlocksRequest(salt="to be forgotten"), timeout=patience(5))
         assert receipt.zeroing_blocks == sum(count.num_blocks for count in receipt.removed) >= 4
         assert receipt.store_updated
         # The slots can be used again when the executor has overwritten them.
-        while (await admin.ListPools(kv.ListPoolsRequest(), timeout=5)).pools[0].used_blocks:
+        while (await admin.ListPools(kv.ListPoolsRequest(), timeout=patience(5))).pools[0].used_blocks:
             await asyncio.sleep(0.05)
-        after = (await admin.ListPools(kv.ListPoolsRequest(), timeout=5)).pools[0]
+        after = (await admin.ListPools(kv.ListPoolsRequest(), timeout=patience(5))).pools[0]
         assert after.cached_blocks == before.cached_blocks - receipt.zeroing_blocks
     assert (await usage_of(stack, request)).cached_tokens == 0
     report = await until_idle(stack.admin)

@@ -11,6 +11,7 @@ import pytest
 from tests.stack import Stack, free_address, metrics
 from tests.support.generation import Output, generate_all, greedy_request
 from tests.support.idle import until_idle
+from tests.support.patience import patience
 from tests.support.tier_files import BLOCK_BYTES, flip_bytes, only_file
 
 PROMPT, OUTPUT, PROMPTS = 161, 8, 5
@@ -26,7 +27,7 @@ def prompt_of(number: int) -> list[int]:
 async def run(stack: Stack, number: int) -> Output:
     """One prompt by itself."""
     requests = [greedy_request(prompt_of(number), OUTPUT)]
-    [output] = await generate_all(stack.scheduler, requests, concurrency=1, seconds=120)
+    [output] = await generate_all(stack.scheduler, requests, concurrency=1, seconds=patience(60))
     return output
 
 

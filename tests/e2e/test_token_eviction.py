@@ -21,6 +21,7 @@ from scheduler.core.prefill_budget import LEAST_CHUNK
 from tests.stack import Stack
 from tests.support.generation import Output, generate_all, generate_samples, greedy_request
 from tests.support.idle import until_idle
+from tests.support.patience import patience
 
 PROMPT, OUTPUT = 220, 20
 POLICIES: dict[str, dict[str, Any]] = {
@@ -58,6 +59,12 @@ MORE: dict[str, dict[str, Any]] = {
     "key norm": {"kind": "EVICTION_KIND_KNORM", "max_cache_tokens": 96},
     "last": {"kind": "EVICTION_KIND_LAST", "max_cache_tokens": 65},
     "random": {"kind": "EVICTION_KIND_RANDOM", "max_cache_tokens": 96, "seed": 1},
+    "adaptive window": {
+        "kind": "EVICTION_KIND_ADAPTIVE_WINDOW",
+        "start_tokens": 16,
+        "recent_tokens": 32,
+        "max_cache_tokens": 80,
+    },
 }
 LAYOUT = Layout(16, (None,), plain_rotary=True)
 
@@ -106,7 +113,7 @@ def request_of(name: str, fields: dict[str, Any] | None, salt: str = "", **optio
 
 async def run(stack: Stack, *requests: pb.StreamGenerateRequest) -> list[Output]:
     """All at once."""
-    return await generate_all(stack.scheduler, requests, concurrency=len(requests), seconds=120)
+    return await generate_all(stack.scheduler, requests, concurrency=len(requests), seconds=patience(60))
 
 
 @pytest.mark.model
@@ -144,6 +151,34 @@ async def check_reuse(stack: Stack, name: str) -> None:
 
 
 @pytest.mark.model
+async def test_a_window_that_is_granted_all_that_it_asks_for_changes_nothing(stack: Stack) -> None:
+    fields = {
+        "kind": "EVICTION_KIND_ADAPTIVE_WINDOW",
+        "start_tokens": 16,
+        "recent_tokens": 32,
+        "max_cache_tokens": 16 + 512,
+        "attention_mass": 1.0,
+    }
+    requests = [greedy_request(prompt_of("granted"), 150, reuse=False) for _ in range(2)]
+    requests[1].eviction_policy.CopyFrom(common.EvictionPolicy(**fields))
+    running = asyncio.create_task(run(stack, *requests))
+    seen: set[tuple[int, int]] = set()
+    async with grpc.aio.insecure_channel(stack.admin) as channel:
+        admin: kvcache_rpc.CacheAdminServiceAsyncStub = kvcache_rpc.CacheAdminServiceStub(channel)
+        while not running.done():
+            for sequence in (await admin.ListSequences(kv.ListSequencesRequest(), timeout=patience(30))).sequences:
+                if sequence.evicting:
+                    seen.add((sequence.window_tokens, sequence.granted_blocks))
+            await asyncio.sleep(0.01)
+    plain, adaptive = await running
+    assert adaptive.token_ids == plain.token_ids
+    assert adaptive.usage.eviction.evicted_tokens == 0
+    assert max(window for window, _ in seen) >= PROMPT
+    assert all(blocks == (window - 32) // 16 for window, blocks in seen)
+    assert not (await until_idle(stack.admin)).violations
+
+
+@pytest.mark.model
 @pytest.mark.parametrize("most", [48, 40])
 async def test_all_that_may_be_kept_of_a_prompt_comes_from_the_cache_and_nothing_changes(
     exact: Stack, most: int
@@ -177,7 +212,7 @@ async def test_an_executor_that_dies_costs_an_evicting_request_nothing_though_it
     async with grpc.aio.insecure_channel(small.scheduler) as channel:
         stub: generation_rpc.GenerationServiceAsyncStub = generation_rpc.GenerationServiceStub(channel)
         tokens: list[int] = []
-        async for message in stub.StreamGenerate(request, timeout=120):
+        async for message in stub.StreamGenerate(request, timeout=patience(60)):
             before = len(tokens)
             tokens += message.token_ids
             if before < 104 <= len(tokens):
@@ -234,7 +269,7 @@ async def test_each_sample_of_a_prompt_evicts_its_own_tokens(exact: Stack) -> No
         stub: generation_rpc.GenerationServiceAsyncStub = generation_rpc.GenerationServiceStub(channel)
         request = request_of("samples", POLICIES["norm sum"], n=3)
         request.sampling.temperature = 0
-        outputs = await generate_samples(stub, request, 120)
+        outputs = await generate_samples(stub, request, patience(60))
     assert outputs[0].token_ids == outputs[1].token_ids == outputs[2].token_ids
     assert all(output.usage.eviction.evicted_tokens > 0 for output in outputs)
 
@@ -246,7 +281,7 @@ async def test_a_rule_gives_a_salt_its_policy_unless_a_request_says_otherwise(st
         rule = kv.RetentionRule(name="short-memory")
         rule.match.salt = "bounded"
         rule.action.eviction_policy.CopyFrom(common.EvictionPolicy(**POLICIES["window"]))
-        await admin.CreateRetentionRule(kv.CreateRetentionRuleRequest(rule=rule), timeout=5)
+        await admin.CreateRetentionRule(kv.CreateRetentionRuleRequest(rule=rule), timeout=patience(5))
         try:
             ruled, own, none, other = await run(
                 stack,
@@ -256,7 +291,7 @@ async def test_a_rule_gives_a_salt_its_policy_unless_a_request_says_otherwise(st
                 request_of("ruled", None, salt="free"),
             )
         finally:
-            await admin.DeleteRetentionRule(kv.DeleteRetentionRuleRequest(name="short-memory"), timeout=5)
+            await admin.DeleteRetentionRule(kv.DeleteRetentionRuleRequest(name="short-memory"), timeout=patience(5))
     assert ruled.usage.eviction.policy.kind == common.EVICTION_KIND_SLIDING_WINDOW
     assert own.usage.eviction.policy.kind == common.EVICTION_KIND_KEYDIFF
     assert not none.usage.HasField("eviction")

@@ -15,8 +15,9 @@ from tests.fuzz.limits import keep_body
 from tests.fuzz.messages import NUMBERS_SET
 from tests.fuzz.meter import Meter
 from tests.fuzz.report import Report
+from tests.support.patience import patience
 
-SECONDS = 60.0
+SECONDS = patience(60)
 VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1},
     "/v1/completions": {"prompt": [1000, 1001, 1002], "max_tokens": 1},

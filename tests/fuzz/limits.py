@@ -25,6 +25,8 @@ def keep_within(message: Message) -> bool:
     match message.DESCRIPTOR.full_name:
         case "generation.v1.StreamGenerateRequest":
             return _keep_generation(message)
+        case "vllm.grpc.engine.GenerateRequest":
+            return _keep_generation(message.sampling_params)  # type: ignore[attr-defined]
         case "kvcache.v1.RegisterExecutorRequest":
             changed = [_keep_pool(pool) for pool in message.pools]  # type: ignore[attr-defined]
             return _keep_epoch(message, "executor", OWN_EXECUTOR) or any(changed)

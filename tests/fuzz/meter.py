@@ -16,13 +16,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos.rpc.channel import open_sync_channel
 from tests.fuzz.report import Report
 from tests.stack import MODULES
+from tests.support.patience import patience, speed_factor
 
 if TYPE_CHECKING:
     from tests.fuzz.stage import Stage
 
 MAX_BYTES = 64 << 20
-MAX_LOOP_SECONDS = 0.3
-PROBE_SECONDS = 60.0
+# Processor time, of which a slower processor needs more.
+MAX_LOOP_SECONDS = 0.3 * speed_factor()
+PROBE_SECONDS = patience(60)
 PROBE_PAUSE = 0.02
 
 

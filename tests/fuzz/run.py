@@ -44,7 +44,8 @@ async def fuzz_grpc(stage: Stage, report: Report, count: int, tell: Tell, *, at_
         caller = Caller(channels, report, Meter(stage, report) if at_bounds else None)
         for methods, numbers in ((outer, range(first)), (inner, range(first, count))):
             async with stage.kept(report), asyncio.TaskGroup() as tasks:
-                waiting = iter(numbers)
+                # Each method once; then as their weights say.
+                waiting = zip(numbers, itertools.chain(methods, itertools.repeat(None)), strict=False)
                 for _ in range(1 if at_bounds else CONCURRENCY):
                     tasks.create_task(_send(caller, methods, waiting, stage, report, tell))
             await stage.check(report, fenced=methods is inner)
@@ -56,13 +57,21 @@ def _weight(method: Method) -> int:
 
 
 async def _send(
-    caller: Caller, methods: Sequence[Method], numbers: Iterator[int], stage: Stage, report: Report, tell: Tell
+    caller: Caller,
+    methods: Sequence[Method],
+    waiting: Iterator[tuple[int, Method | None]],
+    stage: Stage,
+    report: Report,
+    tell: Tell,
 ) -> None:
-    """Calls until there are no numbers left, which all senders share, or a process has ended."""
+    """Calls until nothing is waiting any more, of which all senders take, or a process has ended.
+
+    waiting: numbers of calls, and the method that is called; None for one of `methods` at random.
+    """
     weights = list(itertools.accumulate(map(_weight, methods)))
-    for number in numbers:
+    for number, given in waiting:
         rng = random.Random(f"{report.seed} {number}")
-        await caller.call(rng.choices(methods, cum_weights=weights)[0], rng)
+        await caller.call(given or rng.choices(methods, cum_weights=weights)[0], rng)
         if number % TELL_EVERY == 0:
             tell(f"gRPC: call {number}, {report.num_faults} faults")
         if stage.crashes():

@@ -26,13 +26,14 @@ from tests.fuzz.limits import OWN_EXECUTOR, OWN_SCHEDULER
 from tests.fuzz.report import Report
 from tests.stack import MODULES, Stack, free_address, metrics
 from tests.support.generation import generate, greedy_request
+from tests.support.patience import patience
 
 # Small, so that blocks are taken from each other and move between tiers.
 MAX_TOKENS = 2048
 HOST_BYTES = 64 << 20
 LEASE_SECONDS = 3.0
-CALL_SECONDS = 15.0
-SETTLE_SECONDS = 30.0
+CALL_SECONDS = patience(15)
+SETTLE_SECONDS = patience(30)
 TIDY_SECONDS = 0.1
 # More rules and quotas than that are deleted, so that calls do not become slower and slower.
 MOST_RULES = 30
@@ -172,24 +173,28 @@ class Stage:
     async def _clear(self, manager: Manager, most: int = 0) -> None:
         """Deletes rules, quotas and holds where there are more than so many, and gives pools their size."""
         admin = manager.admin
-        rules = (await admin.ListRetentionRules(kv.ListRetentionRulesRequest(page_size=1000), timeout=30)).rules
+        rules = (
+            await admin.ListRetentionRules(kv.ListRetentionRulesRequest(page_size=1000), timeout=patience(30))
+        ).rules
         for rule in rules if len(rules) > most else ():
-            await _ignoring(admin.DeleteRetentionRule(kv.DeleteRetentionRuleRequest(name=rule.name), timeout=30))
+            await _ignoring(
+                admin.DeleteRetentionRule(kv.DeleteRetentionRuleRequest(name=rule.name), timeout=patience(30))
+            )
         for pool in await manager.pools():
             full = kv.Pool(pool_id=pool.pool_id, total_blocks=pool.spec.num_blocks)
             if pool.total_blocks < full.total_blocks:
                 update = kv.UpdatePoolRequest(pool=full, update_mask=FieldMask(paths=["total_blocks"]))
-                await _ignoring(admin.UpdatePool(update, timeout=30))
-        quotas = (await admin.ListQuotas(kv.ListQuotasRequest(page_size=1000), timeout=30)).quotas
+                await _ignoring(admin.UpdatePool(update, timeout=patience(30)))
+        quotas = (await admin.ListQuotas(kv.ListQuotasRequest(page_size=1000), timeout=patience(30))).quotas
         for usage in quotas if len(quotas) > most else ():
             account = usage.quota.WhichOneof("account")
             asked = kv.DeleteQuotaRequest(**{account: getattr(usage.quota, account)})
-            await _ignoring(admin.DeleteQuota(asked, timeout=30))
-        while holds := (await admin.ListHolds(kv.ListHoldsRequest(page_size=1000), timeout=30)).holds:
+            await _ignoring(admin.DeleteQuota(asked, timeout=patience(30)))
+        while holds := (await admin.ListHolds(kv.ListHoldsRequest(page_size=1000), timeout=patience(30))).holds:
             if len(holds) <= most:
                 return
             for hold in holds:
-                await _ignoring(admin.ReleaseHold(kv.ReleaseHoldRequest(name=hold.name), timeout=30))
+                await _ignoring(admin.ReleaseHold(kv.ReleaseHoldRequest(name=hold.name), timeout=patience(30)))
 
     async def _in_flight(self) -> list[str]:
         """Calls that no client waits for any more and that still run."""

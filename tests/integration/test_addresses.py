@@ -1,6 +1,7 @@
 """What is wrong with the addresses of a stack is reported with their settings, before anything starts."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import run_stack
 
 from protos.rpc.addresses import AddressError
 from tests.stack import ROOT, free_address
+from tests.support.patience import patience
 
 NAMES = (
     "KVKEEP_SCHEDULER_ADDRESS",
@@ -30,6 +32,13 @@ def environment(**settings: str) -> dict[str, str]:
     return {name: free_address() for name in NAMES} | {"KVKEEP_EXECUTOR_MODEL": "/no/model"} | settings
 
 
+def check_fleet(folder: Path, engines: int, shards: int, **settings: str) -> None:
+    """What a fleet does before it starts anything. The ports for metrics are off."""
+    off = {name: "" for name in NAMES if name.endswith("METRICS_ADDRESS")}
+    environ = environment(KVKEEP_STATE_DIR=str(folder), **off, **settings)
+    run_stack.check_addresses(layout.fleet(environ, engines, shards))
+
+
 def check(**settings: str) -> None:
     """What the stack does before it starts anything."""
     environ = environment(**settings)
@@ -44,7 +53,7 @@ def start(*line: str, **settings: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(60),
         check=False,
     )
 
@@ -92,6 +101,32 @@ def test_addresses_that_only_look_alike_are_taken() -> None:
     )
 
 
+def test_shards_share_the_settings_of_their_ports_for_routers_of_others(tmp_path: Path) -> None:
+    check_fleet(tmp_path, 2, 2, KVKEEP_CACHEMGR_ZMQ_EVENTS="127.0.0.1:9557")
+
+
+def test_ports_of_executors_that_would_meet_are_named(tmp_path: Path) -> None:
+    given = {"KVKEEP_CACHEMGR_ZMQ_EVENTS": "127.0.0.1:9557", "KVKEEP_CACHEMGR_ZMQ_REPLAYS": "127.0.0.1:9558"}
+    check_fleet(tmp_path, 1, 1, **given)
+    for shards in (1, 2):
+        with pytest.raises(AddressError) as caught:
+            check_fleet(tmp_path, 2, shards, **given)
+        said = str(caught.value)
+        for setting in ("ZMQ_EVENTS for executor-1", "ZMQ_REPLAYS for executor-0"):
+            assert f"127.0.0.1:9558 (set by KVKEEP_CACHEMGR_{setting})" in said
+
+
+def test_a_port_of_an_executor_that_is_taken_is_named(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(
+            run_stack.StackError, match=f":{port}: Address already in use; KVKEEP_CACHEMGR_ZMQ_EVENTS for executor-1"
+        ):
+            check_fleet(tmp_path, 2, 2, KVKEEP_CACHEMGR_ZMQ_EVENTS=f"127.0.0.1:{port - 1}")
+
+
 def test_the_stack_says_so_in_a_line_and_starts_nothing(tmp_path: Path) -> None:
     done = start("ops/run_stack.py", KVKEEP_STATE_DIR=str(tmp_path), KVKEEP_CONSOLE_ADDRESS="0.0.0.0:50999")
     assert (done.returncode, done.stdout) == (1, "")
@@ -119,6 +154,6 @@ def test_each_process_names_two_settings_with_the_same_address(process: str) -> 
 
 @pytest.mark.parametrize(("process", "count"), [("scheduler", 3), ("cachemgr", 5), ("executor", 2), ("console", 1)])
 def test_each_process_knows_all_addresses_that_it_listens_on(process: str, count: int) -> None:
-    own = layout.process(process, environment()).listening
+    own = layout.process(process, environment()).settings.listening
     assert len(own) == count
     assert all(name.startswith(f"KVKEEP_{process.upper()}_") for name in own)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.stack import ROOT, free_address
+from tests.support.patience import patience
 from tests.support.storage import KINDS, broken
 
 ADVICE = {"full": "free some room there", "read-only": "make it writable"}
@@ -23,7 +24,13 @@ def run(line: list[str], **settings: str) -> subprocess.CompletedProcess[str]:
     environment |= {f"KVKEEP_{name}_ADDRESS": free_address() for name in ("CACHEMGR", "CACHEMGR_ADMIN", "EXECUTOR")}
     environment |= {"PYTHONPATH": str(ROOT), "KVKEEP_LOG_LEVEL": "error"} | settings
     return subprocess.run(
-        [sys.executable, *line], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, *line],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+        check=False,
     )
 
 

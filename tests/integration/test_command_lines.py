@@ -9,21 +9,24 @@ from pathlib import Path
 import pytest
 
 from tests.stack import ROOT
+from tests.support.patience import patience
 
 FOLDERS = ("cachemgr", "executor", "kernels", "kvctl", "ops", "protos", "scheduler")
 # Programs of the tests that people run by hand.
 BY_HAND = ("tests.support.peer_fields",)
 # Processes with settings: the page that lists them.
 SETTINGS = (
-    *("ops/run_stack.py", "cachemgr", "executor", "executor.prepare", "scheduler", "scheduler.router"),
-    "protos.rpc.probe",
+    *("ops/run_stack.py", "ops/ray_fleet.py", "cachemgr", "executor", "executor.prepare"),
+    *("scheduler", "scheduler.frontend", "scheduler.router", "protos.rpc.probe"),
 )
 # What these ask for before they look at the rest.
 NEEDED = {
     "ops/certs.py": ["/proc/none"],
+    "ops/ray_fleet.py": ["--stop"],
     "ops/set_up.py": ["/proc/none"],
     "ops/stubs.py": ["verify"],
     "protos.rpc.probe": ["executor"],
+    "scheduler.frontend": ["0", "0", "0"],
     "tests.support.peer_fields": ["none.whl"],
     "protos.rpc.tokens": ["new", "--role", "scheduler"],
 }
@@ -54,7 +57,7 @@ def run(folder: Path, program: str, *arguments: str) -> subprocess.CompletedProc
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(60),
         check=False,
     )
 

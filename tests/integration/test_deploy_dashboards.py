@@ -23,6 +23,7 @@ from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.stack import ROOT, Stack, free_address
 from tests.support.generation import generate_all, greedy_request
 from tests.support.names import unknown_metrics
+from tests.support.patience import patience
 from tests.support.prometheus import Prometheus
 from tests.support.tier_files import BLOCK_BYTES, flip_bytes, only_file
 
@@ -31,7 +32,7 @@ ALERTS = ROOT / "ops/deploy/prometheus/alerts.yaml"
 BOARDS = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
 # The values that Grafana replaces variables with.
 VALUES = {"$__rate_interval": "1m", "$pool": ".*"}
-SHOWN_SECONDS = 20.0
+SHOWN_SECONDS = patience(20)
 
 
 def queries(board: str) -> Iterator[tuple[str, str]]:
@@ -131,7 +132,7 @@ def answers_by_http(address: str) -> list[int]:
     """The statuses of requests of which some fail."""
     statuses = []
     for body in ({}, {"temperature": -1}, {"model": "another"}):
-        with contextlib.closing(http.client.HTTPConnection(address, timeout=60)) as connection:
+        with contextlib.closing(http.client.HTTPConnection(address, timeout=patience(60))) as connection:
             asked = json.dumps({"prompt": "x", "max_tokens": 2} | body)
             connection.request("POST", "/v1/completions", asked, {"Content-Type": "application/json"})
             statuses.append(connection.getresponse().status)

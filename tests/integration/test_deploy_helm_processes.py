@@ -19,7 +19,9 @@ from typing import Any
 
 import certs
 import grpc
+import msgspec
 import pytest
+import zmq
 from children import Child
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -27,7 +29,10 @@ from protos.rpc.identity import Role
 from tests.stack import ROOT, START_SECONDS, STOP_SECONDS
 from tests.support.deployed import Manifest, addressed, containers, render, variables, workloads
 from tests.support.keyring import Keyring
+from tests.support.patience import patience
 
+# Probes of a container that fail one after the other before a kubelet acts.
+FAILURES = 3
 SMALL = {
     "hostCacheSize": "",
     "settings": {
@@ -36,7 +41,7 @@ SMALL = {
         "KVKEEP_EXECUTOR_THREADS": "1",
     },
 }
-REDIS = {"bundled": False, "url": "rediss://elsewhere:6379/$(SHARD)"}
+REDIS = {"bundled": False, "url": "rediss://elsewhere:6379"}
 PLAIN: dict[str, Any] = {"tls": {"enabled": False}, "tokens": {"enabled": False}, "insecure": True}
 
 
@@ -116,7 +121,7 @@ class Cluster:
                     self.environment(pod, container),
                     folder=ROOT,
                     log=self._folder / f"{pod}-{name}.log",
-                    stop_seconds=STOP_SECONDS,
+                    stop_seconds=patience(STOP_SECONDS),
                 )
                 child.start()
         return self
@@ -127,16 +132,16 @@ class Cluster:
         for child in reversed(self.children.values()):
             child.wait()
 
-    def probe(self, what: str) -> dict[tuple[str, str], bool]:
-        """What a kubelet finds, of each container of each pod."""
+    def probe(self, what: str, tries: int = 1) -> dict[tuple[str, str], bool]:
+        """What a kubelet finds, of each container of each pod; a container fails when all tries fail."""
         return {
-            (pod, container["name"]): succeeds(container[what], self._hosts[pod])
+            (pod, container["name"]): any(succeeds(container[what], self._hosts[pod]) for _ in range(tries))
             for pod, template in self.pods.items()
             for container in containers(template["spec"])
         }
 
     def wait_until(self, what: str, wanted: Callable[[dict[tuple[str, str], bool]], bool]) -> None:
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + patience(START_SECONDS)
         while not wanted(found := self.probe(what)):
             tails = {name: child.tail() for name, child in self.children.items()}
             assert time.monotonic() < deadline, (found, tails)
@@ -150,7 +155,7 @@ class Cluster:
         told = {name: self._here(pod, value) for name, value in (variables(self._test) | changed).items()}
         environment = {"PATH": os.environ["PATH"]} | told
         return subprocess.run(
-            [sys.executable, *rest], env=environment, capture_output=True, text=True, timeout=200, check=False
+            [sys.executable, *rest], env=environment, capture_output=True, text=True, timeout=patience(60), check=False
         )
 
     def sample(self, pod: str, name: str) -> float:
@@ -163,9 +168,17 @@ class Cluster:
         opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
         )
-        with opener.open(f"https://{self._hosts[pod]}:{port}/metrics", timeout=30) as answer:
+        with opener.open(f"https://{self._hosts[pod]}:{port}/metrics", timeout=patience(30)) as answer:
             (line,) = (line for line in answer.read().decode().splitlines() if line.startswith(f"{name} "))
         return float(line.rpartition(" ")[2])
+
+    def published(self, pod: str, port: int) -> list[bytes]:
+        """A batch of events, as a router of others receives it."""
+        with zmq.Context() as context, context.socket(zmq.SUB) as reader:
+            reader.rcvtimeo = int(patience(60) * 1000)
+            reader.subscribe(b"")
+            reader.connect(f"tcp://{self._hosts[pod]}:{port}")
+            return reader.recv_multipart()
 
     def kvctl(self, pod: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """As with `kubectl exec` in a cache manager's pod."""
@@ -177,7 +190,7 @@ class Cluster:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=patience(60),
             check=False,
         )
 
@@ -249,7 +262,7 @@ def test_two_shards_behind_a_router_serve_with_tls_and_tokens_as_the_chart_tells
         os.kill(cluster.children[gone, "cachemgr"].pid, signal.SIGSTOP)
         try:
             cluster.wait_until("readinessProbe", lambda found: not found[engine, "scheduler"])
-            ready, alive = cluster.probe("readinessProbe"), cluster.probe("livenessProbe")
+            ready, alive = cluster.probe("readinessProbe", FAILURES), cluster.probe("livenessProbe", FAILURES)
             assert not ready[gone, "cachemgr"]
             assert {name for name, lives in alive.items() if not lives} == {(gone, "cachemgr")}
             assert all(found for (pod, _), found in ready.items() if pod not in (gone, engine))
@@ -261,10 +274,13 @@ def test_two_shards_behind_a_router_serve_with_tls_and_tokens_as_the_chart_tells
 
 @pytest.mark.model
 def test_an_engine_without_tls_and_tokens_serves_as_the_chart_configures_it(tmp_path: Path) -> None:
-    with running(tmp_path, PLAIN) as cluster:
+    with running(tmp_path, PLAIN | {"cachemgr": {"zmqEvents": True}}) as cluster:
         assert all("grpc" in one["readinessProbe"] for pod in cluster.pods.values() for one in containers(pod["spec"]))
         done = cluster.run_test()
         assert (done.returncode, done.stderr) == (0, "")
         assert all_of(cluster.probe("livenessProbe"))
+        # The first engine's port: without events a batch comes every second.
+        _, number, batch = cluster.published("demo-kvkeep-cachemgr-0.demo-kvkeep-cachemgr.models.svc", 5557)
+        assert (len(number), msgspec.msgpack.decode(batch)[2]) == (8, None)
         # Nobody listens there.
         assert cluster.run_test(URL="http://localhost:1/v1").returncode == 1

@@ -13,6 +13,7 @@ import pytest
 from protos.rpc.identity import Role
 from tests.stack import ROOT, free_address
 from tests.support.deployed import Manifest, Secrets, addressed, composed, processes, render, variables
+from tests.support.patience import patience
 
 PLAIN = {"tls": {"enabled": False}, "tokens": {"enabled": False}, "insecure": True}
 FILES = ("tls/ca.crt", "tls/tls.crt", "tls/tls.key", "tokens/tokens", "tokens/operator.token")
@@ -32,7 +33,9 @@ def given_by(deployment: str) -> tuple[dict[str, str], set[str], tuple[str, ...]
 
 def kvctl(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvctl", *arguments]
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=patience(60), check=False
+    )
 
 
 @pytest.mark.parametrize("deployment", ["compose plain", "compose tls", "chart plain", "chart tls"])
@@ -46,7 +49,7 @@ def test_operators_have_kvctl_beside_the_cache_manager(deployment: str, tmp_path
         environment = {name: value.replace(old, new) for name, value in environment.items()}
     with subprocess.Popen([sys.executable, "-m", "cachemgr"], env=environment, cwd=ROOT) as process:
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + patience(60)
             while (done := kvctl(environment, "quota", "list")).returncode:
                 assert process.poll() is None
                 assert time.monotonic() < deadline, done.stderr

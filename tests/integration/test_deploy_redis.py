@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from cachemgr.persistence.redis_client import UNAVAILABLE, open_redis
+from protos.rpc.redis_client import UNAVAILABLE, open_redis
 from tests.stack import free_address
 from tests.support.deployed import Secrets, composed, pods, processes, render, variables
+from tests.support.patience import patience
 
 PASSWORD = "a1b2c3"
 COMPOSE_NAMES = {"ca": "ca", "certificate": "certificate", "key": "key"}
@@ -41,7 +42,7 @@ class Deployed:
         command = [_program("redis-server"), "--port", self._port, *self.command[1:]]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=self._folder) as server:
             try:
-                deadline = time.monotonic() + 30
+                deadline = time.monotonic() + patience(30)
                 while not self.healthy():
                     assert server.poll() is None
                     assert time.monotonic() < deadline
@@ -54,7 +55,7 @@ class Deployed:
         """What its health check finds."""
         cli = [_program("redis-cli"), "-p", self._port, *self.check[1:]]
         environment = os.environ | {"REDISCLI_AUTH": PASSWORD}
-        done = subprocess.run(cli, capture_output=True, text=True, timeout=10, check=False, env=environment)
+        done = subprocess.run(cli, capture_output=True, text=True, timeout=patience(10), check=False, env=environment)
         return done.stdout == "PONG\n"
 
 
@@ -71,9 +72,9 @@ def compose_tls(folder: Path) -> Deployed:
     return Deployed(folder, services["redis"]["command"], url, services["redis"]["healthcheck"]["test"][1:])
 
 
-def chart(folder: Path, values: dict[str, Any], shard: int = 0) -> Deployed:
+def chart(folder: Path, values: dict[str, Any]) -> Deployed:
     found = processes(render(values))
-    url = variables(found["cachemgr"], f"demo-kvkeep-cachemgr-{shard}")["KVKEEP_REDIS_URL"]
+    url = variables(found["cachemgr"])["KVKEEP_REDIS_URL"]
     Secrets(folder, CHART_NAMES)
     redis = found["redis"]
     return Deployed(folder, redis["command"] + redis["args"], url, redis["readinessProbe"]["exec"]["command"])
@@ -92,13 +93,22 @@ async def answer(url: str) -> bool:
         await asyncio.sleep(0.1)
 
 
+def answers(url: str) -> bool:
+    """Whether it answers at last: a busy machine may take longer for a connection than a cache manager waits."""
+    deadline = time.monotonic() + patience(30)
+    while time.monotonic() < deadline:
+        if asyncio.run(answer(url)):
+            return True
+    return False
+
+
 @pytest.mark.parametrize("deployment", ["compose", "chart"])
 def test_redis_with_tls_answers_only_clients_with_a_certificate_of_its_authority(
     deployment: str, tmp_path: Path
 ) -> None:
     told = compose_tls(tmp_path) if deployment == "compose" else chart(tmp_path, {})
     with told.running():
-        assert asyncio.run(answer(told.url))
+        assert answers(told.url)
         place, _, query = told.url.partition("?")
         ca, *_ = query.split("&")
         assert ca.startswith("ssl_ca_certs=")
@@ -111,28 +121,8 @@ def test_redis_of_the_chart_asks_for_its_password(tls: bool, tmp_path: Path) -> 
     values = {} if tls else {"tls": {"enabled": False}, "tokens": {"enabled": False}, "insecure": True}
     told = chart(tmp_path, values)
     with told.running():
-        assert asyncio.run(answer(told.url))
+        assert answers(told.url)
         assert not asyncio.run(answer(told.url.replace(f":{PASSWORD}@", "")))
-
-
-def test_shards_share_the_charts_redis_and_none_of_its_keys(tmp_path: Path) -> None:
-    values = {"tls": {"enabled": False}, "tokens": {"enabled": False}, "insecure": True, "shards": [1] * 20}
-    told = chart(tmp_path, values)
-    urls = [told.url.removesuffix("/0") + f"/{shard}" for shard in (0, 1, 19)]
-    assert chart(tmp_path / "last", values, 19).url.rpartition("/")[2] == "19"
-
-    async def keys() -> list[list[bytes | str]]:
-        found = []
-        for url in urls:
-            redis = open_redis(url)
-            found.append(await redis.keys())
-            await redis.set(url, "1")
-            await redis.aclose()
-        return found
-
-    with told.running():
-        assert asyncio.run(keys()) == [[], [], []]
-        assert asyncio.run(keys()) == [[url.encode()] for url in urls]
 
 
 def test_password_of_the_charts_redis_is_made_or_the_users_own() -> None:

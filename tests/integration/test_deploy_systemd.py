@@ -12,6 +12,7 @@ import pytest
 from tests.stack import CONSOLE, MODULES, ROOT
 from tests.support.deployed import ONE_ENGINE, Secrets, shortest_stop, understood
 from tests.support.names import unknown_settings
+from tests.support.patience import patience
 
 FOLDER = ROOT / "ops/deploy/systemd"
 PYTHON = "/opt/kvkeep/bin/python"
@@ -22,7 +23,7 @@ needs_systemd = pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="
 
 
 def run(*command: str | Path) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(60), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -15,6 +15,7 @@ from protos.execution.v1 import execution_pb2
 from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2
 from tests.stack import Stack
+from tests.support.patience import patience
 
 GRPCURL = Path(sys.executable).parent / "grpcurl"
 DATA, ADMIN, EVENTS = (f"kvcache.v1.Cache{name}Service" for name in ("Manager", "Admin", "Event"))
@@ -38,7 +39,7 @@ class Grpcurl:
     def run(self, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
         path = self.address.removeprefix("unix:")
         command = [GRPCURL, "-plaintext", "-unix", "-max-msg-sz", str(64 << 20), *options, path, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=patience(60), check=False)
 
     def text(self, *arguments: str) -> str:
         done = self.run(*arguments)

@@ -10,6 +10,7 @@ import pytest
 from setuptools import find_packages
 
 from tests.stack import ROOT
+from tests.support.patience import patience
 
 PACKAGES = ("protos", "cachemgr", "scheduler", "executor", "kernels", "kvctl")
 MAY_IMPORT = {
@@ -65,7 +66,7 @@ for module in {modules}:
 print(*sorted(set({heavy}) & set(sys.modules)))
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=patience(60), check=True
     )
     assert done.stdout.strip() == ""
 

@@ -8,6 +8,7 @@ import pytest
 import settings_table
 
 from tests.stack import ROOT
+from tests.support.patience import patience
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(60),
         check=False,
     )
 

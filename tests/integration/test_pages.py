@@ -14,6 +14,7 @@ from protos.execution.v1 import execution_pb2
 from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2
 from protos.rpc.roles import roles_of
+from protos.vllm import engine_pb2
 from tests.stack import ROOT
 from tests.support.kvctl import VERBS
 from tests.support.names import unknown_metrics, unknown_settings
@@ -25,7 +26,7 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 COMMAND = re.compile(r"(\$ )?(\.venv/bin/)?(grpcurl|kvctl|curl) ")
 METHODS = [
     f"{service.full_name}/{method.name}"
-    for file in (execution_pb2, generation_pb2, kvcache_pb2)
+    for file in (execution_pb2, generation_pb2, kvcache_pb2, engine_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 ]
@@ -117,7 +118,7 @@ def test_every_verb_is_shown_with_its_answer() -> None:
 
 def test_the_table_of_roles_is_that_of_the_code() -> None:
     text = (DOCS / "security.md").read_text()
-    rows = re.findall(r"^\| `([\w.]+Service)`[^|]*\| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w.]+\.[A-Z]\w+)`[^|]*\| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
     for method in METHODS:
         service, _, name = method.partition("/")
         told = next(

@@ -15,15 +15,17 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.stack import ROOT, free_address
+from tests.support.patience import patience
 
 PROCESSES = ("SCHEDULER", "CACHEMGR", "CACHEMGR_ADMIN", "EXECUTOR", "CONSOLE")
-READY_SECONDS = 90
-STOP_SECONDS = 40
+READY_SECONDS = patience(60)
+STOP_SECONDS = patience(40)
 
 pytestmark = pytest.mark.model
 
@@ -68,7 +70,7 @@ class RunningStack:
 
     def wait_for_end(self, seconds: float = STOP_SECONDS) -> int:
         self.wait(lambda: self.process.poll() is not None, seconds, "it did not end")
-        self._reader.join(5)
+        self._reader.join(patience(5))
         assert self.process.returncode is not None
         return self.process.returncode
 
@@ -94,14 +96,14 @@ class RunningStack:
     def generate(self, prompt: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "scheduler.generate", prompt, "--address", self.address, "--max-tokens", "16"]
         return subprocess.run(
-            command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=60, check=False
+            command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=patience(60), check=False
         )
 
     def end(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        self._reader.join(5)
+        self._reader.join(patience(5))
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -128,7 +130,7 @@ def run_stack(folder: Path) -> Iterator[Callable[..., RunningStack]]:
 
 
 def assert_ended(processes: dict[str, psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes.values(), timeout=5)
+    _, alive = psutil.wait_procs(processes.values(), timeout=patience(5))
     assert alive == []
 
 
@@ -139,12 +141,12 @@ def test_stack_becomes_ready_answers_and_leaves_nothing_behind(run_stack: Callab
         assert stack.environment[f"KVKEEP_{variable}_ADDRESS"] in stack.output
     assert "unix://" in stack.output
     [api] = re.findall(r"http  +(http://\S+/v1)$", stack.output, re.MULTILINE)
-    with urllib.request.urlopen(f"{api}/models", timeout=10) as models:
+    with urllib.request.urlopen(f"{api}/models", timeout=patience(10)) as models:
         assert b"SmolLM2" in models.read()
     children = stack.children()
     assert set(children) == {"redis", "cachemgr", "executor", "scheduler", "kvctl.console"}
     [console] = re.findall(r"console  +(http://\S+/)$", stack.output, re.MULTILINE)
-    with urllib.request.urlopen(f"{console}api/pools", timeout=10) as pools:
+    with urllib.request.urlopen(f"{console}api/pools", timeout=patience(10)) as pools:
         assert b"executor-0/0" in pools.read()
 
     answer = stack.generate("What is the capital of France?")
@@ -152,7 +154,7 @@ def test_stack_becomes_ready_answers_and_leaves_nothing_behind(run_stack: Callab
     command = re.search(r"^ +(\S*/grpcurl .*)$", stack.output, re.MULTILINE)
     assert command is not None
     pasted = subprocess.run(
-        ["bash", "-c", command[1]], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        ["bash", "-c", command[1]], cwd=ROOT, capture_output=True, text=True, timeout=patience(60), check=False
     )
     assert "Paris" in pasted.stdout, pasted.stderr
 
@@ -175,26 +177,35 @@ def test_a_fleet_answers_where_a_stack_does_and_leaves_nothing_behind(run_stack:
         assert shown[name].startswith("unix:")
     [api] = re.findall(r"http  +(http://\S+/v1)$", stack.output, re.MULTILINE)
     assert api == f"http://{stack.http}/v1"
-    with urllib.request.urlopen(f"{api}/models", timeout=10) as models:
+    with urllib.request.urlopen(f"{api}/models", timeout=patience(10)) as models:
         assert b"SmolLM2" in models.read()
     children = stack.children()
     both = {name for service in ("cachemgr", "executor", "scheduler") for name in (service, f"{service} 2")}
     assert set(children) == {"redis", *both, "scheduler.router", "kvctl.console"}
     [console] = re.findall(r"console  +(http://\S+/)$", stack.output, re.MULTILINE)
-    with urllib.request.urlopen(f"{console}api/fleet", timeout=10) as answer:
-        seen = json.load(answer)
-    assert seen["shards"] == [
+
+    def seen() -> Any:
+        with urllib.request.urlopen(f"{console}api/fleet", timeout=patience(10)) as answer:
+            return json.load(answer)
+
+    assert seen()["shards"] == [
         stack.environment["KVKEEP_CACHEMGR_ADMIN_ADDRESS"],
         shown["cachemgr-1"].replace("cachemgr", "admin"),
     ]
-    assert {engine["executor_id"] for engine in seen["engines"]} == {"executor-0", "executor-1"}
+    # A router serves as soon as the first engine has answered.
+    engines = {"executor-0", "executor-1"}
+    stack.wait(
+        lambda: {engine["executor_id"] for engine in seen()["engines"]} == engines, patience(20), "engines are missing"
+    )
     assert f"kvctl engines --router {stack.address}\n" in stack.output
 
     # Each engine answers once, also after a scheduler was started again.
     for killed in (False, True):
         if killed:
             children["scheduler 2"].kill()
-            stack.wait(lambda: len(re.findall(r"scheduler-\d: ready", stack.output)) == 3, 20, "not ready again")
+            stack.wait(
+                lambda: len(re.findall(r"scheduler-\d: ready", stack.output)) == 3, patience(20), "not ready again"
+            )
         for _ in range(2):
             answer = stack.generate("What is the capital of France?")
             assert "Paris" in answer.stdout, answer.stderr + stack.output
@@ -257,7 +268,9 @@ def test_ended_process_is_started_again_until_it_ends_too_often(run_stack: Calla
         before = stack.output.count("cachemgr: ready")
         stack.children()["cachemgr"].kill()
         stack.wait_for(f"number {number} of 3")
-        stack.wait(lambda before=before: stack.output.count("cachemgr: ready") > before, 20, "not ready again")
+        stack.wait(
+            lambda before=before: stack.output.count("cachemgr: ready") > before, patience(20), "not ready again"
+        )
     answer = stack.generate("What is the capital of France?")
     assert "Paris" in answer.stdout, answer.stderr + stack.output
     children = stack.children()
@@ -300,8 +313,8 @@ def test_a_call_that_fails_inside_the_cache_manager_costs_no_request(
     answer = stack.generate("What is the capital of France?")
     assert not flag.exists()
     assert "Paris" in answer.stdout, answer.stderr + stack.output
-    stack.wait_for("cachemgr: ended with status 1", 20)
-    stack.wait(lambda: stack.output.count("cachemgr: ready") == 2, 20, "not ready again")
+    stack.wait_for("cachemgr: ended with status 1", patience(20))
+    stack.wait(lambda: stack.output.count("cachemgr: ready") == 2, patience(20), "not ready again")
     answer = stack.generate("What is the capital of France?")
     assert "Paris" in answer.stdout, answer.stderr + stack.output
     state = folder / "kvkeep" / "cachemgr-failed.jsonl"
@@ -312,7 +325,7 @@ def test_a_call_that_fails_inside_the_cache_manager_costs_no_request(
 def test_children_end_with_a_supervisor_that_is_killed(run_stack: Callable[..., RunningStack]) -> None:
     stack = run_stack()
     stack.wait_for("scheduler: starting")
-    stack.wait(lambda: len(stack.children()) == 5, 60, "not all of them were started")
+    stack.wait(lambda: len(stack.children()) == 5, patience(60), "not all of them were started")
     children = stack.children()
     assert len(children) == 5
     stack.process.kill()

@@ -101,7 +101,8 @@ def build(case: Case, seed: int = 0) -> Problem:
     sinks = random(case.query_heads) if case.sinks else None
     if case.cache is None:
         return Problem(query, caches[0], caches[1], tables, sinks)
-    scales = torch.tensor([0.03, 0.011, 0.02]).repeat(case.kv_heads)[: 2 * case.kv_heads].view(2, -1)
+    scales = torch.tensor([0.03, 0.011, 0.02, 0.025, 0.014]).repeat(2 * case.kv_heads * case.head_dim)
+    scales = scales[: 2 * case.kv_heads * case.head_dim].view(2, case.kv_heads, case.head_dim)
     stored = [quantize(cache, scale, case.cache) for cache, scale in zip(caches, scales, strict=True)]
     if case.cache == torch.int8:
         stored = [x.masked_fill(cache.isnan(), 127) for x, cache in zip(stored, caches, strict=True)]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.decoder_cases import compiled_decoder
+from tests.kernels.decoder_cases import compiled_decoder, decoder_for
 from tests.stack import model_cache
 
 Submit = Callable[..., Any]
@@ -59,10 +59,15 @@ def round_to_nearest() -> None:
     triton_interpreter._convert_float = convert
 
 
-@pytest.fixture(scope="session")
-def library() -> ctypes.CDLL:
-    """The compiled decoder."""
-    return compiled_decoder(model_cache() / "compiled")
+@pytest.fixture(scope="session", params=["native", "8 lanes"])
+def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """The compiled decoder: with all that the processor has, and as for one that has AVX2 only."""
+    native = compiled_decoder(model_cache() / "compiled")
+    if request.param == "native":
+        return native
+    if native.decoder_width() == 8:
+        pytest.skip("the native decoder has 8 lanes, too")
+    return decoder_for(8, model_cache() / "compiled")
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,9 @@
 """What the compiled decoder is tried with: shapes, weights and steps."""
 
 import ctypes
-from dataclasses import dataclass
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -12,7 +14,9 @@ from torch import Tensor
 
 from kernels.cpu_decoder import build
 from kernels.cpu_decoder.launch import Decoder, TokenGroup
+from kernels.quantization import LARGEST, quantize
 from kernels.scores import SequenceScores
+from kernels.stored import StoredMatrix, StoredRows
 from kernels.weights import LayerWeights, Weights
 
 BARS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -23,6 +27,9 @@ COMPUTED = {
     "bfloat16 products": (torch.bfloat16, True),
 }
 KINDS = pytest.mark.parametrize(("dtype", "products"), COMPUTED.values(), ids=COMPUTED.keys())
+EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
+# Where a number was computed a little differently, and is rounded to another one of the 256, the difference is larger.
+EIGHT_BIT_BARS = {torch.float32: 3e-3, torch.bfloat16: 6e-2}
 
 
 def compiled_decoder(folder: Path) -> ctypes.CDLL:
@@ -31,6 +38,20 @@ def compiled_decoder(folder: Path) -> ctypes.CDLL:
         return build.load(folder)
     except build.NoCompilerError as error:
         pytest.skip(str(error))
+
+
+# Lanes of a vector of float32, by the instructions of x86 that the decoder is compiled for.
+LANES = {8: "x86-64-v3", 16: "x86-64-v4"}
+
+
+def decoder_for(lanes: int, folder: Path) -> ctypes.CDLL:
+    """The decoder with vectors of this many lanes, built in `folder`. Skips where the processor has no such vectors."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("the processor is no x86")
+    if lanes == 16 and "avx512f" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("the processor has no vectors of 16 lanes")
+    flags = tuple(f"-march={LANES[lanes]}" if flag.startswith("-march") else flag for flag in build.FLAGS)
+    return ctypes.CDLL(str(build.compiled(folder, flags)))
 
 
 @dataclass(frozen=True)
@@ -121,11 +142,19 @@ COUNTED = {
 
 @dataclass
 class World:
-    """A random model and batch. caches hold what is no number wherever no query may look."""
+    """A random model and batch. caches hold what is no number wherever no query may look; of 8 bits, the largest one.
+
+    scales: of caches of 8 bits, [Hkv, D] each.
+    """
 
     weights: Weights
     caches: list[tuple[Tensor, Tensor]]
     arguments: tuple[Tensor, Tensor, Tensor, Tensor, list[TokenGroup], Tensor]
+    scales: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def copied_caches(self, dtype: torch.dtype | None = None) -> list[tuple[Tensor, Tensor]]:
+        """The caches, for another decoder to write."""
+        return [(k.to(dtype, copy=True), v.to(dtype, copy=True)) for k, v in self.caches]
 
 
 def build_weights(case: Case) -> Weights:
@@ -168,7 +197,7 @@ def build_weights(case: Case) -> Weights:
 
 
 def build_world(case: Case, dtype: torch.dtype) -> World:
-    """Random, the same every time, and with values that `dtype` holds."""
+    """Random, the same every time, and with values that `dtype`, of the caches, holds."""
     torch.manual_seed(5)
     size = case.block_size
     counts = [-(-length // size) for length in case.lengths]
@@ -183,19 +212,32 @@ def build_world(case: Case, dtype: torch.dtype) -> World:
     owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(case.queries))
     slots = tables[owner, cache_positions // size].long() * size + cache_positions % size
     positions = cache_positions + torch.tensor(case.evicted)[owner]
-    caches = []
+    caches, scales = [], []
     for _ in range(case.layers):
         pair = [torch.full((total, size, case.kv_heads, case.head_dim), torch.nan, dtype=torch.float64) for _ in "kv"]
         for cache in pair:
             for table, first in zip(tables, firsts, strict=True):
                 for at in range(first):
                     cache[table[at // size], at % size] = torch.randn(case.kv_heads, case.head_dim)
+        if dtype in EIGHT_BITS:
+            # Of three deviations and more, so that some are cut off.
+            shape = case.kv_heads, case.head_dim
+            scale = [torch.linspace(3, 6 + n, shape[0] * shape[1]).view(shape) / LARGEST[dtype][1] for n in range(2)]
+            scales.append((scale[0], scale[1]))
+            pair = [quantize(cache.nan_to_num(1e9), one, dtype) for cache, one in zip(pair, scale, strict=True)]
         caches.append((pair[0].to(dtype), pair[1].to(dtype)))
     groups = [TokenGroup(slots, tables, window) for window in case.windows]
     ids = torch.randint(case.vocabulary, (len(slots),))
     starts = torch.tensor([0, *accumulate(case.queries)], dtype=torch.int32)
     rows = torch.cat([starts[1:].long() - 1, torch.tensor([0])])
-    return World(build_weights(case), caches, (ids, positions, cache_positions, starts, groups, rows))
+    return World(build_weights(case), caches, (ids, positions, cache_positions, starts, groups, rows), scales)
+
+
+def changed(world: World, change: Callable[[Tensor], Tensor]) -> World:
+    """With other weights in all matrices."""
+    names = ("qkv", "out", "gate_up", "down")
+    layers = [replace(one, **{name: change(getattr(one, name)) for name in names}) for one in world.weights.layers]
+    return replace(world, weights=replace(world.weights, head=change(world.weights.head), layers=layers))
 
 
 def decoder_of(
@@ -207,8 +249,22 @@ def decoder_of(
 ) -> Decoder:
     """A decoder with a world's weights, bound to its caches."""
     decoder = Decoder(library, world.weights, dtype, threads, products=products)
-    decoder.bind(world.caches)
+    decoder.bind(world.caches, world.scales)
     return decoder
+
+
+def first_alone(decoder: Decoder, world: World) -> Tensor:
+    """Logits [V] of a world's first sequence, which has one token, without the others."""
+    ids, positions, cache_positions, _, groups, _ = world.arguments
+    logits = decoder.step(
+        ids[:1],
+        positions[:1],
+        cache_positions[:1],
+        torch.tensor([0, 1], dtype=torch.int32),
+        [replace(group, slots=group.slots[:1], tables=group.tables[:1]) for group in groups],
+        torch.tensor([0]),
+    )
+    return logits[0]
 
 
 def quantized(matrix: Tensor, way: str) -> Tensor:
@@ -218,6 +274,12 @@ def quantized(matrix: Tensor, way: str) -> Tensor:
     # A group of nothing but 0, and one of one value.
     floats[0, :32], floats[1, 32:64] = 0, floats[1, 32]
     return torch.from_numpy(quants.dequantize(quants.quantize(floats.numpy(), kind), kind))
+
+
+def stored(matrix: Tensor, way: str) -> StoredMatrix:
+    """A matrix as a GGUF file of that type has it."""
+    blocks = quants.quantize(matrix.float().numpy(), GGMLQuantizationType[way])
+    return StoredMatrix(StoredRows(torch.from_numpy(blocks).view(torch.uint8), way, matrix.shape[1]))
 
 
 def error_of(computed: Tensor, expected: Tensor) -> float:

@@ -14,14 +14,17 @@ import torch
 from kernels.attention_scores.launch import score_with_triton
 from kernels.compact_kv.launch import compact_with_triton
 from kernels.copy_blocks.launch import copy_with_triton
+from kernels.draw_tokens.launch import draw_with_triton
 from kernels.paged_attention.launch import AttentionArgs, PagedBatch, attend_with_triton
-from kernels.paged_attention.tiling import choose_sizes
+from kernels.paged_attention.tiling import TileSizes, choose_sizes
 from kernels.rms_norm.launch import norm_with_triton
 from kernels.rotary_store.launch import rotate_with_triton
 from kernels.rotate_keys.launch import rotate_with_triton as turn_with_triton
+from kernels.silu_mul.launch import silu_mul_with_triton
 from kernels.store_kv.launch import store_with_triton
 
 TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -146,32 +149,37 @@ def compile_launch(
     return [resources for stand_in in stand_ins for resources in stand_in.resources]
 
 
+def sizes_of(case: Attention, dtype: torch.dtype, capability: int) -> TileSizes:
+    """Those of a launch."""
+    return choose_sizes(
+        (capability // 10, capability % 10),
+        132 if capability == 90 else 108,
+        rows=case.sequences * case.queries,
+        sequences=case.sequences,
+        kv_heads=case.kv_heads,
+        group=case.query_heads // case.kv_heads,
+        head_dim=case.head_dim,
+        element_size=dtype.itemsize,
+        cache_element_size=(case.cache or dtype).itemsize,
+        max_query_len=case.queries,
+        max_seq_len=case.max_seq_len,
+        window=case.window,
+    )
+
+
 def attend_on_nothing(case: Attention, dtype: torch.dtype, capability: int) -> None:
     """A launch on meta tensors: neither memory nor a device, but the arguments that CUDA tensors would give."""
     rows = case.sequences * case.queries
     with torch.device("meta"):
         query = torch.empty(rows, case.query_heads, case.head_dim, dtype=dtype)
         cache = torch.empty(100, 16, case.kv_heads, case.head_dim, dtype=case.cache or dtype)
-        scale = torch.empty(case.kv_heads) if case.cache else None
+        scale = torch.empty(case.kv_heads, case.head_dim) if case.cache else None
         shapes = ((case.sequences + 1,), (case.sequences,), (case.sequences, case.max_seq_len // 16))
         ints = [torch.empty(shape, dtype=torch.int32) for shape in shapes]
         batch = PagedBatch(*ints, max_query_len=case.queries, max_seq_len=case.max_seq_len)
         sinks = torch.empty(case.query_heads, dtype=dtype) if case.sinks else None
         lse = torch.empty(query.shape[:2]) if case.lse else None
-    sizes = choose_sizes(
-        (capability // 10, capability % 10),
-        132 if capability == 90 else 108,
-        rows=rows,
-        sequences=case.sequences,
-        kv_heads=case.kv_heads,
-        group=case.query_heads // case.kv_heads,
-        head_dim=case.head_dim,
-        element_size=dtype.itemsize,
-        cache_element_size=cache.element_size(),
-        max_query_len=case.queries,
-        max_seq_len=case.max_seq_len,
-        window=case.window,
-    )
+    sizes = sizes_of(case, dtype, capability)
     args = AttentionArgs(0.125, case.window, case.softcap, sinks, scale, scale)
     attend_with_triton(query, cache, cache, batch, args, torch.empty_like(query), lse, sizes)
 
@@ -182,7 +190,7 @@ def score_on_nothing(dtype: torch.dtype, queries: int, cache_dtype: torch.dtype,
         cache = torch.empty(100, 16, 8, 128, dtype=cache_dtype)
         ints = [torch.empty(shape, dtype=torch.int32) for shape in ((3,), (2,), (2, 64), (2,))]
         batch = PagedBatch(*ints[:3], max_query_len=queries, max_seq_len=1024)
-        scale = torch.empty(8) if cache_dtype != dtype else None
+        scale = torch.empty(8, 128) if cache_dtype != dtype else None
         lse, out = torch.empty(query.shape[:2]), torch.empty(2, 8, 1024)
     args = AttentionArgs(0.1, window=99, softcap=30.0, k_scale=scale)
     score_with_triton(query, cache, batch, lse, ints[3], args, out, out if with_squares else None)
@@ -192,7 +200,7 @@ def store_nothing(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     with torch.device("meta"):
         key = torch.empty(7, 3, 80, dtype=dtype)
         cache = torch.empty(100, 16, 3, 80, dtype=cache_dtype)
-        scale = torch.empty(3) if cache_dtype != dtype else None
+        scale = torch.empty(3, 80) if cache_dtype != dtype else None
         store_with_triton(key, key, cache, cache, torch.empty(7, dtype=torch.int64), scale, scale)
 
 
@@ -201,7 +209,7 @@ def rotate_nothing(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
         product = torch.empty(7, 48, 128, dtype=dtype)
         query, key, value = product.split([32, 8, 8], 1)
         cache = torch.empty(100, 16, 8, 128, dtype=cache_dtype)
-        scale = torch.empty(8) if cache_dtype != dtype else None
+        scale = torch.empty(8, 128) if cache_dtype != dtype else None
         table = torch.empty(1000, 128)
         positions = torch.empty(7, dtype=torch.int64)
         rotate_with_triton(query, key, value, table, table, positions, positions, cache, cache, scale, scale)
@@ -210,6 +218,17 @@ def rotate_nothing(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
 def norm_nothing(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.empty(shape, dtype=dtype, device="meta")
     norm_with_triton(x, x[0, 0], 1e-5, x, x)
+
+
+def activate_nothing(dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        silu_mul_with_triton(torch.empty(7, 2 * 14336, dtype=dtype), torch.empty(7, 14336, dtype=dtype))
+
+
+def draw_nothing(dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        rows, parameters = torch.empty(5, dtype=torch.int64), torch.empty(5, 5, dtype=torch.float64)
+        draw_with_triton(torch.empty(9, 128256, dtype=dtype), rows, parameters)
 
 
 def copy_nothing(dtype: torch.dtype) -> None:
@@ -234,7 +253,7 @@ def turn_nothing(dtype: torch.dtype) -> None:
 
 
 Compile = Callable[..., list[Resources]]
-ATTENTION_KERNELS = ("paged_attention_kernel", "merge_splits_kernel")
+ATTENTION_KERNELS = ("paged_attention_kernel", "share_out_kernel", "merge_shares_kernel", "merge_splits_kernel")
 
 
 @contextmanager
@@ -277,6 +296,8 @@ LAUNCHES = [
         for dtype, cache in ((F32, None), (BF16, None), (BF16, INT8), (BF16, FLOAT8))
     ),
     *(Launch("rms_norm_kernel", norm_nothing, (shape, BF16)) for shape in ((1, 7, 576), (1, 64, 4096), (64, 32, 128))),
+    *(Launch("silu_mul_kernel", activate_nothing, (dtype,)) for dtype in (F32, BF16)),
+    *(Launch("draw_tokens_kernel", draw_nothing, (dtype,)) for dtype in (F32, BF16)),
     *(Launch("copy_blocks_kernel", copy_nothing, (dtype,)) for dtype in (F32, BF16)),
     *(Launch("copy_slots_kernel", compact_nothing, (dtype,)) for dtype in (F32, BF16, INT8, FLOAT8)),
     *(Launch("rotate_keys_kernel", turn_nothing, (dtype,), dtype) for dtype in (F32, BF16, INT8, FLOAT8)),
@@ -294,7 +315,7 @@ def test_kernels_compile(compiler: Compile, launch: Launch, capability: int) -> 
         for used in compiled:
             assert used.spilled <= launch.spilled
             assert used.shared <= SHARED[capability]
-            assert launch.op != "rms_norm" or "ld.global.v4" in used.ptx
+            assert launch.op not in ("rms_norm", "silu_mul", "draw_tokens") or "ld.global.v4" in used.ptx
 
 
 @CAPABILITIES
@@ -308,7 +329,8 @@ def test_paged_attention_compiles(compiler: Compile, case: Attention, capability
         assert used.spilled <= FEW_BYTES or not case.full
         # The copies that a tile does not wait for are those of later tiles.
         ahead = max(int(number) for number in re.findall(r"cp\.async\.wait_group\s+(\d+)", used.ptx))
-        assert ahead >= 2 * (case.head_dim <= 128)
+        stages = sizes_of(case, BF16, capability).num_stages
+        assert ahead >= 2 * (stages - 2) * (case.head_dim <= 128)
 
 
 @CAPABILITIES

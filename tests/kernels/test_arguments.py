@@ -44,7 +44,7 @@ def attend(**given: Any) -> None:
     paged_attention(batch=replace(BATCH, **of_batch), args=args, **given)
 
 
-QUANTIZED = {"k_scale": torch.ones(2), "v_scale": torch.ones(2), "k_cache": INT8, "v_cache": INT8.clone()}
+QUANTIZED = {"k_scale": torch.ones(2, 16), "v_scale": torch.ones(2, 16), "k_cache": INT8, "v_cache": INT8.clone()}
 SIXTEENS = torch.ones(9, 16)
 RIGHT: dict[Callable[..., object], dict[str, Any]] = {
     store_kv: {**KV, **CACHES, "slot_mapping": SLOTS},
@@ -83,9 +83,9 @@ WRONG: dict[Callable[..., object], list[tuple[dict[str, Any], str]]] = {
         ({"v_cache": CACHE.double()}, "v_cache: expected the dtype of k_cache"),
         ({"v_cache": SCATTERED}, "v_cache: expected a contiguous tensor"),
         ({"k_cache": ODD_BLOCKS, "v_cache": ODD_BLOCKS}, "k_cache: expected a block size"),
-        (QUANTIZED | {"k_scale": None}, "k_scale: expected one scale per KV head of a torch.int8 cache"),
-        (QUANTIZED | {"v_scale": torch.ones(3)}, r"v_scale: expected \[Hkv\] = \[2\], got \[3\]"),
-        (QUANTIZED | {"v_scale": torch.ones(2).half()}, "v_scale: expected torch.float32"),
+        (QUANTIZED | {"k_scale": None}, "k_scale: expected scales of a torch.int8 cache"),
+        (QUANTIZED | {"v_scale": torch.ones(2)}, r"v_scale: expected \[Hkv, D\] = \[2, 16\], got \[2\]"),
+        (QUANTIZED | {"v_scale": torch.ones(2, 16).half()}, "v_scale: expected torch.float32"),
         (QUANTIZED | {"key": KEY.double()}, "key: expected torch.float32 or torch.bfloat16"),
         (QUANTIZED | {"k_cache": CACHE, "v_cache": CACHE}, "k_scale: only int8 and float8_e4m3fn caches have scales"),
     ],

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from kernels.cpu_decoder import build
-from kernels.cpu_decoder.launch import Decoder, TokenGroup, obstacle
+from kernels.cpu_decoder.launch import AdapterSpan, Decoder, TokenGroup, obstacle
 from kernels.cpu_decoder.reference import step
+from kernels.weights import LayerAdapter, LowRank
 from tests.kernels.decoder_cases import (
     BARS,
     CASES,
@@ -23,6 +24,7 @@ from tests.kernels.decoder_cases import (
     compiled_decoder,
     decoder_of,
     error_of,
+    first_alone,
     scores_of,
 )
 from tests.stack import model_cache
@@ -49,17 +51,8 @@ def test_error_stays_below_the_bar(library: ctypes.CDLL, case: Case, dtype: torc
 def test_a_row_does_not_depend_on_the_others(library: ctypes.CDLL) -> None:
     whole = build_world(Case((1, 1, 30), (90, 81, 100), shared=5), torch.float32)
     decoder = decoder_of(library, whole)
-    ids, positions, cache_positions, _, groups, _ = whole.arguments
     together = decoder.step(*whole.arguments)
-    alone = decoder.step(
-        ids[:1],
-        positions[:1],
-        cache_positions[:1],
-        torch.tensor([0, 1], dtype=torch.int32),
-        [replace(group, slots=group.slots[:1], tables=group.tables[:1]) for group in groups],
-        torch.tensor([0]),
-    )
-    assert error_of(alone[0], together[0].double()) < 1e-5
+    assert error_of(first_alone(decoder, whole), together[0].double()) < 1e-5
 
 
 @KINDS
@@ -113,7 +106,7 @@ def test_wrong_arguments_are_named(library: ctypes.CDLL) -> None:
     with pytest.raises(ValueError, match="no caches"):
         unbound.step(*world.arguments)
     with pytest.raises(ValueError, match=r"k_cache.*float32"):
-        unbound.bind([(k.bfloat16(), v.bfloat16()) for k, v in world.caches])
+        unbound.bind([(k.half(), v.half()) for k, v in world.caches])
     decoder = decoder_of(library, world)
     names = ("token_ids", "positions", "cache_positions", "query_start", "groups", "rows")
     right = dict(zip(names, world.arguments, strict=True))
@@ -198,6 +191,24 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path, monk
     assert not list((tmp_path / "kept").iterdir())
 
 
+def test_flags_of_the_environment_come_last_and_make_a_library_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, given = tmp_path / "c++", tmp_path / "given"
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exit\necho "$@" > {given}\n'
+        'while [ "$1" != -o ]; do shift; done\n: > "$2"\n'
+    )
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path) + os.pathsep + os.environ["PATH"])
+    monkeypatch.delenv("CXXFLAGS", raising=False)
+    plain = build.compiled(tmp_path / "kept")
+    monkeypatch.setenv("CXXFLAGS", "-march=x86-64-v3 -g1")
+    assert build.compiled(tmp_path / "kept") != plain
+    words = given.read_text().split()
+    assert words.index("-march=native") < words.index("-march=x86-64-v3") < words.index("-g1")
+
+
 def test_tests_of_sources_that_do_not_compile_fail_and_are_not_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,3 +221,86 @@ def test_tests_of_sources_that_do_not_compile_fail_and_are_not_skipped(
 def test_what_was_built_is_found_again(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
     assert build.load(model_cache() / "compiled") is not library
+
+
+# Layers of two adapters, and which tokens each is for.
+SPANS = {
+    "one adapter, all tokens": [(0, 0, 27)],
+    "two adapters and the base": [(0, 1, 6), (1, 7, 27)],
+    "the same adapter twice": [(1, 0, 1), (1, 6, 7)],
+}
+
+
+def random_adapter(case: Case, rank: int, *, some: bool) -> list[LayerAdapter]:
+    """some: whether it changes only some projections, and the values of its matrices stay the same in bfloat16."""
+    hidden, width, keys = case.hidden, case.q_heads * case.head_dim, case.kv_heads * case.head_dim
+
+    def part(inputs: int, outputs: int, rank: int = rank) -> LowRank:
+        a, b = torch.randn(rank, inputs) / inputs**0.5, torch.randn(outputs, rank) / rank**0.5
+        return LowRank(a.bfloat16().float(), b.bfloat16().float(), 0.7) if some else LowRank(a, b, 1.3)
+
+    if some:
+        none = LayerAdapter()
+        changed = LayerAdapter(qkv=(part(hidden, width), None, part(hidden, keys)), gate_up=(None, part(hidden, 96)))
+        return [changed, none]
+    return [
+        LayerAdapter(
+            qkv=(part(hidden, width), part(hidden, keys, 2), part(hidden, keys)),
+            out=(part(width, hidden),),
+            gate_up=(part(hidden, 96, rank + 3), part(hidden, 96)),
+            down=(part(96, hidden),),
+        )
+        for _ in range(case.layers)
+    ]
+
+
+@KINDS
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS.keys())
+def test_adapters_add_to_the_products_of_their_tokens_alone(
+    library: ctypes.CDLL, spans: list, threads: int, dtype: torch.dtype, products: bool
+) -> None:
+    case = Case(bias=True)
+    world = build_world(case, dtype)
+    adapters = [random_adapter(case, 16, some=False), random_adapter(case, 5, some=True)]
+    expected_caches = [(k.double(), v.double()) for k, v in world.caches]
+    doubles = [[_doubled(layer) for layer in layers] for layers in adapters]
+    given = [(doubles[at], begin, end) for at, begin, end in spans]
+    expected = step(world.weights, *world.arguments, expected_caches, adapters=given)
+    decoder = decoder_of(library, world, dtype, threads, products)
+    compiled = [decoder.adapter(layers) for layers in adapters]
+    logits = decoder.step(*world.arguments, (), [AdapterSpan(compiled[at], *bounds) for at, *bounds in spans])
+    plain = step(world.weights, *world.arguments, [(k.clone(), v.clone()) for k, v in expected_caches])
+    assert error_of(plain, expected) > 0.1
+    assert error_of(logits, expected) < BARS[dtype]
+    for pair, expected_pair in zip(world.caches, expected_caches, strict=True):
+        for cache, expected_cache in zip(pair, expected_pair, strict=True):
+            assert error_of(cache.nan_to_num(), expected_cache.nan_to_num()) < BARS[dtype]
+
+
+def _doubled(layer: LayerAdapter) -> LayerAdapter:
+    def parts(name: str) -> tuple[LowRank | None, ...]:
+        return tuple(
+            None if part is None else LowRank(part.a.double(), part.b.double(), part.scale)
+            for part in getattr(layer, name)
+        )
+
+    return LayerAdapter(parts("qkv"), parts("out"), parts("gate_up"), parts("down"))
+
+
+def test_an_adapter_that_does_not_fit_is_refused(library: ctypes.CDLL) -> None:
+    case = Case()
+    decoder = decoder_of(library, build_world(case, torch.float32))
+    narrow = replace(random_adapter(case, 4, some=True)[0], down=(LowRank(torch.ones(4, 95), torch.ones(64, 4), 1.0),))
+    with pytest.raises(ValueError, match=r"layer 1, down: expected A \[R, 96\] and B \[64, R\], got \[4, 95\]"):
+        decoder.adapter([LayerAdapter(), narrow])
+
+
+@pytest.mark.parametrize("span", [(0, 0), (-1, 3), (3, 28)])
+def test_a_span_that_is_none_is_refused(library: ctypes.CDLL, span: tuple[int, int]) -> None:
+    case = Case()
+    world = build_world(case, torch.float32)
+    decoder = decoder_of(library, world)
+    adapter = decoder.adapter(random_adapter(case, 4, some=True))
+    with pytest.raises(ValueError, match="is no span of 27 tokens"):
+        decoder.step(*world.arguments, (), [AdapterSpan(adapter, *span)])

@@ -11,8 +11,20 @@ import torch
 from torch import Tensor
 
 from kernels.cpu_decoder.reference import step
+from kernels.stored import StoredMatrix, StoredRows, joined
 from kernels.weights import Weights
-from tests.kernels.decoder_cases import BARS, COMPUTED, Case, World, build_world, decoder_of, error_of, quantized
+from tests.kernels.decoder_cases import (
+    BARS,
+    COMPUTED,
+    Case,
+    World,
+    build_world,
+    changed,
+    decoder_of,
+    error_of,
+    quantized,
+    stored,
+)
 
 Change = Callable[[Tensor], Tensor]
 # Rows that one part holds, several parts, and several blocks of rows.
@@ -37,12 +49,7 @@ def with_outliers(matrix: Tensor, kind: torch.dtype = torch.bfloat16) -> Tensor:
 
 def world_of(queries: tuple[int, ...], change: Change, dtype: torch.dtype) -> World:
     lengths = tuple(40 + count for count in queries)
-    world = build_world(Case(queries, lengths, hidden=192, intermediate=480, vocabulary=500), dtype)
-    layers = [
-        replace(one, **{name: change(getattr(one, name)) for name in ("qkv", "out", "gate_up", "down")})
-        for one in world.weights.layers
-    ]
-    return replace(world, weights=replace(world.weights, head=change(world.weights.head), layers=layers))
+    return changed(build_world(Case(queries, lengths, hidden=192, intermediate=480, vocabulary=500), dtype), change)
 
 
 def elements(library: ctypes.CDLL, weights: Weights) -> int:
@@ -165,3 +172,74 @@ def test_every_bit_of_a_weight_is_restored(library: ctypes.CDLL, kept: Kept, tok
     # A weight that is no number spoils its own column alone.
     expected[:, head.isnan().any(1)] = torch.nan
     assert (logits / 8).nan_to_num(7).equal(expected.nan_to_num(7))
+
+
+def with_matrices(world: World, change: Callable[[Tensor, str], object], of_layers: str, of_head: str) -> World:
+    """A world whose matrices, and an embedding of its own, were changed."""
+    names = ("qkv", "out", "gate_up", "down")
+    layers = [
+        replace(one, **{name: change(getattr(one, name), of_layers) for name in names}) for one in world.weights.layers
+    ]
+    ends = {name: change(getattr(world.weights, name), of_head) for name in ("head", "embedding")}
+    return replace(world, weights=replace(world.weights, layers=layers, **ends))
+
+
+@pytest.mark.parametrize(
+    ("of_layers", "of_head"),
+    [("Q4_0", "Q4_0"), ("Q4_1", "Q8_0"), ("Q8_0", "Q8_0"), ("BF16", "F16"), ("F32", "F32"), ("Q4_0", "Q6_K")],
+)
+@pytest.mark.parametrize(("dtype", "products"), COMPUTED.values(), ids=COMPUTED.keys())
+def test_a_files_blocks_are_computed_as_their_floats_are(
+    library: ctypes.CDLL, of_layers: str, of_head: str, dtype: torch.dtype, products: bool
+) -> None:
+    case = Case((1, 30), (41, 70), hidden=256, intermediate=480, vocabulary=500, tied=False)
+    world = build_world(case, dtype)
+
+    def file(matrix: Tensor, way: str) -> StoredMatrix:
+        if way != "Q6_K":
+            return stored(matrix, way)
+        # Its quantizer is none of the library's: any codes, with scales that are numbers.
+        blocks = torch.randint(256, (len(matrix), matrix.shape[1] // 256 * 210), dtype=torch.uint8)
+        blocks[:, 208:] = torch.tensor([0.001], dtype=torch.float16).view(torch.uint8)
+        return StoredMatrix(StoredRows(blocks, way, matrix.shape[1]))
+
+    torch.manual_seed(3)
+    direct = with_matrices(world, file, of_layers, of_head)
+    torch.manual_seed(3)
+    floats = with_matrices(world, lambda *given: file(*given).floats(torch.float32), of_layers, of_head)
+    logits = []
+    for one in (direct, floats):
+        own = replace(one, caches=[(k.clone(), v.clone()) for k, v in one.caches])
+        logits.append(decoder_of(library, own, dtype, products=products).step(*own.arguments))
+    assert logits[0].isfinite().all()
+    assert logits[0].equal(logits[1])
+
+
+def test_an_embedding_in_codes_stays_in_them(library: ctypes.CDLL) -> None:
+    case = Case((1,), (1,), hidden=64, vocabulary=500, tied=False)
+    world = with_matrices(build_world(case, torch.float32), stored, "Q8_0", "Q8_0")
+    decoder = decoder_of(library, world)
+    embedding = -(-500 // library.decoder_tile()) * library.decoder_tile() * 64
+    assert decoder.weight_bytes < GGML["Q8_0"] * (elements(library, world.weights) + embedding)
+
+
+def test_rows_of_several_tensors_in_an_order_of_their_own() -> None:
+    matrix = torch.randn(70, 64)
+    order = torch.randperm(40)
+    first, second = stored(matrix[:40], "Q4_0").parts[0], stored(matrix[40:], "Q8_0").parts[0]
+    mixed = joined([StoredMatrix(replace(first, order=order)), StoredMatrix(second)])
+    parts = StoredMatrix(first).floats(torch.float32)[order], StoredMatrix(second).floats(torch.float32)
+    expected = torch.cat(parts)
+    assert mixed.codes is None
+    assert mixed.floats(torch.float32).equal(expected)
+    ids = torch.tensor([3, 39, 3])
+    assert StoredMatrix(replace(first, order=order)).rows(ids, torch.float32).equal(expected[ids])
+
+
+def test_a_scale_that_is_no_number_is_refused(library: ctypes.CDLL) -> None:
+    world = with_matrices(build_world(Case((1,), (1,), tied=False), torch.float32), stored, "Q4_0", "Q4_0")
+    head = world.weights.head
+    assert isinstance(head, StoredMatrix)
+    head.parts[0].data[5, :2] = torch.tensor([torch.inf], dtype=torch.float16).view(torch.uint8)
+    with pytest.raises(ValueError, match="a scale of a matrix in Q4_0"):
+        decoder_of(library, world)

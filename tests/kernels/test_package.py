@@ -5,13 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.patience import patience
+
 ROOT = Path(__file__).parents[2]
 
 
 def python(code: str) -> str:
     """Output of a fresh interpreter that finds the repository's packages."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=patience(60)
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -32,11 +36,13 @@ sys.modules["triton"] = None
 import torch
 from kernels.compact_kv.launch import compact_kv
 from kernels.copy_blocks.launch import copy_blocks
+from kernels.draw_tokens.launch import draw_tokens
 from kernels.paged_attention.launch import AttentionArgs, PagedBatch, paged_attention
 from kernels.attention_scores.launch import attention_scores
 from kernels.rms_norm.launch import rms_norm
 from kernels.rotary_store.launch import rotary_store
 from kernels.rotate_keys.launch import rotate_keys
+from kernels.silu_mul.launch import silu_mul
 from kernels.store_kv.launch import store_kv
 cache = torch.zeros(2, 2, 4, 1, 8)
 store_kv(torch.ones(1, 1, 8), torch.ones(1, 1, 8), *cache, torch.tensor([0]))
@@ -52,5 +58,7 @@ print(attention_scores(torch.ones(1, 2, 8), cache[0], batch, lse, one, Attention
 print(rms_norm(torch.ones(1, 8), torch.ones(8), 0.0).sum().item())
 turn = torch.ones(1, 8)
 rotary_store(*torch.ones(3, 1, 1, 8), turn, turn, torch.tensor([0]), torch.tensor([0]), *cache)
+print(silu_mul(torch.zeros(1, 2)).tolist())
+print(draw_tokens(torch.eye(2), torch.tensor([1]), torch.tensor([[1.0, 1, 1, 0, 0.5]]).double()).tolist())
 """
-    assert python(code).split("\n") == ["True", "[[[2.0]]]", "8.0", ""]
+    assert python(code).split("\n") == ["True", "[[[2.0]]]", "8.0", "[[0.0]]", "[1]", ""]

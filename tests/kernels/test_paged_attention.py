@@ -59,7 +59,7 @@ TRITON_CASES = {
     "decode, no split": replace(DECODE, sizes=FEW_KEYS),
     "decode, 4 splits": replace(DECODE, sizes=SHARED_OUT),
     "decode, 4 splits, bfloat16": replace(DECODE, dtype=torch.bfloat16, sizes=SHARED_OUT),
-    "decode, 32 splits, most without keys": replace(
+    "decode, 32 splits, one of few keys": replace(
         DECODE, queries=(1, 1), lengths=(3, 150), kv_heads=1, sizes=replace(SHARED_OUT, tokens=2, splits=32)
     ),
     "decode, 4 splits, window": replace(DECODE, window=50, sizes=SHARED_OUT),

@@ -49,7 +49,7 @@ def build(case: Case) -> tuple[dict[str, Tensor], list[int]]:
     tensors |= {"cos": angles.cos().to(case.tables_of), "sin": angles.sin().to(case.tables_of)}
     tensors |= {"k_cache": caches[0], "v_cache": caches[1]}
     if case.cache:
-        scales = torch.rand(2, case.kv_heads, generator=generator) / 20 + 0.005
+        scales = torch.rand(2, case.kv_heads, case.head_dim, generator=generator) / 20 + 0.005
         tensors |= {"k_scale": scales[0], "v_scale": scales[1]}
     tensors["slot_mapping"] = slots
     return tensors, positions

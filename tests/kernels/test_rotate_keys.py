@@ -48,7 +48,7 @@ def keys_at(shape: tuple[int, ...], positions: Tensor, dtype: torch.dtype) -> Te
     angles = positions.transpose(1, 2).double().unflatten(1, shape[1:3])[..., None] * frequencies_of(shape).double()
     angles = torch.cat([angles, angles], -1)
     rotated = rotate(keys, angles.cos(), angles.sin())
-    return quantize(rotated, torch.ones(shape[3]), dtype) if dtype in LARGEST else rotated.to(dtype)
+    return quantize(rotated, torch.ones(shape[3:]), dtype) if dtype in LARGEST else rotated.to(dtype)
 
 
 def chosen(shape: tuple[int, ...], layers: bool, heads: bool, generator: torch.Generator) -> tuple[Tensor, Tensor]:

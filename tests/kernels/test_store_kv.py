@@ -57,7 +57,7 @@ def store_quantized(backend: str, dtype: torch.dtype, activations: torch.dtype) 
     """The caches' bytes after the op and after its reference."""
     device = "cuda" if backend == "cuda" else "cpu"
     key, value = (spread((64, 2, 16), seed).to(activations) for seed in (0, 1))
-    k_scale, v_scale = torch.tensor([0.5, 0.013]), torch.tensor([2.0, 0.3])
+    k_scale, v_scale = torch.tensor([0.5, 0.013, 2.0, 0.3, 0.07]).repeat(13)[:64].view(2, 2, 16)
     caches = torch.full((2, 20, 4, 2, 16), 99, dtype=torch.int8, device=device).view(dtype)
     expected = caches.cpu().clone()
     slots = torch.randperm(80, generator=torch.Generator().manual_seed(0))[:64]
@@ -86,7 +86,7 @@ def halves(backend: str) -> Tensor:
     device = "cuda" if backend == "cuda" else "cpu"
     key = torch.tensor([0.5, 1.5, 2.5, -1.5, 126.6, -127.6, 1e9, -1e9], device=device)[None, None]
     caches = torch.zeros(2, 1, 2, 1, 8, dtype=torch.int8, device=device)
-    one = torch.ones(1, device=device)
+    one = torch.ones(1, 8, device=device)
     op = store_with_triton if backend == "interpreter" else store_kv
     op(key, key, caches[0], caches[1], torch.zeros(1, dtype=torch.int64, device=device), k_scale=one, v_scale=one)
     return caches[0, 0, 0, 0].cpu()

@@ -24,6 +24,7 @@ from protos.rpc.security import Security
 from tests.stack import CONSOLE, MODULES, Stack, free_address
 from tests.support.generation import generate
 from tests.support.keyring import Keyring
+from tests.support.patience import patience
 
 VICTIM, ATTACKER = "acme", "globex"
 MAX_TENANT_REQUESTS = 16
@@ -107,7 +108,7 @@ class Stage:
     def http(self) -> openai.DefaultAsyncHttpxClient:
         """A client of the HTTP API, without a token."""
         return openai.DefaultAsyncHttpxClient(
-            base_url=f"https://{self.stack.http}", verify=context(self.tls), timeout=60
+            base_url=f"https://{self.stack.http}", verify=context(self.tls), timeout=patience(60)
         )
 
     async def victim_hits(self) -> int:
@@ -128,15 +129,15 @@ class Stage:
                     owner=self.marker,
                     duration={"seconds": 3600},  # type: ignore[arg-type]
                 ),
-                timeout=10,
+                timeout=patience(10),
             )
             self.hold = pinned.hold_name
             rule = kv.RetentionRule(
                 name=self.marker, match=kv.RuleMatch(tenant_id=VICTIM), action=kv.RuleAction(retention_priority=90)
             )
-            await admin.CreateRetentionRule(kv.CreateRetentionRuleRequest(rule=rule), timeout=10)
+            await admin.CreateRetentionRule(kv.CreateRetentionRuleRequest(rule=rule), timeout=patience(10))
             quota = kv.Quota(salt=self.bound_salt, device_floor_blocks=3)
-            await admin.SetQuota(kv.SetQuotaRequest(quota=quota), timeout=10)
+            await admin.SetQuota(kv.SetQuotaRequest(quota=quota), timeout=patience(10))
 
     def audited(self) -> Iterator[dict[str, Any]]:
         """Lines of the audit file."""

@@ -12,6 +12,7 @@ from cachemgr.settings import CachemgrSettings
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.channel import open_channel, open_sync_channel
+from tests.support.patience import patience
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 EXECUTOR, SCHEDULER = "gpu-0", "front"
@@ -92,14 +93,14 @@ class Client:
         self, *, last_write_steps: tuple[int, ...] = (), **lower_tiers: object
     ) -> pb.RegisterExecutorResponse:
         registered = await self.manager.RegisterScheduler(
-            pb.RegisterSchedulerRequest(scheduler_id=SCHEDULER, scheduler_epoch=1), timeout=5
+            pb.RegisterSchedulerRequest(scheduler_id=SCHEDULER, scheduler_epoch=1), timeout=patience(5)
         )
         self.manager_epoch = registered.manager_epoch
         registration = self.registration(last_write_steps=last_write_steps, **lower_tiers)
-        return await self.manager.RegisterExecutor(registration, timeout=60)
+        return await self.manager.RegisterExecutor(registration, timeout=patience(5))
 
     async def admit(self, sequence_id: str, tokens: int | list[int], **values: object) -> pb.AdmitSequenceResponse:
-        return await self.manager.AdmitSequence(self.admission(sequence_id, tokens, **values), timeout=60)
+        return await self.manager.AdmitSequence(self.admission(sequence_id, tokens, **values), timeout=patience(5))
 
     async def sync(self, step: int, **columns: object) -> pb.SyncSequencesResponse:
         request = pb.SyncSequencesRequest(
@@ -110,7 +111,7 @@ class Client:
             step=step,
             **columns,  # type: ignore[arg-type]
         )
-        return await self.manager.SyncSequences(request, timeout=60)
+        return await self.manager.SyncSequences(request, timeout=patience(5))
 
     async def compute(self, admitted: pb.AdmitSequenceResponse, tokens: int, *, step: int = 1) -> None:
         """Reports a sequence's tokens as computed and releases it."""
@@ -118,10 +119,10 @@ class Client:
         await self.sync(step, released_handles=[admitted.sequence_handle])
 
     async def pool(self) -> pb.Pool:
-        return (await self.admin.GetPool(pb.GetPoolRequest(pool_id=f"{self.executor_id}/0"), timeout=60)).pool
+        return (await self.admin.GetPool(pb.GetPoolRequest(pool_id=f"{self.executor_id}/0"), timeout=patience(5))).pool
 
     async def check(self) -> None:
-        answer = await self.admin.CheckPool(pb.CheckPoolRequest(), timeout=60)
+        answer = await self.admin.CheckPool(pb.CheckPoolRequest(), timeout=patience(5))
         assert list(answer.violations) == []
 
 
@@ -139,8 +140,8 @@ def environment(folder: Path, **values: str) -> dict[str, str]:
 
 def wait_until_serving(address: str, service: str) -> None:
     with open_sync_channel(address) as channel:
-        grpc.channel_ready_future(channel).result(20)
+        grpc.channel_ready_future(channel).result(patience(20))
         stub = health_pb2_grpc.HealthStub(channel)
-        for answer in stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=20):
+        for answer in stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=patience(20)):
             if answer.status == SERVING:
                 return

@@ -19,6 +19,7 @@ from protos.rpc.security import Security
 from protos.rpc.settings import ProcessSettings, load
 from tests.stack import ROOT
 from tests.support.keyring import Keyring
+from tests.support.patience import patience
 
 CLASSES = {cls.process: cls for cls in PROCESSES}
 # What compose and systemd run: one engine, without a router.
@@ -35,7 +36,7 @@ def tool(name: str, *arguments: str | Path) -> str:
     """What a tool of this environment prints."""
     if not (TOOLS / name).exists():
         pytest.skip(f"there is no {name} in this environment")
-    done = subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, timeout=patience(60), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -12,12 +12,12 @@ GARBAGE = None
 
 
 class Content(NamedTuple):
-    """What one token's K and V depend on: its cache scope and all tokens up to it, `before` as a hash.
+    """What one token's K and V depend on: salt, adapter, weights, and all tokens up to it, `before` as a hash.
 
     A token that stands for a part of an image comes with the image's digest and the position in it.
     """
 
-    scope: tuple[str | None, int | None]
+    scope: tuple[str | None, int | None, str]
     first: int
     position: int
     token: tuple[int, Any]
@@ -25,7 +25,7 @@ class Content(NamedTuple):
 
 
 def contents(
-    scope: tuple[str | None, int | None], tokens: Sequence[int], extra_keys: Iterable[Any] = ()
+    scope: tuple[str | None, int | None, str], tokens: Sequence[int], extra_keys: Iterable[Any] = ()
 ) -> list[Content]:
     """What computing each token leaves."""
     images = {key.start + at: (key.digest, at) for key in extra_keys for at in range(key.length)}

@@ -22,6 +22,7 @@ from cachemgr.operators.queries import Queries
 from cachemgr.retention.leases import leases_of
 from cachemgr.retention.priority import RULE
 from cachemgr.sequences.holds import Holds
+from cachemgr.steps import Steps
 from cachemgr.types import (
     Admission,
     AdmitRequest,
@@ -89,6 +90,7 @@ POLICIES = [
     asked("NORM_SUM", start_tokens=4, recent_tokens=4, max_cache_tokens=12),
     asked("RANDOM", max_cache_tokens=6, start_tokens=1, recent_tokens=2, period_tokens=2, during_prefill=True),
     asked("KEYDIFF", max_cache_tokens=7, start_tokens=1, recent_tokens=2, period_tokens=3),
+    asked("ADAPTIVE_WINDOW", start_tokens=1, recent_tokens=4, max_cache_tokens=17, score_window_tokens=2),
 ]
 
 
@@ -117,6 +119,13 @@ class Live:
     moved: bool = False
     # Tokens computed before it moved, until that is reported.
     clean: int | None = None
+    # Of an adaptive window: the one that it has when it moves, the one that it must have soon, and one that became
+    # shorter, until that is reported.
+    window: int = 0
+    taken: int | None = None
+    returned: int | None = None
+    # Of the weights that it is computed with.
+    weight_version: str = ""
 
     @property
     def has_news(self) -> bool:
@@ -140,6 +149,11 @@ class Live:
     def must_move(self) -> bool:
         return not self.moved and self.stays < self.kept
 
+    @property
+    def adapts(self) -> bool:
+        """Whether it has an adaptive window that may change now."""
+        return self.moved and self.policy is not None and self.policy.bounds is not None
+
     def expected(self) -> list[Any]:
         """What its slots must hold, in their order: once it has moved, its own mark, as no other sequence may hit it.
 
@@ -149,7 +163,8 @@ class Live:
             return [("kept by", self.handle)] * (len(self.tables[0]) * BLOCK)
         if self.tainted:
             return [None] * len(self.tokens)
-        return contents((self.request.salt, self.request.adapter_id), self.tokens, self.request.extra_keys)
+        scope = self.request.salt, self.request.adapter_id, self.weight_version
+        return contents(scope, self.tokens, self.request.extra_keys)
 
     def cut(self, length: int) -> None:
         """Its tokens from a length on are rejected."""
@@ -164,7 +179,7 @@ class Live:
 
 @dataclass
 class Journal:
-    """A store that is a dictionary: the indexed blocks by slot."""
+    """A store that is a dictionary: the indexed blocks of the executor "e" by slot."""
 
     epoch: int = 0
     blocks: dict[tuple[int, TierKind, int], BlockRecord] = field(default_factory=dict)
@@ -174,6 +189,8 @@ class Journal:
     is_read: bool = True
 
     def cleared(self, executor_id: str, epoch: int) -> None:
+        if executor_id != "e":
+            return
         self.epoch = epoch
         self.blocks.clear()
         self.written.clear()
@@ -194,12 +211,16 @@ class Journal:
     def stored(
         self, executor_id: str, group: int, tier: TierKind, slot: int, current: Callable[[], BlockRecord | None]
     ) -> None:
+        if executor_id != "e":
+            return
         block = current()
         assert block is not None
         assert block.tier_slot == (group, tier, slot)
         self.blocks[block.tier_slot] = block
 
     def removed(self, executor_id: str, group: int, tier: TierKind, slot: int) -> None:
+        if executor_id != "e":
+            return
         if self.is_read:
             del self.blocks[group, tier, slot]
         else:
@@ -285,6 +306,7 @@ class World:
         self.random = random.Random(seed)
         self.now = 0.0
         self.executor_epoch = 0
+        self.weight_version = ""
         self.scheduler_epoch = 0
         self.names = 0
         self.live: dict[str, Live] = {}
@@ -293,6 +315,8 @@ class World:
         self.released: list[int] = []
         self.cancelled: list[int] = []
         self.fail_moves = False
+        # Whether adaptive windows grow and shrink, by chance.
+        self.changes_windows = False
         # Slots of sequences that wrote on when the manager had given the executor up.
         self.strays: set[tuple[int, int]] = set()
         self.trimmed: dict[int, int] = {}
@@ -330,7 +354,14 @@ class World:
             for group, window in enumerate(self.windows)
         ]
         settings = ExecutorSpec(
-            "e", self.executor_epoch, "m", FINGERPRINT, BLOCK, pools, memory_bytes=self.memory_bytes
+            "e",
+            self.executor_epoch,
+            "m",
+            FINGERPRINT,
+            BLOCK,
+            pools,
+            memory_bytes=self.memory_bytes,
+            weight_version=self.weight_version,
         )
         return dataclasses.replace(settings, **self.device.registered(pools))
 
@@ -343,6 +374,13 @@ class World:
         self.released += [live.handle for live in self.live.values()]
         self.live.clear()
         return restored
+
+    def update_weights(self, weight_version: str) -> Steps[int]:
+        """The executor computes with other weights; the scheduler has all its sequences computed anew."""
+        for live in list(self.live.values()):
+            self.leave(live)
+        self.weight_version = weight_version
+        return self.manager.update_weights("e", self.executor_epoch, weight_version)
 
     @property
     def caller(self) -> SchedulerEpoch:
@@ -483,6 +521,7 @@ class World:
             reported_computed=admission.cached_tokens,
             policy=admission.eviction_policy,
             prompt=len(token_ids),
+            weight_version=self.weight_version,
         )
         return live
 
@@ -553,6 +592,9 @@ class World:
         planned = {live.handle: live.computed for live in self.live.values()}
         work = []
         for name, live in self.live.items():
+            if live.adapts and (names is None or name in names):
+                self.shorten(live)
+        for name, live in self.live.items():
             if (names is not None and name not in names) or not self.may_start(live, planned):
                 continue
             count = min(most, self.computable(live))
@@ -593,12 +635,30 @@ class World:
         if live.tainted:
             self.tainted.add(live.handle)
 
+    def shorten(self, live: Live) -> None:
+        """Its adaptive window becomes shorter when that is asked for, and sometimes for want of attention."""
+        assert live.policy is not None
+        assert live.policy.bounds is not None
+        wanted = live.taken
+        if wanted is None and self.changes_windows and self.random.random() < 0.2:
+            wanted = self.random.randrange(live.policy.bounds.least, live.policy.window + 1, live.policy.period)
+        if wanted is None or wanted >= live.policy.window or live.returned is not None:
+            return
+        live.policy, live.taken, live.returned = live.policy.with_window(wanted), None, wanted
+        self.evict(live)
+        assert live.policy.most_kept is not None
+        del live.tables[0][-(-live.policy.most_kept // BLOCK) :]
+
     def evict(self, live: Live) -> None:
         """Drops tokens before a step; the first time it moves to the granted slots, or keeps the first of its own."""
-        kept = live.stays
-        if kept == live.kept:
+        must_move, kept = live.must_move, live.stays
+        if must_move and live.window:
+            assert live.policy is not None
+            live.policy = live.policy.with_window(live.window)
+            kept = live.stays
+        if kept == live.kept and not must_move:
             return
-        if live.must_move:
+        if must_move:
             assert live.granted is not None
             assert live.policy is not None
             live.moved, live.clean = True, live.computed
@@ -666,9 +726,11 @@ class World:
         for live in told:
             live.reported_tokens = len(live.tokens)
             live.reported_computed = live.computed
-        asking = [live.handle for live in running if live.must_move]
-        for live in moved:
-            live.clean = None
+        asking = [live for live in running if live.must_move]
+        asked = [self.asked_window(live) for live in asking]
+        windows = {live.handle: wanted for live in running if (wanted := self.window_to_name(live)) is not None}
+        for live in [*moved, *running]:
+            live.clean = live.returned = None
         return SyncRequest(
             "s",
             self.scheduler_epoch,
@@ -683,7 +745,10 @@ class World:
             list(self.trimmed),
             list(self.trimmed.values()),
             list(self.cancelled),
-            evicting_handles=asking,
+            evicting_handles=[live.handle for live in asking],
+            evicting_window_tokens=asked if any(asked) else (),
+            window_handles=list(windows),
+            window_tokens=list(windows.values()),
             evicted_handles=[live.handle for live in moved],
             computed_tokens_before_eviction=clean,
         )
@@ -707,6 +772,35 @@ class World:
             at += count
             assert by_handle[handle].granted in (None, slots)
             by_handle[handle].granted = slots
+        for handle, window in zip(answer.evicting_handles, answer.evicting_window_tokens, strict=True):
+            by_handle[handle].window = window
+        for handle, window in zip(answer.window_handles, answer.window_tokens, strict=True):
+            live = by_handle[handle]
+            assert live.policy is not None
+            if window > live.policy.window:
+                live.policy = live.policy.with_window(window)
+                assert len(live.tables[0]) * BLOCK >= (live.policy.most_kept or 0)
+            live.taken = window if window < live.policy.window else None
+
+    def asked_window(self, live: Live) -> int:
+        """The adaptive window that it asks for when it moves; 0 without one."""
+        bounds = None if live.policy is None else live.policy.bounds
+        if live.policy is None or bounds is None:
+            return 0
+        if not self.changes_windows:
+            return bounds.least
+        return live.window or self.random.randrange(bounds.least, bounds.most + 1, live.policy.period)
+
+    def window_to_name(self, live: Live) -> int | None:
+        """The adaptive window that the next sync names: one that became shorter, or a longer one, now and then."""
+        if live.returned is not None or not live.adapts:
+            return live.returned
+        assert live.policy is not None
+        assert live.policy.bounds is not None
+        if live.taken is not None or not self.changes_windows or self.random.random() < 0.5:
+            return None
+        longer = range(live.policy.window + live.policy.period, live.policy.bounds.most + 1, live.policy.period)
+        return self.random.choice(longer) if longer else None
 
     # Shorthands for tests
 
@@ -852,7 +946,7 @@ class World:
         for offset, token in enumerate(block.token_ids):
             held = self.device.slot(*block.tier_slot)[offset]
             assert isinstance(held, Content), f"slot {block.slot} holds {held}"
-            assert held.scope == (block.salt, block.adapter_id)
+            assert held.scope == (block.salt, block.adapter_id, block.weight_version)
             assert (held.position, held.token[0]) == (block.depth * BLOCK + offset, token)
 
 

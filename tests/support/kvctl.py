@@ -18,6 +18,7 @@ import typer
 
 from kvctl.app import app, main
 from tests.stack import ROOT, Stack
+from tests.support.patience import patience
 
 
 def verbs(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -110,6 +111,6 @@ def ask(variables: Mapping[str, str], answer: str, *line: str) -> Done:
     ) as process:
         os.close(terminal)
         os.write(controller, f"{answer}\n".encode())
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=patience(60))
     os.close(controller)
     return Done(process.returncode, out.decode(), err.decode())

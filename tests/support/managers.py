@@ -18,6 +18,7 @@ from cachemgr.process import CacheManagerProcess
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.settings import cluster_nodes
 from tests.support.cachemgr_client import EXECUTOR, NUM_BLOCKS, Client, settings_for
+from tests.support.patience import patience
 
 POOL = f"{EXECUTOR}/0"
 
@@ -134,13 +135,15 @@ async def state_of(client: Client, kind: str) -> list[str]:
 
 async def compared(client: Client, pool_id: str = "") -> list[str] | None:
     """What the manager and Redis disagree about; None when they could not be compared."""
-    answer = await client.admin.CheckPool(pb.CheckPoolRequest(pool_id=pool_id, compare_with_store=True), timeout=30)
+    answer = await client.admin.CheckPool(
+        pb.CheckPoolRequest(pool_id=pool_id, compare_with_store=True), timeout=patience(30)
+    )
     return [f"{one.pool_id} {one.slot}: {one.message}" for one in answer.violations] if answer.store_compared else None
 
 
 async def agreed(client: Client) -> None:
     """Waits until both can be compared; then they agree."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(patience(30)):
         while (found := await compared(client)) is None:
             await asyncio.sleep(0.05)
     assert found == []

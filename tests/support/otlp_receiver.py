@@ -13,7 +13,9 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as rpc
 
-WAIT_SECONDS = 60.0
+from tests.support.patience import patience
+
+WAIT_SECONDS = patience(60)
 
 
 class OtlpReceiver(rpc.TraceServiceServicer):  # type: ignore[misc]

@@ -7,8 +7,6 @@ processor and compiler. Such tests wait for nothing and start no service; their 
 import functools
 import hashlib
 import json
-import platform
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import distributions
@@ -16,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from kernels.cpu_decoder import build
 from tests.support.skips import PASSED_BEFORE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,13 +108,8 @@ def _files(names: tuple[str, ...]) -> Iterator[Path]:
 def _surroundings() -> Iterator[str]:
     yield sys.version
     yield from sorted(f"{one.metadata['Name']}=={one.version}" for one in distributions())
-    yield platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = ("flags", "Features", "model name")
-    yield from (next((line for line in lines if line.startswith(name)), "") for name in names)
-    for compiler in ("c++", "clang++"):
-        try:
-            yield subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-        except OSError:
-            yield f"no {compiler}"
+    # The processor, the compiler and its flags.
+    try:
+        yield build.digest()
+    except build.NoCompilerError as error:
+        yield str(error)

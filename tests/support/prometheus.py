@@ -14,8 +14,9 @@ from typing import Any, Self
 import yaml
 
 from tests.stack import free_address
+from tests.support.patience import patience
 
-START_SECONDS = 30.0
+START_SECONDS = patience(30)
 SCRAPE_SECONDS = 0.5
 BAD_REQUEST = 400
 
@@ -63,7 +64,7 @@ class Prometheus:
         """The series of an instant query. Raises AssertionError with the server's words when it takes none."""
         url = f"http://{self.address}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
         try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
+            with urllib.request.urlopen(url, timeout=patience(10)) as answer:
                 result: list[dict[str, Any]] = json.load(answer)["data"]["result"]
                 return result
         except urllib.error.HTTPError as error:

@@ -77,6 +77,8 @@ LAYOUTS = [(None,), (None,), (None, 5), (3,), (None, 2, 9)]
 QUOTA = Quota(salt="a", device_floor=1, device_ceiling=4, host_floor=1)
 TENANT_QUOTA = Quota(tenant_id="t", device_floor=1, device_ceiling=5)
 
+VERSIONS = ["", "v1"]
+
 WEIGHTS = {
     "admit": 30,
     "step": 15,
@@ -107,6 +109,7 @@ WEIGHTS = {
     "delete_rule": 1,
     "hint": 4,
     "update_pool": 1,
+    "update_weights": 0.5,
     # Processes that die, with copies in every state.
     "write_store": 2,
     "read_store": 5,
@@ -170,6 +173,7 @@ class RandomLife:
             config=ManagerConfig(lease_seconds=10, event_history=50, **drawn["config"]),
             **shared,
         )
+        self.world.changes_windows = True
         self.forks = 0
         # A call that is carried out in steps.
         self.long_call: Any = None
@@ -237,6 +241,10 @@ class RandomLife:
             "tenant_id": choose(TENANTS),
             "no_store": draw() < 0.08,
             "no_read": draw() < 0.08,
+            "max_continuation": len(tokens) % 3 * 50,
+            # Of the prompt and not drawn, as the bound above.
+            "explain_miss": len(tokens) % 2 == 0,
+            "store_tokens": sum(tokens) % 13 if len(tokens) % 5 == 0 else None,
             "lowest_tier": choose([*TierKind, TierKind.DISK, TierKind.DISK]),
         }
         if len(tokens) > world.longest:
@@ -308,7 +316,8 @@ class RandomLife:
 
     def extend(self, live: Live) -> None:
         world = self.world
-        if live.clean is not None:
+        # The manager has not heard yet that it has moved, or that its window is shorter.
+        if live.clean is not None or live.returned is not None:
             return
         wanted = min(live.capacity + self.random.randrange(9), world.longest)
         try:
@@ -407,6 +416,7 @@ class RandomLife:
             (forgotten, lambda: manager.operators.forget(forgotten, validate_only=False)),
             (forgotten, lambda: manager.operators.forget(forgotten, validate_only=False)),
             (BlockFilter(), lambda: manager.operators.purge(BlockFilter(), validate_only=False, skip_used=True)),
+            (None, lambda: self.world.update_weights(choose(VERSIONS))),
             (QUOTA, lambda: manager.operators.set_quota(choose([QUOTA, TENANT_QUOTA]), validate_only=False)),
             (quota, lambda: manager.operators.delete_quota(quota)),
             (rule, lambda: change(rule, validate_only=False)),
@@ -507,6 +517,9 @@ class RandomLife:
         (said,) = self.world.operators.pin_prefix(prefix, "ops", 6.0, validate_only=True)
         (pinned,) = self.world.operators.pin_prefix(prefix, "ops", 6.0, validate_only=False)
         assert (pinned.receipt, pinned.degraded) == (said.receipt, said.degraded)
+
+    def update_weights(self) -> None:
+        at_once(self.world.update_weights(self.random.choice(VERSIONS)))
 
     def release_hold(self) -> None:
         manager = self.world.manager
@@ -662,7 +675,8 @@ def cached_blocks(world: World) -> int:
 def naive_match(world: World, tokens: list[int], salt: str | None, adapter_id: int | None) -> int:
     """The longest beginning of the tokens, all but the last, that the indexed blocks of group 0 hold."""
     blocks = [one for one in world.queries.records("e") if one.group == 0]
-    known = {one.key: one for one in blocks if (one.salt, one.adapter_id) == (salt, adapter_id)}
+    scope = salt, adapter_id, world.weight_version
+    known = {one.key: one for one in blocks if (one.salt, one.adapter_id, one.weight_version) == scope}
 
     def path(block: BlockRecord) -> list[int]:
         if block.parent_key is None:

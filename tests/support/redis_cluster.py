@@ -10,10 +10,12 @@ from pathlib import Path
 import redis
 from children import Child
 
+from tests.support.patience import patience
+
 SLOTS = 16_384
 NODES = 3
-_START_SECONDS = 30.0
-_STOP_SECONDS = 30.0
+_START_SECONDS = patience(30)
+_STOP_SECONDS = patience(30)
 
 
 class Node:
@@ -28,7 +30,7 @@ class Node:
         server += ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--appendonly", "yes"]
         server += ["--cluster-require-full-coverage", "no", "--save", ""]
         self._child = Child(server, os.environ, folder=folder, log=folder / "log", stop_seconds=_STOP_SECONDS)
-        self.client = redis.Redis(port=port, socket_timeout=10)
+        self.client = redis.Redis(port=port, socket_timeout=patience(10))
 
     def start(self) -> None:
         """Starts it, unless it runs, and waits until it answers. Call it from the main thread, which it ends with."""

@@ -1,5 +1,6 @@
 """How much work a call is, counted and not timed: the same on every machine, however busy."""
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -19,9 +20,12 @@ def work_of(call: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    # What other tests have left behind is not freed here: its finalizers would count.
+    gc.disable()
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count

@@ -97,3 +97,10 @@ def test_each_group_has_tests_and_a_digest_that_a_source_changes(
         changed.write_text(text)
         digests.add(passed.digest.__wrapped__("tests/kernels/"))
     assert len(digests) == 2
+
+
+def test_other_flags_of_the_compiler_run_all_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXXFLAGS", raising=False)
+    plain = passed.digest.__wrapped__("tests/kernels/")
+    monkeypatch.setenv("CXXFLAGS", "-march=x86-64-v3")
+    assert passed.digest.__wrapped__("tests/kernels/") != plain

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import patience
+
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = """
 import pathlib
@@ -51,7 +53,7 @@ def run(folder: Path, *, flaky: int = 0, broken: int = 0, late: int = 0) -> tupl
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=patience(60),
         check=False,
     )
     kept = folder / "build/gate/flaky.jsonl"

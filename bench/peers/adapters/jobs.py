@@ -1,6 +1,6 @@
 """What every adapter does: reads jobs as lines of JSON, runs them, answers with lines of JSON.
 
-    job     {"prompts": [[token id, ...], ...], "output_tokens": 64, "reuse": true}
+    job     {"prompts": [[token id, ...], ...], "output_tokens": 64, "reuse": true, "ahead": false}
     answer  {"token_times": [[seconds since all requests arrived, ...], ...], "token_ids": [[...], ...]}
 
 The first line an adapter writes is {"ready": "name and version"}. It needs nothing but the standard library.
@@ -13,11 +13,23 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-Prompts = Sequence[Sequence[int]]
-# Times and tokens of every request, for prompts, a number of output tokens, and whether to reuse prefixes.
-Run = Callable[[Prompts, int, bool], tuple[list[list[float]], list[list[int]]]]
+
+@dataclass(frozen=True)
+class Job:
+    """Requests that arrive at once. reuse: of prefixes. ahead: the others are asked behind the first one's first token,
+    and wait until then."""
+
+    prompts: Sequence[Sequence[int]]
+    output_tokens: int
+    reuse: bool
+    ahead: bool = False
+
+
+# Times and tokens of every request.
+Outcome = tuple[list[list[float]], list[list[int]]]
 
 
 def arguments() -> tuple[str, str, int, str]:
@@ -28,14 +40,11 @@ def arguments() -> tuple[str, str, int, str]:
     return model, dtype, int(threads), cache
 
 
-def serve(
-    ready: str, run: Callable[[Prompts, int, bool], tuple[list[list[float]], list[list[int]]]], answers: Any
-) -> None:
+def serve(ready: str, run: Callable[[Job], Outcome], answers: Any) -> None:
     """Runs jobs until there are no more."""
     answers(ready=ready)
     for line in sys.stdin:
-        job = json.loads(line)
-        times, tokens = run(job["prompts"], job["output_tokens"], job["reuse"])
+        times, tokens = run(Job(**json.loads(line)))
         answers(token_times=times, token_ids=tokens)
 
 

@@ -50,15 +50,19 @@ def main() -> None:
             loaded[reuse] = genai.ContinuousBatchingPipeline(str(folder), config, "CPU", properties)
         return loaded[reuse]
 
-    def generate(prompts: jobs.Prompts, count: int, reuse: bool) -> tuple[list[list[float]], list[list[int]]]:
-        pipe = pipeline(reuse)
-        config = genai.GenerationConfig(max_new_tokens=count, ignore_eos=True, do_sample=False)
-        times: list[list[float]] = [[] for _ in prompts]
-        tokens: list[list[int]] = [[] for _ in prompts]
-        inputs = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
+    def generate(job: jobs.Job) -> jobs.Outcome:
+        pipe = pipeline(job.reuse)
+        config = genai.GenerationConfig(max_new_tokens=job.output_tokens, ignore_eos=True, do_sample=False)
+        times: list[list[float]] = [[] for _ in job.prompts]
+        tokens: list[list[int]] = [[] for _ in job.prompts]
+        inputs = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in job.prompts]
+        handles: list[Any] = []
         begin = time.monotonic()
-        handles = [pipe.add_request(next(numbers), ids, config) for ids in inputs]
-        while pipe.has_non_finished_requests():
+        while len(handles) < len(inputs) or pipe.has_non_finished_requests():
+            # A prefix is found from when the request that computed it has its first token.
+            waiting = job.ahead and not times[0]
+            due = inputs[len(handles) : 1 if waiting else None]
+            handles += [pipe.add_request(next(numbers), ids, config) for ids in due]
             pipe.step()
             now = time.monotonic() - begin
             for index, handle in enumerate(handles):

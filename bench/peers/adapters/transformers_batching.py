@@ -38,10 +38,11 @@ def main() -> None:
         return running[reuse]
 
     @torch.inference_mode()
-    def run(prompts: jobs.Prompts, count: int, reuse: bool) -> tuple[list[list[float]], list[list[int]]]:
-        loop = manager(reuse)
+    def run(job: jobs.Job) -> jobs.Outcome:
+        loop = manager(job.reuse)
         begin = time.perf_counter()
-        names = loop.add_requests([list(prompt) for prompt in prompts], max_new_tokens=count, record_timestamps=True)
+        prompts = [list(prompt) for prompt in job.prompts]
+        names = loop.add_requests(prompts, max_new_tokens=job.output_tokens, record_timestamps=True)
         done: dict[str, Any] = {}
         while len(done) < len(names):
             result = loop.get_result(timeout=1)

@@ -11,7 +11,8 @@ import jobs
 # Bound to every core: by default one core is left to other processes, which halves the speed on two.
 CORES = ",".join(map(str, sorted(os.sched_getaffinity(0))))
 ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "4",
+    # GB: what the longest workload needs in float32, as all engines stay loaded beside each other.
+    "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_CPU_OMP_THREADS_BIND": CORES,
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -46,12 +47,16 @@ def main() -> None:
     )
     numbers = itertools.count()
 
-    def run(prompts: jobs.Prompts, count: int, reuse: bool) -> tuple[list[list[float]], list[list[int]]]:
-        names = [str(next(numbers)) for _ in prompts]
+    def run(job: jobs.Job) -> jobs.Outcome:
+        names = [str(next(numbers)) for _ in job.prompts]
         begin = time.monotonic()
-        for name, prompt in zip(names, prompts, strict=True):
+        for name, prompt in zip(names, job.prompts, strict=True):
             sampling = vllm.SamplingParams(
-                temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, skip_reading_prefix_cache=not reuse
+                temperature=0,
+                max_tokens=job.output_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                skip_reading_prefix_cache=not job.reuse,
             )
             engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
         times: dict[str, list[float]] = {name: [] for name in names}

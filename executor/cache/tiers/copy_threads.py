@@ -15,7 +15,6 @@ from executor.step import Copy, Tier
 log = structlog.get_logger()
 
 # A slow disk must not delay copies between memories.
-MEMORY_THREADS = 2
 DISK_THREADS = 2
 # How long a step waits for the copies of the blocks in its slots to a disk; then they are lost.
 STALL_SECONDS = 1.0
@@ -42,11 +41,13 @@ class LostSourceError(Exception):
 class CopyThreads:
     """Threads that run copies; they start with the first copy. One thread submits copies and waits for them.
 
-    void: called for every copy that fails: its target must not keep its old contents.
+    void: called for every copy that fails: its target must not keep its old contents. memory_threads: those of copies
+    between memories.
     """
 
-    def __init__(self, run: Run, void: Callable[[Copy], None] = lambda _: None) -> None:
+    def __init__(self, run: Run, void: Callable[[Copy], None] = lambda _: None, memory_threads: int = 2) -> None:
         self._run = run
+        self._memory_threads = memory_threads
         self._void = void
         self._order = CopyHazards()
         self._changed = threading.Condition()
@@ -117,7 +118,7 @@ class CopyThreads:
 
     def _start(self) -> None:
         self._started = True
-        for name, jobs, count in (("memory", self._memory, MEMORY_THREADS), ("disk", self._disk, DISK_THREADS)):
+        for name, jobs, count in (("memory", self._memory, self._memory_threads), ("disk", self._disk, DISK_THREADS)):
             for _ in range(count):
                 threading.Thread(target=self._work, args=(jobs,), name=f"copies, {name}", daemon=True).start()
 

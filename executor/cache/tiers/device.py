@@ -1,24 +1,38 @@
 """The device's side of copies to and from lower tiers. A block there: K, then V, each layer after layer.
 
-That is [2, layers, block_size, kv_heads, head_dim] of the pool's dtype, as bytes.
+That is [2, layers, block_size, kv_heads, head_dim] of the pool's dtype, as bytes. Behind them stand those of a draft
+model.
 """
 
+import contextlib
+import os
 import threading
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import structlog
 import torch
 from torch import Tensor
 
-from executor.cache.pool import KvPools, Pool
+from executor.cache.pool import KvPools
+from executor.cache.tiers.cuda_driver import CudaDriver, Rows, block_rows
 from executor.cache.tiers.layout import Bytes
 
 log = structlog.get_logger()
 
+_Cache: TypeAlias = np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]
+_Part: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
+
 
 class DeviceBlocks(Protocol):
-    """Moves whole blocks. `read` and `write` are called from several threads, on different slots, and block."""
+    """Moves whole blocks. `read` and `write` are called from several threads, on different slots, and block.
+
+    threads: how many copy best.
+    """
+
+    threads: int
 
     def mark(self) -> Any:
         """A mark behind the work submitted to the device so far; called by the thread that submits it."""
@@ -40,6 +54,10 @@ class DeviceBlocks(Protocol):
         """Pins memory of the host, where that is possible."""
         ...
 
+    def unregister(self, memory: Bytes) -> None:
+        """Undoes `register`, before the memory is unmapped."""
+        ...
+
 
 def blocks_of(pools: KvPools) -> DeviceBlocks:
     """Of the device that the pools are on."""
@@ -50,20 +68,31 @@ def blocks_of(pools: KvPools) -> DeviceBlocks:
 class CpuBlocks:
     """Pools in the host's memory. numpy copies in one thread and without the interpreter's lock."""
 
+    threads = 2
+
     def __init__(self, pools: KvPools) -> None:
-        # Per group K and V, [layers, slots, bytes].
-        self._caches = [tuple(_as_bytes(cache) for cache in (pool.k, pool.v)) for pool in pools.pools]
+        # Per group its caches, [layers, slots, bytes] each, and where the parts of a block end.
+        self._caches = [[_as_bytes(cache) for cache in pool.caches] for pool in pools.pools]
+        sizes = [[cache.shape[0] * cache.shape[2] for cache in caches] for caches in self._caches]
+        self._ends = [list(accumulate(of_group)) for of_group in sizes]
 
     def mark(self) -> None:
         """A CPU has no pending work."""
 
     def read(self, group: int, slot: int, into: Bytes, after: Any) -> None:  # noqa: ARG002
-        for cache, part in zip(self._caches[group], into.reshape(2, len(self._caches[group][0]), -1), strict=True):
+        for cache, part in self._parts(group, into):
             np.copyto(part, cache[:, slot])
 
     def write(self, group: int, slot: int, data: Bytes, after: Any) -> None:  # noqa: ARG002
-        for cache, part in zip(self._caches[group], data.reshape(2, len(self._caches[group][0]), -1), strict=True):
+        for cache, part in self._parts(group, data):
             np.copyto(cache[:, slot], part)
+
+    def _parts(self, group: int, block: Bytes) -> Iterator[tuple[_Cache, _Part]]:
+        """Each cache of a group with its part of a block's bytes, [layers, bytes]."""
+        begin = 0
+        for cache, end in zip(self._caches[group], self._ends[group], strict=True):
+            yield cache, block[begin:end].reshape(len(cache), -1)
+            begin = end
 
     def staging(self, size: int) -> Bytes:
         return np.empty(size, dtype=np.uint8)
@@ -71,8 +100,11 @@ class CpuBlocks:
     def register(self, memory: Bytes) -> None:
         """Nothing to do."""
 
+    def unregister(self, memory: Bytes) -> None:
+        """Nothing to do."""
 
-def _as_bytes(cache: Tensor) -> np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]:
+
+def _as_bytes(cache: Tensor) -> _Cache:
     return cache.view(torch.uint8).reshape(*cache.shape[:2], -1).numpy()
 
 
@@ -80,9 +112,14 @@ class CudaBlocks:
     """Pools on a GPU: each thread copies on a stream of its own, beside the device's work."""
 
     def __init__(self, pools: KvPools, device: torch.device) -> None:
-        self._pools = pools.pools
+        self._caches = [list(pool.caches) for pool in pools.pools]
         self._device = device
+        self._driver = CudaDriver()
         self._local = threading.local()
+        # Addresses.
+        self._registered: set[int] = set()
+        # One thread's checksums are a tenth as fast as the bus.
+        self.threads = max(2, min(8, (os.cpu_count() or 2) // 2))
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -90,18 +127,21 @@ class CudaBlocks:
         return event
 
     def read(self, group: int, slot: int, into: Bytes, after: torch.cuda.Event) -> None:
-        pool, stream = self._pools[group], self._stream()
-        with torch.cuda.stream(stream), torch.inference_mode():
-            stream.wait_event(after)
-            shaped(into, pool).copy_(gathered(pool, slot), non_blocking=True)
-            stream.synchronize()
+        self._copy(self._driver.to_host, group, slot, into, after)
 
     def write(self, group: int, slot: int, data: Bytes, after: torch.cuda.Event) -> None:
-        pool, stream = self._pools[group], self._stream()
-        with torch.cuda.stream(stream), torch.inference_mode():
-            stream.wait_event(after)
-            scatter(pool, slot, shaped(data, pool).to(self._device, non_blocking=True))
-            stream.synchronize()
+        self._copy(self._driver.to_device, group, slot, data, after)
+
+    def _copy(
+        self, copy: Callable[[Rows, int, int], None], group: int, slot: int, host: Bytes, after: torch.cuda.Event
+    ) -> None:
+        stream, address = self._stream(), host.ctypes.data
+        stream.wait_event(after)
+        for cache in self._caches[group]:
+            rows = block_rows(cache, slot)
+            copy(rows, address, stream.cuda_stream)
+            address += rows.bytes
+        stream.synchronize()
 
     def staging(self, size: int) -> Bytes:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
@@ -110,25 +150,22 @@ class CudaBlocks:
         error = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)  # type: ignore[no-untyped-call]
         if int(error):
             log.warning("host memory is not pinned: copies from and to it are slower", cuda_error=int(error))
+            self._forget_error()
+        else:
+            self._registered.add(memory.ctypes.data)
+
+    def unregister(self, memory: Bytes) -> None:
+        if memory.ctypes.data in self._registered:
+            self._registered.remove(memory.ctypes.data)
+            torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)  # type: ignore[no-untyped-call]
+
+    def _forget_error(self) -> None:
+        """Takes the error that the runtime keeps for the next call that looks: a launch, which would fail for it."""
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self._device)
 
     def _stream(self) -> torch.cuda.Stream:
         if not hasattr(self._local, "stream"):
             torch.cuda.set_device(self._device)
             self._local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return self._local.stream  # type: ignore[no-any-return]
-
-
-def shaped(data: Bytes, pool: Pool) -> Tensor:
-    """A block's bytes as [2, layers, block_size, kv_heads, head_dim] of the pool's dtype; the same memory."""
-    return torch.from_numpy(data).view(pool.k.dtype).view(2, *pool.k[:, 0].shape)
-
-
-def gathered(pool: Pool, slot: int) -> Tensor:
-    """A copy of a slot, [2, layers, block_size, kv_heads, head_dim], on the device."""
-    return torch.stack((pool.k[:, slot], pool.v[:, slot]))
-
-
-def scatter(pool: Pool, slot: int, block: Tensor) -> None:
-    """Writes a slot; block as `gathered` makes it."""
-    pool.k[:, slot].copy_(block[0])
-    pool.v[:, slot].copy_(block[1])

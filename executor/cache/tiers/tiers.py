@@ -53,7 +53,7 @@ class Tiers:
         mover = BlockCopier(self._device, self._files, checksums=checksums)
         # Seconds that a block takes from a tier to the device, a moving average, as far as known.
         self.block_times: Mapping[Tier, float] = mover.block_times
-        self._copier = CopyThreads(mover.run, mover.void)
+        self._copier = CopyThreads(mover.run, mover.void, self._device.threads)
 
     @property
     def slots(self) -> dict[Tier, int]:
@@ -93,6 +93,8 @@ class Tiers:
         if self.busy:
             return
         for file in self._files.values():
+            if isinstance(file, HostFile):
+                self._device.unregister(file.memory)
             file.close()
 
 

@@ -22,12 +22,72 @@ STEP_TIER_DEVICE: StepTier
 STEP_TIER_HOST: StepTier
 STEP_TIER_DISK: StepTier
 
+class Adapter(_message.Message):
+    __slots__ = ("name", "adapter_id", "rank", "path")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    adapter_id: int
+    rank: int
+    path: str
+    def __init__(self, name: _Optional[str] = ..., adapter_id: _Optional[int] = ..., rank: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("name", "path")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: Adapter
+    def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UpdateWeightsRequest(_message.Message):
+    __slots__ = ("weight_version", "path")
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    weight_version: str
+    path: str
+    def __init__(self, weight_version: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class UpdateWeightsResponse(_message.Message):
+    __slots__ = ("other_blocks",)
+    OTHER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    other_blocks: int
+    def __init__(self, other_blocks: _Optional[int] = ...) -> None: ...
+
+class CompileGrammarRequest(_message.Message):
+    __slots__ = ("structured_output",)
+    STRUCTURED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    structured_output: _kvcommon_pb2.StructuredOutput
+    def __init__(self, structured_output: _Optional[_Union[_kvcommon_pb2.StructuredOutput, _Mapping]] = ...) -> None: ...
+
+class CompileGrammarResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GetModelRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("model", "vocab_size", "max_positions", "eos_token_ids", "tokenizer_json", "chat_template", "special_tokens", "dtype")
+    __slots__ = ("model", "vocab_size", "max_positions", "eos_token_ids", "tokenizer_json", "chat_template", "special_tokens", "dtype", "kv_cache_dtype")
     class SpecialTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +103,7 @@ class GetModelResponse(_message.Message):
     CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     model: str
     vocab_size: int
     max_positions: int
@@ -51,14 +112,15 @@ class GetModelResponse(_message.Message):
     chat_template: str
     special_tokens: _containers.ScalarMap[str, str]
     dtype: str
-    def __init__(self, model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_positions: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tokenizer_json: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., dtype: _Optional[str] = ...) -> None: ...
+    kv_cache_dtype: str
+    def __init__(self, model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_positions: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tokenizer_json: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., dtype: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ...) -> None: ...
 
 class GetExecutorRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetExecutorResponse(_message.Message):
-    __slots__ = ("executor_id", "executor_epoch", "device", "block_size", "max_tokens", "last_step", "num_sequences", "num_groups", "attention_windows", "plain_rotary", "scheduler_epoch", "model_digest")
+    __slots__ = ("executor_id", "executor_epoch", "device", "block_size", "max_tokens", "last_step", "num_sequences", "num_groups", "attention_windows", "plain_rotary", "scheduler_epoch", "model_digest", "drafts", "adapters", "max_adapters", "weight_version", "weight_path")
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +133,11 @@ class GetExecutorResponse(_message.Message):
     PLAIN_ROTARY_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_PATH_FIELD_NUMBER: _ClassVar[int]
     executor_id: str
     executor_epoch: int
     device: str
@@ -83,7 +150,12 @@ class GetExecutorResponse(_message.Message):
     plain_rotary: bool
     scheduler_epoch: int
     model_digest: bytes
-    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., device: _Optional[str] = ..., block_size: _Optional[int] = ..., max_tokens: _Optional[int] = ..., last_step: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_groups: _Optional[int] = ..., attention_windows: _Optional[_Iterable[int]] = ..., plain_rotary: _Optional[bool] = ..., scheduler_epoch: _Optional[int] = ..., model_digest: _Optional[bytes] = ...) -> None: ...
+    drafts: bool
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    max_adapters: int
+    weight_version: str
+    weight_path: str
+    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., device: _Optional[str] = ..., block_size: _Optional[int] = ..., max_tokens: _Optional[int] = ..., last_step: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_groups: _Optional[int] = ..., attention_windows: _Optional[_Iterable[int]] = ..., plain_rotary: _Optional[bool] = ..., scheduler_epoch: _Optional[int] = ..., model_digest: _Optional[bytes] = ..., drafts: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., max_adapters: _Optional[int] = ..., weight_version: _Optional[str] = ..., weight_path: _Optional[str] = ...) -> None: ...
 
 class StreamStepsRequest(_message.Message):
     __slots__ = ("open", "step")
@@ -118,7 +190,14 @@ class SessionOpened(_message.Message):
     def __init__(self, first_step: _Optional[int] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop_token_ids", "num_logprobs")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop_token_ids", "num_logprobs", "structured_output", "logit_bias", "min_tokens", "bad_token_ids", "allowed_token_ids", "num_prompt_logprobs")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +208,12 @@ class SamplingParams(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    STRUCTURED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BAD_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -139,7 +224,19 @@ class SamplingParams(_message.Message):
     seed: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_logprobs: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_logprobs: _Optional[int] = ...) -> None: ...
+    structured_output: _kvcommon_pb2.StructuredOutput
+    logit_bias: _containers.ScalarMap[int, float]
+    min_tokens: int
+    bad_token_ids: _containers.RepeatedCompositeFieldContainer[TokenSequence]
+    allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_prompt_logprobs: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_logprobs: _Optional[int] = ..., structured_output: _Optional[_Union[_kvcommon_pb2.StructuredOutput, _Mapping]] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., bad_token_ids: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., num_prompt_logprobs: _Optional[int] = ...) -> None: ...
+
+class TokenSequence(_message.Message):
+    __slots__ = ("token_ids",)
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepBlockTable(_message.Message):
     __slots__ = ("group", "slots")
@@ -150,7 +247,7 @@ class StepBlockTable(_message.Message):
     def __init__(self, group: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NewSequence(_message.Message):
-    __slots__ = ("sequence", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_tables", "sampling", "eviction_policy", "traceparent")
+    __slots__ = ("sequence", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_tables", "sampling", "eviction_policy", "traceparent", "continuation_token_ids", "adapter_id")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +256,8 @@ class NewSequence(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    CONTINUATION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -167,10 +266,12 @@ class NewSequence(_message.Message):
     sampling: SamplingParams
     eviction_policy: _kvcommon_pb2.EvictionPolicy
     traceparent: str
-    def __init__(self, sequence: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[StepBlockTable, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., eviction_policy: _Optional[_Union[_kvcommon_pb2.EvictionPolicy, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    continuation_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    adapter_id: int
+    def __init__(self, sequence: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[StepBlockTable, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., eviction_policy: _Optional[_Union[_kvcommon_pb2.EvictionPolicy, _Mapping]] = ..., traceparent: _Optional[str] = ..., continuation_token_ids: _Optional[_Iterable[int]] = ..., adapter_id: _Optional[int] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("step", "removed_sequences", "new_sequences", "chunk_sequences", "chunk_tokens", "idle_sequences", "table_sequences", "table_groups", "table_counts", "table_slots", "copy_tickets", "copy_groups", "copy_source_slots", "copy_target_slots", "evicting_sequences", "evicting_counts", "evicting_slots", "copy_source_tiers", "copy_target_tiers", "awaits_copies")
+    __slots__ = ("step", "removed_sequences", "new_sequences", "chunk_sequences", "chunk_tokens", "idle_sequences", "table_sequences", "table_groups", "table_counts", "table_slots", "copy_tickets", "copy_groups", "copy_source_slots", "copy_target_slots", "evicting_sequences", "evicting_counts", "evicting_slots", "copy_source_tiers", "copy_target_tiers", "awaits_copies", "draft_sequences", "draft_tokens", "window_sequences", "window_tokens", "looking_sequences")
     STEP_FIELD_NUMBER: _ClassVar[int]
     REMOVED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     NEW_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +292,11 @@ class Step(_message.Message):
     COPY_SOURCE_TIERS_FIELD_NUMBER: _ClassVar[int]
     COPY_TARGET_TIERS_FIELD_NUMBER: _ClassVar[int]
     AWAITS_COPIES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOOKING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     step: int
     removed_sequences: _containers.RepeatedScalarFieldContainer[int]
     new_sequences: _containers.RepeatedCompositeFieldContainer[NewSequence]
@@ -211,22 +317,37 @@ class Step(_message.Message):
     copy_source_tiers: _containers.RepeatedScalarFieldContainer[StepTier]
     copy_target_tiers: _containers.RepeatedScalarFieldContainer[StepTier]
     awaits_copies: bool
-    def __init__(self, step: _Optional[int] = ..., removed_sequences: _Optional[_Iterable[int]] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_sequences: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., idle_sequences: _Optional[_Iterable[int]] = ..., table_sequences: _Optional[_Iterable[int]] = ..., table_groups: _Optional[_Iterable[int]] = ..., table_counts: _Optional[_Iterable[int]] = ..., table_slots: _Optional[_Iterable[int]] = ..., copy_tickets: _Optional[_Iterable[int]] = ..., copy_groups: _Optional[_Iterable[int]] = ..., copy_source_slots: _Optional[_Iterable[int]] = ..., copy_target_slots: _Optional[_Iterable[int]] = ..., evicting_sequences: _Optional[_Iterable[int]] = ..., evicting_counts: _Optional[_Iterable[int]] = ..., evicting_slots: _Optional[_Iterable[int]] = ..., copy_source_tiers: _Optional[_Iterable[_Union[StepTier, str]]] = ..., copy_target_tiers: _Optional[_Iterable[_Union[StepTier, str]]] = ..., awaits_copies: _Optional[bool] = ...) -> None: ...
+    draft_sequences: _containers.RepeatedScalarFieldContainer[int]
+    draft_tokens: _containers.RepeatedScalarFieldContainer[int]
+    window_sequences: _containers.RepeatedScalarFieldContainer[int]
+    window_tokens: _containers.RepeatedScalarFieldContainer[int]
+    looking_sequences: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., removed_sequences: _Optional[_Iterable[int]] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_sequences: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., idle_sequences: _Optional[_Iterable[int]] = ..., table_sequences: _Optional[_Iterable[int]] = ..., table_groups: _Optional[_Iterable[int]] = ..., table_counts: _Optional[_Iterable[int]] = ..., table_slots: _Optional[_Iterable[int]] = ..., copy_tickets: _Optional[_Iterable[int]] = ..., copy_groups: _Optional[_Iterable[int]] = ..., copy_source_slots: _Optional[_Iterable[int]] = ..., copy_target_slots: _Optional[_Iterable[int]] = ..., evicting_sequences: _Optional[_Iterable[int]] = ..., evicting_counts: _Optional[_Iterable[int]] = ..., evicting_slots: _Optional[_Iterable[int]] = ..., copy_source_tiers: _Optional[_Iterable[_Union[StepTier, str]]] = ..., copy_target_tiers: _Optional[_Iterable[_Union[StepTier, str]]] = ..., awaits_copies: _Optional[bool] = ..., draft_sequences: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., window_sequences: _Optional[_Iterable[int]] = ..., window_tokens: _Optional[_Iterable[int]] = ..., looking_sequences: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
-    __slots__ = ("index", "logprob", "top_token_ids", "top_logprobs")
+    __slots__ = ("index", "logprob", "top_token_ids", "top_logprobs", "rank")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     index: int
     logprob: float
     top_token_ids: _containers.RepeatedScalarFieldContainer[int]
     top_logprobs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, index: _Optional[int] = ..., logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+    rank: int
+    def __init__(self, index: _Optional[int] = ..., logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., rank: _Optional[int] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("sequence", "logprobs")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    def __init__(self, sequence: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("step", "sequences", "token_ids", "stopped", "logprobs", "compute_time", "idle_time", "num_tokens", "evicted_sequences", "evicted_tokens", "kept_masses", "copied_tickets", "failed_tickets", "host_block_time", "disk_block_time")
+    __slots__ = ("step", "sequences", "token_ids", "stopped", "logprobs", "compute_time", "idle_time", "num_tokens", "evicted_sequences", "evicted_tokens", "kept_masses", "copied_tickets", "failed_tickets", "host_block_time", "disk_block_time", "num_drafts", "draft_sequences", "draft_tokens", "window_sequences", "window_tokens", "prompt_logprobs")
     STEP_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -242,6 +363,12 @@ class StepResult(_message.Message):
     FAILED_TICKETS_FIELD_NUMBER: _ClassVar[int]
     HOST_BLOCK_TIME_FIELD_NUMBER: _ClassVar[int]
     DISK_BLOCK_TIME_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     step: int
     sequences: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -257,4 +384,10 @@ class StepResult(_message.Message):
     failed_tickets: _containers.RepeatedScalarFieldContainer[int]
     host_block_time: _duration_pb2.Duration
     disk_block_time: _duration_pb2.Duration
-    def __init__(self, step: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., stopped: _Optional[_Iterable[bool]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., compute_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., idle_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_tokens: _Optional[int] = ..., evicted_sequences: _Optional[_Iterable[int]] = ..., evicted_tokens: _Optional[_Iterable[int]] = ..., kept_masses: _Optional[_Iterable[float]] = ..., copied_tickets: _Optional[_Iterable[int]] = ..., failed_tickets: _Optional[_Iterable[int]] = ..., host_block_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., disk_block_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    num_drafts: int
+    draft_sequences: _containers.RepeatedScalarFieldContainer[int]
+    draft_tokens: _containers.RepeatedScalarFieldContainer[int]
+    window_sequences: _containers.RepeatedScalarFieldContainer[int]
+    window_tokens: _containers.RepeatedScalarFieldContainer[int]
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
+    def __init__(self, step: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., stopped: _Optional[_Iterable[bool]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., compute_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., idle_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_tokens: _Optional[int] = ..., evicted_sequences: _Optional[_Iterable[int]] = ..., evicted_tokens: _Optional[_Iterable[int]] = ..., kept_masses: _Optional[_Iterable[float]] = ..., copied_tickets: _Optional[_Iterable[int]] = ..., failed_tickets: _Optional[_Iterable[int]] = ..., host_block_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., disk_block_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_drafts: _Optional[int] = ..., draft_sequences: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., window_sequences: _Optional[_Iterable[int]] = ..., window_tokens: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ...) -> None: ...

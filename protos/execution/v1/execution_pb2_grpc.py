@@ -50,6 +50,26 @@ class ExecutorServiceStub:
                 request_serializer=protos_dot_execution_dot_v1_dot_execution__pb2.StreamStepsRequest.SerializeToString,
                 response_deserializer=protos_dot_execution_dot_v1_dot_execution__pb2.StreamStepsResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/execution.v1.ExecutorService/LoadAdapter',
+                request_serializer=protos_dot_execution_dot_v1_dot_execution__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_execution_dot_v1_dot_execution__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/execution.v1.ExecutorService/UnloadAdapter',
+                request_serializer=protos_dot_execution_dot_v1_dot_execution__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_execution_dot_v1_dot_execution__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/execution.v1.ExecutorService/UpdateWeights',
+                request_serializer=protos_dot_execution_dot_v1_dot_execution__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=protos_dot_execution_dot_v1_dot_execution__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
+        self.CompileGrammar = channel.unary_unary(
+                '/execution.v1.ExecutorService/CompileGrammar',
+                request_serializer=protos_dot_execution_dot_v1_dot_execution__pb2.CompileGrammarRequest.SerializeToString,
+                response_deserializer=protos_dot_execution_dot_v1_dot_execution__pb2.CompileGrammarResponse.FromString,
+                _registered_method=True)
 
 
 class ExecutorServiceServicer:
@@ -73,7 +93,39 @@ class ExecutorServiceServicer:
     def StreamSteps(self, request_iterator, context):
         """One session: steps in, results out, in order, one result per step. The first message opens the session; a later one of
         the same scheduler ends the one before. Another scheduler gets EXECUTOR_IN_USE as long as the cache manager has the one
-        registered that opened the last session.
+        registered that opened the last session. A step of a scheduler whose lease has ended since it opened the session gets
+        SCHEDULER_LEFT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadAdapter(self, request, context):
+        """Loads an adapter, if the executor's settings allow that. One that is loaded under this name already stays; another
+        one under this name is an error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Unloads an adapter. Sequences that have joined with it keep it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateWeights(self, request, context):
+        """Computes with other weights from now on, if the executor's settings allow that: the session ends, and the cache
+        manager learns the version before a new one can be opened. Where anything fails, the weights of before stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CompileGrammar(self, request, context):
+        """Compiles the form of an output, so that sequences which join with it need not wait. An error says what is wrong with
+        it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,6 +148,26 @@ def add_ExecutorServiceServicer_to_server(servicer, server):
                     servicer.StreamSteps,
                     request_deserializer=protos_dot_execution_dot_v1_dot_execution__pb2.StreamStepsRequest.FromString,
                     response_serializer=protos_dot_execution_dot_v1_dot_execution__pb2.StreamStepsResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=protos_dot_execution_dot_v1_dot_execution__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=protos_dot_execution_dot_v1_dot_execution__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=protos_dot_execution_dot_v1_dot_execution__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=protos_dot_execution_dot_v1_dot_execution__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=protos_dot_execution_dot_v1_dot_execution__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=protos_dot_execution_dot_v1_dot_execution__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'CompileGrammar': grpc.unary_unary_rpc_method_handler(
+                    servicer.CompileGrammar,
+                    request_deserializer=protos_dot_execution_dot_v1_dot_execution__pb2.CompileGrammarRequest.FromString,
+                    response_serializer=protos_dot_execution_dot_v1_dot_execution__pb2.CompileGrammarResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -180,6 +252,114 @@ class ExecutorService:
             '/execution.v1.ExecutorService/StreamSteps',
             protos_dot_execution_dot_v1_dot_execution__pb2.StreamStepsRequest.SerializeToString,
             protos_dot_execution_dot_v1_dot_execution__pb2.StreamStepsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/execution.v1.ExecutorService/LoadAdapter',
+            protos_dot_execution_dot_v1_dot_execution__pb2.LoadAdapterRequest.SerializeToString,
+            protos_dot_execution_dot_v1_dot_execution__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/execution.v1.ExecutorService/UnloadAdapter',
+            protos_dot_execution_dot_v1_dot_execution__pb2.UnloadAdapterRequest.SerializeToString,
+            protos_dot_execution_dot_v1_dot_execution__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/execution.v1.ExecutorService/UpdateWeights',
+            protos_dot_execution_dot_v1_dot_execution__pb2.UpdateWeightsRequest.SerializeToString,
+            protos_dot_execution_dot_v1_dot_execution__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CompileGrammar(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/execution.v1.ExecutorService/CompileGrammar',
+            protos_dot_execution_dot_v1_dot_execution__pb2.CompileGrammarRequest.SerializeToString,
+            protos_dot_execution_dot_v1_dot_execution__pb2.CompileGrammarResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,7 +40,22 @@ class ExecutorServiceStub:
     StreamSteps: _grpc.StreamStreamMultiCallable[_execution_pb2.StreamStepsRequest, _execution_pb2.StreamStepsResponse]
     """One session: steps in, results out, in order, one result per step. The first message opens the session; a later one of
     the same scheduler ends the one before. Another scheduler gets EXECUTOR_IN_USE as long as the cache manager has the one
-    registered that opened the last session.
+    registered that opened the last session. A step of a scheduler whose lease has ended since it opened the session gets
+    SCHEDULER_LEFT.
+    """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_execution_pb2.LoadAdapterRequest, _execution_pb2.LoadAdapterResponse]
+    """Loads an adapter, if the executor's settings allow that. One that is loaded under this name already stays; another
+    one under this name is an error.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_execution_pb2.UnloadAdapterRequest, _execution_pb2.UnloadAdapterResponse]
+    """Unloads an adapter. Sequences that have joined with it keep it."""
+    UpdateWeights: _grpc.UnaryUnaryMultiCallable[_execution_pb2.UpdateWeightsRequest, _execution_pb2.UpdateWeightsResponse]
+    """Computes with other weights from now on, if the executor's settings allow that: the session ends, and the cache
+    manager learns the version before a new one can be opened. Where anything fails, the weights of before stay.
+    """
+    CompileGrammar: _grpc.UnaryUnaryMultiCallable[_execution_pb2.CompileGrammarRequest, _execution_pb2.CompileGrammarResponse]
+    """Compiles the form of an output, so that sequences which join with it need not wait. An error says what is wrong with
+    it.
     """
 
 @_typing.type_check_only
@@ -55,7 +70,22 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     StreamSteps: _aio.StreamStreamMultiCallable[_execution_pb2.StreamStepsRequest, _execution_pb2.StreamStepsResponse]  # type: ignore[assignment]
     """One session: steps in, results out, in order, one result per step. The first message opens the session; a later one of
     the same scheduler ends the one before. Another scheduler gets EXECUTOR_IN_USE as long as the cache manager has the one
-    registered that opened the last session.
+    registered that opened the last session. A step of a scheduler whose lease has ended since it opened the session gets
+    SCHEDULER_LEFT.
+    """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_execution_pb2.LoadAdapterRequest, _execution_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Loads an adapter, if the executor's settings allow that. One that is loaded under this name already stays; another
+    one under this name is an error.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_execution_pb2.UnloadAdapterRequest, _execution_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Unloads an adapter. Sequences that have joined with it keep it."""
+    UpdateWeights: _aio.UnaryUnaryMultiCallable[_execution_pb2.UpdateWeightsRequest, _execution_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
+    """Computes with other weights from now on, if the executor's settings allow that: the session ends, and the cache
+    manager learns the version before a new one can be opened. Where anything fails, the weights of before stay.
+    """
+    CompileGrammar: _aio.UnaryUnaryMultiCallable[_execution_pb2.CompileGrammarRequest, _execution_pb2.CompileGrammarResponse]  # type: ignore[assignment]
+    """Compiles the form of an output, so that sequences which join with it need not wait. An error says what is wrong with
+    it.
     """
 
 class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -85,7 +115,46 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_execution_pb2.StreamStepsResponse], _abc.AsyncIterator[_execution_pb2.StreamStepsResponse]]:
         """One session: steps in, results out, in order, one result per step. The first message opens the session; a later one of
         the same scheduler ends the one before. Another scheduler gets EXECUTOR_IN_USE as long as the cache manager has the one
-        registered that opened the last session.
+        registered that opened the last session. A step of a scheduler whose lease has ended since it opened the session gets
+        SCHEDULER_LEFT.
+        """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _execution_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_execution_pb2.LoadAdapterResponse, _abc.Awaitable[_execution_pb2.LoadAdapterResponse]]:
+        """Loads an adapter, if the executor's settings allow that. One that is loaded under this name already stays; another
+        one under this name is an error.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _execution_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_execution_pb2.UnloadAdapterResponse, _abc.Awaitable[_execution_pb2.UnloadAdapterResponse]]:
+        """Unloads an adapter. Sequences that have joined with it keep it."""
+
+    @_abc_1.abstractmethod
+    def UpdateWeights(
+        self,
+        request: _execution_pb2.UpdateWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_execution_pb2.UpdateWeightsResponse, _abc.Awaitable[_execution_pb2.UpdateWeightsResponse]]:
+        """Computes with other weights from now on, if the executor's settings allow that: the session ends, and the cache
+        manager learns the version before a new one can be opened. Where anything fails, the weights of before stay.
+        """
+
+    @_abc_1.abstractmethod
+    def CompileGrammar(
+        self,
+        request: _execution_pb2.CompileGrammarRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_execution_pb2.CompileGrammarResponse, _abc.Awaitable[_execution_pb2.CompileGrammarResponse]]:
+        """Compiles the form of an output, so that sequences which join with it need not wait. An error says what is wrong with
+        it.
         """
 
 def add_ExecutorServiceServicer_to_server(servicer: ExecutorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

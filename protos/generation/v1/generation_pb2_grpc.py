@@ -55,6 +55,11 @@ class GenerationServiceStub:
                 request_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.GetLoadsRequest.SerializeToString,
                 response_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.GetLoadsResponse.FromString,
                 _registered_method=True)
+        self.AbortRequest = channel.unary_unary(
+                '/generation.v1.GenerationService/AbortRequest',
+                request_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.AbortRequestRequest.SerializeToString,
+                response_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.AbortRequestResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer:
@@ -89,6 +94,14 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AbortRequest(self, request, context):
+        """Ends a live request of the caller's tenant: its stream ends with what there is of its output. The id of another
+        tenant's request is not found.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +124,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GetLoads,
                     request_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.GetLoadsRequest.FromString,
                     response_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.GetLoadsResponse.SerializeToString,
+            ),
+            'AbortRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortRequest,
+                    request_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.AbortRequestRequest.FromString,
+                    response_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.AbortRequestResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -232,6 +250,33 @@ class GenerationService:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def AbortRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generation.v1.GenerationService/AbortRequest',
+            protos_dot_generation_dot_v1_dot_generation__pb2.AbortRequestRequest.SerializeToString,
+            protos_dot_generation_dot_v1_dot_generation__pb2.AbortRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class SchedulerAdminServiceStub:
     """The operator's hand on a scheduler.
@@ -248,6 +293,31 @@ class SchedulerAdminServiceStub:
                 request_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.SetDrainingRequest.SerializeToString,
                 response_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.SetDrainingResponse.FromString,
                 _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/generation.v1.SchedulerAdminService/ListAdapters',
+                request_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/generation.v1.SchedulerAdminService/LoadAdapter',
+                request_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/generation.v1.SchedulerAdminService/UnloadAdapter',
+                request_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/generation.v1.SchedulerAdminService/UpdateWeights',
+                request_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
+        self.AbortRequests = channel.unary_unary(
+                '/generation.v1.SchedulerAdminService/AbortRequests',
+                request_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.AbortRequestsRequest.SerializeToString,
+                response_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.AbortRequestsResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerAdminServiceServicer:
@@ -261,6 +331,42 @@ class SchedulerAdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListAdapters(self, request, context):
+        """Lists the adapters that requests may name as their model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadAdapter(self, request, context):
+        """Loads a LoRA adapter, if the executor's settings allow that.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Unloads an adapter: new requests for it are refused from now on, running ones finish, then its memory is freed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateWeights(self, request, context):
+        """Has the executor compute with other weights, if its settings allow that. Running requests go on: their tokens so far
+        are computed anew with these. Blocks of other weights stay, match no prompt, and are evicted before all others.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AbortRequests(self, request, context):
+        """Ends live requests of any tenant: their streams end with what there is of their output.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerAdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -268,6 +374,31 @@ def add_SchedulerAdminServiceServicer_to_server(servicer, server):
                     servicer.SetDraining,
                     request_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.SetDrainingRequest.FromString,
                     response_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.SetDrainingResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'AbortRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortRequests,
+                    request_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.AbortRequestsRequest.FromString,
+                    response_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.AbortRequestsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -298,6 +429,141 @@ class SchedulerAdminService:
             '/generation.v1.SchedulerAdminService/SetDraining',
             protos_dot_generation_dot_v1_dot_generation__pb2.SetDrainingRequest.SerializeToString,
             protos_dot_generation_dot_v1_dot_generation__pb2.SetDrainingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generation.v1.SchedulerAdminService/ListAdapters',
+            protos_dot_generation_dot_v1_dot_generation__pb2.ListAdaptersRequest.SerializeToString,
+            protos_dot_generation_dot_v1_dot_generation__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generation.v1.SchedulerAdminService/LoadAdapter',
+            protos_dot_generation_dot_v1_dot_generation__pb2.LoadAdapterRequest.SerializeToString,
+            protos_dot_generation_dot_v1_dot_generation__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generation.v1.SchedulerAdminService/UnloadAdapter',
+            protos_dot_generation_dot_v1_dot_generation__pb2.UnloadAdapterRequest.SerializeToString,
+            protos_dot_generation_dot_v1_dot_generation__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generation.v1.SchedulerAdminService/UpdateWeights',
+            protos_dot_generation_dot_v1_dot_generation__pb2.UpdateWeightsRequest.SerializeToString,
+            protos_dot_generation_dot_v1_dot_generation__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbortRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generation.v1.SchedulerAdminService/AbortRequests',
+            protos_dot_generation_dot_v1_dot_generation__pb2.AbortRequestsRequest.SerializeToString,
+            protos_dot_generation_dot_v1_dot_generation__pb2.AbortRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,10 @@ class GenerationServiceStub:
     """The model that is served."""
     GetLoads: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetLoadsRequest, _generation_pb2.GetLoadsResponse]
     """Load of the scheduler."""
+    AbortRequest: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequestRequest, _generation_pb2.AbortRequestResponse]
+    """Ends a live request of the caller's tenant: its stream ends with what there is of its output. The id of another
+    tenant's request is not found.
+    """
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
@@ -55,6 +59,10 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """The model that is served."""
     GetLoads: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetLoadsRequest, _generation_pb2.GetLoadsResponse]  # type: ignore[assignment]
     """Load of the scheduler."""
+    AbortRequest: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequestRequest, _generation_pb2.AbortRequestResponse]  # type: ignore[assignment]
+    """Ends a live request of the caller's tenant: its stream ends with what there is of its output. The id of another
+    tenant's request is not found.
+    """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     """Generates text."""
@@ -91,6 +99,16 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_generation_pb2.GetLoadsResponse, _abc.Awaitable[_generation_pb2.GetLoadsResponse]]:
         """Load of the scheduler."""
 
+    @_abc_1.abstractmethod
+    def AbortRequest(
+        self,
+        request: _generation_pb2.AbortRequestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.AbortRequestResponse, _abc.Awaitable[_generation_pb2.AbortRequestResponse]]:
+        """Ends a live request of the caller's tenant: its stream ends with what there is of its output. The id of another
+        tenant's request is not found.
+        """
+
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class SchedulerAdminServiceStub:
@@ -102,6 +120,18 @@ class SchedulerAdminServiceStub:
     def __new__(cls, channel: _aio.Channel) -> SchedulerAdminServiceAsyncStub: ...
     SetDraining: _grpc.UnaryUnaryMultiCallable[_generation_pb2.SetDrainingRequest, _generation_pb2.SetDrainingResponse]
     """Admits no more requests, or admits them again. Running requests go on; health says which it is."""
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ListAdaptersRequest, _generation_pb2.ListAdaptersResponse]
+    """Lists the adapters that requests may name as their model."""
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_generation_pb2.LoadAdapterRequest, _generation_pb2.LoadAdapterResponse]
+    """Loads a LoRA adapter, if the executor's settings allow that."""
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_generation_pb2.UnloadAdapterRequest, _generation_pb2.UnloadAdapterResponse]
+    """Unloads an adapter: new requests for it are refused from now on, running ones finish, then its memory is freed."""
+    UpdateWeights: _grpc.UnaryUnaryMultiCallable[_generation_pb2.UpdateWeightsRequest, _generation_pb2.UpdateWeightsResponse]
+    """Has the executor compute with other weights, if its settings allow that. Running requests go on: their tokens so far
+    are computed anew with these. Blocks of other weights stay, match no prompt, and are evicted before all others.
+    """
+    AbortRequests: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequestsRequest, _generation_pb2.AbortRequestsResponse]
+    """Ends live requests of any tenant: their streams end with what there is of their output."""
 
 @_typing.type_check_only
 class SchedulerAdminServiceAsyncStub(SchedulerAdminServiceStub):
@@ -110,6 +140,18 @@ class SchedulerAdminServiceAsyncStub(SchedulerAdminServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     SetDraining: _aio.UnaryUnaryMultiCallable[_generation_pb2.SetDrainingRequest, _generation_pb2.SetDrainingResponse]  # type: ignore[assignment]
     """Admits no more requests, or admits them again. Running requests go on; health says which it is."""
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_generation_pb2.ListAdaptersRequest, _generation_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """Lists the adapters that requests may name as their model."""
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_generation_pb2.LoadAdapterRequest, _generation_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Loads a LoRA adapter, if the executor's settings allow that."""
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_generation_pb2.UnloadAdapterRequest, _generation_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Unloads an adapter: new requests for it are refused from now on, running ones finish, then its memory is freed."""
+    UpdateWeights: _aio.UnaryUnaryMultiCallable[_generation_pb2.UpdateWeightsRequest, _generation_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
+    """Has the executor compute with other weights, if its settings allow that. Running requests go on: their tokens so far
+    are computed anew with these. Blocks of other weights stay, match no prompt, and are evicted before all others.
+    """
+    AbortRequests: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequestsRequest, _generation_pb2.AbortRequestsResponse]  # type: ignore[assignment]
+    """Ends live requests of any tenant: their streams end with what there is of their output."""
 
 class SchedulerAdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """The operator's hand on a scheduler."""
@@ -121,6 +163,48 @@ class SchedulerAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.SetDrainingResponse, _abc.Awaitable[_generation_pb2.SetDrainingResponse]]:
         """Admits no more requests, or admits them again. Running requests go on; health says which it is."""
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _generation_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.ListAdaptersResponse, _abc.Awaitable[_generation_pb2.ListAdaptersResponse]]:
+        """Lists the adapters that requests may name as their model."""
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _generation_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.LoadAdapterResponse, _abc.Awaitable[_generation_pb2.LoadAdapterResponse]]:
+        """Loads a LoRA adapter, if the executor's settings allow that."""
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _generation_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.UnloadAdapterResponse, _abc.Awaitable[_generation_pb2.UnloadAdapterResponse]]:
+        """Unloads an adapter: new requests for it are refused from now on, running ones finish, then its memory is freed."""
+
+    @_abc_1.abstractmethod
+    def UpdateWeights(
+        self,
+        request: _generation_pb2.UpdateWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.UpdateWeightsResponse, _abc.Awaitable[_generation_pb2.UpdateWeightsResponse]]:
+        """Has the executor compute with other weights, if its settings allow that. Running requests go on: their tokens so far
+        are computed anew with these. Blocks of other weights stay, match no prompt, and are evicted before all others.
+        """
+
+    @_abc_1.abstractmethod
+    def AbortRequests(
+        self,
+        request: _generation_pb2.AbortRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.AbortRequestsResponse, _abc.Awaitable[_generation_pb2.AbortRequestsResponse]]:
+        """Ends live requests of any tenant: their streams end with what there is of their output."""
 
 def add_SchedulerAdminServiceServicer_to_server(servicer: SchedulerAdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -35,6 +35,7 @@ class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISS_REASON_OTHER_SALT: _ClassVar[MissReason]
     MISS_REASON_OTHER_ADAPTER: _ClassVar[MissReason]
     MISS_REASON_BEING_COMPUTED: _ClassVar[MissReason]
+    MISS_REASON_OTHER_WEIGHTS: _ClassVar[MissReason]
 
 class EventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -64,6 +65,7 @@ class RemovalCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REMOVAL_CAUSE_POOL_SHRUNK: _ClassVar[RemovalCause]
     REMOVAL_CAUSE_RULE_CHANGED: _ClassVar[RemovalCause]
     REMOVAL_CAUSE_TOO_MANY_LEASES: _ClassVar[RemovalCause]
+    REMOVAL_CAUSE_WEIGHTS_UPDATED: _ClassVar[RemovalCause]
 TIER_UNSPECIFIED: Tier
 TIER_DEVICE: Tier
 TIER_HOST: Tier
@@ -78,6 +80,7 @@ MISS_REASON_REMOVED: MissReason
 MISS_REASON_OTHER_SALT: MissReason
 MISS_REASON_OTHER_ADAPTER: MissReason
 MISS_REASON_BEING_COMPUTED: MissReason
+MISS_REASON_OTHER_WEIGHTS: MissReason
 EVENT_KIND_UNSPECIFIED: EventKind
 EVENT_KIND_CREATED: EventKind
 EVENT_KIND_STORED: EventKind
@@ -101,6 +104,7 @@ REMOVAL_CAUSE_PARENT_EVICTED: RemovalCause
 REMOVAL_CAUSE_POOL_SHRUNK: RemovalCause
 REMOVAL_CAUSE_RULE_CHANGED: RemovalCause
 REMOVAL_CAUSE_TOO_MANY_LEASES: RemovalCause
+REMOVAL_CAUSE_WEIGHTS_UPDATED: RemovalCause
 
 class PoolSpec(_message.Message):
     __slots__ = ("group", "num_blocks", "attention_window", "num_layers", "num_kv_heads", "head_dim", "dtype", "block_bytes", "last_write_steps", "host_blocks", "disk_blocks", "host_generations", "disk_generations", "share_blocks")
@@ -135,7 +139,7 @@ class PoolSpec(_message.Message):
     def __init__(self, group: _Optional[int] = ..., num_blocks: _Optional[int] = ..., attention_window: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_bytes: _Optional[int] = ..., last_write_steps: _Optional[_Iterable[int]] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., host_generations: _Optional[_Iterable[int]] = ..., disk_generations: _Optional[_Iterable[int]] = ..., share_blocks: _Optional[int] = ...) -> None: ...
 
 class RegisterExecutorRequest(_message.Message):
-    __slots__ = ("executor_id", "executor_epoch", "model", "model_fingerprint", "block_size", "pools", "memory_bytes", "plain_rotary")
+    __slots__ = ("executor_id", "executor_epoch", "model", "model_fingerprint", "block_size", "pools", "memory_bytes", "plain_rotary", "weight_version")
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +148,7 @@ class RegisterExecutorRequest(_message.Message):
     POOLS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     PLAIN_ROTARY_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     executor_id: str
     executor_epoch: int
     model: str
@@ -152,7 +157,8 @@ class RegisterExecutorRequest(_message.Message):
     pools: _containers.RepeatedCompositeFieldContainer[PoolSpec]
     memory_bytes: int
     plain_rotary: bool
-    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[bytes] = ..., block_size: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolSpec, _Mapping]]] = ..., memory_bytes: _Optional[int] = ..., plain_rotary: _Optional[bool] = ...) -> None: ...
+    weight_version: str
+    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[bytes] = ..., block_size: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolSpec, _Mapping]]] = ..., memory_bytes: _Optional[int] = ..., plain_rotary: _Optional[bool] = ..., weight_version: _Optional[str] = ...) -> None: ...
 
 class RegisterExecutorResponse(_message.Message):
     __slots__ = ("manager_epoch", "lease_duration", "restored_blocks", "restored_lower_blocks")
@@ -188,6 +194,22 @@ class RenewExecutorResponse(_message.Message):
     scheduler_ids: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, manager_epoch: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., scheduler_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class UpdateWeightsRequest(_message.Message):
+    __slots__ = ("executor_id", "executor_epoch", "weight_version")
+    EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    executor_id: str
+    executor_epoch: int
+    weight_version: str
+    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., weight_version: _Optional[str] = ...) -> None: ...
+
+class UpdateWeightsResponse(_message.Message):
+    __slots__ = ("other_blocks",)
+    OTHER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    other_blocks: int
+    def __init__(self, other_blocks: _Optional[int] = ...) -> None: ...
+
 class RegisterSchedulerRequest(_message.Message):
     __slots__ = ("scheduler_id", "scheduler_epoch")
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -215,7 +237,7 @@ class RetentionConfig(_message.Message):
     def __init__(self, ranges: _Optional[_Iterable[_Union[_kvcommon_pb2.RetentionRange, _Mapping]]] = ..., decode_retention_priority: _Optional[int] = ..., decode_retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class AdmitSequenceRequest(_message.Message):
-    __slots__ = ("sequence_id", "scheduler_id", "scheduler_epoch", "executor_id", "token_ids", "salt", "adapter_id", "retention", "no_read", "no_store", "session_id", "request_id", "num_prompt_tokens", "tenant_id", "extra_keys", "hints", "eviction_policy", "lowest_tier", "traceparent")
+    __slots__ = ("sequence_id", "scheduler_id", "scheduler_epoch", "executor_id", "token_ids", "salt", "adapter_id", "retention", "no_read", "no_store", "session_id", "request_id", "num_prompt_tokens", "tenant_id", "extra_keys", "hints", "eviction_policy", "lowest_tier", "traceparent", "max_continuation_tokens", "explain_miss", "store_tokens")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +257,9 @@ class AdmitSequenceRequest(_message.Message):
     EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
     LOWEST_TIER_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTINUATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPLAIN_MISS_FIELD_NUMBER: _ClassVar[int]
+    STORE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     scheduler_id: str
     scheduler_epoch: int
@@ -254,7 +279,10 @@ class AdmitSequenceRequest(_message.Message):
     eviction_policy: _kvcommon_pb2.EvictionPolicy
     lowest_tier: Tier
     traceparent: str
-    def __init__(self, sequence_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., executor_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., retention: _Optional[_Union[RetentionConfig, _Mapping]] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ..., session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., tenant_id: _Optional[str] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKey, _Mapping]]] = ..., hints: _Optional[_Union[_kvcommon_pb2.KvHints, _Mapping]] = ..., eviction_policy: _Optional[_Union[_kvcommon_pb2.EvictionPolicy, _Mapping]] = ..., lowest_tier: _Optional[_Union[Tier, str]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    max_continuation_tokens: int
+    explain_miss: bool
+    store_tokens: int
+    def __init__(self, sequence_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., executor_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., retention: _Optional[_Union[RetentionConfig, _Mapping]] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ..., session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., tenant_id: _Optional[str] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKey, _Mapping]]] = ..., hints: _Optional[_Union[_kvcommon_pb2.KvHints, _Mapping]] = ..., eviction_policy: _Optional[_Union[_kvcommon_pb2.EvictionPolicy, _Mapping]] = ..., lowest_tier: _Optional[_Union[Tier, str]] = ..., traceparent: _Optional[str] = ..., max_continuation_tokens: _Optional[int] = ..., explain_miss: _Optional[bool] = ..., store_tokens: _Optional[int] = ...) -> None: ...
 
 class ExtraKey(_message.Message):
     __slots__ = ("start", "length", "digest")
@@ -295,7 +323,7 @@ class Transfer(_message.Message):
     def __init__(self, ticket: _Optional[int] = ..., group: _Optional[int] = ..., source_tier: _Optional[_Union[Tier, str]] = ..., source_slot: _Optional[int] = ..., target_tier: _Optional[_Union[Tier, str]] = ..., target_slot: _Optional[int] = ..., num_tokens: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class AdmitSequenceResponse(_message.Message):
-    __slots__ = ("manager_epoch", "admitted", "missing_blocks", "sequence_handle", "cached_tokens", "wait_for_handle", "capacity_tokens", "block_tables", "transfers", "receipts", "hint_answers", "eviction_policy", "full_account")
+    __slots__ = ("manager_epoch", "admitted", "missing_blocks", "sequence_handle", "cached_tokens", "wait_for_handle", "capacity_tokens", "block_tables", "transfers", "receipts", "hint_answers", "eviction_policy", "full_account", "continuation_token_ids", "miss", "store_tokens")
     MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     MISSING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -309,6 +337,9 @@ class AdmitSequenceResponse(_message.Message):
     HINT_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
     FULL_ACCOUNT_FIELD_NUMBER: _ClassVar[int]
+    CONTINUATION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MISS_FIELD_NUMBER: _ClassVar[int]
+    STORE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     manager_epoch: int
     admitted: bool
     missing_blocks: int
@@ -322,7 +353,10 @@ class AdmitSequenceResponse(_message.Message):
     hint_answers: _containers.RepeatedCompositeFieldContainer[_kvcommon_pb2.HintAnswer]
     eviction_policy: _kvcommon_pb2.EvictionPolicy
     full_account: QuotaAccount
-    def __init__(self, manager_epoch: _Optional[int] = ..., admitted: _Optional[bool] = ..., missing_blocks: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wait_for_handle: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., receipts: _Optional[_Iterable[_Union[_kvcommon_pb2.RetentionReceipt, _Mapping]]] = ..., hint_answers: _Optional[_Iterable[_Union[_kvcommon_pb2.HintAnswer, _Mapping]]] = ..., eviction_policy: _Optional[_Union[_kvcommon_pb2.EvictionPolicy, _Mapping]] = ..., full_account: _Optional[_Union[QuotaAccount, _Mapping]] = ...) -> None: ...
+    continuation_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    miss: _kvcommon_pb2.PrefixMiss
+    store_tokens: int
+    def __init__(self, manager_epoch: _Optional[int] = ..., admitted: _Optional[bool] = ..., missing_blocks: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wait_for_handle: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., receipts: _Optional[_Iterable[_Union[_kvcommon_pb2.RetentionReceipt, _Mapping]]] = ..., hint_answers: _Optional[_Iterable[_Union[_kvcommon_pb2.HintAnswer, _Mapping]]] = ..., eviction_policy: _Optional[_Union[_kvcommon_pb2.EvictionPolicy, _Mapping]] = ..., full_account: _Optional[_Union[QuotaAccount, _Mapping]] = ..., continuation_token_ids: _Optional[_Iterable[int]] = ..., miss: _Optional[_Union[_kvcommon_pb2.PrefixMiss, _Mapping]] = ..., store_tokens: _Optional[int] = ...) -> None: ...
 
 class AdmitSequencesRequest(_message.Message):
     __slots__ = ("admissions",)
@@ -337,7 +371,7 @@ class AdmitSequencesResponse(_message.Message):
     def __init__(self, answers: _Optional[_Iterable[_Union[AdmitSequenceResponse, _Mapping]]] = ...) -> None: ...
 
 class SyncSequencesRequest(_message.Message):
-    __slots__ = ("scheduler_id", "scheduler_epoch", "manager_epoch", "sync_number", "step", "handles", "computed_tokens", "new_token_counts", "new_token_ids", "released_handles", "trimmed_handles", "trimmed_capacity_tokens", "cancelled_tickets", "evicting_handles", "evicted_handles", "computed_tokens_before_eviction")
+    __slots__ = ("scheduler_id", "scheduler_epoch", "manager_epoch", "sync_number", "step", "handles", "computed_tokens", "new_token_counts", "new_token_ids", "released_handles", "trimmed_handles", "trimmed_capacity_tokens", "cancelled_tickets", "evicting_handles", "evicted_handles", "computed_tokens_before_eviction", "evicting_window_tokens", "window_handles", "window_tokens")
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -354,6 +388,9 @@ class SyncSequencesRequest(_message.Message):
     EVICTING_HANDLES_FIELD_NUMBER: _ClassVar[int]
     EVICTED_HANDLES_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_BEFORE_EVICTION_FIELD_NUMBER: _ClassVar[int]
+    EVICTING_WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_HANDLES_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     scheduler_id: str
     scheduler_epoch: int
     manager_epoch: int
@@ -370,10 +407,13 @@ class SyncSequencesRequest(_message.Message):
     evicting_handles: _containers.RepeatedScalarFieldContainer[int]
     evicted_handles: _containers.RepeatedScalarFieldContainer[int]
     computed_tokens_before_eviction: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., manager_epoch: _Optional[int] = ..., sync_number: _Optional[int] = ..., step: _Optional[int] = ..., handles: _Optional[_Iterable[int]] = ..., computed_tokens: _Optional[_Iterable[int]] = ..., new_token_counts: _Optional[_Iterable[int]] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., released_handles: _Optional[_Iterable[int]] = ..., trimmed_handles: _Optional[_Iterable[int]] = ..., trimmed_capacity_tokens: _Optional[_Iterable[int]] = ..., cancelled_tickets: _Optional[_Iterable[int]] = ..., evicting_handles: _Optional[_Iterable[int]] = ..., evicted_handles: _Optional[_Iterable[int]] = ..., computed_tokens_before_eviction: _Optional[_Iterable[int]] = ...) -> None: ...
+    evicting_window_tokens: _containers.RepeatedScalarFieldContainer[int]
+    window_handles: _containers.RepeatedScalarFieldContainer[int]
+    window_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., manager_epoch: _Optional[int] = ..., sync_number: _Optional[int] = ..., step: _Optional[int] = ..., handles: _Optional[_Iterable[int]] = ..., computed_tokens: _Optional[_Iterable[int]] = ..., new_token_counts: _Optional[_Iterable[int]] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., released_handles: _Optional[_Iterable[int]] = ..., trimmed_handles: _Optional[_Iterable[int]] = ..., trimmed_capacity_tokens: _Optional[_Iterable[int]] = ..., cancelled_tickets: _Optional[_Iterable[int]] = ..., evicting_handles: _Optional[_Iterable[int]] = ..., evicted_handles: _Optional[_Iterable[int]] = ..., computed_tokens_before_eviction: _Optional[_Iterable[int]] = ..., evicting_window_tokens: _Optional[_Iterable[int]] = ..., window_handles: _Optional[_Iterable[int]] = ..., window_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SyncSequencesResponse(_message.Message):
-    __slots__ = ("manager_epoch", "extended_handles", "extended_groups", "extended_counts", "extended_slots", "void_handles", "unknown_handles", "missing_blocks", "free_blocks", "lease_duration", "transfers", "evicting_handles", "evicting_counts", "evicting_slots", "total_blocks")
+    __slots__ = ("manager_epoch", "extended_handles", "extended_groups", "extended_counts", "extended_slots", "void_handles", "unknown_handles", "missing_blocks", "free_blocks", "lease_duration", "transfers", "evicting_handles", "evicting_counts", "evicting_slots", "total_blocks", "evicting_window_tokens", "window_handles", "window_tokens")
     MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     EXTENDED_HANDLES_FIELD_NUMBER: _ClassVar[int]
     EXTENDED_GROUPS_FIELD_NUMBER: _ClassVar[int]
@@ -389,6 +429,9 @@ class SyncSequencesResponse(_message.Message):
     EVICTING_COUNTS_FIELD_NUMBER: _ClassVar[int]
     EVICTING_SLOTS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EVICTING_WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_HANDLES_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     manager_epoch: int
     extended_handles: _containers.RepeatedScalarFieldContainer[int]
     extended_groups: _containers.RepeatedScalarFieldContainer[int]
@@ -404,7 +447,10 @@ class SyncSequencesResponse(_message.Message):
     evicting_counts: _containers.RepeatedScalarFieldContainer[int]
     evicting_slots: _containers.RepeatedScalarFieldContainer[int]
     total_blocks: int
-    def __init__(self, manager_epoch: _Optional[int] = ..., extended_handles: _Optional[_Iterable[int]] = ..., extended_groups: _Optional[_Iterable[int]] = ..., extended_counts: _Optional[_Iterable[int]] = ..., extended_slots: _Optional[_Iterable[int]] = ..., void_handles: _Optional[_Iterable[int]] = ..., unknown_handles: _Optional[_Iterable[int]] = ..., missing_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., evicting_handles: _Optional[_Iterable[int]] = ..., evicting_counts: _Optional[_Iterable[int]] = ..., evicting_slots: _Optional[_Iterable[int]] = ..., total_blocks: _Optional[int] = ...) -> None: ...
+    evicting_window_tokens: _containers.RepeatedScalarFieldContainer[int]
+    window_handles: _containers.RepeatedScalarFieldContainer[int]
+    window_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, manager_epoch: _Optional[int] = ..., extended_handles: _Optional[_Iterable[int]] = ..., extended_groups: _Optional[_Iterable[int]] = ..., extended_counts: _Optional[_Iterable[int]] = ..., extended_slots: _Optional[_Iterable[int]] = ..., void_handles: _Optional[_Iterable[int]] = ..., unknown_handles: _Optional[_Iterable[int]] = ..., missing_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., evicting_handles: _Optional[_Iterable[int]] = ..., evicting_counts: _Optional[_Iterable[int]] = ..., evicting_slots: _Optional[_Iterable[int]] = ..., total_blocks: _Optional[int] = ..., evicting_window_tokens: _Optional[_Iterable[int]] = ..., window_handles: _Optional[_Iterable[int]] = ..., window_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ExtendSequenceRequest(_message.Message):
     __slots__ = ("sequence_id", "capacity_tokens", "scheduler_id", "scheduler_epoch")
@@ -927,7 +973,7 @@ class ListBlocksResponse(_message.Message):
     def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class Sequence(_message.Message):
-    __slots__ = ("sequence_id", "sequence_handle", "scheduler_id", "executor_id", "num_tokens", "computed_tokens", "cached_tokens", "capacity_tokens", "num_blocks", "salt", "tenant_id", "session_id", "eviction_policy", "evicting")
+    __slots__ = ("sequence_id", "sequence_handle", "scheduler_id", "executor_id", "num_tokens", "computed_tokens", "cached_tokens", "capacity_tokens", "num_blocks", "salt", "tenant_id", "session_id", "eviction_policy", "evicting", "window_tokens", "granted_blocks")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_HANDLE_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -942,6 +988,8 @@ class Sequence(_message.Message):
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
     EVICTING_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     sequence_handle: int
     scheduler_id: str
@@ -956,7 +1004,9 @@ class Sequence(_message.Message):
     session_id: str
     eviction_policy: _kvcommon_pb2.EvictionPolicy
     evicting: bool
-    def __init__(self, sequence_id: _Optional[str] = ..., sequence_handle: _Optional[int] = ..., scheduler_id: _Optional[str] = ..., executor_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., salt: _Optional[str] = ..., tenant_id: _Optional[str] = ..., session_id: _Optional[str] = ..., eviction_policy: _Optional[_Union[_kvcommon_pb2.EvictionPolicy, _Mapping]] = ..., evicting: _Optional[bool] = ...) -> None: ...
+    window_tokens: int
+    granted_blocks: int
+    def __init__(self, sequence_id: _Optional[str] = ..., sequence_handle: _Optional[int] = ..., scheduler_id: _Optional[str] = ..., executor_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., salt: _Optional[str] = ..., tenant_id: _Optional[str] = ..., session_id: _Optional[str] = ..., eviction_policy: _Optional[_Union[_kvcommon_pb2.EvictionPolicy, _Mapping]] = ..., evicting: _Optional[bool] = ..., window_tokens: _Optional[int] = ..., granted_blocks: _Optional[int] = ...) -> None: ...
 
 class ListSequencesRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "executor_id", "scheduler_id", "salt")
@@ -1483,7 +1533,7 @@ class LoggedStart(_message.Message):
     def __init__(self, manager_epoch: _Optional[int] = ..., settings: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
 
 class BlockRecord(_message.Message):
-    __slots__ = ("depth", "key", "parent_key", "tokens", "stored_step", "generation", "last_use", "extra", "leases", "salt", "adapter_id", "tenant_id", "session_id", "write_through_copy")
+    __slots__ = ("depth", "key", "parent_key", "tokens", "stored_step", "generation", "last_use", "extra", "leases", "salt", "adapter_id", "tenant_id", "session_id", "write_through_copy", "weight_version")
     class Lease(_message.Message):
         __slots__ = ("holder", "retention_priority", "duration", "remaining", "offload_min_priority")
         HOLDER_FIELD_NUMBER: _ClassVar[int]
@@ -1520,6 +1570,7 @@ class BlockRecord(_message.Message):
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     WRITE_THROUGH_COPY_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     depth: int
     key: bytes
     parent_key: bytes
@@ -1534,7 +1585,8 @@ class BlockRecord(_message.Message):
     tenant_id: str
     session_id: str
     write_through_copy: BlockRecord.WriteThroughCopy
-    def __init__(self, depth: _Optional[int] = ..., key: _Optional[bytes] = ..., parent_key: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., stored_step: _Optional[int] = ..., generation: _Optional[int] = ..., last_use: _Optional[int] = ..., extra: _Optional[bytes] = ..., leases: _Optional[_Iterable[_Union[BlockRecord.Lease, _Mapping]]] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., tenant_id: _Optional[str] = ..., session_id: _Optional[str] = ..., write_through_copy: _Optional[_Union[BlockRecord.WriteThroughCopy, _Mapping]] = ...) -> None: ...
+    weight_version: str
+    def __init__(self, depth: _Optional[int] = ..., key: _Optional[bytes] = ..., parent_key: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., stored_step: _Optional[int] = ..., generation: _Optional[int] = ..., last_use: _Optional[int] = ..., extra: _Optional[bytes] = ..., leases: _Optional[_Iterable[_Union[BlockRecord.Lease, _Mapping]]] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., tenant_id: _Optional[str] = ..., session_id: _Optional[str] = ..., write_through_copy: _Optional[_Union[BlockRecord.WriteThroughCopy, _Mapping]] = ..., weight_version: _Optional[str] = ...) -> None: ...
 
 class StoredBlock(_message.Message):
     __slots__ = ("field", "record")
@@ -1635,20 +1687,22 @@ class CacheChange(_message.Message):
     def __init__(self, registered: _Optional[_Union[Executor, _Mapping]] = ..., lost: _Optional[_Union[Executor, _Mapping]] = ..., blocks: _Optional[_Union[BlockKeys, _Mapping]] = ...) -> None: ...
 
 class Executor(_message.Message):
-    __slots__ = ("executor_id", "executor_epoch", "model", "model_fingerprint", "block_size", "pools")
+    __slots__ = ("executor_id", "executor_epoch", "model", "model_fingerprint", "block_size", "pools", "weight_version")
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     executor_id: str
     executor_epoch: int
     model: str
     model_fingerprint: bytes
     block_size: int
     pools: _containers.RepeatedCompositeFieldContainer[PoolSpec]
-    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[bytes] = ..., block_size: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolSpec, _Mapping]]] = ...) -> None: ...
+    weight_version: str
+    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[bytes] = ..., block_size: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolSpec, _Mapping]]] = ..., weight_version: _Optional[str] = ...) -> None: ...
 
 class BlockKeys(_message.Message):
     __slots__ = ("pool_id", "kind", "tier", "keys")

@@ -45,6 +45,11 @@ class CacheManagerServiceStub:
                 request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.RenewExecutorRequest.SerializeToString,
                 response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.RenewExecutorResponse.FromString,
                 _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/kvcache.v1.CacheManagerService/UpdateWeights',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
         self.RegisterScheduler = channel.unary_unary(
                 '/kvcache.v1.CacheManagerService/RegisterScheduler',
                 request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.RegisterSchedulerRequest.SerializeToString,
@@ -126,6 +131,15 @@ class CacheManagerServiceServicer:
 
     def RenewExecutor(self, request, context):
         """Keeps an executor's lease alive. FAILED_PRECONDITION asks it to register again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateWeights(self, request, context):
+        """Says that an executor computes with other weights from now on. Blocks of other versions stay, match no prompt, and
+        are evicted before all others; back at their version, they match again. The executor runs no sequence meanwhile:
+        those that were admitted before belong to the weights of before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -235,6 +249,11 @@ def add_CacheManagerServiceServicer_to_server(servicer, server):
                     servicer.RenewExecutor,
                     request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.RenewExecutorRequest.FromString,
                     response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.RenewExecutorResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.UpdateWeightsResponse.SerializeToString,
             ),
             'RegisterScheduler': grpc.unary_unary_rpc_method_handler(
                     servicer.RegisterScheduler,
@@ -357,6 +376,33 @@ class CacheManagerService:
             '/kvcache.v1.CacheManagerService/RenewExecutor',
             protos_dot_kvcache_dot_v1_dot_kvcache__pb2.RenewExecutorRequest.SerializeToString,
             protos_dot_kvcache_dot_v1_dot_kvcache__pb2.RenewExecutorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheManagerService/UpdateWeights',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.UpdateWeightsRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.UpdateWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

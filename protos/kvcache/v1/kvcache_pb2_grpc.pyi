@@ -39,6 +39,11 @@ class CacheManagerServiceStub:
     """
     RenewExecutor: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.RenewExecutorRequest, _kvcache_pb2.RenewExecutorResponse]
     """Keeps an executor's lease alive. FAILED_PRECONDITION asks it to register again."""
+    UpdateWeights: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.UpdateWeightsRequest, _kvcache_pb2.UpdateWeightsResponse]
+    """Says that an executor computes with other weights from now on. Blocks of other versions stay, match no prompt, and
+    are evicted before all others; back at their version, they match again. The executor runs no sequence meanwhile:
+    those that were admitted before belong to the weights of before.
+    """
     RegisterScheduler: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.RegisterSchedulerRequest, _kvcache_pb2.RegisterSchedulerResponse]
     """Announces a scheduler. A newer epoch of the same scheduler frees the blocks of the older one."""
     AdmitSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.AdmitSequenceRequest, _kvcache_pb2.AdmitSequenceResponse]
@@ -79,6 +84,11 @@ class CacheManagerServiceAsyncStub(CacheManagerServiceStub):
     """
     RenewExecutor: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.RenewExecutorRequest, _kvcache_pb2.RenewExecutorResponse]  # type: ignore[assignment]
     """Keeps an executor's lease alive. FAILED_PRECONDITION asks it to register again."""
+    UpdateWeights: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.UpdateWeightsRequest, _kvcache_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
+    """Says that an executor computes with other weights from now on. Blocks of other versions stay, match no prompt, and
+    are evicted before all others; back at their version, they match again. The executor runs no sequence meanwhile:
+    those that were admitted before belong to the weights of before.
+    """
     RegisterScheduler: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.RegisterSchedulerRequest, _kvcache_pb2.RegisterSchedulerResponse]  # type: ignore[assignment]
     """Announces a scheduler. A newer epoch of the same scheduler frees the blocks of the older one."""
     AdmitSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.AdmitSequenceRequest, _kvcache_pb2.AdmitSequenceResponse]  # type: ignore[assignment]
@@ -128,6 +138,17 @@ class CacheManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.RenewExecutorResponse, _abc.Awaitable[_kvcache_pb2.RenewExecutorResponse]]:
         """Keeps an executor's lease alive. FAILED_PRECONDITION asks it to register again."""
+
+    @_abc_1.abstractmethod
+    def UpdateWeights(
+        self,
+        request: _kvcache_pb2.UpdateWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.UpdateWeightsResponse, _abc.Awaitable[_kvcache_pb2.UpdateWeightsResponse]]:
+        """Says that an executor computes with other weights from now on. Blocks of other versions stay, match no prompt, and
+        are evicted before all others; back at their version, they match again. The executor runs no sequence meanwhile:
+        those that were admitted before belong to the weights of before.
+        """
 
     @_abc_1.abstractmethod
     def RegisterScheduler(

@@ -26,37 +26,49 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!protos/kvcommon/v1/kvcommon.proto\x12\x0bkvcommon.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\"\x8c\x01\n\x0eRetentionRange\x12\r\n\x05start\x18\x01 \x01(\r\x12\x10\n\x03\x65nd\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\x12retention_priority\x18\x03 \x01(\r\x12\x35\n\x12retention_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x06\n\x04_end\"\xc1\x01\n\x10RetentionReceipt\x12\x0f\n\x07request\x18\x01 \x01(\t\x12%\n\x07outcome\x18\x02 \x01(\x0e\x32\x14.kvcommon.v1.Outcome\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x1a\n\x12retention_priority\x18\x04 \x01(\r\x12\x35\n\x12retention_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\"L\n\x07KvCrush\x12\x15\n\rbudget_blocks\x18\x01 \x01(\r\x12*\n\x06\x61nchor\x18\x02 \x01(\x0e\x32\x1a.kvcommon.v1.KvCrushAnchor\"i\n\x0b\x41\x64\x61ptiveRkv\x12\x1b\n\x0e\x61ttention_mass\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x19\n\x0cwindow_steps\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\x11\n\x0f_attention_massB\x0f\n\r_window_steps\"\xdf\x03\n\x0e\x45victionPolicy\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.kvcommon.v1.EvictionKind\x12\x19\n\x0cstart_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rrecent_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x1d\n\x10max_cache_tokens\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x1a\n\rperiod_tokens\x18\x05 \x01(\rH\x03\x88\x01\x01\x12\x16\n\x0e\x64uring_prefill\x18\x06 \x01(\x08\x12\x31\n\tpositions\x18\x07 \x01(\x0e\x32\x1e.kvcommon.v1.EvictionPositions\x12 \n\x13score_window_tokens\x18\x08 \x01(\rH\x04\x88\x01\x01\x12%\n\x07kvcrush\x18\t \x01(\x0b\x32\x14.kvcommon.v1.KvCrush\x12.\n\x0c\x61\x64\x61ptive_rkv\x18\n \x01(\x0b\x32\x18.kvcommon.v1.AdaptiveRkv\x12\x0c\n\x04seed\x18\x0b \x01(\x04\x42\x0f\n\r_start_tokensB\x10\n\x0e_recent_tokensB\x13\n\x11_max_cache_tokensB\x10\n\x0e_period_tokensB\x16\n\x14_score_window_tokens\"a\n\x07KvHints\x12\x18\n\x10protocol_version\x18\x01 \x01(\t\x12\x12\n\nmessage_id\x18\x02 \x01(\t\x12(\n\x07\x61\x63tions\x18\x03 \x03(\x0b\x32\x17.kvcommon.v1.HintAction\"v\n\nHintAction\x12\x11\n\taction_id\x18\x01 \x01(\t\x12\x13\n\x0b\x61\x63tion_type\x18\x02 \x01(\t\x12\x16\n\x0e\x61\x63tion_version\x18\x03 \x01(\t\x12(\n\x07payload\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\"n\n\nHintAnswer\x12\x11\n\taction_id\x18\x01 \x01(\t\x12)\n\x07outcome\x18\x02 \x01(\x0e\x32\x18.kvcommon.v1.HintOutcome\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x12\n\nnum_blocks\x18\x04 \x01(\r*b\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x13\n\x0fOUTCOME_GRANTED\x10\x01\x12\x13\n\x0fOUTCOME_CLIPPED\x10\x02\x12\x14\n\x10OUTCOME_REJECTED\x10\x03*\x9c\x03\n\x0c\x45victionKind\x12\x1d\n\x19\x45VICTION_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12\x45VICTION_KIND_NONE\x10\x01\x12 \n\x1c\x45VICTION_KIND_SLIDING_WINDOW\x10\x02\x12\x15\n\x11\x45VICTION_KIND_SUM\x10\x03\x12\x1a\n\x16\x45VICTION_KIND_NORM_SUM\x10\x04\x12\x1e\n\x1a\x45VICTION_KIND_ADAPTIVE_RKV\x10\x05\x12\x18\n\x14\x45VICTION_KIND_SNAPKV\x10\x06\x12\x15\n\x11\x45VICTION_KIND_H2O\x10\x07\x12\x16\n\x12\x45VICTION_KIND_TOVA\x10\x08\x12\x16\n\x12\x45VICTION_KIND_ROCO\x10\t\x12\x19\n\x15\x45VICTION_KIND_AVERAGE\x10\n\x12\x19\n\x15\x45VICTION_KIND_KEYDIFF\x10\x0b\x12\x17\n\x13\x45VICTION_KIND_KNORM\x10\x0c\x12\x16\n\x12\x45VICTION_KIND_LAST\x10\r\x12\x18\n\x14\x45VICTION_KIND_RANDOM\x10\x0e*z\n\x11\x45victionPositions\x12\"\n\x1e\x45VICTION_POSITIONS_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x45VICTION_POSITIONS_ABSOLUTE\x10\x01\x12 \n\x1c\x45VICTION_POSITIONS_COMPACTED\x10\x02*\xbc\x01\n\rKvCrushAnchor\x12\x1f\n\x1bKV_CRUSH_ANCHOR_UNSPECIFIED\x10\x00\x12\x1a\n\x16KV_CRUSH_ANCHOR_RANDOM\x10\x01\x12\x19\n\x15KV_CRUSH_ANCHOR_ZEROS\x10\x02\x12\x18\n\x14KV_CRUSH_ANCHOR_ONES\x10\x03\x12\x1f\n\x1bKV_CRUSH_ANCHOR_ALTERNATING\x10\x04\x12\x18\n\x14KV_CRUSH_ANCHOR_MEAN\x10\x05*\xb0\x01\n\x0bHintOutcome\x12\x1c\n\x18HINT_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15HINT_OUTCOME_ACCEPTED\x10\x01\x12\x18\n\x14HINT_OUTCOME_CLIPPED\x10\x02\x12\x19\n\x15HINT_OUTCOME_DEFERRED\x10\x03\x12\x19\n\x15HINT_OUTCOME_REJECTED\x10\x04\x12\x18\n\x14HINT_OUTCOME_MISSING\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!protos/kvcommon/v1/kvcommon.proto\x12\x0bkvcommon.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\"\x8c\x01\n\x0eRetentionRange\x12\r\n\x05start\x18\x01 \x01(\r\x12\x10\n\x03\x65nd\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\x12retention_priority\x18\x03 \x01(\r\x12\x35\n\x12retention_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x06\n\x04_end\"\xc1\x01\n\x10RetentionReceipt\x12\x0f\n\x07request\x18\x01 \x01(\t\x12%\n\x07outcome\x18\x02 \x01(\x0e\x32\x14.kvcommon.v1.Outcome\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x1a\n\x12retention_priority\x18\x04 \x01(\r\x12\x35\n\x12retention_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\"\xd2\x01\n\nPrefixMiss\x12%\n\x05\x63\x61use\x18\x01 \x01(\x0e\x32\x16.kvcommon.v1.MissCause\x12.\n\x0bremoved_ago\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1f\n\x12retention_priority\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0f\x66or_own_request\x18\x04 \x01(\x08\x12\x0e\n\x06\x66or_id\x18\x05 \x01(\t\x12\x0c\n\x04tier\x18\x06 \x01(\tB\x15\n\x13_retention_priority\"L\n\x07KvCrush\x12\x15\n\rbudget_blocks\x18\x01 \x01(\r\x12*\n\x06\x61nchor\x18\x02 \x01(\x0e\x32\x1a.kvcommon.v1.KvCrushAnchor\"i\n\x0b\x41\x64\x61ptiveRkv\x12\x1b\n\x0e\x61ttention_mass\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x19\n\x0cwindow_steps\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\x11\n\x0f_attention_massB\x0f\n\r_window_steps\"\x8f\x04\n\x0e\x45victionPolicy\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.kvcommon.v1.EvictionKind\x12\x19\n\x0cstart_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rrecent_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x1d\n\x10max_cache_tokens\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x1a\n\rperiod_tokens\x18\x05 \x01(\rH\x03\x88\x01\x01\x12\x16\n\x0e\x64uring_prefill\x18\x06 \x01(\x08\x12\x31\n\tpositions\x18\x07 \x01(\x0e\x32\x1e.kvcommon.v1.EvictionPositions\x12 \n\x13score_window_tokens\x18\x08 \x01(\rH\x04\x88\x01\x01\x12%\n\x07kvcrush\x18\t \x01(\x0b\x32\x14.kvcommon.v1.KvCrush\x12.\n\x0c\x61\x64\x61ptive_rkv\x18\n \x01(\x0b\x32\x18.kvcommon.v1.AdaptiveRkv\x12\x0c\n\x04seed\x18\x0b \x01(\x04\x12\x1b\n\x0e\x61ttention_mass\x18\x0c \x01(\x02H\x05\x88\x01\x01\x42\x0f\n\r_start_tokensB\x10\n\x0e_recent_tokensB\x13\n\x11_max_cache_tokensB\x10\n\x0e_period_tokensB\x16\n\x14_score_window_tokensB\x11\n\x0f_attention_mass\"a\n\x07KvHints\x12\x18\n\x10protocol_version\x18\x01 \x01(\t\x12\x12\n\nmessage_id\x18\x02 \x01(\t\x12(\n\x07\x61\x63tions\x18\x03 \x03(\x0b\x32\x17.kvcommon.v1.HintAction\"v\n\nHintAction\x12\x11\n\taction_id\x18\x01 \x01(\t\x12\x13\n\x0b\x61\x63tion_type\x18\x02 \x01(\t\x12\x16\n\x0e\x61\x63tion_version\x18\x03 \x01(\t\x12(\n\x07payload\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\"n\n\nHintAnswer\x12\x11\n\taction_id\x18\x01 \x01(\t\x12)\n\x07outcome\x18\x02 \x01(\x0e\x32\x18.kvcommon.v1.HintOutcome\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\"\xb8\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12)\n\x06\x63hoice\x18\x03 \x01(\x0b\x32\x17.kvcommon.v1.TextChoiceH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12\x36\n\x0fstructural_tags\x18\x05 \x01(\x0b\x32\x1b.kvcommon.v1.StructuralTagsH\x00\x42\x06\n\x04\x66orm\"\x1b\n\nTextChoice\x12\r\n\x05texts\x18\x01 \x03(\t\"L\n\x0eStructuralTags\x12(\n\x04tags\x18\x01 \x03(\x0b\x32\x1a.kvcommon.v1.StructuralTag\x12\x10\n\x08triggers\x18\x02 \x03(\t\"@\n\rStructuralTag\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\t\x12\x13\n\x0bjson_schema\x18\x02 \x01(\t\x12\x0b\n\x03\x65nd\x18\x03 \x01(\t*b\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x13\n\x0fOUTCOME_GRANTED\x10\x01\x12\x13\n\x0fOUTCOME_CLIPPED\x10\x02\x12\x14\n\x10OUTCOME_REJECTED\x10\x03*\xf8\x01\n\tMissCause\x12\x1a\n\x16MISS_CAUSE_UNSPECIFIED\x10\x00\x12\x1b\n\x17MISS_CAUSE_NEVER_STORED\x10\x01\x12\x16\n\x12MISS_CAUSE_EVICTED\x10\x02\x12\x1a\n\x16MISS_CAUSE_LEASE_ENDED\x10\x03\x12\x15\n\x11MISS_CAUSE_PURGED\x10\x04\x12\x13\n\x0fMISS_CAUSE_LOST\x10\x05\x12\x1d\n\x19MISS_CAUSE_BEING_COMPUTED\x10\x06\x12\x1a\n\x16MISS_CAUSE_SLOWER_TIER\x10\x07\x12\x17\n\x13MISS_CAUSE_NOT_READ\x10\x08*\xbf\x03\n\x0c\x45victionKind\x12\x1d\n\x19\x45VICTION_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12\x45VICTION_KIND_NONE\x10\x01\x12 \n\x1c\x45VICTION_KIND_SLIDING_WINDOW\x10\x02\x12\x15\n\x11\x45VICTION_KIND_SUM\x10\x03\x12\x1a\n\x16\x45VICTION_KIND_NORM_SUM\x10\x04\x12\x1e\n\x1a\x45VICTION_KIND_ADAPTIVE_RKV\x10\x05\x12\x18\n\x14\x45VICTION_KIND_SNAPKV\x10\x06\x12\x15\n\x11\x45VICTION_KIND_H2O\x10\x07\x12\x16\n\x12\x45VICTION_KIND_TOVA\x10\x08\x12\x16\n\x12\x45VICTION_KIND_ROCO\x10\t\x12\x19\n\x15\x45VICTION_KIND_AVERAGE\x10\n\x12\x19\n\x15\x45VICTION_KIND_KEYDIFF\x10\x0b\x12\x17\n\x13\x45VICTION_KIND_KNORM\x10\x0c\x12\x16\n\x12\x45VICTION_KIND_LAST\x10\r\x12\x18\n\x14\x45VICTION_KIND_RANDOM\x10\x0e\x12!\n\x1d\x45VICTION_KIND_ADAPTIVE_WINDOW\x10\x0f*z\n\x11\x45victionPositions\x12\"\n\x1e\x45VICTION_POSITIONS_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x45VICTION_POSITIONS_ABSOLUTE\x10\x01\x12 \n\x1c\x45VICTION_POSITIONS_COMPACTED\x10\x02*\xbc\x01\n\rKvCrushAnchor\x12\x1f\n\x1bKV_CRUSH_ANCHOR_UNSPECIFIED\x10\x00\x12\x1a\n\x16KV_CRUSH_ANCHOR_RANDOM\x10\x01\x12\x19\n\x15KV_CRUSH_ANCHOR_ZEROS\x10\x02\x12\x18\n\x14KV_CRUSH_ANCHOR_ONES\x10\x03\x12\x1f\n\x1bKV_CRUSH_ANCHOR_ALTERNATING\x10\x04\x12\x18\n\x14KV_CRUSH_ANCHOR_MEAN\x10\x05*\xb0\x01\n\x0bHintOutcome\x12\x1c\n\x18HINT_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15HINT_OUTCOME_ACCEPTED\x10\x01\x12\x18\n\x14HINT_OUTCOME_CLIPPED\x10\x02\x12\x19\n\x15HINT_OUTCOME_DEFERRED\x10\x03\x12\x19\n\x15HINT_OUTCOME_REJECTED\x10\x04\x12\x18\n\x14HINT_OUTCOME_MISSING\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.kvcommon.v1.kvcommon_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OUTCOME']._serialized_start=1449
-  _globals['_OUTCOME']._serialized_end=1547
-  _globals['_EVICTIONKIND']._serialized_start=1550
-  _globals['_EVICTIONKIND']._serialized_end=1962
-  _globals['_EVICTIONPOSITIONS']._serialized_start=1964
-  _globals['_EVICTIONPOSITIONS']._serialized_end=2086
-  _globals['_KVCRUSHANCHOR']._serialized_start=2089
-  _globals['_KVCRUSHANCHOR']._serialized_end=2277
-  _globals['_HINTOUTCOME']._serialized_start=2280
-  _globals['_HINTOUTCOME']._serialized_end=2456
+  _globals['_OUTCOME']._serialized_start=2070
+  _globals['_OUTCOME']._serialized_end=2168
+  _globals['_MISSCAUSE']._serialized_start=2171
+  _globals['_MISSCAUSE']._serialized_end=2419
+  _globals['_EVICTIONKIND']._serialized_start=2422
+  _globals['_EVICTIONKIND']._serialized_end=2869
+  _globals['_EVICTIONPOSITIONS']._serialized_start=2871
+  _globals['_EVICTIONPOSITIONS']._serialized_end=2993
+  _globals['_KVCRUSHANCHOR']._serialized_start=2996
+  _globals['_KVCRUSHANCHOR']._serialized_end=3184
+  _globals['_HINTOUTCOME']._serialized_start=3187
+  _globals['_HINTOUTCOME']._serialized_end=3363
   _globals['_RETENTIONRANGE']._serialized_start=113
   _globals['_RETENTIONRANGE']._serialized_end=253
   _globals['_RETENTIONRECEIPT']._serialized_start=256
   _globals['_RETENTIONRECEIPT']._serialized_end=449
-  _globals['_KVCRUSH']._serialized_start=451
-  _globals['_KVCRUSH']._serialized_end=527
-  _globals['_ADAPTIVERKV']._serialized_start=529
-  _globals['_ADAPTIVERKV']._serialized_end=634
-  _globals['_EVICTIONPOLICY']._serialized_start=637
-  _globals['_EVICTIONPOLICY']._serialized_end=1116
-  _globals['_KVHINTS']._serialized_start=1118
-  _globals['_KVHINTS']._serialized_end=1215
-  _globals['_HINTACTION']._serialized_start=1217
-  _globals['_HINTACTION']._serialized_end=1335
-  _globals['_HINTANSWER']._serialized_start=1337
-  _globals['_HINTANSWER']._serialized_end=1447
+  _globals['_PREFIXMISS']._serialized_start=452
+  _globals['_PREFIXMISS']._serialized_end=662
+  _globals['_KVCRUSH']._serialized_start=664
+  _globals['_KVCRUSH']._serialized_end=740
+  _globals['_ADAPTIVERKV']._serialized_start=742
+  _globals['_ADAPTIVERKV']._serialized_end=847
+  _globals['_EVICTIONPOLICY']._serialized_start=850
+  _globals['_EVICTIONPOLICY']._serialized_end=1377
+  _globals['_KVHINTS']._serialized_start=1379
+  _globals['_KVHINTS']._serialized_end=1476
+  _globals['_HINTACTION']._serialized_start=1478
+  _globals['_HINTACTION']._serialized_end=1596
+  _globals['_HINTANSWER']._serialized_start=1598
+  _globals['_HINTANSWER']._serialized_end=1708
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=1711
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=1895
+  _globals['_TEXTCHOICE']._serialized_start=1897
+  _globals['_TEXTCHOICE']._serialized_end=1924
+  _globals['_STRUCTURALTAGS']._serialized_start=1926
+  _globals['_STRUCTURALTAGS']._serialized_end=2002
+  _globals['_STRUCTURALTAG']._serialized_start=2004
+  _globals['_STRUCTURALTAG']._serialized_end=2068
 # @@protoc_insertion_point(module_scope)

@@ -18,6 +18,18 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_CLIPPED: _ClassVar[Outcome]
     OUTCOME_REJECTED: _ClassVar[Outcome]
 
+class MissCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MISS_CAUSE_UNSPECIFIED: _ClassVar[MissCause]
+    MISS_CAUSE_NEVER_STORED: _ClassVar[MissCause]
+    MISS_CAUSE_EVICTED: _ClassVar[MissCause]
+    MISS_CAUSE_LEASE_ENDED: _ClassVar[MissCause]
+    MISS_CAUSE_PURGED: _ClassVar[MissCause]
+    MISS_CAUSE_LOST: _ClassVar[MissCause]
+    MISS_CAUSE_BEING_COMPUTED: _ClassVar[MissCause]
+    MISS_CAUSE_SLOWER_TIER: _ClassVar[MissCause]
+    MISS_CAUSE_NOT_READ: _ClassVar[MissCause]
+
 class EvictionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     EVICTION_KIND_UNSPECIFIED: _ClassVar[EvictionKind]
@@ -35,6 +47,7 @@ class EvictionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EVICTION_KIND_KNORM: _ClassVar[EvictionKind]
     EVICTION_KIND_LAST: _ClassVar[EvictionKind]
     EVICTION_KIND_RANDOM: _ClassVar[EvictionKind]
+    EVICTION_KIND_ADAPTIVE_WINDOW: _ClassVar[EvictionKind]
 
 class EvictionPositions(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -63,6 +76,15 @@ OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_GRANTED: Outcome
 OUTCOME_CLIPPED: Outcome
 OUTCOME_REJECTED: Outcome
+MISS_CAUSE_UNSPECIFIED: MissCause
+MISS_CAUSE_NEVER_STORED: MissCause
+MISS_CAUSE_EVICTED: MissCause
+MISS_CAUSE_LEASE_ENDED: MissCause
+MISS_CAUSE_PURGED: MissCause
+MISS_CAUSE_LOST: MissCause
+MISS_CAUSE_BEING_COMPUTED: MissCause
+MISS_CAUSE_SLOWER_TIER: MissCause
+MISS_CAUSE_NOT_READ: MissCause
 EVICTION_KIND_UNSPECIFIED: EvictionKind
 EVICTION_KIND_NONE: EvictionKind
 EVICTION_KIND_SLIDING_WINDOW: EvictionKind
@@ -78,6 +100,7 @@ EVICTION_KIND_KEYDIFF: EvictionKind
 EVICTION_KIND_KNORM: EvictionKind
 EVICTION_KIND_LAST: EvictionKind
 EVICTION_KIND_RANDOM: EvictionKind
+EVICTION_KIND_ADAPTIVE_WINDOW: EvictionKind
 EVICTION_POSITIONS_UNSPECIFIED: EvictionPositions
 EVICTION_POSITIONS_ABSOLUTE: EvictionPositions
 EVICTION_POSITIONS_COMPACTED: EvictionPositions
@@ -122,6 +145,22 @@ class RetentionReceipt(_message.Message):
     num_blocks: int
     def __init__(self, request: _Optional[str] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[str] = ..., retention_priority: _Optional[int] = ..., retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
+class PrefixMiss(_message.Message):
+    __slots__ = ("cause", "removed_ago", "retention_priority", "for_own_request", "for_id", "tier")
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_AGO_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    FOR_OWN_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    FOR_ID_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    cause: MissCause
+    removed_ago: _duration_pb2.Duration
+    retention_priority: int
+    for_own_request: bool
+    for_id: str
+    tier: str
+    def __init__(self, cause: _Optional[_Union[MissCause, str]] = ..., removed_ago: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., retention_priority: _Optional[int] = ..., for_own_request: _Optional[bool] = ..., for_id: _Optional[str] = ..., tier: _Optional[str] = ...) -> None: ...
+
 class KvCrush(_message.Message):
     __slots__ = ("budget_blocks", "anchor")
     BUDGET_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -139,7 +178,7 @@ class AdaptiveRkv(_message.Message):
     def __init__(self, attention_mass: _Optional[float] = ..., window_steps: _Optional[int] = ...) -> None: ...
 
 class EvictionPolicy(_message.Message):
-    __slots__ = ("kind", "start_tokens", "recent_tokens", "max_cache_tokens", "period_tokens", "during_prefill", "positions", "score_window_tokens", "kvcrush", "adaptive_rkv", "seed")
+    __slots__ = ("kind", "start_tokens", "recent_tokens", "max_cache_tokens", "period_tokens", "during_prefill", "positions", "score_window_tokens", "kvcrush", "adaptive_rkv", "seed", "attention_mass")
     KIND_FIELD_NUMBER: _ClassVar[int]
     START_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RECENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -151,6 +190,7 @@ class EvictionPolicy(_message.Message):
     KVCRUSH_FIELD_NUMBER: _ClassVar[int]
     ADAPTIVE_RKV_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_MASS_FIELD_NUMBER: _ClassVar[int]
     kind: EvictionKind
     start_tokens: int
     recent_tokens: int
@@ -162,7 +202,8 @@ class EvictionPolicy(_message.Message):
     kvcrush: KvCrush
     adaptive_rkv: AdaptiveRkv
     seed: int
-    def __init__(self, kind: _Optional[_Union[EvictionKind, str]] = ..., start_tokens: _Optional[int] = ..., recent_tokens: _Optional[int] = ..., max_cache_tokens: _Optional[int] = ..., period_tokens: _Optional[int] = ..., during_prefill: _Optional[bool] = ..., positions: _Optional[_Union[EvictionPositions, str]] = ..., score_window_tokens: _Optional[int] = ..., kvcrush: _Optional[_Union[KvCrush, _Mapping]] = ..., adaptive_rkv: _Optional[_Union[AdaptiveRkv, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+    attention_mass: float
+    def __init__(self, kind: _Optional[_Union[EvictionKind, str]] = ..., start_tokens: _Optional[int] = ..., recent_tokens: _Optional[int] = ..., max_cache_tokens: _Optional[int] = ..., period_tokens: _Optional[int] = ..., during_prefill: _Optional[bool] = ..., positions: _Optional[_Union[EvictionPositions, str]] = ..., score_window_tokens: _Optional[int] = ..., kvcrush: _Optional[_Union[KvCrush, _Mapping]] = ..., adaptive_rkv: _Optional[_Union[AdaptiveRkv, _Mapping]] = ..., seed: _Optional[int] = ..., attention_mass: _Optional[float] = ...) -> None: ...
 
 class KvHints(_message.Message):
     __slots__ = ("protocol_version", "message_id", "actions")
@@ -197,3 +238,41 @@ class HintAnswer(_message.Message):
     detail: str
     num_blocks: int
     def __init__(self, action_id: _Optional[str] = ..., outcome: _Optional[_Union[HintOutcome, str]] = ..., detail: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class StructuredOutput(_message.Message):
+    __slots__ = ("json_schema", "regex", "choice", "grammar", "structural_tags")
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    STRUCTURAL_TAGS_FIELD_NUMBER: _ClassVar[int]
+    json_schema: str
+    regex: str
+    choice: TextChoice
+    grammar: str
+    structural_tags: StructuralTags
+    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[TextChoice, _Mapping]] = ..., grammar: _Optional[str] = ..., structural_tags: _Optional[_Union[StructuralTags, _Mapping]] = ...) -> None: ...
+
+class TextChoice(_message.Message):
+    __slots__ = ("texts",)
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class StructuralTags(_message.Message):
+    __slots__ = ("tags", "triggers")
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    TRIGGERS_FIELD_NUMBER: _ClassVar[int]
+    tags: _containers.RepeatedCompositeFieldContainer[StructuralTag]
+    triggers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tags: _Optional[_Iterable[_Union[StructuralTag, _Mapping]]] = ..., triggers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class StructuralTag(_message.Message):
+    __slots__ = ("begin", "json_schema", "end")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    begin: str
+    json_schema: str
+    end: str
+    def __init__(self, begin: _Optional[str] = ..., json_schema: _Optional[str] = ..., end: _Optional[str] = ...) -> None: ...

@@ -1,24 +1,28 @@
 """The routes. Each translates its request, which is then handled as a gRPC request."""
 
 import asyncio
+import contextlib
 import importlib.metadata
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Annotated, Any
 
 import prometheus_client
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from prometheus_client import REGISTRY, CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import ServiceError
 from protos.rpc.guard import Guard
-from scheduler.errors import NotReadyError
+from protos.rpc.identity import PermissionDeniedError
+from scheduler.errors import NotReadyError, UnknownRequestError
 from scheduler.frontend.access_log import note
-from scheduler.frontend.grpc_service import SERVICE, GenerationService
+from scheduler.frontend.grpc_service import ADMIN_SERVICE, SERVICE, GenerationService, SchedulerAdminService
 from scheduler.frontend.openai import errors, responses, translate
 from scheduler.frontend.openai.bodies import BodyLimits
 from scheduler.frontend.openai.generation_response import GenerationResponse
@@ -26,11 +30,14 @@ from scheduler.frontend.openai.identity import Caller, caller_of, route_class
 from scheduler.frontend.openai.middleware import ObservedApp, internal_request_id
 from scheduler.frontend.openai.origins import Origins
 from scheduler.frontend.openai.requests import (
+    AbortRequest,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     Generation,
+    LoadAdapterRequest,
     TokenizeRequest,
+    UnloadAdapterRequest,
 )
 from scheduler.frontend.openai.response_builder import ChatResponseBuilder, CompletionResponseBuilder
 
@@ -43,10 +50,14 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 NO_ORIGINS = Origins()
+# Fields of adapters under their names over HTTP.
+_ADAPTER_NAMES = (("name", "lora_name"), ("path", "lora_path"))
 
 Called = Annotated[Caller, Depends(caller_of)]
 BEARER = "A token of the server's tokens file; any token without one."
 
+# A plain answer. Errors are JSON all the same, which a response class of its own would deny.
+_TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 # The schema of each event, as in OpenAPI 3.2.
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 
@@ -56,10 +67,14 @@ def create_app(
     *,
     max_prompt_bytes: int,
     registry: CollectorRegistry = REGISTRY,
+    metrics: Callable[[], Awaitable[bytes]] | None = None,
     guard: Guard | None = None,
     origins: Origins = NO_ORIGINS,
 ) -> FastAPI:
-    """guard: checks callers; every caller may do everything without one. origins: of web pages that may call."""
+    """guard: checks callers; every caller may do everything without one. origins: of web pages that may call.
+
+    metrics: the text of all metrics, where the registry of this process does not have them.
+    """
     # FastAPI's documentation pages would load scripts from other sites.
     app = ObservedApp(
         service.access_log,
@@ -70,20 +85,29 @@ def create_app(
         redoc_url=None,
         responses=ERRORS,
     )
-    _add_handlers(app)
-
-    app.include_router(_watching(service, registry))
-    for router in _using(service, guard or Guard(None, None), BodyLimits(BODY_FACTOR * max_prompt_bytes + BODY_BYTES)):
+    guard = guard or Guard(None, None)
+    bodies = BodyLimits(BODY_FACTOR * max_prompt_bytes + BODY_BYTES)
+    routers = (
+        _watching(service, metrics or _metrics_of(registry)),
+        *_using(service, guard, bodies),
+        *_describing(service, guard, bodies),
+        *_managing(service.admin, guard, bodies),
+        _aborting(service, guard, bodies),
+    )
+    for router in routers:
         app.include_router(router)
+    _add_handlers(app, [route for router in routers for route in router.routes if isinstance(route, APIRoute)])
     return app
 
 
-def _watching(service: GenerationService, registry: CollectorRegistry) -> APIRouter:
+def _watching(service: GenerationService, collect: Callable[[], Awaitable[bytes]]) -> APIRouter:
     """Probes."""
     router = APIRouter()
 
     @router.head("/health", include_in_schema=False)
     @router.get("/health", response_class=Response, responses={200: {"description": "Requests are served."}})
+    @router.get("/ping", response_class=Response, responses={200: {"description": "Requests are served."}})
+    @router.post("/ping", include_in_schema=False)
     async def health() -> Response:
         """200 while requests are served, 503 before and after."""
         if service.obstacle:
@@ -95,21 +119,24 @@ def _watching(service: GenerationService, registry: CollectorRegistry) -> APIRou
         """The version of kvkeep."""
         return {"version": _version()}
 
-    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    @router.get("/metrics", response_class=Response, responses=_TEXT)
     async def metrics() -> Response:
         """Metrics of the process, for Prometheus."""
-        return Response(prometheus_client.generate_latest(registry), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+        return Response(await collect(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
     return router
 
 
+def _metrics_of(registry: CollectorRegistry) -> Callable[[], Awaitable[bytes]]:
+    async def collect() -> bytes:
+        return prometheus_client.generate_latest(registry)
+
+    return collect
+
+
 def _using(service: GenerationService, guard: Guard, bodies: BodyLimits) -> Iterable[APIRouter]:
-    created = responses.now()
-    # For the description only: the route class reads the header.
-    bearer = Depends(HTTPBearer(scheme_name="bearer", description=BEARER, auto_error=False))
-    generating, describing, tokenizing = (
-        APIRouter(route_class=route_class(guard, f"{SERVICE}/{method}", bodies), dependencies=[bearer])
-        for method in ("StreamGenerate", "GetModel", "TokenizePrompt")
+    generating, tokenizing = (
+        _router(guard, f"{SERVICE}/{method}", bodies=bodies) for method in ("StreamGenerate", "TokenizePrompt")
     )
 
     @generating.post("/v1/chat/completions", responses=_generated(responses.ChatCompletion))
@@ -117,9 +144,11 @@ def _using(service: GenerationService, guard: Guard, bodies: BodyLimits) -> Iter
         """The next message of a conversation."""
         builder = ChatResponseBuilder(
             service.model(request.model),
-            request.request_id or f"chatcmpl-{internal_request_id()}",
+            translate.request_id(request) or f"chatcmpl-{internal_request_id()}",
             logprobs=bool(request.logprobs),
-            **_usage(request),
+            include_reasoning=request.include_reasoning is not False,
+            comparisons=_comparisons(request),
+            **_options(request),
         )
         messages, names = [translate.chat(request)], translate.names(request)
         return GenerationResponse(service, caller, messages, builder, names, stream=bool(request.stream))
@@ -129,29 +158,22 @@ def _using(service: GenerationService, guard: Guard, bodies: BodyLimits) -> Iter
         """Continuations of one text or several: the choices of the first text come first."""
         builder = CompletionResponseBuilder(
             service.model(request.model),
-            request.request_id or f"cmpl-{internal_request_id()}",
+            translate.request_id(request) or f"cmpl-{internal_request_id()}",
             logprobs=request.logprobs is not None,
-            **_usage(request),
+            echoed=request.prompt if request.echo else (),
+            is_truncated=request.truncate_prompt_tokens is not None,
+            comparisons=_comparisons(request),
+            **_options(request),
         )
         messages, names = translate.completion(request), translate.names(request)
         return GenerationResponse(service, caller, messages, builder, names, stream=bool(request.stream))
-
-    @describing.head("/v1/models", include_in_schema=False)
-    @describing.get("/v1/models")
-    async def models() -> responses.ModelList:
-        """The served model."""
-        return {"object": "list", "data": [responses.model_card(service.model(), created)]}
-
-    @describing.get("/v1/models/{model:path}")
-    async def model(model: str) -> responses.ModelCard:
-        """The served model, by its name."""
-        return responses.model_card(service.model(model), created)
 
     @tokenizing.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> responses.Tokens:
         """The ids of a text or a conversation."""
         try:
-            token_ids = await service.tokenize(translate.tokenize(request))
+            message, special = translate.tokenize(request), request.add_special_tokens is not False
+            token_ids = await service.tokenize(message, add_special=special)
         except ServiceError as error:
             raise errors.from_service(error, translate.names_to_tokenize(request)) from error
         model = service.model()
@@ -166,11 +188,129 @@ def _using(service: GenerationService, guard: Guard, bodies: BodyLimits) -> Iter
 
     @tokenizing.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> responses.Prompt:
-        """The text of ids, special tokens included."""
+        """The text of ids, with special tokens unless the request says otherwise."""
         request.check()
-        return {"prompt": await service.detokenize(request.model, request.tokens)}
+        text = await service.detokenize(request.model, request.tokens, skip_special=bool(request.skip_special_tokens))
+        return {"prompt": text}
 
-    return generating, describing, tokenizing
+    @tokenizing.get("/tokenizer_info")
+    async def tokenizer_info() -> responses.TokenizerInfo:
+        """Special tokens and chat template, as clients need them that render conversations themselves."""
+        return responses.tokenizer_info(service.model())
+
+    return generating, tokenizing
+
+
+def _describing(service: GenerationService, guard: Guard, bodies: BodyLimits) -> Iterable[APIRouter]:
+    """The model, the server and its load."""
+    created = responses.now()
+    describing, counting = (_router(guard, f"{SERVICE}/{method}", bodies=bodies) for method in ("GetModel", "GetLoads"))
+
+    @describing.head("/v1/models", include_in_schema=False)
+    @describing.get("/v1/models")
+    async def models() -> responses.ModelList:
+        """The served model under all of its names, and its adapters."""
+        model = service.model()
+        cards = [responses.model_card(model.called(name), created) for name in model.names]
+        adapters = [responses.model_card(model.called(name), created, model) for name in service.adapters]
+        return {"object": "list", "data": [*cards, *adapters]}
+
+    @describing.get("/v1/models/{model:path}")
+    async def model(model: str) -> responses.ModelCard:
+        """The served model or one of its adapters, by its name."""
+        served, base = service.model(model), service.model()
+        return responses.model_card(base.called(model), created, None if served is base else base)
+
+    @describing.get("/get_model_info", include_in_schema=False)
+    @describing.get("/model_info")
+    async def model_info() -> responses.ModelPath:
+        """The model under SGLang's names."""
+        return responses.model_path(service.model())
+
+    @counting.get("/load")
+    async def load() -> responses.Load:
+        """Samples that run and wait, under vLLM's name."""
+        loads = service.loads()
+        return {"server_load": loads.running_requests + loads.waiting_requests}
+
+    @counting.get("/get_server_info", include_in_schema=False)
+    @counting.get("/server_info")
+    async def server_info() -> responses.ServerInfo:
+        """The model, its limits and the load, under the names that SGLang and vLLM have for them."""
+        return responses.server_info(service.model(), service.loads(), _version())
+
+    return describing, counting
+
+
+def _managing(admin: SchedulerAdminService, guard: Guard, bodies: BodyLimits) -> Iterable[APIRouter]:
+    """For operators: adapters, with the bodies that other servers take."""
+    loading, unloading = (
+        _router(guard, f"{ADMIN_SERVICE}/{method}", bodies=bodies) for method in ("LoadAdapter", "UnloadAdapter")
+    )
+
+    @loading.post("/v1/load_lora_adapter", response_class=Response, responses=_TEXT)
+    async def load_lora_adapter(request: LoadAdapterRequest) -> Response:
+        """Loads a LoRA adapter, where KVKEEP_EXECUTOR_ADAPTER_DIR allows that."""
+        request.check()
+        try:
+            await admin.LoadAdapter(pb.LoadAdapterRequest(name=request.lora_name, path=request.lora_path))
+        except ServiceError as error:
+            raise errors.from_service(error, _ADAPTER_NAMES) from error
+        return PlainTextResponse(f"Success: the adapter {request.lora_name!r} is loaded.")
+
+    @unloading.post("/v1/unload_lora_adapter", response_class=Response, responses=_TEXT)
+    async def unload_lora_adapter(request: UnloadAdapterRequest) -> Response:
+        """Refuses new requests for an adapter; its memory is freed when running ones have ended."""
+        request.check()
+        try:
+            answer = await admin.UnloadAdapter(pb.UnloadAdapterRequest(name=request.lora_name))
+        except ServiceError as error:
+            raise errors.from_service(error, _ADAPTER_NAMES) from error
+        left = f"; {answer.running_requests} running requests finish with it" if answer.running_requests else ""
+        return PlainTextResponse(f"Success: the adapter {request.lora_name!r} takes no more requests{left}.")
+
+    return loading, unloading
+
+
+def _aborting(service: GenerationService, guard: Guard, bodies: BodyLimits) -> APIRouter:
+    """Callers end requests of their own tenant, operators any."""
+    operators = f"{ADMIN_SERVICE}/AbortRequests"
+    aborting = _router(guard, f"{SERVICE}/AbortRequest", operators, bodies=bodies)
+
+    @aborting.post("/abort_requests", include_in_schema=False)
+    @aborting.post("/abort_request")
+    async def abort(request: AbortRequest, caller: Called) -> responses.Aborted:
+        """Ends running requests: their answers end with what there is of them, and with the finish reason "abort"."""
+        request.check()
+        with caller.authorized():
+            operates, aborted = caller.may(operators), 0
+            if request.abort_all:
+                if not operates:
+                    raise PermissionDeniedError("only an operator may abort all requests")
+                aborted = (await service.admin.AbortRequests(pb.AbortRequestsRequest(all=True))).aborted_requests
+                return {"aborted_requests": aborted}
+            ids = request.request_ids or [request.rid or ""]
+            for request_id in ids:
+                with contextlib.suppress(UnknownRequestError):
+                    if operates:
+                        message = pb.AbortRequestsRequest(request_id=request_id)
+                        aborted += (await service.admin.AbortRequests(message)).aborted_requests
+                    else:
+                        await service.abort(request_id)
+                        aborted += 1
+            if not aborted:
+                field = "request_ids" if request.request_ids else "rid"
+                raise UnknownRequestError("no live request has this id", fields={field: "names no live request"})
+        return {"aborted_requests": aborted}
+
+    return aborting
+
+
+def _router(guard: Guard, *methods: str, bodies: BodyLimits) -> APIRouter:
+    """Routes for callers of one of these gRPC methods, by full names."""
+    # For the description only: the route class reads the header.
+    bearer = Depends(HTTPBearer(scheme_name="bearer", description=BEARER, auto_error=False))
+    return APIRouter(route_class=route_class(guard, methods, bodies), dependencies=[bearer])
 
 
 def _generated(whole: type) -> dict[int | str, dict[str, Any]]:
@@ -183,31 +323,43 @@ def _generated(whole: type) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def _usage(request: Generation) -> dict[str, bool]:
-    """Which events of a stream have the usage."""
+def _options(request: Generation) -> dict[str, bool]:
+    """Which events of a stream have the usage, and whether answers have token ids."""
     asked = request.stream_options
     return {
         "include_usage": bool(asked and asked.include_usage),
         "continuous_usage": bool(asked and asked.continuous_usage_stats),
+        "token_ids": bool(request.return_token_ids),
+        "prompt_logprobs": request.prompt_logprobs is not None,
     }
 
 
-def _add_handlers(app: FastAPI) -> None:
-    """Every exception becomes an error in OpenAI's shape."""
+def _comparisons(request: Generation) -> list[str]:
+    """Fields of the answer that a comparison with an earlier response is to have."""
+    options = request.prompt_cache_options
+    is_asked = {
+        "prompt_cache_diagnostics": options is not None and options.comparison_response_id is not None,
+        "diagnostics": request.diagnostics is not None,
+    }
+    return [name for name, asked in is_asked.items() if asked]
 
-    def add(kind: type[Exception], convert: Callable[[Any], errors.ApiError]) -> None:
-        async def answer(_request: Request, raised: Any) -> JSONResponse:
-            error = convert(raised)
+
+def _add_handlers(app: FastAPI, routes: Sequence[APIRoute]) -> None:
+    """Every exception becomes an error in OpenAI's shape. routes: of the API."""
+
+    def add(kind: type[Exception], convert: Callable[[Any, Request], errors.ApiError]) -> None:
+        async def answer(request: Request, raised: Any) -> JSONResponse:
+            error = convert(raised, request)
             note(error=error.reason)
             return error.response()
 
         app.add_exception_handler(kind, answer)
 
-    add(errors.ApiError, lambda error: error)
-    add(ServiceError, lambda error: errors.from_service(error, translate.NAMES))
-    add(RequestValidationError, errors.from_validation)
-    add(HTTPException, errors.from_http)
-    add(Exception, lambda _: errors.unexpected())
+    add(errors.ApiError, lambda error, _: error)
+    add(ServiceError, lambda error, _: errors.from_service(error, translate.NAMES))
+    add(RequestValidationError, lambda error, _: errors.from_validation(error))
+    add(HTTPException, lambda error, request: errors.from_http(error, request, routes))
+    add(Exception, lambda *_: errors.unexpected())
 
 
 def _version() -> str:

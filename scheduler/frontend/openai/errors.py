@@ -1,5 +1,6 @@
 """Errors in OpenAI's shape: from errors of the service and from the framework's own."""
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
@@ -7,7 +8,9 @@ from typing import Any
 
 import grpc
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from typing_extensions import TypedDict
 
@@ -27,6 +30,10 @@ _STATUSES = {
     grpc.StatusCode.UNAVAILABLE: 503,
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
+# An error suggests a path with at least this similarity to an unknown one: 0..1, as difflib measures it.
+_CLOSE_PATH = 0.7
+# Characters of a path that an error shows and compares.
+_SHOWN_CHARACTERS = 128
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -120,10 +127,28 @@ def _param(path: Sequence[str | int]) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
 
 
-def from_http(error: HTTPException) -> ApiError:
-    """An unknown path, a wrong method, a body that is too long."""
+def from_http(error: HTTPException, request: Request, routes: Sequence[APIRoute]) -> ApiError:
+    """An unknown path, a wrong method, a body that is too long. routes: of the API."""
     code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-    return ApiError(error.status_code, error.detail, code=code, headers=error.headers)
+    message, headers = error.detail, dict(error.headers or {})
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        message = _no_path(request, routes)
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        # The framework names the methods of the first route only.
+        found = [route for route in routes if route.path_regex.match(request.scope["path"])]
+        allowed = {method for route in found for method in route.methods or ()}
+        headers["Allow"] = ", ".join(sorted(allowed))
+        message = f"this path takes {' and '.join(sorted(allowed))} only"
+    return ApiError(error.status_code, message, code=code, headers=headers)
+
+
+def _no_path(request: Request, routes: Sequence[APIRoute]) -> str:
+    # As it was sent: a decoded path may hold any character.
+    path = request.scope["raw_path"].decode("ascii", "backslashreplace").partition("?")[0][:_SHOWN_CHARACTERS]
+    paths = {route.path for route in routes if "{" not in route.path}
+    close = difflib.get_close_matches(path, sorted(paths), n=1, cutoff=_CLOSE_PATH)
+    hint = f"did you mean {close[0]}?" if close else "/openapi.json lists what there is"
+    return f"there is no {path} here: {hint}"
 
 
 def unexpected() -> ApiError:

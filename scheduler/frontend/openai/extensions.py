@@ -131,6 +131,36 @@ class CacheControl(StrictModel):
     ttl: Seconds = 300.0
 
 
+class PromptCacheBreakpoint(StrictModel):
+    """OpenAI's name for cache_control: the prompt up to here is kept, as long as the request's ttl without one."""
+
+    mode: Literal["explicit"] = "explicit"
+    ttl: Seconds | None = None
+
+
+class PromptCacheOptions(StrictModel):
+    """OpenAI's options for the prompt's place in the cache."""
+
+    mode: Literal["implicit", "explicit"] = Field(
+        "implicit", description='With "explicit" only the prompt up to its last breakpoint is stored.'
+    )
+    ttl: Seconds | None = Field(None, description="How long the prompt, and each breakpoint without a ttl, is kept.")
+    prewarm: bool | None = Field(None, description="The prompt is computed and stored, and no token is generated.")
+    comparison_response_id: Text | None = Field(
+        None,
+        description="A recent response; the answer says why this request reused less of its prompt than it could.",
+        json_schema_extra={"minLength": 1},
+    )
+
+
+class Diagnostics(StrictModel):
+    """Anthropic's name for a comparison."""
+
+    previous_message_id: Text | None = Field(
+        None, description="A recent response to compare with; null for none.", json_schema_extra={"minLength": 1}
+    )
+
+
 class RetentionRange(StrictModel):
     """A retention request for the blocks whose first token lies in [start, end)."""
 
@@ -181,6 +211,7 @@ class EvictionPolicy(StrictModel):
     score_window_tokens: Uint32 | None = None
     kvcrush: KvCrush | None = None
     adaptive_rkv: AdaptiveRkv | None = None
+    attention_mass: float | None = None
     seed: Uint64 = 0
 
 
@@ -194,20 +225,25 @@ class HintAction(StrictModel):
     payload: Annotated[dict[Any, Any], WithJsonSchema({"type": "object"})] = {}
 
 
+def short(value: object, most: int) -> object:
+    """The value, which may be any JSON. Raises ValueError for one of more bytes, or nested too deeply."""
+    try:
+        size = len(json.dumps(value))
+    except RecursionError as error:
+        raise ValueError("is nested too deeply") from error
+    if size > most:
+        raise ValueError(f"has more than {most} bytes")
+    return value
+
+
 class KvHints(StrictModel):
     """Hints in the envelope that agent frameworks send; the answer has an outcome for each."""
 
     @model_validator(mode="before")
     @classmethod
     def _short(cls, value: object) -> object:
-        """Bounds the size before anything is parsed: a payload may hold any JSON."""
-        try:
-            size = len(json.dumps(value))
-        except RecursionError as error:
-            raise ValueError("is nested too deeply") from error
-        if size > validation.MAX_HINTS_BYTES:
-            raise ValueError(f"has more than {validation.MAX_HINTS_BYTES} bytes")
-        return value
+        """Bounds the size before anything is parsed."""
+        return short(value, validation.MAX_HINTS_BYTES)
 
     protocol_version: Text = Field("0.1", json_schema_extra={"const": "0.1"})
     message_id: Text = ""

@@ -21,6 +21,7 @@ from scheduler.frontend.openai.identity import Caller
 from scheduler.frontend.openai.middleware import FAILED
 from scheduler.frontend.openai.response_builder import ResponseBuilder, merged
 from scheduler.frontend.openai.translate import Names, of_prompt
+from scheduler.request import Request as Sample
 
 Write = Callable[[pb.StreamGenerateResponse], Awaitable[object]]
 
@@ -84,7 +85,7 @@ class GenerationResponse(Response):
             samples[piece.sample_index].append(piece)
 
         await self._generate(scope, add)
-        whole = self._builder.whole([merged(samples[index]) for index in sorted(samples)])
+        whole = self._builder.whole([self._builder.begun(merged(samples[index])) for index in sorted(samples)])
         await JSONResponse(whole)(scope, receive, send)
 
     async def _send_events(self, scope: Scope, send: Send) -> None:
@@ -119,7 +120,7 @@ class GenerationResponse(Response):
         try:
             with self._caller.authorized():
                 if len(self._messages) == 1:
-                    await self._service.generate(self._messages[0], write, usage=self._builder.continuous_usage)
+                    await self._run(0, self._messages[0], write)
                     return
                 async with asyncio.TaskGroup() as tasks:
                     for number, message in enumerate(self._messages):
@@ -128,6 +129,14 @@ class GenerationResponse(Response):
             raise from_service(error, self._names) from error
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
+
+    async def _run(self, number: int, message: pb.StreamGenerateRequest, write: Write) -> None:
+        def accept(samples: Sequence[Sample]) -> None:
+            self._builder.accept(number * self._samples, samples)
+
+        await self._service.generate(
+            message, write, usage=self._builder.continuous_usage, part_of=self._builder.id, accept=accept
+        )
 
     async def _generate_one(self, scope: Scope, number: int, message: pb.StreamGenerateRequest, write: Write) -> None:
         """Runs one of several prompts, with its own line in the access log."""
@@ -138,7 +147,7 @@ class GenerationResponse(Response):
 
         try:
             with self._service.access_log.call(peer_of(Request(scope))):
-                await self._service.generate(message, add, usage=self._builder.continuous_usage)
+                await self._run(number, message, add)
         except ServiceError as error:
             raise from_service(error, of_prompt(self._names, number)) from error
 
@@ -160,11 +169,14 @@ class _Events:
     async def write(self, piece: pb.StreamGenerateResponse) -> None:
         first = piece.sample_index not in self._sent
         offset = self._sent.get(piece.sample_index, 0)
+        if first:
+            piece = self._builder.begun(piece)
         self._sent[piece.sample_index] = offset + len(piece.text)
         if piece.HasField("usage"):
             self._usages[piece.sample_index] = piece.usage
-        if first or self._builder.says_something(piece):
-            await self.send(self._builder.chunk(piece, self._usages.values(), first=first, offset=offset))
+        chunk = self._builder.chunk(piece, self._usages.values(), first=first, offset=offset)
+        if chunk is not None:
+            await self.send(chunk)
 
     async def send_usage(self) -> None:
         await self.send(self._builder.usage_chunk(self._usages.values()))

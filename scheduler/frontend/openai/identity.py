@@ -1,7 +1,7 @@
 """Turns HTTP's Authorization header into an identity, and checks its role."""
 
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from fastapi.routing import APIRoute
@@ -15,12 +15,12 @@ from scheduler.frontend.openai.bodies import BodyLimits
 
 
 class Caller:
-    """A caller that may call a method, for as long as the request runs."""
+    """A caller that may call a method, or one of several, for as long as the request runs."""
 
-    def __init__(self, guard: Guard, method: str, authorization: str, peer: str) -> None:
-        """Raises UnauthenticatedError and PermissionDeniedError, which the audit log gets."""
+    def __init__(self, guard: Guard, methods: Sequence[str], authorization: str, peer: str) -> None:
+        """Raises UnauthenticatedError and PermissionDeniedError, which the audit log gets with the first method."""
         self._guard = guard
-        self._method = method
+        self._method = methods[0]
         self._authorization = authorization
         self._peer = peer
         self._identity: Identity | None = None
@@ -28,7 +28,15 @@ class Caller:
             self._identity = guard.identify(authorization)
             # Before the check: the access log names a refused caller, too.
             assume(self._identity)
-            guard.allow(self._identity, method)
+            guard.allow(self._identity, *methods)
+
+    def may(self, method: str) -> bool:
+        """Whether it may call a gRPC method, by its full name."""
+        try:
+            self._guard.allow(self._identity, method)
+        except PermissionDeniedError:
+            return False
+        return True
 
     @contextlib.contextmanager
     def authorized(self) -> Iterator[None]:
@@ -45,8 +53,8 @@ class Caller:
             raise
 
 
-def route_class(guard: Guard, method: str, bodies: BodyLimits) -> type[APIRoute]:
-    """Routes for a gRPC method, by its full name. A caller is checked before the body is read.
+def route_class(guard: Guard, methods: Sequence[str], bodies: BodyLimits) -> type[APIRoute]:
+    """Routes for callers of one of these gRPC methods, by full names. A caller is checked before the body is read.
 
     A dependency would be too late: the framework reads the body before it resolves them.
     """
@@ -56,7 +64,7 @@ def route_class(guard: Guard, method: str, bodies: BodyLimits) -> type[APIRoute]
             handle = super().get_route_handler()
 
             async def answer(request: Request) -> Response:
-                caller = Caller(guard, method, request.headers.get("authorization", ""), peer_of(request))
+                caller = Caller(guard, methods, request.headers.get("authorization", ""), peer_of(request))
                 with bodies.limiting(request) as receive:
                     # A new request: the other one would keep the body for as long as the response takes.
                     own = Request(request.scope, receive)

@@ -26,7 +26,7 @@ SECONDS = Histogram(
     ["route"],
     buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 120),
 )
-IN_FLIGHT = Gauge("kvkeep_http_in_flight", "HTTP requests being served.")
+IN_FLIGHT = Gauge("kvkeep_http_in_flight", "HTTP requests being served.", multiprocess_mode="livesum")
 
 # Key in the scope: the status of an error after another status was sent.
 FAILED = "kvkeep.failed"
@@ -36,7 +36,7 @@ NO_ROUTE = "other"
 LEFT = 499
 INTERNAL = 500
 # Probes come all the time and get no lines.
-PROBES = ("/health", "/metrics", "/version")
+PROBES = ("/health", "/load", "/metrics", "/ping", "/version")
 GENERATION_ROUTES = ("/v1/chat/completions", "/v1/completions")
 _MAX_REQUEST_ID = 128
 

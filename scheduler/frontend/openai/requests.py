@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -22,18 +23,24 @@ from scheduler.frontend import validation
 from scheduler.frontend.openai.errors import FieldError
 from scheduler.frontend.openai.extensions import (
     CacheControl,
+    Diagnostics,
     EvictionPolicy,
     Int32,
     Items,
     KvHints,
     LimitedModel,
+    PromptCacheBreakpoint,
+    PromptCacheOptions,
     Retention,
     RetentionSeconds,
     Text,
     Uint32,
     bounds,
     encodable,
+    short,
 )
+from scheduler.frontend.openai.structured import Choice, FormText, ResponseFormat, Schema, StructuredOutputs
+from scheduler.frontend.tool_calls.definitions import MAX_TOOLS, NAME_PATTERN
 
 # An error suggests a field with at least this similarity to an unknown name: 0..1, as difflib measures it.
 _CLOSE = 0.75
@@ -158,22 +165,39 @@ def _refused(names: str, *nothing: object) -> dict[str, tuple[object, ...]]:
 class TextPart(LenientModel):
     """A part of a message."""
 
-    # OpenAI's name for cache_control.
-    unsupported: ClassVar = {"prompt_cache_breakpoint": ()}
     # Fields of answers that clients repeat in a history.
     ignored: ClassVar = frozenset({"annotations", "id"})
 
     type: Annotated[Literal["text"], BeforeValidator(_of_text)]
     text: Text
     cache_control: CacheControl | None = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
+
+
+class FunctionCall(LenientModel):
+    """A call of a function."""
+
+    name: Text = Field(json_schema_extra={"pattern": NAME_PATTERN})
+    arguments: Text = Field(description="JSON text of an object.")
+
+
+class ToolCall(LenientModel):
+    """A call of a tool, as answers have it."""
+
+    # Fields of answers that clients repeat in a history.
+    ignored: ClassVar = frozenset({"index", "provider_specific_fields"})
+
+    id: Text = Field(json_schema_extra={"minLength": 1})
+    type: Literal["function"] = "function"
+    function: FunctionCall
 
 
 class Message(LenientModel):
     """One message of a conversation. Several parts are joined by line breaks."""
 
     unsupported: ClassVar = {
-        **_refused("audio function_call phase task tool_call_id"),
-        **_refused("images thinking_blocks tool_calls tools", []),
+        **_refused("audio function_call phase task"),
+        **_refused("images thinking_blocks tools", []),
         "prefix": (False,),
         "refusal": ("",),
     }
@@ -190,6 +214,8 @@ class Message(LenientModel):
         None, description="The assistant's reasoning; only where the model's chat template reads it."
     )
     reasoning: Text | None = Field(None, description="Another name of reasoning_content.")
+    tool_calls: Items[ToolCall] | None = Field(None, description="The assistant's calls of tools.")
+    tool_call_id: Text | None = Field(None, description="The call that the message answers; for the role tool only.")
     # Stands for that of the last part.
     cache_control: CacheControl | None = None
 
@@ -209,6 +235,98 @@ def _few(value: object) -> object:
 Messages = Annotated[Items[Message], BeforeValidator(_few), Field(json_schema_extra={"minItems": 1})]
 
 
+_WORDS = ("none", "auto", "required")
+_NAMED_CHOICE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {"name": {"type": "string", "minLength": 1}},
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
+_TOOL: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": NAME_PATTERN},
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"], "description": "A JSON schema of the arguments."},
+                "strict": {"type": ["boolean", "null"]},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
+
+
+def _choice(value: object) -> object:
+    """A word becomes the type of a choice."""
+    if not isinstance(value, str):
+        return value
+    if value not in _WORDS:
+        raise ValueError(f"must be one of {', '.join(_WORDS)}, or name a function")
+    return {"type": value}
+
+
+class FunctionName(LenientModel):
+    """Names a function."""
+
+    name: Text
+
+
+class ToolChoice(LenientModel):
+    """Which tools are called: one function, or as a word says."""
+
+    type: Literal["function", "none", "auto", "required"]
+    function: FunctionName | None = None
+
+
+class Tooled(LenientModel):
+    """Tools that an output may call."""
+
+    tools: (
+        Annotated[
+            # Checked by the validator that gRPC uses.
+            list[dict[str, Any]],
+            Field(max_length=MAX_TOOLS, fail_fast=True),
+            WithJsonSchema({"type": "array", "maxItems": MAX_TOOLS, "items": _TOOL}),
+        ]
+        | None
+    ) = Field(None, description="Functions that the model may call; only where its chat template reads them.")
+    tool_choice: (
+        Annotated[
+            ToolChoice,
+            BeforeValidator(_choice),
+            WithJsonSchema({"anyOf": [{"enum": list(_WORDS)}, _NAMED_CHOICE]}),
+        ]
+        | None
+    ) = Field(None, description="Whether they are called; auto when absent.")
+
+    def objects(self) -> Iterator[tuple[str, LenientModel]]:
+        yield from super().objects()
+        if self.tool_choice is not None:
+            yield "tool_choice.", self.tool_choice
+            if self.tool_choice.function is not None:
+                yield "tool_choice.function.", self.tool_choice.function
+
+    def check(self) -> None:
+        super().check()
+        if self.tool_choice is not None:
+            function = self.tool_choice.function
+            if self.tool_choice.type == "function" and not (function and function.name):
+                raise FieldError("tool_choice.function.name", "is missing")
+            if self.tool_choice.type != "function" and function:
+                raise FieldError("tool_choice.function", "is only for a choice of the type function")
+
+
 class StreamOptions(LenientModel):
     """Options of a stream."""
 
@@ -225,35 +343,30 @@ class Generation(LenientModel):
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **_refused("best_of length_penalty", 1),
         **_refused(
-            "logit_bias custom_params ec_transfer_params images_config kv_transfer_params session_params "
-            "video_config vllm_xargs",
+            "custom_params ec_transfer_params images_config kv_transfer_params session_params video_config vllm_xargs",
             {},
         ),
-        "response_format": ({"type": "text"},),
         **_refused(
-            "allowed_token_ids beam_width bootstrap_host bootstrap_port bootstrap_room custom_logit_processor "
-            "disagg_prefill_dp_rank ebnf guided_choice guided_grammar guided_json guided_regex input_ids "
-            "json_schema lora lora_path mm_payload prompt_logprobs regex repetition_detection "
-            "sampling_logprobs_mode structured_outputs task thinking_token_budget truncate_prompt_tokens "
-            "truncation_side"
+            "beam_width bootstrap_host bootstrap_port bootstrap_room custom_logit_processor "
+            "disagg_prefill_dp_rank input_ids lora lora_path mm_payload repetition_detection "
+            "sampling_logprobs_mode task thinking_token_budget"
         ),
-        **_refused("bad_words logits_processors logprob_token_ids stop_regex", []),
-        **_refused("data_parallel_rank min_tokens routed_dp_rank", 0),
+        **_refused("logits_processors logprob_token_ids stop_regex", []),
+        **_refused("data_parallel_rank routed_dp_rank", 0),
         **_refused(
-            "include_stop_str_in_output no_stop_trim return_cached_tokens_details "
+            "return_cached_tokens_details "
             "return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64 return_hidden_states "
             "return_input_ids_in_sglext return_meta_info return_mm_kwargs return_output_ids_in_sglext "
             "return_prompt_text return_prompt_token_ids return_routed_experts return_sampling_mask "
-            "return_spec_tokens_details return_token_ids return_token_offsets return_tokens_as_token_ids "
+            "return_spec_tokens_details return_token_offsets return_tokens_as_token_ids "
             "return_weight_versions use_beam_search watermark watermarking",
             False,
         ),
-        "skip_special_tokens": (True,),
         "thinking": (False, {"type": "disabled"}),
     }
     # Records of other servers, the frequency of events, and options of refused features.
     ignored: ClassVar = _names(
-        "custom_labels metadata rid safety_identifier service_tier store user stream_interval mm_processor_kwargs "
+        "custom_labels metadata safety_identifier service_tier store user stream_interval mm_processor_kwargs "
         "routed_experts_prompt_start routed_experts_start_len spaces_between_special_tokens"
     )
 
@@ -266,7 +379,7 @@ class Generation(LenientModel):
         description=f"At most {validation.MAX_STOPS}.",
         json_schema_extra={"maxItems": validation.MAX_STOPS, "minLength": 1},
     )
-    max_tokens: Uint32 | None = Field(None, json_schema_extra={"minimum": 1})
+    max_tokens: Uint32 | None = Field(None, description="With 0 the prompt is only computed and stored.")
     temperature: float | None = Field(
         None, description="1 when absent; 0 is greedy.", json_schema_extra=_sampling("temperature")
     )
@@ -282,7 +395,49 @@ class Generation(LenientModel):
     repetition_penalty: float | None = Field(None, json_schema_extra=_sampling("repetition_penalty"))
     ignore_eos: bool | None = None
     stop_token_ids: Items[Uint32] | None = Field(None, json_schema_extra={"maxItems": validation.MAX_STOP_IDS})
+    include_stop_str_in_output: bool | None = Field(
+        None, description="The text ends with the stop text, or with the text of the stop id."
+    )
+    no_stop_trim: bool | None = Field(None, description="Another name of include_stop_str_in_output.")
+    skip_special_tokens: bool | None = Field(None, description="True when absent: the text has no special tokens.")
+    return_token_ids: bool | None = Field(None, description="The answer has the ids of the prompt and of the output.")
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 32)] | None = Field(
+        None,
+        description="So many tokens of the prompt stay, the last ones; -1 are as many as fit together with max_tokens.",
+        json_schema_extra={"not": {"const": 0}},
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Where truncate_prompt_tokens takes tokens away; left when absent."
+    )
+    prompt_logprobs: Uint32 | None = Field(
+        None,
+        description="Alternatives to each token of the prompt; the request uses no cached blocks. Not in streams.",
+        json_schema_extra=bounds(0, validation.MAX_LOGPROBS),
+    )
+    logit_bias: dict[str, float] | None = Field(
+        None,
+        description=f"Added to the logits of ids, from -{validation.MAX_BIAS} to {validation.MAX_BIAS}.",
+        json_schema_extra={"maxProperties": validation.MAX_BIASES},
+    )
+    min_tokens: Uint32 | None = Field(
+        None, description="No end before so many tokens, in which no stop text is looked for."
+    )
+    bad_words: Items[Text] | None = Field(
+        None, description="The output has none of them.", json_schema_extra={"maxItems": validation.MAX_BAD_WORDS}
+    )
+    allowed_token_ids: Items[Uint32] | None = Field(None, description="The only tokens of the output, but its end.")
+    # The form of the output.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = Field(None, description="As structured_outputs.json.")
+    guided_regex: FormText | None = Field(None, description="As structured_outputs.regex.")
+    guided_choice: Choice | None = Field(None, description="As structured_outputs.choice.")
+    guided_grammar: FormText | None = Field(None, description="As structured_outputs.grammar.")
+    regex: FormText | None = Field(None, description="As structured_outputs.regex.")
+    ebnf: FormText | None = Field(None, description="As structured_outputs.grammar.")
+    json_schema: Schema | None = Field(None, description="As structured_outputs.json.")
     request_id: Text | None = Field(None, description="Names the request; unique among running ones.")
+    rid: Text | None = Field(None, description="Another name of request_id.")
     # Fields of the cache.
     priority: Int32 | None = Field(None, description="Of scheduling: higher runs first.")
     cache_salt: Text | None = Field(
@@ -297,8 +452,12 @@ class Generation(LenientModel):
         json_schema_extra={"minLength": 1},
     )
     prompt_cache_key: Text | None = Field(None, description="The session_id of requests that name none.")
+    prompt_cache_options: PromptCacheOptions | None = None
+    diagnostics: Diagnostics | None = None
     prompt_cache_retention: RetentionSeconds | None = Field(
-        None, description='How long the whole request stays cached, such as "24h"; "in_memory" asks for nothing.'
+        None,
+        description='How long the whole request stays cached, such as "24h"; "in_memory" asks for nothing. '
+        "OpenAI has replaced it by prompt_cache_options.",
     )
     retention: Retention | None = None
     eviction_policy: EvictionPolicy | None = None
@@ -313,19 +472,46 @@ class Generation(LenientModel):
         super().check()
         if self.stream_options is not None and not self.stream:
             raise InvalidField("stream_options", "is only for streams")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidField("prompt_logprobs", "is not supported in streams")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidField("allowed_token_ids", "must not be empty")
 
 
-class ChatCompletionRequest(Generation):
+TemplateArguments = Annotated[
+    # Checked when they become a message, as a hint's payload.
+    dict[Any, Any],
+    BeforeValidator(partial(short, most=validation.MAX_ARGUMENTS_BYTES)),
+    WithJsonSchema({"type": "object"}),
+]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class Templated(Tooled):
+    """How the chat template renders messages."""
+
+    add_generation_prompt: bool | None = Field(
+        None, description="Whether the beginning of an answer follows; true when absent, unless a message is continued."
+    )
+    continue_final_message: bool | None = Field(None, description="The output continues the last message.")
+    chat_template_kwargs: TemplateArguments | None = Field(
+        None, description="Variables of the chat template, which passes over those that it does not read."
+    )
+    reasoning_effort: ReasoningEffort | None = Field(
+        None,
+        description="A variable of the chat template; where it is given, enable_thinking is another, "
+        'false for "none" and else true.',
+    )
+
+
+class ChatCompletionRequest(Generation, Templated):
     """POST /v1/chat/completions."""
 
     unsupported: ClassVar = {
         **Generation.unsupported,
-        "add_generation_prompt": (True,),
         "add_special_tokens": (False,),
         "audio": (),
         "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "continue_final_message": (False,),
         "documents": ([],),
         "echo": (False,),
         "function_call": ("none",),
@@ -333,23 +519,21 @@ class ChatCompletionRequest(Generation):
         "modalities": (["text"],),
         "prediction": (),
         "moderation": (),
-        "prompt_cache_options": ({}, {"mode": "implicit"}),
-        "reasoning_effort": ("none",),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
+        **_refused("separate_reasoning stream_reasoning", True),
         "verbosity": ("medium",),
         "web_search_options": (),
     }
-    # Options of reasoning, media and tools, which are refused or no output has.
+    # Options of media, which are refused.
     ignored: ClassVar = Generation.ignored | _names(
-        "include_reasoning separate_reasoning stream_reasoning max_dynamic_patch media_io_kwargs min_dynamic_patch "
-        "parallel_tool_calls use_audio_in_video"
+        "max_dynamic_patch media_io_kwargs min_dynamic_patch use_audio_in_video"
     )
 
     messages: Messages
-    max_completion_tokens: Uint32 | None = Field(None, json_schema_extra={"minimum": 1})
+    max_completion_tokens: Uint32 | None = None
     logprobs: bool | None = None
     top_logprobs: Uint32 | None = Field(None, json_schema_extra=bounds(0, validation.MAX_LOGPROBS))
+    parallel_tool_calls: bool | None = Field(None, description="False ends the output behind its first call.")
+    include_reasoning: bool | None = Field(None, description="False leaves the reasoning out of the answer.")
 
     def objects(self) -> Iterator[tuple[str, LenientModel]]:
         yield from super().objects()
@@ -357,7 +541,7 @@ class ChatCompletionRequest(Generation):
 
     def check(self) -> None:
         super().check()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidField("top_logprobs", "needs logprobs: true")
 
 
@@ -367,20 +551,24 @@ class CompletionRequest(Generation):
     unsupported: ClassVar = {
         **Generation.unsupported,
         "add_special_tokens": (True,),
-        "echo": (False,),
         "prompt_embeds": (),
         "suffix": ("",),
     }
 
     prompt: Prompts
+    echo: bool | None = Field(
+        None, description="Texts begin with their prompts; with logprobs, so do the log-probabilities."
+    )
     logprobs: Uint32 | None = Field(None, json_schema_extra=bounds(0, validation.MAX_LOGPROBS))
 
 
-_OWN = ("add_special_tokens", "model", "return_token_strs", "prompt", "messages")
 _GENERATING = (CompletionRequest, ChatCompletionRequest)
+_OWN = {"add_special_tokens", "model", "return_token_strs", "prompt", "messages", *Templated.model_fields}
+# The whole prompt is counted.
+_UNCOUNTED = _refused("truncate_prompt_tokens truncation_side")
 
 
-class TokenizeRequest(LenientModel):
+class TokenizeRequest(Templated):
     """POST /tokenize: a text or a conversation. A completion request can be sent as it is, to count its tokens."""
 
     model_config = ConfigDict(
@@ -391,17 +579,24 @@ class TokenizeRequest(LenientModel):
             ]
         }
     )
-    unsupported: ClassVar = {
-        name: values for item in _GENERATING for name, values in item.unsupported.items() if name not in _OWN
+    unsupported: ClassVar = _UNCOUNTED | {
+        name: values
+        for item in _GENERATING
+        for name, values in item.unsupported.items()
+        if name not in _OWN and not any(name in other.model_fields for other in _GENERATING)
     }
-    ignored: ClassVar = frozenset().union(*({*item.model_fields, *item.ignored} for item in _GENERATING)) - {*_OWN}
+    ignored: ClassVar = (
+        frozenset().union(*({*item.model_fields, *item.ignored} for item in _GENERATING)) - _OWN - _UNCOUNTED.keys()
+    )
 
     model: Text = ""
     return_token_strs: bool | None = None
     prompt: Text | None = Field(None, json_schema_extra={"minLength": 1})
     messages: Messages | None = None
     add_special_tokens: bool | None = Field(
-        None, description="Only true for a prompt, and false for messages, whose template has them."
+        None,
+        description="Those that the tokenizer adds; true for a prompt when absent. Only false for messages, whose "
+        "template has them.",
     )
 
     def objects(self) -> Iterator[tuple[str, LenientModel]]:
@@ -412,17 +607,53 @@ class TokenizeRequest(LenientModel):
         super().check()
         if (self.prompt is None) == (self.messages is None):
             raise InvalidField("prompt", "or messages must be given, and not both")
-        if self.add_special_tokens not in (None, self.messages is None):
-            raise InvalidField("add_special_tokens", "is not supported with this value")
+        if self.add_special_tokens and self.messages is not None:
+            raise InvalidField("add_special_tokens", "is not supported with messages: their template has them")
+
+
+class LoadAdapterRequest(LenientModel):
+    """POST /v1/load_lora_adapter."""
+
+    unsupported: ClassVar = {"load_inplace": (False,), "is_3d_lora_weight": (False,)}
+    ignored: ClassVar = frozenset({"lora_int_id"})
+
+    lora_name: Text = Field(description="Name that requests call it by.", json_schema_extra={"minLength": 1})
+    lora_path: Text = Field(
+        description="Folder that PEFT has saved, below that of KVKEEP_EXECUTOR_ADAPTER_DIR, also relative to it.",
+        json_schema_extra={"minLength": 1},
+    )
+
+
+class UnloadAdapterRequest(LenientModel):
+    """POST /v1/unload_lora_adapter."""
+
+    ignored: ClassVar = frozenset({"lora_int_id"})
+
+    lora_name: Text = Field(json_schema_extra={"minLength": 1})
+
+
+class AbortRequest(LenientModel):
+    """POST /abort_request with SGLang's fields, and POST /abort_requests with vLLM's: one of the three."""
+
+    # Of SGLang's, for its own processes.
+    ignored: ClassVar = _names("abort_message finished_reason")
+
+    rid: Text | None = Field(None, description="The request_id of a request, or the id of its answer.")
+    request_ids: Items[Text] | None = Field(None, max_length=validation.MAX_ABORTED)
+    abort_all: bool | None = Field(None, description="All requests of all tenants; for operators only.")
+
+    def check(self) -> None:
+        super().check()
+        if bool(self.rid) + bool(self.request_ids) + bool(self.abort_all) != 1:
+            raise InvalidField("rid", "or request_ids or abort_all must be given, and only one of them")
 
 
 class DetokenizeRequest(LenientModel):
     """POST /detokenize."""
 
-    unsupported: ClassVar = {"skip_special_tokens": (False,)}
-
     model: Text = ""
     tokens: Items[Uint32]
+    skip_special_tokens: bool | None = Field(None, description="False when absent: the text has special tokens.")
 
 
 def _said(messages: Iterable[Message]) -> Iterator[tuple[str, LenientModel]]:
@@ -430,3 +661,6 @@ def _said(messages: Iterable[Message]) -> Iterator[tuple[str, LenientModel]]:
         yield f"messages[{index}].", message
         for number, part in enumerate(message.content or ()):
             yield f"messages[{index}].content[{number}].", part
+        for number, call in enumerate(message.tool_calls or ()):
+            yield f"messages[{index}].tool_calls[{number}].", call
+            yield f"messages[{index}].tool_calls[{number}].function.", call.function

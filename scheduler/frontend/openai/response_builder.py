@@ -1,13 +1,17 @@
 """Builds responses and events of chat completions and of completions."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, ClassVar
 
 from protos.generation.v1 import generation_pb2 as pb
+from scheduler.frontend.chat_output import OutputParser
 from scheduler.frontend.model_info import ModelInfo
-from scheduler.frontend.openai import responses
+from scheduler.frontend.openai import cache_report, responses
+from scheduler.frontend.tool_calls.parser import CallPiece
+from scheduler.request import Request
 
 
 def merged(pieces: Sequence[pb.StreamGenerateResponse]) -> pb.StreamGenerateResponse:
@@ -26,53 +30,120 @@ class ResponseBuilder(ABC):
     chunk_object: ClassVar[str]
 
     def __init__(
-        self, model: ModelInfo, request_id: str, *, logprobs: bool, include_usage: bool, continuous_usage: bool = False
+        self,
+        model: ModelInfo,
+        request_id: str,
+        *,
+        logprobs: bool,
+        include_usage: bool,
+        continuous_usage: bool = False,
+        token_ids: bool = False,
+        prompt_logprobs: bool = False,
+        comparisons: Collection[str] = (),
     ) -> None:
         """include_usage: whether a stream ends with an event that has the usage.
 
-        continuous_usage: whether each event has the usage so far.
+        continuous_usage: whether each event has the usage so far. token_ids: whether there are those of prompts and
+        output. prompt_logprobs: whether there are log-probabilities of prompts. comparisons: fields that the answer
+        has for one.
         """
         self.include_usage = include_usage
         self.continuous_usage = continuous_usage
         self._model = model
+        self._comparisons = comparisons
         self._logprobs = logprobs
+        self._token_ids = token_ids
+        self._prompt_logprobs = prompt_logprobs
+        # Of each sample, and the first sample of its prompt, whose message has what is known of the prompt.
+        self._prompt_ids: dict[int, array[int]] = {}
+        self._firsts: dict[int, int] = {}
+        self._scored: dict[int, Sequence[pb.TokenLogprobs]] = {}
+        # Of each prompt.
+        self._samples = 1
         self.id = request_id
         self._created = responses.now()
 
     @abstractmethod
-    def content(self, text: str) -> dict[str, Any]:
+    def content(self, sample: pb.StreamGenerateResponse) -> dict[str, Any]:
         """The text of a whole sample."""
 
     @abstractmethod
-    def delta(self, text: str, *, first: bool) -> dict[str, Any]:
+    def delta(self, piece: pb.StreamGenerateResponse, *, first: bool) -> dict[str, Any]:
         """The text of a chunk. first: nothing of the sample was sent before."""
+
+    @abstractmethod
+    def has_text(self, delta: dict[str, Any]) -> bool:
+        """Whether the text of a chunk adds something to that of earlier ones."""
 
     @abstractmethod
     def tokens(self, piece: pb.StreamGenerateResponse, offset: int) -> dict[str, Any]:
         """The log-probabilities in the endpoint's shape. offset: characters of the sample before the piece."""
 
+    def accept(self, first: int, samples: Sequence[Request]) -> None:
+        """The samples of a prompt will run. first: index of the first of them."""
+        self._prompt_ids |= {first + sample.sample_index: sample.prompt_ids for sample in samples}
+        self._firsts |= {first + sample.sample_index: first for sample in samples}
+        self._samples = len(samples)
+
+    def begun(self, piece: pb.StreamGenerateResponse) -> pb.StreamGenerateResponse:
+        """The first piece of a sample, or the whole sample, as the caller gets it."""
+        if piece.prompt_logprobs:
+            self._scored[piece.sample_index] = piece.prompt_logprobs
+        return piece
+
+    def scored_prompt(self, index: int) -> list[dict[str, responses.PromptLogprob] | None]:
+        """Log-probabilities of the tokens of a sample's prompt, as vLLM has them: by id, None for the first token."""
+        token_ids, scored = self._prompt_ids[index], self._scored.get(self._firsts[index], ())
+        # An aborted request may not have those of all tokens.
+        pairs = zip(token_ids[1:], scored, strict=False)
+        found = [responses.prompt_logprob(self._model, token_id, one) for token_id, one in pairs]
+        return [None, *found, *[None] * (len(token_ids) - 1 - len(found))]
+
+    @abstractmethod
+    def add_prompt_ids(self, answer: dict[str, Any], token_ids: Sequence[int]) -> None:
+        """Adds the ids of a prompt to an answer or an event with its sample as the last choice."""
+
+    @abstractmethod
+    def add_prompt_logprobs(self, answer: dict[str, Any], scored: Sequence[object]) -> None:
+        """Adds the log-probabilities of a prompt in the same way."""
+
     def whole(self, samples: Sequence[pb.StreamGenerateResponse]) -> dict[str, Any]:
         """The response of a request that does not stream."""
-        choices = [self._choice(sample, self.content(sample.text)) for sample in samples]
-        answer = self._answer(self.whole_object, choices)
+        answer = self._answer(self.whole_object, [])
+        for sample in samples:
+            answer["choices"].append(self._choice(sample, self.content(sample)))
+            self._add_prompt_ids(answer, sample)
         answer["usage"] = responses.usage([sample.usage for sample in samples])
         for sample in samples:
-            responses.outcomes(answer, sample.usage)
+            self._add_outcomes(answer, sample)
         return answer
 
     def chunk(
         self, piece: pb.StreamGenerateResponse, usages: Iterable[pb.Usage], *, first: bool, offset: int
-    ) -> dict[str, Any]:
-        """An event of a stream. usages: of all samples so far. offset: characters of the sample before it."""
-        choice = self._choice(piece, self.delta(piece.text, first=first), offset)
+    ) -> dict[str, Any] | None:
+        """An event of a stream. usages: of all samples so far. offset: characters of the sample before it.
+
+        None if there is nothing to send: a chunk may have tokens whose text is held back.
+        """
+        delta = self.delta(piece, first=first)
+        if not (first or piece.finish_reason or self._logprobs or self._token_ids or self.has_text(delta)):
+            return None
+        choice = self._choice(piece, delta, offset)
         answer = self._answer(self.chunk_object, [choice])
+        if first:
+            self._add_prompt_ids(answer, piece)
         if self.continuous_usage:
             answer["usage"] = responses.usage(usages)
         elif self.include_usage:
             answer["usage"] = None
         if piece.finish_reason:
-            responses.outcomes(answer, piece.usage)
+            self._add_outcomes(answer, piece)
         return answer
+
+    def _add_outcomes(self, answer: dict[str, Any], sample: pb.StreamGenerateResponse) -> None:
+        responses.outcomes(answer, sample.usage)
+        if sample.sample_index == 0:
+            cache_report.add(answer, sample.usage, self._comparisons, self._model.layout.block_size)
 
     def usage_chunk(self, usages: Iterable[pb.Usage]) -> dict[str, Any]:
         """The last event of a stream."""
@@ -80,9 +151,15 @@ class ResponseBuilder(ABC):
         answer["usage"] = responses.usage(usages)
         return answer
 
-    def says_something(self, piece: pb.StreamGenerateResponse) -> bool:
-        """Whether a chunk deserves an event: a chunk may have tokens whose text is held back."""
-        return bool(piece.finish_reason or self._logprobs or piece.text)
+    def finish_reason(self, piece: pb.StreamGenerateResponse) -> responses.FinishReason | None:
+        """Why a sample ended, whose text was read before; None if it has not."""
+        return responses.finish_reason(piece.finish_reason)
+
+    def _add_prompt_ids(self, answer: dict[str, Any], piece: pb.StreamGenerateResponse) -> None:
+        if self._token_ids:
+            self.add_prompt_ids(answer, self._prompt_ids[piece.sample_index].tolist())
+        if self._prompt_logprobs:
+            self.add_prompt_logprobs(answer, self.scored_prompt(piece.sample_index))
 
     def _answer(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -98,8 +175,10 @@ class ResponseBuilder(ABC):
             "index": piece.sample_index,
             **content,
             "logprobs": self.tokens(piece, offset) if self._logprobs else None,
-            "finish_reason": responses.finish_reason(piece.finish_reason),
+            "finish_reason": self.finish_reason(piece),
         }
+        if self._token_ids:
+            choice["token_ids"] = list(piece.token_ids)
         if piece.finish_reason and piece.usage.HasField("eviction"):
             choice["eviction"] = responses.eviction(piece.usage.eviction)
         return choice
@@ -114,12 +193,65 @@ class ChatResponseBuilder(ResponseBuilder):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}}
+    def __init__(self, *args: Any, include_reasoning: bool = True, **options: Any) -> None:
+        """include_reasoning: whether answers have the reasoning, where the model's form of it is known."""
+        super().__init__(*args, **options)
+        self._include_reasoning = include_reasoning
+        # Of each sample. Samples with calls have ids of these.
+        self._parsers: dict[int, OutputParser] = {}
+        self._have_calls: set[int] = set()
 
-    def delta(self, text: str, *, first: bool) -> dict[str, Any]:
+    def accept(self, first: int, samples: Sequence[Request]) -> None:
+        super().accept(first, samples)
+        self._parsers |= {first + sample.sample_index: self._model.output_parser(sample) for sample in samples}
+
+    def content(self, sample: pb.StreamGenerateResponse) -> dict[str, Any]:
+        message = self._fields(sample)
+        calls = [{name: value for name, value in call.items() if name != "index"} for call in message["tool_calls"]]
+        fields = {name: value for name, value in message.items() if value and name != "tool_calls"}
+        said = {"role": "assistant", "content": None if fields or calls else "", **fields}
+        return {"message": said | ({"tool_calls": calls} if calls else {})}
+
+    def delta(self, piece: pb.StreamGenerateResponse, *, first: bool) -> dict[str, Any]:
         role = {"role": "assistant"} if first else {}
-        return {"delta": {**role, "content": text}}
+        fields = {name: value for name, value in self._fields(piece).items() if value}
+        return {"delta": {**role, **(fields or {"content": ""})}}
+
+    def has_text(self, delta: dict[str, Any]) -> bool:
+        return any(value for name, value in delta["delta"].items() if name != "role")
+
+    def finish_reason(self, piece: pb.StreamGenerateResponse) -> responses.FinishReason | None:
+        if piece.finish_reason == pb.FINISH_REASON_STOP and piece.sample_index in self._have_calls:
+            return "tool_calls"
+        return super().finish_reason(piece)
+
+    def _fields(self, piece: pb.StreamGenerateResponse) -> dict[str, Any]:
+        """What a piece of a sample adds to its message."""
+        added = self._parsers[piece.sample_index].push(piece.text, last=bool(piece.finish_reason))
+        if added.calls:
+            self._have_calls.add(piece.sample_index)
+        reasoning = added.reasoning if self._include_reasoning else ""
+        return {
+            "content": added.content,
+            "reasoning_content": reasoning,
+            "reasoning": reasoning,
+            "tool_calls": [self._call(call) for call in added.calls],
+        }
+
+    def _call(self, piece: CallPiece) -> dict[str, Any]:
+        """A piece of a call, of which the first has its name and an id."""
+        function = {"arguments": piece.arguments}
+        if not piece.name:
+            return {"index": piece.index, "function": function}
+        call_id = self._model.output_forms.new_call_id()
+        return {"index": piece.index, "id": call_id, "type": "function", "function": {"name": piece.name, **function}}
+
+    def add_prompt_ids(self, answer: dict[str, Any], token_ids: Sequence[int]) -> None:
+        # A conversation is the only prompt of its request.
+        answer["prompt_token_ids"] = token_ids
+
+    def add_prompt_logprobs(self, answer: dict[str, Any], scored: Sequence[object]) -> None:
+        answer["prompt_logprobs"] = scored
 
     def tokens(self, piece: pb.StreamGenerateResponse, offset: int) -> dict[str, Any]:  # noqa: ARG002
         pairs = zip(piece.token_ids, piece.logprobs, strict=True)
@@ -138,21 +270,61 @@ class CompletionResponseBuilder(ResponseBuilder):
 
     whole_object = chunk_object = "text_completion"
 
-    def content(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def __init__(
+        self, *args: Any, echoed: Sequence[str | Sequence[int]] = (), is_truncated: bool = False, **options: Any
+    ) -> None:
+        """echoed: the prompts, where the text of each sample begins with its own. is_truncated: may be cut."""
+        super().__init__(*args, **options)
+        self._echoed = echoed
+        self._is_truncated = is_truncated
+        # Prompts of samples whose first log-probabilities are still to be sent.
+        self._leading: dict[int, tuple[Sequence[int], Sequence[pb.TokenLogprobs]]] = {}
 
-    def delta(self, text: str, *, first: bool) -> dict[str, Any]:  # noqa: ARG002
-        return self.content(text)
+    def begun(self, piece: pb.StreamGenerateResponse) -> pb.StreamGenerateResponse:
+        piece = super().begun(piece)
+        if not self._echoed:
+            return piece
+        index = piece.sample_index
+        first, token_ids = self._firsts[index], self._prompt_ids[index]
+        # Every prompt has as many samples.
+        prompt = token_ids.tolist() if self._is_truncated else self._echoed[first // self._samples]
+        text = prompt if isinstance(prompt, str) else self._model.tokenizer.decode(prompt, skip_special_tokens=False)
+        self._leading[index] = token_ids, self._scored.get(first, ())
+        begun = pb.StreamGenerateResponse()
+        begun.CopyFrom(piece)
+        begun.text = text + piece.text
+        return begun
+
+    def content(self, sample: pb.StreamGenerateResponse) -> dict[str, Any]:
+        return {"text": sample.text}
+
+    def delta(self, piece: pb.StreamGenerateResponse, *, first: bool) -> dict[str, Any]:  # noqa: ARG002
+        return self.content(piece)
+
+    def has_text(self, delta: dict[str, Any]) -> bool:
+        return bool(delta["text"])
+
+    def add_prompt_ids(self, answer: dict[str, Any], token_ids: Sequence[int]) -> None:
+        answer["choices"][-1]["prompt_token_ids"] = token_ids
+
+    def add_prompt_logprobs(self, answer: dict[str, Any], scored: Sequence[object]) -> None:
+        answer["choices"][-1]["prompt_logprobs"] = scored
 
     def tokens(self, piece: pb.StreamGenerateResponse, offset: int) -> dict[str, Any]:
-        pairs = zip(piece.token_ids, piece.logprobs, strict=True)
-        chosen = [responses.alternative(self._model, token_id, item.logprob) for token_id, item in pairs]
-        lengths = (len(item["token"]) for item in chosen[:-1])
+        leading, scored = self._leading.pop(piece.sample_index, ((), ()))
+        # Nothing is in front of the first token of a prompt, from which its log-probability would follow. An aborted
+        # request may not have those of the last ones either.
+        of_prompt = [None, *scored, *[None] * len(leading)][: len(leading)]
+        pairs = list(zip([*leading, *piece.token_ids], [*of_prompt, *piece.logprobs], strict=True))
+        texts = [self._model.token_text(token_id) for token_id, _ in pairs]
         return {
-            "tokens": [item["token"] for item in chosen],
-            "token_logprobs": [item["logprob"] for item in chosen],
-            "top_logprobs": [
-                {top["token"]: top["logprob"] for top in self._alternatives(logprobs)} for logprobs in piece.logprobs
+            "tokens": texts,
+            "token_logprobs": [
+                None if item is None else max(item.logprob, responses.LEAST_LOGPROB) for _, item in pairs
             ],
-            "text_offset": list(accumulate(lengths, initial=offset)) if chosen else [],
+            "top_logprobs": [
+                None if item is None else {top["token"]: top["logprob"] for top in self._alternatives(item)}
+                for _, item in pairs
+            ],
+            "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
         }

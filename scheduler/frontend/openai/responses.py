@@ -14,14 +14,19 @@ from scheduler.frontend.model_info import ModelInfo
 # Stands for a probability of zero, which JSON has no logarithm of.
 LEAST_LOGPROB = -9999.0
 
-FinishReason = Literal["stop", "length"]
-_FINISH: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+FinishReason = Literal["stop", "length", "tool_calls", "abort"]
+_FINISH: dict[int, FinishReason] = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_ABORT: "abort",
+}
 
 
 class PromptTokensDetails(TypedDict):
-    """Tokens of the prompt from the cache, and tokens of any kind copied to the device from host memory or disk."""
+    """Tokens of the prompt from the cache and to it, and tokens of any kind copied to the device from lower tiers."""
 
     cached_tokens: int
+    cache_write_tokens: int
     host_tokens: int
     disk_tokens: int
 
@@ -100,11 +105,29 @@ class Eviction(TypedDict):
     peak_cache_tokens: int
 
 
+class FunctionCall(TypedDict):
+    """arguments: JSON text, as far as the model has written it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
 class AssistantMessage(TypedDict):
-    """The output."""
+    """The output. content: null beside calls or reasoning alone. reasoning: the same as reasoning_content."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(TypedDict):
@@ -115,6 +138,7 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     eviction: NotRequired[Eviction]
+    token_ids: NotRequired[list[int]]
 
 
 class CompletionChoice(TypedDict):
@@ -125,6 +149,65 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     eviction: NotRequired[Eviction]
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class PromptCacheDiagnostics(TypedDict):
+    """OpenAI's words for a comparison with an earlier response. Of a miss it has the tokens and a reason."""
+
+    type: Literal["cache_hit", "cache_miss", "comparison_response_not_found", "unavailable"]
+    reason: NotRequired[str]
+    cache_missed_tokens: NotRequired[int]
+    comparison_reusable_tokens: NotRequired[int]
+
+
+class CacheMissReason(TypedDict):
+    """Anthropic's words for what has changed."""
+
+    type: Literal[
+        "model_changed",
+        "system_changed",
+        "tools_changed",
+        "messages_changed",
+        "previous_message_not_found",
+        "unavailable",
+    ]
+    cache_missed_input_tokens: NotRequired[int]
+
+
+class Diagnostics(TypedDict):
+    """Anthropic's shape of a comparison."""
+
+    cache_miss_reason: CacheMissReason
+
+
+class FirstMiss(TypedDict):
+    """The first whole block of the prompt that was not cached, counted in tokens from the prompt's begin.
+
+    removed_seconds_ago, priority: of a block that was removed. for_request: the caller's own request that got its slot.
+    """
+
+    token: int
+    cause: str
+    tier: str | None
+    removed_seconds_ago: float | None
+    priority: int | None
+    for_own_request: bool
+    for_request: str | None
+
+
+class CacheReport(TypedDict):
+    """What the owner of the blocks knows about a comparison. first_miss: null when no whole block was missing."""
+
+    reason: str | None
+    cache_missed_tokens: int
+    comparison_reusable_tokens: int
+    common_tokens: int
+    cached_tokens: int
+    host_tokens: int
+    disk_tokens: int
+    first_miss: FirstMiss | None
 
 
 class Answer(TypedDict):
@@ -137,12 +220,16 @@ class Answer(TypedDict):
     usage: NotRequired[Usage | None]
     retention: NotRequired[list[Receipt]]
     kv_hints: NotRequired[Hints]
+    prompt_cache_diagnostics: NotRequired[PromptCacheDiagnostics]
+    diagnostics: NotRequired[Diagnostics | None]
+    kvkeep: NotRequired[CacheReport]
 
 
 class ChatCompletion(Answer):
     """Answer of /v1/chat/completions."""
 
     choices: list[ChatChoice]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class Completion(Answer):
@@ -159,6 +246,7 @@ class ModelCard(TypedDict):
     created: int
     owned_by: str
     max_model_len: int
+    parent: str | None
 
 
 class ModelList(TypedDict):
@@ -177,6 +265,95 @@ class Tokens(TypedDict):
     token_strs: NotRequired[list[str]]
 
 
+class TokenizerInfo(TypedDict):
+    """Answer of /tokenizer_info. A special token or a chat template that the model does not have is null."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+    model_max_length: int
+    vocab_size: int
+
+
+class Aborted(TypedDict):
+    """Answer of /abort_request: so many requests end."""
+
+    aborted_requests: int
+
+
+class Load(TypedDict):
+    """Answer of /load: samples that run and wait."""
+
+    server_load: int
+
+
+class EngineState(TypedDict):
+    """The load of the engine, or of the router's engines together."""
+
+    running_requests: int
+    waiting_requests: int
+    queued_prompt_tokens: int
+
+
+class ModelConfig(TypedDict):
+    """What vLLM calls the model's configuration."""
+
+    model: str
+    served_model_name: str
+    max_model_len: int
+    dtype: str
+
+
+class CacheConfig(TypedDict):
+    """What vLLM calls the cache's configuration."""
+
+    block_size: int
+    cache_dtype: str
+
+
+class SchedulerConfig(TypedDict):
+    """What vLLM calls the scheduler's configuration."""
+
+    max_num_seqs: int
+
+
+class VllmConfig(TypedDict):
+    """The parts of vLLM's configuration that are known here."""
+
+    model_config: ModelConfig
+    cache_config: CacheConfig
+    scheduler_config: SchedulerConfig
+
+
+class ServerInfo(TypedDict):
+    """Answer of /server_info: SGLang's names, and in vllm_config those of vLLM. context_length: prompt and output."""
+
+    model_path: str
+    served_model_name: str
+    tokenizer_path: str
+    context_length: int
+    vocab_size: int
+    page_size: int
+    dtype: str
+    kv_cache_dtype: str
+    max_running_requests: int
+    max_queued_requests: int
+    internal_states: list[EngineState]
+    version: str
+    vllm_config: VllmConfig
+
+
+class ModelPath(TypedDict):
+    """Answer of /model_info. The paths are the name of the model."""
+
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    is_generation: Literal[True]
+
+
 class Prompt(TypedDict):
     """Answer of /detokenize."""
 
@@ -189,14 +366,71 @@ class Version(TypedDict):
     version: str
 
 
-def model_card(model: ModelInfo, created: int) -> ModelCard:
-    """created: start of the process, in seconds since 1970."""
+def model_card(model: ModelInfo, created: int, parent: ModelInfo | None = None) -> ModelCard:
+    """created: start of the process, in seconds since 1970. parent: of an adapter, None for the model alone."""
     return {
         "id": model.name,
         "object": "model",
         "created": created,
         "owned_by": "kvkeep",
         "max_model_len": model.max_tokens,
+        "parent": None if parent is None else parent.name,
+    }
+
+
+def tokenizer_info(model: ModelInfo) -> TokenizerInfo:
+    special = model.special_tokens
+    return {
+        "bos_token": special.get("bos_token"),
+        "eos_token": special.get("eos_token"),
+        "pad_token": special.get("pad_token"),
+        "unk_token": special.get("unk_token"),
+        "chat_template": model.chat_template or None,
+        "model_max_length": model.max_tokens,
+        "vocab_size": model.vocab_size,
+    }
+
+
+def model_path(model: ModelInfo) -> ModelPath:
+    return {
+        "model_path": model.name,
+        "tokenizer_path": model.name,
+        "served_model_name": model.name,
+        "is_generation": True,
+    }
+
+
+def server_info(model: ModelInfo, loads: pb.GetLoadsResponse, version: str) -> ServerInfo:
+    """version: of kvkeep."""
+    return {
+        "model_path": model.name,
+        "served_model_name": model.name,
+        "tokenizer_path": model.name,
+        "context_length": model.max_tokens,
+        "vocab_size": model.vocab_size,
+        "page_size": model.layout.block_size,
+        "dtype": model.dtype,
+        "kv_cache_dtype": model.kv_cache_dtype,
+        "max_running_requests": loads.max_running_requests,
+        "max_queued_requests": loads.max_waiting_requests,
+        "internal_states": [
+            {
+                "running_requests": loads.running_requests,
+                "waiting_requests": loads.waiting_requests,
+                "queued_prompt_tokens": loads.queued_prompt_tokens,
+            }
+        ],
+        "version": version,
+        "vllm_config": {
+            "model_config": {
+                "model": model.name,
+                "served_model_name": model.name,
+                "max_model_len": model.max_tokens,
+                "dtype": model.dtype,
+            },
+            "cache_config": {"block_size": model.layout.block_size, "cache_dtype": model.kv_cache_dtype},
+            "scheduler_config": {"max_num_seqs": loads.max_running_requests},
+        },
     }
 
 
@@ -210,6 +444,7 @@ def usage(usages: Iterable[pb.Usage]) -> Usage:
         "total_tokens": prompt + output,
         "prompt_tokens_details": {
             "cached_tokens": sum(item.cached_tokens for item in usages),
+            "cache_write_tokens": sum(item.cache_write_tokens for item in usages),
             "host_tokens": sum(item.host_tokens for item in usages),
             "disk_tokens": sum(item.disk_tokens for item in usages),
         },
@@ -271,6 +506,25 @@ def alternative(model: ModelInfo, token_id: int, logprob: float) -> Alternative:
     text = model.token_text(token_id)
     whole = "\N{REPLACEMENT CHARACTER}" not in text
     return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(text.encode()) if whole else None}
+
+
+class PromptLogprob(TypedDict):
+    """A token of a prompt, or an alternative to it, in vLLM's shape."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+def prompt_logprob(model: ModelInfo, token_id: int, scored: pb.TokenLogprobs) -> dict[str, PromptLogprob]:
+    """A token of a prompt and its alternatives, by their ids."""
+    found = [(top.token_id, top.logprob, rank) for rank, top in enumerate(scored.top, 1)]
+    if token_id not in {known for known, _, _ in found}:
+        found.append((token_id, scored.logprob, scored.rank))
+    return {
+        str(known): {"logprob": max(logprob, LEAST_LOGPROB), "rank": rank, "decoded_token": model.token_text(known)}
+        for known, logprob, rank in found
+    }
 
 
 def finish_reason(reason: int) -> FinishReason | None:

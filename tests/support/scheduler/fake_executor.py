@@ -3,37 +3,60 @@
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from executor.core.grammars import Grammars
+from executor.core.restrictions import unpacked
+from executor.errors import (
+    AdapterExistsError,
+    AdaptersFixedError,
+    SchedulerLeftError,
+    StaleSchedulerError,
+    UpdatingWeightsError,
+    WrongExecutorEpochError,
+)
+from executor.rpc.convert import parse_grammar
 from protos.execution.v1 import execution_pb2 as pb
 from protos.execution.v1 import execution_pb2_grpc as rpc
+from protos.kvcommon.v1 import kvcommon_pb2 as common
+from protos.rpc.errors import InvalidField, ServiceError
 from scheduler.request import Tier
 from scheduler.sequence import Copy
+from tests.support.patience import patience
 from tests.support.scheduler.tokenizers import CHAT_TEMPLATE, EOS, byte_level_tokenizer
 
 MODEL = "fake"
-AWAIT_SECONDS = 0.02
+AWAIT_SECONDS = 0.02  # subject: as long as a real executor waits for copies
 
 
-def fingerprint(token_ids: Sequence[int]) -> int:
-    """What a block's slot holds once the last of these tokens is computed."""
-    digest = hashlib.sha256(b"".join(token.to_bytes(4, "big") for token in token_ids))
-    return int.from_bytes(digest.digest()[:8], "big")
+def _extended(before: int, token: int) -> int:
+    """What a slot holds once a token is computed behind those that left `before`."""
+    digest = hashlib.blake2b(before.to_bytes(8, "big") + token.to_bytes(4, "big"), digest_size=8)
+    return int.from_bytes(digest.digest(), "big")
 
 
-def next_token(token_ids: Sequence[int], vocab_size: int, seed: int = 0) -> int:
-    """The model: a function of everything before. Never the end-of-sequence id."""
-    token = (fingerprint(token_ids) ^ seed) % vocab_size
+def fingerprints(token_ids: Iterable[int], adapter_id: int = 0) -> list[int]:
+    """What a sequence's slots hold, token by token: each depends on all tokens before it, and on the adapter."""
+    return list(itertools.accumulate(token_ids, _extended, initial=adapter_id))[1:]
+
+
+def next_token(last: int, vocab_size: int, seed: int = 0) -> int:
+    """The model: a function of everything before, as the last fingerprint. Never the end-of-sequence id."""
+    token = (last ^ seed) % vocab_size
     return token if token != EOS else (token + 1) % vocab_size
 
 
-def continuation(prompt: Sequence[int], count: int, vocab_size: int, seed: int = 0) -> list[int]:
+def continuation(prompt: Sequence[int], count: int, vocab_size: int, seed: int = 0, adapter_id: int = 0) -> list[int]:
     """What the fake model generates for a prompt."""
-    token_ids = list(prompt)
+    last, token_ids = fingerprints(prompt, adapter_id)[-1], []
     for _ in range(count):
-        token_ids.append(next_token(token_ids, vocab_size, seed))
-    return token_ids[len(prompt) :]
+        token_ids.append(next_token(last, vocab_size, seed))
+        last = _extended(last, token_ids[-1])
+    return token_ids
 
 
 @dataclass
@@ -45,7 +68,22 @@ class Running:
     computed: int
     tables: dict[int, list[int]]
     sampling: pb.SamplingParams
+    adapter_id: int = 0
     stopped: bool = False
+
+    def __post_init__(self) -> None:
+        # Of token_ids.
+        self.fingerprints = fingerprints(self.token_ids, self.adapter_id)
+
+    @property
+    def stop_ids(self) -> set[int]:
+        """Ids that end it: the end of a grammar ends it always."""
+        return {*self.sampling.stop_token_ids, *([EOS] if self.sampling.HasField("structured_output") else [])}
+
+    def append(self, token: int) -> None:
+        """The next token, which is not computed yet."""
+        self.token_ids.append(token)
+        self.fingerprints.append(_extended(self.fingerprints[-1], token))
 
 
 @dataclass
@@ -67,9 +105,16 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
     """
 
     def __init__(
-        self, *, block_size: int = 4, max_tokens: int = 400, max_positions: int = 1000, epoch: int = 1
+        self,
+        *,
+        block_size: int = 4,
+        max_tokens: int = 400,
+        max_positions: int = 1000,
+        epoch: int = 1,
+        special_tokens: Sequence[str] = (),
     ) -> None:
         self.executor_id = "executor"
+        self.model_fingerprint = b"f" * 32
         self.block_size = block_size
         self.max_tokens = max_tokens
         self.max_positions = max_positions
@@ -77,19 +122,48 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         # Newest epoch of a scheduler that has opened a session.
         self.scheduler_epoch = 0
         self.tokenizer = byte_level_tokenizer()
+        self.tokenizer.add_special_tokens(list(special_tokens))
         self.tokenizer_json = self.tokenizer.to_str().encode()
         self.vocab_size = self.tokenizer.get_vocab_size()
         self.chat_template = CHAT_TEMPLATE
+        # Forms of outputs that it was asked to compile.
+        self.compiled: list[common.StructuredOutput] = []
+        self.grammars = Grammars(self.tokenizer_json, self.vocab_size, [EOS])
         self.eos_token_ids = [EOS]
+        # By name. A restart leaves those of its settings. By path, identities other than the path's own.
+        self.adapters: dict[str, pb.Adapter] = {}
+        self.own_adapters: dict[str, pb.Adapter] = {}
+        self.contents: dict[str, int] = {}
+        self.loads_adapters = True
+        # Version and path of its weights, the versions that it was asked for and those that it got, and paths that
+        # have no weights.
+        self.weights = "", ""
+        self.reads: list[str] = []
+        self.updates: list[str] = []
+        self.broken_weights: set[str] = set()
+        # Weights are read while it is set.
+        self.reads_weights = asyncio.Event()
+        self.reads_weights.set()
         self.window = 0
         self.plain_rotary = False
         # Another process with another template replaces it as soon as a scheduler asks for the model.
         self.restarts_when_described = False
         self.gate = asyncio.Event()
         self.gate.set()
+        # Sessions open while it is set.
+        self.opens = asyncio.Event()
+        self.opens.set()
         # How long each step takes at least.
         self.step_seconds = 0.0
         self.faults: list[str] = []
+        # Whether it says that it drafts, and what was said to follow the sequences that joined.
+        self.drafts = False
+        self.continuations: list[list[int]] = []
+        # How to sample the sequences that joined.
+        self.samplings: list[pb.SamplingParams] = []
+        # How many drafts each decoding sequence wants in later steps, and how many of those allowed are accepted.
+        self.wanted_drafts: Callable[[], int] = lambda: 0
+        self.accepted_drafts: Callable[[int], int] = lambda allowed: allowed
         # Ends every session in which it has to compute a sequence with this token.
         self.chokes_on: int | None = None
         self.steps: list[StepLog] = []
@@ -98,6 +172,8 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         self.copied_tickets: list[int] = []
         self.copying = asyncio.Event()
         self.copying.set()
+        # What every sequence says behind its prompt, in place of the model's output.
+        self.script: list[int] = []
         # Which copies to the device fail.
         self.fails: Callable[[Copy], bool] = lambda copy: False
         self.onloaded: list[Copy] = []
@@ -107,25 +183,85 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         # Hears of every copy, as the cache manager does: those that ended well, and others.
         self.confirm: Callable[[int], None] = lambda ticket: None
         self.refuse: Callable[[int], None] = lambda ticket: None
+        # How often the cache manager has had a scheduler no more: a session ends with its scheduler's lease.
+        self.times_left: Callable[[str], int] = lambda scheduler_id: 0
+        # Hears of every fault, too.
+        self.complain: Callable[[str], None] = lambda fault: None
+        # By group and slot of the device, the step that wrote there last; by group, tier and slot, the copy's ticket.
+        self.written: dict[tuple[int, int], int] = {}
+        self.generations: dict[tuple[int, int, int], int] = {}
         # By group, tier, slot and offset.
         self._memory: dict[tuple[int, int, int, int], int] = {}
         self._under_way: list[Copy] = []
+        # Tickets of copies that an earlier session asked for.
+        self._forgotten: set[int] = set()
         # Ended onloads that no result has reported, and whether they succeeded.
         self._ended: dict[int, bool] = {}
         self._copied = asyncio.Event()
         self._copier: asyncio.Task[None] | None = None
         self._break = asyncio.Event()
+        # With what it ends the session; None for the end of the stream.
+        self._breaks_for: ServiceError | None = None
         self._last_step = 0
         self._stepped = asyncio.Condition()
 
-    def expected(self, prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
+    def expected(self, prompt: Sequence[int], count: int, seed: int = 0, adapter_id: int = 0) -> list[int]:
         """What a request must answer."""
-        return continuation(prompt, count, self.vocab_size, seed)
+        return continuation(prompt, count, self.vocab_size, seed, adapter_id)
+
+    def say(self, text: str) -> None:
+        """From here on every sequence says this text and ends."""
+        self.script = [*self.tokenizer.encode(text).ids, EOS]
+
+    def content(self, path: str) -> int:
+        """The identity of what an adapter's folder holds."""
+        return self.contents.get(path) or int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big")
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: object) -> pb.LoadAdapterResponse:
+        if not self.loads_adapters:
+            raise AdaptersFixedError("no adapters are loaded at run time here")
+        adapter = pb.Adapter(name=request.name, adapter_id=self.content(request.path), rank=8, path=request.path)
+        if self.adapters.setdefault(request.name, adapter).adapter_id != adapter.adapter_id:
+            raise AdapterExistsError("another adapter is loaded", fields={"name": "is that of another loaded adapter"})
+        return pb.LoadAdapterResponse(adapter=adapter)
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: object) -> pb.UnloadAdapterResponse:
+        if not self.loads_adapters:
+            raise AdaptersFixedError("no adapters are unloaded at run time here")
+        used = [one for one in self.running.values() if one.adapter_id == self.adapters[request.name].adapter_id]
+        if any(not one.stopped and len(one.token_ids) - one.computed > 1 for one in used):
+            self._fault(f"{request.name} is unloaded while a sequence computes with it")
+        del self.adapters[request.name]
+        return pb.UnloadAdapterResponse()
+
+    async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: object) -> pb.UpdateWeightsResponse:
+        # As the real one, it goes on without its caller.
+        return await asyncio.shield(asyncio.create_task(self._update_weights(request)))
+
+    async def _update_weights(self, request: pb.UpdateWeightsRequest) -> pb.UpdateWeightsResponse:
+        self.reads.append(request.weight_version)
+        if request.path in self.broken_weights:
+            raise InvalidField("path", "has no weights")
+        await self.reads_weights.wait()
+        self.weights = request.weight_version, request.path
+        self.updates.append(request.weight_version)
+        self._breaks_for = UpdatingWeightsError("the executor is about to compute with other weights")
+        self._break.set()
+        return pb.UpdateWeightsResponse(other_blocks=7)
+
+    async def CompileGrammar(self, request: pb.CompileGrammarRequest, context: object) -> pb.CompileGrammarResponse:
+        await asyncio.to_thread(self.grammars.matcher, parse_grammar(request.structured_output))
+        self.compiled.append(request.structured_output)
+        return pb.CompileGrammarResponse()
 
     def restart(self) -> None:
         """Loses all memory and breaks the session, as a process that dies and starts again."""
         self.epoch += 1
+        self.adapters = dict(self.own_adapters)
+        self.weights = "", ""
         self._memory.clear()
+        self.written.clear()
+        self.generations.clear()
         self._under_way.clear()
         self._ended.clear()
         self._break.set()
@@ -166,13 +302,20 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             attention_windows=[self.window],
             plain_rotary=self.plain_rotary,
             scheduler_epoch=self.scheduler_epoch,
+            drafts=self.drafts,
+            adapters=self.adapters.values(),
+            max_adapters=4,
+            weight_version=self.weights[0],
+            weight_path=self.weights[1],
             model_digest=hashlib.sha256(self.model.SerializeToString(deterministic=True)).digest(),
         )
 
-    async def _read(self, messages: AsyncIterator[pb.StreamStepsRequest]) -> pb.StreamStepsRequest | None:
-        """The next message; None when there is none, or the session breaks before it comes."""
+    async def _read(
+        self, messages: AsyncIterator[pb.StreamStepsRequest], over: asyncio.Event
+    ) -> pb.StreamStepsRequest | None:
+        """The next message; None when there is none, or the session is over before it comes."""
         reading = asyncio.ensure_future(anext(messages, None))
-        broken = asyncio.ensure_future(self._break.wait())
+        broken = asyncio.ensure_future(over.wait())
         await asyncio.wait({reading, broken}, return_when=asyncio.FIRST_COMPLETED)
         broken.cancel()
         if reading.done():
@@ -180,33 +323,50 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         reading.cancel()
         return None
 
+    def _open(self, opening: pb.OpenSession) -> asyncio.Event:
+        """Ends the session before; what is set when this one is over. Raises what an executor refuses it with."""
+        if opening.executor_epoch != self.epoch:
+            raise WrongExecutorEpochError(f"executor epoch {opening.executor_epoch} is not this one's, {self.epoch}")
+        if opening.scheduler_epoch < self.scheduler_epoch:
+            self._fault("a session of an older scheduler")
+            raise StaleSchedulerError(f"scheduler epoch {opening.scheduler_epoch} is older")
+        self.scheduler_epoch = opening.scheduler_epoch
+        self._break.set()
+        self._break = asyncio.Event()
+        self._breaks_for = None
+        self.running = {}
+        self.sessions += 1
+        self._forgotten.update(copy.ticket for copy in self._under_way)
+        self._ended.clear()
+        return self._break
+
+    def _fault(self, fault: str) -> None:
+        self.faults.append(fault)
+        self.complain(fault)
+
     async def StreamSteps(
         self, request_iterator: AsyncIterator[pb.StreamStepsRequest], context: object
     ) -> AsyncIterator[pb.StreamStepsResponse]:
-        self._break = asyncio.Event()
-        self.running = {}
-        self.sessions += 1
-        first = await anext(aiter(request_iterator))
-        assert first.open.executor_epoch == self.epoch
-        if first.open.scheduler_epoch < self.scheduler_epoch:
-            self.faults.append("a session of an older scheduler")
-            return
-        self.scheduler_epoch = first.open.scheduler_epoch
-        yield pb.StreamStepsResponse(opened=pb.SessionOpened(first_step=self._last_step + 1))
         messages = aiter(request_iterator)
-        while (message := await self._read(messages)) is not None:
+        await self.opens.wait()
+        opening = (await anext(messages)).open
+        over, times_left = self._open(opening), self.times_left(opening.scheduler_id)
+        yield pb.StreamStepsResponse(opened=pb.SessionOpened(first_step=self._last_step + 1))
+        while (message := await self._read(messages, over)) is not None:
             await asyncio.sleep(self.step_seconds)
             open_gate = asyncio.ensure_future(self.gate.wait())
-            broken = asyncio.ensure_future(self._break.wait())
+            broken = asyncio.ensure_future(over.wait())
             await asyncio.wait({open_gate, broken}, return_when=asyncio.FIRST_COMPLETED)
             open_gate.cancel()
             broken.cancel()
-            if self._break.is_set():
-                return
+            if over.is_set():
+                break
+            if self.times_left(opening.scheduler_id) > times_left:
+                raise SchedulerLeftError(f"the lease of scheduler {opening.scheduler_id} has ended")
             try:
                 result = self.compute(message.step)
             except AssertionError as error:
-                self.faults.append(str(error))
+                self._fault(str(error))
                 return
             except ChokedError:
                 return
@@ -218,10 +378,12 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
                         await self._copied.wait()
             self._report_copies(result)
             yield pb.StreamStepsResponse(result=result)
+        if over.is_set() and self._breaks_for is not None:
+            raise self._breaks_for
 
     async def stepped(self, count: int) -> None:
         """Waits until so many steps are computed."""
-        async with self._stepped, asyncio.timeout(20):
+        async with self._stepped, asyncio.timeout(patience(20)):
             await self._stepped.wait_for(lambda: len(self.steps) >= count)
 
     def compute(self, step: pb.Step) -> pb.StepResult:
@@ -251,11 +413,17 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         useful = counts or step.copy_tickets or step.awaits_copies
         assert useful or any(sequence.stopped for sequence in self.running.values()), "a step that does nothing"
         assert not (counts and step.awaits_copies), "a step that waits for copies and computes"
+        drafts = dict(zip(step.draft_sequences, step.draft_tokens, strict=True))
         for handle, count in counts.items():
             self._write(handle, count)
         result.num_tokens = sum(counts.values())
         for handle, count in counts.items():
             self._sample(handle, count, result)
+        for handle, allowed in drafts.items():
+            assert allowed > 0, f"no drafts for {handle}"
+            assert self.running[handle].stopped or counts.get(handle) == 1, f"drafts of {handle}, which does not decode"
+            if handle in counts:
+                self._draft(handle, allowed, result)
         result.compute_time.FromNanoseconds(int(result.num_tokens * self.token_seconds * 1e9))
         self.steps.append(StepLog(result.num_tokens, list(counts)))
         return result
@@ -266,10 +434,19 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         for new in step.new_sequences:
             assert new.sequence not in self.running, f"{new.sequence} joins twice"
             assert new.num_computed_tokens < len(new.token_ids), "nothing left to compute"
+            self.continuations.append(list(new.continuation_token_ids))
+            self.samplings.append(new.sampling)
             assert 0 < new.num_prompt_tokens <= len(new.token_ids), "prompt tokens"
             tables = {table.group: list(table.slots) for table in new.block_tables}
+            loaded = {adapter.adapter_id for adapter in self.adapters.values()}
+            assert not new.HasField("adapter_id") or new.adapter_id in loaded, f"{new.sequence}: an unknown adapter"
             self.running[new.sequence] = Running(
-                list(new.token_ids), new.num_prompt_tokens, new.num_computed_tokens, tables, new.sampling
+                list(new.token_ids),
+                new.num_prompt_tokens,
+                new.num_computed_tokens,
+                tables,
+                new.sampling,
+                new.adapter_id,
             )
         start = 0
         for handle, group, count in zip(step.table_sequences, step.table_groups, step.table_counts, strict=True):
@@ -292,8 +469,26 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             places = {(group, Tier.DEVICE, slot) for group, table in sequence.tables.items() for slot in table}
             assert not places & arriving, f"{handle} runs before its blocks are there"
 
+    def transfer(self, copy: Copy) -> None:
+        """Runs a copy that the cache manager itself asks for; one without a source clears its target."""
+        self._run(copy)
+
+    @property
+    def arriving(self) -> set[int]:
+        """Slots of the device that copies under way write."""
+        return {copy.target_slot for copy in self._under_way}
+
+    @property
+    def last_step(self) -> int:
+        """Number of the newest step that has begun."""
+        return self._last_step
+
     def _run(self, copy: Copy) -> None:
         self.copied_tickets.append(copy.ticket)
+        if copy.target_tier == Tier.DEVICE:
+            self.written[copy.group, copy.target_slot] = self._last_step
+        else:
+            self.generations[_target(copy)] = copy.ticket
         for offset in range(self.block_size):
             held = self._memory.get((*_source(copy), offset))
             if held is None:
@@ -310,13 +505,17 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             if not self.copying.is_set() or not self._under_way:
                 continue
             copy = self._under_way.pop(0)
-            self._ended[copy.ticket] = not self.fails(copy)
-            if self._ended[copy.ticket]:
+            ended_well = not self.fails(copy)
+            if copy.ticket in self._forgotten:
+                self._forgotten.remove(copy.ticket)
+            else:
+                self._ended[copy.ticket] = ended_well
+                self._copied.set()
+            if ended_well:
                 self._run(copy)
                 self.onloaded.append(copy)
             else:
                 self.refuse(copy.ticket)
-            self._copied.set()
         self._copier = None
 
     def _report_copies(self, result: pb.StepResult) -> None:
@@ -327,14 +526,54 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         self._ended.clear()
         self._copied.clear()
 
-    def _write(self, handle: int, count: int) -> None:
+    def _write(self, handle: int, count: int, *, wrong: bool = False) -> None:
         sequence = self.running[handle]
         for group, table in sequence.tables.items():
             assert sequence.computed + count <= len(table) * self.block_size, f"{handle} computes beyond its capacity"
             assert 0 not in table, "the null block in a table"
             for position in range(sequence.computed, sequence.computed + count):
                 place = (group, Tier.DEVICE, table[position // self.block_size], position % self.block_size)
-                self._memory[place] = fingerprint(sequence.token_ids[: position + 1])
+                self._memory[place] = -1 if wrong else sequence.fingerprints[position]
+                self.written[group, place[2]] = self._last_step
+
+    def _draft(self, handle: int, allowed: int, result: pb.StepResult) -> None:
+        """Computes drafts behind the token that was just sampled, some of them right ones."""
+        sequence, accepted = self.running[handle], self.accepted_drafts(allowed)
+        result.num_drafts += allowed
+        result.num_tokens += allowed
+        for index in range(allowed):
+            if index >= accepted or sequence.stopped:
+                # A wrong one leaves its own fingerprint in a slot that no computed token has.
+                self._write(handle, allowed - index, wrong=True)
+                return
+            self._write(handle, 1)
+            self._sample(handle, 1, result)
+
+    def _score(self, handle: int, count: int, result: pb.StepResult) -> None:
+        """Log-probabilities of the prompt's tokens behind those just computed: each says which token it is."""
+        sequence, most = self.running[handle], self.running[handle].sampling.num_prompt_logprobs
+        first, last = sequence.computed - count + 1, min(sequence.computed + 1, sequence.prompt_tokens)
+        if first < last:
+            scored = result.prompt_logprobs.add(sequence=handle)
+            for position in range(first, last):
+                scored.logprobs.add(
+                    index=position,
+                    logprob=-float(sequence.token_ids[position]),
+                    top_token_ids=range(most),
+                    top_logprobs=[-1.0 - rank for rank in range(most)],
+                    rank=position,
+                )
+
+    def _next(self, sequence: Running, wanted: int) -> int:
+        """The token that the model wants, or one that its restrictions allow in its place."""
+        if not sequence.sampling.HasField("structured_output"):
+            return wanted
+        matcher = self.grammars.matcher(parse_grammar(sequence.sampling.structured_output))
+        matcher.take(sequence.token_ids[sequence.prompt_tokens :])
+        [mask] = masks = np.zeros((1, self.grammars.words), dtype=np.uint32)
+        matcher.fill(masks, ())
+        allowed = np.flatnonzero(unpacked(mask, self.vocab_size))
+        return wanted if wanted in allowed else int(allowed[wanted % len(allowed)])
 
     def _sample(self, handle: int, count: int, result: pb.StepResult) -> None:
         sequence = self.running[handle]
@@ -342,22 +581,32 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         for group, table in sequence.tables.items():
             for position in range(sequence.computed):
                 place = (group, Tier.DEVICE, table[position // self.block_size], position % self.block_size)
-                right = fingerprint(sequence.token_ids[: position + 1])
-                assert self._memory.get(place) == right, f"{handle} reads another sequence's token at {position}"
+                right = self._memory.get(place) == sequence.fingerprints[position]
+                assert right, f"{handle} reads another sequence's token at {position}"
+        if sequence.sampling.HasField("num_prompt_logprobs"):
+            self._score(handle, count, result)
         if sequence.computed < len(sequence.token_ids):
             return
         seed = sequence.sampling.seed if sequence.sampling.temperature else 0
-        token = next_token(sequence.token_ids, self.vocab_size, seed)
-        sequence.token_ids.append(token)
-        sequence.stopped = token in sequence.sampling.stop_token_ids
+        said = len(sequence.token_ids) - sequence.prompt_tokens
+        token = next_token(sequence.fingerprints[-1], self.vocab_size, seed)
+        if self.script:
+            token = self.script[said] if said < len(self.script) else EOS
+        token = self._next(sequence, token)
+        sequence.append(token)
+        sequence.stopped = token in sequence.stop_ids
         result.sequences.append(handle)
         result.token_ids.append(token)
         result.stopped.append(sequence.stopped)
+        wanted = self.wanted_drafts()
+        if wanted and handle not in result.draft_sequences:
+            result.draft_sequences.append(handle)
+            result.draft_tokens.append(wanted)
         if sequence.sampling.HasField("num_logprobs"):
             count = sequence.sampling.num_logprobs
-            result.logprobs.add(
-                index=len(result.sequences) - 1, logprob=-0.5, top_token_ids=range(count), top_logprobs=[-1.0] * count
-            )
+            likely = [-1.0 - rank for rank in range(count)]
+            index = len(result.sequences) - 1
+            result.logprobs.add(index=index, logprob=-0.5, top_token_ids=range(count), top_logprobs=likely)
 
 
 def _source(copy: Copy) -> tuple[int, int, int]:

@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -19,6 +20,7 @@ from scheduler.app import Scheduler
 from scheduler.router.process import Router
 from scheduler.router.settings import RouterSettings
 from scheduler.settings import SchedulerSettings
+from tests.support.patience import patience
 from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.real_manager import RealManager
 from tests.support.scheduler.stack import Stack, listening
@@ -51,13 +53,19 @@ class Fleet:
 
     async def ready(self, count: int) -> None:
         """Waits until so many engines take requests."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             while sum(link.is_open and not link.obstacle for link in self.router.fleet.links.values()) != count:
+                await asyncio.sleep(0.01)
+
+    async def knows(self, count: int) -> None:
+        """Waits until the router's view has so many executors."""
+        async with asyncio.timeout(patience(20)):
+            while len(self.router.view.executors) != count:
                 await asyncio.sleep(0.01)
 
     async def views(self, blocks: int) -> None:
         """Waits until the router's view has so many blocks."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(patience(60)):
             while len(self.router.view) < blocks:
                 await asyncio.sleep(0.01)
 
@@ -69,6 +77,8 @@ class _Events(kvcache_pb2_grpc.CacheEventServiceServicer):
         self._manager = manager
 
     async def WatchEvents(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        if self._manager.hides_events:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "no events")
         async for message in self._manager.events.WatchEvents(request, context):
             yield message
 
@@ -96,7 +106,7 @@ async def run_engine(
         fields = {f"{name}_address": address for name, address in addresses.items()}
         registry = CollectorRegistry()
         server = Server("scheduler", drain_seconds=0)
-        scheduler = Scheduler(SchedulerSettings(**fields, **{"scheduler_id": folder.name} | settings), server, registry)
+        scheduler = Scheduler(SchedulerSettings(**fields | {"scheduler_id": folder.name} | settings), server, registry)
         server.listen(addresses["scheduler"], scheduler.services)
         await server.start()
         exits.push_async_callback(server.stop)
@@ -111,16 +121,29 @@ async def run_engine(
 
 @contextlib.asynccontextmanager
 async def run_fleet(
-    folder: Path, count: int = 2, executor_ids: Sequence[str] = (), **settings: object
+    folder: Path,
+    count: int = 2,
+    executor_ids: Sequence[str] = (),
+    executors: Sequence[FakeExecutor] = (),
+    of_engines: Mapping[str, object] = MappingProxyType({}),
+    **settings: object,
 ) -> AsyncIterator[Fleet]:
-    """So many engines and a router, once all engines take requests. settings: the router's."""
+    """So many engines and a router, once all engines take requests. settings: the router's. of_engines: theirs."""
     async with AsyncExitStack() as exits:
         engines = []
         for number in range(count):
             (folder / f"engine-{number}").mkdir()
-            executor = FakeExecutor()
+            executor = executors[number] if executors else FakeExecutor()
             executor.executor_id = executor_ids[number] if executor_ids else f"executor-{number}"
-            engines.append(await exits.enter_async_context(run_engine(folder / f"engine-{number}", executor)))
+            engine = run_engine(folder / f"engine-{number}", executor, **of_engines)
+            engines.append(await exits.enter_async_context(engine))
+        yield await exits.enter_async_context(run_router(folder, engines, **settings))
+
+
+@contextlib.asynccontextmanager
+async def run_router(folder: Path, engines: list[Engine], /, **settings: object) -> AsyncIterator[Fleet]:
+    """A router in front of engines, once all of them take requests."""
+    async with AsyncExitStack() as exits:
         registry = CollectorRegistry()
         server = Server("router", drain_seconds=0)
         address = f"unix:{folder}/router"
@@ -133,5 +156,5 @@ async def run_fleet(
         await router.start()
         channel = await exits.enter_async_context(grpc.aio.insecure_channel(address))
         fleet = Fleet(router, generation_pb2_grpc.GenerationServiceStub(channel), engines, registry, server)
-        await fleet.ready(count)
+        await fleet.ready(len(engines))
         yield fleet

@@ -17,6 +17,7 @@ from scheduler.frontend.grpc_service import GenerationService
 from scheduler.frontend.openai.app import create_app
 from scheduler.frontend.requests import RequestTable
 from scheduler.metrics import RequestMetrics
+from tests.support.patience import patience
 
 JSON = {"Content-Type": "application/json"}
 HELLO = {"role": "user", "content": "hello"}
@@ -41,6 +42,11 @@ async def client(address: str, key: str = "none") -> AsyncIterator[openai.AsyncO
         yield client
 
 
+def parent(model: openai.types.Model) -> str | None:
+    """The model that an adapter belongs to, which OpenAI's type has no field for."""
+    return (model.model_extra or {})["parent"]
+
+
 class Answer:
     """Status, headers and body."""
 
@@ -63,7 +69,7 @@ async def ask(
     """Without a client's help."""
 
     def call() -> Answer:
-        connection = http.client.HTTPConnection(address, timeout=30)
+        connection = http.client.HTTPConnection(address, timeout=patience(30))
         with contextlib.closing(connection):
             connection.request(method, path, body, dict(headers))
             return Answer(connection.getresponse())

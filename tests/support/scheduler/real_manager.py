@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cachemgr.manager import CacheManager
+from cachemgr.persistence.key_index import KeyIndex
 from cachemgr.rpc.admin_service import CacheAdminService
 from cachemgr.rpc.data_service import CacheManagerService
 from cachemgr.rpc.event_feed import EventFeed
@@ -18,6 +19,8 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
 from protos.kvcommon.eviction_message import EvictionPolicyRequest
 from protos.kvcommon.v1 import kvcommon_pb2 as common
+from protos.rpc.redis_client import open_redis
+from tests.support.patience import patience
 from tests.support.scheduler.fake_executor import FakeExecutor
 
 CONFIG = ManagerConfig(lease_seconds=60, capacity_ahead_tokens=8, free_watermark=0.0)
@@ -41,7 +44,8 @@ class RealManager(rpc.CacheManagerServiceServicer):
     """`unused()` waits until no sequence has blocks, and recounts them.
 
     Calls wait while `gate` is closed, and answers to forks while `forks_end` is. The next `failing_forks` forks fail,
-    the sequences in `void_next` are voided by the next sync, and no scheduler registers while `refuses_schedulers`.
+    the sequences in `void_next` are voided by the next sync, no scheduler registers while `refuses_schedulers`, and no
+    watcher of events gets any while `hides_events`.
     """
 
     def __init__(self, executor: FakeExecutor, *, host_blocks: int = 0, disk_blocks: int = 0) -> None:
@@ -50,7 +54,7 @@ class RealManager(rpc.CacheManagerServiceServicer):
         self.forks_end.set()
         self.failing_forks = 0
         self.void_next: set[str] = set()
-        self.refuses_schedulers = False
+        self.refuses_schedulers = self.hides_events = False
         # Calls of AdmitSequences, answered or not; the answered admissions, and how many of them found no blocks.
         self.calls = 0
         self.admissions: list[pb.AdmitSequenceRequest] = []
@@ -66,7 +70,13 @@ class RealManager(rpc.CacheManagerServiceServicer):
             0, executor.max_tokens // executor.block_size, None, host_blocks=host_blocks, disk_blocks=disk_blocks
         )
         executor.confirm, executor.refuse = self.confirm, self.refuse
+        self._others: list[FakeExecutor] = []
         self.restart()
+
+    def join(self, executor: FakeExecutor) -> None:
+        """The executor of one more engine registers. Its copies are not confirmed."""
+        self._others.append(executor)
+        self.register()
 
     def restart(self) -> None:
         """Begins with nothing, as a process that dies and starts again without Redis."""
@@ -79,11 +89,18 @@ class RealManager(rpc.CacheManagerServiceServicer):
         self.register()
 
     def register(self) -> None:
-        """What the executor says when it begins."""
-        executor = self._executor
-        self._manager.register_executor(
-            ExecutorSpec(executor.executor_id, executor.epoch, "fake", b"f" * 32, executor.block_size, [self._pool])
-        )
+        """What executors say when they begin."""
+        for executor in (self._executor, *self._others):
+            self._manager.register_executor(
+                ExecutorSpec(
+                    executor.executor_id,
+                    executor.epoch,
+                    "fake",
+                    executor.model_fingerprint,
+                    executor.block_size,
+                    [self._pool],
+                )
+            )
 
     async def RegisterScheduler(self, request: pb.RegisterSchedulerRequest, context: object) -> Any:
         if self.refuses_schedulers:
@@ -122,6 +139,11 @@ class RealManager(rpc.CacheManagerServiceServicer):
         self.void_next.clear()
         answer.void_handles.extend(void)
         return answer
+
+    def key_index(self, url: str) -> KeyIndex:
+        """Its index by key in a Redis."""
+        queries = self._manager.queries
+        return KeyIndex(open_redis(url), queries, epoch=self.epoch, shard="", interval=0.001, max_pending=1000)
 
     def rule(self, salt: str, policy: common.EvictionPolicy) -> None:
         """An operator gives a salt this eviction policy."""
@@ -168,7 +190,7 @@ class RealManager(rpc.CacheManagerServiceServicer):
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Waits for something that happens here."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             while not condition():
                 await asyncio.sleep(0.001)
 
@@ -191,5 +213,7 @@ class RealManager(rpc.CacheManagerServiceServicer):
         assert self._manager.queries.check_pool() == []
 
     def _used_blocks(self) -> int:
-        [pool] = self._manager.queries.pools()
-        return pool.used_blocks + sum(tier.used_blocks for tier in pool.lower_tiers)
+        return sum(
+            pool.used_blocks + sum(tier.used_blocks for tier in pool.lower_tiers)
+            for pool in self._manager.queries.pools()
+        )

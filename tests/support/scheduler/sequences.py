@@ -2,6 +2,7 @@
 
 from array import array
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from hypothesis import strategies as st
@@ -85,11 +86,20 @@ def send(batch: RunningBatch, number: int, max_tokens: int = 64) -> tuple[pb.Ste
     return message, step
 
 
-def result_of(step: InFlightStep, token_id: int = 1, *, stopped: bool = False) -> pb.StepResult:
-    """The answer to a step: every sampling sequence samples this token."""
+def result_of(
+    step: InFlightStep, token_id: int = 1, *, stopped: bool = False, accept: Callable[[int], int] = lambda _: 0
+) -> pb.StepResult:
+    """The answer to a step: every sampling sequence samples this token, once more for each draft that it accepts.
+
+    accept: how many of so many drafts.
+    """
     samples = [item.handle for item, _, samples in step.compute if samples and not item.stopped]
-    many = len(samples)
-    return pb.StepResult(step=step.number, sequences=samples, token_ids=[token_id] * many, stopped=[stopped] * many)
+    for item, allowed in step.drafts:
+        if not item.stopped:
+            samples += [item.handle] * accept(allowed)
+    many, drafts = len(samples), sum(allowed for _, allowed in step.drafts)
+    columns = {"sequences": samples, "token_ids": [token_id] * many, "stopped": [stopped] * many}
+    return pb.StepResult(step=step.number, num_drafts=drafts, **columns)
 
 
 def answer(batch: RunningBatch, step: InFlightStep, copied: Seq[int] = (), failed: Seq[int] = ()) -> None:
@@ -109,6 +119,11 @@ class Pipeline:
         self._depth = depth
         self._in_flight: deque[InFlightStep] = deque()
 
+    @property
+    def in_flight(self) -> tuple[InFlightStep, ...]:
+        """The steps to be answered later."""
+        return tuple(self._in_flight)
+
     def turn(self, plan: Plan) -> InFlightStep | None:
         """Sends a plan that computes something; the step to answer now, if there is one."""
         if plan.compute:
@@ -127,11 +142,11 @@ def run(batch: RunningBatch, number: int, copied: Seq[int] = (), failed: Seq[int
 
 
 @st.composite
-def traffic(draw: st.DrawFn) -> list[Sequence]:
-    """Sequences with blocks for all their tokens; some wait for an earlier one's prefix."""
+def traffic(draw: st.DrawFn, longest: int = 6) -> list[Sequence]:
+    """Sequences with blocks for all their tokens; some wait for an earlier one's prefix. longest: output, in tokens."""
     sequences: list[Sequence] = []
     for handle in range(1, draw(st.integers(1, 12)) + 1):
-        prompt, max_tokens = draw(st.integers(1, 40)), draw(st.integers(1, 6))
+        prompt, max_tokens = draw(st.integers(1, 40)), draw(st.integers(1, longest))
         writer = draw(st.sampled_from(sequences)) if sequences and draw(st.booleans()) else None
         shared = 0
         if writer is not None and prompt > BLOCK:

@@ -20,6 +20,7 @@ from protos.rpc.errors import RemoteError, from_rpc_error
 from protos.rpc.server import Server
 from scheduler.app import Scheduler
 from tests.support.generation import Output, generate
+from tests.support.patience import patience
 from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.real_manager import RealManager
 
@@ -63,7 +64,7 @@ def prompt_of(length: int, seed: int = 1) -> list[int]:
 
 async def run(stack: Stack, *messages: pb.StreamGenerateRequest) -> list[Output]:
     """Runs requests at once."""
-    return await asyncio.gather(*[generate(stack.stub, message, 30) for message in messages])
+    return await asyncio.gather(*[generate(stack.stub, message, patience(30)) for message in messages])
 
 
 async def refusal(call: Awaitable[object]) -> RemoteError:
@@ -75,6 +76,6 @@ async def refusal(call: Awaitable[object]) -> RemoteError:
 
 async def waiting(stack: Stack, count: int) -> None:
     """Waits until so many requests wait for blocks."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests != count:
             pass

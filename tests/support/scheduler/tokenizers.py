@@ -21,9 +21,13 @@ _CORPUS = [
 ]
 
 
-@functools.cache
 def byte_level_tokenizer() -> Tokenizer:
-    """Every byte is a token, so that characters span several."""
+    """Every byte is a token, so that characters span several. The caller's own: tests add tokens to it."""
+    return Tokenizer.from_str(_byte_level_json())
+
+
+@functools.cache
+def _byte_level_json() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -34,6 +38,16 @@ def byte_level_tokenizer() -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
+    return str(tokenizer.to_str())
+
+
+def printable_tokenizer() -> Tokenizer:
+    """97 tokens: an end, a line break, and each printable character of ASCII."""
+    characters = ["<eos>", "Ċ", "Ġ", *map(chr, range(33, 127))]
+    tokenizer = Tokenizer(models.BPE({character: index for index, character in enumerate(characters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
     return tokenizer
 
 

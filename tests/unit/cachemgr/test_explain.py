@@ -50,7 +50,7 @@ def test_an_evicted_block_is_explained_with_time_and_sequence():
     world.sync()
     found = explain(world)
     assert (len(found.blocks), found.miss_reason) == (1, MissReason.REMOVED)
-    assert found.removal == (RemovalCause.EVICTED, 3.0, "guilty", 20)
+    assert found.removal[:4] == (RemovalCause.EVICTED, 3.0, "guilty", 20)
     assert found.removal_age == 2.0
 
 

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from cachemgr import manager as manager_module
 from cachemgr import steps
 from cachemgr.blocks.events import Event
 from cachemgr.errors import EventsGoneError, StateChangesError
 from cachemgr.manager import CacheManager
 from cachemgr.operators.snapshot import SnapshotReader
+from cachemgr.sequences import release
 from cachemgr.steps import sliced, steady
 from cachemgr.types import BlockFilter, EventKind, PoolViolation
 from tests.support.in_process_manager import CONFIG, World, snapshot
@@ -69,6 +71,24 @@ def test_a_snapshot_that_is_read_while_the_cache_changes_is_that_of_its_number(s
             manager = None
     assert compared > 5
     assert changed > 20
+
+
+def test_a_snapshot_has_no_blocks_of_an_executor_that_was_lost_while_they_were_read(monkeypatch):
+    # Its blocks have no events of their own, and are still there.
+    monkeypatch.setattr(release, "MOST_REPORTED", 0)
+    monkeypatch.setattr(manager_module, "FREED_AT_A_TIME", 0)
+    world = World(12)
+    world.cache(list(range(40)))
+    reader = world.queries.snapshot()
+    reading = reader.steps()
+    next(reading)
+    world.expire_executor()
+    world.register_again()
+    for _ in reading:
+        reader.catch_up()
+    found = [event for event in reader.events() if event is not None]
+    assert comparable(found) == comparable(snapshot(world.manager))
+    assert all(event.kind is not EventKind.STORED for event in found)
 
 
 def test_a_snapshot_gives_up_when_more_has_changed_than_is_kept():

@@ -19,19 +19,25 @@ VECTORS = json.loads((ROOT / "protos/kvcache/v1/keys.json").read_text())
 TEXT = (ROOT / "docs/keys.md").read_text()
 
 
-def root_by_the_text(fingerprint: bytes, salt: str | None, adapter: int | None) -> bytes:
+def root_by_the_text(fingerprint: bytes, salt: str | None, adapter: int | None, weights: str) -> bytes:
     message = b"kvkeep/root/1\x00" + struct.pack("<I", len(fingerprint)) + fingerprint
     if salt is None:
         message += b"\x00"
     else:
         message += b"\x01" + struct.pack("<I", len(salt.encode("utf-8"))) + salt.encode("utf-8")
     message += b"\x00" if adapter is None else b"\x01" + struct.pack("<Q", adapter)
+    if weights:
+        message += b"\x01" + struct.pack("<I", len(weights.encode("utf-8"))) + weights.encode("utf-8")
     return sha256(message).digest()
+
+
+def root_inputs(vector: dict[str, Any]) -> tuple[bytes, str | None, int | None, str]:
+    return bytes.fromhex(vector["fingerprint"]), vector["salt"], vector["adapter_id"], vector["weight_version"]
 
 
 def keys_by_the_text(vector: dict[str, Any]) -> list[str]:
     tokens, size = vector["token_ids"], vector["block_size"]
-    before = root_by_the_text(bytes.fromhex(vector["fingerprint"]), vector["salt"], vector["adapter_id"])
+    before = root_by_the_text(*root_inputs(vector))
     keys = []
     for begin in range(0, len(tokens), size):
         block = tokens[begin : begin + size]
@@ -53,7 +59,7 @@ def keys_by_the_text(vector: dict[str, Any]) -> list[str]:
 def our_keys(vector: dict[str, Any]) -> list[str]:
     size, packed = vector["block_size"], packed_bytes(pack(vector["token_ids"]))
     extra = [ExtraKey(one["start"], one["length"], bytes.fromhex(one["digest"])) for one in vector["extra_keys"]]
-    root = root_key(bytes.fromhex(vector["fingerprint"]), vector["salt"], vector["adapter_id"])
+    root = root_key(*root_inputs(vector))
     keys = prefix_keys(root, packed, size, extra)
     start = len(keys) * size
     rest = packed[start * TOKEN_BYTES :]
@@ -65,15 +71,15 @@ def our_keys(vector: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["name"])
 def test_a_vector_is_what_the_text_and_the_code_make_of_it(vector: dict[str, Any]) -> None:
-    arguments = bytes.fromhex(vector["fingerprint"]), vector["salt"], vector["adapter_id"]
-    assert root_by_the_text(*arguments).hex() == root_key(*arguments).hex() == vector["root"]
+    inputs = root_inputs(vector)
+    assert root_by_the_text(*inputs).hex() == root_key(*inputs).hex() == vector["root"]
     assert keys_by_the_text(vector) == our_keys(vector) == vector["keys"]
 
 
 def test_the_vectors_have_different_keys_for_different_contents() -> None:
     assert len(VECTORS) >= 12
     assert len({vector["name"] for vector in VECTORS}) == len(VECTORS)
-    roots = {(vector["fingerprint"], vector["salt"], vector["adapter_id"]): vector["root"] for vector in VECTORS}
+    roots = {root_inputs(vector): vector["root"] for vector in VECTORS}
     assert len(set(roots.values())) == len(roots)
     same_tokens = [vector["keys"][0] for vector in VECTORS if vector["token_ids"] == list(range(1, 10))]
     # Three vectors are about what lies behind the first block, and one about an extra key that ends there.

@@ -1,24 +1,32 @@
 """Faults that were found once, each by a few calls in an unlucky order."""
 
+from array import array
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from cachemgr import manager
+from cachemgr.sequences import release
 from cachemgr.steps import at_once
 from cachemgr.types import (
+    AdmitRequest,
     BlockFilter,
+    ExecutorSpec,
     ExtraKey,
     ForgetTarget,
     HintAction,
     Hints,
     ManagerConfig,
+    PoolSpec,
     Prefix,
     Quota,
     RetentionRule,
     RuleAction,
     RuleMatch,
 )
-from tests.support.in_process_manager import CONFIG, World, retain
+from tests.support.in_process_manager import BLOCK, CONFIG, FINGERPRINT, World, retain
+from tests.support.random_operations import small_steps
 
 ONES = [1] * 4
 
@@ -161,3 +169,83 @@ def test_window_blocks_that_can_never_match_are_removed():
     # The blocks of the window behind the lost ones are worth nothing, whatever their priority.
     assert all(block.token_ids[0] >= 50 for block in world.queries.records("e"))
     assert {block.group for block in world.queries.records("e")} == {0, 1}
+
+
+def test_an_executor_that_registers_while_blocks_are_forgotten_disturbs_nothing():
+    for steps_before in range(40):
+        world = World(12)
+        world.cache(list(range(12)), salt="a")
+        with small_steps():
+            steps = world.operators.forget(ForgetTarget(salt="a"), validate_only=False)
+            ended = any(_has_ended(steps) for _ in range(steps_before))
+            spec = ExecutorSpec("f", 1, "m", FINGERPRINT, BLOCK, [PoolSpec(0, 12)])
+            world.manager.register_executor(spec)
+            world.manager.admit(AdmitRequest("other", "s", world.scheduler_epoch, "f", array("I", range(12)), salt="a"))
+            while not ended:
+                ended = _has_ended(steps)
+        assert all(event.block.scope is None or not event.block.tokens for event in world.queries.events_after(0))
+
+
+@pytest.mark.parametrize("change", ["update", "delete"])
+def test_an_executor_that_is_lost_while_a_rule_changes_disturbs_nothing(change, monkeypatch):
+    # Its blocks are given up together, with their leases, and freed later.
+    monkeypatch.setattr(release, "MOST_REPORTED", 0)
+    monkeypatch.setattr(manager, "FREED_AT_A_TIME", 1)
+    for steps_before in range(20):
+        world = World(12)
+        rule = RetentionRule("r", match=RuleMatch(salt="a"), action=RuleAction(priority=80))
+        at_once(world.operators.create_rule(rule, validate_only=False))
+        world.cache(list(range(12)), salt="a")
+        other = replace(rule, match=RuleMatch(salt="b"))
+        with small_steps():
+            steps: Any
+            if change == "update":
+                steps = world.operators.update_rule(other, ("match",), validate_only=False)
+            else:
+                steps = world.operators.delete_rule("r", "", validate_only=False)
+            ended = any(_has_ended(steps) for _ in range(steps_before))
+            world.expire_executor()
+            while not ended:
+                ended = _has_ended(steps)
+        while world.manager.leftovers:
+            world.manager.expire()
+        world.check()
+
+
+def _has_ended(steps: Any) -> bool:
+    return next(steps, _has_ended) is _has_ended
+
+
+def test_a_trim_may_be_reported_together_with_a_token_that_was_sampled_behind_it() -> None:
+    world = World(8)
+    world.run(list(range(7)), "a")
+    live = world.live["a"]
+    world.step(names={"a"})
+    assert (live.computed, len(live.tokens)) == (8, 9)
+    world.trimmed[live.handle] = 8
+    del live.tables[0][2:]
+    world.sync()
+    world.check()
+    assert live.capacity >= 9
+
+
+def test_a_long_forget_leaves_what_has_taken_the_slots_of_its_blocks_meanwhile() -> None:
+    prompt, taken = list(range(100, 128)), 0
+    for steps_before in range(40):
+        world = World(8)
+        world.cache(list(range(16)), salt="a")
+        with small_steps():
+            steps: Any = world.operators.forget(ForgetTarget(salt="a"), validate_only=False)
+            ended = any(_has_ended(steps) for _ in range(steps_before))
+            admitted = world.admit(prompt, "b").admitted
+            if admitted:
+                world.compute(world.live["b"], len(prompt))
+                world.leave(world.live["b"])
+                world.sync()
+                taken += 1
+            while not ended:
+                ended = _has_ended(steps)
+        world.check()
+        if admitted:
+            assert world.found(prompt) >= 24, steps_before
+    assert taken > 5

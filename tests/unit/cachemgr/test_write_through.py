@@ -4,7 +4,17 @@ import dataclasses
 
 from cachemgr.sequences.transfers import MAX_WRITE_THROUGH_COPIES
 from cachemgr.steps import at_once
-from cachemgr.types import EventKind, ForgetTarget, HintAction, Hints, Prefix, RemovalCause, TierKind
+from cachemgr.types import (
+    EventKind,
+    ForgetTarget,
+    HintAction,
+    HintOutcome,
+    Hints,
+    Prefix,
+    Quota,
+    RemovalCause,
+    TierKind,
+)
 from tests.support.in_process_manager import BLOCK, CONFIG, World, retain
 from tests.support.scrape import scraped
 
@@ -129,6 +139,17 @@ def test_a_demotion_of_a_block_with_a_backup_needs_no_copy():
     assert (world.tiers(), world.free) == ({"host": 3}, 4)
 
 
+def test_a_demotion_that_is_rejected_keeps_the_backup():
+    world = World(4, host_blocks=4)
+    world.cache(PROMPT, salt="a")
+    world.open_write_through_copies()
+    at_once(world.operators.set_quota(Quota(salt="a", host_ceiling=0), validate_only=False))
+    hints = Hints("0.1", "m", (HintAction("one", "Demote", "0.1", {"tier": "host"}),))
+    ((answer,), _) = world.operators.hint(Prefix(tuple(PROMPT), salt="a"), hints, None)
+    assert (answer.outcome, world.tiers(), world.lower_copies) == (HintOutcome.REJECTED, {"device": 3}, 3)
+    world.check()
+
+
 def test_a_block_below_the_offload_floor_is_evicted_with_its_backup():
     world = World(4, host_blocks=4)
     world.cache(PROMPT, retention=retain(90, 5.0), session_id="s")
@@ -164,6 +185,30 @@ def test_a_block_lost_on_the_device_is_restored_from_its_backup():
 
 
 # How they go
+
+
+def test_events_say_that_a_block_is_in_its_backup_when_its_own_bytes_are_lost():
+    world, prompt = World(8, host_blocks=6), PROMPT[:4]
+    world.cache(prompt)
+    hints = Hints("0.1", "m", (HintAction("one", "Demote", "0.1", {"tier": "host"}),))
+    world.operators.hint(Prefix(tuple(prompt)), hints, None)
+    world.run_executor_copies()
+    # A copy to the device uses the block's slot while another sequence computes the same block there.
+    world.admit([*prompt, 50], "reader")
+    world.run(prompt, "writer", no_read=True)
+    world.finish("writer")
+    world.release("reader")
+    (block,) = world.queries.records("e")
+    assert block.tier is TierKind.DEVICE
+    # It moves down again, to another slot.
+    world.operators.hint(Prefix(tuple(prompt)), hints, None)
+    (block,) = world.queries.records("e")
+    assert (block.tier, block.slot) == (TierKind.HOST, 2)
+    world.watcher.check(world.manager)
+    world.start_executor()
+    (block,) = world.queries.records("e")
+    assert (block.tier, block.slot) == (TierKind.HOST, 1)
+    world.watcher.check(world.manager)
 
 
 def test_backups_yield_their_slots_to_offloads_tails_first():

@@ -182,7 +182,7 @@ POLICIES: list[Case] = [
     (change, INVALID, f"eviction_policy.{field}")
     for change, field in (
         ({"eviction_policy": {}}, "kind"),
-        ({"eviction_policy": {"kind": 15}}, "kind"),
+        ({"eviction_policy": {"kind": 16}}, "kind"),
         ({"eviction_policy": {"kind": -1}}, "kind"),
         (policy("LAST", start_tokens=1), "kind"),
         (policy("SUM", start_tokens=0), "start_tokens"),
@@ -195,6 +195,11 @@ POLICIES: list[Case] = [
         (policy("KNORM", positions=3), "positions"),
         (policy("SNAPKV", score_window_tokens=0), "score_window_tokens"),
         (policy("TOVA", score_window_tokens=1), "score_window_tokens"),
+        (policy("ADAPTIVE_WINDOW", period_tokens=0), "period_tokens"),
+        (policy("ADAPTIVE_WINDOW", period_tokens=16, recent_tokens=24), "recent_tokens"),
+        (policy("ADAPTIVE_WINDOW", period_tokens=16, max_cache_tokens=150), "max_cache_tokens"),
+        (policy("ADAPTIVE_WINDOW", attention_mass=2.0), "attention_mass"),
+        (policy("RANDOM", attention_mass=0.5), "attention_mass"),
         (policy("SUM", kvcrush={}), "kvcrush.budget_blocks"),
         (policy("SUM", kvcrush={"budget_blocks": 1, "anchor": 6}), "kvcrush.anchor"),
         (policy("ADAPTIVE_RKV", kvcrush={"budget_blocks": 1}), "kvcrush"),

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from cachemgr.persistence.redis_client import open_redis
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.rpc.redis_client import open_redis
 from tests.support.cachemgr_client import EXECUTOR, Client
 from tests.support.index_copy import Copied, CopiedStore, block
 from tests.support.managers import Managers, agreed, cached, sync_redis
+from tests.support.patience import patience
 from tests.support.redis_servers import Server
 
 HOUR = 3600.0
@@ -161,14 +162,14 @@ async def test_a_cache_manager_forgets_executors_that_never_come_again(tmp_path:
         await cached(client, 9)
         other = client.registration()
         other.executor_id = POD
-        await client.manager.RegisterExecutor(other, timeout=5)
+        await client.manager.RegisterExecutor(other, timeout=patience(5))
         await agreed(client)
     with sync_redis(server.url) as redis:
         assert redis.exists(f"kvkeep:{{{POD}}}:clock")
         async with managers.run() as client:
             await register_again(client)
             managers.now += 26 * HOUR
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(patience(30)):
                 while redis.exists(f"kvkeep:{{{POD}}}:clock"):
                     await asyncio.sleep(0.05)
             await agreed(client)

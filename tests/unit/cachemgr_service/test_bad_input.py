@@ -12,6 +12,7 @@ from cachemgr.process import CacheManagerProcess
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import RemoteError, from_rpc_error
 from tests.support.cachemgr_client import SCHEDULED, SCHEDULER, Client, settings_for
+from tests.support.patience import patience
 from tests.unit.cachemgr_service.bad_admin_requests import ADMIN_METHODS
 from tests.unit.cachemgr_service.bad_data_requests import ADMISSION, ANOTHER_SCHEDULER, DATA_METHODS, REGISTRATION, SYNC
 from tests.unit.cachemgr_service.bad_requests import CACHED_TOKENS, HOST_BLOCKS, STATUSES, Case, Known
@@ -37,9 +38,9 @@ class Target:
         client = self._client
         for scheduler, epoch in ((SCHEDULER, 1), ("twice", 5)):
             request = pb.RegisterSchedulerRequest(scheduler_id=scheduler, scheduler_epoch=epoch)
-            answer = await client.manager.RegisterScheduler(request, timeout=5)
+            answer = await client.manager.RegisterScheduler(request, timeout=patience(5))
         client.manager_epoch = self._known[Known.MANAGER_EPOCH] = answer.manager_epoch
-        await client.manager.RegisterExecutor(self.request("RegisterExecutor", REGISTRATION), timeout=5)
+        await client.manager.RegisterExecutor(self.request("RegisterExecutor", REGISTRATION), timeout=patience(5))
         await client.compute(await client.admit("done", CACHED_TOKENS), len(CACHED_TOKENS))
         live = (await client.admit("live", 10)).sequence_handle
         self._known[Known.LIVE_HANDLE] = live
@@ -67,7 +68,7 @@ class Target:
         """The answer, or the first message of it."""
         client = self._client
         stub = next(stub for stub in (client.manager, client.admin, client.events) if hasattr(stub, method))
-        call = getattr(stub, method)(self.request(method, fields), timeout=10)
+        call = getattr(stub, method)(self.request(method, fields), timeout=patience(10))
         if inspect.isawaitable(call):
             return await call
         try:
@@ -85,7 +86,9 @@ class Target:
 
     async def state(self) -> str:
         """Hash of everything that decides what happens next."""
-        messages = [message async for message in self._client.admin.DumpState(pb.DumpStateRequest(), timeout=5)]
+        messages = [
+            message async for message in self._client.admin.DumpState(pb.DumpStateRequest(), timeout=patience(5))
+        ]
         return str(messages[-1].state_hash)
 
 

@@ -17,6 +17,7 @@ from protos.rpc.identity import Role
 from protos.rpc.roles import roles_of
 from tests.support.cachemgr_client import EXECUTOR, SCHEDULED, SCHEDULER, Client, settings_for
 from tests.support.keyring import Keyring
+from tests.support.patience import patience
 
 DATA = pb.DESCRIPTOR.services_by_name["CacheManagerService"]
 
@@ -31,7 +32,7 @@ class Party:
         """Reason of the refusal and the field that it names, empty for none."""
         async with open_channel(address, self.security) as channel:
             try:
-                await getattr(pb_grpc.CacheManagerServiceStub(channel), method)(request, timeout=5)
+                await getattr(pb_grpc.CacheManagerServiceStub(channel), method)(request, timeout=patience(5))
             except grpc.aio.AioRpcError as failed:
                 error = from_rpc_error(failed)
                 return f"{error.reason} {' '.join(error.fields)}"

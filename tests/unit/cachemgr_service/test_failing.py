@@ -10,6 +10,7 @@ import pytest
 from cachemgr.process import CacheManagerProcess, failed_state
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.support.cachemgr_client import BLOCK_SIZE, EXECUTOR, NUM_BLOCKS, Client, settings_for
+from tests.support.patience import patience
 
 PROMPT = [987_654 + place for place in range(9)]
 
@@ -33,7 +34,7 @@ async def test_a_call_that_fails_inside_ends_the_process_with_its_state_in_a_fil
     # Cancelled if the server closes while the call is under way. Callers take both as a manager that is away.
     assert refused.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
     with pytest.raises(AssertionError):
-        await asyncio.wait_for(serving, 20)
+        await asyncio.wait_for(serving, patience(20))
     await client.close()
     file = tmp_path / "state" / failed_state()
     assert file.stat().st_mode & 0o777 == 0o600
@@ -45,5 +46,5 @@ async def test_a_call_that_fails_inside_ends_the_process_with_its_state_in_a_fil
 async def test_a_request_that_cannot_be_read_does_not_end_the_process(client: Client) -> None:
     await client.register()
     with pytest.raises(grpc.aio.AioRpcError):
-        await client.manager.AdmitSequence(pb.AdmitSequenceRequest(), timeout=5)
+        await client.manager.AdmitSequence(pb.AdmitSequenceRequest(), timeout=patience(5))
     assert (await client.admit("first", PROMPT)).admitted

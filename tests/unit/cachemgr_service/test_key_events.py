@@ -17,6 +17,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.block_keys import low_keys
 from protos.rpc.identity import Identity, Role, assume
 from tests.support.in_process_manager import BLOCK, FINGERPRINT, World
+from tests.support.patience import patience
 
 
 class Watch:
@@ -31,7 +32,7 @@ class Watch:
         self.messages: list[pb.WatchEventsResponse] = []
 
     async def take(self) -> pb.WatchEventsResponse:
-        message = await asyncio.wait_for(anext(self._stream), 10)
+        message = await asyncio.wait_for(anext(self._stream), patience(10))
         self.messages.append(message)
         for change in message.changes:
             getattr(self, f"_{change.WhichOneof('change')}")(getattr(change, change.WhichOneof("change")))
@@ -183,6 +184,23 @@ async def test_a_snapshot_that_is_read_while_the_cache_changes_is_right_at_its_e
     assert len(watch.messages) > 8
     assert end.last_event_number == watched.last
     assert watch.executors["e"].executor_epoch == 2
+    assert watch.pools == watched.truth()
+
+
+async def test_blocks_that_move_before_the_reader_of_a_snapshot_are_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_service, "MAX_KEYS", 3)
+    watched = Watched(12, host_blocks=12)
+    for first in range(0, 800, 100):
+        watched.world.cache(list(range(first, first + 12)))
+    watched.world.open_write_through_copies()
+    watch = watched.watch()
+    while len(watch.messages) < 5:
+        await watch.take()
+    # No event says that blocks of the host tier stay, at smaller indexes than those that were read.
+    watched.world.num_blocks = 4
+    watched.world.start_executor()
+    await watch.take_snapshot()
+    assert set(watch.pools["e/0"].values()) == {"HOST"}
     assert watch.pools == watched.truth()
 
 

@@ -35,6 +35,7 @@ from protos.rpc.channel import open_sync_channel
 from tests.stack import ROOT
 from tests.support.cachemgr_client import Client, environment, settings_for
 from tests.support.direct_calls import DirectCalls
+from tests.support.patience import patience
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -74,7 +75,7 @@ async def test_a_log_of_a_process_replays_to_its_state(tmp_path: Path) -> None:
 
 def command(*arguments: str, environment: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
     line = [sys.executable, "-m", "cachemgr", *arguments]
-    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patience(60))
 
 
 def settings_of_process(folder: Path, log: Path) -> dict[str, str]:
@@ -101,7 +102,7 @@ class Calls:
         self._stub = stub
 
     def run(self, method: str, request: Any) -> Any:
-        return getattr(self._stub, method)(request, timeout=10)
+        return getattr(self._stub, method)(request, timeout=patience(10))
 
     def register(self, request: pb.RegisterExecutorRequest, *, later: bool) -> Any:
         assert not later
@@ -226,17 +227,17 @@ def test_a_full_disk_ends_the_log_and_no_call(room: int) -> None:
 
 def fill_the_log_of(process: "subprocess.Popen[bytes]", folder: Path, room: int) -> None:
     with open_sync_channel(f"unix:{folder}/data") as data, open_sync_channel(f"unix:{folder}/admin") as admin:
-        grpc.channel_ready_future(data).result(30)
+        grpc.channel_ready_future(data).result(patience(30))
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (room, room))
         stub, health = pb_grpc.CacheManagerServiceStub(data), health_pb2_grpc.HealthStub(admin)
         register(Calls(stub))
         for name in map(str, range(100)):
-            assert stub.AdmitSequence(admission(name), timeout=10).admitted
-            stub.ReleaseSequence(release(name), timeout=10)
-        states = health.Watch(health_pb2.HealthCheckRequest(service=OPERATION_LOG_HEALTH), timeout=10)
+            assert stub.AdmitSequence(admission(name), timeout=patience(10)).admitted
+            stub.ReleaseSequence(release(name), timeout=patience(10))
+        states = health.Watch(health_pb2.HealthCheckRequest(service=OPERATION_LOG_HEALTH), timeout=patience(10))
         assert any(state.status == health_pb2.HealthCheckResponse.NOT_SERVING for state in states)
         states.cancel()
-        status = health.Check(health_pb2.HealthCheckRequest(service=""), timeout=10).status
+        status = health.Check(health_pb2.HealthCheckRequest(service=""), timeout=patience(10)).status
         assert status == health_pb2.HealthCheckResponse.SERVING
 
 

@@ -29,6 +29,7 @@ from tests.support.managers import (
     sync_redis,
     written,
 )
+from tests.support.patience import patience
 from tests.support.redis_servers import Server
 
 EVERYTHING = pb.RetentionRule(
@@ -130,7 +131,7 @@ async def test_pins_are_restored_with_name_owner_time_and_blocks(managers: Manag
         assert (await client.pool()).used_blocks == 2
         await client.check()
         managers.now += 31
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patience(10)):
             while len(left := await holds(client)) > 1:
                 await asyncio.sleep(0.02)
         assert [hold.name for hold in left] == [pinned.hold_name]
@@ -193,6 +194,18 @@ async def test_remaining_times_of_leases_are_restored_exactly(managers: Managers
             await client.admin.SetQuota(pb.SetQuotaRequest(quota=QUOTAS[0]))
 
 
+async def test_the_leases_of_a_rule_that_only_steers_offloading_are_restored(managers: Managers) -> None:
+    async with managers.run() as client:
+        await client.register()
+        await make_rule(client, offload_min_priority=60)
+        steps = await cached(client)
+        before = await leases(client)
+        assert [one.lease.holder for one in before] == ["rule/r"] * 2
+    async with managers.run() as client:
+        await client.register(last_write_steps=steps)
+        assert await leases(client) == before
+
+
 async def test_a_lease_of_a_deleted_rule_is_not_restored(managers: Managers) -> None:
     async with managers.run() as client:
         await client.register()
@@ -224,7 +237,7 @@ async def test_what_another_version_wrote_is_left_out_and_stays(managers: Manage
         good = server.hget("kvkeep:{operators}:rules", "r")
         server.hset("kvkeep:{operators}:rules", "elsewhere", good)
         async with managers.run() as client:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(patience(20)):
                 # A start does not wait long for a slow Redis.
                 while [rule.name for rule in await rules(client)] != ["r"]:
                     await asyncio.sleep(0.02)
@@ -254,7 +267,7 @@ async def test_redis_away_at_the_start_keeps_no_call_waiting_and_nothing_newer_i
         await share(client, 9)
         server.start()
         wanted = {"both": 20, "new": 20, "old": 10}
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             while len(after := await rules(client)) < len(wanted):
                 await asyncio.sleep(0.02)
         assert {rule.name: rule.action.retention_priority for rule in after} == wanted
@@ -275,7 +288,7 @@ async def test_a_late_share_of_a_pool_applies_at_once_when_it_fits(managers: Man
         await client.register()
         assert (await client.pool()).total_blocks == NUM_BLOCKS
         server.start()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             while (await client.pool()).total_blocks != 9:
                 await asyncio.sleep(0.02)
 

@@ -16,6 +16,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import from_rpc_error
 from tests.support.cachemgr_client import NUM_BLOCKS, Client, environment, settings_for, wait_until_serving
 from tests.support.local_redis import LocalRedis
+from tests.support.patience import patience
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
@@ -26,7 +27,7 @@ def test_without_a_redis_it_says_so_serves_and_stops_cleanly(tmp_path: Path) -> 
         wait_until_serving(f"unix:{tmp_path}/data", "kvcache.v1.CacheManagerService")
         wait_until_serving(f"unix:{tmp_path}/admin", "kvcache.v1.CacheAdminService")
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=20)
+        _, log = process.communicate(timeout=patience(20))
         assert process.returncode == 0, log
     assert "a restart of the cache manager loses the cache" in log
     assert '"event": "stopped"' in log
@@ -49,13 +50,14 @@ def test_a_mistake_in_the_environment_is_one_line(tmp_path: Path) -> None:
         ({"KVKEEP_CACHEMGR_LEASE_SECOND": "1"}, "did you mean KVKEEP_CACHEMGR_LEASE_SECONDS?"),
         ({"KVKEEP_CACHEMGR_ADDRESS": "0.0.0.0:0"}, "KVKEEP_CACHEMGR_ADDRESS"),
         ({"KVKEEP_REDIS_URL": "nonsense"}, "KVKEEP_REDIS_URL"),
+        ({"KVKEEP_CACHEMGR_KEY_INDEX": "1"}, "KVKEEP_CACHEMGR_KEY_INDEX needs KVKEEP_REDIS_URL"),
     ):
         run = subprocess.run(
             [sys.executable, "-m", "cachemgr"],
             env=environment(tmp_path, **values),
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=patience(20),
         )
         assert run.returncode != 0
         assert words in run.stderr.splitlines()[-1]
@@ -84,7 +86,7 @@ async def test_on_sigterm_it_ends_its_watches_writes_pending_changes_and_exits(
     # So long that nothing would be written before the end.
     async with running(tmp_path, KVKEEP_REDIS_URL=server.url, KVKEEP_CACHEMGR_REDIS_FLUSH_SECONDS="60") as process:
         await client.register()
-        watch = client.events.WatchEvents(pb.WatchEventsRequest(), timeout=30)
+        watch = client.events.WatchEvents(pb.WatchEventsRequest(), timeout=patience(30))
         admitted = await client.admit("a", 9)
         await client.compute(admitted, 8, step=5)
         process.terminate()
@@ -92,7 +94,7 @@ async def test_on_sigterm_it_ends_its_watches_writes_pending_changes_and_exits(
             _ = [message async for message in watch]
         error = from_rpc_error(caught.value)
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patience(10)):
             assert await process.wait() == 0
     async with running(tmp_path, KVKEEP_REDIS_URL=server.url):
         steps = [5 if slot in admitted.block_tables[0].slots else 0 for slot in range(1, NUM_BLOCKS + 1)]
@@ -121,8 +123,8 @@ async def test_kvctl_says_that_a_watch_broke_and_fails(tmp_path: Path, number: s
             stderr=asyncio.subprocess.PIPE,
         )
         assert watch.stdout is not None
-        assert await asyncio.wait_for(watch.stdout.readline(), 20)
+        assert await asyncio.wait_for(watch.stdout.readline(), patience(20))
         process.send_signal(number)
-        _, err = await asyncio.wait_for(watch.communicate(), 20)
+        _, err = await asyncio.wait_for(watch.communicate(), patience(20))
     assert (watch.returncode, err.decode()) == (3, said.format(address=address))
     await client.close()

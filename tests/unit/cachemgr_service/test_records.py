@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from cachemgr.blocks.block_record import BlockRecord, CopyRecord, LeaseRecord
 from cachemgr.persistence.records import RecordError, decode_block, encode_block, encode_slot
+from cachemgr.retention.priority import NO_PRIORITY
 from cachemgr.types import TierKind
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.tokens import pack
@@ -20,7 +21,7 @@ SECONDS = st.none() | st.floats(0, 1e9)
 LEASES = st.builds(
     LeaseRecord,
     holder=st.text(max_size=300),
-    priority=st.integers(0, 100),
+    priority=st.just(NO_PRIORITY) | st.integers(0, 100),
     duration=SECONDS,
     remaining=SECONDS,
     offload_min_priority=st.none() | st.integers(0, 100),

@@ -1,17 +1,22 @@
 """After whatever happens to Redis it agrees with the manager again, and CheckPool says where it does not."""
 
 import asyncio
-import time
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cachemgr.persistence.redis_index import WAIT_SECONDS, IndexStore, Reading
+from executor.rpc.manager_client import CALL_SECONDS
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.support import redis_servers
 from tests.support.cachemgr_client import EXECUTOR, Client
 from tests.support.managers import POOL, Managers, agreed, cached, compared, make_rule, pin, sync_redis
+from tests.support.patience import patience
 from tests.support.redis_cluster import RedisCluster
 from tests.support.redis_servers import Server
 
@@ -35,9 +40,19 @@ async def redis_health(client: Client) -> int:
 
 
 async def becomes(client: Client, status: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while await redis_health(client) != status:
             await asyncio.sleep(0.02)
+
+
+@contextmanager
+def stopped(server: Server) -> Iterator[None]:
+    """A Redis that takes commands and answers none of them before the end."""
+    server.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        server.signal(signal.SIGCONT)
 
 
 async def furnish(client: Client) -> None:
@@ -137,7 +152,7 @@ async def test_every_difference_is_found(managers: Managers) -> None:
 async def test_redis_away_is_reported_and_changes_wait_for_it(managers: Managers, any_server: Server) -> None:
     async with managers.run() as client:
         await furnish(client)
-        assert await redis_health(client) == health_pb2.HealthCheckResponse.SERVING
+        await becomes(client, health_pb2.HealthCheckResponse.SERVING)
         any_server.stop()
         await becomes(client, health_pb2.HealthCheckResponse.NOT_SERVING)
         stub = health_pb2_grpc.HealthStub(client.admin_channel)
@@ -181,37 +196,55 @@ async def test_a_redis_that_takes_no_writes_loses_nothing(
 
 
 @one_server
-async def test_a_slow_redis_keeps_no_call_waiting_for_long(managers: Managers, any_server: Server) -> None:
+async def test_a_slow_redis_keeps_no_call_waiting_for_long(
+    managers: Managers, any_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush_soon = IndexStore.flush_soon
+    bounds: list[float | None] = []
+
+    async def and_note_it(self: IndexStore, seconds: float | None = WAIT_SECONDS) -> bool:
+        bounds.append(seconds)
+        return await flush_soon(self, seconds)
+
+    monkeypatch.setattr(IndexStore, "flush_soon", and_note_it)
     async with managers.run() as client:
         await furnish(client)
-        with sync_redis(any_server.url) as direct:
-            direct.execute_command("CLIENT", "PAUSE", "6000", "ALL")
-        begin = time.monotonic()
-        await client.compute(await client.admit("b", [9] * 9), 8)
-        assert time.monotonic() - begin < 1
-        # Operators are answered without it, after a while.
-        await make_rule(client, "s")
-        await client.admin.ForgetBlocks(pb.ForgetBlocksRequest(salt="s"))
-        assert time.monotonic() - begin < 8
-        await becomes(client, health_pb2.HealthCheckResponse.NOT_SERVING)
+        with stopped(any_server):
+            bounds.clear()
+            await client.compute(await client.admit("b", [9] * 9), 8)
+            # The background writes without a bound, and no call waits for it.
+            assert WAIT_SECONDS not in bounds
+            # Operators are answered without Redis, after a while.
+            async with asyncio.timeout(patience(20)):
+                await make_rule(client, "s")
+                await client.admin.ForgetBlocks(pb.ForgetBlocksRequest(salt="s"))
+            assert WAIT_SECONDS in bounds
+            await becomes(client, health_pb2.HealthCheckResponse.NOT_SERVING)
         await agreed(client)
 
 
 @one_server
 async def test_a_registration_waits_for_a_slow_redis_less_than_its_executor_does(
-    managers: Managers, any_server: Server
+    managers: Managers, any_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    recover = IndexStore.recover
+    left: list[float] = []
+
+    async def and_note_it(self: IndexStore, reading: Reading, seconds: float) -> None:
+        left.append(seconds)
+        await recover(self, reading, seconds)
+
     async with managers.run() as client:
         await client.register()
-    with sync_redis(any_server.url) as direct:
-        direct.execute_command("CLIENT", "PAUSE", "8000", "ALL")
-    begin = time.monotonic()
-    async with managers.run(patient=False) as client:
-        assert time.monotonic() - begin < 2
-        begin = time.monotonic()
-        await client.register()
-        assert time.monotonic() - begin < 5
-        await agreed(client)
+    monkeypatch.setattr(IndexStore, "recover", and_note_it)
+    with stopped(any_server):
+        async with managers.run(patient=False) as client:
+            await client.register()
+            # Reading and restoring wait for Redis for one such time together.
+            assert left == [pytest.approx(0, abs=0.01)]
+            any_server.signal(signal.SIGCONT)
+            await agreed(client)
+    assert WAIT_SECONDS < CALL_SECONDS
 
 
 @cluster_only

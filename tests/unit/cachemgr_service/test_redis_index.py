@@ -8,9 +8,10 @@ import pytest
 from redis.asyncio import Redis
 
 from cachemgr.blocks.block_record import BlockRecord, CopyRecord
-from cachemgr.persistence.redis_client import open_redis
 from cachemgr.types import TierKind
+from protos.rpc.redis_client import open_redis
 from tests.support.index_copy import Copied, CopiedStore, block
+from tests.support.patience import patience
 from tests.support.redis_servers import Server
 
 EXECUTOR = "gpu/0 {x}"
@@ -149,7 +150,7 @@ async def test_the_background_task_ends_when_it_is_cancelled_at_any_moment(ticks
         await asyncio.sleep(0)
     life.queue.cleared(EXECUTOR, 1)
     running.cancel()
-    done, _ = await asyncio.wait({running}, timeout=5)
+    done, _ = await asyncio.wait({running}, timeout=patience(5))
     assert done
     await life.store.close()
 

@@ -23,6 +23,7 @@ from tests.support import redis_servers
 from tests.support.cachemgr_client import EXECUTOR, NUM_BLOCKS, Client
 from tests.support.local_redis import LocalRedis
 from tests.support.managers import Managers, sync_redis
+from tests.support.patience import patience
 from tests.support.redis_servers import Server
 
 
@@ -52,7 +53,7 @@ async def offload_two_blocks(client: Client) -> list[int]:
         generations[copy.target_slot - 1] = copy.ticket
     tickets = [copy.ticket for copy in admitted.transfers]
     request = pb.ConfirmTransfersRequest(executor_id=EXECUTOR, executor_epoch=7, tickets=tickets)
-    await client.manager.ConfirmTransfers(request, timeout=5)
+    await client.manager.ConfirmTransfers(request, timeout=patience(5))
     await client.sync(1, released_handles=[admitted.sequence_handle])
     return generations
 
@@ -65,7 +66,7 @@ async def test_stored_blocks_are_not_believed_before_the_scheduler_has_given_up_
         registration = client.registration(last_write_steps=steps(slots, 5, 5))
         # Until then sequences of before may still write into blocks that the old manager had taken back for them.
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await client.manager.RegisterExecutor(registration, timeout=5)
+            await client.manager.RegisterExecutor(registration, timeout=patience(5))
         error = from_rpc_error(refused.value)
         assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "SCHEDULER_FIRST")
         # What the scheduler's last steps wrote is known when the executor comes again.
@@ -159,7 +160,7 @@ async def test_what_redis_lacks_of_a_large_executor_that_starts_again_is_kept(
 
 async def register_again(client: Client) -> None:
     """Waits until a registration would wait for nothing."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(patience(30)):
         while any(sample.value for metric in RECOVERING.collect() for sample in metric.samples):
             await asyncio.sleep(0.02)
     await client.check()

@@ -3,13 +3,14 @@
 import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachemgr.persistence.redis_client import OPERATORS, Keys
-from cachemgr.persistence.redis_index import BEAT_SECONDS, RESYNCS
+from cachemgr.persistence.redis_index import RESYNCS
+from cachemgr.persistence.redis_keys import OPERATORS, Keys
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.support.cachemgr_client import EXECUTOR, Client
 from tests.support.managers import (
@@ -25,6 +26,7 @@ from tests.support.managers import (
     share,
     sync_redis,
 )
+from tests.support.patience import patience
 from tests.support.redis_servers import Server
 
 # One that keeps the names of a single manager, and one with a name.
@@ -62,6 +64,11 @@ def stored(url: str, shard: str) -> dict[bytes, object]:
         return {key: redis.hgetall(key) if redis.type(key) == b"hash" else redis.get(key) for key in kept}
 
 
+def clocks(redis: Any) -> list[object]:
+    """The times that Redis has of all shards, and of what is of no executor."""
+    return [redis.get(Keys(shard).clock(owner)) for shard in SHARDS for owner in (OPERATORS, EXECUTOR)]
+
+
 async def test_two_managers_of_one_redis_keep_to_their_own_records(tmp_path: Path, any_server: Server) -> None:
     """With one executor id for both, which is the worst case."""
     managers = {}
@@ -77,7 +84,15 @@ async def test_two_managers_of_one_redis_keep_to_their_own_records(tmp_path: Pat
             await check(client, shard, blocks[shard])
         # Each writes its clock now and then: no manager may take another's for a loss.
         resyncs = RESYNCS._value.get()
-        await asyncio.sleep(2.5 * BEAT_SECONDS)
+        with sync_redis(any_server.url) as redis:
+            for _ in range(2):
+                shown = clocks(redis)
+                # No two show the same time.
+                for seconds, shard in enumerate(SHARDS, 1):
+                    managers[shard].now += seconds
+                async with asyncio.timeout(patience(30)):
+                    while any(time == before for time, before in zip(clocks(redis), shown, strict=True)):
+                        await asyncio.sleep(0.05)
     assert RESYNCS._value.get() == resyncs
     for restarted, other in (SHARDS, SHARDS[::-1]):
         async with managers[other].run(shard=other) as remaining:
@@ -108,7 +123,7 @@ async def test_of_two_managers_with_the_same_names_only_the_later_one_writes(man
             await make_rule(earlier, "lost")
             assert await compared(earlier) is None
             stub: health_pb2_grpc.HealthAsyncStub = health_pb2_grpc.HealthStub(earlier.admin_channel)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(patience(10)):
                 while (await stub.Check(health_pb2.HealthCheckRequest(service="redis"))).status == SERVING:
                     await asyncio.sleep(0.05)
             assert stored(managers.url, "") == before

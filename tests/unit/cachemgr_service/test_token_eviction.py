@@ -14,6 +14,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.support.cachemgr_client import BLOCK_SIZE, EXECUTOR, SCHEDULER, Client
 from tests.support.direct_calls import DirectCalls
+from tests.support.patience import patience
 
 WINDOW = common.EvictionPolicy(kind="EVICTION_KIND_SLIDING_WINDOW", start_tokens=1, recent_tokens=5)
 COMPACTED = common.EvictionPolicy(
@@ -40,7 +41,7 @@ async def test_an_eviction_from_its_policy_to_the_table_that_it_moves_to(client:
     assert not set(told.evicting_slots) & set(admitted.block_tables[0].slots)
     progress |= {"computed_tokens": [11]}
     await client.sync(2, **progress, evicted_handles=[handle], computed_tokens_before_eviction=[10])
-    (sequence,) = (await client.admin.ListSequences(pb.ListSequencesRequest(), timeout=5)).sequences
+    (sequence,) = (await client.admin.ListSequences(pb.ListSequencesRequest(), timeout=patience(5))).sequences
     assert (sequence.eviction_policy, sequence.evicting) == (whole, True)
     assert (sequence.num_tokens, sequence.computed_tokens, sequence.capacity_tokens) == (12, 11, 2 * BLOCK_SIZE)
     plain = await client.admit("b", 11)
@@ -51,21 +52,21 @@ async def test_an_eviction_from_its_policy_to_the_table_that_it_moves_to(client:
 async def test_a_rules_policy_is_kept_shown_and_changed_as_it_was_said(client: Client) -> None:
     await client.register()
     rule = pb.RetentionRule(name="r", action=pb.RuleAction(eviction_policy=WINDOW))
-    await client.admin.CreateRetentionRule(pb.CreateRetentionRuleRequest(rule=rule), timeout=5)
-    found = await client.admin.GetRetentionRule(pb.GetRetentionRuleRequest(name="r"), timeout=5)
+    await client.admin.CreateRetentionRule(pb.CreateRetentionRuleRequest(rule=rule), timeout=patience(5))
+    found = await client.admin.GetRetentionRule(pb.GetRetentionRuleRequest(name="r"), timeout=patience(5))
     assert found.rule.action == rule.action
-    (listed,) = (await client.admin.ListRetentionRules(pb.ListRetentionRulesRequest(), timeout=5)).rules
+    (listed,) = (await client.admin.ListRetentionRules(pb.ListRetentionRulesRequest(), timeout=patience(5))).rules
     assert listed == found.rule
     assert (await client.admit("a", 10)).eviction_policy.max_cache_tokens == 6
     rule.action.eviction_policy.recent_tokens = 7
     request = pb.UpdateRetentionRuleRequest(rule=rule)
     request.update_mask.paths.append("action.eviction_policy")
-    assert (await client.admin.UpdateRetentionRule(request, timeout=5)).rule.action == rule.action
+    assert (await client.admin.UpdateRetentionRule(request, timeout=patience(5))).rule.action == rule.action
     assert (await client.admit("b", 10)).eviction_policy.max_cache_tokens == 8
     assert (await client.admit("a", 10)).eviction_policy.max_cache_tokens == 6
     none = common.EvictionPolicy(kind="EVICTION_KIND_NONE")
     assert not (await client.admit("c", 10, eviction_policy=none)).HasField("eviction_policy")
-    await client.admin.DeleteRetentionRule(pb.DeleteRetentionRuleRequest(name="r"), timeout=5)
+    await client.admin.DeleteRetentionRule(pb.DeleteRetentionRuleRequest(name="r"), timeout=patience(5))
     assert not (await client.admit("d", 10)).HasField("eviction_policy")
 
 

@@ -27,8 +27,9 @@ from protos.rpc.settings import SettingsError, load
 from tests.stack import free_address
 from tests.support.cachemgr_client import BLOCK_SIZE, Client, settings_for
 from tests.support.in_process_manager import BLOCK, FINGERPRINT, PATIENT, World
+from tests.support.patience import patience
 from tests.support.random_operations import RandomLife
-from tests.support.router_view import AllBlocksCleared, BlockRemoved, BlockStored, Publishing, RouterView, truth
+from tests.support.zmq_reader import AllBlocksCleared, BlockRemoved, BlockStored, Publishing, RouterView, truth
 
 TOKENS = list(range(100, 100 + 3 * BLOCK))
 
@@ -280,7 +281,7 @@ async def test_of_windows_alone_nothing_is_published(published: Published) -> No
     publishing = await published.publish(world)
     world.cache(TOKENS)
     await published.quiet(world)
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0.01)  # subject: nothing is published meanwhile
     assert publishing.zmq._streams == {}
 
 
@@ -344,7 +345,7 @@ async def test_a_reader_that_stops_reading_costs_no_more_than_its_bound(
         # What it finds when it reads again has a gap.
         numbers = []
         while not numbers or numbers[-1] < view.last:
-            _, number, _ = await asyncio.wait_for(stuck.recv_multipart(), 20)
+            _, number, _ = await asyncio.wait_for(stuck.recv_multipart(), patience(20))
             numbers.append(int.from_bytes(number, "big"))
     assert any(behind > before + 1 for before, behind in itertools.pairwise(numbers))
 
@@ -366,7 +367,7 @@ async def test_forgotten_prompts_are_in_no_later_replay(published: Published) ->
         await published.quiet(world, view)
         at_once(world.operators.forget(ForgetTarget(salt="a"), validate_only=False))
         await published.quiet(world)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             while any(code in message for message in published.stream._kept):
                 await asyncio.sleep(0.01)
     late = published.reader()
@@ -388,7 +389,7 @@ async def test_a_request_that_is_none_gets_no_answer_and_ends_nothing(published:
             await asking.send_multipart(frames)
         # Behind the newest batch there is nothing.
         await asking.send_multipart([b"", (published.stream.last + 10**9).to_bytes(8, "big")])
-        assert await asyncio.wait_for(asking.recv_multipart(), 20) == [b"", b"\xff" * 8, b""]
+        assert await asyncio.wait_for(asking.recv_multipart(), patience(20)) == [b"", b"\xff" * 8, b""]
 
 
 async def test_a_replay_ends_also_when_the_process_does(published: Published, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,14 +404,14 @@ async def test_a_replay_ends_also_when_the_process_does(published: Published, mo
         for asking in (first, second):
             asking.connect(f"tcp://{published.replays}")
             await asking.send_multipart([b"", bytes(8)])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             while published.stream.reader is None:
                 await asyncio.sleep(0)
         await published.publishing[-1].stop()
         published.publishing.clear()
         for asking in (first, second):
             answers = []
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(patience(20)):
                 while not answers or answers[-1] != b"\xff" * 8:
                     answers.append((await asking.recv_multipart())[1])
             assert len(answers) < 300
@@ -431,7 +432,7 @@ async def test_each_executor_has_the_port_that_its_number_says(published: Publis
         for name in ("gpu-7", "x-7", "far-99999999999999999999"):
             register(world, name)
         publishing.feed.notify()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             while len(logs) < 3:
                 await asyncio.sleep(0.001)
         assert logs[0]["addresses"][0] == f"127.0.0.1:{port + 7}"
@@ -444,9 +445,33 @@ async def test_each_executor_has_the_port_that_its_number_says(published: Publis
         world.manager.expire()
         register(world, "x-7")
         publishing.feed.notify()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             while publishing.zmq._streams[7].executor_id != "x-7":
                 await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("published", [{"topic": "{executor_id}"}], indirect=True)
+async def test_readers_of_a_topic_hear_of_its_end_when_another_executor_takes_the_port(published: Published) -> None:
+    world = World()
+    await published.publish(world)
+    with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as reader:
+        reader.linger = 0
+        reader.connect(f"tcp://{published.events}")
+        reader.subscribe(b"e")
+        await reader.recv_multipart()
+        world.cache(TOKENS)
+        published.publishing[-1].feed.notify()
+        world.now += 100
+        world.manager.expire()
+        # Both are published in one turn.
+        register(world, "f")
+        published.publishing[-1].feed.notify()
+        async with asyncio.timeout(patience(20)):
+            while True:
+                topic, _, message = await reader.recv_multipart()
+                assert topic == b"e"
+                if {"type": "AllBlocksCleared"} in msgspec.msgpack.decode(message)[1]:
+                    break
 
 
 @pytest.fixture
@@ -499,7 +524,7 @@ async def test_the_process_publishes_and_its_numbers_grow_over_a_restart(tmp_pat
                 await client.register()
                 admitted = await client.admit("q", 40)
                 await client.compute(admitted, 40)
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(patience(20)):
                     while len(view.index) != 40 // BLOCK_SIZE or view.last <= before:
                         await asyncio.sleep(0.001)
             finally:

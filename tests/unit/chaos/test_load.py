@@ -17,6 +17,7 @@ from protos.rpc.server import Server
 from tests.chaos import load
 from tests.chaos.load import Load
 from tests.chaos.requests import Known, Sample
+from tests.support.patience import patience
 
 SERVICE = "generation.v1.GenerationService"
 TOKENS = [7, 8, 9]
@@ -74,9 +75,9 @@ async def run(
     server.listen(f"unix:{folder}/s", {SERVICE: lambda s: rpc.add_GenerationServiceServicer_to_server(scheduler, s)})
     await server.start()
     known = Known("known", pb.StreamGenerateRequest(text="x"), (Sample(TOKENS, TEXT, pb.FINISH_REASON_LENGTH),))
-    clients = Load(f"unix:{folder}/s", [known], 1, 1, lambda _begin, _end: away)
+    clients = Load([f"unix:{folder}/s"], [known], 1, 1, lambda _server, _begin, _end: away)
     clients.start()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patience(60)):
         while scheduler.calls < calls:
             await asyncio.sleep(0.01)
     await clients.stop()
@@ -135,7 +136,7 @@ async def test_requests_lost_with_the_scheduler_or_never_admitted_are_retried(tm
         yield piece(2)
 
     clients, scheduler = await run(tmp_path, at_last, away=True)
-    assert clients.tally.endings == {"queue full": 1, "scheduler died": 1, "exact": scheduler.calls - 2}
+    assert clients.tally.endings == {"queue full": 1, "server died": 1, "exact": scheduler.calls - 2}
     assert clients.tally.faults == []
     assert scheduler.ids[:3] == ["client-0-1.1", "client-0-1.2", "client-0-1.3"]
 
@@ -149,3 +150,33 @@ async def test_a_request_that_hangs_is_a_fault(tmp_path: Path, monkeypatch: pyte
 
     clients, _ = await run(tmp_path, hang, away=True, calls=1)
     assert "DEADLINE_EXCEEDED" in clients.tally.faults[0]
+
+
+async def test_callers_go_over_to_another_server_when_theirs_does_not_answer(tmp_path: Path) -> None:
+    async def gone(_number: int, context: Any) -> AsyncIterator[pb.StreamGenerateResponse]:
+        yield piece(0)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+    servers = []
+    schedulers = [Scheduler(gone), Scheduler(right)]
+    for name, one in zip("ab", schedulers, strict=True):
+        server = Server("test", drain_seconds=0)
+        server.listen(
+            f"unix:{tmp_path}/{name}",
+            {SERVICE: lambda s, one=one: rpc.add_GenerationServiceServicer_to_server(one, s)},
+        )
+        await server.start()
+        servers.append(server)
+    known = Known("known", pb.StreamGenerateRequest(text="x"), (Sample(TOKENS, TEXT, pb.FINISH_REASON_LENGTH),))
+    clients = Load([f"unix:{tmp_path}/{name}" for name in "ab"], [known], 1, 1, lambda server, _b, _e: server == 0)
+    clients.start()
+    async with asyncio.timeout(patience(60)):
+        while not schedulers[1].calls:
+            await asyncio.sleep(0.01)
+    await clients.stop()
+    for server in servers:
+        await server.stop()
+    count = schedulers[1].calls
+    assert count > 0
+    assert clients.tally.endings == {"server died": count, "exact": count}
+    assert clients.tally.faults == []

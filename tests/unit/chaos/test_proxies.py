@@ -16,6 +16,7 @@ from protos.rpc.channel import open_channel
 from protos.rpc.server import Server
 from tests.chaos.meddling import ConnectionLostError, Meddling, Trouble
 from tests.chaos.proxies import GrpcProxy, SocketProxy
+from tests.support.patience import patience
 from tests.unit.rpc.conftest import ADMIN, Admin, add_echo
 
 ECHO = "/test.Echo/Stream"
@@ -50,8 +51,10 @@ class Between:
         await server.start()
         return server
 
-    async def purge(self, seconds: float = 5.0) -> int:
-        return (await self.stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=seconds)).purged_blocks
+    async def purge(self, seconds: float | None = None) -> int:
+        """seconds: a deadline that passes where no answer comes."""
+        deadline = patience(5) if seconds is None else seconds
+        return (await self.stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=deadline)).purged_blocks
 
 
 @pytest.fixture
@@ -72,10 +75,14 @@ async def test_a_lost_request_is_never_heard_and_a_lost_answer_once(between: Bet
     assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
     assert between.admin.heard == 0
     between.meddling.shares = {Trouble.LOSE_ANSWER: 1.0}
-    with pytest.raises(grpc.aio.AioRpcError):
-        await between.purge(0.5)
+    purging = asyncio.create_task(between.purge())
     # A broken connection is tried again by the channel itself.
-    assert between.admin.heard == between.meddling.met[Trouble.LOSE_ANSWER] >= 1
+    async with asyncio.timeout(patience(5)):
+        while not between.admin.heard == between.meddling.met[Trouble.LOSE_ANSWER] >= 1:
+            await asyncio.sleep(0.01)
+    purging.cancel()
+    with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+        await purging
 
 
 async def test_a_repeated_request_is_heard_twice_and_answered_once(between: Between) -> None:
@@ -95,7 +102,7 @@ async def test_only_the_asked_share_of_calls_meets_a_trouble() -> None:
 
     async def lost(carry: Callable[[], Awaitable[bytes]]) -> bool:
         try:
-            await asyncio.wait_for(carry(), 0.01)
+            await asyncio.wait_for(carry(), 0.01)  # subject: a call that is lost in silence never ends
         except (TimeoutError, ConnectionLostError):
             return True
         return False
@@ -148,4 +155,38 @@ async def test_a_socket_proxy_carries_delays_and_breaks(tmp_path: Path) -> None:
     await proxy.stop()
     server.close()
     # What still runs when the loop ends would warn in another test.
-    await asyncio.wait(echoes, timeout=5)
+    await asyncio.wait(echoes, timeout=patience(5))
+
+
+async def test_a_held_connection_stands_and_brings_everything_once_it_is_mended(tmp_path: Path) -> None:
+    serving: set[asyncio.Task[None]] = set()
+
+    async def upper(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        serving.add(task)
+        while data := await reader.read(100):
+            writer.write(data.upper())
+        writer.close()
+
+    server = await asyncio.start_unix_server(upper, tmp_path / "target")
+    proxy = SocketProxy(tmp_path / "proxy", tmp_path / "target")
+    await proxy.start()
+    old, to_old = await asyncio.open_unix_connection(proxy.address)
+    to_old.write(b"one")
+    assert await old.readexactly(3) == b"ONE"
+    proxy.hold()
+    new, to_new = await asyncio.open_unix_connection(proxy.address)
+    for writer in (to_old, to_new):
+        writer.write(b"two")
+    reading = [asyncio.create_task(reader.readexactly(3)) for reader in (old, new)]
+    _, waiting = await asyncio.wait(reading, timeout=0.2)  # subject: nothing comes meanwhile
+    assert len(waiting) == 2
+    proxy.mend()
+    assert await asyncio.gather(*reading) == [b"TWO", b"TWO"]
+    for writer in (to_old, to_new):
+        writer.close()
+    await proxy.stop()
+    server.close()
+    await asyncio.wait(serving, timeout=patience(5))
+    await asyncio.gather(*(writer.wait_closed() for writer in (to_old, to_new)))

@@ -12,13 +12,18 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from executor.cache.pool import KvPools
 from executor.cache.shares import Shares
 from executor.cache.tiers.tiers import Tiers
+from executor.core.draft_model import Draft, DraftModel
+from executor.core.drafts import DraftCosts, Drafter
+from executor.core.grammars import Grammars
 from executor.core.runner import NoEvents, Runner, StepEvents
 from executor.models.attention import NAME
+from executor.models.calibration import calibrate
 from executor.models.cuda import CudaGraphRunner
-from executor.models.files import find
+from executor.models.files import ModelFiles, find
 from executor.models.forward import Forward, Model
 from executor.models.llama import with_fallback
 from executor.models.load import load_model
+from executor.models.tokenizer import TokenizerFiles
 from executor.models.torch import TorchForward
 from executor.step import NewSequence, SampledToken, Sampling, Step, StepOutput
 from tests.kernels.conftest import interpreter
@@ -103,6 +108,13 @@ def driver(tiny: Model) -> "Driver":
     return Driver(tiny)
 
 
+class FreeDrafts(DraftCosts):
+    """Every draft is worth its computation."""
+
+    def least_chance(self, decodes: int) -> float:
+        return 0.1
+
+
 @dataclass
 class Driver:
     """Hands out blocks and builds steps, as scheduler and cache manager do together."""
@@ -110,20 +122,31 @@ class Driver:
     model: Model
     num_blocks: int | Shares = 200
     block_size: int = BLOCK_SIZE
+    cache: torch.dtype = torch.float32
     tiers: Callable[[KvPools], Tiers] = Tiers
     events: StepEvents = field(default_factory=NoEvents)
+    drafter: Drafter | None = None
+    draft: Model | None = None
+    grammars: Grammars | None = None
     runner: Runner = field(init=False)
     lengths: dict[int, int] = field(default_factory=dict)
     tables: dict[int, list[list[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         groups = self.model.groups
-        pools = KvPools(groups, self.num_blocks, self.block_size, torch.float32, torch.device("cpu"))
+        scales = calibrate(self.model, TokenizerFiles(), self.cache)
+        beside = {}
+        if self.draft is not None:
+            draft = Draft.of(ModelFiles("", ""), self.draft, TokenizerFiles(), self.model, TokenizerFiles())
+            own = KvPools(self.draft.groups, self.num_blocks, self.block_size, torch.float32, torch.device("cpu"))
+            ahead = DraftModel(draft, own)
+            beside, self.drafter = ahead.beside, Drafter(6, costs=FreeDrafts, model=ahead)
+        pools = KvPools(groups, self.num_blocks, self.block_size, self.cache, torch.device("cpu"), scales, beside)
         for pool in pools.pools:
             # Bytes that were never written must not matter.
-            pool.k[:, 1:].fill_(torch.nan)
-            pool.v[:, 1:].fill_(torch.nan)
-        self.runner = Runner(self.model, pools, self.tiers(pools), self.events)
+            for cache in pool.caches:
+                cache[:, 1:].fill_(torch.nan if cache.is_floating_point() else 127)
+        self.runner = Runner(self.model, pools, self.tiers(pools), self.events, self.drafter, self.grammars)
         # Out of order, so that slot and position differ.
         self.free = [[1 + (slot * 77) % slots for slot in range(slots)] for slots in pools.shares.slots]
 

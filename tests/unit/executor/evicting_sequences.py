@@ -1,12 +1,12 @@
 """Sequences under a policy of token eviction, run as the scheduler and the cache manager would run them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from executor.models.forward import Model
-from executor.step import Evicted, Step, StepOutput
+from executor.step import BlockTableUpdate, Evicted, Step, StepOutput
 from protos.kvcommon.eviction import AREAS, Kind, Policy, parse
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.unit.executor.conftest import Driver
@@ -21,6 +21,10 @@ def small(kind: Kind, budget: int = 20) -> dict[str, Any]:
     fields: dict[str, Any] = {"kind": kind.value, "seed": 5}
     if kind is Kind.SLIDING_WINDOW:
         return fields | {"start_tokens": 2, "recent_tokens": budget - 2}
+    if kind is Kind.ADAPTIVE_WINDOW:
+        least = budget // 4 * 4 - 4
+        bounds = {"recent_tokens": least, "max_cache_tokens": 4 + least + 12, "period_tokens": 4}
+        return fields | {"start_tokens": 4} | bounds
     fields["max_cache_tokens"] = budget
     if kind is Kind.LAST:
         return fields
@@ -40,6 +44,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "batch-max": small(Kind.AVERAGE) | {"during_prefill": True, "start_tokens": 0, "recent_tokens": 0},
     "keys in the prompt": small(Kind.KEYDIFF) | {"during_prefill": True},
     "one by one": small(Kind.TOVA) | {"period_tokens": 1},
+    "window that may not shrink": small(Kind.ADAPTIVE_WINDOW) | {"attention_mass": 1.0},
+    "compacted adaptive window": small(Kind.ADAPTIVE_WINDOW) | {"positions": 2, "attention_mass": 0.9},
     "compacted window": small(Kind.SLIDING_WINDOW) | {"positions": 2},
     "compacted blocks": small(Kind.SUM) | {"positions": 2},
     "compacted heads": small(Kind.H2O) | {"positions": 2},
@@ -48,7 +54,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class EvictingSequence:
-    """A sequence as the scheduler and the cache manager would run it."""
+    """A sequence as the scheduler and the cache manager would run it; these grant every window that it asks for.
+
+    wanted, windows: of an adaptive window, what the attention asked for last, and all windows that it had.
+    """
 
     handle: int
     policy: Policy
@@ -58,6 +67,8 @@ class EvictingSequence:
     evicts: bool = False
     stays: bool = False
     evicted: int = 0
+    wanted: int = 0
+    windows: list[int] = field(default_factory=list)
 
     def next(self, driver: Driver, tokens: list[int]) -> dict[str, Any]:
         """The changes of the next step that are about it."""
@@ -65,7 +76,18 @@ class EvictingSequence:
         if not self.computed:
             changes["joining"] = replace(driver.new_sequence(self.handle, tokens, room=OUTPUT), policy=self.policy)
         left = self.policy.kept_after(self.kept, self.computed, len(tokens))
-        if left < self.kept and not self.evicts:
+        is_due = left < self.kept
+        if is_due and self.policy.bounds is not None:
+            before = self.policy.window
+            self.policy = self.policy.with_window(self.wanted)
+            self.windows.append(self.wanted)
+            left = self.policy.kept_after(self.kept, self.computed, len(tokens))
+            if self.wanted != before:
+                changes["window"] = self.wanted
+            if self.wanted > before and self.evicts:
+                slots = driver.blocks(self.wanted - before)[0]
+                changes["table"] = BlockTableUpdate(self.handle, 0, slots)
+        if is_due and not self.evicts:
             self.evicts = True
             most = self.policy.most_kept or self.policy.maximum + OUTPUT
             changes["evicting"] = () if self.stays else driver.blocks(most)[0]
@@ -78,16 +100,31 @@ class EvictingSequence:
             changes["chunk"] = count
         self.kept += count
         self.computed += count
+        changes["looks"] = self.policy.looks(self.kept, self.computed, len(tokens))
         return changes
 
     def step(self, driver: Driver) -> StepOutput:
         """The next step of this sequence alone, whose prompt is PROMPT."""
         changes = self.next(driver, PROMPT)
-        return driver.step(
-            new_sequences=(changes["joining"],) if "joining" in changes else (),
-            chunks={self.handle: changes["chunk"]} if "chunk" in changes else {},
-            evicting={self.handle: changes["evicting"]} if "evicting" in changes else {},
-        )
+        outcome = driver.step(**fields_of({self.handle: changes}))
+        self.wanted = outcome.windows.get(self.handle, self.wanted)
+        return outcome
+
+
+def fields_of(changes: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """The fields of a step with the changes of these sequences."""
+
+    def of(name: str) -> dict[int, Any]:
+        return {handle: each[name] for handle, each in changes.items() if name in each}
+
+    return {
+        "new_sequences": tuple(of("joining").values()),
+        "chunks": of("chunk"),
+        "table_updates": tuple(of("table").values()),
+        "evicting": of("evicting"),
+        "windows": of("window"),
+        "looking": frozenset(handle for handle, looks in of("looks").items() if looks),
+    }
 
 
 def run(
@@ -95,32 +132,33 @@ def run(
     prompts: dict[int, list[int]],
     policies: dict[int, Policy | None],
     output: int = OUTPUT,
+    cache: torch.dtype = torch.float32,
     **fields: Any,
 ) -> Any:
     """`output` tokens of each sequence of one batch, by handle, and all evictions."""
-    driver = Driver(model, num_blocks=400)
+    driver = Driver(model, num_blocks=400, cache=cache)
     by_handle = {handle: EvictingSequence(handle, policy, **fields) for handle, policy in policies.items() if policy}
     outputs: dict[int, list[int]] = {handle: [] for handle in prompts}
     evicted: list[Evicted] = []
     plain = {handle: len(tokens) for handle, tokens in prompts.items() if policies[handle] is None}
     step = 0
     while any(len(tokens) < output for tokens in outputs.values()):
-        joining, chunks, evicting, idle = [], {}, {}, set()
+        changes: dict[int, dict[str, Any]] = {}
+        idle = set()
         for handle, tokens in prompts.items():
             if len(outputs[handle]) >= output:
                 idle.add(handle)
             elif handle in by_handle:
-                changes = by_handle[handle].next(driver, tokens)
-                joining += [changes["joining"]] if "joining" in changes else []
-                chunks |= {handle: changes["chunk"]} if "chunk" in changes else {}
-                evicting |= {handle: changes["evicting"]} if "evicting" in changes else {}
+                changes[handle] = by_handle[handle].next(driver, tokens)
             elif plain[handle]:
-                joining += [driver.new_sequence(handle, tokens, room=OUTPUT)] if plain[handle] == len(tokens) else []
-                chunks[handle] = min(9, plain[handle])
-                plain[handle] -= chunks[handle]
+                changes[handle] = {"chunk": min(9, plain[handle])}
+                if plain[handle] == len(tokens):
+                    changes[handle]["joining"] = driver.new_sequence(handle, tokens, room=OUTPUT)
+                plain[handle] -= changes[handle]["chunk"]
         step += 1
-        made = Step(step, new_sequences=tuple(joining), chunks=chunks, idle=frozenset(idle), evicting=evicting)
-        outcome = driver.runner.launch(made).result()
+        outcome = driver.runner.launch(Step(step, idle=frozenset(idle), **fields_of(changes))).result()
+        for handle, tokens_wanted in outcome.windows.items():
+            by_handle[handle].wanted = tokens_wanted
         evicted += outcome.evicted
         for sampled in outcome.sampled:
             outputs[sampled.sequence].append(sampled.token_id)

@@ -14,22 +14,27 @@ from google.protobuf.duration_pb2 import Duration
 
 from executor.cache.pool import KvPools
 from executor.cache.tiers.tiers import Tiers
+from executor.core.adapters import Adapters
 from executor.core.outbox import Outbox
 from executor.core.runner import Runner
 from executor.core.watchdog import Watchdog
 from executor.core.worker import Worker
+from executor.errors import ModelError
 from executor.models.forward import Model
 from executor.models.tokenizer import TokenizerFiles
 from executor.rpc.announcement import PoolAnnouncement
 from executor.rpc.manager_client import ManagerClient, TransferLog
 from executor.rpc.service import SERVICE, ExecutorServicer, Identity
+from executor.rpc.sessions import Sessions
+from executor.rpc.weights import WeightUpdates
 from protos.execution.v1 import execution_pb2 as pb
 from protos.execution.v1 import execution_pb2_grpc as rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kv_rpc
 from protos.rpc.channel import open_channel
-from protos.rpc.errors import RemoteError, ServiceError, from_rpc_error
+from protos.rpc.errors import RemoteError, ServiceError, UnexpectedError, from_rpc_error
 from protos.rpc.server import Server
+from tests.support.patience import patience
 from tests.unit.executor.conftest import BLOCK_SIZE
 
 EPOCH = 1234
@@ -74,6 +79,9 @@ class FakeManager(kv_rpc.CacheManagerServiceServicer):
     known: bool = False
     replaced: bool = False
     refuse_confirmations: int = 0
+    # As executors have told them.
+    weight_versions: list[str] = field(default_factory=list)
+    refuse_weights: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def restart(self) -> None:
@@ -91,7 +99,7 @@ class FakeManager(kv_rpc.CacheManagerServiceServicer):
         return done + [(ticket, False) for request in self.confirmations for ticket in request.failed_tickets]
 
     async def until(self, reached: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patience(10)):
             while not reached():
                 self.changed.clear()
                 await self.changed.wait()
@@ -116,6 +124,16 @@ class FakeManager(kv_rpc.CacheManagerServiceServicer):
             scheduler_ids=self.scheduler_ids,
         )
 
+    async def UpdateWeights(self, request: Any, context: Any) -> kv.UpdateWeightsResponse:
+        if not self.known:
+            raise UnknownExecutorError("register first")
+        self.weight_versions.append(request.weight_version)
+        self.changed.set()
+        if self.refuse_weights:
+            self.refuse_weights -= 1
+            raise UnexpectedError("not now")
+        return kv.UpdateWeightsResponse(other_blocks=3)
+
     async def ConfirmTransfers(self, request: Any, context: Any) -> kv.ConfirmTransfersResponse:
         if self.refuse_confirmations:
             self.refuse_confirmations -= 1
@@ -136,6 +154,7 @@ class Stack:
     stub: Any
     servicer: ExecutorServicer
     worker: Worker
+    client: ManagerClient
     # Set when the executor says that its device never answers again.
     given_up: asyncio.Event
 
@@ -166,7 +185,7 @@ class Stream:
 
     async def read(self) -> pb.StreamStepsResponse:
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(patience(20)):
                 answer = await self.call.read()
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
@@ -206,9 +225,18 @@ def join(sequence: int, **changes: Any) -> dict[str, Any]:
     }
 
 
+def cannot_load(folder: Path | None) -> Model:
+    raise ModelError(f"there are no weights in {folder}")
+
+
 @asynccontextmanager
-async def running(model: Model, tmp_path: Path, tiers: Callable[[KvPools], Tiers] = Tiers) -> AsyncIterator[Stack]:
-    """An executor with a pool of 200 blocks."""
+async def running(
+    model: Model,
+    tmp_path: Path,
+    tiers: Callable[[KvPools], Tiers] = Tiers,
+    load: Callable[[Path | None], Model] = cannot_load,
+) -> AsyncIterator[Stack]:
+    """An executor with a pool of 200 blocks. load: other weights, from a folder below `weights`."""
     manager = FakeManager()
     manager_server = Server("cachemgr", drain_seconds=0)
     manager_address, address = f"unix:{tmp_path}/m.sock", f"unix:{tmp_path}/e.sock"
@@ -232,12 +260,17 @@ async def running(model: Model, tmp_path: Path, tiers: Callable[[KvPools], Tiers
         transfers,
         watchdog.set_registered,
     )
+    adapters = Adapters(runner, folder=tmp_path / "adapters", most=2, largest_rank=16)
+    sessions = Sessions(EPOCH, client)
     servicer = ExecutorServicer(
         Identity("executor-0", EPOCH),
         runner,
         worker,
         TokenizerFiles(b"{}", "template", {"bos_token": "<s>"}),
-        client.is_registered,
+        client,
+        adapters,
+        sessions,
+        WeightUpdates(worker, sessions, client, adapters, load, tmp_path / "weights"),
     )
     server.listen(address, {SERVICE: lambda s: rpc.add_ExecutorServiceServicer_to_server(servicer, s)})
     await manager_server.start()
@@ -245,7 +278,7 @@ async def running(model: Model, tmp_path: Path, tiers: Callable[[KvPools], Tiers
     worker.start()
     registration, watching = asyncio.create_task(client.run()), asyncio.create_task(watchdog.run())
     async with open_channel(address) as channel:
-        yield Stack(manager, runner, rpc.ExecutorServiceStub(channel), servicer, worker, given_up)
+        yield Stack(manager, runner, rpc.ExecutorServiceStub(channel), servicer, worker, client, given_up)
     servicer.stop()
     await asyncio.to_thread(worker.stop)
     registration.cancel()

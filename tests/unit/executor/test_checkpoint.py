@@ -105,9 +105,9 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "the output layer is missing": (weights(lambda tensors: tensors.pop("lm_head.weight")), r"lacks: lm_head\.weight"),
     "layers are left over": (configured(num_hidden_layers=3), r"does not use: model\.layers\.3\."),
     "a shape differs": (configured(intermediate_size=40), r"other shapes of: model\.layers\.0\.mlp"),
-    "an adapter is beside it": (with_adapter, r"LoRA adapter.*merge_and_unload"),
-    "only an adapter": (only_an_adapter, r"LoRA adapter.*merge_and_unload"),
-    "only a GGUF file": (only_gguf, r"GGUF.*gguf_file='model-q4\.gguf'"),
+    "an adapter is beside it": (with_adapter, r"LoRA adapter.*KVKEEP_EXECUTOR_ADAPTERS"),
+    "only an adapter": (only_an_adapter, r"LoRA adapter.*KVKEEP_EXECUTOR_ADAPTERS"),
+    "only a GGUF file": (only_gguf, r"GGUF file.*to the file itself: .*model-q4\.gguf"),
     "quantised": (
         configured(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32}),
         r"quantised \(gptq\).*unquantised",

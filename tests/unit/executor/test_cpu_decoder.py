@@ -1,7 +1,5 @@
 """When compiled code replaces torch, and when it must not."""
 
-import ctypes
-import platform
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,9 +17,8 @@ from executor.models.forward import ForwardOutput, Model
 from executor.models.llama import FAMILIES, probe
 from executor.models.load import load_model, multiplies_bfloat16
 from executor.models.torch import TorchForward
-from kernels.cpu_decoder import build
 from kernels.cpu_decoder.launch import obstacle
-from tests.kernels.decoder_cases import Case, build_weights, compiled_decoder
+from tests.kernels.decoder_cases import Case, build_weights, compiled_decoder, decoder_for
 from tests.stack import model_cache
 from tests.unit.executor.conftest import Driver, load, load_fused, on_torch, save_model
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS
@@ -54,20 +51,6 @@ def test_others_run_on_torch_and_the_log_says_why(
     assert [bool(re.match(words, entry["cause"])) for entry in logs if "running on torch" in entry["event"]] == [True]
 
 
-# Lanes of a vector of float32, by the instructions of x86 that the decoder is compiled for.
-LANES = {8: "x86-64-v3", 16: "x86-64-v4"}
-
-
-def decoder_for(lanes: int) -> ctypes.CDLL:
-    """The decoder with vectors of this many lanes. Skips where the processor has no such vectors."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        pytest.skip("the processor is no x86")
-    if lanes == 16 and "avx512f" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("the processor has no vectors of 16 lanes")
-    flags = tuple(f"-march={LANES[lanes]}" if flag.startswith("-march") else flag for flag in build.FLAGS)
-    return ctypes.CDLL(str(build.compiled(FOLDER, flags)))
-
-
 @pytest.mark.parametrize(
     ("lanes", "changes", "words"),
     [
@@ -81,7 +64,7 @@ def decoder_for(lanes: int) -> ctypes.CDLL:
 )
 def test_which_models_fit_depends_on_the_lanes_of_a_vector(lanes: int, changes: dict[str, int], words: str) -> None:
     weights = build_weights(Case(**{"hidden": 32, "intermediate": 48, "q_heads": 2, **changes}))
-    assert obstacle(decoder_for(lanes), weights, torch.float32) == words
+    assert obstacle(decoder_for(lanes, FOLDER), weights, torch.float32) == words
 
 
 @pytest.mark.parametrize(

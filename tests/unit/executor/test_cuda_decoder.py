@@ -1,4 +1,4 @@
-"""The fused layers, and decoding steps as a CUDA graph repeats them, on a CPU: nothing is captured there."""
+"""The fused layers, and steps as a CUDA graph repeats them, on a CPU: nothing is captured there."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,17 +6,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from executor.batch import DeviceBatch, SequenceState, build_batch
+from executor.batch import AdapterSpan, DeviceBatch, HostBatch, ScoredSequence, SequenceState, build_batch
 from executor.cache.pool import KvPools
 from executor.models import cuda as cuda_decoder
 from executor.models.attention import NAME
-from executor.models.cuda import SIZES, CudaGraphRunner, GraphBuffers
+from executor.models.cuda import (
+    DECODES,
+    MOST_SEQUENCES,
+    PREFILLS,
+    CudaGraphRunner,
+    GraphBuffers,
+    GraphSize,
+    size_of,
+)
 from executor.models.forward import Model
 from executor.models.llama import FAMILIES
 from executor.models.torch import TorchForward
@@ -90,9 +99,9 @@ def test_tables_grow_while_sequences_join_and_leave(model_folder: Callable[[str]
 class Replaying(CudaGraphRunner):
     """Repeats each size's first step as a CUDA graph does: on the same tensors, and all else as it was then."""
 
-    def _run(self, buffers: GraphBuffers, batch: DeviceBatch, size: int) -> None:
+    def _run(self, buffers: GraphBuffers, batch: DeviceBatch, size: GraphSize) -> None:
         first: Any = self._graphs.setdefault(size, batch)  # type: ignore[arg-type]
-        self._launch(buffers, first, size)
+        self._launch(buffers, replace(first, paged=tuple(replace(one) for one in first.paged)), size)
 
 
 @contextmanager
@@ -104,6 +113,7 @@ def replaying(folder: Path) -> Iterator[Model]:
     from kernels.paged_attention import launch as attention
     from kernels.rms_norm import launch as norms
     from kernels.rotary_store import launch as rotary
+    from kernels.silu_mul import launch as activation
 
     def rms_norm(
         x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, out: Tensor | None = None
@@ -113,10 +123,16 @@ def replaying(folder: Path) -> Iterator[Model]:
         norms.norm_with_triton(rows[0], weight, eps, rows[1], rows[2])  # type: ignore[arg-type]
         return out
 
+    def silu_mul(gate_up: Tensor) -> Tensor:
+        out = torch.empty(len(gate_up), gate_up.shape[1] // 2)
+        activation.silu_mul_with_triton(gate_up, out)
+        return out
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "attend", attention.attend_with_triton)
         patch.setattr(rotary, "rotate_with_torch", rotary.rotate_with_triton)
         patch.setattr(cuda_decoder, "rms_norm", rms_norm)
+        patch.setattr(cuda_decoder, "silu_mul", silu_mul)
         module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=NAME).eval()
         model = on_torch(folder)
         forward = fused(TorchForward(module), module, model, Replaying)
@@ -124,7 +140,7 @@ def replaying(folder: Path) -> Iterator[Model]:
         yield replace(model, forward=forward)
 
 
-def replayed(folder: Path, prompts: list[list[int]], count: int) -> tuple[list[list[int]], list[int]]:
+def replayed(folder: Path, prompts: list[list[int]], count: int) -> tuple[list[list[int]], set[GraphSize]]:
     """Greedy outputs, and the sizes that were repeated."""
     with replaying(folder) as model:
         driver = Driver(model)
@@ -135,7 +151,7 @@ def replayed(folder: Path, prompts: list[list[int]], count: int) -> tuple[list[l
             chunks = {one.sequence: len(one.token_ids) for one in joining}
             for sampled in driver.step(removed=ended, new_sequences=joining, chunks=chunks).sampled:
                 outputs[sampled.sequence].append(sampled.token_id)
-    return outputs, sorted(model.forward._graphs)  # type: ignore[attr-defined]
+    return outputs, set(model.forward._graphs)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["qwen2, compiled", "qwen3, compiled"])
@@ -149,7 +165,8 @@ def test_a_repeated_step_computes_with_what_was_put_into_its_buffers(
     for prompt, output in zip(prompts, outputs, strict=True):
         mismatch = first_mismatch(greedy(reference, prompt, count), output)
         assert mismatch is None or mismatch.is_tie
-    assert sizes == [1, 2, 4]
+    # The prompts come alone and beside decodes.
+    assert sizes == {*DECODES[:3], PREFILLS[0]}
 
 
 def slid(model: Model, prompts: dict[int, list[int]]) -> dict[int, list[int]]:
@@ -179,7 +196,9 @@ def test_layers_that_compute_something_else_or_fail_are_not_used(
     change: Callable[[Tensor], Tensor], words: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = rotary_store
-    monkeypatch.setattr(cuda_decoder, "rotary_store", lambda query, *rest: right(change(query), *rest))
+    monkeypatch.setattr(
+        cuda_decoder, "rotary_store", lambda query, *rest, **scales: right(change(query), *rest, **scales)
+    )
     with capture_logs() as logs:
         model = load_fused(model_folder("llama"))
     assert isinstance(model.forward, TorchForward)
@@ -204,20 +223,27 @@ def test_joined_weights_take_no_memory_twice(model_folder: Callable[[str], Path]
     assert all(torch.equal(one, before[name]) for name, one in module.named_parameters())
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_size_has_one_buffer_whatever_the_work(size: int, model_folder: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("size", [*DECODES, *PREFILLS], ids=str)
+def test_a_size_has_one_buffer_whatever_the_work(size: GraphSize, model_folder: Callable[[str], Path]) -> None:
     model = on_torch(model_folder("mistral"))
     pools = KvPools(model.groups, 4, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     last_tokens = torch.zeros(300, dtype=torch.int64)
-    buffers = GraphBuffers(pools, last_tokens, model.max_positions, torch.zeros(SIZES[-1], VOCAB))
+    buffers = GraphBuffers(pools, last_tokens, model.max_positions, torch.zeros(MOST_SEQUENCES, VOCAB))
+    # Of each sequence.
+    most = 1 if size.decode else size.tokens // size.sequences
     seen = set()
-    for sequences, computed in ((0, 0), (1, 7), (size, model.max_positions - 1), (max(1, size // 2), 3)):
+    for sequences, tokens, computed in (
+        (0, 1, 0),
+        (1, 1, 7),
+        (size.sequences, most, model.max_positions - most),
+        (max(1, size.sequences // 2), most, 3),
+    ):
         states = []
         blocks = (tuple(range(model.max_positions // BLOCK_SIZE)),)
         for number in range(sequences):
-            new = NewSequence(number, (1,) * (computed + 1), 1, computed, blocks)
+            new = NewSequence(number, (1,) * (computed + tokens), 1, computed, blocks)
             states.append(SequenceState.of(new, number))
-        work = build_batch(states, [1] * sequences, last_tokens, BLOCK_SIZE, 1)
+        work = build_batch(states, [tokens] * sequences, last_tokens, BLOCK_SIZE, 1)
         batch = buffers.to_device(work, size)
         (paged,) = batch.paged
         tensors = (
@@ -227,16 +253,55 @@ def test_a_size_has_one_buffer_whatever_the_work(size: int, model_folder: Callab
             *batch.slot_mappings,
             paged.query_start,
             paged.seq_lens,
+            batch.rows,
         )
         seen.add(tuple((one.data_ptr(), one.shape, one.stride()) for one in (*tensors, paged.block_tables)))
-        assert (paged.max_query_len, paged.max_seq_len) == (1, model.max_positions)
-        assert paged.query_start.tolist() == [min(row, sequences) for row in range(size + 1)]
-        assert paged.seq_lens.tolist() == [computed + 1] * sequences + [0] * (size - sequences)
+        assert (paged.max_query_len, paged.max_seq_len) == (1 if size.decode else size.tokens, model.max_positions)
+        assert paged.query_start.tolist() == [tokens * min(row, sequences) for row in range(size.sequences + 1)]
+        assert paged.seq_lens.tolist() == [computed + tokens] * sequences + [0] * (size.sequences - sequences)
+        # Tokens of no sequence are stored nowhere.
+        assert batch.slot_mappings[0].tolist()[tokens * sequences :] == [-1] * (size.tokens - tokens * sequences)
+        used = -(-(computed + tokens) // BLOCK_SIZE)
         for row in range(sequences):
-            assert paged.block_tables[row, : computed // BLOCK_SIZE + 1].tolist() == list(
-                range(computed // BLOCK_SIZE + 1)
-            )
+            assert paged.block_tables[row, :used].tolist() == list(range(used))
     assert len(seen) == 1
+
+
+def batch_of(counts: list[int], **changes: Any) -> HostBatch:
+    """Sequences that compute so many tokens each, all that they have."""
+    states = [SequenceState.of(NewSequence(i, (1,) * n, n, 0, ((*range(n),),)), i) for i, n in enumerate(counts)]
+    return replace(build_batch(states, counts, torch.zeros(300, dtype=torch.int64), 1, 1), **changes)
+
+
+@pytest.mark.parametrize(
+    ("counts", "size"),
+    [
+        ([], None),
+        ([1], DECODES[0]),
+        ([1] * 5, GraphSize(8, 8, True)),
+        ([1] * 256, DECODES[-1]),
+        ([1] * 257, None),
+        ([2], GraphSize(32, 32)),
+        ([1] * 33 + [2], GraphSize(64, 64)),
+        ([5] * 17, GraphSize(96, 64)),
+        ([2] * 65, GraphSize(160, 160)),
+        ([1] * 63 + [1024], GraphSize(1152, 64)),
+        ([2048], GraphSize(2048, 64)),
+        ([2049], None),
+        ([2] * 257, None),
+    ],
+    ids=lambda value: f"{len(value)} of {sum(value)}" if isinstance(value, list) else str(value),
+)
+def test_the_smallest_graph_that_holds_a_batch_repeats_it(counts: list[int], size: GraphSize | None) -> None:
+    assert size_of(batch_of(counts)) == size
+
+
+def test_what_changes_from_step_to_step_is_repeated_by_no_graph() -> None:
+    # Padded alike, so that scores change nothing.
+    assert size_of(batch_of([2, 1], scored=(ScoredSequence(0, 1),))) == size_of(batch_of([2, 1])) == PREFILLS[0]
+    assert size_of(batch_of([1, 1], adapters=(AdapterSpan(None, 0, 1),))) is None
+    # Scored prompts want more rows than there are sequences.
+    assert size_of(batch_of([4], rows=np.arange(4))) is None
 
 
 def test_preparing_for_all_sizes_writes_nothing(model_folder: Callable[[str], Path]) -> None:

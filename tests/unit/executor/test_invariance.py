@@ -1,6 +1,7 @@
 """Batch-invariant computation: log-probabilities are bitwise equal however a prompt came to its tokens."""
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,12 @@ import torch
 
 from executor.cache.pool import KvPools
 from executor.core.runner import Runner
+from executor.models.calibration import calibrate
 from executor.models.cpu import CpuModel
 from executor.models.files import find
 from executor.models.forward import Model
-from executor.models.load import load_model
+from executor.models.load import choose_cache_dtype, load_model
+from executor.models.tokenizer import TokenizerFiles
 from executor.step import Logprobs, NewSequence, Sampling, Step
 from tests.kernels.decoder_cases import compiled_decoder
 from tests.stack import model_cache
@@ -34,8 +37,10 @@ def _compiler() -> None:
 class Engine:
     """Runs prompts over one pool, in blocks that it hands out."""
 
-    def __init__(self, model: Model) -> None:
-        self._runner = Runner(model, KvPools(model.groups, 400, BLOCK, model.dtype, torch.device("cpu")))
+    def __init__(self, model: Model, cache: str = "auto") -> None:
+        dtype = choose_cache_dtype(cache, model)
+        scales = calibrate(model, TokenizerFiles(), dtype)
+        self._runner = Runner(model, KvPools(model.groups, 400, BLOCK, dtype, torch.device("cpu"), scales))
         self._free = list(range(1, 401))
         self._groups = len(model.groups)
 
@@ -74,15 +79,24 @@ def load(folder: Path, dtype: str, threads: int) -> Model:
     return model
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", sorted(COMPILED_CONFIGS))
-def test_what_a_row_is_depends_on_nothing_beside_it(name: str, dtype: str, model_folder: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "cache"),
+    [
+        *product(sorted(COMPILED_CONFIGS), ["float32", "bfloat16"], ["auto"]),
+        # A chunk sees its own keys as the cache has them: else they would depend on where chunks begin.
+        *product(["llama, compiled", "qwen2, compiled"], ["float32", "bfloat16"], ["int8", "fp8"]),
+    ],
+)
+def test_what_a_row_is_depends_on_nothing_beside_it(
+    name: str, dtype: str, cache: str, model_folder: Callable[[str], Path]
+) -> None:
     folder = model_folder(name)
-    expected = [Engine(load(folder, dtype, 1)).run([prompt])[0] for prompt in PROMPTS]
+    alone = load(folder, dtype, 1)
+    expected = [Engine(alone, cache).run([prompt])[0] for prompt in PROMPTS]
     model = load(folder, dtype, 3)
-    assert Engine(model).run(PROMPTS) == expected
-    assert Engine(model).run(PROMPTS, chunk=5) == expected
-    engine = Engine(model)
+    assert Engine(model, cache).run(PROMPTS) == expected
+    assert Engine(model, cache).run(PROMPTS, chunk=5) == expected
+    engine = Engine(model, cache)
     assert engine.run(PROMPTS[:1]) == expected[:1]
     # All share what the first one computed.
     assert engine.run(PROMPTS, cached=engine.table[: len(SHARED) // BLOCK]) == expected

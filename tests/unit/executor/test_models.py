@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, LlamaConfig, MambaConfig, MambaForCausalLM, Phi3Config
 
-from executor.cache.pool import LayerShape
+from executor.cache.pool import KvPools, LayerShape
 from executor.errors import FamilyError, ModelError
 from executor.models.attention import paged
 from executor.models.files import find
@@ -19,6 +19,8 @@ from executor.models.fingerprint import fingerprint
 from executor.models.layers import Recorder, check_layers
 from executor.models.load import choose_device, load_model, refuse_other_kernels
 from executor.settings import settings_from
+from tests.stack import model_cache
+from tests.support.patience import patience
 from tests.unit.executor.conftest import load, save_model
 from tests.unit.executor.tiny_models import CONFIGS
 
@@ -31,10 +33,10 @@ def test_a_path_that_does_not_exist_is_named(model: str, tmp_path: Path) -> None
         find(model, tmp_path)
 
 
-def test_a_file_is_no_model(tmp_path: Path) -> None:
-    (tmp_path / "weights").touch()
-    with pytest.raises(ModelError, match="not a folder"):
-        find(str(tmp_path / "weights"), tmp_path)
+def test_a_file_of_another_format_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"0123456789")
+    with pytest.raises(ModelError, match=r"no GGUF file: it begins with b'0123'.*name the folder"):
+        load_model(find(str(tmp_path / "model.safetensors"), tmp_path), CPU)
 
 
 def test_an_empty_folder_is_no_model(tmp_path: Path) -> None:
@@ -96,7 +98,7 @@ def test_the_fingerprint_distinguishes_weights_and_layout(model_folder: Callable
     folder = model_folder("llama")
     other = save_model(CONFIGS["llama"](), tmp_path / "llama", seed=2)
     prints = [
-        fingerprint(load(path), find(str(path), path), block_size)
+        fingerprint(load(path), find(str(path), path), KvPools(load(path).groups, 1, block_size, torch.float32, CPU))
         for path, block_size in ((folder, 4), (folder, 4), (folder, 8), (other, 4))
     ]
     assert prints[0] == prints[1]
@@ -133,40 +135,45 @@ def test_a_block_size_that_is_no_power_of_two_is_refused(value: str) -> None:
         settings_from({"KVKEEP_EXECUTOR_BLOCK_SIZE": value})
 
 
-def test_a_wrong_model_ends_the_process_with_one_line(tmp_path: Path) -> None:
+def last_line(home: Path, **settings: object) -> str:
+    """What an executor that cannot start with these settings says last, without a traceback."""
+    given = {f"KVKEEP_EXECUTOR_{name.upper()}": str(value) for name, value in settings.items()}
     ended = subprocess.run(
         [sys.executable, "-m", "executor"],
-        env={"KVKEEP_EXECUTOR_MODEL": "/no/such/model", "KVKEEP_LOG_LEVEL": "error", "HOME": str(tmp_path)},
+        env=given | {"KVKEEP_LOG_LEVEL": "error", "HOME": str(home)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(60),
     )
     assert ended.returncode == 1
-    assert ended.stderr.strip().splitlines()[-1].startswith("executor: the model /no/such/model does not exist")
     assert "Traceback" not in ended.stderr
+    return ended.stderr.strip().splitlines()[-1]
+
+
+def test_a_wrong_model_ends_the_process_with_one_line(tmp_path: Path) -> None:
+    said = last_line(tmp_path, model="/no/such/model")
+    assert said.startswith("executor: the model /no/such/model does not exist")
 
 
 def test_a_tier_without_space_ends_the_process_with_one_line(
     tmp_path: Path, model_folder: Callable[[str], Path]
 ) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "executor"],
-        env={
-            "KVKEEP_EXECUTOR_MODEL": str(model_folder("llama")),
-            "KVKEEP_EXECUTOR_DEVICE": "cpu",
-            "KVKEEP_EXECUTOR_MAX_TOKENS": "1024",
-            "KVKEEP_EXECUTOR_HOST_CACHE_DIR": str(tmp_path / "memory"),
-            "KVKEEP_EXECUTOR_HOST_CACHE_SIZE": "100TiB",
-            "KVKEEP_LOG_LEVEL": "error",
-            "HOME": str(tmp_path),
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
+    folder = tmp_path / "memory"
+    tier = {"max_tokens": 1024, "host_cache_dir": folder, "host_cache_size": "100TiB"}
+    said = last_line(tmp_path, model=model_folder("llama"), device="cpu", **tier)
+    assert said.startswith("executor: KVKEEP_EXECUTOR_HOST_CACHE_SIZE: no space for ")
+
+
+def test_a_draft_model_with_another_vocabulary_ends_the_process_with_one_line(
+    tmp_path: Path, model_folder: Callable[[str], Path]
+) -> None:
+    config = CONFIGS["llama"]()
+    config.vocab_size = 96
+    draft = {"max_drafts": 4, "draft_model": save_model(config, tmp_path / "draft"), "cache_dir": model_cache()}
+    said = last_line(tmp_path, model=model_folder("llama"), device="cpu", max_tokens=1024, **draft)
+    assert said.startswith(
+        "executor: KVKEEP_EXECUTOR_DRAFT_MODEL: draft and llama have different vocabularies (96 and 97 tokens)"
     )
-    assert ended.returncode == 1
-    assert ended.stderr.strip().splitlines()[-1].startswith("executor: KVKEEP_EXECUTOR_HOST_CACHE_SIZE: no space for ")
-    assert "Traceback" not in ended.stderr
 
 
 def test_a_cache_folder_that_cannot_be_made_is_named_with_its_setting(tmp_path: Path) -> None:

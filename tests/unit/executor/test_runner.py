@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor.cache.pool import KvPools, count_blocks
+from executor.cache.pool import KvPools, block_bytes, count_blocks
 from executor.core.runner import disjoint_runs
 from executor.models.forward import Model
 from executor.step import Copy, NewSequence, Sampling
@@ -158,10 +158,11 @@ def test_dependent_copies_run_one_after_the_other() -> None:
 
 def test_the_pool_takes_the_lesser_of_both_limits(model_folder: Callable[[str], Path]) -> None:
     groups = on_torch(model_folder("llama")).groups
+    sizes = block_bytes(groups, BLOCK_SIZE, torch.float32)
 
     # 4 layers, K and V, 2 heads of 8 elements of 4 bytes: 512 bytes a token, 2048 a block of four.
     def blocks(max_tokens: int) -> int:
-        return count_blocks(groups, BLOCK_SIZE, torch.float32, max_tokens=max_tokens, free_bytes=41_000, fraction=0.5)
+        return count_blocks(sizes, BLOCK_SIZE, max_tokens=max_tokens, free_bytes=41_000, fraction=0.5)
 
     assert blocks(0) == 9
     assert blocks(1000) == 9

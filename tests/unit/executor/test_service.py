@@ -1,7 +1,7 @@
 """The executor's service over a unix socket, with a cache manager that only takes notes."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,20 +11,36 @@ import pytest
 import torch
 from supervisor import is_serving
 
+from executor.core.adapters import Adapters
 from executor.core.outbox import Outbox, Session
 from executor.core.runner import Runner
 from executor.core.worker import Worker
-from executor.errors import StoppingError
+from executor.errors import AdaptersFixedError, ModelError, StoppingError
 from executor.models.forward import Model
 from executor.models.tokenizer import TokenizerFiles
 from executor.rpc import service
 from executor.rpc.convert import parse_step
 from executor.rpc.service import ExecutorServicer
+from executor.rpc.sessions import Sessions
+from executor.rpc.weights import WeightUpdates
 from executor.step import Step
 from protos.execution.v1 import execution_pb2 as pb
+from protos.rpc.errors import from_rpc_error
 from protos.rpc.identity import Identity, PermissionDeniedError, Role, assume
+from tests.support.adapters import save_adapter
+from tests.support.patience import patience
 from tests.unit.executor.conftest import BLOCK_SIZE
-from tests.unit.executor.running_stack import EPOCH, PROMPT, FakeManager, Stack, Stream, join, refused, running
+from tests.unit.executor.running_stack import (
+    EPOCH,
+    PROMPT,
+    FakeManager,
+    Stack,
+    Stream,
+    cannot_load,
+    join,
+    refused,
+    running,
+)
 
 
 @pytest.fixture
@@ -34,14 +50,15 @@ async def stack(tiny: Model, tmp_path: Path) -> AsyncIterator[Stack]:
 
 
 async def test_the_model_and_the_executor_describe_themselves(stack: Stack) -> None:
-    model = await stack.stub.GetModel(pb.GetModelRequest(), timeout=5)
-    assert (model.vocab_size, model.max_positions, model.dtype) == (97, 256, "float32")
+    model = await stack.stub.GetModel(pb.GetModelRequest(), timeout=patience(5))
+    assert (model.vocab_size, model.max_positions) == (97, 256)
+    assert (model.dtype, model.kv_cache_dtype) == ("float32", "float32")
     assert (model.tokenizer_json, model.chat_template, dict(model.special_tokens)) == (
         b"{}",
         "template",
         {"bos_token": "<s>"},
     )
-    executor = await stack.stub.GetExecutor(pb.GetExecutorRequest(), timeout=5)
+    executor = await stack.stub.GetExecutor(pb.GetExecutorRequest(), timeout=patience(5))
     assert (executor.executor_epoch, executor.device, executor.num_groups) == (EPOCH, "cpu", 1)
     assert (executor.block_size, executor.max_tokens) == (BLOCK_SIZE, 800)
 
@@ -61,8 +78,16 @@ async def test_another_tokenizer_or_generation_config_is_another_model(stack: St
     digests = set()
     for one, files in changed:
         stack.runner.model = one
+        adapters, sessions = Adapters(stack.runner, folder=None, most=0, largest_rank=1), Sessions(EPOCH, stack.client)
         servicer = ExecutorServicer(
-            service.Identity("executor-0", EPOCH), stack.runner, stack.worker, files, lambda _: True
+            service.Identity("executor-0", EPOCH),
+            stack.runner,
+            stack.worker,
+            files,
+            stack.client,
+            adapters,
+            sessions,
+            WeightUpdates(stack.worker, sessions, stack.client, adapters, cannot_load, None),
         )
         digests.add((await servicer.GetExecutor(pb.GetExecutorRequest(), None)).model_digest)
     assert len(digests) == len(changed)
@@ -81,7 +106,7 @@ async def test_a_session_runs_steps_in_order(stack: Stack) -> None:
         second, third = (await stream.read()).result, (await stream.read()).result
         assert (second.step, list(second.sequences)) == (2, [1])
         assert (third.step, list(third.sequences)) == (3, [])
-        assert (await stack.stub.GetExecutor(pb.GetExecutorRequest(), timeout=5)).last_step == 3
+        assert (await stack.stub.GetExecutor(pb.GetExecutorRequest(), timeout=patience(5))).last_step == 3
 
 
 async def test_answers_still_come_after_the_scheduler_has_said_everything(stack: Stack) -> None:
@@ -165,7 +190,7 @@ async def test_an_older_scheduler_and_a_wrong_epoch_are_refused_and_change_nothi
             with refused(reason, code=grpc.StatusCode.FAILED_PRECONDITION):
                 await opened(stack, *epochs)
         assert list((await current.run()).sequences) == [1]
-        assert (await stack.stub.GetExecutor(pb.GetExecutorRequest(), timeout=5)).scheduler_epoch == 5
+        assert (await stack.stub.GetExecutor(pb.GetExecutorRequest(), timeout=patience(5))).scheduler_epoch == 5
 
 
 async def test_a_session_must_be_opened_first(stack: Stack) -> None:
@@ -296,7 +321,7 @@ async def test_an_executor_does_not_serve_while_another_one_has_its_name(stack: 
     address = f"unix:{tmp_path}/e.sock"
 
     async def until(serving: bool) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             while await asyncio.to_thread(is_serving, address) is not serving:
                 await asyncio.sleep(0.01)
 
@@ -323,3 +348,78 @@ async def test_copies_are_confirmed_also_when_the_manager_is_away_for_a_moment(s
             await stream.run(copy_tickets=[9])
         await manager.until(lambda: len(manager.confirmations) == 3)
         assert list(manager.confirmations[2].failed_tickets) == [9]
+
+
+@pytest.fixture
+async def adapters(model_folder: Callable[[str], Path], tmp_path: Path) -> Path:
+    """The folder of adapters to load at run time, with three of different content."""
+    for seed, name in enumerate(("one", "two", "three")):
+        save_adapter(model_folder("llama"), tmp_path / "adapters" / name, seed)
+    save_adapter(model_folder("llama"), tmp_path / "outside", 9)
+    (tmp_path / "adapters" / "link").symlink_to(tmp_path / "outside")
+    linked = tmp_path / "adapters" / "linked file"
+    linked.mkdir()
+    (linked / "adapter_config.json").write_text("{}")
+    (linked / "adapter_model.safetensors").symlink_to(tmp_path / "outside" / "adapter_model.safetensors")
+    return tmp_path / "adapters"
+
+
+async def called(call: Awaitable[Any]) -> Any:
+    """Its answer. Raises RemoteError."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+
+
+async def test_adapters_come_and_go_at_run_time(stack: Stack, adapters: Path) -> None:
+    async def load(name: str, path: str) -> pb.Adapter:
+        return (await called(stack.stub.LoadAdapter(pb.LoadAdapterRequest(name=name, path=path)))).adapter
+
+    one, two = await load("a", "one"), await load("b", str(adapters / "two"))
+    assert one.adapter_id != two.adapter_id
+    assert one == pb.Adapter(name="a", adapter_id=one.adapter_id, rank=8, path="one")
+    assert await load("a", str(adapters / "one")) == one
+    described = await stack.stub.GetExecutor(pb.GetExecutorRequest(), timeout=patience(5))
+    assert (list(described.adapters), described.max_adapters) == ([one, two], 2)
+    async with stack.session() as stream:
+        tokens = [(await stream.run(**join(1))).token_ids[0]]
+        tokens += [
+            (await stream.run(**join(2 + n, adapter_id=a.adapter_id))).token_ids[-1] for n, a in enumerate((one, two))
+        ]
+    assert len(set(tokens)) == 3
+    with refused("ADAPTER_EXISTS", "name"):
+        await load("a", "three")
+    with refused("TOO_MANY_ADAPTERS"):
+        await load("c", "three")
+    await called(stack.stub.UnloadAdapter(pb.UnloadAdapterRequest(name="a")))
+    with refused("UNKNOWN_ADAPTER", "name"):
+        await called(stack.stub.UnloadAdapter(pb.UnloadAdapterRequest(name="a")))
+    assert (await load("a", "three")).adapter_id not in (one.adapter_id, two.adapter_id)
+
+
+@pytest.mark.parametrize(
+    "path", ["", ".", "..", "../outside", "/etc", "link", "linked file", "one/../../outside", "one\0"]
+)
+async def test_adapters_are_loaded_from_below_their_folder_only(stack: Stack, adapters: Path, path: str) -> None:
+    with refused("INVALID_FIELD", "path"):
+        await called(stack.stub.LoadAdapter(pb.LoadAdapterRequest(name="a", path=path)))
+
+
+@pytest.mark.parametrize("name", ["", "a,b", "a\nb", "x" * 257, "llama"])
+async def test_names_of_adapters_can_be_labels_and_are_not_the_models(stack: Stack, adapters: Path, name: str) -> None:
+    name = stack.runner.model.name if name == "llama" else name
+    with refused("INVALID_FIELD", "name"):
+        await called(stack.stub.LoadAdapter(pb.LoadAdapterRequest(name=name, path="one")))
+
+
+async def test_an_executor_without_a_folder_loads_what_its_settings_name_alone(stack: Stack, adapters: Path) -> None:
+    fixed = Adapters(stack.runner, folder=None, most=2, largest_rank=8)
+    fixed.load_given({"a": str(adapters / "one")}, "KVKEEP_EXECUTOR_ADAPTERS")
+    assert [adapter.name for adapter in fixed.loaded] == ["a"]
+    for call in (fixed.load("b", "two"), fixed.unload("a")):
+        with pytest.raises(AdaptersFixedError, match="KVKEEP_EXECUTOR_ADAPTER_DIR"):
+            await call
+    narrow = Adapters(stack.runner, folder=None, most=2, largest_rank=4)
+    with pytest.raises(ModelError, match=r"KVKEEP_EXECUTOR_ADAPTERS: the adapter a cannot be loaded: .* r is 8"):
+        narrow.load_given({"a": str(adapters / "one")}, "KVKEEP_EXECUTOR_ADAPTERS")

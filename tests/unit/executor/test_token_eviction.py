@@ -1,5 +1,6 @@
 """What holds for every policy of token eviction in the runner, alone and in company, on every path of a model."""
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -29,11 +30,48 @@ def test_a_budget_above_the_length_changes_nothing(model: Model, name: str) -> N
     fields = dict(VARIANTS[name])
     if fields["kind"] == Kind.SLIDING_WINDOW.value:
         fields["recent_tokens"] = 100
+    elif fields["kind"] == Kind.ADAPTIVE_WINDOW.value:
+        fields |= {"recent_tokens": 96, "max_cache_tokens": 100}
     else:
         fields["max_cache_tokens"] = 100
     (outputs, evicted), (plain, _) = (run(model, {1: PROMPT}, {1: one}) for one in (policy_of(model, fields), None))
     assert evicted == []
     assert outputs == plain
+
+
+def test_a_window_that_grows_with_all_attention_changes_nothing(model: Model) -> None:
+    fields = small(Kind.ADAPTIVE_WINDOW) | {"max_cache_tokens": 100, "attention_mass": 1.0}
+    chosen = policy_of(model, fields)
+    assert chosen.most_kept is not None
+    assert chosen.most_kept < len(PROMPT)
+    (outputs, evicted), (plain, _) = (run(model, {1: PROMPT}, {1: one}) for one in (chosen, None))
+    assert evicted == []
+    assert outputs == plain
+
+
+def test_a_window_follows_the_attention_within_its_bounds(tiny: Model) -> None:
+    lengths = {}
+    for mass in (0.3, 0.85, 1.0):
+        fields = small(Kind.ADAPTIVE_WINDOW) | {"max_cache_tokens": 40, "attention_mass": mass}
+        client = EvictingSequence(1, policy_of(tiny, fields))
+        driver = Driver(tiny)
+        while client.computed < len(PROMPT) + 40:
+            client.step(driver)
+            (sequence,) = driver.runner._sequences
+            assert sequence.kept == client.kept
+            if client.windows:
+                assert len(sequence.tables[0]) * BLOCK_SIZE == client.policy.most_kept
+                assert client.kept <= client.policy.most_kept
+        bounds = client.policy.bounds
+        assert bounds is not None
+        assert all(bounds.least <= window <= bounds.most for window in client.windows)
+        changes = [later - window for window, later in itertools.pairwise(client.windows)]
+        assert all(abs(change) <= client.policy.period for change in changes)
+        lengths[mass] = client.windows
+    assert set(lengths[0.3]) == {16}
+    assert set(lengths[1.0]) == {36}
+    assert 16 < min(lengths[0.85]) < max(lengths[0.85])
+    assert {-4, 0, 4} <= {later - window for window, later in itertools.pairwise(lengths[0.85])}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -157,4 +195,31 @@ def test_steps_that_evict_wrongly_are_refused_and_change_nothing(tiny: Model) ->
     assert driver.step(evicting={1: blocks}).evicted == (Evicted(1, 17, None),)
     with pytest.raises(InvalidStepError):
         driver.step(evicting={1: driver.blocks(24)[0]})
+    for changes, error, field in (
+        ({"windows": {3: 16}}, UnknownSequenceError, "window_sequences"),
+        ({"windows": {1: 16}}, InvalidStepError, "window_sequences"),
+        ({"looking": frozenset({3})}, UnknownSequenceError, "looking_sequences"),
+        ({"looking": frozenset({1})}, InvalidStepError, "looking_sequences"),
+    ):
+        with pytest.raises(error) as caught:
+            driver.step(**changes)
+        assert list(caught.value.fields) == [field]
     assert BLOCK_SIZE == 4
+
+
+def test_windows_that_a_policy_does_not_allow_are_refused_and_change_nothing(tiny: Model) -> None:
+    driver, client = Driver(tiny), EvictingSequence(1, policy_of(tiny, small(Kind.ADAPTIVE_WINDOW)), chunk=37)
+    client.step(driver)
+    for changes, error, field in (
+        ({"windows": {1: 20}}, InvalidStepError, "window_sequences"),
+        ({"windows": {1: 12}, "evicting": {1: driver.blocks(24)[0]}}, InvalidStepError, "window_tokens"),
+        ({"windows": {1: 18}, "evicting": {1: driver.blocks(24)[0]}}, InvalidStepError, "window_tokens"),
+        ({"windows": {1: 32}, "evicting": {1: driver.blocks(40)[0]}}, InvalidStepError, "window_tokens"),
+        ({"windows": {1: 28}, "evicting": {1: driver.blocks(24)[0]}}, InvalidStepError, "evicting_slots"),
+        ({"looking": frozenset({1}), "idle": frozenset({1})}, InvalidStepError, "looking_sequences"),
+    ):
+        with pytest.raises(error) as caught:
+            driver.step(**changes)
+        assert list(caught.value.fields) == [field]
+    client.step(driver)
+    assert client.windows

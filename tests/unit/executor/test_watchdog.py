@@ -13,6 +13,7 @@ from supervisor import is_serving
 from executor.core import watchdog, worker
 from executor.models.forward import Model
 from scheduler.core import loop
+from tests.support.patience import patience
 from tests.unit.executor.running_stack import Stack, join, refused, running
 
 
@@ -33,7 +34,7 @@ class Hanging:
 
         def run() -> Any:
             self.hangs.set()
-            assert self.goes_on.wait(20)
+            assert self.goes_on.wait(patience(20))
             return forward()
 
         return run
@@ -44,9 +45,41 @@ def hanging(tiny: Model) -> Hanging:
     return Hanging(tiny.forward)
 
 
+class Ticks:
+    """The time of a watchdog, in place of its asyncio: it stands still but for the ticks that a test lets pass."""
+
+    def __init__(self) -> None:
+        # Ticks that have begun; all but the last are over.
+        self.begun = 0
+        self._may_end = asyncio.Semaphore(0)
+
+    async def sleep(self, seconds: float) -> None:
+        self.begun += 1
+        await self._may_end.acquire()
+
+    async def go_by(self, count: int) -> None:
+        """Lets ticks pass; the watchdog has looked at each of them."""
+        last = self.begun + count
+        for _ in range(count):
+            self._may_end.release()
+        await until(lambda: self.begun == last)
+
+    def end(self) -> None:
+        """Lets one tick pass, after which none begins."""
+        self._may_end.release()
+
+
 @pytest.fixture
-async def stack(tiny: Model, hanging: Hanging, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stack]:
-    monkeypatch.setattr(watchdog, "TICK_SECONDS", 0.02)
+def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
+    ticks = Ticks()
+    monkeypatch.setattr(watchdog, "asyncio", ticks)
+    return ticks
+
+
+@pytest.fixture
+async def stack(
+    tiny: Model, hanging: Hanging, ticks: Ticks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Stack]:
     monkeypatch.setattr(worker, "STOP_SECONDS", 0.1)
     async with running(replace(tiny, forward=hanging), tmp_path) as stack:  # type: ignore[arg-type]
         yield stack
@@ -54,37 +87,41 @@ async def stack(tiny: Model, hanging: Hanging, tmp_path: Path, monkeypatch: pyte
 
 
 async def until(reached: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while not await asyncio.to_thread(reached):
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.001)
 
 
 async def test_health_says_that_the_device_makes_no_progress_and_progress_again(
-    stack: Stack, hanging: Hanging, tmp_path: Path
+    stack: Stack, hanging: Hanging, ticks: Ticks, tmp_path: Path
 ) -> None:
     address = f"unix:{tmp_path}/e.sock"
     async with stack.session() as stream:
         await until(lambda: is_serving(address))
         hanging.goes_on.clear()
         await stream.send(**join(1))
+        await until(hanging.hangs.is_set)
+        # The first of these sees where the device is.
+        await ticks.go_by(watchdog.FIRST_STEP_TICKS + 1)
         await until(lambda: not is_serving(address))
         hanging.goes_on.set()
-        await until(lambda: is_serving(address))
         assert (await stream.read()).result.step == 1
+        await ticks.go_by(2)
+        await until(lambda: is_serving(address))
         # A device without work does not stand still.
-        await asyncio.sleep(watchdog.TICK_SECONDS * watchdog.STILL_TICKS * 2)
+        await ticks.go_by(watchdog.STILL_TICKS * 2)
         assert await asyncio.to_thread(is_serving, address)
     assert not stack.given_up.is_set()
 
 
-async def test_a_first_step_may_take_long(stack: Stack, hanging: Hanging, tmp_path: Path) -> None:
+async def test_a_first_step_may_take_long(stack: Stack, hanging: Hanging, ticks: Ticks, tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/e.sock"
     async with stack.session() as stream:
         await until(lambda: is_serving(address))
         hanging.goes_on.clear()
         await stream.send(**join(1))
         await until(hanging.hangs.is_set)
-        await asyncio.sleep(watchdog.TICK_SECONDS * watchdog.STILL_TICKS * 2)
+        await ticks.go_by(watchdog.STILL_TICKS * 2)
         assert await asyncio.to_thread(is_serving, address)
         hanging.goes_on.set()
         assert (await stream.read()).result.step == 1
@@ -97,15 +134,22 @@ def test_health_allows_a_step_what_the_scheduler_does() -> None:
     assert bounds == [loop.LATE_TIMES * loop.FIRST_STEP_SECONDS, 10, 10, loop.LATE_TIMES * 12.0]
 
 
-async def test_a_device_that_its_scheduler_has_given_up_ends_the_process(stack: Stack, hanging: Hanging) -> None:
+async def test_a_device_that_its_scheduler_has_given_up_ends_the_process(
+    stack: Stack, hanging: Hanging, ticks: Ticks
+) -> None:
     hanging.goes_on.clear()
     async with stack.session() as stream:
         await stream.send(**join(1))
         await until(hanging.hangs.is_set)
-        await asyncio.sleep(watchdog.TICK_SECONDS * watchdog.ABANDONED_TICKS * 2)
+        await ticks.go_by(watchdog.ABANDONED_TICKS * 2)
         # A scheduler that still waits knows better how long a step may take.
         assert not stack.given_up.is_set()
-    async with asyncio.timeout(20):
+    await until(lambda: stack.worker.is_abandoned)
+    await ticks.go_by(watchdog.ABANDONED_TICKS - 1)
+    assert not stack.given_up.is_set()
+    # With the last tick the watchdog ends.
+    ticks.end()
+    async with asyncio.timeout(patience(20)):
         await stack.given_up.wait()
 
 

@@ -21,6 +21,7 @@ from tests.support.cachemgr_client import Client
 from tests.support.generation import generate, greedy_request
 from tests.support.kvctl import Done, ask
 from tests.support.managers import Managers, cached
+from tests.support.patience import patience
 from tests.support.scheduler.fleet import run_fleet
 from tests.support.scheduler.stack import prompt_of
 
@@ -309,7 +310,7 @@ async def test_events_of_both_come_together(two: Two) -> None:
     done = await two.run("watch", "--after", 1)
     assert (done.status, "--server" in done.err) == (2, True)
     await two.end(1)
-    done = await two.run("watch", "--for", "5s")
+    done = await two.run("watch", "--for", "60s")
     assert (done.status, two.addresses[1] in done.err) == (3, True)
 
 
@@ -355,10 +356,23 @@ async def test_a_router_names_the_shards_and_lists_its_engines(
         assert [row[7] for row in rows] == ["2", "2"]
         head, *rows = await kvctl.rows("pools")
         assert [row[:2] for row in rows] == [[shards[n], f"executor-{n}/0"] for n in range(2)]
+        # The variable of the services is that of one shard. A router counts before it, also as an option.
+        clean.setenv("KVKEEP_CACHEMGR_ADMIN_ADDRESS", shards[1])
+        assert [row[0] for row in (await kvctl.rows("pools"))[1:]] == shards
+        clean.delenv("KVCTL_ROUTER")
+        assert (await kvctl.rows("pools"))[1][0] == "executor-1/0"
+        assert [row[0] for row in (await kvctl.rows("pools", "--router", router))[1:]] == shards
+        clean.setenv("KVKEEP_ROUTER_ADDRESS", router)
+        assert [row[0] for row in (await kvctl.rows("pools"))[1:]] == shards
+        clean.setenv("KVCTL_SERVER", shards[0])
+        assert (await kvctl.rows("pools"))[1][0] == "executor-0/0"
+        for variable in ("KVCTL_SERVER", "KVKEEP_ROUTER_ADDRESS", "KVKEEP_CACHEMGR_ADMIN_ADDRESS"):
+            clean.delenv(variable)
+        clean.setenv("KVCTL_ROUTER", router)
         # An address that is given is all that is asked.
         assert (await kvctl.rows("pools", "--server", shards[1]))[1][0] == "executor-1/0"
         # Each service says that it serves once it has looked at those that it needs.
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(patience(60)):
             while (await kvctl.run("ping")).status:
                 await asyncio.sleep(0.05)
         rows = await kvctl.rows("ping")

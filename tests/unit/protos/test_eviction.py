@@ -61,6 +61,16 @@ def test_none_keeps_everything() -> None:
         ({"kind": "EVICTION_KIND_AVERAGE", "max_cache_tokens": 64}, "period_tokens"),
         ({"kind": "EVICTION_KIND_AVERAGE", "period_tokens": 0}, "period_tokens"),
         ({"kind": "EVICTION_KIND_KEYDIFF", "max_cache_tokens": 48}, "max_cache_tokens"),
+        ({"kind": "EVICTION_KIND_ADAPTIVE_WINDOW", "period_tokens": 0}, "period_tokens"),
+        ({"kind": "EVICTION_KIND_ADAPTIVE_WINDOW", "period_tokens": 24}, "period_tokens"),
+        ({"kind": "EVICTION_KIND_ADAPTIVE_WINDOW", "recent_tokens": 0}, "recent_tokens"),
+        ({"kind": "EVICTION_KIND_ADAPTIVE_WINDOW", "recent_tokens": 100}, "recent_tokens"),
+        ({"kind": "EVICTION_KIND_ADAPTIVE_WINDOW", "max_cache_tokens": 144}, "max_cache_tokens"),
+        ({"kind": "EVICTION_KIND_ADAPTIVE_WINDOW", "max_cache_tokens": 200}, "max_cache_tokens"),
+        ({"kind": "EVICTION_KIND_ADAPTIVE_WINDOW", "attention_mass": 0.0}, "attention_mass"),
+        ({"kind": "EVICTION_KIND_ADAPTIVE_WINDOW", "attention_mass": 1.5}, "attention_mass"),
+        ({"kind": "EVICTION_KIND_ADAPTIVE_WINDOW", "during_prefill": True}, "during_prefill"),
+        ({"kind": "EVICTION_KIND_SLIDING_WINDOW", "attention_mass": 0.9}, "attention_mass"),
         ({"kind": "EVICTION_KIND_LAST", "recent_tokens": 2}, "kind"),
         ({"kind": "EVICTION_KIND_LAST", "max_cache_tokens": 1}, "max_cache_tokens"),
         ({"kind": "EVICTION_KIND_LAST", "during_prefill": True}, "during_prefill"),
@@ -128,7 +138,7 @@ def test_a_sequence_never_uses_more_slots_than_its_policy_says(
         fields["start_tokens"] = 16
     if crush and kind in (Kind.SUM, Kind.NORM_SUM):
         fields["kvcrush"] = common.KvCrush(budget_blocks=crush)
-    if during_prefill and kind not in (*AREAS, Kind.SNAPKV, Kind.LAST):
+    if during_prefill and kind not in (*AREAS, Kind.SNAPKV, Kind.LAST, Kind.ADAPTIVE_WINDOW):
         fields["during_prefill"] = True
     chosen = policy(kind, **fields)
     used = run(chosen, prompt, output)
@@ -139,6 +149,25 @@ def test_a_sequence_never_uses_more_slots_than_its_policy_says(
         assert used[-1] <= max(chosen.most_kept, prompt)
         assert output < 2 or used[-1] <= chosen.most_kept
     assert chosen.reusable(prompt, prompt) <= min(prompt, chosen.clean_tokens(prompt, prompt))
+
+
+def test_an_adaptive_window_is_admitted_with_its_least_length() -> None:
+    chosen = policy(Kind.ADAPTIVE_WINDOW, start_tokens=4, recent_tokens=32, max_cache_tokens=100)
+    assert (chosen.window, chosen.most_kept, chosen.effective_tokens(500)) == (32, 4 + 32 + 16, 36)
+    longer = chosen.with_window(96)
+    assert (longer.window, longer.most_kept, longer.bounds) == (96, 4 + 96 + 16, chosen.bounds)
+    assert [tokens for tokens in range(120) if chosen.allows_window(tokens)] == [32, 48, 64, 80, 96]
+    assert not policy(Kind.SLIDING_WINDOW).allows_window(512)
+    again = parse(message_of(longer), PLAIN)
+    assert again is not None
+    assert (again.bounds, again.window) == (chosen.bounds, chosen.window)
+
+
+def test_an_adaptive_window_looks_half_a_period_before_it_evicts_and_behind_a_long_prompt() -> None:
+    chosen = policy(Kind.ADAPTIVE_WINDOW, start_tokens=4, recent_tokens=32, max_cache_tokens=100)
+    assert [kept for kept in range(100) if chosen.looks(kept, kept, 10)] == [44]
+    assert [kept for kept in range(100) if chosen.looks(kept, kept, 60)] == [60]
+    assert [kept for kept in range(100) if chosen.looks(kept, 500 + kept, 60)] == [44]
 
 
 def test_areas_keep_between_the_maximum_and_a_block_more() -> None:

@@ -10,14 +10,13 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import status_pb2
-from prometheus_client import CollectorRegistry
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.rpc.errors import from_status
-from scheduler.frontend.access_log import AccessLog
+from scheduler.errors import DrainingError
 from scheduler.frontend.engine_service import Session
-from scheduler.metrics import RequestMetrics
+from tests.support.patience import patience
 from tests.support.scheduler.fleet import run_engine
 
 
@@ -34,7 +33,7 @@ async def converse(address: str, commands: Sequence[pb.StreamRequestsRequest]) -
     async with grpc.aio.insecure_channel(address) as channel:
         stub: rpc.EngineServiceAsyncStub = rpc.EngineServiceStub(channel)
         call = stub.StreamRequests(iter(commands))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             with contextlib.suppress(grpc.aio.AioRpcError):
                 async for _ in call:
                     pass
@@ -73,7 +72,7 @@ async def test_a_stream_ends_when_the_router_has_sent_all(
     [
         (start(n=2), "request.n"),
         (start(stop=["x"]), "request.stop"),
-        (start(max_tokens=0), "max_tokens"),
+        (start(max_tokens=1 << 20), "max_tokens"),
         (
             pb.StreamRequestsRequest(start=pb.StartRequest(request=start().start.request, output_token_ids=[1, 2, 3])),
             "output_token_ids",
@@ -86,7 +85,7 @@ async def test_a_request_that_is_refused_leaves_the_stream_open(
     async with run_engine(tmp_path) as engine, grpc.aio.insecure_channel(engine.address) as channel:
         stub: rpc.EngineServiceAsyncStub = rpc.EngineServiceStub(channel)
         call = stub.StreamRequests()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             await call.write(command)
             failure = (await news(call, "failures")).failures[0]
             fields = from_status(status_pb2.Status.FromString(failure.status)).fields
@@ -101,15 +100,58 @@ class Gone:
     """The other end of a session, which leaves while it is sent a message."""
 
     def __init__(self) -> None:
-        self.begun = asyncio.Event()
+        self.begun, self.ended = asyncio.Event(), asyncio.Event()
 
     def peer(self) -> str:
         return "gone"
 
     async def write(self, _message: pb.StreamRequestsResponse) -> None:
         self.begun.set()
-        await asyncio.sleep(0.05)
-        raise ConnectionError("the call is over")
+        try:
+            await asyncio.sleep(0.05)
+            raise ConnectionError("the call is over")
+        finally:
+            self.ended.set()
+
+
+class AtOnce:
+    """The other end of a session, which takes every message without a pause, as a pipe does."""
+
+    def __init__(self) -> None:
+        self.messages: list[pb.StreamRequestsResponse] = []
+
+    def peer(self) -> str:
+        return "at once"
+
+    async def write(self, message: pb.StreamRequestsResponse) -> None:
+        self.messages.append(message)
+        assert len(self.messages) < 1000, "messages without an end"
+
+    async def until(self, field: str, count: int = 1) -> None:
+        """Waits until messages have so many of these in all."""
+        async with asyncio.timeout(patience(20)):
+            while sum(len(getattr(message, field)) for message in self.messages) < count:
+                await asyncio.sleep(0.01)
+
+
+async def test_requests_that_fail_are_reported_once(tmp_path: Path) -> None:
+    async def commands() -> AsyncIterator[pb.StreamRequestsRequest]:
+        for name in ("a", "b"):
+            yield start(request_id=name, max_tokens=200)
+        await asyncio.Event().wait()
+
+    async with run_engine(tmp_path) as engine:
+        engine.executor.step_seconds = 0.02
+        requests, peer = engine.scheduler.requests, AtOnce()
+        serving = asyncio.create_task(Session(requests, None, peer).run(commands()))
+        await peer.until("outputs")
+        requests.fail_all(DrainingError("the scheduler is stopping"))
+        await peer.until("failures", 2)
+        await asyncio.sleep(0.1)  # subject: nothing is reported again meanwhile
+        assert sorted(one.request_id for message in peer.messages for one in message.failures) == ["a", "b"]
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
 
 
 async def test_a_router_that_leaves_in_the_middle_of_a_message_is_no_error(tmp_path: Path) -> None:
@@ -121,9 +163,7 @@ async def test_a_router_that_leaves_in_the_middle_of_a_message_is_no_error(tmp_p
     async with run_engine(tmp_path) as engine:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
         peer = Gone()
-        access_log = AccessLog(RequestMetrics(CollectorRegistry()))
-        session = Session(engine.scheduler.requests, access_log, peer)  # type: ignore[arg-type]
-        serving = asyncio.create_task(session.run(commands()))
+        serving = asyncio.create_task(Session(engine.scheduler.requests, None, peer).run(commands()))
         await peer.begun.wait()
         # The call ends, and then the server stops.
         serving.cancel()
@@ -131,7 +171,10 @@ async def test_a_router_that_leaves_in_the_middle_of_a_message_is_no_error(tmp_p
         serving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await serving
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(patience(5)):
+            await peer.ended.wait()
+        # The task of the write ends.
+        await asyncio.sleep(0)
         del serving
         gc.collect()
     assert errors == []

@@ -1,16 +1,30 @@
 """Requests through a router: the tokens of one engine, whichever engine runs them and whatever dies meanwhile."""
 
 import asyncio
+import time
+from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from protos.generation.v1 import generation_pb2 as pb
+from protos.generation.v1 import generation_pb2_grpc as rpc
+from protos.rpc.server import Server
 from protos.rpc.settings import SettingsError, load
-from scheduler.router import process
+from scheduler import app
+from scheduler.core import loop
+from scheduler.frontend import engine_service
+from scheduler.router import engine_link, process
 from scheduler.router.settings import RouterSettings
+from tests.chaos.proxies import SocketProxy
 from tests.support.generation import generate, generate_samples, greedy_request
-from tests.support.scheduler.fleet import run_engine, run_fleet
+from tests.support.patience import patience
+from tests.support.scheduler.fake_executor import FakeExecutor
+from tests.support.scheduler.fleet import Fleet, run_engine, run_fleet, run_router
+from tests.support.scheduler.real_manager import RealManager
 from tests.support.scheduler.stack import prompt_of, refusal
 
 
@@ -45,6 +59,24 @@ async def test_samples_are_those_of_one_engine_and_run_on_one(tmp_path: Path) ->
         assert [output.usage.prompt_tokens for output in routed] == [20, 0, 0]
 
 
+async def test_engines_behind_one_cache_manager_run_requests_of_one_id(tmp_path: Path) -> None:
+    executors = [FakeExecutor(), FakeExecutor()]
+    executors[1].executor_id = "executor-1"
+    manager = RealManager(executors[0])
+    manager.join(executors[1])
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    prompts = [prompt_of(20, seed) for seed in range(2)]
+    async with (
+        run_engine(tmp_path / "a", executors[0], manager) as first,
+        run_engine(tmp_path / "b", executors[1], manager) as second,
+    ):
+        # As when a router continues a request elsewhere before the lease of its engine has ended.
+        requests = [greedy_request(prompt, 16, request_id="same") for prompt in prompts]
+        outputs = await asyncio.gather(generate(first.stub, requests[0]), generate(second.stub, requests[1]))
+    assert [output.token_ids for output in outputs] == [executors[0].expected(prompt, 16) for prompt in prompts]
+
+
 async def test_a_stream_continues_elsewhere_when_its_engine_dies(tmp_path: Path) -> None:
     async with run_fleet(tmp_path, policy="round-robin") as fleet:
         for engine in fleet.engines:
@@ -64,19 +96,318 @@ async def test_a_stream_continues_elsewhere_when_its_engine_dies(tmp_path: Path)
         await fleet.ready(1)
 
 
-async def test_requests_wait_while_no_engine_answers_and_health_says_so(tmp_path: Path) -> None:
+async def test_a_stream_that_its_engine_has_ended_waits_for_no_more_commands(tmp_path: Path) -> None:
+    def waiting() -> int:
+        return sum("_consume_request_iterator" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
     async with run_fleet(tmp_path, count=1) as fleet:
+        assert waiting() == 1
         await fleet.engines[0].kill()
         await fleet.ready(0)
-        assert "no engine takes requests" in fleet.router.fleet.obstacle
+        async with asyncio.timeout(patience(10)):
+            while waiting():
+                await asyncio.sleep(0.01)
+
+
+class Garbling(rpc.EngineServiceServicer):
+    """An engine that answers every request with what no router can read."""
+
+    def __init__(self, engine: pb.GetEngineResponse) -> None:
+        self._engine = engine
+        self.requests = 0
+
+    async def GetEngine(self, request: Any, context: Any) -> pb.GetEngineResponse:
+        return self._engine
+
+    async def StreamRequests(self, commands: Any, context: Any) -> AsyncIterator[pb.StreamRequestsResponse]:
+        yield pb.StreamRequestsResponse(loads=pb.GetLoadsResponse(max_waiting_requests=9))
+        async for command in commands:
+            self.requests += 1
+            name = command.start.request.request_id
+            output = pb.StreamGenerateResponse(request_id=name, token_ids=[7])
+            failure = pb.RequestFailure(request_id=name, status=b"\xff")
+            yield pb.StreamRequestsResponse(outputs=[output], failures=[failure])
+
+
+async def test_an_engine_that_no_router_can_read_is_lost_and_no_token_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "engines"
+    async with run_fleet(tmp_path, 1) as fleet:
+        garbling = Garbling(fleet.engines[0].scheduler.engine)
+        server, address = Server("scheduler", drain_seconds=0), f"unix:{tmp_path}/garbling"
+        server.listen(
+            address, {"generation.v1.EngineService": partial(rpc.add_EngineServiceServicer_to_server, garbling)}
+        )
+        await server.start()
+        file.write_text(f"{address}\n{fleet.engines[0].address}")
+        (tmp_path / "second").mkdir()
+        try:
+            settings = {"engines": f"file://{file}", "policy": "round-robin"}
+            async with run_router(tmp_path / "second", fleet.engines, **settings) as both:
+                await both.ready(2)
+                prompt = prompt_of(20)
+                outputs = [await generate(both.stub, greedy_request(prompt, 6)) for _ in range(2)]
+                assert garbling.requests
+                expected = fleet.engines[0].executor.expected
+                assert sorted(output.token_ids for output in outputs) == sorted(
+                    [expected(prompt, 6), [7, *expected([*prompt, 7], 5)]]
+                )
+                assert not both.router.failed.is_set()
+        finally:
+            await server.stop()
+
+
+async def test_a_router_whose_own_work_fails_says_so(tmp_path: Path) -> None:
+    async with run_fleet(tmp_path, 1) as fleet:
+        # No engine can make it fail; a defect can.
+        fleet.router.view._masks = None  # type: ignore[assignment]
+        async with asyncio.timeout(patience(10)):
+            await fleet.router.failed.wait()
+
+
+@pytest.mark.parametrize("neighbour", ["executor", "cache manager"])
+async def test_requests_go_on_elsewhere_when_a_neighbour_of_their_engine_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, neighbour: str
+) -> None:
+    async with run_fleet(tmp_path, policy="round-robin") as fleet:
+        silent = fleet.engines[1]
+        # None ends before all of them are placed.
+        for engine in fleet.engines:
+            engine.executor.step_seconds = 0.05
+        gate = silent.executor.gate if neighbour == "executor" else silent.manager.gate
+        prompts = [prompt_of(20, seed) for seed in range(6)]
+        begun = [asyncio.Event() for _ in prompts]
+        running = [
+            asyncio.create_task(generate(fleet.stub, greedy_request(prompt, 60), begun=event))
+            for prompt, event in zip(prompts[:4], begun, strict=False)
+        ]
+        await asyncio.gather(*[event.wait() for event in begun[:4]])
+        gate.clear()
+        # These have no token yet.
+        running += [asyncio.create_task(generate(fleet.stub, greedy_request(prompt, 60))) for prompt in prompts[4:]]
+        placed = fleet.router.fleet
+        async with asyncio.timeout(patience(20)):
+            while sum(len(placed.on(link)) for link in placed.links.values()) < len(prompts):
+                await asyncio.sleep(0.01)
+        # Only now: an engine that is known to be silent gets no request. And so wide that the other one, which may be
+        # late on a busy machine, is not said to be silent too.
+        monkeypatch.setattr(loop, "LATE_SECONDS", 2.0)
+        monkeypatch.setattr(app, "SILENCE_SECONDS", 2.0)
+        async with asyncio.timeout(patience(60)):
+            outputs = await asyncio.gather(*running)
+        assert not gate.is_set()
+        expected = fleet.engines[0].executor.expected
+        assert [output.token_ids for output in outputs] == [expected(prompt, 60) for prompt in prompts]
+        assert fleet.metric("continued_requests_total") == 3
+        gate.set()
+        await fleet.ready(2)
+
+
+async def test_requests_go_on_elsewhere_as_soon_as_their_executor_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "LATE_SECONDS", 1_000.0)
+    async with run_fleet(tmp_path, policy="round-robin") as fleet:
+        for engine in fleet.engines:
+            engine.executor.step_seconds = 0.01
+        dying = fleet.engines[1].executor
+        prompts = [prompt_of(20, seed) for seed in range(4)]
+        begun = [asyncio.Event() for _ in prompts]
+        running = [
+            asyncio.create_task(generate(fleet.stub, greedy_request(prompt, 60), begun=event))
+            for prompt, event in zip(prompts, begun, strict=True)
+        ]
+        await asyncio.gather(*[event.wait() for event in begun])
+        dying.opens.clear()
+        dying.break_session()
+        async with asyncio.timeout(patience(20)):
+            outputs = await asyncio.gather(*running)
+        assert not dying.opens.is_set()
+        assert [output.token_ids for output in outputs] == [dying.expected(prompt, 60) for prompt in prompts]
+        assert fleet.metric("continued_requests_total") == 2
+        dying.opens.set()
+        await fleet.ready(2)
+
+
+async def test_requests_stay_where_they_are_while_no_engine_would_take_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "LATE_SECONDS", 0.3)
+    async with run_fleet(tmp_path, count=1) as fleet:
+        executor = fleet.engines[0].executor
+        executor.step_seconds = 0.01
+        begun = asyncio.Event()
+        running = asyncio.create_task(generate(fleet.stub, greedy_request(prompt_of(20), 60), begun=begun))
+        await begun.wait()
+        executor.gate.clear()
+        await fleet.ready(0)
+        executor.gate.set()
+        assert (await running).token_ids == executor.expected(prompt_of(20), 60)
+        assert fleet.metric("continued_requests_total") == 0
+
+
+async def test_requests_of_a_lost_engine_wait_until_another_one_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "LATE_SECONDS", 1_000.0)
+    small = {"max_running": 1, "max_waiting": 1}
+    async with run_fleet(tmp_path, policy="round-robin", of_engines=small) as fleet:
+        for engine in fleet.engines:
+            engine.executor.step_seconds = 0.01
+        prompts = [prompt_of(20, seed) for seed in range(4)]
+        begun = [asyncio.Event() for _ in prompts]
+        running = [
+            asyncio.create_task(generate(fleet.stub, greedy_request(prompt, 40), begun=event))
+            for prompt, event in zip(prompts[:2], begun, strict=False)
+        ]
+        await asyncio.gather(*(event.wait() for event in begun[:2]))
+        # None ends before both engines have one waiting.
+        for engine in fleet.engines:
+            engine.executor.gate.clear()
+        for number, prompt in enumerate(prompts[2:], 1):
+            running.append(asyncio.create_task(generate(fleet.stub, greedy_request(prompt, 40))))
+            async with asyncio.timeout(patience(20)):
+                while sum(engine.scheduler.requests.num_waiting for engine in fleet.engines) < number:
+                    await asyncio.sleep(0.01)
+        assert [engine.scheduler.requests.num_waiting for engine in fleet.engines] == [1, 1]
+        await fleet.engines[1].kill()
+        for engine in fleet.engines:
+            engine.executor.gate.set()
+        outputs = await asyncio.gather(*running)
+        expected = fleet.engines[0].executor.expected
+        assert [output.token_ids for output in outputs] == [expected(prompt, 40) for prompt in prompts]
+
+
+async def test_a_request_that_finds_a_queue_full_goes_to_an_engine_with_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "LATE_SECONDS", 1_000.0)
+    small = {"max_running": 1, "max_waiting": 2}
+    async with run_fleet(tmp_path, policy="round-robin", of_engines=small) as fleet:
+        full = fleet.engines[0]
+        # The router does not hear of what another one sends there.
+        monkeypatch.setattr(engine_service, "LOADS_SECONDS", 1_000.0)
+        prompts, begun = [prompt_of(20, seed) for seed in range(5)], asyncio.Event()
+        running = [asyncio.create_task(generate(full.stub, greedy_request(prompts[0], 40), begun=begun))]
+        await begun.wait()
+        for engine in fleet.engines:
+            engine.executor.gate.clear()
+        running += [asyncio.create_task(generate(full.stub, greedy_request(prompt, 40))) for prompt in prompts[1:3]]
+        async with asyncio.timeout(patience(20)):
+            while full.scheduler.requests.num_waiting < 2:
+                await asyncio.sleep(0.01)
+        running += [asyncio.create_task(generate(fleet.stub, greedy_request(prompt, 40))) for prompt in prompts[3:]]
+        free = fleet.engines[1].scheduler.requests
+        async with asyncio.timeout(patience(20)):
+            while free.num_running + free.num_waiting < 2:
+                await asyncio.sleep(0.01)
+        for engine in fleet.engines:
+            engine.executor.gate.set()
+        outputs = await asyncio.gather(*running)
+        assert [output.token_ids for output in outputs] == [full.executor.expected(prompt, 40) for prompt in prompts]
+
+
+async def test_a_pause_of_the_router_itself_loses_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with run_fleet(tmp_path, count=3) as fleet:
+        for engine in fleet.engines:
+            engine.executor.step_seconds = 0.01
+        prompts = [prompt_of(20, seed) for seed in range(6)]
+        begun = [asyncio.Event() for _ in prompts]
+        running = [
+            asyncio.create_task(generate(fleet.stub, greedy_request(prompt, 60), begun=event))
+            for prompt, event in zip(prompts, begun, strict=True)
+        ]
+        await asyncio.gather(*[event.wait() for event in begun])
+        # Less than the pause, and more than what may count of it with the turn before. Only now: from here on each
+        # engine has tokens to send, where an idle one says its load once a second.
+        monkeypatch.setattr(engine_link, "SILENCE_SECONDS", 1.5)
+        # The loop stands still, as that of a process that is stopped.
+        time.sleep(2.0)  # noqa: ASYNC251
+        outputs = await asyncio.gather(*running)
+        expected = fleet.engines[0].executor.expected
+        assert [output.token_ids for output in outputs] == [expected(prompt, 60) for prompt in prompts]
+        assert fleet.metric("continued_requests_total") == 0
+
+
+async def test_a_request_outlives_the_loss_of_all_connections_at_once(tmp_path: Path) -> None:
+    count = 4
+    proxies = [SocketProxy(tmp_path / f"proxy-{n}", tmp_path / f"engine-{n}" / "scheduler") for n in range(count)]
+    for proxy in proxies:
+        await proxy.start()
+    addresses = ",".join(f"unix:{proxy.address}" for proxy in proxies)
+    async with run_fleet(tmp_path, count, policy="round-robin", engines=addresses) as fleet:
+        # No request has a token when its engine is lost.
+        for engine in fleet.engines:
+            engine.executor.gate.clear()
+        prompts = [prompt_of(20, seed) for seed in range(8)]
+        running = [asyncio.create_task(generate(fleet.stub, greedy_request(prompt, 8))) for prompt in prompts]
+        async with asyncio.timeout(patience(10)):
+            while sum(engine.scheduler.requests.num_running for engine in fleet.engines) < len(prompts):
+                await asyncio.sleep(0.01)
+        for proxy in proxies:
+            proxy.cut()
+        await fleet.ready(0)
+        for proxy in proxies:
+            proxy.mend()
+        for engine in fleet.engines:
+            engine.executor.gate.set()
+        outputs = await asyncio.gather(*running)
+        expected = fleet.engines[0].executor.expected
+        assert [output.token_ids for output in outputs] == [expected(prompt, 8) for prompt in prompts]
+    for proxy in proxies:
+        await proxy.stop()
+
+
+async def measured(fleet: Fleet, **wanted: float) -> None:
+    """Waits until the router's metrics have these values: its engines by state, and its incomplete views."""
+    async with asyncio.timeout(patience(20)):
+        while wanted != {
+            name: fleet.metric("incomplete_views") if name == "incomplete" else fleet.metric("engines", state=name)
+            for name in wanted
+        }:
+            await asyncio.sleep(0.01)
+
+
+async def test_requests_wait_while_no_engine_answers_and_health_says_so(tmp_path: Path) -> None:
+    async with run_fleet(tmp_path, count=1) as fleet:
+        await measured(fleet, ready=1, away=0)
+        with capture_logs() as logs:
+            await fleet.engines[0].kill()
+            await fleet.ready(0)
+            await measured(fleet, ready=0, away=1)
+        [line] = [line for line in logs if line["event"] == "no engine takes requests"]
+        assert fleet.engines[0].address in line["cause"]
+        # Callers are told no addresses.
+        assert fleet.router.requests.obstacle == "no engine takes requests: new requests wait"
         waiting = asyncio.create_task(generate(fleet.stub, greedy_request(prompt_of(8), 4)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patience(10)):
             while fleet.router.requests.num_waiting != 1:
                 await asyncio.sleep(0.01)
         waiting.cancel()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patience(10)):
             while fleet.router.requests.num_waiting:
                 await asyncio.sleep(0.01)
+
+
+async def test_an_engine_whose_events_cannot_be_followed_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "LOOKUP_SECONDS", 0.02)
+    file, blind = tmp_path / "engines", tmp_path / "blind"
+    seen = f"unix:{tmp_path}/engine-0/scheduler"
+    file.write_text(seen)
+    blind.mkdir()
+    executor = FakeExecutor()
+    executor.executor_id = "blind"
+    async with (
+        run_fleet(tmp_path, 1, engines=f"file://{file}") as fleet,
+        run_engine(blind, executor, cachemgr_admin_address=f"unix:{blind}/nobody") as engine,
+    ):
+        await measured(fleet, ready=1, incomplete=0)
+        file.write_text(f"{seen}\n{engine.address}")
+        await measured(fleet, ready=2, incomplete=1)
+        await engine.kill()
+        # What does not answer is away, and not counted twice.
+        await measured(fleet, away=1, incomplete=0)
 
 
 async def test_a_drained_engine_gets_no_more_requests(tmp_path: Path) -> None:
@@ -95,7 +426,7 @@ async def test_a_cancelled_request_frees_its_blocks(tmp_path: Path) -> None:
         running = asyncio.create_task(generate(fleet.stub, greedy_request(prompt_of(20), 200), begun=begun))
         await begun.wait()
         running.cancel()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patience(10)):
             while fleet.engines[0].scheduler.requests.num_running or fleet.router.requests.num_running:
                 await asyncio.sleep(0.01)
 
@@ -103,7 +434,7 @@ async def test_a_cancelled_request_frees_its_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "n": 2}, "n"),
         ({"max_tokens": 1 << 20}, "max_tokens"),
         ({"token_ids": pb.TokenIds(token_ids=[1 << 30])}, "token_ids.token_ids[0]"),
     ],
@@ -128,6 +459,23 @@ async def test_what_an_engine_refuses_reaches_the_caller_as_it_is(tmp_path: Path
 
 async def test_engines_of_a_file_come_and_go_with_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "LOOKUP_SECONDS", 0.02)
+    read, times_read = process.Router._addresses, 0
+
+    async def counted(router: process.Router) -> list[str]:
+        nonlocal times_read
+        found = await read(router)
+        times_read += 1
+        return found
+
+    monkeypatch.setattr(process.Router, "_addresses", counted)
+
+    async def looked_up() -> None:
+        """Waits until the file was read from its beginning since: the first reading may have begun before."""
+        before = times_read
+        async with asyncio.timeout(patience(20)):
+            while times_read < before + 2:
+                await asyncio.sleep(0.01)
+
     file = tmp_path / "engines"
     addresses = [f"unix:{tmp_path}/engine-{number}/scheduler" for number in range(3)]
     file.write_text("\n".join(addresses[:2]))
@@ -139,20 +487,38 @@ async def test_engines_of_a_file_come_and_go_with_its_lines(tmp_path: Path, monk
             outputs = [await generate(fleet.stub, greedy_request(prompt_of(20, seed), 4)) for seed in range(3)]
             assert [len(output.token_ids) for output in outputs] == [4] * 3
             assert third.executor.steps
+            assert fleet.metric("routed_requests_total", engine=third.address)
+            await fleet.knows(3)
             # It is left out once it has gone, too: until then its requests run.
             file.write_text("\n".join(addresses[:2]))
-            await asyncio.sleep(0.1)
+            await looked_up()
             assert set(fleet.router.fleet.links) == set(addresses)
             await third.kill()
         await fleet.ready(2)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             while set(fleet.router.fleet.links) != set(addresses[:2]):
                 await asyncio.sleep(0.01)
-        # Without the file the router keeps the engines that answer.
+        # Its cache manager is no longer followed, and its requests are no longer counted.
+        await fleet.knows(2)
+        assert not fleet.metric("routed_requests_total", engine=third.address)
+        # A line that is no address is reported once, and others count.
+        with capture_logs() as logs:
+            file.write_text("\n".join(["unix:engine", *addresses[:2]]))
+            async with asyncio.timeout(patience(20)):
+                while not any(line["event"] == "an address cannot be used" for line in logs):
+                    await asyncio.sleep(0.01)
+            await looked_up()
+        [line] = [line for line in logs if line["event"] == "an address cannot be used"]
+        assert (line["address"], line["source"]) == ("unix:engine", f"file://{file}")
+        assert set(fleet.router.fleet.links) == set(addresses[:2])
+        # With a file that has no text, and without the file, the router keeps the engines that answer.
+        file.write_bytes(b"\xff")
+        await looked_up()
         file.unlink()
-        await asyncio.sleep(0.1)
+        await looked_up()
         output = await generate(fleet.stub, greedy_request(prompt_of(20), 4))
         assert len(output.token_ids) == 4
+        assert not fleet.router.failed.is_set()
 
 
 @pytest.mark.parametrize("engines", ["file://engines", "dns:///engines", "engines", " , ", "a:1,a:1"])

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.router.notes import Notes
+from scheduler.router.notes import NOTE_SECONDS, Notes
 
 
 def test_a_note_counts_until_its_time_is_over_and_without_a_first_token_for_ever() -> None:
@@ -11,10 +11,20 @@ def test_a_note_counts_until_its_time_is_over_and_without_a_first_token_for_ever
     note = notes.add("a", [1, 2, 3])
     assert note is not None
     assert notes.match("a", [1, 2, 9], now=1e9) == 2
-    note.until = 5.0
-    assert notes.match("a", [1, 2, 3, 4], now=4.9) == 3
-    assert notes.match("a", [1, 2, 3], now=5.0) == 0
-    assert notes.match("b", [1, 2, 3], now=0.0) == 0
+    notes.computed(note, now=1e9)
+    assert notes.match("a", [1, 2, 3, 4], now=1e9 + NOTE_SECONDS - 0.1) == 3
+    assert notes.match("b", [1, 2, 3], now=1e9) == 0
+    assert notes.match("a", [1, 2, 3], now=1e9 + NOTE_SECONDS) == 0
+
+
+def test_notes_of_prompts_that_never_come_again_are_forgotten() -> None:
+    notes = Notes()
+    for key in range(1, 100):
+        note = notes.add("a", [key])
+        assert note is not None
+        notes.computed(note, now=float(key))
+    assert notes.match("a", [1], now=100.0) == 0
+    assert [note.keys for kept in notes._notes.values() for note in kept] == [[99]]
 
 
 def test_a_note_that_is_removed_counts_no_more_and_others_do() -> None:

@@ -19,10 +19,11 @@ from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc import channel as channels
 from protos.rpc.channel import open_channel, open_sync_channel
 from protos.rpc.server import Server
+from tests.support.patience import patience
 from tests.unit.rpc.conftest import ADMIN, Admin
 
-# By default the thirtieth attempt to connect comes after half an hour.
-ATTEMPTS, ATTEMPTS_SECONDS = 30, 60
+# By default the last one of so many attempts to connect comes after half an hour.
+ATTEMPTS = 30
 
 
 async def test_a_server_that_starts_again_is_found_soon_however_long_it_was_away(tmp_path: Path) -> None:
@@ -38,7 +39,7 @@ async def test_a_server_that_starts_again_is_found_soon_however_long_it_was_away
     async with open_channel(address) as channel:
         stub: pb_grpc.CacheAdminServiceAsyncStub = pb_grpc.CacheAdminServiceStub(channel)
         called = asyncio.ensure_future(stub.PurgeBlocks(pb.PurgeBlocksRequest(), wait_for_ready=True))
-        async with asyncio.timeout(ATTEMPTS_SECONDS):
+        async with asyncio.timeout(patience(60)):
             # The pause between two attempts does not grow.
             async with await asyncio.start_unix_server(refuse, f"{tmp_path}/s"):
                 await tried.wait()
@@ -81,12 +82,13 @@ def test_a_stream_to_a_process_that_is_stopped_is_given_up(
 ) -> None:
     """The connection stays open and takes bytes; only an unanswered ping shows it."""
     monkeypatch.setattr(channels, "KEEPALIVE_SECONDS", 1)
-    monkeypatch.setattr(channels, "KEEPALIVE_TIMEOUT_SECONDS", 1)
+    # A busy process answers a ping sooner.
+    monkeypatch.setattr(channels, "KEEPALIVE_TIMEOUT_SECONDS", 5)
     address, pid = echo
     said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     with open_sync_channel(address) as channel:
         # The call's own deadline is there to end the test only.
-        answers = channel.stream_stream("/test/Echo")(iter(said.get, b"end"), timeout=30)
+        answers = channel.stream_stream("/test/Echo")(iter(said.get, b"end"), timeout=patience(30))
         for _ in range(messages):
             said.put(b"x" * 1000)
             next(answers)

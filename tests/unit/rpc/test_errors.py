@@ -12,13 +12,14 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.channel import open_sync_channel
 from protos.rpc.errors import DOMAIN, RemoteError, ServiceError, from_rpc_error, status_code, to_status
+from tests.support.patience import patience
 from tests.unit.rpc.conftest import OutOfStockError, Served
 
 
 async def call(served: Served, pool_id: str) -> RemoteError:
     stub = pb_grpc.CacheAdminServiceStub(served.channel)
     with pytest.raises(grpc.RpcError) as caught:
-        await stub.GetPool(pb.GetPoolRequest(pool_id=pool_id), timeout=5)
+        await stub.GetPool(pb.GetPoolRequest(pool_id=pool_id), timeout=patience(5))
     return from_rpc_error(caught.value)
 
 
@@ -55,7 +56,7 @@ async def test_a_handler_may_abort_by_itself(served: Served) -> None:
 
 async def test_a_stream_fails_after_what_it_sent(served: Served) -> None:
     stub = pb_grpc.CacheEventServiceStub(served.channel)
-    watch = stub.WatchEvents(pb.WatchEventsRequest(), timeout=5)
+    watch = stub.WatchEvents(pb.WatchEventsRequest(), timeout=patience(5))
     assert [(await anext(aiter(watch))).events[0].event_number for _ in range(2)] == [1, 2]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await anext(aiter(watch))
@@ -68,7 +69,7 @@ async def test_a_refused_call_leaves_nothing_behind_but_for_a_garbage_collection
         if name == "stream":
             stub = pb_grpc.CacheEventServiceStub(served.channel)
             with pytest.raises(grpc.RpcError):
-                async for _ in stub.WatchEvents(pb.WatchEventsRequest(), timeout=5):
+                async for _ in stub.WatchEvents(pb.WatchEventsRequest(), timeout=patience(5)):
                     pass
         else:
             await call(served, name)
@@ -81,7 +82,7 @@ async def test_a_refused_call_leaves_nothing_behind_but_for_a_garbage_collection
         for _ in range(20):
             await refused()
         # The last call ends behind its answer.
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(patience(30)):
             while _errors() != before:
                 await asyncio.sleep(0.05)
     finally:
@@ -100,7 +101,7 @@ async def test_a_sync_client_reads_the_same_details(served: Served) -> None:
         with open_sync_channel(served.address) as channel:
             stub = pb_grpc.CacheAdminServiceStub(channel)
             with pytest.raises(grpc.RpcError) as caught:
-                stub.GetPool(pb.GetPoolRequest(pool_id="field"), timeout=5)
+                stub.GetPool(pb.GetPoolRequest(pool_id="field"), timeout=patience(5))
             return from_rpc_error(caught.value)
 
     assert (await asyncio.to_thread(call_sync)).fields == {"pool_id": "must not be that"}

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from protos.rpc import http_connection
 from protos.rpc.http_connection import MAX_HEADER_BYTES, MAX_HEADERS, MAX_QUEUED
 from protos.rpc.http_server import HttpServer
+from tests.support.patience import patience
 
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -75,7 +76,7 @@ async def exchange(address: str, sent: bytes) -> bytes:
 async def rest(reader: asyncio.StreamReader) -> bytes:
     received = b""
     with contextlib.suppress(ConnectionResetError):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(patience(30)):
             while data := await reader.read(1 << 16):
                 received += data
     return received
@@ -171,7 +172,8 @@ async def test_many_small_requests_and_a_large_body_are_not_taken_for_headers(ad
     ids=["nothing", "half a header", "half of a second request", "the beginning of a third"],
 )
 async def test_a_connection_without_a_request_is_closed(begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_connection, "REQUEST_SECONDS", 0.05)
+    # Enough for what is sent at once.
+    monkeypatch.setattr(http_connection, "REQUEST_SECONDS", 0.5)
     async with serving(App()) as address:
         before = refused("no_request")
         received = await exchange(address, begun)
@@ -180,7 +182,8 @@ async def test_a_connection_without_a_request_is_closed(begun: bytes, monkeypatc
 
 
 async def test_a_request_that_is_being_served_or_sent_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_connection, "REQUEST_SECONDS", 0.05)
+    # Enough for what is sent at once.
+    monkeypatch.setattr(http_connection, "REQUEST_SECONDS", 0.5)
     app = App()
     async with serving(app) as address:
         _, idle = await connect(address)

@@ -6,6 +6,7 @@ import structlog
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import from_rpc_error
+from tests.support.patience import patience
 from tests.unit.rpc.conftest import ADMIN, Served
 
 # A pool_id that is not UTF-8, and one that is cut off.
@@ -16,7 +17,7 @@ SPOILED = (b"\x0a\x02\xff\xfe", b"\x0a\x7fx")
 async def test_a_unary_call(served: Served, data: bytes) -> None:
     call = served.channel.unary_unary(f"/{ADMIN}/GetPool")
     with pytest.raises(grpc.aio.AioRpcError) as caught, structlog.testing.capture_logs() as logs:
-        await call(data, timeout=5)
+        await call(data, timeout=patience(5))
     [line] = [line for line in logs if line["event"] == "call refused"]
     assert (line["log_level"], line["reason"]) == ("info", "MALFORMED_MESSAGE")
     assert line["peer"]
@@ -27,7 +28,7 @@ async def test_a_unary_call(served: Served, data: bytes) -> None:
 
 @pytest.mark.parametrize("data", SPOILED)
 async def test_a_stream_ends_there(served: Served, data: bytes) -> None:
-    call = served.channel.stream_stream("/test.Echo/Stream")(timeout=5)
+    call = served.channel.stream_stream("/test.Echo/Stream")(timeout=patience(5))
     whole = pb.GetPoolRequest(pool_id="QQ").SerializeToString()
     await call.write(whole)
     assert await call.read() == whole

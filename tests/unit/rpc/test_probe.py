@@ -13,6 +13,7 @@ from protos.rpc.probe import target
 from protos.rpc.security import Security
 from protos.rpc.server import Server
 from tests.stack import ROOT, free_address
+from tests.support.patience import patience
 
 
 def probe(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -23,7 +24,7 @@ def probe(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(60),
         check=False,
     )
 

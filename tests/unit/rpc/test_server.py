@@ -29,6 +29,7 @@ from protos.rpc.security import Security
 from protos.rpc.server import Server
 from protos.rpc.startup import raise_file_limit
 from tests.stack import free_address
+from tests.support.patience import patience
 from tests.unit.rpc.conftest import ADMIN, EVENTS, Admin, Endless, Served, serving
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -37,7 +38,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 async def health(channel: grpc.aio.Channel, service: str) -> int:
     stub = health_pb2_grpc.HealthStub(channel)
-    return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)).status
+    return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=patience(5))).status
 
 
 async def test_health_follows_the_process_and_each_service(served: Served) -> None:
@@ -55,14 +56,14 @@ async def test_all_of_an_addresss_health_is_listed(served: Served) -> None:
     served.server.set_serving(True)
     served.server.set_serving(False, EVENTS)
     stub = health_pb2_grpc.HealthStub(served.channel)
-    listed = await stub.List(health_pb2.HealthListRequest(), timeout=5)
+    listed = await stub.List(health_pb2.HealthListRequest(), timeout=patience(5))
     statuses = {name: answer.status for name, answer in listed.statuses.items()}
     assert [statuses[name] for name in ("", ADMIN, EVENTS)] == [SERVING, SERVING, NOT_SERVING]
 
 
 async def test_a_health_watch_sees_every_change_and_ends_with_the_server(served: Served) -> None:
     stub = health_pb2_grpc.HealthStub(served.channel)
-    watch = stub.Watch(health_pb2.HealthCheckRequest(service=ADMIN), timeout=5)
+    watch = stub.Watch(health_pb2.HealthCheckRequest(service=ADMIN), timeout=patience(5))
     assert (await watch.read()).status == NOT_SERVING
     served.server.set_serving(True)
     assert (await watch.read()).status == SERVING
@@ -75,17 +76,17 @@ async def test_a_health_watch_sees_every_change_and_ends_with_the_server(served:
 async def test_few_watches_are_open_at_once_and_others_may_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "MAX_WATCHES", 3)
     async with watched() as stub:
-        watches = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=30) for _ in range(3)]
+        watches = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=patience(30)) for _ in range(3)]
         for watch in watches:
             assert (await watch.read()).status == NOT_SERVING
         with pytest.raises(grpc.aio.AioRpcError, match="Health/Watch has 3 streams open") as caught:
-            await stub.Watch(health_pb2.HealthCheckRequest(), timeout=30).read()
+            await stub.Watch(health_pb2.HealthCheckRequest(), timeout=patience(30)).read()
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=30)).status == NOT_SERVING
+        assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=patience(30))).status == NOT_SERVING
         watches[0].cancel()
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError):
-                next_one = stub.Watch(health_pb2.HealthCheckRequest(), timeout=30)
+                next_one = stub.Watch(health_pb2.HealthCheckRequest(), timeout=patience(30))
                 assert (await next_one.read()).status == NOT_SERVING
                 break
 
@@ -93,7 +94,7 @@ async def test_few_watches_are_open_at_once_and_others_may_follow(monkeypatch: p
 async def test_a_watch_that_needs_no_token_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interceptors, "OPEN_WATCH_SECONDS", 0.05)
     async with watched() as stub:
-        watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=30)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=patience(30))
         assert (await watch.read()).status == NOT_SERVING
         with pytest.raises(grpc.aio.AioRpcError, match="has been open") as caught:
             await watch.read()
@@ -110,7 +111,7 @@ async def test_connections_of_grpc_leave_files_to_others(monkeypatch: pytest.Mon
         answers = []
         for reader, _ in opened:
             try:
-                answers.append(await asyncio.wait_for(reader.read(1), 30))
+                answers.append(await asyncio.wait_for(reader.read(1), patience(30)))
             except ConnectionError:
                 answers.append(b"")
         assert sum(map(bool, answers)) == most
@@ -131,7 +132,7 @@ async def test_reflection_lists_the_services(served: Served, version: str) -> No
         f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
         request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
         response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
-    )(timeout=5)
+    )(timeout=patience(5))
     answers = aiter(call)
     await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
     names = {service.name for service in (await anext(answers)).list_services_response.service}
@@ -148,7 +149,7 @@ async def test_a_call_without_deadline_is_served_and_logged_once(served: Served)
             assert (await stub.GetPool(pb.GetPoolRequest(pool_id=pool_id))).pool.pool_id == pool_id
     assert [entry["event"] for entry in logs] == ["call without deadline"]
     with structlog.testing.capture_logs() as logs:
-        await stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=5)
+        await stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=patience(5))
     assert logs == []
 
 
@@ -219,12 +220,12 @@ async def test_sigterm_says_not_serving_then_drains_then_stops(tmp_path: Path) -
     running = asyncio.create_task(server.run_until_stopped(drain))
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGTERM)
-    assert await asyncio.wait_for(running, 5)
+    assert await asyncio.wait_for(running, patience(5))
     assert seen == [NOT_SERVING]
 
 
 async def test_a_second_signal_does_not_wait_for_the_drain(tmp_path: Path) -> None:
-    server = Server("test", drain_seconds=60)
+    server = Server("test", drain_seconds=600)
     server.listen(f"unix:{tmp_path}/s", {})
     await server.start()
     draining = asyncio.Event()
@@ -236,9 +237,9 @@ async def test_a_second_signal_does_not_wait_for_the_drain(tmp_path: Path) -> No
     running = asyncio.create_task(server.run_until_stopped(drain))
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGINT)
-    await asyncio.wait_for(draining.wait(), 5)
+    await asyncio.wait_for(draining.wait(), patience(5))
     os.kill(os.getpid(), signal.SIGINT)
-    assert not await asyncio.wait_for(running, 5)
+    assert not await asyncio.wait_for(running, patience(5))
 
 
 @pytest.mark.parametrize(
@@ -251,7 +252,7 @@ async def test_a_connection_without_a_call_is_closed(sent: bytes, monkeypatch: p
         [address] = server.addresses
         reader, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(sent)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(patience(30)):
             while await reader.read(1 << 16):
                 pass
         writer.close()
@@ -260,7 +261,8 @@ async def test_a_connection_without_a_call_is_closed(sent: bytes, monkeypatch: p
 async def test_metrics_are_served_beside_connections_that_ask_for_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_connection, "REQUEST_SECONDS", 0.05)
+    # Enough for the request below.
+    monkeypatch.setattr(http_connection, "REQUEST_SECONDS", 1.0)
     metrics_address = free_address()
     threads = threading.active_count()
     async with serving(f"unix:{tmp_path}/s", metrics_address=metrics_address):
@@ -272,14 +274,14 @@ async def test_metrics_are_served_beside_connections_that_ask_for_nothing(
         # One for the server and one for the reading above, none for a connection.
         assert threading.active_count() < threads + 10
         for reader, writer in idle:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(patience(30)):
                 assert await reader.read() == b""
             writer.close()
 
 
 def status_of(url: str) -> int:
     try:
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(url, timeout=patience(30)) as answer:
             return answer.status
     except HTTPError as error:
         with error:
@@ -324,12 +326,12 @@ async def test_a_probe_in_flight_does_not_delay_the_end(tmp_path: Path, monkeypa
         with ThreadPoolExecutor(1) as threads:
             probe = threads.submit(status_of, f"http://{metrics_address}/live")
             # It waits for this loop, which continues to stop and never lets it run in between.
-            assert asked.wait(30)
+            assert asked.wait(patience(30))
             stopped = server._stop_metrics
             assert stopped is not None
             stopped()
             server._stop_metrics = None
-            assert probe.result(30) == 503
+            assert probe.result(patience(30)) == 503
 
 
 async def test_metrics_count_calls_by_method_and_code(tmp_path: Path) -> None:
@@ -337,9 +339,9 @@ async def test_metrics_count_calls_by_method_and_code(tmp_path: Path) -> None:
     async with serving(f"unix:{tmp_path}/s", metrics_address=metrics_address):
         async with open_channel(f"unix:{tmp_path}/s") as channel:
             stub = pb_grpc.CacheAdminServiceStub(channel)
-            await stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=5)
+            await stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=patience(5))
             with pytest.raises(grpc.aio.AioRpcError):
-                await stub.GetPool(pb.GetPoolRequest(pool_id="field"), timeout=5)
+                await stub.GetPool(pb.GetPoolRequest(pool_id="field"), timeout=patience(5))
 
         def read() -> str:
             with urllib.request.urlopen(f"http://{metrics_address}/metrics") as response:
@@ -354,10 +356,10 @@ async def test_a_cancelled_stream_ends_its_handler(tmp_path: Path) -> None:
     endless = Endless()
     address = f"unix:{tmp_path}/s"
     async with serving(address, {"test.Endless": endless.add}), open_channel(address) as channel:
-        call = channel.unary_stream("/test.Endless/Stream")(b"", timeout=30)
+        call = channel.unary_stream("/test.Endless/Stream")(b"", timeout=patience(30))
         assert await call.read() == b""
         call.cancel()
-        await asyncio.wait_for(endless.ended.wait(), 5)
+        await asyncio.wait_for(endless.ended.wait(), patience(5))
 
 
 async def test_a_message_beyond_the_limit_is_refused_by_its_size(tmp_path: Path) -> None:
@@ -365,5 +367,5 @@ async def test_a_message_beyond_the_limit_is_refused_by_its_size(tmp_path: Path)
     async with serving(address, max_message_bytes=1000), open_channel(address) as channel:
         stub = pb_grpc.CacheAdminServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.GetPool(pb.GetPoolRequest(pool_id="x" * 2000), timeout=5)
+            await stub.GetPool(pb.GetPoolRequest(pool_id="x" * 2000), timeout=patience(5))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

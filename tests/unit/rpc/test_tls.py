@@ -22,6 +22,7 @@ from protos.rpc.channel import open_channel, open_sync_channel
 from protos.rpc.security import PLAIN, Security
 from protos.rpc.settings import ProcessSettings, SettingsError, load
 from tests.stack import free_address
+from tests.support.patience import patience
 from tests.unit.rpc import conftest
 
 CA = certs.authority()
@@ -44,14 +45,14 @@ async def answers(address: str, security: Security) -> bool:
     """Whether a call succeeds; what fails is the connection."""
     async with open_channel(address, security) as channel:
         stub: pb_grpc.CacheAdminServiceAsyncStub = pb_grpc.CacheAdminServiceStub(channel)
-        call = stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=10)
+        call = stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=patience(10))
         code = await call.code()
     assert code in (grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE)
     return code is grpc.StatusCode.OK
 
 
 def fetch(url: str, context: ssl.SSLContext) -> bytes:
-    with urllib.request.urlopen(url, timeout=10, context=context) as answer:
+    with urllib.request.urlopen(url, timeout=patience(10), context=context) as answer:
         return answer.read()
 
 
@@ -96,7 +97,7 @@ async def test_a_mutual_server_refuses_callers_without_a_certificate_of_its_ca(t
         assert not await answers(address, made(tmp_path / "foreign", ca=certs.authority()))
         with open_sync_channel(address, made(tmp_path / "sync")) as channel:
             stub: pb_grpc.CacheAdminServiceStub = pb_grpc.CacheAdminServiceStub(channel)
-            assert await asyncio.to_thread(stub.PurgeBlocks, pb.PurgeBlocksRequest(), timeout=10)
+            assert await asyncio.to_thread(stub.PurgeBlocks, pb.PurgeBlocksRequest(), timeout=patience(10))
 
 
 async def test_a_renewed_certificate_is_shown_without_a_restart(

@@ -25,6 +25,7 @@ from protos.rpc.identity import Identity, PermissionDeniedError, Role, Unauthent
 from protos.rpc.security import Security
 from protos.rpc.settings import ProcessSettings, SettingsError, load
 from tests.support.keyring import Keyring
+from tests.support.patience import patience
 from tests.unit.rpc import conftest
 from tests.unit.rpc.conftest import ADMIN, EVENTS, Events
 
@@ -48,7 +49,7 @@ async def serving(keys: Keyring, events: pb_grpc.CacheEventServiceServicer | Non
 async def code(address: str, security: Security, metadata: tuple[tuple[str, str], ...] = ()) -> grpc.StatusCode:
     async with open_channel(address, security) as channel:
         stub: pb_grpc.CacheAdminServiceAsyncStub = pb_grpc.CacheAdminServiceStub(channel)
-        return await stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=10, metadata=metadata).code()
+        return await stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=patience(10), metadata=metadata).code()
 
 
 async def test_a_call_needs_a_token_whose_role_may_make_it(keys: Keyring) -> None:
@@ -66,11 +67,11 @@ async def test_a_call_needs_a_token_whose_role_may_make_it(keys: Keyring) -> Non
         assert await code(address, good, (("authorization", f"Bearer {token}"),)) is grpc.StatusCode.UNAUTHENTICATED
         with open_sync_channel(address, viewer) as channel:
             sync: pb_grpc.CacheAdminServiceStub = pb_grpc.CacheAdminServiceStub(channel)
-            answer = await asyncio.to_thread(sync.GetPool, pb.GetPoolRequest(pool_id="p"), timeout=10)
+            answer = await asyncio.to_thread(sync.GetPool, pb.GetPoolRequest(pool_id="p"), timeout=patience(10))
             assert answer.pool.pool_id == "p"
             # Probes have no token.
             health = health_pb2_grpc.HealthStub(channel)
-            await asyncio.to_thread(health.Check, health_pb2.HealthCheckRequest(), timeout=10)
+            await asyncio.to_thread(health.Check, health_pb2.HealthCheckRequest(), timeout=patience(10))
 
 
 async def test_errors_say_nothing_of_what_is_known(keys: Keyring) -> None:
@@ -81,7 +82,7 @@ async def test_errors_say_nothing_of_what_is_known(keys: Keyring) -> None:
             async with open_channel(address, security) as channel:
                 stub: pb_grpc.CacheAdminServiceAsyncStub = pb_grpc.CacheAdminServiceStub(channel)
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=10, metadata=metadata)
+                    await stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=patience(10), metadata=metadata)
                 told.add(str(from_rpc_error(caught.value)))
     assert told == {"UNAUTHENTICATED: a valid token is needed: authorization: Bearer TOKEN"}
 
@@ -98,7 +99,7 @@ async def test_streams_are_refused_before_anything_is_read(keys: Keyring) -> Non
             (open_, grpc.StatusCode.RESOURCE_EXHAUSTED),
         ):
             stub: pb_grpc.CacheEventServiceAsyncStub = pb_grpc.CacheEventServiceStub(channel)
-            call = stub.WatchEvents(pb.WatchEventsRequest(), timeout=10)
+            call = stub.WatchEvents(pb.WatchEventsRequest(), timeout=patience(10))
             with pytest.raises(grpc.aio.AioRpcError):
                 [event async for event in call]
             assert await call.code() is expected
@@ -148,7 +149,7 @@ async def test_a_stream_ends_with_its_token(
         for viewer in (revoked, changed, kept):
             channel = await exits.enter_async_context(open_channel(address, viewer))
             stub: pb_grpc.CacheEventServiceAsyncStub = pb_grpc.CacheEventServiceStub(channel)
-            calls.append(stub.WatchEvents(pb.WatchEventsRequest(), timeout=10))
+            calls.append(stub.WatchEvents(pb.WatchEventsRequest(), timeout=patience(10)))
             assert (await anext(aiter(calls[-1]))).events[0].event_number == 1
         _, other, same = keys.file.read_text().splitlines()
         keys.file.write_text(other.replace('"tenant":""', '"tenant":"acme"') + "\n" + same + "\n")
@@ -215,8 +216,8 @@ async def test_what_operators_do_is_written_down_without_prompts(keys: Keyring) 
     async with serving(keys) as address, open_channel(address, operator) as channel:
         admin: pb_grpc.CacheAdminServiceAsyncStub = pb_grpc.CacheAdminServiceStub(channel)
         prefix = pb.PrefixSelector(salt="acme/x", token_ids=[4711])
-        await admin.PurgeBlocks(pb.PurgeBlocksRequest(filter=pb.BlockFilter(prefix=prefix)), timeout=10)
-        await admin.GetPool(pb.GetPoolRequest(pool_id="field"), timeout=10).code()
+        await admin.PurgeBlocks(pb.PurgeBlocksRequest(filter=pb.BlockFilter(prefix=prefix)), timeout=patience(10))
+        await admin.GetPool(pb.GetPoolRequest(pool_id="field"), timeout=patience(10)).code()
         await code(address, Security(), (("authorization", "Bearer secret"),))
     written = (keys.folder / "audit").read_text()
     purge, get, refused = (json.loads(line) for line in written.splitlines())
@@ -236,7 +237,7 @@ async def test_many_refusals_are_few_lines_and_none_is_lost(keys: Keyring, monke
         async with serving(keys) as address, open_channel(address) as channel:
             stub: pb_grpc.CacheAdminServiceAsyncStub = pb_grpc.CacheAdminServiceStub(channel)
             for _ in range(100):
-                await stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=10).code()
+                await stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=patience(10)).code()
     counts = [entry["count"] for entry in logs if entry["event"] == "call denied"]
     assert sum(counts) == 100
     assert len(counts) < 50
@@ -270,7 +271,7 @@ def test_a_salt_is_bound_so_that_no_other_tenant_can_name_it() -> None:
 def test_a_token_is_made_by_a_command(tmp_path: Path) -> None:
     made = subprocess.run(
         [sys.executable, "-m", "protos.rpc.tokens", "new", "--role", "caller", "--tenant", "acme", "--name", "app"],
-        capture_output=True, text=True, check=True, timeout=60,
+        capture_output=True, text=True, check=True, timeout=patience(60),
     )  # fmt: skip
     file, token = tmp_path / "tokens", made.stdout.strip()
     file.touch(mode=0o600)
@@ -288,7 +289,7 @@ async def test_a_forwarded_read_of_prompts_is_written_each_time(keys: Keyring) -
         admin: pb_grpc.CacheAdminServiceAsyncStub = pb_grpc.CacheAdminServiceStub(channel)
         for prompts in (False, False, True, True):
             request = pb.ListBlocksRequest(pool_id="p", include_token_ids=prompts)
-            await admin.ListBlocks(request, timeout=10, metadata=forwarded).code()
+            await admin.ListBlocks(request, timeout=patience(10), metadata=forwarded).code()
     lines = [json.loads(line) for line in (keys.folder / "audit").read_text().splitlines()]
     assert [line["request"].get("include_token_ids", False) for line in lines] == [False, True, True]
     assert all(line["peer"].endswith(" for 10.1.2.3:4") for line in lines)

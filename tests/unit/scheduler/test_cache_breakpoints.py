@@ -6,6 +6,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from scheduler.frontend.chat_template import ChatTemplate
 from scheduler.frontend.validation import Breakpoint, _breakpoint_ranges
 from tests.support.generation import generate
+from tests.support.patience import patience
 from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.real_manager import RealManager
 from tests.support.scheduler.stack import StackFactory
@@ -56,7 +57,7 @@ async def test_breakpoints_become_retention_ranges(run_stack: StackFactory) -> N
     )
     executor = FakeExecutor()
     async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
-        await generate(stack.stub, request, 30)
+        await generate(stack.stub, request, patience(30))
         [admission] = stack.manager.admissions
     tokens = byte_level_tokenizer()
     known = [tokens.decode(list(admission.token_ids[: kept.end]), skip_special_tokens=False)

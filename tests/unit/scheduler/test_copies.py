@@ -68,7 +68,7 @@ def test_a_sequence_with_a_failed_onload_restarts_without_that_tier() -> None:
         tokens, update = updates(batch)
         assert update.released == [1]
         [again] = tokens.retried
-        assert (again.lowest_tier, again.preempted, again.sequence_id) == (usable, False, "r1#1.1")
+        assert (again.lowest_tier, again.preempted, again.sequence_id("s")) == (usable, False, "r1#s.1.1")
         assert update.cancelled_tickets == []
         run(batch, 2, copied=[1, 3])
         assert not batch.copies.waiting

@@ -16,10 +16,12 @@ from protos.rpc.http_server import HttpServer
 from protos.rpc.identity import Role
 from protos.rpc.settings import SettingsError, load
 from scheduler.frontend.openai.origins import Origins
+from scheduler.router.settings import RouterSettings
 from scheduler.settings import SchedulerSettings
 from tests.console.conftest import CHROMIUM
 from tests.stack import free_address
 from tests.support.keyring import Keyring
+from tests.support.scheduler.fleet import run_fleet
 from tests.support.scheduler.http import JSON, LEAST, Answer, ask, serve, starting_service
 from tests.support.scheduler.process import scheduler
 from tests.support.scheduler.stack import Stack
@@ -167,6 +169,18 @@ async def test_the_process_allows_pages_of_this_machine_and_named_origins(tmp_pa
             assert (await ask(address, "OPTIONS", "/v1/models", headers=preflight(origin))).headers[ALLOWED] == allowed
 
 
+async def test_a_router_allows_them_as_a_scheduler_does(tmp_path: Path) -> None:
+    async with run_fleet(tmp_path, 1, http_address="127.0.0.1:0", http_allowed_origins=NAMED) as fleet:
+        server = fleet.router.http_server(Guard(None, None))
+        assert server is not None
+        await server.start()
+        for origin, allowed in ((HERE, HERE), (NAMED, NAMED), (THERE, None)):
+            for path in ("/v1/models", "/v1/chat/completions"):
+                answer = await ask(server.address, "OPTIONS", path, headers=preflight(origin))
+                assert answer.headers[ALLOWED] == allowed
+        await server.stop()
+
+
 NAME = "KVKEEP_SCHEDULER_HTTP_ALLOWED_ORIGINS"
 
 
@@ -187,6 +201,14 @@ def test_origins_are_named_with_commas_between_them() -> None:
 def test_an_invalid_origin_is_refused(value: str) -> None:
     with pytest.raises(SettingsError, match=f"{NAME}.*https://chat.example.com"):
         origins(value)
+
+
+def test_the_settings_of_a_router_are_those_of_a_scheduler() -> None:
+    engines = {"KVKEEP_ROUTER_ENGINES": "unix:/engine"}
+    named = {"KVKEEP_ROUTER_HTTP_ALLOWED_ORIGINS": NAMED}
+    assert load(RouterSettings, engines | named).http_allowed_origins == (NAMED,)
+    with pytest.raises(SettingsError, match=r"KVKEEP_ROUTER_HTTP_ALLOWED_ORIGINS.*every web page"):
+        load(RouterSettings, engines | {"KVKEEP_ROUTER_HTTP_ALLOWED_ORIGINS": "*"})
 
 
 def test_every_page_may_only_where_tokens_keep_strangers_out(keyring: Keyring) -> None:

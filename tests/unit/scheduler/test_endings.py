@@ -12,6 +12,7 @@ from scheduler.core import loop
 from scheduler.request import MAX_FAILURES
 from tests.support.generation import generate
 from tests.support.generation import greedy_request as request
+from tests.support.patience import patience
 from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.real_manager import RealManager
 from tests.support.scheduler.stack import Stack, StackFactory, prompt_of, refusal, run, waiting
@@ -27,13 +28,17 @@ def salted(prompt: list[int], max_tokens: int, **fields: object) -> pb.StreamGen
 
 async def test_a_client_that_disconnects_frees_everything(stack: Stack) -> None:
     async with grpc.aio.insecure_channel(stack.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-        await rpc.GenerationServiceStub(channel).StreamGenerate(request(prompt_of(20), 300), timeout=30).read()
+        await (
+            rpc.GenerationServiceStub(channel).StreamGenerate(request(prompt_of(20), 300), timeout=patience(30)).read()
+        )
     await stack.manager.unused()
 
 
 async def test_cancelling_before_the_first_step_frees_everything(stack: Stack) -> None:
     stack.executor.gate.clear()
-    calls = [stack.stub.StreamGenerate(request(prompt_of(20, seed=i), 5, n=i), timeout=30) for i in range(1, 6)]
+    calls = [
+        stack.stub.StreamGenerate(request(prompt_of(20, seed=i), 5, n=i), timeout=patience(30)) for i in range(1, 6)
+    ]
     await stack.manager.admitted(5)
     for call in calls:
         call.cancel()
@@ -44,7 +49,7 @@ async def test_cancelling_before_the_first_step_frees_everything(stack: Stack) -
 
 async def test_cancelling_while_the_manager_answers_frees_everything(stack: Stack) -> None:
     stack.manager.gate.clear()
-    call = stack.stub.StreamGenerate(request(prompt_of(20), 5), timeout=30)
+    call = stack.stub.StreamGenerate(request(prompt_of(20), 5), timeout=patience(30))
     await waiting(stack, 1)
     call.cancel()
     await waiting(stack, 0)
@@ -83,7 +88,7 @@ async def test_beyond_the_bound_of_the_queue_requests_are_refused_with_a_time_to
 async def test_a_request_that_waits_for_its_quota_is_passed_only_by_other_accounts(stack: Stack) -> None:
     executor = stack.executor
     stack.manager.bound("s", 6)
-    running = stack.stub.StreamGenerate(salted([1] * 12, 300), timeout=30)
+    running = stack.stub.StreamGenerate(salted([1] * 12, 300), timeout=patience(30))
     await running.read()
     executor.gate.clear()
     # The second one would fit beside the running one.
@@ -107,7 +112,7 @@ async def test_a_request_that_waits_for_its_quota_is_passed_only_by_other_accoun
 
 
 async def test_a_request_id_can_be_used_again_when_its_request_has_ended(stack: Stack) -> None:
-    call = stack.stub.StreamGenerate(request([1], 300, request_id="same"), timeout=30)
+    call = stack.stub.StreamGenerate(request([1], 300, request_id="same"), timeout=patience(30))
     await call.read()
     assert (await refusal(run(stack, request([2], 2, request_id="same")))).reason == "REQUEST_EXISTS"
     call.cancel()
@@ -124,9 +129,9 @@ async def test_a_request_that_kills_the_executor_fails_alone(run_stack: StackFac
         for prompt in prompts:
             unknown -= {*prompt, *executor.expected(prompt, 40)}
         executor.chokes_on = min(unknown)
-        good = [asyncio.create_task(generate(stack.stub, request(prompt, 40), 60)) for prompt in prompts[:3]]
+        good = [asyncio.create_task(generate(stack.stub, request(prompt, 40), patience(60))) for prompt in prompts[:3]]
         bad = asyncio.create_task(run(stack, request([executor.chokes_on] * 20, 5)))
-        good += [asyncio.create_task(generate(stack.stub, request(prompt, 40), 60)) for prompt in prompts[3:]]
+        good += [asyncio.create_task(generate(stack.stub, request(prompt, 40), patience(60))) for prompt in prompts[3:]]
         error = await refusal(bad)
         assert (error.code, error.reason) == (grpc.StatusCode.INTERNAL, "EXECUTOR_FAILS")
         for prompt, task in zip(prompts, good, strict=True):
@@ -172,7 +177,7 @@ async def test_a_changed_executor_ends_the_scheduler(
         value, words = CHANGES[change]
         setattr(stack.executor, change, value)
         stack.executor.restart()
-        await asyncio.wait_for(stack.scheduler.failed.wait(), 20)
+        await asyncio.wait_for(stack.scheduler.failed.wait(), patience(20))
     said = capsys.readouterr().out
     assert "the executor was replaced" in said
     assert words in said
@@ -180,7 +185,7 @@ async def test_a_changed_executor_ends_the_scheduler(
 
 
 async def test_requests_of_a_changed_executor_may_be_retried(stack: Stack) -> None:
-    running = asyncio.create_task(generate(stack.stub, request([1, 2], 300), 30))
+    running = asyncio.create_task(generate(stack.stub, request([1, 2], 300), patience(30)))
     # From now on the step loop has the sequence, and releases it.
     await stack.executor.stepped(1)
     stack.executor.chat_template = "another"
@@ -195,13 +200,13 @@ async def test_an_executor_replaced_during_the_start_is_noticed(
     executor = FakeExecutor()
     executor.restarts_when_described = True
     async with run_stack(executor=executor) as stack:
-        await asyncio.wait_for(stack.scheduler.failed.wait(), 20)
+        await asyncio.wait_for(stack.scheduler.failed.wait(), patience(20))
 
 
 async def test_an_idle_executor_that_starts_again_is_met_before_a_request_comes(stack: Stack) -> None:
     await run(stack, request([1, 2], 2))
     stack.executor.restart()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while stack.executor.sessions < 2:
             await asyncio.sleep(0.01)
     [output] = await run(stack, request([3, 4], 5))
@@ -214,8 +219,8 @@ async def test_a_scheduler_of_the_same_name_ends_the_earlier_process(
 ) -> None:
     async with run_stack() as stack:
         stack.manager.register_scheduler("test", 1 << 63)
-        asking = asyncio.create_task(generate(stack.stub, request([1, 2], 2), 30))
-        await asyncio.wait_for(stack.scheduler.failed.wait(), 20)
+        asking = asyncio.create_task(generate(stack.stub, request([1, 2], 2), patience(30)))
+        await asyncio.wait_for(stack.scheduler.failed.wait(), patience(20))
         asking.cancel()
     said = capsys.readouterr().out
     assert "another scheduler registered under this name" in said
@@ -228,7 +233,7 @@ async def test_a_scheduler_whose_clock_went_back_replaces_the_earlier_process(ru
     executor.scheduler_epoch = (1 << 62) - 5
     manager.register_scheduler("test", 1 << 62)
     async with run_stack(executor=executor, manager=manager) as stack:
-        assert len((await generate(stack.stub, request([1, 2], 3), 30)).token_ids) == 3
+        assert len((await generate(stack.stub, request([1, 2], 3), patience(30))).token_ids) == 3
         assert not stack.scheduler.failed.is_set()
 
 
@@ -236,7 +241,7 @@ async def test_a_scheduler_that_is_never_registered_fails_instead_of_waiting(run
     executor = FakeExecutor()
     manager = RealManager(executor)
     manager.refuses_schedulers = True
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         async with run_stack(executor=executor, manager=manager) as stack:
             assert stack.scheduler.failed.is_set()
             assert stack.scheduler.service.obstacle

@@ -148,7 +148,7 @@ def test_an_executor_that_follows_the_policy_has_slots_for_every_planned_token(
         if asked_at is not None and turn >= asked_at + delay and not given_own:
             given_own = True
             room = chosen.most_kept or chosen.maximum + 1 + ahead
-            own = [(HANDLE, [] if stays else list(range(501, 501 + -(-room // BLOCK))))]
+            own = [(HANDLE, [] if stays else list(range(501, 501 + -(-room // BLOCK))), 0)]
         # As much as the manager gives, and before it has heard of the move, to the table that it knows.
         needed = executor.kept + 2 + ahead
         if reported_at is None:
@@ -198,7 +198,7 @@ def test_a_sequence_that_waits_for_private_blocks_skips_steps() -> None:
     assert updates(batch)[1].evicting == {HANDLE: True}
     assert batch.plan(100).out_of_blocks == [sequence]
     assert updates(batch)[1].evicting == {HANDLE: False}
-    batch.apply(SyncAnswer((), (), 0, (), (), (), [(HANDLE, [11, 12, 13])]))
+    batch.apply(SyncAnswer((), (), 0, (), (), (), [(HANDLE, [11, 12, 13], 0)]))
     message, flight = build_step(2, batch.plan(100), [])
     assert list(message.evicting_sequences) == [HANDLE]
     assert list(message.evicting_slots) == [11, 12, 13]
@@ -230,6 +230,6 @@ def test_a_sequence_that_stops_before_its_first_eviction_has_not_moved(
             batch.commit(flight, result)
         update = updates(batch)[1]
         assert update.relocated.get(HANDLE, 0) <= sequence.computed
-        own = [(HANDLE, list(range(501, 520)))] if update.evicting else []
+        own = [(HANDLE, list(range(501, 520)), 0)] if update.evicting else []
         batch.apply(SyncAnswer((), (), 0, (), (), list(update.relocated), own))
     assert sampled == stop_at

@@ -8,6 +8,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from scheduler.frontend import output
 from tests.support.generation import generate
 from tests.support.generation import greedy_request as request
+from tests.support.patience import patience
 from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.stack import Stack, StackFactory, prompt_of, run, waiting
 
@@ -69,8 +70,8 @@ async def test_a_follower_whose_writer_is_cancelled_computes_the_prefix_itself(r
     async with run_stack(max_batched_tokens=8) as stack:
         stack.executor.gate.clear()
         prompt = prompt_of(80)
-        writer = stack.stub.StreamGenerate(request(prompt, 3), timeout=30)
-        follower = asyncio.create_task(generate(stack.stub, request(prompt, 3), 30))
+        writer = stack.stub.StreamGenerate(request(prompt, 3), timeout=patience(30))
+        follower = asyncio.create_task(generate(stack.stub, request(prompt, 3), patience(30)))
         await stack.manager.admitted(2)
         writer.cancel()
         stack.executor.gate.set()
@@ -82,7 +83,7 @@ async def test_very_many_streams_get_several_tokens_in_a_message(stack: Stack, m
     messages: list[list[list[int]]] = [[] for _ in range(5)]
 
     async def read(stack: Stack, at: int) -> None:
-        call = stack.stub.StreamGenerate(request(prompt_of(9, seed=at), 60), timeout=30)
+        call = stack.stub.StreamGenerate(request(prompt_of(9, seed=at), 60), timeout=patience(30))
         messages[at] = [list(answer.token_ids) async for answer in call]
 
     await asyncio.gather(*[read(stack, at) for at in range(5)])
@@ -98,9 +99,11 @@ async def test_a_request_that_waits_for_blocks_takes_no_turn(
     monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.02)
     async with run_stack(max_running=1) as stack:
         stack.executor.step_seconds = 0.005
-        call = stack.stub.StreamGenerate(request(prompt_of(9), 100), timeout=30)
+        call = stack.stub.StreamGenerate(request(prompt_of(9), 100), timeout=patience(30))
         parts = [list((await anext(aiter(call))).token_ids)]
-        others = [stack.stub.StreamGenerate(request(prompt_of(9, seed=seed), 3), timeout=30) for seed in range(40)]
+        others = [
+            stack.stub.StreamGenerate(request(prompt_of(9, seed=seed), 3), timeout=patience(30)) for seed in range(40)
+        ]
         await waiting(stack, len(others))
         while sum(map(len, parts)) < 100:
             parts.append(list((await anext(aiter(call))).token_ids))
@@ -112,12 +115,12 @@ async def test_a_request_that_waits_for_blocks_takes_no_turn(
 async def test_a_follower_whose_writer_leaves_during_the_admission_computes_the_prefix_itself(stack: Stack) -> None:
     stack.executor.gate.clear()
     stack.manager.gate.clear()
-    first = asyncio.create_task(generate(stack.stub, request([1], 2), 30))
+    first = asyncio.create_task(generate(stack.stub, request([1], 2), patience(30)))
     await stack.manager.asked(1)
     prompt = prompt_of(80)
-    writer = stack.stub.StreamGenerate(request(prompt, 3), timeout=30)
+    writer = stack.stub.StreamGenerate(request(prompt, 3), timeout=patience(30))
     await waiting(stack, 2)
-    follower = asyncio.create_task(generate(stack.stub, request(prompt, 3), 30))
+    follower = asyncio.create_task(generate(stack.stub, request(prompt, 3), patience(30)))
     await waiting(stack, 3)
     stack.manager.gate.set()
     await stack.manager.admitted(1)
@@ -132,7 +135,7 @@ async def test_a_follower_whose_writer_leaves_during_the_admission_computes_the_
 
 
 async def test_a_sequence_that_the_manager_voids_starts_again(stack: Stack) -> None:
-    task = asyncio.create_task(generate(stack.stub, request(prompt_of(20), 50), 30))
+    task = asyncio.create_task(generate(stack.stub, request(prompt_of(20), 50), patience(30)))
     await stack.manager.admitted(1)
     stack.manager.void_next = set(stack.manager.live)
     assert (await task).token_ids == stack.executor.expected(prompt_of(20), 50)
@@ -162,11 +165,11 @@ async def test_a_request_may_have_the_whole_pool(run_stack: StackFactory) -> Non
 async def test_a_higher_priority_is_admitted_first(run_stack: StackFactory) -> None:
     async with run_stack(max_running=1) as stack:
         stack.executor.gate.clear()
-        first = asyncio.create_task(generate(stack.stub, request([1], 2, request_id="first"), 30))
+        first = asyncio.create_task(generate(stack.stub, request([1], 2, request_id="first"), patience(30)))
         await stack.manager.admitted(1)
-        low = asyncio.create_task(generate(stack.stub, request([2], 2, request_id="low"), 30))
+        low = asyncio.create_task(generate(stack.stub, request([2], 2, request_id="low"), patience(30)))
         await waiting(stack, 1)
-        high = asyncio.create_task(generate(stack.stub, request([3], 2, request_id="high", priority=1), 30))
+        high = asyncio.create_task(generate(stack.stub, request([3], 2, request_id="high", priority=1), patience(30)))
         await waiting(stack, 2)
         stack.executor.gate.set()
         await asyncio.gather(first, low, high)
@@ -177,7 +180,9 @@ async def test_a_higher_priority_is_admitted_first(run_stack: StackFactory) -> N
 async def test_every_token_has_its_log_probability(stack: Stack) -> None:
     message = request([4, 4], 5)
     message.sampling.num_logprobs = 3
-    logprobs = [entry async for part in stack.stub.StreamGenerate(message, timeout=30) for entry in part.logprobs]
+    logprobs = [
+        entry async for part in stack.stub.StreamGenerate(message, timeout=patience(30)) for entry in part.logprobs
+    ]
     assert [len(entry.top) for entry in logprobs] == [3] * 5
 
 
@@ -187,7 +192,7 @@ async def test_a_conversation_is_rendered_with_the_models_template(stack: Stack)
     [output] = await run(stack, asked)
     prompt = stack.executor.tokenizer.encode("<user>the cat <b><eos>\n<assistant>", add_special_tokens=False).ids
     assert output.token_ids == stack.executor.expected(prompt, 4)
-    tokenized = await stack.stub.TokenizePrompt(pb.TokenizePromptRequest(chat=chat), timeout=5)
+    tokenized = await stack.stub.TokenizePrompt(pb.TokenizePromptRequest(chat=chat), timeout=patience(5))
     assert list(tokenized.token_ids) == prompt
 
 

@@ -11,6 +11,7 @@ from scheduler.core import loop
 from scheduler.errors import ExecutorLostError
 from tests.support.generation import generate
 from tests.support.generation import greedy_request as request
+from tests.support.patience import patience
 from tests.support.scheduler.sequences import Updates
 from tests.support.scheduler.stack import Stack
 
@@ -25,7 +26,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def until(reached: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while not reached():
             await asyncio.sleep(0.01)
 
@@ -38,15 +39,16 @@ async def test_a_hanging_executor_is_reported_and_no_request_is_lost(
     if not is_lost:
         monkeypatch.setattr(loop, "LOST_SECONDS", 1e9)
     executor, service = stack.executor, stack.scheduler.service
-    tasks = [asyncio.create_task(generate(stack.stub, request([i + 1, 2], 30), 30)) for i in range(4)]
+    tasks = [asyncio.create_task(generate(stack.stub, request([i + 1, 2], 30), patience(30))) for i in range(4)]
     await executor.stepped(3)
     executor.gate.clear()
-    await until(lambda: executor.sessions == 2 if is_lost else service.obstacle)
+    await until(lambda: executor.sessions > 1 if is_lost else service.obstacle)
     executor.gate.set()
     for i, task in enumerate(tasks):
         assert (await task).token_ids == executor.expected([i + 1, 2], 30)
     assert not service.obstacle
-    assert executor.sessions == 1 + is_lost
+    # On a busy machine it may be lost once more.
+    assert (executor.sessions > 1) == is_lost
 
 
 async def test_requests_leave_while_the_executor_hangs(
@@ -54,12 +56,12 @@ async def test_requests_leave_while_the_executor_hangs(
 ) -> None:
     monkeypatch.setattr(loop, "LOST_SECONDS", 1e9)
     executor, manager = stack.executor, stack.manager
-    first = asyncio.create_task(generate(stack.stub, request([1, 2], 30), 30))
+    first = asyncio.create_task(generate(stack.stub, request([1, 2], 30), patience(30)))
     await executor.stepped(3)
     executor.gate.clear()
     await until(lambda: stack.scheduler.service.obstacle)
     # Admitted, and in none of the steps under way.
-    others = [asyncio.create_task(generate(stack.stub, request([i + 5, 2], 30), 30)) for i in range(3)]
+    others = [asyncio.create_task(generate(stack.stub, request([i + 5, 2], 30), patience(30))) for i in range(3)]
     await manager.admitted(4)
     for task in others:
         task.cancel()

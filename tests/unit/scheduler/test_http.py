@@ -289,8 +289,9 @@ def test_the_description_names_every_route_and_only_answers_that_there_are() -> 
     app = create_app(starting_service(), max_prompt_bytes=1000)
     described = app.openapi()
     assert sorted(described["paths"]) == [
-        "/detokenize", "/health", "/metrics", "/tokenize", "/v1/chat/completions", "/v1/completions", "/v1/models",
-        "/v1/models/{model}", "/version",
+        "/abort_request", "/detokenize", "/health", "/load", "/metrics", "/model_info", "/ping", "/server_info",
+        "/tokenize", "/tokenizer_info", "/v1/chat/completions", "/v1/completions", "/v1/load_lora_adapter",
+        "/v1/models", "/v1/models/{model}", "/v1/unload_lora_adapter", "/version",
     ]  # fmt: skip
     for path in described["paths"].values():
         for method in path.values():
@@ -308,7 +309,16 @@ def test_the_description_names_every_route_and_only_answers_that_there_are() -> 
         ("/v1/chat/completions", {"messages": [HELLO, HELLO | {"reasoning_content": "a"}]},
          "messages[1].reasoning_content", "is not read by the model's chat template"),
         ("/tokenize", {"messages": [HELLO | {"reasoning_content": "a"}]}, "messages[0].reasoning_content", "not read"),
-        ("/detokenize", {"tokens": [1], "skip_special_tokens": True}, "skip_special_tokens", "is not supported"),
+        ("/v1/completions", {"prompt": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
+        ("/v1/completions", {"prompt": "x", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "greater than"),
+        ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix", "is not supported"),
+        ("/detokenize", {"tokens": [1], "skip_special_tokens": "x"}, "skip_special_tokens", "should be a valid bool"),
+        ("/tokenize", {"messages": [HELLO], "documents": [{}]}, "documents", "is not supported"),
+        ("/tokenize", {"messages": [HELLO], "chat_template_kwargs": {"tools": []}},
+         "chat_template_kwargs.tools", "is set by the server"),
+        ("/v1/chat/completions",
+         {"messages": [HELLO], "add_generation_prompt": True, "continue_final_message": True},
+         "continue_final_message", "cannot be given together with add_generation_prompt"),
     ],
 )  # fmt: skip
 async def test_no_unknown_field_is_dropped_silently(

@@ -5,6 +5,7 @@ from typing import Any, get_args
 
 import openai.types.chat as openai_chat
 import pytest
+from google.protobuf.json_format import MessageToDict
 from openai.types import completion_create_params
 from openai.types.chat import ChatCompletionMessage
 from openai.types.chat import completion_create_params as chat_params
@@ -14,7 +15,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import InvalidField
 from scheduler.frontend.openai import translate
-from scheduler.frontend.openai.errors import from_service, rename
+from scheduler.frontend.openai.errors import FieldError, from_service, rename
 from scheduler.frontend.openai.extensions import EvictionPolicy
 from scheduler.frontend.openai.requests import (
     MAX_PROMPTS,
@@ -63,7 +64,8 @@ def test_every_field_is_translated() -> None:
         model="m", n=2, stop=["a", "b"], max_tokens=7, max_completion_tokens=8, temperature=0, top_p=0.5, seed=-1,
         presence_penalty=1, frequency_penalty=-1, top_k=-1, min_p=0.25, repetition_penalty=1.5, ignore_eos=True,
         stop_token_ids=[5], request_id="r", priority=-3, cache_salt="s", session_id="c", prompt_cache_key="k",
-        logprobs=True, top_logprobs=4,
+        logprobs=True, top_logprobs=4, logit_bias={"5": -3.5, "7": 100}, min_tokens=2, bad_words=["no", "never"],
+        allowed_token_ids=[5, 6], response_format={"type": "json_object"},
         retention={"ranges": [{"end": 4, "priority": 1, "duration": "1.5m"}, {"start": 4, "priority": 2}],
                    "decode": {"priority": 3, "duration": 4}},
         kv_hints={"message_id": "h", "actions": [
@@ -78,8 +80,10 @@ def test_every_field_is_translated() -> None:
         max_tokens=8,
         sampling=pb.SamplingParams(
             temperature=0, top_k=0, top_p=0.5, min_p=0.25, repetition_penalty=1.5, presence_penalty=1,
-            frequency_penalty=-1, seed=(1 << 64) - 1, num_logprobs=4,
+            frequency_penalty=-1, seed=(1 << 64) - 1, num_logprobs=4, logit_bias={5: -3.5, 7: 100}, min_tokens=2,
+            bad_words=["no", "never"], allowed_token_ids=[5, 6],
         ),
+        structured_output=common.StructuredOutput(json_schema='{"type": "object"}'),
         stop=["a", "b"],
         stop_token_ids=[5],
         ignore_eos=True,
@@ -150,19 +154,16 @@ def hinted(**payload: object) -> dict[str, Any]:
 
 PART = {"type": "text", "text": "x"}
 OF_CHATS: dict[str, object] = {
-    "tools": [{}], "tool_choice": "required", "modalities": ["audio"], "verbosity": "low", "chat_template": "x",
-    "chat_template_kwargs": "x",
+    "modalities": ["audio"], "verbosity": "low", "chat_template": "x", "documents": [{}],
 }  # fmt: skip
 UNSUPPORTED: dict[str, object] = {
-    "response_format": {"type": "json_schema"}, "logit_bias": {"1": 2}, "min_tokens": 3, "guided_json": {},
-    "best_of": 2, "prompt_logprobs": 0, "regex": "x", "ebnf": "x", "json_schema": {}, "stop_regex": "x",
-    "no_stop_trim": True, "lora_path": "x", "input_ids": [1], "custom_logit_processor": "x", "thinking": True,
-    "thinking_token_budget": 1, "repetition_detection": {}, "logprob_token_ids": [1], "truncation_side": "left",
+    "best_of": 2, "stop_regex": "x",
+    "lora_path": "x", "input_ids": [1], "custom_logit_processor": "x", "thinking": True,
+    "thinking_token_budget": 1, "repetition_detection": {}, "logprob_token_ids": [1],
     "vllm_xargs": {"x": 1}, "kv_transfer_params": {"x": 1},
 }  # fmt: skip
 OF_MESSAGES: dict[str, object] = {
-    "prefix": True, "tools": [{}], "tool_call_id": "c", "refusal": "no", "task": "title", "function_call": {},
-    "audio": {"id": "a"}, "tool_calls": [{"id": "1", "type": "function", "function": {}}],
+    "prefix": True, "tools": [{}], "refusal": "no", "task": "title", "function_call": {}, "audio": {"id": "a"},
 }  # fmt: skip
 MEANT = {
     "cache_slat": "cache_salt", "cacheSalt": "cache_salt", "sesion_id": "session_id", "kv_hint": "kv_hints",
@@ -172,15 +173,26 @@ MEANT = {
 NO_DOUBLES = (float("inf"), -float("inf"), float("nan"), 10**400, -(10**400))
 # Fields of a conversation, and the beginning of the error.
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
+    (
+        said(content=None, tool_calls=None, cache_control={"type": "ephemeral"}),
+        "messages[1].cache_control needs a content",
+    ),
     *(({name: value}, f"{name} is not supported") for name, value in (OF_CHATS | UNSUPPORTED).items()),
     *((said(**{name: value}), f"messages[1].{name} is not supported") for name, value in OF_MESSAGES.items()),
-    (said(content=None, tool_calls=[{}]), "messages[1].tool_calls is not supported"),
     *(({name: "x"}, f"{name} is not a field: did you mean {meant}") for name, meant in MEANT.items()),
     ({"x" * 1_000_000: 1}, f"{'x' * 64} is not a field"),
     *((hinted(x=value), "kv_hints.actions[0].payload.x must be a finite number") for value in NO_DOUBLES),
+    *(
+        ({"chat_template_kwargs": {"x": value}}, "chat_template_kwargs.x must be a finite number")
+        for value in NO_DOUBLES
+    ),
+    ({"chat_template_kwargs": {"x": ["\ud800"]}}, "chat_template_kwargs.x[0] must not have a half of a surrogate"),
+    ({"chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning_effort": "high"}, "reasoning_effort cannot be"),
     (said(role="user", content=None), "messages[1].content is missing"),
     (said(reasoning="a", reasoning_content="b"), "messages[1].reasoning cannot be given with another"),
     ({"extra_key": "one", "cache_salt": "other"}, "extra_key cannot be given"),
+    ({"rid": "one", "request_id": "other"}, "rid cannot be given"),
 ]
 # Refused before it is translated.
 INVALID: list[tuple[dict[str, Any], str]] = [
@@ -190,8 +202,26 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [PART] * 1025}] * 4}, "must have at most 4096 entries"),
     (hinted(x="y" * 66_000), "has more than 65536 bytes"),
     (hinted(x=[float("nan")] * 66_000), "has more than 65536 bytes"),
+    ({"chat_template_kwargs": {"x": "y" * 66_000}}, "has more than 65536 bytes"),
+    ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+    ({"reasoning_effort": "most"}, "reasoning_effort"),
+    ({"rid": ["a", "b"]}, "rid"),
+    ({"reasoning_effort": 1}, "reasoning_effort"),
+    ({"add_generation_prompt": 1}, "add_generation_prompt"),
+    ({"continue_final_message": "yes"}, "continue_final_message"),
+    ({"skip_special_tokens": "no"}, "skip_special_tokens"),
+    ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
+    ({"no_stop_trim": 1}, "no_stop_trim"),
+    ({"return_token_ids": "all"}, "return_token_ids"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 1 << 32}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": True}, "truncate_prompt_tokens"),
+    ({"truncation_side": "middle"}, "truncation_side"),
     ({f"x{index}": 1 for index in range(257)}, "has more than 256 fields"),
     ({"retention": {"ranges": [{"priority": 1}] * 65}}, "at most 64 items"),
+    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strickt": True}}}, "strickt"),
 ]
 
 
@@ -211,8 +241,14 @@ def test_a_conversation_is_refused_before_all_of_it_is_read(fields: dict[str, An
         chat(**fields)
 
 
+@pytest.mark.parametrize("kind", ["text", "json_object", "structural_tag"])
+def test_a_schema_needs_a_format_that_reads_it(kind: str) -> None:
+    with pytest.raises(FieldError, match=r"^response_format.json_schema needs type json_schema"):
+        chat(response_format={"type": kind, "json_schema": {"schema": {}}, "structures": None})
+
+
 def test_a_completion_is_refused_as_a_conversation_is() -> None:
-    for field, value in (UNSUPPORTED | {"echo": True, "suffix": "x"}).items():
+    for field, value in (UNSUPPORTED | {"suffix": "x"}).items():
         with pytest.raises(InvalidField, match=f"^{field} is not supported"):
             completion(**{field: value})
 
@@ -222,18 +258,19 @@ def test_a_field_that_asks_for_nothing_is_ignored() -> None:
     # Only an assistant may have no content.
     assert chat(**said(content=None)).chat.messages[1].content == ""
     assert chat(user="u", metadata={"a": "b"}, tools=[], tool_choice="auto", response_format={"type": "text"}) == chat()
+    assert chat(tool_choice="none") == chat()
+    assert chat(top_logprobs=0) == chat()
     assert chat(grammar=None, messages=[HELLO[0] | {"tool_calls": None, "mood": None}]) == chat()
 
 
 def test_the_tokens_of_a_request_can_be_counted_as_it_is() -> None:
     request = {"messages": HELLO, "temperature": 0.5, "max_tokens": 5, "stream": True, "user": "u", "cache_salt": "s"}
     assert translate.tokenize(TokenizeRequest(**request)).chat == chat().chat
-    for given, is_prompt in (({"prompt": "x"}, True), ({"messages": HELLO}, False)):
-        plain = translate.tokenize(TokenizeRequest(**given))
-        assert translate.tokenize(TokenizeRequest(**given, add_special_tokens=is_prompt)) == plain
-        with pytest.raises(InvalidField, match=r"^add_special_tokens is not supported with this value"):
-            translate.tokenize(TokenizeRequest(**given, add_special_tokens=not is_prompt))
-    for field, value in {"documents": [{}], "thinking": True, "tools": [{}], "truncate_prompt_tokens": 3}.items():
+    with pytest.raises(InvalidField, match=r"^add_special_tokens is not supported with messages"):
+        translate.tokenize(TokenizeRequest(messages=HELLO, add_special_tokens=True))
+    how = {"chat_template_kwargs": {"a": 1}, "reasoning_effort": "low", "continue_final_message": True}
+    assert translate.tokenize(TokenizeRequest(messages=HELLO, **how)).chat == chat(**how).chat
+    for field, value in {"documents": [{}], "thinking": True, "truncate_prompt_tokens": 3}.items():
         with pytest.raises(InvalidField, match=f"^{field} is not supported"):
             translate.tokenize(TokenizeRequest(messages=HELLO, **{field: value}))
 
@@ -312,6 +349,11 @@ def test_a_field_is_either_known_refused_or_ignored(one: type[LenientModel]) -> 
     assert len(known(one)) == len(one.model_fields) + len(one.unsupported) + len(one.ignored)
     described = one.model_json_schema()["properties"]
     assert set(described) == known(one)
+
+
+def test_a_rid_is_a_request_id() -> None:
+    assert completion(rid="mine").request_id == chat(rid="mine", request_id="mine").request_id == "mine"
+    assert rename("request_id", translate.names(CompletionRequest(prompt="x", rid="one"))) == "rid"
 
 
 def test_an_extra_key_is_a_cache_salt() -> None:
@@ -403,3 +445,45 @@ def test_every_eviction_policy_can_be_requested() -> None:
     assert sorted(EvictionPolicy.model_fields) == sorted(
         field.name for field in common.EvictionPolicy.DESCRIPTOR.fields
     )
+
+
+def test_fields_of_other_servers_about_the_text_are_ours() -> None:
+    for field in ("include_stop_str_in_output", "no_stop_trim"):
+        assert completion(**{field: True}).include_stop_text
+        assert not completion(**{field: False}).include_stop_text
+    assert [completion(skip_special_tokens=value).keep_special_tokens for value in (None, True, False)] == [
+        False, False, True,
+    ]  # fmt: skip
+    assert not completion(truncation_side="right").HasField("prompt_truncation")
+    for given, expected in (
+        ({"truncate_prompt_tokens": -1}, pb.PromptTruncation()),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "left"}, pb.PromptTruncation(max_tokens=5)),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, pb.PromptTruncation(max_tokens=5, keep_first=True)),
+        ({"truncate_prompt_tokens": 0}, pb.PromptTruncation(max_tokens=0)),
+    ):
+        message = completion(**given)
+        assert message.HasField("prompt_truncation")
+        assert message.prompt_truncation == expected
+    names = translate.names(CompletionRequest(prompt="x"))
+    assert rename("prompt_truncation.max_tokens", names) == "truncate_prompt_tokens"
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        ({}, {}),
+        ({"chat_template_kwargs": {}}, {}),
+        ({"chat_template_kwargs": {"a": 1, "b": [None, {"c": "d"}]}}, {"a": 1, "b": [None, {"c": "d"}]}),
+        ({"reasoning_effort": "high"}, {"reasoning_effort": "high", "enable_thinking": True}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False, "reasoning_effort": "low"}},
+            {"reasoning_effort": "low", "enable_thinking": False},
+        ),
+    ],
+)
+def test_arguments_are_for_the_template(given: dict[str, Any], arguments: dict[str, Any]) -> None:
+    assert MessageToDict(chat(**given).chat.template_arguments) == arguments
+    names = translate.names(ChatCompletionRequest(messages=HELLO))
+    assert rename("chat.template_arguments.messages", names) == "chat_template_kwargs.messages"
+    assert rename("chat.continue_final_message", names) == "continue_final_message"

@@ -1,5 +1,6 @@
 """The step loop on its own."""
 
+import threading
 from collections.abc import Callable
 from math import inf
 
@@ -7,10 +8,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from protos.execution.v1 import execution_pb2 as pb
-from scheduler.bridge import Admitted, CommandQueue, Stop, TokenBatch
+from scheduler.bridge import Admitted, CommandQueue, SessionEnded, Stop, TokenBatch
 from scheduler.core.loop import StepLoop
 from scheduler.core.prefill_budget import PrefillBudget
+from scheduler.errors import ExecutorLostError
 from scheduler.metrics import StepTimes
+from scheduler.request import AdapterChange
 from tests.support.scheduler.copies import down
 from tests.support.scheduler.sequences import Updates, sequence, synced
 
@@ -25,6 +28,7 @@ class OneStep:
 
     def __init__(self, commands: CommandQueue) -> None:
         self.steps: list[pb.Step] = []
+        self.adapter_changes: list[AdapterChange] = []
         self._commands = commands
         self._opened = False
 
@@ -34,7 +38,9 @@ class OneStep:
     def send(self, step: pb.Step) -> None:
         self.steps.append(step)
 
-    def receive(self, seconds: float) -> pb.StreamStepsResponse:
+    def receive(self, seconds: float = 0.0) -> pb.StreamStepsResponse | None:
+        if not seconds:
+            return None
         if not self._opened:
             self._opened = True
             return pb.StreamStepsResponse(opened=pb.SessionOpened())
@@ -70,6 +76,35 @@ def test_blocks_of_another_session_are_not_used(session: int) -> None:
     step_loop(executor, commands, updates).run()
     assert [len(step.new_sequences) for step in executor.steps] == [0]
     assert [attempt.request.arrival for item in updates.tokens for attempt in item.retried] == [1]
+
+
+class Leaving(OneStep):
+    """An executor whose first session ends as soon as it is open; its second ends the loop."""
+
+    def __init__(self, commands: CommandQueue) -> None:
+        super().__init__(commands)
+        self.sessions = 0
+
+    def open(self) -> None:
+        self.sessions += 1
+        self._opened = False
+        self._commands.put(SessionEnded() if self.sessions == 1 else Stop())
+
+    def receive(self, seconds: float = 0.0) -> pb.StreamStepsResponse | None:
+        if self._opened:
+            raise ExecutorLostError("the executor ended the session")
+        return super().receive(seconds)
+
+
+def test_an_idle_loop_notices_the_end_of_a_session_that_it_reads_between_its_waits() -> None:
+    commands = CommandQueue()
+    executor = Leaving(commands)
+    # Ends a loop that sleeps for ever.
+    alarm = threading.Timer(10, commands.put, [Stop()])
+    alarm.start()
+    step_loop(executor, commands, Updates()).run()
+    alarm.cancel()
+    assert executor.sessions == 2
 
 
 class Timed(OneStep):

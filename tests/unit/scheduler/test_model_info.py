@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -43,8 +42,8 @@ def test_a_model_that_cannot_be_served_is_refused_in_a_sentence(fields: dict[str
         ModelInfo(execution_pb2.GetModelResponse(**whole | fields), execution_pb2.GetExecutorResponse(block_size=16))
 
 
-async def turns(work: Callable[[], Awaitable[object]]) -> tuple[int, float]:
-    """How often another task had its turn meanwhile, and the seconds that it took."""
+async def turns(work: Callable[[], Awaitable[object]]) -> int:
+    """How often another task had its turn meanwhile."""
     count = 0
 
     async def tick() -> None:
@@ -53,10 +52,10 @@ async def turns(work: Callable[[], Awaitable[object]]) -> tuple[int, float]:
             await asyncio.sleep(0.001)
             count += 1
 
-    ticking, began = asyncio.create_task(tick()), time.monotonic()
+    ticking = asyncio.create_task(tick())
     await work()
     ticking.cancel()
-    return count, time.monotonic() - began
+    return count
 
 
 async def test_the_event_loop_runs_while_a_long_prompt_is_tokenized() -> None:
@@ -69,9 +68,8 @@ async def test_the_event_loop_runs_while_a_long_prompt_is_tokenized() -> None:
         lambda: served.encode_chat(said, [(0, len(LONG))]),
         lambda: served.decode(ids),
     ):
-        count, seconds = await turns(work)
-        # A free loop turns a thousand times per second, a blocked one once or twice.
-        assert count > 20 * seconds, (count, seconds)
+        # A free loop turns a thousand times per second, a blocked one once or twice in all.
+        assert await turns(work) > 3
 
 
 @given(TEXT)
@@ -141,3 +139,17 @@ def test_it_is_known_whether_the_tokenizers_own_ids_are_the_models(spare: int) -
         vocab_size=tokenizer.get_vocab_size() - 1 + spare, tokenizer_json=tokenizer.to_str().encode()
     )
     assert ModelInfo(described, execution_pb2.GetExecutorResponse(block_size=16)).own_ids_fit == bool(spare)
+
+
+async def test_the_tokenizers_own_special_tokens_can_be_left_out() -> None:
+    described = json.loads(byte_level_tokenizer().to_str())
+    described["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<eos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<eos>": {"id": "<eos>", "ids": [0], "tokens": ["<eos>"]}},
+    }
+    served = model(json.dumps(described))
+    with_special, without = [await served.encode_text("cat", add_special=special) for special in (True, False)]
+    assert list(with_special) == [0, *without]
+    assert [await served.decode(with_special, skip_special=skip) for skip in (False, True)] == ["<eos>cat", "cat"]

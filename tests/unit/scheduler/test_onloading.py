@@ -12,6 +12,8 @@ from protos.kvcache.v1 import kvcache_pb2
 from scheduler.request import Tier
 from tests.support.generation import Output, generate
 from tests.support.generation import greedy_request as request
+from tests.support.patience import patience
+from tests.support.scheduler import real_manager
 from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.real_manager import RealManager
 from tests.support.scheduler.stack import Stack, StackFactory, prompt_of
@@ -27,13 +29,13 @@ def executor() -> FakeExecutor:
 
 
 async def one(
-    stack: Stack, prompt: Sequence[int], max_tokens: int = 3, patience: Duration | None = None, **fields: object
+    stack: Stack, prompt: Sequence[int], max_tokens: int = 3, onload_timeout: Duration | None = None, **fields: object
 ) -> Output:
     """Runs a request; its tokens are right."""
     message = request(list(prompt), max_tokens, **fields)
-    if patience is not None:
-        message.cache.onload_timeout.CopyFrom(patience)
-    output = await generate(stack.stub, message, 30)
+    if onload_timeout is not None:
+        message.cache.onload_timeout.CopyFrom(onload_timeout)
+    output = await generate(stack.stub, message, patience(30))
     assert output.token_ids == stack.executor.expected(prompt, max_tokens)
     return output
 
@@ -107,12 +109,12 @@ async def test_nothing_else_to_do_the_loop_waits_with_the_executor_and_hears_its
     executor.copying.set()
     await host_stack.manager.unused()
     steps = len(executor.steps)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # subject: nothing is computed meanwhile
     assert len(executor.steps) <= steps + 1
 
 
 async def test_a_sequence_whose_onloads_are_late_computes_its_blocks(host_stack: Stack, executor: FakeExecutor) -> None:
-    output = await (await begin(host_stack, patience=Duration(nanos=50_000_000)))
+    output = await (await begin(host_stack, onload_timeout=Duration(nanos=50_000_000)))
     assert (output.usage.cached_tokens, output.usage.host_tokens) == (0, 0)
     tiers = [admission.lowest_tier for admission in host_stack.manager.admissions[-2:]]
     assert tiers == [kvcache_pb2.TIER_UNSPECIFIED, kvcache_pb2.TIER_DEVICE]
@@ -168,8 +170,9 @@ async def test_whatever_breaks_while_blocks_are_on_their_way_the_answer_comes(
 async def preempt(stack: Stack) -> list[Output]:
     """Runs two requests of which the first one needs all blocks at its end."""
     prompts = [prompt_of(70, seed=seed) for seed in (21, 22)]
-    # The other resumes when this one ends; blocks that are still being offloaded then cannot be hit.
-    stack.executor.step_seconds = 0.002
+    # The other resumes when this one ends; blocks that are still being offloaded then cannot be hit. One loop confirms
+    # copies and runs steps, and a copy takes less time.
+    stack.executor.step_seconds = 3 * real_manager.CONFIRM_SECONDS
     outputs = await asyncio.gather(*[one(stack, prompt, 90) for prompt in prompts])
     assert sum(output.usage.preemptions for output in outputs) > 0
     # That they found their own blocks again is no hit.
@@ -207,7 +210,7 @@ async def test_random_traffic_over_all_tiers_is_right_and_leaves_nothing_behind(
         async def some(seed: int) -> None:
             prompt = prompt_of(20 + seed % 50, seed=seed % 9)
             if seed % 5 == 0:
-                call = stack.stub.StreamGenerate(request(prompt, 60), timeout=30)
+                call = stack.stub.StreamGenerate(request(prompt, 60), timeout=patience(30))
                 for _ in range(seed % 4):
                     await call.read()
                 call.cancel()

@@ -122,7 +122,7 @@ def test_a_preempted_sequence_resumes_with_all_its_tokens_once_nothing_touches_i
     tokens, update = updates(batch)
     assert update.released == [2]
     assert list(tokens.retried[0].token_ids) == [*range(10), 1, 1]
-    assert tokens.retried[0].sequence_id == "r2#2.1"
+    assert tokens.retried[0].sequence_id("s") == "r2#s.2.1"
 
 
 def test_a_preempted_sequence_that_is_cancelled_does_not_resume() -> None:

@@ -274,3 +274,18 @@ def test_the_time_of_a_prompt_token_is_learned_from_long_chunks() -> None:
     assert seen((0, 63, 1.0), (4, 0, 0.1), (4, 100, 0.3)).prompt_token_seconds == pytest.approx(0.002)
     # An executor without times makes no tier slow.
     assert seen((0, 100, 0.0)).prompt_token_seconds is None
+
+
+def test_a_prompt_token_takes_its_share_of_whole_steps_and_the_ends_of_prompts_do_not_count() -> None:
+    budget = PrefillBudget()
+    assert budget.prefill_token_seconds is None
+    for _ in range(3):
+        budget.observe(4, 0, 0.05)
+    # Nothing but the end of a prompt yet.
+    budget.observe(4, 5, 0.05)
+    assert budget.prefill_token_seconds == pytest.approx(0.01)
+    # A device that hides these tokens behind the decodes still takes the whole step.
+    budget.observe(4, 100, 0.05)
+    assert budget.prefill_token_seconds == pytest.approx(0.0005)
+    budget.observe(0, 300, 0.06)
+    assert budget.prefill_token_seconds == pytest.approx(0.11 / 400)

@@ -15,6 +15,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from tests.stack import free_address
 from tests.support.generation import generate
 from tests.support.generation import greedy_request as request
+from tests.support.patience import patience
 from tests.support.scheduler.process import SERVING, scheduler
 from tests.support.scheduler.stack import refusal
 
@@ -30,11 +31,11 @@ async def test_the_process_serves_once_its_neighbours_do_and_finishes_requests_b
 
         executor, manager = running.executor, running.manager
         executor.gate.clear()
-        request_running = asyncio.create_task(generate(running.stub, request([1, 2], 5), 30))
+        request_running = asyncio.create_task(generate(running.stub, request([1, 2], 5), patience(30)))
         await manager.admitted(1)
         running.process.send_signal(signal.SIGTERM)
         assert (await watch.read()).status != SERVING
-        error = await refusal(generate(running.stub, request([3], 1), 5))
+        error = await refusal(generate(running.stub, request([3], 1), patience(5)))
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
         executor.gate.set()
         assert (await request_running).token_ids == executor.expected([1, 2], 5)
@@ -53,7 +54,9 @@ async def test_an_executor_that_waits_for_a_scheduler_gets_one(tmp_path: Path) -
         async for answer in running.health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):
             if answer.status == SERVING:
                 break
-        assert (await generate(running.stub, request([1, 2], 5), 30)).token_ids == running.executor.expected([1, 2], 5)
+        assert (await generate(running.stub, request([1, 2], 5), patience(30))).token_ids == running.executor.expected(
+            [1, 2], 5
+        )
 
 
 @pytest.mark.parametrize("failure", ["the cache manager registers no scheduler", "the tokenizer cannot be read"])
@@ -75,23 +78,23 @@ async def test_an_operator_drains_the_process_and_takes_it_back(tmp_path: Path) 
         assert (await watch.read()).status == SERVING
         executor, manager = running.executor, running.manager
         executor.gate.clear()
-        request_running = asyncio.create_task(generate(running.stub, request([1, 2], 5), 30))
+        request_running = asyncio.create_task(generate(running.stub, request([1, 2], 5), patience(30)))
         await manager.admitted(1)
         draining = pb.SetDrainingRequest(draining=True, validate_only=True)
-        await running.admin.SetDraining(draining, timeout=5)
+        await running.admin.SetDraining(draining, timeout=patience(5))
         draining.validate_only = False
-        answer = await running.admin.SetDraining(draining, timeout=5)
+        answer = await running.admin.SetDraining(draining, timeout=patience(5))
         assert answer.running_requests + answer.waiting_requests == 1
         assert (await watch.read()).status != SERVING
         with pytest.raises(grpc.aio.AioRpcError, match="the scheduler is draining"):
-            await generate(running.stub, request([3], 1), 5)
+            await generate(running.stub, request([3], 1), patience(5))
         # Accepted requests continue, and it does not end by itself.
         executor.gate.set()
         assert (await request_running).token_ids == executor.expected([1, 2], 5)
-        await running.admin.SetDraining(pb.SetDrainingRequest(draining=False), timeout=5)
+        await running.admin.SetDraining(pb.SetDrainingRequest(draining=False), timeout=patience(5))
         assert (await watch.read()).status == SERVING
-        assert (await generate(running.stub, request([3], 1), 30)).token_ids == executor.expected([3], 1)
-        await running.admin.SetDraining(draining, timeout=5)
+        assert (await generate(running.stub, request([3], 1), patience(30))).token_ids == executor.expected([3], 1)
+        await running.admin.SetDraining(draining, timeout=patience(5))
         running.process.send_signal(signal.SIGTERM)
         assert await running.end() == 0
 
@@ -106,7 +109,7 @@ async def test_a_request_that_does_not_end_in_time_fails_and_frees_its_blocks(tm
     async with scheduler(tmp_path, drain_seconds=0.3) as running:
         await running.begin()
         running.executor.step_seconds = 0.02
-        call = running.stub.StreamGenerate(request([1, 2], 390), timeout=30)
+        call = running.stub.StreamGenerate(request([1, 2], 390), timeout=patience(30))
         await call.read()
         running.process.send_signal(signal.SIGTERM)
         error = await refusal(rest(call))
@@ -119,7 +122,7 @@ async def test_an_executor_that_does_not_answer_does_not_keep_the_process(tmp_pa
     async with scheduler(tmp_path, drain_seconds=0.1) as running:
         await running.begin()
         running.executor.gate.clear()
-        call = running.stub.StreamGenerate(request([1, 2], 5), timeout=30)
+        call = running.stub.StreamGenerate(request([1, 2], 5), timeout=patience(30))
         await running.manager.admitted(1)
         running.process.send_signal(signal.SIGTERM)
         assert (await refusal(call.read())).reason == "DRAINING"
@@ -130,11 +133,11 @@ async def test_a_second_signal_ends_requests_and_the_process_at_once(tmp_path: P
     async with scheduler(tmp_path, drain_seconds=600) as running:
         await running.begin()
         running.executor.gate.clear()
-        call = running.stub.StreamGenerate(request([1, 2], 5), timeout=30)
+        call = running.stub.StreamGenerate(request([1, 2], 5), timeout=patience(30))
         await running.manager.admitted(1)
         running.process.send_signal(signal.SIGTERM)
         with pytest.raises(grpc.aio.AioRpcError):
-            await generate(running.stub, request([3], 1), 5)
+            await generate(running.stub, request([3], 1), patience(5))
         running.process.send_signal(signal.SIGTERM)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
@@ -149,7 +152,7 @@ async def test_health_says_when_the_cache_manager_does_not_answer_and_requests_w
         watch = running.health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
         assert (await watch.read()).status == SERVING
         running.manager.gate.clear()
-        waiting = asyncio.create_task(generate(running.stub, request([1, 2], 5), 30))
+        waiting = asyncio.create_task(generate(running.stub, request([1, 2], 5), patience(30)))
         assert (await watch.read()).status != SERVING
         # An operator's word does not hide it.
         await running.admin.SetDraining(pb.SetDrainingRequest(draining=True))
@@ -166,9 +169,9 @@ async def test_a_stream_of_a_killed_process_breaks(tmp_path: Path) -> None:
     async with scheduler(tmp_path, http_address=http) as running:
         await running.begin()
         running.executor.step_seconds = 0.02
-        stream = running.stub.StreamGenerate(request([1, 2], 390), timeout=30)
+        stream = running.stub.StreamGenerate(request([1, 2], 390), timeout=patience(30))
         await stream.read()
-        connection = HTTPConnection(http, timeout=30)
+        connection = HTTPConnection(http, timeout=patience(30))
         body = json.dumps({"prompt": [3, 4], "max_tokens": 390, "stream": True})
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         answer = await asyncio.to_thread(connection.getresponse)

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.generation import generate_samples
 from tests.support.generation import greedy_request as request
+from tests.support.patience import patience
 from tests.support.scheduler.stack import Stack, StackFactory, prompt_of, waiting
 
 LATENCIES = ("queue", "time_to_first_token", "request")
@@ -21,7 +22,7 @@ def counted(stack: Stack) -> list[float]:
 
 
 async def test_a_request_is_counted_once_however_many_samples_it_has(stack: Stack) -> None:
-    outputs = await generate_samples(stack.stub, request(prompt_of(21), 30, n=3), 30)
+    outputs = await generate_samples(stack.stub, request(prompt_of(21), 30, n=3), patience(30))
     assert counted(stack) == [1, 1, 1]
     assert stack.metric("requests_total", finish_reason="length") == 1
     assert stack.metric("output_tokens_total") == sum(output.usage.output_tokens for output in outputs) == 90
@@ -30,27 +31,27 @@ async def test_a_request_is_counted_once_however_many_samples_it_has(stack: Stac
 
 
 async def test_cached_tokens_are_counted_as_in_the_usage(stack: Stack) -> None:
-    outputs = [(await generate_samples(stack.stub, request(prompt_of(21), 3), 30))[0] for _ in range(2)]
+    outputs = [(await generate_samples(stack.stub, request(prompt_of(21), 3), patience(30)))[0] for _ in range(2)]
     assert stack.metric("cached_tokens_total") == sum(output.usage.cached_tokens for output in outputs) == 20
     assert stack.metric("prompt_tokens_total") == 42
 
 
 async def test_output_that_a_stop_string_ends_is_counted_as_its_usage_says(stack: Stack) -> None:
-    [whole] = await generate_samples(stack.stub, request(prompt_of(9), 60), 30)
+    [whole] = await generate_samples(stack.stub, request(prompt_of(9), 60), patience(30))
     before = stack.metric("output_tokens_total")
     stop = whole.text[20:24]
-    [output] = await generate_samples(stack.stub, request(prompt_of(9), 300, stop=[stop]), 30)
+    [output] = await generate_samples(stack.stub, request(prompt_of(9), 300, stop=[stop]), patience(30))
     assert stack.metric("output_tokens_total") - before == output.usage.output_tokens == len(output.token_ids) < 60
     assert stack.metric("requests_total", finish_reason="stop") == 1
 
 
 async def test_an_aborted_request_is_counted_and_a_refused_one_has_no_latency(stack: Stack) -> None:
-    call = stack.stub.StreamGenerate(request(prompt_of(20), 300), timeout=30)
+    call = stack.stub.StreamGenerate(request(prompt_of(20), 300), timeout=patience(30))
     await call.read()
     call.cancel()
     await stack.manager.unused()
     with pytest.raises(grpc.aio.AioRpcError):
-        await generate_samples(stack.stub, request(prompt_of(4), 0), 30)
+        await generate_samples(stack.stub, request([], 1), patience(30))
     assert stack.metric("requests_total", finish_reason="abort") == 1
     assert stack.metric("refused_requests_total", reason="INVALID_FIELD") == 1
     assert counted(stack) == [1, 1, 1]
@@ -58,7 +59,7 @@ async def test_an_aborted_request_is_counted_and_a_refused_one_has_no_latency(st
 
 async def test_a_caller_that_leaves_before_the_first_step_has_only_an_end(stack: Stack) -> None:
     stack.manager.gate.clear()
-    call = stack.stub.StreamGenerate(request(prompt_of(20), 5), timeout=30)
+    call = stack.stub.StreamGenerate(request(prompt_of(20), 5), timeout=patience(30))
     await waiting(stack, 1)
     call.cancel()
     await waiting(stack, 0)
@@ -89,10 +90,10 @@ async def test_vllms_names_say_the_same(run_stack: StackFactory) -> None:
     started = time.time()
     async with run_stack(vllm_metrics=True) as stack:
         for _ in range(2):
-            await generate_samples(stack.stub, request(prompt_of(21), 3), 30)
-        running = stack.stub.StreamGenerate(request(prompt_of(21), 300), timeout=30)
+            await generate_samples(stack.stub, request(prompt_of(21), 3), patience(30))
+        running = stack.stub.StreamGenerate(request(prompt_of(21), 300), timeout=patience(30))
         await running.read()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             while not stack.metric("cache_usage_ratio"):
                 await asyncio.sleep(0.001)
         stack.executor.gate.clear()
@@ -117,7 +118,7 @@ async def test_vllms_names_say_the_same(run_stack: StackFactory) -> None:
         assert config.value == 1
         assert (config.labels["block_size"], config.labels["num_gpu_blocks"]) == ("4", "100")
         adapters = samples["vllm:lora_requests_info"]
-        assert adapters.labels == {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+        assert adapters.labels == {"max_lora": "4", "running_lora_adapters": "", "waiting_lora_adapters": ""}
         assert adapters.value >= started
         assert {family.name for family in text_string_to_metric_families(text) if "vllm" in family.name} >= {
             "vllm:time_to_first_token_seconds", "vllm:prefix_cache_hits"

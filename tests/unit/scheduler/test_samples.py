@@ -8,6 +8,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from scheduler.frontend.validation import sample_seed
 from tests.support.generation import generate_samples
 from tests.support.generation import greedy_request as request
+from tests.support.patience import patience
 from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.stack import Stack, StackFactory, prompt_of, waiting
 
@@ -33,7 +34,7 @@ def expected(stack: Stack, prompt: list[int], count: int, n: int) -> list[list[i
 
 async def run(stack: Stack, message: pb.StreamGenerateRequest) -> list[list[int]]:
     """The tokens of each sample."""
-    return [output.token_ids for output in await generate_samples(stack.stub, message, 30)]
+    return [output.token_ids for output in await generate_samples(stack.stub, message, patience(30))]
 
 
 @pytest.mark.parametrize("is_cached", [True, False])
@@ -56,7 +57,7 @@ async def test_the_prompt_is_computed_once_and_each_sample_draws_its_own_first_t
 
 
 async def test_samples_share_only_the_prompts_full_blocks(stack: Stack) -> None:
-    call = stack.stub.StreamGenerate(drawn(prompt_of(22), 300, n=3), timeout=30)
+    call = stack.stub.StreamGenerate(drawn(prompt_of(22), 300, n=3), timeout=patience(30))
     await call.read()
     await stack.manager.admitted(3)
     stack.executor.gate.clear()
@@ -75,7 +76,7 @@ async def test_greedy_samples_are_equal(stack: Stack) -> None:
 
 async def test_each_sample_has_a_usage_and_the_first_counts_the_prompt(stack: Stack) -> None:
     await run(stack, drawn(prompt_of(21), 2, n=1))
-    outputs = await generate_samples(stack.stub, drawn(prompt_of(21), 7, n=3), 30)
+    outputs = await generate_samples(stack.stub, drawn(prompt_of(21), 7, n=3), patience(30))
     assert [output.usage.prompt_tokens for output in outputs] == [21, 0, 0]
     assert [output.usage.cached_tokens for output in outputs] == [20, 0, 0]
     assert [output.usage.output_tokens for output in outputs] == [7, 7, 7]
@@ -87,7 +88,7 @@ async def test_each_sample_ends_at_its_own_stop_id(stack: Stack) -> None:
     prompt = prompt_of(10)
     whole = expected(stack, prompt, 20, n=3)
     stop = next(token for token in whole[1] if token not in whole[0] + whole[2])
-    outputs = await generate_samples(stack.stub, drawn(prompt, 20, n=3, stop_token_ids=[stop]), 30)
+    outputs = await generate_samples(stack.stub, drawn(prompt, 20, n=3, stop_token_ids=[stop]), patience(30))
     ended = whole[1][: whole[1].index(stop) + 1]
     assert [output.token_ids for output in outputs] == [whole[0], ended, whole[2]]
     assert [output.finish_reason for output in outputs] == [LENGTH, STOP, LENGTH]
@@ -98,9 +99,9 @@ async def test_each_sample_ends_at_its_own_stop_id(stack: Stack) -> None:
 
 async def test_each_sample_ends_at_its_own_stop_text(stack: Stack) -> None:
     prompt = prompt_of(10)
-    first, second = await generate_samples(stack.stub, drawn(prompt, 60, n=2), 30)
+    first, second = await generate_samples(stack.stub, drawn(prompt, 60, n=2), patience(30))
     stop = next(first.text[at : at + 3] for at in range(57) if first.text[at : at + 3] not in second.text)
-    ended = await generate_samples(stack.stub, drawn(prompt, 60, n=2, stop=["never there", stop]), 30)
+    ended = await generate_samples(stack.stub, drawn(prompt, 60, n=2, stop=["never there", stop]), patience(30))
     assert [output.finish_reason for output in ended] == [STOP, LENGTH]
     assert ended[0].text == first.text[: first.text.index(stop)]
     assert ended[1].text == second.text
@@ -111,12 +112,12 @@ async def test_an_ended_sample_holds_no_blocks_while_others_run(stack: Stack) ->
     prompt = prompt_of(10)
     whole = expected(stack, prompt, 300, n=2)
     at = next(at for at in range(LONG, 300) if whole[0][at] not in whole[1] + whole[0][:at])
-    call = stack.stub.StreamGenerate(drawn(prompt, 300, n=2, stop_token_ids=[whole[0][at]]), timeout=30)
+    call = stack.stub.StreamGenerate(drawn(prompt, 300, n=2, stop_token_ids=[whole[0][at]]), timeout=patience(30))
     while not (part := await anext(aiter(call))).finish_reason:
         pass
     assert part.sample_index == 0
-    async with asyncio.timeout(20):
-        while [name.rpartition("#")[2] for name in stack.manager.live] != ["2.0"]:
+    async with asyncio.timeout(patience(20)):
+        while [name.partition(".")[2] for name in stack.manager.live] != ["2.0"]:
             await asyncio.sleep(0.001)
     call.cancel()
 
@@ -142,7 +143,7 @@ async def test_samples_wait_for_blocks_and_preemption_does_not_change_them(run_s
     executor = FakeExecutor(max_tokens=120)
     async with run_stack(executor=executor) as stack:
         prompt = prompt_of(23)
-        outputs = await generate_samples(stack.stub, drawn(prompt, 60, n=16), 30)
+        outputs = await generate_samples(stack.stub, drawn(prompt, 60, n=16), patience(30))
         assert [output.token_ids for output in outputs] == expected(stack, prompt, 60, n=16)
         assert sum(output.usage.preemptions for output in outputs) > 0
         assert stack.manager.refusals > 0
@@ -156,7 +157,7 @@ async def test_more_samples_than_may_run_wait(run_stack: StackFactory) -> None:
 
 
 async def test_cancelling_frees_all_samples(stack: Stack) -> None:
-    call = stack.stub.StreamGenerate(drawn(prompt_of(21), 300, n=5), timeout=30)
+    call = stack.stub.StreamGenerate(drawn(prompt_of(21), 300, n=5), timeout=patience(30))
     await call.read()
     await stack.manager.admitted(5)
     call.cancel()
@@ -167,7 +168,7 @@ async def test_cancelling_frees_all_samples(stack: Stack) -> None:
 async def test_cancelling_while_a_fork_is_answered_frees_it_and_its_copy(stack: Stack) -> None:
     manager = stack.manager
     manager.forks_end.clear()
-    call = stack.stub.StreamGenerate(drawn(prompt_of(22), 300, n=3), timeout=30)
+    call = stack.stub.StreamGenerate(drawn(prompt_of(22), 300, n=3), timeout=patience(30))
     await manager.until(lambda: manager.forked_ids)
     call.cancel()
     await waiting(stack, 0)
@@ -218,7 +219,7 @@ async def test_random_traffic_with_samples_leaves_nothing_behind(run_stack: Stac
             message.cache.no_read, message.cache.no_store = seed % 6 == 1, seed % 6 == 2
             if seed % 4 == 0:
                 message.max_tokens = 90
-                call = stack.stub.StreamGenerate(message, timeout=30)
+                call = stack.stub.StreamGenerate(message, timeout=patience(30))
                 for _ in range(seed % 19):
                     await call.read()
                 call.cancel()

@@ -11,6 +11,7 @@ from scheduler.frontend import output
 from scheduler.frontend.model_info import ModelInfo
 from scheduler.frontend.output import Stream, StreamFlusher
 from scheduler.request import Request
+from tests.support.patience import patience
 from tests.support.scheduler.tokenizers import byte_level_tokenizer
 
 LETTER = 5
@@ -84,27 +85,34 @@ async def test_a_waiting_stream_is_notified_also_when_no_tokens_follow(
 ) -> None:
     monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.02)
     order, taking = turns(model, 4)
-    order.flush()
-    feed(taking, 0.0)
-    order.flush()
-    assert await notified(taking) == []
-    async with asyncio.timeout(10):
+    with monkeypatch.context() as patch:
+        now = time.monotonic()
+        patch.setattr(time, "monotonic", lambda: now)
+        order.flush()
+        feed(taking, 0.0)
+        order.flush()
+        assert await notified(taking) == []
+    async with asyncio.timeout(patience(10)):
         await asyncio.gather(*[stream.next() for stream in taking])
 
 
 async def test_the_time_of_writing_brings_no_turn_forward(model: ModelInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
     monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.1)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     order, taking = turns(model, 4)
     written: list[Stream] = []
 
     async def write(stream: Stream) -> None:
+        nonlocal now
         while await stream.next():
-            time.sleep(0.11)  # noqa: ASYNC251 - nothing else is done meanwhile
+            now += 0.11
             written.append(stream)
 
     async def work() -> None:
+        nonlocal now
         while True:
-            time.sleep(0.11)  # noqa: ASYNC251 - as above
+            now += 0.11
             await asyncio.sleep(0)
 
     async with asyncio.TaskGroup() as group:
@@ -131,13 +139,16 @@ async def test_the_time_of_writing_brings_no_turn_forward(model: ModelInfo, monk
 async def test_no_stream_is_notified_out_of_turn_while_tokens_follow(
     model: ModelInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now, heard = 1000.0, 0
     monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.05)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     order, taking = turns(model, 2)
     order.flush()
-    began, heard = time.monotonic(), 0
     for step in range(20):
         feed(taking, float(step))
         order.flush()
-        await asyncio.sleep(0.02)
+        now += 0.02
+        await asyncio.sleep(0)
         heard += len(await notified(taking))
-    assert 2 <= heard <= 1 + (time.monotonic() - began) / 0.05
+    # A message takes as long as two and a half of these steps.
+    assert 2 <= heard <= 20 / 2.5

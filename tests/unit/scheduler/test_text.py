@@ -1,13 +1,17 @@
 """From tokens to text: whole characters, stop strings, templates."""
 
+import json
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from scheduler.frontend.chat_template import ChatTemplate, ChatTemplateError, UnreadFieldError
+from scheduler.frontend.chat_template import ChatTemplate, ChatTemplateError, Rendering, UnreadFieldError
 from scheduler.frontend.detokenizer import Detokenizer
 from scheduler.frontend.stop_strings import StopStrings
-from tests.support.scheduler.tokenizers import CHAT_TEMPLATE, byte_level_tokenizer, space_prefix_tokenizer
+from tests.support.scheduler.tokenizers import CHAT_TEMPLATE, EOS, byte_level_tokenizer, space_prefix_tokenizer
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\N{REPLACEMENT CHARACTER}"), max_size=40)
 
@@ -82,6 +86,16 @@ def test_the_space_in_front_of_a_words_first_token_is_kept() -> None:
     assert [together.push([the, cat]), together.push([sat])] == ["the cat", " sat"]
 
 
+def test_special_tokens_are_text_only_where_they_are_kept() -> None:
+    tokenizer = byte_level_tokenizer()
+    ids = [*tokenizer.encode("the cat").ids, EOS, *byte_tokens("é"), EOS]
+    for keep, text in ((False, "the caté"), (True, "the cat<eos>é<eos>")):
+        for at_once in (1, 3, len(ids)):
+            detokenizer = Detokenizer(tokenizer, [EOS], keep_special=keep)
+            pieces = [detokenizer.push(ids[at : at + at_once]) for at in range(0, len(ids), at_once)]
+            assert "".join([*pieces, detokenizer.flush()]) == text
+
+
 def test_byte_fallback_tokens_become_a_character() -> None:
     tokenizer = space_prefix_tokenizer()
     detokenizer = Detokenizer(tokenizer, [tokenizer.token_to_id("▁the")])
@@ -121,6 +135,24 @@ def test_stop_strings_are_found_across_pieces_and_never_sent(stops: list[str], p
         assert not any(stop in sent for stop in stops)
 
 
+@given(st.lists(SMALL, min_size=1, max_size=3), st.lists(st.text("ab.", max_size=5), max_size=8))
+def test_an_included_stop_string_ends_the_text(stops: list[str], pieces: list[str]) -> None:
+    texts, ends = [], []
+    for included in (False, True):
+        matcher = StopStrings(stops, included=included)
+        sent, stopped = "", False
+        for piece in pieces:
+            text, stopped = matcher.push(piece)
+            sent += text
+            if stopped:
+                break
+        texts.append(sent if stopped else sent + matcher.flush())
+        ends.append(stopped)
+    assert ends[0] == ends[1]
+    assert texts[1].removeprefix(texts[0]) in (stops if ends[0] else [""])
+    assert "".join(pieces).startswith(texts[1])
+
+
 def test_text_is_held_back_only_while_it_may_become_a_stop_string() -> None:
     matcher = StopStrings(["</end>"])
     assert matcher.push("a <") == ("a ", False)
@@ -137,7 +169,43 @@ def test_a_template_renders_as_transformers_does() -> None:
     assert ChatTemplate("{% for m in messages %}{% break %}{% endfor %}{{ strftime_now('x') }}", {}).render([]) == "x"
 
 
-@pytest.mark.parametrize("source", ["{{ raise_exception('no') }}", "{{ messages.append(1) }}", "{{ x.y.z }}"])
+def test_tools_and_their_calls_are_rendered_as_transformers_does() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": [1, "é"]}}}
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4", "tool_call_id": "c", "name": "f"},
+    ]
+    template = ChatTemplate("{{ tools | tojson }}{{ messages | tojson }}", {})
+    assert json.loads(f"[{template.render(messages, Rendering(tools=[tool])).replace('][', '],[')}]") == [
+        [tool],
+        messages,
+    ]
+    assert template.render([]) == "null[]"
+    # An answer stands behind its call, by which templates know the rest.
+    assert ChatTemplate("{{ messages[1].content }}{{ messages[0].tool_calls }}", {}).render(messages).startswith("4")
+    with pytest.raises(UnreadFieldError, match="tool_calls of message 0"):
+        ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}).render(messages)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{% if tools is defined %}{% endif %}", "{% set tools = custom if custom is defined else tools %}",
+     "{% if custom %}{% set tools = custom %}{% endif %}{% if not tools is defined %}{% set tools = none %}{% endif %}",
+     "{% macro f() %}{% for t in tools %}{{ t }}{% endfor %}{% endmacro %}"],
+)  # fmt: skip
+def test_a_template_reads_tools_in_any_way(source: str) -> None:
+    assert ChatTemplate(source, {}).reads_tools
+
+
+@pytest.mark.parametrize("source", ["", "{{ messages }}", "tools", "{% set tools = 1 %}", "{{ builtin.tools }}"])
+def test_a_template_may_not_read_tools(source: str) -> None:
+    assert not ChatTemplate(source, {}).reads_tools
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ raise_exception('no') }}", "{{ messages.append(1) }}", "{{ x.y.z }}", "{{ 1 + 'x' }}", "{{ 1 / 0 }}"]
+)
 def test_a_template_cannot_leave_the_sandbox(source: str) -> None:
     with pytest.raises(ChatTemplateError):
         ChatTemplate(source, {}).render([])
@@ -191,3 +259,59 @@ def test_reasoning_is_read_under_either_name_and_may_be_left_out_by_the_template
     assert template.render([THOUGHT, THOUGHT]) == "4<think>2+2</think>4"
     assert template.position("4<think>2+2</think>4", [THOUGHT, THOUGHT], 1, 0) == 19
     assert template.render([{"role": "user", "content": "4"}]) == "4"
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
+    "<think></think>{% endif %}{% endif %}"
+)
+TRIMMING = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{{ eos_token }}{% endfor %}"
+
+
+@pytest.mark.parametrize("source", [CHAT_TEMPLATE, CHATML, TRIMMING])
+@pytest.mark.parametrize("content", ["The capital", "a", " The  capital ", "a<|im_end|>\na", "é\n"])
+def test_a_final_message_is_continued_as_transformers_does(source: str, content: str) -> None:
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+    [[expected], _] = render_jinja_template(
+        [messages], chat_template=source, continue_final_message=True, eos_token="/"
+    )
+    continued = Rendering(add_generation_prompt=False, continue_final_message=True)
+    template = ChatTemplate(source, {"eos_token": "/"})
+    prompt = template.render(messages, continued)
+    # transformers trims what stands behind a content that is trimmed in front, even where the template keeps it.
+    assert prompt.rstrip() == expected.rstrip()
+    assert prompt.endswith(content if source != TRIMMING else content.strip())
+    assert template.position(prompt, messages, 1, len(content), continued) == len(prompt)
+    assert 0 < template.position(prompt, messages, 0, len(content), continued) < len(prompt)
+
+
+def test_a_final_message_that_the_template_leaves_out_is_not_continued() -> None:
+    source = "{% for m in messages %}{{ m.content.split('</think>')[0] if loop.last else m.content }}{% endfor %}"
+    continued = Rendering(add_generation_prompt=False, continue_final_message=True)
+    with pytest.raises(ChatTemplateError, match="leaves out the final message"):
+        ChatTemplate(source, {}).render([{"role": "assistant", "content": "a</think>b"}], continued)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "end"),
+    [({}, "<|im_start|>assistant\n"), ({"enable_thinking": False, "unread": [1]}, "assistant\n<think></think>"),
+     ({"enable_thinking": True}, "assistant\n"), ({"messages": [], "eos_token": "x"}, "assistant\n")],
+)  # fmt: skip
+def test_a_template_reads_its_arguments_and_none_in_place_of_its_own_variables(
+    arguments: dict[str, Any], end: str
+) -> None:
+    template = ChatTemplate(CHATML, {"eos_token": "<eos>"})
+    said = [{"role": "user", "content": "hello"}]
+    assert template.render(said, Rendering(arguments=arguments)).endswith(end)
+    assert template.render(said, Rendering(False, arguments=arguments)).endswith("hello<|im_end|>\n")
+    for name in ("messages", "tools", "documents", "add_generation_prompt", "eos_token"):
+        assert template.reserves(name)
+    assert not template.reserves("enable_thinking")
+
+
+@pytest.mark.parametrize("effort", ["x", [], {}, None, -1])
+def test_an_argument_of_another_type_than_the_template_expects_is_an_error(effort: Any) -> None:
+    template = ChatTemplate("{{ 1.5 / (effort + 1) }}", {})
+    with pytest.raises(ChatTemplateError):
+        template.render([], Rendering(arguments={"effort": effort}))

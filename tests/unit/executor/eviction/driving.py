@@ -33,6 +33,7 @@ SMALL: dict[Kind, dict[str, Any]] = {
     Kind.KNORM: _TOKENS,
     Kind.LAST: {"max_cache_tokens": 6},
     Kind.RANDOM: _TOKENS,
+    Kind.ADAPTIVE_WINDOW: {"start_tokens": 2, "recent_tokens": 8, "max_cache_tokens": 18, "period_tokens": 4},
 }
 KINDS = [kind for kind in Kind if kind is not Kind.NONE]
 

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from executor.eviction.base import scored_rows
 from executor.eviction.engine import EVICTORS
-from protos.kvcommon.eviction import AREAS, Kind
+from protos.kvcommon.eviction import AREAS, WINDOWS, Kind
 from tests.unit.executor.eviction.driving import KINDS, Driven, World, policy
 
-JOINT = (Kind.SLIDING_WINDOW, Kind.LAST)
+JOINT = (*WINDOWS, Kind.LAST)
 BY_LAYER = (*AREAS, Kind.TOVA)
 UNORDERED = [kind for kind in KINDS if kind not in AREAS]
 DURING_PREFILL = (Kind.SLIDING_WINDOW, Kind.H2O, Kind.TOVA, Kind.ROCO, Kind.AVERAGE, Kind.KEYDIFF, Kind.KNORM)

@@ -72,6 +72,7 @@ def newest(slow: Slow, token: int, tokens: list[int], chosen: Policy) -> int:
 SCORES: dict[Kind, Score] = {
     Kind.SLIDING_WINDOW: newest,
     Kind.LAST: newest,
+    Kind.ADAPTIVE_WINDOW: newest,
     Kind.H2O: h2o,
     Kind.AVERAGE: average,
     Kind.TOVA: tova,

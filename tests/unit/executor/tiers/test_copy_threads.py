@@ -1,7 +1,6 @@
 """Copies run in the order of what they touch, beside each other where they touch nothing in common."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +10,8 @@ import pytest
 from executor.cache.tiers import copy_threads as copier_module
 from executor.cache.tiers.copy_threads import CopyThreads
 from executor.step import Copy, Tier
+from tests.support.patience import patience
+from tests.unit.executor.tiers.gates import when_awaited
 from tests.unit.executor.tiers.world import Ends, down, up
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
@@ -36,9 +37,9 @@ class Gates:
     def _run(self, copy: Copy, after: Any, source_read: Callable[[], None]) -> None:
         self.log.append(f"begin {copy.ticket}")
         self._gate(copy.ticket, "begin").set()
-        self._gate(copy.ticket, "read").wait(10)
+        self._gate(copy.ticket, "read").wait(patience(10))
         source_read()
-        self._gate(copy.ticket, "end").wait(10)
+        self._gate(copy.ticket, "end").wait(patience(10))
         self.log.append(f"end {copy.ticket}")
         if copy.ticket in self.fail:
             raise OSError("full")
@@ -47,10 +48,11 @@ class Gates:
         self.copier.submit(copies, self.ends)
 
     def begun(self, ticket: int) -> None:
-        assert self._gate(ticket, "begin").wait(10), f"{ticket} does not begin: {self.log}"
+        assert self._gate(ticket, "begin").wait(patience(10)), f"{ticket} does not begin: {self.log}"
 
     def not_begun(self, ticket: int) -> None:
-        assert not self._gate(ticket, "begin").wait(0.05), f"{ticket} begins too early: {self.log}"
+        begun = self._gate(ticket, "begin").wait(0.05)  # subject: nothing begins meanwhile
+        assert not begun, f"{ticket} begins too early: {self.log}"
 
     def read(self, ticket: int) -> None:
         self._gate(ticket, "read").set()
@@ -62,7 +64,7 @@ class Gates:
     def all_end(self) -> None:
         for ticket in range(1, 10):
             self.end(ticket)
-        assert self.copier.drain(10)
+        assert self.copier.drain(patience(10))
 
     @contextmanager
     def waiting(self, **places: list[Any]) -> Iterator[threading.Event]:
@@ -71,7 +73,7 @@ class Gates:
         thread = threading.Thread(target=lambda: (self.copier.wait(**places), passed.set()))
         thread.start()
         yield passed
-        thread.join(10)
+        thread.join(patience(10))
         assert passed.is_set()
 
 
@@ -139,19 +141,19 @@ def test_a_step_waits_for_exactly_its_own_slots(gates: Gates) -> None:
     # What another reads may be read.
     assert gates.copier.wait(reads=[(DEVICE, 0, 1)]) == 0
     with gates.waiting(writes=[(DEVICE, 0, 1)]) as passed:
-        assert not passed.wait(0.05)
+        assert not passed.wait(0.05)  # subject: nothing passes meanwhile
         gates.read(1)
-        assert passed.wait(10)
+        assert passed.wait(patience(10))
     with gates.waiting(reads=[(DEVICE, 0, 2)]) as passed:
         gates.read(2)
-        assert not passed.wait(0.05)
+        assert not passed.wait(0.05)  # subject: nothing passes meanwhile
         gates.end(2)
 
 
 def test_the_time_that_a_step_waits_is_reported(gates: Gates) -> None:
     gates.submit(down(1, 1, 1))
-    threading.Timer(0.2, lambda: gates.end(1)).start()
-    assert 0.05 < gates.copier.wait(writes=[(DEVICE, 0, 1)]) < 5
+    when_awaited(gates.copier, threading.Timer(0.2, lambda: gates.end(1)).start)
+    assert gates.copier.wait(writes=[(DEVICE, 0, 1)]) > 0.1
 
 
 def test_a_disk_that_hangs_keeps_no_step_for_long(gates: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +170,7 @@ def test_a_disk_that_hangs_keeps_no_step_for_long(gates: Gates, monkeypatch: pyt
     gates.copier.wait(writes=[(DEVICE, 0, 1)])
     for ticket in (1, 2, 9):
         gates.end(ticket)
-    assert gates.copier.drain(10)
+    assert gates.copier.drain(patience(10))
     assert gates.ends.of == {8: False, 1: True, 2: True, 9: True}
     assert gates.voided == [8]
     assert "begin 8" not in gates.log
@@ -180,7 +182,7 @@ def test_a_copy_behind_a_failed_one_fails_and_frees_its_slots(gates: Gates) -> N
     for ticket in (1, 4):
         gates.begun(ticket)
         gates.end(ticket)
-    assert gates.copier.drain(10)
+    assert gates.copier.drain(patience(10))
     # The last one only comes behind the first in the same slot.
     assert gates.ends.of == {1: False, 2: False, 3: False, 4: True}
     assert "begin 2" not in gates.log
@@ -197,9 +199,7 @@ def test_slots_that_change_are_seen_at_once(gates: Gates) -> None:
 
 def test_waiting_for_all_copies_has_a_bound(gates: Gates) -> None:
     gates.submit(down(1, 1, 1))
-    begin = time.monotonic()
     assert not gates.copier.drain(0.05)
-    assert time.monotonic() - begin < 5
     assert gates.copier.busy
 
 
@@ -209,31 +209,29 @@ def test_a_listener_that_fails_keeps_no_slot(monkeypatch: pytest.MonkeyPatch) ->
 
     copier = CopyThreads(lambda copy, after, source_read: None)
     copier.submit([down(1, 1, 1), down(2, 1, 1)], ended)
-    assert copier.drain(10)
+    assert copier.drain(patience(10))
 
 
-def test_a_flood_of_failures_is_one_line_in_the_log(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_flood_of_failures_is_one_line_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
     def run(copy: Copy, after: Any, source_read: Callable[[], None]) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(copier_module, "MEMORY_THREADS", 1)
-    copier, ends = CopyThreads(run), Ends()
+    copier, ends = CopyThreads(run, memory_threads=1), Ends()
     copier.submit([down(ticket, ticket, ticket) for ticket in range(1, 50)], ends)
-    assert copier.drain(10)
+    assert copier.drain(patience(10))
     assert not any(ends.of.values())
     assert len(ends.of) == 49
     assert capsys.readouterr().out.count("copies failed") == 1
 
 
 def test_a_step_does_not_wait_for_ever_for_a_copy_that_has_begun(gates: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copier_module, "STALL_SECONDS", 0.01)
-    monkeypatch.setattr(copier_module, "LONGEST_WAIT_SECONDS", 0.02)
     gates.submit(down(1, 1, 1))
     gates.begun(1)
-    with pytest.raises(copier_module.StuckCopyError, match="copies at 1 slots"):
-        gates.copier.wait(writes=[(DEVICE, 0, 1)])
+    with monkeypatch.context() as patch:
+        patch.setattr(copier_module, "STALL_SECONDS", 0.01)
+        patch.setattr(copier_module, "LONGEST_WAIT_SECONDS", 0.02)
+        with pytest.raises(copier_module.StuckCopyError, match="copies at 1 slots"):
+            gates.copier.wait(writes=[(DEVICE, 0, 1)])
     # Its slot is as good as before, once it ends.
     gates.end(1)
     gates.copier.wait(writes=[(DEVICE, 0, 1)])

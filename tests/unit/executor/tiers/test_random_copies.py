@@ -22,6 +22,7 @@ from executor.cache.tiers.device import CpuBlocks
 from executor.cache.tiers.hazards import SlotRef
 from executor.cache.tiers.slot_file import DiskFile, HostFile, SlotFile
 from executor.step import Copy, Tier
+from tests.support.patience import patience
 from tests.unit.executor.tiers.world import Ends, block, fill, held, make_file, make_pools
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
@@ -230,7 +231,7 @@ class World:
         self.copier.look(view)
 
     def finish(self) -> None:
-        assert self.copier.drain(20)
+        assert self.copier.drain(patience(20))
         assert not self.copier.busy
         assert self.ends.of == self.expected
         assert self.trouble.wrong == []
@@ -285,7 +286,7 @@ def test_copies_leave_what_they_leave_one_after_another(operations: list[tuple[A
             for name, *arguments in operations:
                 getattr(world, name)(*arguments)
         finally:
-            world.copier.drain(20)
+            world.copier.drain(patience(20))
         world.finish()
         for file in world.files.values():
             file.close()

@@ -111,14 +111,12 @@ def test_a_block_that_went_down_and_came_up_continues_to_the_same_tokens(
 def test_steps_go_on_while_copies_of_other_slots_run(slow: Driver, gate: Gate) -> None:
     joining, expected = offloaded(slow)
     gate.open.clear()
-    begin = time.monotonic()
     step = Step(slow.runner.last_step + 1, copies=(down(1, joining.tables[0][0], 1),))
     slow.runner.launch(step).result()
     # It reads the slot that is being copied, and writes others.
     table = joining.tables[0][:2] + slow.blocks(60)[0]
     outcome = slow.step(new_sequences=(NewSequence(2, tuple(PROMPT), 9, 8, (table,)),))
     assert tokens_from(slow, outcome, 2, 8) == expected
-    assert time.monotonic() - begin < 5
     assert ends_of(slow) == {}
     assert slow.runner.tiers.busy
 
@@ -127,13 +125,14 @@ def test_a_step_does_not_overwrite_what_is_still_being_copied(slow: Driver, gate
     joining, _ = offloaded(slow)
     slot, pools = joining.tables[0][0], slow.runner.pools
     before = block(pools, 0, slot)
-    gate.opens_in(SHUT)
+    gate.opens_late(slow.runner.tiers, SHUT)
     other = NewSequence(2, tuple(OTHER), 9, 0, ((slot, *slow.blocks(40)[0]),))
-    begin = time.monotonic()
+    begin, waited = time.perf_counter(), waited_seconds()
     outcome = slow.step(copies=(down(1, slot, 1),), new_sequences=(other,), chunks={2: 9})
-    took = time.monotonic() - begin
+    took, waited = time.perf_counter() - begin, waited_seconds() - waited
     assert block(pools, 0, slot) != before
     # Time in which the device could not work is not the step's work.
+    assert waited > SHUT / 2
     assert outcome.compute_time < took - SHUT / 2
     assert outcome.idle_time > SHUT / 2
     fresh = slow.blocks(4)[0][0]
@@ -146,7 +145,7 @@ def test_a_sequence_that_joins_too_early_waits_for_its_blocks(slow: Driver, gate
     joining, expected = offloaded(slow)
     slow.step(copies=(down(1, joining.tables[0][0], 1),))
     fresh = slow.blocks(60)[0]
-    gate.opens_in(SHUT)
+    gate.opens_late(slow.runner.tiers, 0)
     slow.step(copies=(up(2, 1, fresh[0]),))
     table = (fresh[0], joining.tables[0][1], *fresh[1:])
     before = waited_seconds()
@@ -168,7 +167,7 @@ def test_copies_within_the_device_keep_their_order(reads: bool, slow: Driver, ga
     slow.step(new_sequences=(joining,), chunks={1: 9})
     first, second, third = joining.tables[0][:3]
     before = [block(pools, 0, slot) for slot in (first, second)]
-    gate.opens_in(SHUT)
+    gate.opens_late(slow.runner.tiers, 0)
     if reads:
         # The onloaded block is copied on.
         slow.step(copies=(down(1, first, 1), up(2, 1, second), Copy(3, 0, second, third)), idle=frozenset({1}))
@@ -195,7 +194,7 @@ def test_what_evicts_tokens_does_not_overwrite_what_is_being_copied(
     own = driver.blocks(40)[0] if moves else ()
     slots = own[:2] if moves else joining.tables[0][:2]
     before = [block(driver.runner.pools, 0, slot) for slot in slots]
-    gate.opens_in(SHUT)
+    gate.opens_late(driver.runner.tiers, 0)
     outcome = driver.step(copies=tuple(down(1 + i, slot, 1 + i) for i, slot in enumerate(slots)), evicting={1: own})
     assert outcome.evicted[0].tokens > 0
     assert [block(driver.runner.pools, 0, slot) for slot in slots] != before
@@ -215,7 +214,7 @@ def test_slots_that_copies_fill_are_noted_as_written_by_their_step(slow: Driver)
     # What the manager itself asks for can come when no step is planned.
     other = slow.blocks(4)[0][0]
     slow.runner.transfer((up(3, 1, fresh), Copy(4, 0, 0, other)))
-    assert slow.runner.tiers.wait(reads=[(Tier.DEVICE, 0, fresh)]) < 5
+    slow.runner.tiers.wait(reads=[(Tier.DEVICE, 0, fresh)])
     assert [int(slow.runner.pools.pools[0].last_write_steps[slot]) for slot in (fresh, other)] == [step + 1] * 2
 
 
@@ -223,7 +222,7 @@ def test_zeros_wait_for_what_is_being_copied(slow: Driver, gate: Gate) -> None:
     joining, _ = offloaded(slow)
     slot, pools = joining.tables[0][0], slow.runner.pools
     before = block(pools, 0, slot)
-    gate.opens_in(SHUT)
+    gate.opens_late(slow.runner.tiers, 0)
     fresh = slow.blocks(4)[0][0]
     # In their order; a slot of a tier that is not here, and one beyond it, are reported at once.
     impossible = (Copy(4, 0, 0, 1, DISK, DISK), up(5, 7, fresh), Copy(6, 3, 0, 1))
@@ -276,8 +275,8 @@ def test_tokens_of_a_step_are_reported_before_it_waits(slow: Driver, gate: Gate)
     step = Step(
         slow.runner.last_step + 1, copies=(down(1, joining.tables[0][0], 1),), new_sequences=(other,), chunks={2: 9}
     )
-    begin = time.monotonic()
     assert isinstance(slow.events, Events)
     slow.events.idle = gate.open.set
+    # A step that waited first would never end.
     slow.runner.launch(step).result()
-    assert time.monotonic() - begin < 5
+    assert gate.open.is_set()

@@ -19,6 +19,7 @@ from executor.cache.tiers.slot_file import DiskFile, HostFile
 from executor.cache.tiers.tiers import Tiers
 from executor.step import Copy, Tier
 from tests.stack import ROOT
+from tests.support.patience import patience
 from tests.unit.executor.tiers.world import (
     Ends,
     block,
@@ -193,12 +194,12 @@ def test_a_slow_disk_keeps_no_device_slot_once_it_was_read(pools: KvPools, tmp_p
     class SlowDisk(DiskFile):
         def store(self, group: int, slot: int, data: Any) -> None:
             storing.set()
-            go_on.wait(10)
+            go_on.wait(patience(10))
             super().store(group, slot, data)
 
     tiers, ends, before = Tiers(pools, [make_file(SlowDisk, pools, tmp_path)]), Ends(), block(pools, 0, 1)
     tiers.begin([down(1, 1, 1, DISK)], ends)
-    assert storing.wait(10)
+    assert storing.wait(patience(10))
     tiers.wait(writes=[(DEVICE, 0, 1)])
     assert ends.of == {}
     fill(pools, 0, 1, 3.0)
@@ -227,7 +228,7 @@ def test_blocks_that_are_being_copied_do_not_count(pools: KvPools, tmp_path: Pat
 
     class SlowHost(HostFile):
         def claim(self, group: int, slot: int) -> None:
-            go_on.wait(10)
+            go_on.wait(patience(10))
             super().claim(group, slot)
 
     tiers = Tiers(pools, [make_file(SlowHost, pools, tmp_path)])
@@ -304,7 +305,7 @@ def test_a_copy_that_a_kill_breaks_off_leaves_no_block(tier: Tier, pools: KvPool
         assert process.stdout is not None
         assert any(line == "half\n" for line in process.stdout)
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(patience(10))
     tiers = make_tiers(pools, tmp_path)
     assert tiers.snapshot().generations(tier, 0).tolist() == [0, 2, 0, 0]
     assert run(tiers, up(4, 1, 1, tier), up(5, 2, 2, tier)) == {4: False, 5: True}

@@ -12,6 +12,7 @@ from executor.cache.tiers.layout import FileLayout, least_size
 from executor.cache.tiers.slot_file import SlotFile
 from executor.cache.tiers.tiers import Tiers, layout_of, open_tiers
 from executor.step import Copy, Tier
+from tests.support.patience import patience
 
 FINGERPRINT = b"f" * 32
 # Two layer groups whose blocks are of different sizes.
@@ -102,7 +103,7 @@ def held(file: SlotFile, group: int, slot: int) -> bytes:
 
 def until_idle(tiers: Tiers) -> None:
     """Waits until every copy has ended."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patience(10)
     while tiers.busy:
         assert time.monotonic() < deadline
         time.sleep(0.001)

@@ -15,14 +15,11 @@
 {{- fail "redis.url leads to Redis without TLS: write rediss:// or rediss+cluster://, or allow it with insecure=true" -}}
 {{- end -}}
 {{- end -}}
+{{- if and .Values.cachemgr.zmqEvents (not .Values.insecure) -}}
+{{- fail "cachemgr.zmqEvents=true sends events without TLS and tokens to all that reach their ports: allow it with insecure=true" -}}
+{{- end -}}
 {{- if gt (int .Values.router.minReplicas) (int .Values.router.maxReplicas) -}}
 {{- fail "router.minReplicas must be at most router.maxReplicas" -}}
-{{- end -}}
-{{- if and (gt (len .Values.shards) 1) (not .Values.redis.bundled) -}}
-{{- if or .Values.redis.urlSecret (not (contains "$(SHARD)" .Values.redis.url)) (contains "+cluster:" .Values.redis.url) -}}
-{{- fail (print "redis.url: several shards need a database each, of one server: write $(SHARD) for its number, "
-  "rediss://:$(REDIS_PASSWORD)@host:6379/$(SHARD), and the password into redis.passwordSecret") -}}
-{{- end -}}
 {{- end -}}
 {{- end -}}
 
@@ -222,6 +219,19 @@ envFrom: {{ toJson . }}
 {{ .Values.tokens.secret | default (printf "%s-tokens" (include "kvkeep.name" .)) }}
 {{- end -}}
 
+{{/* The first ports of a cache manager's ZeroMQ events and replays: engine n of its shard has those n above them. */}}
+{{- define "kvkeep.zmqPorts" -}}
+events: 5557
+replays: 6557
+{{- end -}}
+
+{{/* How many engines the largest shard has. */}}
+{{- define "kvkeep.mostEngines" -}}
+{{- $most := 0 -}}
+{{- range .Values.shards }}{{- $most = max $most (int .) }}{{- end -}}
+{{- $most -}}
+{{- end -}}
+
 {{/* What callers reach. */}}
 {{- define "kvkeep.front" -}}
 {{ ternary "router" "engine" .Values.router.enabled }}
@@ -244,8 +254,26 @@ envFrom: {{ toJson . }}
 {{ .Values.redis.passwordSecret | default (include "kvkeep.fullname" (dict "top" . "part" "redis")) }}
 {{- end -}}
 
+{{/* Variables of a process that talks to Redis. */}}
+{{- define "kvkeep.redis" -}}
+{{- if or .Values.redis.bundled .Values.redis.passwordSecret }}
+- name: REDIS_PASSWORD
+  valueFrom:
+    secretKeyRef: {name: {{ include "kvkeep.redisSecret" $ }}, key: password}
+{{- end }}
+- name: KVKEEP_REDIS_URL
+  {{- if .Values.redis.bundled }}
+  value: {{ include "kvkeep.redisUrl" $ }}
+  {{- else if .Values.redis.urlSecret }}
+  valueFrom:
+    secretKeyRef: {name: {{ .Values.redis.urlSecret }}, key: url}
+  {{- else }}
+  value: {{ .Values.redis.url }}
+  {{- end }}
+{{- end -}}
+
 {{- define "kvkeep.redisUrl" -}}
-{{- $place := printf ":$(REDIS_PASSWORD)@%s:6379/$(SHARD)" (include "kvkeep.fullname" (dict "top" . "part" "redis")) -}}
+{{- $place := printf ":$(REDIS_PASSWORD)@%s:6379" (include "kvkeep.fullname" (dict "top" . "part" "redis")) -}}
 {{- if .Values.tls.enabled -}}
 {{- $tls := "/run/secrets/tls" -}}
 rediss://{{ $place }}?ssl_ca_certs={{ $tls }}/ca.crt&ssl_certfile={{ $tls }}/tls.crt&ssl_keyfile={{ $tls }}/tls.key

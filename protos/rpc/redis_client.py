@@ -1,15 +1,15 @@
-"""Opening Redis, as one server or as a cluster, and the names of the keys."""
+"""Opening Redis, as one server or as a cluster."""
 
-from dataclasses import dataclass
 from typing import Any, cast
-from urllib.parse import quote
 
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.connection import SSLConnection, UnixDomainSocketConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import MovedError, RedisClusterException, RedisError
 
+from protos.rpc import addresses
 from protos.rpc.settings import cluster_nodes
 
 # What an exchange with Redis raises, whatever is the matter with it.
@@ -53,31 +53,24 @@ def reason(error: BaseException) -> str:
     return f"{text}: write redis+cluster:// for a cluster" if isinstance(error, MovedError) else text
 
 
-# The owner of keys that belong to no executor.
-OPERATORS = ""
+def check_redis_url(url: str, *, insecure: bool) -> str:
+    """Returns the URL. Raises ValueError where it leads to another machine without TLS, unless that is allowed."""
+    if url and not insecure and (address := _without_tls(url)):
+        raise ValueError(
+            f"{address} is on another machine and would be reached without TLS: use a loopback address or a unix "
+            "socket, write rediss:// or rediss+cluster://, or allow it with KVKEEP_INSECURE=1"
+        )
+    return url
 
 
-@dataclass(frozen=True)
-class Keys:
-    """The names of one cache manager's keys. shard: its name among those that share the Redis, empty for none.
-
-    In a cluster all keys of an owner, an executor's id or OPERATORS, lie on one node.
-    """
-
-    shard: str = ""
-
-    def executor(self, executor_id: str, what: str) -> str:
-        """A key of one executor."""
-        return self._key(quote(executor_id, safe=""), what)
-
-    def operators(self, what: str) -> str:
-        """A key that belongs to no executor."""
-        return self._key("operators", what)
-
-    def clock(self, owner: str) -> str:
-        """Where an owner's clock lies."""
-        return self.operators("time") if owner == OPERATORS else self.executor(owner, "clock")
-
-    def _key(self, owner: str, what: str) -> str:
-        # No quoted id and no shard has a slash: names of two shards are never equal.
-        return f"kvkeep:{{{self.shard and f'{self.shard}/'}{owner}}}:{what}"
+def _without_tls(url: str) -> str:
+    """The first server of another machine that the URL leads to without TLS, empty for none. Raises ValueError."""
+    first, nodes = cluster_nodes(url)
+    how: dict[str, Any] = dict(parse_url(first))
+    if how.get("connection_class") in (SSLConnection, UnixDomainSocketConnection):
+        return ""
+    for host, port in nodes or [(how.get("host", "localhost"), how.get("port", 6379))]:
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if not addresses.is_loopback(address):
+            return address
+    return ""

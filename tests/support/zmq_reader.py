@@ -18,6 +18,7 @@ from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.zmq_events import ZmqEvents, ZmqSettings
 from cachemgr.types import TierKind
 from protos.kvcommon.tokens import unpack
+from tests.support.patience import patience
 
 MEDIA = {TierKind.DEVICE: "GPU", TierKind.HOST: "CPU", TierKind.DISK: "STORAGE"}
 END = (1 << 64) - 1
@@ -156,7 +157,7 @@ class RouterView:
     async def until(self, expected: dict[int, Known], *, behind: int = -2) -> None:
         """Waits until it knows just these blocks, and the batch behind a number."""
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(patience(20)):
                 while self.index != expected or self.last <= behind:
                     await asyncio.sleep(0.002)
         except TimeoutError:
@@ -183,7 +184,8 @@ def _hash(key: bytes) -> int:
 def _extra_keys(scope: Any) -> tuple[str, ...]:
     adapter = () if scope.adapter_id is None else (f"{scope.adapter_id}",)
     salt = () if scope.salt is None else (f"dynamo-cache-salt:{sha256(scope.salt.encode()).hexdigest()[:16]}",)
-    return adapter + salt
+    weights = (f"weights:{scope.weight_version}",) if scope.weight_version else ()
+    return adapter + salt + weights
 
 
 class Publishing:

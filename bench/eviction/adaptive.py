@@ -1,0 +1,215 @@
+"""The adaptive window beside fixed ones: how well sequences go on that reach far back or do not, for what memory.
+
+Sequences that reach far back are asked for a key in their prompt and go on for a while; the others continue a text. All
+windows keep the same first tokens, and evict as many at a time. Memory is the slots in use while tokens are generated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn.functional as F
+from torch import tensor
+
+from bench.eviction import passkey
+from bench.eviction.cache import BLOCK_SIZE, Cache
+from bench.tables import table
+from executor.batch import SequenceState
+from protos.kvcommon.eviction import Layout, Policy, parse
+from protos.kvcommon.v1 import kvcommon_pb2 as common
+
+PROMPT = 1280
+FOLLOWING = 256
+ANSWERED = 32
+START = 64
+LEAST, MOST = 128, 1024
+MASSES = (0.96, 0.97, 0.98)
+WINDOWS = (128, 256, 384, 512, 768, 1024)
+DEPTHS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+def fixed(window: int, layout: Layout) -> Policy:
+    """A window that stays as it is."""
+    message = common.EvictionPolicy(
+        kind=common.EVICTION_KIND_SLIDING_WINDOW,
+        start_tokens=START,
+        recent_tokens=window,
+        period_tokens=BLOCK_SIZE,
+    )
+    made = parse(message, layout)
+    assert made is not None
+    return made
+
+
+def adaptive(mass: float, layout: Layout) -> Policy:
+    """An adaptive window of which every length is granted."""
+    message = common.EvictionPolicy(
+        kind=common.EVICTION_KIND_ADAPTIVE_WINDOW,
+        start_tokens=START,
+        recent_tokens=LEAST,
+        max_cache_tokens=START + MOST,
+        attention_mass=mass,
+    )
+    made = parse(message, layout)
+    assert made is not None
+    return made
+
+
+def policies(layout: Layout) -> dict[str, Policy]:
+    """All that are compared, by their names."""
+    return {
+        **{f"adaptive, {mass}": adaptive(mass, layout) for mass in MASSES},
+        **{f"fixed, {window}": fixed(window, layout) for window in WINDOWS},
+    }
+
+
+@dataclass
+class Course:
+    """A sequence behind its prompt, under a policy of which every window is granted. slots: in use with each token."""
+
+    cache: Cache
+    sequence: SequenceState
+    prompt: int
+    slots: list[int] = field(default_factory=list)
+    windows: list[int] = field(default_factory=list)
+    wanted: int | None = None
+
+    def compute(self, tokens: Sequence[int]) -> Any:
+        """[n, V] logits of so many tokens, which may be computed before the policy is asked again."""
+        engine, sequence = self.cache.engine, self.sequence
+        counted = engine.scored([sequence], [len(tokens)])
+        first = sequence.kept
+        computed = self.cache.compute(sequence, tokens, counted)
+        engine.observe([sequence], [len(tokens)], [computed.attention] if computed.attention else [])
+        self.slots += range(first + 1, first + len(tokens) + 1)
+        self.windows += [0 if sequence.policy is None else sequence.policy.window] * len(tokens)
+        if sequence.policy is not None and sequence.policy.looks(sequence.kept, sequence.computed, self.prompt):
+            self.wanted = int(engine.wanted_window(sequence))
+        return computed.logits
+
+    def room(self) -> int:
+        """Evicts if that is due; returns how many tokens may be computed then."""
+        sequence = self.sequence
+        policy = sequence.policy
+        if policy is None:
+            return FOLLOWING
+        if policy.kept_after(sequence.kept, sequence.computed, self.prompt) < sequence.kept:
+            if self.wanted is not None:
+                self.cache.set_window(sequence, self.wanted)
+            self.cache.evict(sequence, ())
+        assert sequence.policy is not None
+        return sequence.policy.room(sequence.kept, sequence.computed, self.prompt) or 1
+
+
+def course(cache: Cache, policy: Policy | None) -> Course:
+    """Behind the prompt that was prefilled last."""
+    sequence = cache.whole_prompt() if policy is None else cache.evicted(policy)
+    return Course(cache, sequence, sequence.computed)
+
+
+def continued(cache: Cache, policy: Policy | None, following: Sequence[int]) -> tuple[Course, float]:
+    """Mean negative log likelihood of tokens that follow the prompt, but for the first."""
+    one, losses, at = course(cache, policy), list[float](), 0
+    while at < len(following) - 1:
+        count = min(one.room(), len(following) - 1 - at)
+        logits = one.compute(following[at : at + count])
+        losses += F.cross_entropy(logits, tensor(following[at + 1 : at + count + 1]), reduction="none").tolist()
+        at += count
+    return one, statistics.mean(losses)
+
+
+def answered(cache: Cache, policy: Policy | None, first: int) -> tuple[Course, list[int]]:
+    """Greedy tokens behind the prompt, whose first is known."""
+    one, tokens = course(cache, policy), [first]
+    while len(tokens) < ANSWERED:
+        one.room()
+        tokens.append(int(one.compute(tokens[-1:])[0].argmax()))
+    return one, tokens
+
+
+def measure(cache: Cache, tokenizer: Any, texts: Sequence[Sequence[int]], keys: int) -> Iterator[dict[str, Any]]:
+    """One record per sequence and policy; `keys` prompts of each depth, and each text continued once."""
+    chosen: dict[str, Policy | None] = {"full cache": None, **policies(cache.layout)}
+    for text in texts:
+        cache.prefill(text[:PROMPT])
+        for name, policy in chosen.items():
+            one, loss = continued(cache, policy, text[PROMPT : PROMPT + FOLLOWING])
+            yield _record(one, name, "near") | {"nll": loss}
+    source = random.Random(3)
+    for depth, _ in itertools.product(DEPTHS, range(keys)):
+        key = str(source.randrange(10 ** (passkey.DIGITS - 1), 10**passkey.DIGITS))
+        first = cache.prefill(passkey.prompt(tokenizer, PROMPT, depth, key))
+        for name, policy in chosen.items():
+            one, tokens = answered(cache, policy, first)
+            said = tokenizer.decode(tokens[: passkey.ANSWER_TOKENS])
+            yield _record(one, name, "far") | {"depth": depth, "right": key in said}
+
+
+def _record(one: Course, name: str, kind: str) -> dict[str, Any]:
+    lengths = {"first_window": one.windows[0], "last_window": one.windows[-1]}
+    return {"policy": name, "kind": kind, "slots": statistics.mean(one.slots), **lengths}
+
+
+class Report:
+    """What was measured, by policy and kind of sequence."""
+
+    def __init__(self, records: Sequence[Mapping[str, Any]]) -> None:
+        self._records = records
+        self.names = list(dict.fromkeys(record["policy"] for record in records))
+        self.adaptive = [name for name in self.names if name.startswith("adaptive")]
+        self.fixed = [name for name in self.names if name.startswith("fixed")]
+
+    def mean(self, name: str, kind: str, figure: str) -> float:
+        """Of all sequences of a kind; of both kinds, each counting half, for "mixed"."""
+        if kind == "mixed":
+            return statistics.mean(self.mean(name, one, figure) for one in ("near", "far"))
+        return statistics.mean(r[figure] for r in self._records if (r["policy"], r["kind"]) == (name, kind))
+
+    def perplexity(self, name: str) -> float:
+        """Of the texts that were continued, beside the full cache's."""
+        return math.exp(self.mean(name, "near", "nll") - self.mean("full cache", "near", "nll"))
+
+    def found(self, name: str) -> float:
+        """Share of the keys."""
+        return self.mean(name, "far", "right")
+
+    def at_equal_memory(self, slots: float, kind: str, figure: str) -> float:
+        """What fixed windows reach with so many slots on average, between the two that are nearest."""
+        points = sorted((self.mean(name, kind, "slots"), self._figure(name, figure)) for name in self.fixed)
+        for (low, before), (high, after) in itertools.pairwise(points):
+            if low <= slots <= high:
+                return before + (after - before) * (slots - low) / (high - low)
+        return points[0][1] if slots < points[0][0] else points[-1][1]
+
+    def _figure(self, name: str, figure: str) -> float:
+        return self.found(name) if figure == "found" else self.perplexity(name)
+
+    def text(self) -> str:
+        """Every policy, and each adaptive window beside a fixed one with as many slots on average."""
+        every = [
+            [
+                name,
+                *(f"{self.mean(name, kind, 'slots'):.0f}" for kind in ("near", "far", "mixed")),
+                f"{self.perplexity(name):.3f}",
+                f"{100 * self.found(name):.0f}",
+            ]
+            for name in self.names
+        ]
+        header = ["windows", "slots\nnear", "slots\nfar", "slots\nmixed", "perplexity\nnear", "keys found, %\nfar"]
+        beside = []
+        for name, kind in itertools.product(self.adaptive, ("near", "far", "mixed")):
+            slots = self.mean(name, kind, "slots")
+            row = [f"{name}, {kind}", f"{slots:.0f}"]
+            for figure, shown in (("perplexity", kind != "far"), ("found", kind != "near")):
+                pair = self._figure(name, figure), self.at_equal_memory(slots, kind, figure)
+                form = (lambda value: f"{100 * value:.0f}") if figure == "found" else (lambda value: f"{value:.3f}")
+                row += [form(value) if shown else "" for value in pair]
+            beside.append(row)
+        equal = ["at equal mean memory", "slots", "perplexity\nadaptive", "\nfixed", "keys, %\nadaptive", "\nfixed"]
+        return f"{table(header, every)}\n\n{table(equal, beside)}"

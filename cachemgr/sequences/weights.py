@@ -1,0 +1,48 @@
+"""The order of eviction once an executor computes with other weights: no prompt matches the blocks of before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cachemgr.retention.leases import LeaseBook, leases_of
+from cachemgr.retention.priority import OTHER_WEIGHTS, WEIGHTS
+from cachemgr.steps import Steps, changes
+from cachemgr.types import RemovalCause
+
+if TYPE_CHECKING:
+    from cachemgr.blocks.block import Block
+    from cachemgr.blocks.block_pool import BlockPool
+    from cachemgr.sequences.sequence import Executor
+
+
+def reorder_blocks(executor: Executor, leases: LeaseBook) -> Steps[int]:
+    """Has blocks of other weights than the executor's evicted first, and those of its own no more.
+
+    Returns how many are of others.
+    """
+    others = 0
+    for pool in executor.pools:
+        keys = list(pool.tree.by_key)
+        yield
+        for part in changes(keys):
+            for key in part:
+                block = pool.tree.by_key.get(key)
+                if block is not None:
+                    others += _reorder(pool, block, executor.spec.weight_version, leases)
+            yield
+    return others
+
+
+def _reorder(pool: BlockPool, block: Block, weight_version: str, leases: LeaseBook) -> bool:
+    assert block.scope is not None
+    holders = [lease.request.holder for lease in leases_of(block)]
+    if block.scope.weight_version == weight_version:
+        if WEIGHTS in holders:
+            leases.revoke(pool, block, WEIGHTS, RemovalCause.WEIGHTS_UPDATED)
+        return False
+    for holder in holders:
+        if holder != WEIGHTS:
+            leases.revoke(pool, block, holder, RemovalCause.WEIGHTS_UPDATED)
+    if WEIGHTS not in holders:
+        leases.grant(pool, block, OTHER_WEIGHTS)
+    return True

@@ -1,0 +1,303 @@
+"""Drafts: tokens that a decoding sequence is likely to have next, and whether a step should compute them, too.
+
+A step computes drafted tokens behind a sequence's last known one, and each row is sampled as if the drafts before it
+were the sequence's tokens. A draft that equals what is sampled in front of it is accepted, and so is the next one; the
+first other sample is the sequence's next token, and the rows behind it count for nothing.
+
+This is speculative sampling (Leviathan et al. 2023, arXiv 2211.17192) for proposals that are certain: there, a draft x
+is accepted with min(1, p(x) / q(x)), which is p(x) where q(x) = 1, and otherwise the token is drawn from p without x. A
+sample of p is x with probability p(x), and else it is distributed as p without x. Since a sample depends on the seed
+and the output position alone, the output is not only distributed as without drafts but the same.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from statistics import median
+from typing import Protocol
+
+from executor.batch import SequenceState
+from executor.core.draft_model import Claim, DraftModel
+
+# The longest and the shortest run of tokens by which an earlier place is found.
+_SIZES = (4, 2)
+# Chances that the next draft is accepted before any was, by how many tokens in front of it match: fewer than the first
+# bound, fewer than the second, more.
+_BOUNDS, _CHANCES = (4, 8), (0.3, 0.5, 0.8)
+# Stands between texts, and is no token.
+_GAP = -1
+# How much the last outcome counts in a chance.
+_WEIGHT = 1 / 8
+# A draft with a smaller chance is never computed.
+_LEAST_CHANCE = 0.1
+# The share of a token's time that a drafted one is expected to take before it is measured, how much the last
+# measurement counts, and by how much a step without drafts lowers it: what was too dear is tried again.
+_FIRST_SHARE, _COST_WEIGHT, _FORGETTING = 0.3, 1 / 4, 0.995
+# The same of a draft model's drafts: trying them costs passes of their own.
+_MODEL_FORGETTING = 0.9998
+# Steps without drafts whose median time others are compared with.
+_KEPT_STEPS = 5
+# Most drafted tokens of a step: each has logits of its own.
+MOST_ROWS = 64
+
+
+def count_accepted(token_ids: Sequence[int], drafts: Sequence[int], stop_token_ids: frozenset[int]) -> int:
+    """Of the tokens sampled in front of each draft and behind the last one, how many count, at least 1."""
+    for index, (token_id, draft) in enumerate(zip(token_ids, drafts, strict=False)):
+        if token_id != draft or token_id in stop_token_ids:
+            return index + 1
+    return len(token_ids)
+
+
+class Proposer(Protocol):
+    """What a sequence may say next."""
+
+    @property
+    def chance(self) -> float:
+        """The chance that the first proposed token is the next one, in [0, 1)."""
+        ...
+
+    def append(self, token_id: int) -> None:
+        """The sequence has one token more."""
+        ...
+
+    def propose(self, most: int) -> list[int]:
+        """At most so many tokens that may follow."""
+        ...
+
+
+class NgramProposer:
+    """Proposes what followed the sequence's last tokens where they stood before: in the output, the prompt, or another
+    text that may follow the prompt, which is followed from its beginning.
+
+    The longest run found counts, and of equal ones the latest. A place is followed as long as it is right. All costs
+    are independent of the sequence's length but for the first index. Whether a proposal would have been right is
+    counted for every token, whether it was computed or not.
+    """
+
+    def __init__(self, token_ids: Sequence[int], continuation: Sequence[int] = ()) -> None:
+        """token_ids: of the sequence so far. continuation: what may follow them."""
+        self._text = [*continuation, _GAP, *token_ids]
+        # By the tokens in front of it, the last place in the text.
+        self._places = [
+            dict(zip(zip(*(self._text[start:] for start in range(size)), strict=False), count(size))) for size in _SIZES
+        ]
+        self._chances = list(_CHANCES)
+        # The place that is followed, None without one, and how many tokens in front of it match.
+        self._next: int | None = 0 if continuation else None
+        self._matched = _BOUNDS[-1] if continuation else 0
+
+    @property
+    def chance(self) -> float:
+        """Of the proposal for the next token; 0 without one."""
+        return self._chances[self._level] if self._next is not None and self._text[self._next] != _GAP else 0.0
+
+    @property
+    def _level(self) -> int:
+        return sum(self._matched >= bound for bound in _BOUNDS)
+
+    def append(self, token_id: int) -> None:
+        """The sequence has one token more."""
+        text = self._text
+        if self._next is not None:
+            right, level = text[self._next] == token_id, self._level
+            if text[self._next] != _GAP:
+                self._chances[level] += (right - self._chances[level]) * _WEIGHT
+            self._next = self._next + 1 if right else None
+            self._matched += 1
+        text.append(token_id)
+        for size, places in zip(_SIZES, self._places, strict=True):
+            run = tuple(text[-size:])
+            if self._next is None and (place := places.get(run)) is not None:
+                self._next, self._matched = place, size
+            places[run] = len(text)
+
+    def propose(self, most: int) -> list[int]:
+        """At most so many tokens. What would follow the end of the text repeats what is proposed before."""
+        if self._next is None:
+            return []
+        proposed = self._text[self._next : self._next + most]
+        if _GAP in proposed:
+            return proposed[: proposed.index(_GAP)]
+        while len(proposed) < most:
+            proposed += proposed[: most - len(proposed)]
+        return proposed
+
+
+class DraftCosts:
+    """What a drafted token costs of a step, as a share of what it saves: the time of a token without drafts.
+
+    Measured of steps that decode only, by how many sequences they decode.
+    """
+
+    def __init__(self, forgetting: float = _FORGETTING) -> None:
+        """forgetting: what a share is multiplied with in a step without drafts."""
+        self._forgetting = forgetting
+        self._plain: dict[int, deque[float]] = {}
+        self._shares: dict[int, float] = {}
+        self._last_share = _FIRST_SHARE
+
+    def observe(self, decodes: int, drafts: int, seconds: float) -> None:
+        """A step has decoded so many sequences and computed so many drafts, in so much time."""
+        plain = self._plain.setdefault(decodes, deque(maxlen=_KEPT_STEPS))
+        share = self._shares.get(decodes, self._last_share)
+        if not drafts:
+            plain.append(seconds)
+            share *= self._forgetting
+        elif plain and (usual := median(plain)) > 0:
+            # No draft costs more than a token; a step that took longer was held up by other things.
+            seen = min(1.0, max(0.0, seconds - usual) / drafts * decodes / usual)
+            share += (seen - share) * _COST_WEIGHT
+        self._shares[decodes] = self._last_share = share
+
+    def least_chance(self, decodes: int) -> float:
+        """The chance of acceptance from which a draft saves more than it costs; 1 where that is not known."""
+        if not self._plain.get(decodes):
+            return 1.0
+        return max(_LEAST_CHANCE, self._shares[decodes])
+
+
+class ModelChance:
+    """How likely it is that a draft model's first proposal for a sequence is right, by what became of the last ones."""
+
+    def __init__(self) -> None:
+        self.chance = _CHANCES[-1]
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """So many of the drafts were accepted; those behind the first that was not say nothing."""
+        if not drafted:
+            # What was not worth its computation is tried again.
+            self.chance += (_CHANCES[-1] - self.chance) * (1 - _FORGETTING)
+        for index in range(min(drafted, accepted + 1)):
+            self.chance += ((index < accepted) - self.chance) * _WEIGHT
+
+
+class Drafter:
+    """Proposes drafts for the sequences of a running batch, as many as are worth their computation.
+
+    What followed the same tokens before is free. A draft model proposes where it is more likely to be right.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        proposer: Callable[[Sequence[int], Sequence[int]], Proposer] = NgramProposer,
+        costs: Callable[[float], DraftCosts] = DraftCosts,
+        model: DraftModel | None = None,
+    ) -> None:
+        """most: drafted tokens of a sequence in a step. proposer: made of a sequence's tokens and its continuation.
+
+        costs: of drafts without a draft model, and of those of `model`. model: None for none.
+        """
+        self._most = most
+        self._proposer = proposer
+        self._proposers: dict[int, Proposer] = {}
+        self._wanted: dict[int, int] = {}
+        self._costs, self._model_costs = costs(_FORGETTING), costs(_MODEL_FORGETTING)
+        self._decodes = 0
+        self._model = model
+        self._chances: dict[int, ModelChance] = {}
+        # How many drafts of the last step the draft model has made, by sequence.
+        self._by_model: dict[int, int] = {}
+
+    def remove(self, handle: int) -> None:
+        """The sequence has left."""
+        self._proposers.pop(handle, None)
+        self._wanted.pop(handle, None)
+        self._chances.pop(handle, None)
+        if self._model is not None:
+            self._model.remove(handle)
+
+    def clear(self) -> None:
+        """All sequences have left."""
+        self._proposers.clear()
+        self._wanted.clear()
+        self._chances.clear()
+        if self._model is not None:
+            self._model.clear()
+
+    def propose(self, allowed: Mapping[int, int], decodes: int, claim: Claim) -> dict[int, list[int]]:
+        """Drafts of sequences in a step that decodes so many, none empty.
+
+        allowed: by handle, at most how many. claim: is called before slots are written.
+        """
+        proposed: dict[int, list[int]] = {}
+        of_model: dict[int, int] = {}
+        self._by_model, left = {}, MOST_ROWS
+        for handle, most in allowed.items():
+            worth, modelled = self._worth(handle, decodes), self._worth_of_model(handle, decodes)
+            if modelled and self._chances[handle].chance > self._proposers[handle].chance:
+                of_model[handle] = min(most, left, modelled)
+                left -= of_model[handle]
+            elif drafts := self._proposers[handle].propose(min(most, left, worth)) if worth else []:
+                proposed[handle] = drafts
+                left -= len(drafts)
+        if self._model is not None and of_model:
+            found = self._model.propose(of_model, claim)
+            self._by_model = {handle: len(drafts) for handle, drafts in found.items()}
+            proposed |= found
+        return proposed
+
+    def extend(self, sequence: SequenceState, token_ids: Sequence[int]) -> None:
+        """The sequence has sampled these tokens. With an eviction policy it never has drafts: its scores count rows."""
+        if sequence.policy is not None:
+            return
+        handle = sequence.handle
+        if (proposer := self._proposers.get(handle)) is None:
+            proposer = self._proposers[handle] = self._proposer(sequence.tokens.tolist(), sequence.continuation)
+        for token_id in token_ids:
+            proposer.append(token_id)
+        if self._model is not None:
+            self._model.append(sequence, token_ids)
+            chance = self._chances.setdefault(handle, ModelChance())
+            chance.note(self._by_model.get(handle, 0), len(token_ids) - 1)
+        # A sequence that has drafts needs them again soon after a token that was not foreseen.
+        before = self._wanted.pop(handle, 0)
+        worth = max(self._worth(handle, self._decodes), self._worth_of_model(handle, self._decodes))
+        if wanted := max(before - 1, worth):
+            self._wanted[handle] = wanted
+
+    def keep_up(self, sequences: Sequence[SequenceState]) -> None:
+        """A step has computed these sequences, and its tokens are sampled.
+
+        The draft model computes all prompts, as blocks of them are shared, but output only where it has use for it: it
+        can still compute what it has left out when that changes.
+        """
+        if self._model is not None:
+            self._model.keep_up([sequence for sequence in sequences if self._follows(sequence)])
+
+    def _follows(self, sequence: SequenceState) -> bool:
+        if sequence.policy is not None:
+            return False
+        is_prompt = sequence.computed <= len(sequence.tokens)
+        return is_prompt or self._worth_of_model(sequence.handle, self._decodes) > 0
+
+    def observe(self, decodes: int, drafts: int, seconds: float) -> None:
+        """A step that decoded only has ended."""
+        self._decodes = decodes
+        by_model = sum(self._by_model.values())
+        for costs, own in ((self._costs, drafts - by_model), (self._model_costs, by_model)):
+            # Of a step with drafts of both kinds it is not known what each took.
+            if own == drafts:
+                costs.observe(decodes, drafts, seconds)
+
+    def wanted(self, handles: Sequence[int]) -> dict[int, int]:
+        """How many drafts are worth their computation next, of sequences for which any are."""
+        return {handle: self._wanted[handle] for handle in handles if handle in self._wanted}
+
+    def _worth(self, handle: int, decodes: int) -> int:
+        """Drafts without a draft model that each save more than they cost."""
+        proposer = self._proposers.get(handle)
+        return 0 if proposer is None else self._count(proposer.chance, self._costs.least_chance(decodes))
+
+    def _worth_of_model(self, handle: int, decodes: int) -> int:
+        """The same of the draft model's."""
+        found = self._chances.get(handle)
+        return 0 if found is None else self._count(found.chance, self._model_costs.least_chance(decodes))
+
+    def _count(self, chance: float, least: float) -> int:
+        """The chance of a draft is that of all before it, too."""
+        if chance < least:
+            return 0
+        return min(self._most, int(math.log(least) / math.log(min(chance, 0.999))))

@@ -1,0 +1,279 @@
+"""Brings the fleet of a Ray cluster to a size, or ends it: `python -m ops.ray_fleet --engines 4`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+# The scripts here are no package, and import each other by their names.
+sys.path.append(str(Path(__file__).resolve().parent))
+
+if find_spec("ray") is None:
+    sys.exit("ray-fleet: ray is not installed for this Python: pip install 'kvkeep[ray]'")
+
+import ray
+from layout import LayoutError, check_counts, kind_of
+from ray.exceptions import RayError
+from ray_member import NAMESPACE, PORTS_OF_A_NUMBER, Member, Plan, Status, ask, make_processes, members
+from run_stack import ROOT, STOP_MARGIN_SECONDS
+
+from protos.rpc import addresses
+from protos.rpc.addresses import AddressError
+from protos.rpc.settings import PREFIX
+from protos.rpc.startup import process_parser
+
+# In the order in which they end.
+KINDS = ("router", "engine", "cachemgr")
+FIRST_PORT, MAX_PORT = 20_000, 65_535
+# Of Ray's CPUs, for a cache manager or a router.
+CPUS = 1.0
+LOOK_SECONDS, PROBE_SECONDS = 1.0, 5.0
+# Of Ray and all members on this machine alone. Ray takes 127.0.0.1 for an address that others reach.
+LOCAL_HOST = "127.0.0.2"
+
+
+def check(plan: Plan, hosts: Iterable[str], engines: int, routers: int = 1) -> None:
+    """What members would find out on their nodes. Raises LayoutError, SettingsError, AddressError."""
+    check_counts(plan.settings, engines, plan.shards)
+    last = plan.first_port + max(engines, routers) * PORTS_OF_A_NUMBER - 1
+    if plan.first_port < 1 or last > MAX_PORT:
+        raise LayoutError(
+            f"--first-port {plan.first_port}: the members' ports would end at {last}, and must be from 1 to {MAX_PORT}"
+        )
+    for host in hosts:
+        for kind in KINDS:
+            for process in make_processes(f"{kind}-0", plan, host):
+                insecure = process.settings.security.may_be_reached
+                for address in process.settings.listening.values():
+                    # A socket is the node's.
+                    if address and addresses.socket_path(address) is None:
+                        addresses.prepare(address, insecure=insecure)
+
+
+def scale(plan: Plan, engines: int, routers: int) -> None:
+    """Starts the members that are missing, and ends those that are too many: their requests go on elsewhere.
+
+    Raises LayoutError where the fleet that runs has another plan.
+    """
+    there = members()
+    said = ask(there)
+    for name, status in said.items():
+        if differences := plan.differences(status.plan):
+            raise LayoutError(
+                f"{name} of the fleet that runs has other settings ({', '.join(differences)}): "
+                "give the same ones, or end that fleet with --stop"
+            )
+    if there and not said:
+        raise LayoutError("no member of the fleet that runs answers: try it again, or end that fleet with --stop")
+    counts = {"cachemgr": plan.shards, "engine": engines, "router": routers}
+    wanted = [f"{kind}-{number}" for kind, count in counts.items() for number in range(count)]
+    for name in wanted:
+        if name not in there:
+            start(name, plan)
+    stop(name for name in there if name not in wanted)
+
+
+def start(name: str, plan: Plan) -> None:
+    """Has Ray start a member, as soon as a node has room for it."""
+    is_engine = kind_of(name) == "engine"
+    ray.remote(Member).options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        max_restarts=-1,
+        # It says its status while it stops.
+        max_concurrency=8,
+        num_cpus=plan.cpus if is_engine else CPUS,
+        num_gpus=plan.gpus if is_engine else 0,
+        scheduling_strategy="SPREAD",
+        runtime_env={"env_vars": {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'ops'}"}},
+    ).remote(name, plan)
+
+
+def wait_until_ready() -> None:
+    """Waits until all members serve, however long, and says for which it waits."""
+    shown: dict[str, list[str]] = {}
+    while True:
+        there = members()
+        said = ask(there)
+        pending = defaultdict(list)
+        for name in there:
+            # Of one that does not answer its node is not known, and often there is none.
+            if what := said[name].pending if name in said else "to find a node with room, or to answer":
+                pending[what].append(name)
+        if not pending:
+            return
+        for what, names in pending.items():
+            if shown.get(what) != names:
+                print(f"waiting for {', '.join(names)} {what}", flush=True)
+        shown = pending
+        time.sleep(LOOK_SECONDS)
+
+
+def stop(names: Iterable[str]) -> None:
+    """Ends members kind after kind. Those that answer end in order, within the limits of their processes."""
+    chosen = list(names)
+    for kind in KINDS:
+        handles = {name: ray.get_actor(name, NAMESPACE) for name in chosen if kind_of(name) == kind}
+        if not handles:
+            continue
+        print(f"stopping {', '.join(handles)}", flush=True)
+        said = ask(handles)
+        calls: list[Any] = [handles[name].stop.remote() for name in said]
+        if calls:
+            # The answer of an actor that ends may be lost.
+            seconds = max(status.stop_seconds for status in said.values()) + STOP_MARGIN_SECONDS
+            ray.wait(calls, num_returns=len(calls), timeout=seconds)
+        for name in set(handles).intersection(members()):
+            ray.kill(handles[name], no_restart=True)
+
+
+def directions(said: dict[str, Status]) -> Iterator[str]:
+    """Where each member is, line by line."""
+    for name, status in said.items():
+        shown = []
+        for setting, address in status.addresses.items():
+            process, _, what = setting.removesuffix("_address").partition("_")
+            shown.append(f"{what or process} {address}")
+        yield f"  {name:<11} {'  '.join(shown)}"
+    router = next(status for name, status in said.items() if kind_of(name) == "router")
+    yield ""
+    yield f"kvctl finds all of it with KVCTL_ROUTER={router.addresses['router_address']}"
+
+
+def parse() -> argparse.Namespace:
+    parser = process_parser(
+        "python -m ops.ray_fleet",
+        "Brings the fleet of a Ray cluster to so many engines, cache managers and routers. Ray places them on nodes\n"
+        "and starts them again; they stay when this program has ended. The cluster is that of RAY_ADDRESS, else the\n"
+        "one that runs on this machine. Where none runs, this program starts Ray here, and all ends with Ctrl-C.",
+    )
+    parser.add_argument("--engines", type=int, metavar="N", help="schedulers, each with an executor")
+    parser.add_argument("--shards", type=int, default=1, metavar="N", help="cache managers that divide the engines")
+    parser.add_argument("--routers", type=int, default=1, metavar="N", help="routers in front of all engines")
+    parser.add_argument("--engine-cpus", type=float, default=1.0, metavar="N", help="CPUs of an engine, its threads")
+    parser.add_argument(
+        "--engine-gpus", type=float, metavar="N", help="GPUs of an engine; without it 1 where the cluster has any"
+    )
+    parser.add_argument("--first-port", type=int, default=FIRST_PORT, metavar="N", help=f"without it {FIRST_PORT}")
+    parser.add_argument("--stop", action="store_true", help="end the fleet")
+    given = parser.parse_args()
+    if given.stop == (given.engines is not None):
+        parser.error("give --engines or --stop")
+    if given.routers < 1 or not 0 < given.engine_cpus < math.inf:
+        parser.error("--routers and --engine-cpus must be above zero")
+    if given.engine_gpus is not None and not 0 <= given.engine_gpus < math.inf:
+        parser.error("--engine-gpus must be zero or above")
+    return given
+
+
+def find_cluster() -> bool:
+    """Connects to the cluster of RAY_ADDRESS, or to one of this machine; whether there is one. Raises LayoutError."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address == "local":
+        return False
+    if address not in ("", "auto"):
+        probe(address)
+        # Ray tries for minutes where something else listens.
+        print(f"connecting to the Ray cluster at {address} (RAY_ADDRESS)", flush=True)
+    try:
+        ray.init(address="auto", namespace=NAMESPACE)
+    except (ConnectionError, RuntimeError) as error:
+        if address:
+            raise unreachable(address, error) from None
+        if not isinstance(error, ConnectionError):
+            raise
+        return False
+    return True
+
+
+def probe(address: str) -> None:
+    """Raises LayoutError unless something listens at the address of a cluster."""
+    try:
+        # Addresses with ray:// are of Ray's proxy for clients, and fail here, too.
+        host, port = addresses.split_host_port(address)
+    except ValueError:
+        raise LayoutError(f"RAY_ADDRESS: {address} must be host:port, where the head listens") from None
+    try:
+        socket.create_connection((host, port), PROBE_SECONDS).close()
+    except OSError as error:
+        raise unreachable(address, error) from None
+
+
+def unreachable(address: str, error: Exception) -> LayoutError:
+    """The error for a cluster that was named."""
+    return LayoutError(f"cannot reach the Ray cluster at {address} (RAY_ADDRESS): {error}")
+
+
+def connect(given: argparse.Namespace) -> bool:
+    """Connects to Ray; whether it runs for this program only. Raises LayoutError."""
+    if find_cluster():
+        return False
+    if given.stop:
+        raise LayoutError("no Ray cluster runs on this machine: RAY_ADDRESS names one elsewhere")
+    if "RAY_AUTH_MODE" not in os.environ:
+        # Ray runs any code for those who reach its ports without a token, and reads this when it is imported.
+        own = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}
+        os.execve(sys.executable, sys.orig_argv, own | os.environ)  # noqa: S606
+    cpus = math.ceil(given.engines * given.engine_cpus + (given.shards + given.routers) * CPUS)
+    ray.init("local", num_cpus=cpus, include_dashboard=False, namespace=NAMESPACE, _node_ip_address=LOCAL_HOST)
+    return True
+
+
+def run(given: argparse.Namespace) -> None:
+    """Brings the fleet to what was asked for. Raises LayoutError, SettingsError, AddressError."""
+    gpus = given.engine_gpus
+    if gpus is None:
+        gpus = 1.0 if ray.cluster_resources().get("GPU") else 0.0  # type: ignore[no-untyped-call]
+    settings = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+    plan = Plan(settings, given.shards, given.engine_cpus, gpus, given.first_port)
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    check(plan, {node["NodeManagerAddress"] for node in nodes if node["Alive"]}, given.engines, given.routers)
+    scale(plan, given.engines, given.routers)
+    wait_until_ready()
+    print("the fleet is ready", "", *directions(ask(members())), "", sep="\n", flush=True)
+
+
+def main() -> int:
+    """Returns the exit status."""
+    given, is_local = parse(), False
+    try:
+        is_local = connect(given)
+        # Ray has a handler of its own.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        if given.stop:
+            stop(members())
+            return 0
+        run(given)
+        if is_local:
+            print("Ctrl-C stops it.", flush=True)
+            while True:
+                # Not without an end: a signal that another thread gets does not wake this one.
+                time.sleep(LOOK_SECONDS)
+    except (LayoutError, AddressError, RayError) as error:
+        print(f"ray-fleet: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0 if is_local else 130
+    finally:
+        if is_local:
+            # A second Ctrl-C ends all at once.
+            with contextlib.suppress(KeyboardInterrupt):
+                stop(members())
+        ray.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

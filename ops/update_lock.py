@@ -1,0 +1,70 @@
+"""Writes ops/constraints.txt anew: `make update-lock`.
+
+Installs all that the project and its developers use, in the newest versions that pyproject.toml allows, into an
+environment that is thrown away, and keeps which versions these are. Nothing else changes them.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from progress import Progress
+from set_up import CONSTRAINTS, SERVICES, Environment, SetUpError
+
+HEADER = (
+    "# The versions of everything that `make` installs, written by `make update-lock`.",
+    "# The ranges that are supported stand in pyproject.toml.",
+)
+
+
+def lock(frozen: str) -> str:
+    """The file's text, from what `pip freeze` prints. One version of torch fits processors and CUDA devices alike."""
+    lines = (line.partition("+")[0].lower().replace("_", "-") for line in frozen.splitlines())
+    return "\n".join([*HEADER, *sorted(line for line in lines if "==" in line), ""])
+
+
+def changes(old: str, new: str) -> list[str]:
+    """What differs, a line for each distribution."""
+    versions = [
+        dict(line.split("==") for line in text.splitlines() if "==" in line and not line.startswith("#"))
+        for text in (old, new)
+    ]
+    before, after = versions
+    return [
+        f"{name}: {before.get(name, 'new')} -> {after.get(name, 'gone')}"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name)
+    ]
+
+
+def main() -> int:
+    """Returns the exit status."""
+    argparse.ArgumentParser(
+        prog="make update-lock",
+        description="Writes the newest versions of all that is installed to ops/constraints.txt.",
+    ).parse_args()
+    progress = Progress()
+    with tempfile.TemporaryDirectory() as folder:
+        environment = Environment(Path(folder, "venv"), system_torch=False, this_python=False)
+        try:
+            environment.make(progress)
+            with progress.step("installing the newest versions"):
+                environment.pip(["--editable", f".[{SERVICES},executor,dev]"], progress)
+        except SetUpError as error:
+            print(f"the lock stays as it is: {error}", file=sys.stderr)
+            return 1
+        command = [str(environment.python), "-m", "pip", "freeze", "--exclude-editable"]
+        new = lock(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    found = changes(CONSTRAINTS.read_text(), new)
+    CONSTRAINTS.write_text(new)
+    print(*(found or ["nothing changed"]), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted; the lock stays as it is")

@@ -1,0 +1,169 @@
+"""Recent responses by name, and why a request reused less of an earlier prompt than it could. On the asyncio loop."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+from typing import NamedTuple
+
+from protos.generation.v1 import generation_pb2 as pb
+from protos.kvcommon.tokens import TOKEN_BYTES
+from scheduler.request import NO_PARTS, PromptParts, Request
+
+# Responses that are kept at most, blocks of their prompts together, and how long they are kept. A block takes eight
+# bytes.
+MAX_RESPONSES = 4096
+MAX_BLOCKS = 1 << 20
+KEPT_SECONDS = 3600.0
+# Roles of messages that say how to answer.
+_SYSTEM_ROLES = ("system", "developer")
+
+
+class _Response(NamedTuple):
+    """What is kept of a request whose response is complete: hashes of its prompt's whole blocks, no tokens."""
+
+    ended_at: float
+    salt: str | None
+    adapter: str
+    adapter_id: int | None
+    weight_version: str
+    parts: PromptParts
+    blocks: array[int]
+
+
+class RecentResponses:
+    """The last responses. A caller finds only those of its own tenant, or without tenants of its salt."""
+
+    def __init__(
+        self, block_size: int, weight_version: Callable[[], str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """weight_version: of the weights that requests are computed with at present."""
+        self._block_size = block_size
+        self._weight_version = weight_version
+        self._clock = clock
+        # The oldest first.
+        self._responses: dict[tuple[str, ...], _Response] = {}
+        self._num_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    def add(self, request: Request) -> None:
+        """Notes a request whose response is complete."""
+        owner = _owner(request, request.response_id)
+        self._drop(owner)
+        response = _Response(
+            self._clock(),
+            request.cache.salt,
+            "" if request.adapter is None else request.adapter.name,
+            request.adapter_id,
+            self._weight_version(),
+            request.parts,
+            self._hashes(request.prompt_ids),
+        )
+        self._responses[owner] = response
+        self._num_blocks += len(response.blocks)
+        self._drop_old()
+
+    def diagnose(self, request: Request, cached_tokens: int) -> pb.CacheDiagnosis:
+        """Compares an admitted request, of whose prompt so many tokens were cached, with the response that it names."""
+        self._drop_old()
+        earlier = self._responses.get(_owner(request, request.cache.comparison_id or ""))
+        if earlier is None:
+            return pb.CacheDiagnosis(outcome=pb.CACHE_OUTCOME_COMPARISON_NOT_FOUND)
+        size = self._block_size
+        mine = self._hashes(request.prompt_ids)
+        # The last token of a prompt is always computed.
+        most = min(len(earlier.blocks), (len(request.prompt_ids) - 1) // size)
+        common = next((index for index in range(most) if mine[index] != earlier.blocks[index]), most)
+        divided = _divided(request, earlier, self._weight_version())
+        changed = divided or (_changed(request.parts, earlier.parts) if common < most else None)
+        reusable = (most if changed is None else len(earlier.blocks)) * size
+        missed = max(0, reusable - cached_tokens)
+        if changed is None and missed:
+            changed = pb.CACHE_MISS_REASON_NOT_CACHED
+        return pb.CacheDiagnosis(
+            outcome=pb.CACHE_OUTCOME_MISS if missed else pb.CACHE_OUTCOME_HIT,
+            reason=changed,
+            reusable_tokens=reusable,
+            missed_tokens=missed,
+            common_tokens=0 if divided else common * size,
+        )
+
+    def _hashes(self, prompt_ids: array[int]) -> array[int]:
+        """Of each whole block, without those before it."""
+        packed, width = prompt_ids.tobytes(), self._block_size * TOKEN_BYTES
+        # Python's hash has a key that nobody outside the process knows, and is the fastest there is.
+        return array("q", [hash(packed[end - width : end]) for end in range(width, len(packed) + 1, width)])
+
+    def _drop(self, owner: tuple[str, ...]) -> None:
+        if (response := self._responses.pop(owner, None)) is not None:
+            self._num_blocks -= len(response.blocks)
+
+    def _drop_old(self) -> None:
+        begin = self._clock() - KEPT_SECONDS
+        while self._responses:
+            oldest = next(iter(self._responses))
+            is_over = self._responses[oldest].ended_at < begin
+            if not is_over and len(self._responses) <= MAX_RESPONSES and self._num_blocks <= MAX_BLOCKS:
+                return
+            self._drop(oldest)
+
+
+def _owner(request: Request, name: str) -> tuple[str, ...]:
+    """The key of a name among the responses that a caller may know of."""
+    tenant, salt = request.cache.tenant_id, request.cache.salt
+    if tenant:
+        return ("tenant", tenant, name)
+    return ("", name) if salt is None else ("salt", salt, name)
+
+
+def _divided(request: Request, earlier: _Response, weight_version: str) -> pb.CacheMissReason | None:
+    """What has changed in the root of the keys: then no block is the same."""
+    if request.adapter_id != earlier.adapter_id:
+        name = "" if request.adapter is None else request.adapter.name
+        is_same = name == earlier.adapter
+        return pb.CACHE_MISS_REASON_WEIGHTS_CHANGED if is_same else pb.CACHE_MISS_REASON_MODEL_CHANGED
+    if weight_version != earlier.weight_version:
+        return pb.CACHE_MISS_REASON_WEIGHTS_CHANGED
+    return None if request.cache.salt == earlier.salt else pb.CACHE_MISS_REASON_SALT_CHANGED
+
+
+def _changed(mine: PromptParts, earlier: PromptParts) -> pb.CacheMissReason:
+    """What has changed in prompts that differ."""
+    if mine.tools != earlier.tools:
+        return pb.CACHE_MISS_REASON_TOOLS_CHANGED
+    if mine.system != earlier.system:
+        return pb.CACHE_MISS_REASON_SYSTEM_CHANGED
+    if mine.template != earlier.template:
+        return pb.CACHE_MISS_REASON_TEMPLATE_CHANGED
+    return pb.CACHE_MISS_REASON_INPUT_CHANGED
+
+
+_CHOICE = frozenset({"tool_choice", "tool_name", "single_tool_call"})
+
+
+def parts_of(message: pb.StreamGenerateRequest) -> PromptParts:
+    """Digests of what a conversation is rendered from, besides its other messages."""
+    if message.cache.HasField("parts"):
+        given = message.cache.parts
+        return PromptParts(given.tools, given.system, given.template)
+    if message.WhichOneof("input") != "chat":
+        return NO_PARTS
+    chat = message.chat
+    inputs = {field.name: value for field, value in chat.ListFields() if field.name != "messages"}
+    tools = inputs.pop("tools", "")
+    if chat.tool_choice == pb.TOOL_CHOICE_NONE:
+        tools = ""
+    # How tools are to be chosen is not in the prompt.
+    template = [f"{name}={value}" for name, value in inputs.items() if name not in _CHOICE]
+    system = (f"{said.role}:{said.content}" for said in chat.messages if said.role in _SYSTEM_ROLES)
+    return PromptParts(_digest([str(tools)]), _digest(system), _digest(template))
+
+
+def _digest(texts: Iterable[str]) -> int:
+    """0 for no text."""
+    whole = "\0".join(texts)
+    return int.from_bytes(blake2b(whole.encode(), digest_size=8).digest(), "little") if whole else 0

@@ -1,0 +1,69 @@
+"""Has the forms of outputs compiled before their requests wait for blocks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from hashlib import sha256
+from typing import Protocol
+
+import grpc
+import structlog
+
+from protos.execution.v1 import execution_pb2
+from protos.execution.v1 import execution_pb2_grpc as execution_rpc
+from protos.kvcommon.v1 import kvcommon_pb2 as common
+from protos.rpc.errors import InvalidField, PassedOnError, from_rpc_error
+
+# Forms that count as compiled: the executor keeps twice as many of those that it has used last.
+MAX_REMEMBERED = 128
+# The largest grammars take a second.
+COMPILE_SECONDS = 30.0
+RETRY_SECONDS = 0.5
+
+log = structlog.get_logger()
+
+
+class GrammarCompiler(Protocol):
+    """Compiles forms of outputs, so that an error is the request's own, and no step waits."""
+
+    async def compile(self, form: common.StructuredOutput, field: str) -> None:
+        """Returns once the form is compiled. Raises InvalidField with the field's name for one that cannot be."""
+
+    def forget(self) -> None:
+        """The executor has lost what it had compiled."""
+
+
+class ExecutorGrammars:
+    """The executor compiles, and waits are as long as it is away. It is not asked again for what it still has."""
+
+    def __init__(self, stub: execution_rpc.ExecutorServiceAsyncStub) -> None:
+        self._stub = stub
+        # Digests of compiled forms, the one that was used last at the end.
+        self._compiled: OrderedDict[bytes, None] = OrderedDict()
+
+    def forget(self) -> None:
+        # Calls under way write to the one of before.
+        self._compiled = OrderedDict()
+
+    async def compile(self, form: common.StructuredOutput, field: str) -> None:
+        digest = sha256(form.SerializeToString(deterministic=True)).digest()
+        if digest in self._compiled:
+            self._compiled.move_to_end(digest)
+            return
+        request, compiled = execution_pb2.CompileGrammarRequest(structured_output=form), self._compiled
+        while True:
+            try:
+                await self._stub.CompileGrammar(request, timeout=COMPILE_SECONDS)
+                compiled[digest] = None
+                if len(compiled) > MAX_REMEMBERED:
+                    compiled.popitem(last=False)
+                return
+            except grpc.aio.AioRpcError as failure:
+                error = from_rpc_error(failure)
+            if error.code == grpc.StatusCode.INVALID_ARGUMENT:
+                raise InvalidField(field, f"cannot be used: {error.message}")
+            if error.code != grpc.StatusCode.UNAVAILABLE:
+                raise PassedOnError(error)
+            log.info("waiting for the executor to compile a grammar", cause=str(error))
+            await asyncio.sleep(RETRY_SECONDS)

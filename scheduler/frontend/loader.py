@@ -1,0 +1,160 @@
+"""How adapters and weights are loaded at run time: by the executor, on an operator's word."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
+
+import grpc
+import structlog
+
+from protos.execution.v1 import execution_pb2
+from protos.execution.v1 import execution_pb2_grpc as execution_rpc
+from protos.rpc.errors import PassedOnError, RemoteError, from_rpc_error
+from scheduler.errors import AdapterLeavesError, LoadedElsewhereError
+from scheduler.frontend.adapters import AdapterTable
+from scheduler.request import Adapter, WantedWeights
+
+# Reading an adapter's files may take so long, and those of a model.
+LOAD_SECONDS, WEIGHTS_SECONDS = 60.0, 1800.0
+CALL_SECONDS = 10.0
+RETRY_SECONDS = 1.0
+
+T = TypeVar("T")
+
+log = structlog.get_logger()
+
+
+class ModelLoader(Protocol):
+    """Loads and unloads adapters, and loads other weights, at run time."""
+
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that requests are computed with, as far as this process knows it."""
+
+    async def load(self, name: str, path: str) -> Adapter:
+        """Raises ServiceError where that is not possible or not allowed."""
+
+    async def unload(self, name: str) -> int:
+        """New requests are refused from now on; returns how many samples still use it. Raises as `load`."""
+
+    async def update_weights(self, version: str, path: str) -> int:
+        """Computes with the weights of a folder; returns how many cached blocks are of others. Raises as `load`."""
+
+
+class ExecutorLoader:
+    """Has the executor load and unload."""
+
+    def __init__(
+        self, table: AdapterTable, stub: execution_rpc.ExecutorServiceAsyncStub, weights: WantedWeights
+    ) -> None:
+        """weights: those that the executor computes with."""
+        self._table = table
+        self._stub = stub
+        # Those that the executor has to compute with. Read by the step loop's thread, too.
+        self.weights = weights
+        self._updating = asyncio.Lock()
+        # Unloads that wait for running samples, and updates whose operators may not wait for them.
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def weight_version(self) -> str:
+        return self.weights.version
+
+    async def load(self, name: str, path: str) -> Adapter:
+        if any(adapter.name == name and self._table.is_leaving(adapter) for adapter in self._table.all):
+            raise AdapterLeavesError(
+                f"requests still use the adapter {name!r} that is being unloaded",
+                fields={"name": "is that of an adapter that is being unloaded"},
+                retry_after=RETRY_SECONDS,
+            )
+        message = execution_pb2.LoadAdapterRequest(name=name, path=path)
+        try:
+            answer = await self._stub.LoadAdapter(message, timeout=LOAD_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise PassedOnError(from_rpc_error(error)) from error
+        adapter = Adapter.of(answer.adapter)
+        self._table.add(adapter)
+        return adapter
+
+    async def unload(self, name: str) -> int:
+        adapter = self._table.leave(name)
+        running = self._table.uses(adapter)
+        if running:
+            self._run(self._unload_later(adapter))
+            return running
+        try:
+            await self._unload(adapter)
+        except RemoteError as error:
+            self._table.stay(adapter)
+            raise PassedOnError(error) from error
+        return 0
+
+    async def update_weights(self, version: str, path: str) -> int:
+        # The executor goes on without its caller, and this side has to know how it ends.
+        return await asyncio.shield(self._run(self._update_weights(version, path)))
+
+    async def _update_weights(self, version: str, path: str) -> int:
+        message = execution_pb2.UpdateWeightsRequest(weight_version=version, path=path)
+        async with self._updating:
+            before = self.weights
+            self.weights = before._replace(pending=version)
+            try:
+                answer = await self._stub.UpdateWeights(message, timeout=WEIGHTS_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                self.weights = before
+                raise PassedOnError(from_rpc_error(error)) from error
+            self.weights = WantedWeights(version, path)
+            return answer.other_blocks
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Runs it to its end, also when nobody waits."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("the executor has not loaded what it was to", cause=str(error))
+
+    async def _unload_later(self, adapter: Adapter) -> None:
+        await self._table.unused(adapter)
+        while True:
+            try:
+                return await self._unload(adapter)
+            except RemoteError as error:
+                log.warning("an adapter is not unloaded", name=adapter.name, cause=str(error))
+                if error.code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    self._table.remove(adapter)
+                    return None
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _unload(self, adapter: Adapter) -> None:
+        """Raises RemoteError."""
+        try:
+            await self._stub.UnloadAdapter(execution_pb2.UnloadAdapterRequest(name=adapter.name), timeout=CALL_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        self._table.remove(adapter)
+
+
+class LoaderElsewhere:
+    """For a process that has no executor of its own."""
+
+    weight_version = ""
+
+    def __init__(self, cause: str) -> None:
+        """cause: why, and what to do instead."""
+        self._cause = cause
+
+    async def load(self, name: str, path: str) -> Adapter:  # noqa: ARG002
+        raise LoadedElsewhereError(self._cause)
+
+    async def unload(self, name: str) -> int:  # noqa: ARG002
+        raise LoadedElsewhereError(self._cause)
+
+    async def update_weights(self, version: str, path: str) -> int:  # noqa: ARG002
+        raise LoadedElsewhereError(self._cause)

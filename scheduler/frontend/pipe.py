@@ -1,0 +1,62 @@
+"""What a scheduler and a front end in a process of its own send each other: frames over a pair of sockets.
+
+Everything goes over the one pair. Its end is the end of the other process: no front end outlives its scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import socket
+import struct
+
+_HEAD = struct.Struct("<BI")
+
+
+class Frame(enum.IntEnum):
+    """What follows the head of a frame."""
+
+    # From the scheduler, once it serves: generation.v1.GetEngineResponse.
+    ENGINE = 1
+    # generation.v1.StreamRequestsRequest to the scheduler, StreamRequestsResponse from it.
+    REQUESTS = 2
+    # Empty to the scheduler, which answers with the text of all metrics.
+    METRICS = 3
+    # generation.v1.AbortRequestsRequest to the scheduler, which answers with AbortRequestsResponse.
+    ABORT = 5
+    # From the scheduler: the front end ends once its callers have their answers, or at once where a byte follows.
+    STOP = 4
+
+
+class Pipe:
+    """One end. `read` by one task at a time; anything may send."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def over(cls, connected: socket.socket) -> Pipe:
+        """Takes a socket."""
+        return cls(*await asyncio.open_unix_connection(sock=connected))
+
+    async def read(self) -> tuple[Frame, bytes] | None:
+        """The next frame; None when the other process has ended."""
+        try:
+            kind, size = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
+            return Frame(kind), await self._reader.readexactly(size)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    def put(self, kind: Frame, content: bytes = b"") -> None:
+        """Sends a frame; never blocks."""
+        self._writer.write(_HEAD.pack(kind, len(content)) + content)
+
+    async def send(self, kind: Frame, content: bytes = b"") -> None:
+        """Sends a frame, and waits while the other end does not read. Raises ConnectionError when it has ended."""
+        self.put(kind, content)
+        await self._writer.drain()
+
+    def close(self) -> None:
+        """The other end reads no more frames."""
+        self._writer.close()

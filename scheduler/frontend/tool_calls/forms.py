@@ -1,0 +1,157 @@
+"""The forms in which models write calls, by what their chat templates show."""
+
+import re
+from collections.abc import Mapping
+
+from scheduler.frontend.tool_calls.parser import Calls, Form, attempt, read_arguments, read_call, read_listed
+from scheduler.frontend.tool_calls.python_call import read_python_call
+from scheduler.frontend.tool_calls.source import MismatchError, Source, Steps
+
+_HERMES_BEGIN, _HERMES_END = "<tool_call>", "</tool_call>"
+_LLAMA_TAG = "<|python_tag|>"
+_PYTHON_BEGIN, _PYTHON_END = "<|python_start|>", "<|python_end|>"
+_MISTRAL_BEGIN, _MISTRAL_ID, _MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+# Texts that mark calls, for which a tokenizer may have special tokens.
+MARKERS = frozenset(
+    {
+        _HERMES_BEGIN,
+        _HERMES_END,
+        _LLAMA_TAG,
+        _PYTHON_BEGIN,
+        _PYTHON_END,
+        _MISTRAL_BEGIN,
+        _MISTRAL_ID,
+        _MISTRAL_ARGUMENTS,
+    }
+)
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_MAX_NAME = 64
+
+
+def hermes(source: Source, calls: Calls) -> Steps[None]:
+    """Calls in tags, anywhere: <tool_call>{"name": "f", "arguments": {}}</tool_call>."""
+
+    def tagged() -> Steps[None]:
+        yield from source.expect(_HERMES_BEGIN)
+        yield from source.skip_space()
+        yield from read_call(source, calls)
+
+    while (yield from source.read_until(_HERMES_BEGIN, calls.write)):
+        if (yield from attempt(source, calls, tagged())):
+            yield from source.skip_space()
+            yield from source.take(_HERMES_END)
+        else:
+            yield from source.expect(_HERMES_BEGIN)
+            calls.write(_HERMES_BEGIN)
+
+
+def llama3_json(source: Source, calls: Calls) -> Steps[None]:
+    """Calls at the beginning, with semicolons between them: {"name": "f", "parameters": {}}."""
+
+    def untagged() -> Steps[None]:
+        yield from source.skip_space()
+        if calls.num_begun:
+            yield from source.take(";")
+            yield from source.skip_space()
+        yield from source.take(_LLAMA_TAG)
+        yield from source.skip_space()
+        yield from read_call(source, calls)
+
+    while (yield from attempt(source, calls, untagged())):
+        pass
+    yield from source.read_rest(calls.write)
+
+
+def pythonic(source: Source, calls: Calls) -> Steps[None]:
+    """A list of Python's calls at the beginning: [f(a=1), g()]."""
+
+    def first() -> Steps[None]:
+        yield from source.skip_space()
+        yield from source.take(_PYTHON_BEGIN)
+        yield from source.skip_space()
+        yield from source.expect("[")
+        yield from source.skip_space()
+        yield from read_python_call(source, calls)
+
+    if (yield from attempt(source, calls, first())):
+        yield from read_listed(source, calls, read_python_call)
+        yield from source.skip_space()
+        yield from source.take(_PYTHON_END)
+    yield from source.read_rest(calls.write)
+
+
+def mistral(source: Source, calls: Calls) -> Steps[None]:
+    """Calls behind a marker, anywhere: [TOOL_CALLS] [{"name": "f", "arguments": {}}] or [TOOL_CALLS]f[ARGS]{}."""
+
+    def first() -> Steps[None]:
+        yield from source.expect(_MISTRAL_BEGIN)
+        match (yield from source.skip_space()):
+            case "[":
+                yield from source.expect("[")
+                yield from source.skip_space()
+                yield from read_call(source, calls)
+            case "{":
+                yield from read_call(source, calls)
+            case _:
+                yield from by_name()
+
+    def by_name() -> Steps[None]:
+        name = yield from source.read(_NAME, _MAX_NAME)
+        if name not in calls.names:
+            raise MismatchError
+        if (yield from source.take(_MISTRAL_ID)):
+            yield from source.read(_NAME, _MAX_NAME)
+        yield from source.take(_MISTRAL_ARGUMENTS)
+        yield from read_arguments(source, calls, name)
+
+    while (yield from source.read_until(_MISTRAL_BEGIN, calls.write)):
+        if (yield from attempt(source, calls, first())):
+            yield from read_listed(source, calls, read_call)
+        else:
+            yield from source.expect(_MISTRAL_BEGIN)
+            calls.write(_MISTRAL_BEGIN)
+
+
+def required(source: Source, calls: Calls) -> Steps[None]:
+    """The form that a required choice of any tool forces: [{"name": "f", "parameters": {}}]."""
+
+    def first() -> Steps[None]:
+        yield from source.skip_space()
+        yield from source.expect("[")
+        yield from source.skip_space()
+        yield from read_call(source, calls)
+
+    if (yield from attempt(source, calls, first())):
+        yield from read_listed(source, calls, read_call)
+    yield from source.read_rest(calls.write)
+
+
+def named(source: Source, calls: Calls) -> Steps[None]:
+    """The form that the choice of one tool forces: its parameters."""
+    [name] = calls.names
+    yield from attempt(source, calls, read_arguments(source, calls, name))
+    yield from source.read_rest(calls.write)
+
+
+# By their names in settings.
+FORMS: Mapping[str, Form] = {
+    "hermes": hermes,
+    "llama3_json": llama3_json,
+    "pythonic": pythonic,
+    "mistral": mistral,
+}
+# What templates have that show no form of these, though they have a mark of one.
+_OTHERS = re.compile(r"<function=|<arg_key>|<function_calls>")
+_MARKS: tuple[tuple[str, str], ...] = (
+    ("mistral", r"\[TOOL_CALLS\]"),
+    ("hermes", r"<tool_call>"),
+    ("pythonic", r"\[func_name1\(|<\|python_start\|>"),
+    ("llama3_json", r"<\|python_tag\|>|\{\"name\": function name, \"parameters\":"),
+)
+
+
+def form_of(template: str) -> str:
+    """Name of the form that a chat template shows; empty if it shows none of these."""
+    if _OTHERS.search(template):
+        return ""
+    return next((name for name, mark in _MARKS if re.search(mark, template)), "")

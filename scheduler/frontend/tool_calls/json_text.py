@@ -1,0 +1,100 @@
+"""Reads JSON that arrives in pieces, and writes each piece as soon as it is known to belong to valid JSON."""
+
+import json
+import re
+from collections.abc import Callable
+
+from scheduler.frontend.tool_calls.source import MismatchError, Source, Steps, Write
+
+# Deeper values are no arguments.
+MAX_LEVELS = 64
+_SPACE = re.compile(r"[ \t\r\n]+")
+_RUN = re.compile(r'[^"\\\x00-\x1f]+')
+_ESCAPED = re.compile(r'["\\/bfnrt]')
+_HEX = re.compile(r"[0-9a-fA-F]{4}")
+_WORD = re.compile(r"[-+.0-9A-Za-z]+")
+_SCALAR = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?|true|false|null")
+# Python reads no longer whole numbers.
+_MAX_SCALAR = 4000
+
+
+def read_value(source: Source, write: Write, levels: int = MAX_LEVELS) -> Steps[None]:
+    """Reads a value. Raises MismatchError if the text is no JSON."""
+    match (yield from source.peek()):
+        case '"':
+            yield from _read_string(source, write)
+        case "{":
+            yield from _read_items(source, write, "{", "}", _read_member, levels)
+        case "[":
+            yield from _read_items(source, write, "[", "]", read_value, levels)
+        case _:
+            scalar = yield from source.read(_WORD, _MAX_SCALAR)
+            if not _SCALAR.fullmatch(scalar):
+                raise MismatchError
+            write(scalar)
+
+
+def read_text(source: Source) -> Steps[str]:
+    """Reads a string; returns what it stands for."""
+    parts: list[str] = []
+    yield from _read_string(source, parts.append)
+    return str(json.loads("".join(parts)))
+
+
+def _read_items(
+    source: Source,
+    write: Write,
+    begin: str,
+    end: str,
+    read_item: Callable[[Source, Write, int], Steps[None]],
+    levels: int,
+) -> Steps[None]:
+    """Reads an object or an array."""
+    if levels == 0:
+        raise MismatchError
+    yield from _expect(source, write, begin)
+    if (yield from _space(source, write)) != end:
+        yield from read_item(source, write, levels - 1)
+        while (yield from _space(source, write)) == ",":
+            yield from _expect(source, write, ",")
+            yield from _space(source, write)
+            yield from read_item(source, write, levels - 1)
+    yield from _expect(source, write, end)
+
+
+def _read_member(source: Source, write: Write, levels: int) -> Steps[None]:
+    yield from _read_string(source, write)
+    yield from _space(source, write)
+    yield from _expect(source, write, ":")
+    yield from _space(source, write)
+    yield from read_value(source, write, levels)
+
+
+def _read_string(source: Source, write: Write) -> Steps[None]:
+    yield from _expect(source, write, '"')
+    while (following := (yield from source.peek())) != '"':
+        if following == "\\":
+            escape = yield from source.following(2)
+            if escape[1] == "u":
+                escape += yield from source.following(4)
+            if not (_HEX.fullmatch(escape[2:]) if len(escape) > 2 else _ESCAPED.fullmatch(escape[1])):
+                raise MismatchError
+            write(escape)
+        elif run := source.match(_RUN):
+            write(run)
+        else:
+            # Models write line breaks as they are, where JSON has escapes only.
+            write(json.dumps((yield from source.following(1)))[1:-1])
+    yield from _expect(source, write, '"')
+
+
+def _space(source: Source, write: Write) -> Steps[str]:
+    """Reads white space; returns the next character, which stays."""
+    while (following := (yield from source.peek())) and (space := source.match(_SPACE)):
+        write(space)
+    return following
+
+
+def _expect(source: Source, write: Write, literal: str) -> Steps[None]:
+    yield from source.expect(literal)
+    write(literal)

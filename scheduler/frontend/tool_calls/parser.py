@@ -1,0 +1,229 @@
+"""What all forms of calls have in common: what a parser gives out, and how an attempt to read a call ends."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from scheduler.frontend.tool_calls.json_text import read_text, read_value
+from scheduler.frontend.tool_calls.source import MismatchError, Source, Steps
+
+# Names of the field with a call's arguments.
+_ARGUMENTS = ("arguments", "parameters")
+
+
+@dataclass
+class CallPiece:
+    """A piece of a call. index: of the call. name: empty in all pieces but the first."""
+
+    index: int
+    name: str
+    arguments: str
+
+
+class ToolCallParser(Protocol):
+    """Finds calls in text that comes in pieces. Any split of a text gives the same content and calls."""
+
+    @property
+    def num_complete(self) -> int:
+        """Calls that have ended."""
+
+    def push(self, text: str) -> list[str | CallPiece]:
+        """Content and pieces of calls, in order."""
+
+    def flush(self) -> list[str | CallPiece]:
+        """What was held back, at the end of the text."""
+
+
+class Calls:
+    """Where a form of calls writes what it reads. White space next to a call is no content."""
+
+    def __init__(self, names: Collection[str], *, single: bool = False) -> None:
+        """names: of the tools; text with any other name is no call. single: nothing follows the first call."""
+        self.names = names
+        self.num_begun = 0
+        self.num_complete = 0
+        self._single = single
+        self._pieces: list[str | CallPiece] = []
+        # Of the last piece, which is one of a call.
+        self._arguments: list[str] = []
+        # White space that may be next to a call.
+        self._space = ""
+        self._is_behind_call = False
+
+    @property
+    def is_closed(self) -> bool:
+        return self._single and self.num_complete > 0
+
+    def write(self, content: str) -> None:
+        """Adds content."""
+        text = self._space + content
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        if kept and not self.is_closed:
+            self._join_arguments()
+            self._pieces.append(kept)
+            self._is_behind_call = False
+
+    def begin(self, name: str) -> None:
+        """A call begins."""
+        self._space = ""
+        if not self.is_closed:
+            self._join_arguments()
+            self._pieces.append(CallPiece(self.num_begun, name, ""))
+            self.num_begun += 1
+            self._is_behind_call = True
+
+    def write_arguments(self, text: str) -> None:
+        """Adds to the arguments of the call that has begun last."""
+        if self.is_closed:
+            return
+        if not self._pieces:
+            self._pieces.append(CallPiece(self.num_begun - 1, "", ""))
+        self._arguments.append(text)
+
+    def complete(self) -> None:
+        """The call that has begun last has ended."""
+        self.num_complete += 1
+
+    def _join_arguments(self) -> None:
+        if self._arguments:
+            last = self._pieces[-1]
+            assert isinstance(last, CallPiece)
+            last.arguments = "".join(self._arguments)
+            self._arguments.clear()
+
+    def take(self) -> list[str | CallPiece]:
+        self._join_arguments()
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def flush(self) -> list[str | CallPiece]:
+        if self._space and not self._is_behind_call:
+            self._pieces.append(self._space)
+        self._space = ""
+        return self.take()
+
+
+Form = Callable[[Source, Calls], Steps[None]]
+
+
+class FormParser:
+    """The ToolCallParser of a form."""
+
+    def __init__(self, form: Form, names: Collection[str], *, single: bool = False) -> None:
+        """As of Calls."""
+        self._source = Source()
+        self._calls = Calls(names, single=single)
+        self._steps = form(self._source, self._calls)
+
+    @property
+    def num_complete(self) -> int:
+        return self._calls.num_complete
+
+    def push(self, text: str) -> list[str | CallPiece]:
+        if self._calls.is_closed:
+            return []
+        self._source.push(text)
+        next(self._steps, None)
+        return self._calls.take()
+
+    def flush(self) -> list[str | CallPiece]:
+        if not self._calls.is_closed:
+            self._source.end()
+            next(self._steps, None)
+        return self._calls.flush()
+
+
+def attempt(source: Source, calls: Calls, steps: Steps[None]) -> Steps[bool]:
+    """Whether steps succeed, or have begun a call before they fail. Else the source stays where it was."""
+    begun = calls.num_begun
+    source.mark()
+    try:
+        yield from steps
+    except MismatchError:
+        if calls.num_begun == begun:
+            source.rewind()
+            return False
+    finally:
+        source.release()
+    return True
+
+
+def read_call(source: Source, calls: Calls) -> Steps[None]:
+    """Reads an object with a name and arguments, in any order. Raises MismatchError."""
+    name, has_arguments = "", False
+    held: list[str] = []
+    yield from source.expect("{")
+    following = yield from source.skip_space()
+    while following == '"':
+        key = yield from read_text(source)
+        yield from source.skip_space()
+        yield from source.expect(":")
+        yield from source.skip_space()
+        if key == "name" and not name:
+            name = yield from read_text(source)
+            if name not in calls.names:
+                raise MismatchError
+            if has_arguments:
+                _begin(source, calls, name)
+                calls.write_arguments("".join(held))
+        elif key in _ARGUMENTS and not has_arguments:
+            if (yield from source.peek()) != "{":
+                raise MismatchError
+            has_arguments = True
+            if name:
+                _begin(source, calls, name)
+            yield from read_value(source, calls.write_arguments if name else held.append)
+        else:
+            yield from read_value(source, _drop)
+        following = yield from source.skip_space()
+        if following == ",":
+            yield from source.expect(",")
+            following = yield from source.skip_space()
+            if following != '"':
+                raise MismatchError
+    yield from source.expect("}")
+    if not name:
+        raise MismatchError
+    if not has_arguments:
+        _begin(source, calls, name)
+        calls.write_arguments("{}")
+    calls.complete()
+
+
+def read_arguments(source: Source, calls: Calls, name: str) -> Steps[None]:
+    """Reads the arguments of a call, an object. Raises MismatchError."""
+    if (yield from source.skip_space()) != "{":
+        raise MismatchError
+    _begin(source, calls, name)
+    yield from read_value(source, calls.write_arguments)
+    calls.complete()
+
+
+def read_listed(source: Source, calls: Calls, read: Callable[[Source, Calls], Steps[None]]) -> Steps[None]:
+    """Reads the rest of a list behind its first call. What does not belong to it stays."""
+    while (yield from attempt(source, calls, _next(source, calls, read))):
+        pass
+    yield from attempt(source, calls, _close(source))
+
+
+def _next(source: Source, calls: Calls, read: Callable[[Source, Calls], Steps[None]]) -> Steps[None]:
+    yield from source.skip_space()
+    yield from source.expect(",")
+    yield from source.skip_space()
+    yield from read(source, calls)
+
+
+def _close(source: Source) -> Steps[None]:
+    yield from source.skip_space()
+    yield from source.expect("]")
+
+
+def _begin(source: Source, calls: Calls, name: str) -> None:
+    """From here on the text is a call, whatever follows."""
+    calls.begin(name)
+    source.release()
+
+
+def _drop(_text: str) -> None:
+    pass

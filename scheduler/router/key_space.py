@@ -1,0 +1,25 @@
+"""Which executors have equal keys for equal prompts, and these keys."""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+from protos.kvcommon.block_keys import prompt_low_keys, root_key
+from protos.kvcommon.tokens import packed_bytes
+
+
+class KeySpace(NamedTuple):
+    """What decides the keys of prompts. Engines of one model may differ in block size, files, or version of weights."""
+
+    model_fingerprint: bytes
+    block_size: int
+    weight_version: str = ""
+
+    def root(self, salt: str | None, adapter_id: int | None = None) -> bytes:
+        """The parent key of the first block of a prompt."""
+        return root_key(self.model_fingerprint, salt, adapter_id, self.weight_version)
+
+    def keys(self, token_ids: array[int], salt: str | None, adapter_id: int | None = None) -> array[int]:
+        """The low 64 bits of the keys of all full blocks of a prompt."""
+        return prompt_low_keys(self.root(salt, adapter_id), packed_bytes(token_ids), self.block_size)

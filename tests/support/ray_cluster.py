@@ -1,0 +1,134 @@
+"""A fleet with stub executors on a Ray cluster of a head and two nodes, all on this machine."""
+
+import contextlib
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import layout
+import psutil
+import ray
+import ray_fleet
+import ray_member
+from ray._private.utils import get_ray_address_file  # type: ignore[attr-defined]
+from ray._raylet import Config  # type: ignore[attr-defined]
+from ray.cluster_utils import Cluster
+from ray_member import Member, Plan, Status
+
+from tests.stack import metrics
+from tests.support.local_redis import LocalRedis
+from tests.support.patience import patience
+
+# Ray takes 127.0.0.1 for another address of this machine.
+HEAD, HOSTS = "127.0.0.2", ("127.0.0.3", "127.0.0.4")
+SECONDS = patience(60)
+# CPUs of a node: it has room for all members.
+ROOM = 8
+STUB = "tests.support.exact_stub"
+
+
+class StubMember(Member):
+    """A member whose executor is a stub."""
+
+    def __init__(self, name: str, plan: Plan) -> None:
+        # In the process of the actor.
+        layout._KINDS["executor"] = layout._KINDS["executor"]._replace(module=STUB)
+        super().__init__(name, plan)
+
+
+class RayFleet:
+    """Nodes are loopback addresses. The folder is short, for unix sockets."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        # It has read the environment when it was imported.
+        Config.initialize("")
+        # Ray writes the address of a cluster there, too, and makes no folder for it.
+        Path(get_ray_address_file(None)).parent.mkdir(parents=True, exist_ok=True)
+        self.redis = LocalRedis(folder / "redis")
+        self.cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 0,
+                "node_ip_address": HEAD,
+                "include_dashboard": False,
+                "temp_dir": str(folder / "ray"),
+            },
+        )
+        self._nodes: dict[str, Any] = {}
+        for host in HOSTS:
+            self.add(host)
+        own = {"state_dir": folder, "redis_url": self.redis.url} | settings
+        self.plan = Plan(
+            {f"KVKEEP_{name.upper()}": str(value) for name, value in own.items()},
+            shards=1,
+            cpus=1,
+            gpus=0,
+            first_port=random.SystemRandom().randrange(20_000, 32_000),
+        )
+        ray.init(address=self.cluster.address, namespace=ray_member.NAMESPACE, log_to_driver=False)
+
+    def stop(self) -> None:
+        ray.shutdown()
+        self.cluster.shutdown()
+        self.redis.stop()
+
+    def add(self, host: str) -> None:
+        """Starts a node."""
+        self._nodes[host] = self.cluster.add_node(num_cpus=ROOM, node_ip_address=host)
+
+    def lose(self, host: str) -> None:
+        """Kills a node's processes."""
+        self.cluster.remove_node(self._nodes.pop(host), allow_graceful=False)
+
+    def scale(self, engines: int) -> None:
+        """Returns before members that are started serve."""
+        ray_fleet.scale(self.plan, engines=engines, routers=1)
+
+    def say(self) -> dict[str, Status]:
+        """What members say that answer."""
+        return ray_member.ask(ray_member.members())
+
+    def host_of(self, name: str, setting: str) -> str:
+        """Where a member's process listens; empty while it does not."""
+        said = self.say().get(name)
+        return said.addresses.get(setting, "").rpartition(":")[0] if said else ""
+
+    @property
+    def router(self) -> str:
+        return self.say()["router-0"].addresses["router_address"]
+
+    def wait_until(self, condition: Callable[[], object], what: str) -> float:
+        """Seconds that it took."""
+        begin = time.monotonic()
+        deadline = begin + SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: {self.say()}"
+            time.sleep(0.1)
+        return time.monotonic() - begin
+
+    def wait_until_whole(self, engines: int) -> float:
+        """Until all members serve, and the router sends requests to so many engines. Seconds that it took."""
+        return self.wait_until(lambda: self._is_whole(engines), f"not whole with {engines} engines")
+
+    def _is_whole(self, engines: int) -> bool:
+        said = self.say()
+        if len(said) < len(ray_member.members()) or any(status.pending for status in said.values()):
+            return False
+        with contextlib.suppress(OSError):
+            samples = metrics(said["router-0"].addresses["router_metrics_address"])
+            return ("kvkeep_router_engines", 'state="ready"', float(engines)) in samples
+        return False
+
+    def process(self, module: str, **settings: str) -> psutil.Process | None:
+        """The process of this fleet with this module and these settings."""
+        wanted = {f"KVKEEP_{name.upper()}": value for name, value in settings.items()}
+        folder = self.plan.settings["KVKEEP_STATE_DIR"]
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.cmdline()[1:] == ["-m", module]:
+                    environ = process.environ()
+                    if environ.get("KVKEEP_STATE_DIR", "").startswith(folder) and wanted.items() <= environ.items():
+                        return process
+        return None

@@ -1,0 +1,246 @@
+"""Forms of outputs: which tokens a grammar allows, what cannot be compiled, and restrictions on tokens beside it."""
+
+import json
+import random
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from executor.core.grammars import MAX_GRAMMARS, Grammars, Matcher
+from executor.core.restrictions import Restrictions, unpacked
+from executor.errors import GrammarError
+from executor.step import Grammar, GrammarKind, Sampling
+from tests.support.scheduler.tokenizers import EOS, byte_level_tokenizer
+
+TOKENIZER = byte_level_tokenizer()
+VOCAB = TOKENIZER.get_vocab_size()
+# Another id that ends outputs, as models for conversations have.
+OTHER_EOS = 7
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(TOKENIZER.to_str().encode(), VOCAB, [EOS, OTHER_EOS])
+
+
+def of(kind: str, text: object) -> Grammar:
+    return Grammar(GrammarKind(kind), text if isinstance(text, str) else json.dumps(text))
+
+
+def allowed(matcher: Matcher, drafts: Sequence[int] = ()) -> list[set[int]]:
+    """The allowed ids behind the output and behind each draft."""
+    masks = np.full((1 + len(drafts), -(-VOCAB // 32)), 0xFFFFFFFF, dtype=np.uint32)
+    matcher.fill(masks, drafts)
+    return [set(np.flatnonzero(unpacked(mask, VOCAB)).tolist()) for mask in masks]
+
+
+def written(matcher: Matcher, luck: random.Random, most: int = 200) -> tuple[str, bool]:
+    """A random text that the grammar allows, and whether it ended."""
+    token_ids: list[int] = []
+    while len(token_ids) < most:
+        token_id = luck.choice(sorted(allowed(matcher)[0]))
+        matcher.take([token_id])
+        if token_id in (EOS, OTHER_EOS):
+            return TOKENIZER.decode(token_ids, skip_special_tokens=False), True
+        token_ids.append(token_id)
+    return "", False
+
+
+FORMS: dict[str, tuple[Grammar, object]] = {
+    "JSON Schema": (of("json_schema", SCHEMA), lambda text: set(json.loads(text)) == {"a", "b"}),
+    "regex": (of("regex", "[a-c]{2,4}(x|yz)?"), lambda text: re.fullmatch("[a-c]{2,4}(x|yz)?", text)),
+    "choice": (of("choice", ["left", 'ri"ght', "straight on"]), lambda text: text in ("left", 'ri"ght', "straight on")),
+    "Lark": (of("grammar", 'start: "a" b+\nb: "b" | "c"'), lambda text: text[0] == "a" and set(text[1:]) <= {*"bc"}),
+    "GBNF": (of("grammar", 'root ::= "a" [bc]+'), lambda text: text[0] == "a" and set(text[1:]) <= {*"bc"}),
+    "structural tags": (
+        of("structural_tags", [["<f", "<f=g>", '{"type": "boolean"}', "</f>"]]),
+        lambda text: text.count("<f=g>true</f>") + text.count("<f=g>false</f>") == text.count("<f"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("grammar", "fits"), FORMS.values(), ids=FORMS)
+def test_every_text_that_a_grammar_ends_has_its_form(grammars: Grammars, grammar: Grammar, fits: object) -> None:
+    luck, ended = random.Random(4), 0
+    for _ in range(20):
+        text, whole = written(grammars.matcher(grammar), luck)
+        ended += whole
+        assert not whole or fits(text), text  # type: ignore[operator]
+    assert ended > 3
+
+
+def test_json_has_single_spaces_behind_commas_and_colons(grammars: Grammars) -> None:
+    matcher, text = grammars.matcher(of("json_schema", SCHEMA)), '{"a": 1, "b": "yy"}'
+    matcher.take(TOKENIZER.encode(text).ids)
+    assert allowed(matcher) == [{EOS, OTHER_EOS}]
+
+
+def test_a_mask_behind_drafts_is_that_behind_their_tokens(grammars: Grammars) -> None:
+    luck, grammar = random.Random(7), of("json_schema", SCHEMA)
+    text = TOKENIZER.encode('{"a": 123, "b": "x"}').ids
+    for _ in range(20):
+        matcher, given_ids = grammars.matcher(grammar), text[: luck.randint(0, len(text))]
+        matcher.take(given_ids)
+        drafts = text[len(given_ids) :][: luck.randint(0, 6)]
+        wrong = luck.randint(0, len(drafts))
+        if luck.random() < 0.5 and wrong < len(drafts):
+            drafts[wrong] = TOKENIZER.encode("q").ids[0]
+        masks = allowed(matcher, drafts)
+        for index, mask in enumerate(masks):
+            alone = grammars.matcher(grammar)
+            alone.take(given_ids + drafts[:index])
+            possible = all(draft in before for draft, before in zip(drafts[:index], masks, strict=False))
+            assert mask == (allowed(alone)[0] if possible else set())
+        # The drafts leave no trace.
+        assert allowed(matcher)[0] == masks[0]
+
+
+def test_nothing_comes_behind_the_end(grammars: Grammars) -> None:
+    matcher = grammars.matcher(of("regex", "a+"))
+    matcher.take(TOKENIZER.encode("a").ids)
+    assert {EOS, OTHER_EOS} < allowed(matcher)[0]
+    assert allowed(matcher, [OTHER_EOS])[1] == set()
+    matcher.take([OTHER_EOS, 5])
+    assert allowed(matcher) == [set()]
+
+
+BAD: dict[str, tuple[Grammar, str]] = {
+    "a keyword that is not done": (of("json_schema", {"if": {}}), "Unimplemented keys"),
+    "a type that is none": (of("json_schema", {"type": "strin"}), "strin"),
+    "a reference to nowhere": (of("json_schema", {"$ref": "#/x"}), "/x"),
+    "no JSON": (of("json_schema", "{"), "column"),
+    "regex": (of("regex", "(a"), "unclosed group"),
+    "look-ahead": (of("regex", "(?=a)b"), "look-around"),
+    "Lark": (of("grammar", "start: foo"), 'unknown name: "foo"'),
+    "too complex": (of("regex", "a{1000000}"), "too many"),
+    "no tags": (of("structural_tags", []), "tags must not be empty"),
+    "a tag without a beginning": (of("structural_tags", [["", "", "{}", ""]]), "trigger must not be empty"),
+    "a schema of a tag": (of("structural_tags", [["<", "<f>", '{"type": 3}', ""]]), ""),
+}
+
+
+@pytest.mark.parametrize(("grammar", "cause"), BAD.values(), ids=BAD)
+def test_what_cannot_be_compiled_says_why(grammars: Grammars, grammar: Grammar, cause: str) -> None:
+    for _ in range(2):
+        with pytest.raises(GrammarError) as refused:
+            grammars.matcher(grammar)
+        assert cause in refused.value.message
+        assert "\n" not in refused.value.message
+
+
+def test_a_model_without_a_tokenizer_or_an_end_compiles_nothing() -> None:
+    for tokenizer, eos, missing in ((b"", [0], "tokenizer"), (TOKENIZER.to_str().encode(), [], "end-of-sequence")):
+        with pytest.raises(GrammarError, match=missing):
+            Grammars(tokenizer, VOCAB, eos).matcher(of("regex", "a"))
+
+
+def test_grammars_are_compiled_once_and_those_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(TOKENIZER.to_str().encode(), VOCAB, [EOS])
+    compiled: list[Grammar] = []
+    compile_ = grammars._compile
+
+    def note(grammar: Grammar) -> object:
+        compiled.append(grammar)
+        return compile_(grammar)
+
+    monkeypatch.setattr(grammars, "_compile", note)
+    first = of("regex", "a+")
+    threads = [threading.Thread(target=grammars.matcher, args=(first,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert compiled == [first]
+    for number in range(MAX_GRAMMARS):
+        grammars.matcher(of("regex", f"b{{{number + 1}}}"))
+        grammars.matcher(first)
+    assert compiled.count(first) == 1
+    grammars.matcher(of("regex", "b{1}"))
+    assert compiled.count(of("regex", "b{1}")) == 2
+
+
+# Restrictions beside a grammar
+
+
+TOKEN = st.integers(0, 19)
+
+
+@given(
+    output=st.lists(TOKEN, max_size=12),
+    drafts=st.lists(TOKEN, max_size=4),
+    runs=st.lists(st.lists(TOKEN, min_size=1, max_size=3).map(tuple), max_size=6).map(tuple),
+    chosen=st.lists(TOKEN, max_size=8).map(tuple),
+    min_tokens=st.integers(0, 16),
+    stop=st.frozensets(TOKEN, max_size=3),
+    split=st.integers(0, 12),
+)
+def test_forbidden_runs_and_chosen_tokens_and_the_least_length_are_kept(
+    output: list[int],
+    drafts: list[int],
+    runs: tuple[tuple[int, ...], ...],
+    chosen: tuple[int, ...],
+    min_tokens: int,
+    stop: frozenset[int],
+    split: int,
+) -> None:
+    sampling = Sampling(
+        bad_token_ids=runs, allowed_token_ids=chosen, min_tokens=min_tokens, stop_token_ids=stop, logit_bias={3: 1.0}
+    )
+    restrictions = Restrictions(sampling, None, 1, (), output[:split])
+    restrictions.take(output[split:])
+    for index, row in enumerate(restrictions.rows(drafts)):
+        text = output + drafts[:index]
+        fits = {
+            token
+            for token in range(32)
+            if (not chosen or token in chosen or token in stop)
+            and not (len(text) < min_tokens and token in stop)
+            and not any([*text, token][-len(run) :] == list(run) for run in runs)
+        }
+        assert row is not None
+        assert row.bias == ((3, 1.0),)
+        found = set(range(32)) if row.allowed is None else set(np.flatnonzero(unpacked(row.allowed, 32)).tolist())
+        # Where nothing is left the output ends.
+        assert found == (fits or stop or set(range(32)))
+
+
+def test_an_ignored_end_is_one_where_the_grammar_allows_nothing_else(grammars: Grammars) -> None:
+    def first(text: str, **fields: object) -> set[int]:
+        sampling = replace(Sampling(stop_token_ids=frozenset({EOS, OTHER_EOS})), **fields)
+        matcher = grammars.matcher(of("regex", "ab?"))
+        restrictions = Restrictions(sampling, matcher, grammars.words, ignored, TOKENIZER.encode(text).ids)
+        [row] = restrictions.rows()
+        assert row is not None
+        assert row.allowed is not None
+        return set(np.flatnonzero(unpacked(row.allowed, VOCAB)).tolist())
+
+    ids = {letter: TOKENIZER.encode(letter).ids[0] for letter in "ab"}
+    ignored: tuple[int, ...] = ()
+    assert first("a") == {ids["b"], EOS, OTHER_EOS}
+    ignored = (EOS, OTHER_EOS)
+    assert first("a") == {ids["b"]}
+    assert first("ab") == {EOS, OTHER_EOS}
+    # The grammar counts for more than what is forbidden.
+    ignored = ()
+    assert first("a", min_tokens=4) == {ids["b"]}
+    assert first("ab", min_tokens=4) == {EOS, OTHER_EOS}
+    assert first("", bad_token_ids=((ids["a"],),)) == {ids["a"]}
+
+
+def test_nothing_restricts_a_row_any_more_behind_the_least_length() -> None:
+    restrictions = Restrictions(Sampling(min_tokens=2, stop_token_ids=frozenset({1})), None, 1)
+    assert [row is None for row in restrictions.rows([5, 6, 7])] == [False, False, True, True]
+    restrictions.take([5, 6])
+    assert restrictions.rows() == [None]
