@@ -6,6 +6,7 @@ line ends with `# subject: why`: a deadline that must pass, or a time in which n
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
 import sys
@@ -185,6 +186,9 @@ def _has_span(node: ast.expr, times: set[str], spans: set[str]) -> bool:
 
 def main() -> int:
     """The exit status: 1 where a line has to change."""
+    argparse.ArgumentParser(
+        prog="make lint", description="Names each line of tests/ that decides by wall time."
+    ).parse_args()
     sources = {path: path.read_text() for path in sorted(TESTS.rglob("*.py"))}
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): constants(source) for path, source in sources.items()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator
 from operator import itemgetter
@@ -31,6 +32,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Workers inherit how slow the machine is.
     """
+    # A shell that starts the tests in the background has them ignore Ctrl-C, and every process that they start, too.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     speed_factor()
     if skips.in_ci():
         config.pluginmanager.register(skips.SkipGate())
