@@ -5,7 +5,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 .PHONY: help setup run-stack generate test test-all coverage fuzz-manager chaos outages lint fix types verify-protos proto update-lock
-.PHONY: test-core test-stacks pictures clean base dev tools python
+.PHONY: test-core test-stacks nightly pictures clean base dev tools python
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -71,6 +71,9 @@ chaos: dev ## Kill, pause and disturb a stack under load for ten minutes; ARGS="
 
 outages: dev ## Show what callers see while each process is paused, killed, late or full; ARGS="--only 'pause cachemgr'"
 	@$(PY) -m tests.chaos.outages $(ARGS)
+
+nightly: dev ## Run what is left to chance: all tests, new seeds, load, newest packages; ARGS="--minutes 90 --only chaos"
+	@$(PY) -m tests.nightly $(ARGS)
 
 lint: tools ## Check style, formatting, the settings table and the deadlines of tests; `make fix` repairs
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .

@@ -34,8 +34,9 @@ from tokenizers import Tokenizer
 from bench.result import ROOT, Result, add_json_argument
 from bench.tables import table
 from executor.models.files import resolve
-from tests.stack import Stack, free_address, metrics
+from tests.stack import Stack, metrics
 from tests.support.generation import Output, generate_all, greedy_request
+from tests.support.ports import free_address
 from tests.support.prompts import QUESTIONS, chat
 
 _EDITS = (

@@ -32,8 +32,8 @@ from cachemgr.rpc.zmq_events import ZmqSettings
 from protos.kvcommon.block_keys import prompt_low_keys, root_key
 from protos.kvcommon.tokens import pack, packed_bytes
 from tests.chaos.proxies import SocketProxy
-from tests.stack import free_address
 from tests.support.in_process_manager import BLOCK, FINGERPRINT
+from tests.support.ports import free_address
 from tests.support.random_operations import SALTS, RandomLife
 from tests.support.zmq_reader import Publishing, truth
 

@@ -26,7 +26,8 @@ from bench.result import Result, add_json_argument, percentile
 from bench.runs import Others
 from bench.stub_executor import read_records
 from bench.tables import table
-from tests.stack import MODULES, Stack, free_address, metrics
+from tests.stack import MODULES, Stack, metrics
+from tests.support.ports import free_address
 
 OUTPUT_TOKENS = "kvkeep_scheduler_output_tokens_total"
 # Until every stream runs and every process is warm, and for requests to begin, in seconds.

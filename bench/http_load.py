@@ -32,9 +32,10 @@ from cachemgr.types import ManagerConfig
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
-from tests.stack import MODULES, Stack, free_address, metrics
+from tests.stack import MODULES, Stack, metrics
 from tests.support.generation import generate, greedy_request
 from tests.support.idle import until_idle
+from tests.support.ports import free_address
 
 SAMPLE_SECONDS = 10.0
 # Behind it allocators have what they need.

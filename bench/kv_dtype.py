@@ -40,8 +40,9 @@ from executor.models.tokenizer import load_tokenizer
 from executor.step import NewSequence
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
-from tests.stack import Stack, free_address, model_cache
+from tests.stack import Stack, model_cache
 from tests.support.generation import generate_all, greedy_request
+from tests.support.ports import free_address
 
 DTYPES = ("auto", "int8", "fp8")
 # Most that perplexity may grow beside a cache in the weights' type.

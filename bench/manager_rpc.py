@@ -10,7 +10,8 @@ from bench.driver import prompt
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
 from protos.rpc.channel import open_sync_channel
-from tests.stack import Stack, free_address, metrics
+from tests.stack import Stack, metrics
+from tests.support.ports import free_address
 
 BLOCK = 16
 PROMPT_TOKENS = 8_192

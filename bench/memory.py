@@ -24,8 +24,9 @@ from bench.tables import table
 from executor.models.files import resolve
 from protos.execution.v1 import execution_pb2 as execution
 from protos.execution.v1 import execution_pb2_grpc as execution_rpc
-from tests.stack import Stack, free_address, metrics
+from tests.stack import Stack, metrics
 from tests.support.generation import generate_all, greedy_request
+from tests.support.ports import free_address
 
 MB = 1e6
 EXECUTOR_BESIDE_MB = 600

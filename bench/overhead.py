@@ -23,7 +23,8 @@ from bench.result import Result, add_json_argument, percentile
 from bench.stub_executor import Record, read_records
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
-from tests.stack import MODULES, Stack, free_address, metrics
+from tests.stack import MODULES, Stack, metrics
+from tests.support.ports import free_address
 
 GENERATE = "/generation.v1.GenerationService/StreamGenerate"
 PREFIX = "kvkeep_scheduler_"

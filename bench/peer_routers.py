@@ -24,7 +24,8 @@ from bench.peers.routers import Connection, RouterError, RouterProcess
 from bench.peers.set_up import DYNAMO, SMG, default_folder
 from bench.result import Result, add_json_argument
 from bench.tables import table
-from tests.stack import Stack, free_address, metrics
+from tests.stack import Stack, metrics
+from tests.support.ports import free_address
 
 ENGINES, AT_ONCE, OF_EACH_ENGINE = 2, 24, 12
 WORDS = ("the", "a", "river", "stone", "bird", "house", "walks", "sees", "under", "old", "green", "and", "where", "far")

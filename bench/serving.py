@@ -30,7 +30,8 @@ from bench.tables import table
 from bench.workloads import Case, Corpus, chosen
 from executor.errors import ModelError
 from executor.models.files import resolve
-from tests.stack import Stack, free_address, model_cache
+from tests.stack import Stack, model_cache
+from tests.support.ports import free_address
 from tests.support.reference import TIE, Reference, references
 
 RED, INTERRUPTED = 1, 130

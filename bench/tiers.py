@@ -20,8 +20,9 @@ from pathlib import Path
 from bench.result import Result, add_json_argument, percentile
 from bench.tables import table
 from executor.metrics import CHECKSUM_MISMATCHES
-from tests.stack import Stack, free_address, metrics
+from tests.stack import Stack, metrics
 from tests.support.generation import Output, generate_all, greedy_request
+from tests.support.ports import free_address
 
 PROMPT, OUTPUT_TOKENS = 1024, 8
 # Prompts that fit on the device, and how many times as many there are.

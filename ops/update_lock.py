@@ -39,27 +39,41 @@ def changes(old: str, new: str) -> list[str]:
     ]
 
 
+def held(text: str) -> str:
+    """The line of the lock that holds torch: a newer one may bring gigabytes for CUDA along."""
+    return next(line for line in text.splitlines() if line.startswith("torch=="))
+
+
+def install(environment: Environment, packages: list[str], progress: Progress) -> str:
+    """Makes an environment with the newest versions; returns the text of its lock. Raises SetUpError."""
+    environment.make(progress)
+    with progress.step("installing the newest versions"):
+        environment.pip([*packages, "--editable", f".[{SERVICES},executor,dev]"], progress)
+    command = [str(environment.python), "-m", "pip", "freeze", "--exclude-editable"]
+    return lock(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
 def main() -> int:
     """Returns the exit status."""
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="make update-lock",
         description="Writes the newest versions of all that is installed to ops/constraints.txt.",
-    ).parse_args()
-    progress = Progress()
+    )
+    parser.add_argument(
+        "--try", dest="kept", type=Path, metavar="FOLDER", help="only make an environment of them, without a new torch"
+    )
+    kept: Path | None = parser.parse_args().kept
+    old = CONSTRAINTS.read_text()
     with tempfile.TemporaryDirectory() as folder:
-        environment = Environment(Path(folder, "venv"), system_torch=False, this_python=False)
+        environment = Environment(kept or Path(folder, "venv"), system_torch=False, this_python=False)
         try:
-            environment.make(progress)
-            with progress.step("installing the newest versions"):
-                environment.pip(["--editable", f".[{SERVICES},executor,dev]"], progress)
+            new = install(environment, ["--upgrade", held(old)] if kept else [], Progress())
         except SetUpError as error:
             print(f"the lock stays as it is: {error}", file=sys.stderr)
             return 1
-        command = [str(environment.python), "-m", "pip", "freeze", "--exclude-editable"]
-        new = lock(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    found = changes(CONSTRAINTS.read_text(), new)
-    CONSTRAINTS.write_text(new)
-    print(*(found or ["nothing changed"]), sep="\n")
+    if not kept:
+        CONSTRAINTS.write_text(new)
+    print(*(changes(old, new) or ["nothing changed"]), sep="\n")
     return 0
 
 

@@ -12,7 +12,8 @@ import pytest
 import structlog
 
 from tests.stack import Stack, model_cache
-from tests.support import passed, skips, slow
+from tests.support import pairwise, passed, skips, slow
+from tests.support.leftovers import remove_leftovers
 from tests.support.patience import speed_factor
 
 # As the processes log: a traceback with local variables takes seconds to write.
@@ -28,7 +29,7 @@ hypothesis.settings.load_profile("kvkeep")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In CI a test that is skipped without an allowed reason fails, and tests of unchanged sources run once.
+    """In CI a test that is skipped without an allowed reason fails, and some tests that prove nothing new are left out.
 
     Workers inherit how slow the machine is.
     """
@@ -36,8 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     speed_factor()
+    if not hasattr(config, "workerinput"):
+        remove_leftovers()
     if skips.in_ci():
         config.pluginmanager.register(skips.SkipGate())
+        config.pluginmanager.register(pairwise.Pairwise())
         config.pluginmanager.register(passed.Passed(model_cache() / "passed"))
 
 

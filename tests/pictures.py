@@ -26,8 +26,9 @@ from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from tests.console.conftest import CHROMIUM
-from tests.stack import CONSOLE, MODULES, ROOT, Stack, free_address
+from tests.stack import CONSOLE, MODULES, ROOT, Stack
 from tests.support.patience import patience
+from tests.support.ports import free_address
 
 FOLDER = ROOT / "docs/images"
 COLUMNS = 110

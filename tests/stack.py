@@ -1,11 +1,8 @@
 """Starts the real processes on unix sockets in a folder of their own, for tests and benchmarks."""
 
-import contextlib
 import os
-import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -29,28 +26,11 @@ STOP_SECONDS = 15.0
 # What runs as each process, in the order in which they start.
 MODULES = {"cachemgr": "cachemgr", "executor": "executor", "scheduler": "scheduler"}
 CONSOLE = {"console": "kvctl.console"}
-# Ports that this process has given to tests.
-_given: set[int] = set()
 
 
 def model_cache() -> Path:
     """Where references computed once are kept: beside the converted models."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvkeep"
-
-
-def free_address() -> str:
-    """host:port on which no process listens at the moment.
-
-    It is none of those that the system gives to clients: a connection of another test would take it before its server.
-    """
-    while True:
-        port = random.SystemRandom().randrange(10_000, 32_768)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            # Asked for twice before anything listens, it must not be the same.
-            if port not in _given:
-                _given.add(port)
-                return f"127.0.0.1:{port}"
 
 
 class Stack:

@@ -19,7 +19,8 @@ from bench.peers.set_up import CLIENTS, default_folder
 from bench.prose import NoTextError
 from bench.result import Result, add_json_argument
 from executor.models.files import find
-from tests.stack import Stack, free_address, model_cache
+from tests.stack import Stack, model_cache
+from tests.support.ports import free_address
 
 PROGRAMS = {"lm-eval": LmEval, "guidellm": Guidellm, "aiperf": Aiperf, "vllm": VllmServe}
 

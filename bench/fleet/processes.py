@@ -20,7 +20,8 @@ from bench.runs import Others
 from bench.stub_executor import Record, read_records
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kv_rpc
-from tests.stack import ROOT, Stack, free_address, metrics
+from tests.stack import ROOT, Stack, metrics
+from tests.support.ports import free_address
 
 STUB = "bench.stub_executor"
 ROUTER = "scheduler.router"

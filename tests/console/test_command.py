@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack import ROOT, free_address
+from tests.stack import ROOT
 from tests.support.patience import patience
+from tests.support.ports import free_address
 
 
 def start(*line: str, **settings: str) -> subprocess.Popen[str]:

@@ -8,8 +8,9 @@ import pytest
 import pytest_asyncio
 
 from executor.models.files import find
-from tests.stack import Stack, free_address, model_cache
+from tests.stack import Stack, model_cache
 from tests.support.pages import elsewhere
+from tests.support.ports import free_address
 
 SMALL = {
     "executor_max_tokens": 4096,

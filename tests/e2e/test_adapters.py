@@ -14,10 +14,11 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.channel import open_channel
-from tests.stack import Stack, free_address, model_cache
+from tests.stack import Stack, model_cache
 from tests.support.adapters import generated, save_adapter
 from tests.support.generation import generate, generate_all, greedy_request
 from tests.support.patience import patience
+from tests.support.ports import free_address
 from tests.support.scheduler.http import ask
 
 pytestmark = pytest.mark.model

@@ -13,10 +13,11 @@ from executor.models.files import resolve
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.kvcommon.v1 import kvcommon_pb2 as common
-from tests.stack import Stack, free_address, metrics, model_cache
+from tests.stack import Stack, metrics, model_cache
 from tests.support.generation import Output, generate_all, generate_samples, greedy_request
 from tests.support.idle import until_idle
 from tests.support.patience import patience
+from tests.support.ports import free_address
 from tests.support.tier_files import BLOCK_BYTES
 
 pytestmark = pytest.mark.model

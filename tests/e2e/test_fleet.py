@@ -8,9 +8,10 @@ import grpc
 import pytest
 
 from protos.generation.v1 import generation_pb2_grpc as rpc
-from tests.stack import FleetStack, free_address, metrics
+from tests.stack import FleetStack, metrics
 from tests.support.generation import Output, generate, generate_all, greedy_request
 from tests.support.patience import patience
+from tests.support.ports import free_address
 
 pytestmark = pytest.mark.model
 

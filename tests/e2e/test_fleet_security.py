@@ -24,10 +24,11 @@ from protos.rpc.channel import open_channel
 from protos.rpc.errors import RemoteError, from_rpc_error
 from protos.rpc.identity import Role
 from protos.rpc.security import Security
-from tests.stack import FleetStack, free_address
+from tests.stack import FleetStack
 from tests.support.generation import generate
 from tests.support.keyring import Keyring
 from tests.support.patience import patience
+from tests.support.ports import free_address
 
 pytestmark = pytest.mark.model
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from bench.peers.routers import Connection, RouterProcess
-from tests.stack import Stack, free_address
+from tests.stack import Stack
 from tests.support.patience import patience
+from tests.support.ports import free_address
 
 pytestmark = pytest.mark.model
 

@@ -23,9 +23,10 @@ from redis import Redis
 from cachemgr.operators.state_dump import state_hash
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
-from tests.stack import Stack, free_address
+from tests.stack import Stack
 from tests.support.kvctl import Kvctl, command, ctrl_c_is_heard, environment
 from tests.support.patience import patience
+from tests.support.ports import free_address
 
 pytestmark = pytest.mark.model
 

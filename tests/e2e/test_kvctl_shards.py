@@ -14,9 +14,10 @@ from redis import Redis
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
-from tests.stack import FleetStack, free_address
+from tests.stack import FleetStack
 from tests.support.kvctl import Kvctl
 from tests.support.patience import patience
+from tests.support.ports import free_address
 
 pytestmark = pytest.mark.model
 

@@ -17,11 +17,12 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
 from protos.rpc.channel import open_channel
-from tests.stack import Stack, free_address
+from tests.stack import Stack
 from tests.support.generation import generate
 from tests.support.idle import until_idle
 from tests.support.kvctl import ctrl_c_is_heard
 from tests.support.patience import patience
+from tests.support.ports import free_address
 
 # 8 blocks.
 POOL = 128

@@ -15,9 +15,10 @@ import pytest
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
-from tests.stack import Stack, free_address, metrics
+from tests.stack import Stack, metrics
 from tests.support.otlp_receiver import OtlpReceiver, attributes
 from tests.support.patience import patience
+from tests.support.ports import free_address
 
 pytestmark = pytest.mark.model
 

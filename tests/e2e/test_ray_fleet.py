@@ -22,10 +22,11 @@ import ray_member
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
-from tests.stack import ROOT, free_address
+from tests.stack import ROOT
 from tests.support.exact_stub import expected_tokens
 from tests.support.generation import Output, generate, generate_all, greedy_request
 from tests.support.patience import patience
+from tests.support.ports import free_address
 from tests.support.ray_cluster import HOSTS, STUB, RayFleet, StubMember
 
 pytestmark = pytest.mark.timeout(600)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack import Stack, free_address, metrics
+from tests.stack import Stack, metrics
 from tests.support.generation import Output, generate_all, greedy_request
 from tests.support.idle import until_idle
 from tests.support.patience import patience
+from tests.support.ports import free_address
 from tests.support.tier_files import BLOCK_BYTES, flip_bytes, only_file
 
 PROMPT, OUTPUT, PROMPTS = 161, 8, 5

@@ -24,9 +24,10 @@ from tests.chaos.checks import check_pools
 from tests.chaos.measuring import Manager
 from tests.fuzz.limits import OWN_EXECUTOR, OWN_SCHEDULER
 from tests.fuzz.report import Report
-from tests.stack import MODULES, Stack, free_address, metrics
+from tests.stack import MODULES, Stack, metrics
 from tests.support.generation import generate, greedy_request
 from tests.support.patience import patience
+from tests.support.ports import free_address
 
 # Small, so that blocks are taken from each other and move between tiers.
 MAX_TOKENS = 2048

@@ -11,8 +11,9 @@ import pytest
 import run_stack
 
 from protos.rpc.addresses import AddressError
-from tests.stack import ROOT, free_address
+from tests.stack import ROOT
 from tests.support.patience import patience
+from tests.support.ports import free_address
 
 NAMES = (
     "KVKEEP_SCHEDULER_ADDRESS",

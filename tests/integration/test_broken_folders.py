@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack import ROOT, free_address
+from tests.stack import ROOT
 from tests.support.patience import patience
+from tests.support.ports import free_address
 from tests.support.storage import KINDS, broken
 
 ADVICE = {"full": "free some room there", "read-only": "make it writable"}

@@ -20,10 +20,11 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
-from tests.stack import ROOT, Stack, free_address
+from tests.stack import ROOT, Stack
 from tests.support.generation import generate_all, greedy_request
 from tests.support.names import unknown_metrics
 from tests.support.patience import patience
+from tests.support.ports import free_address
 from tests.support.prometheus import Prometheus
 from tests.support.tier_files import BLOCK_BYTES, flip_bytes, only_file
 

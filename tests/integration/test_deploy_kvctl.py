@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from protos.rpc.identity import Role
-from tests.stack import ROOT, free_address
+from tests.stack import ROOT
 from tests.support.deployed import Manifest, Secrets, addressed, composed, processes, render, variables
 from tests.support.patience import patience
+from tests.support.ports import free_address
 
 PLAIN = {"tls": {"enabled": False}, "tokens": {"enabled": False}, "insecure": True}
 FILES = ("tls/ca.crt", "tls/tls.crt", "tls/tls.key", "tokens/tokens", "tokens/operator.token")

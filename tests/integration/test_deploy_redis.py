@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from protos.rpc.redis_client import UNAVAILABLE, open_redis
-from tests.stack import free_address
 from tests.support.deployed import Secrets, composed, pods, processes, render, variables
 from tests.support.patience import patience
+from tests.support.ports import free_address
 
 PASSWORD = "a1b2c3"
 COMPOSE_NAMES = {"ca": "ca", "certificate": "certificate", "key": "key"}

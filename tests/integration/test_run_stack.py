@@ -20,8 +20,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.stack import ROOT, free_address
+from tests.stack import ROOT
 from tests.support.patience import patience
+from tests.support.ports import free_address
 
 PROCESSES = ("SCHEDULER", "CACHEMGR", "CACHEMGR_ADMIN", "EXECUTOR", "CONSOLE")
 READY_SECONDS = patience(60)

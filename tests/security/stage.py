@@ -21,10 +21,11 @@ from protos.kvcache.v1 import kvcache_pb2_grpc as kv_rpc
 from protos.rpc.channel import open_channel
 from protos.rpc.identity import Role
 from protos.rpc.security import Security
-from tests.stack import CONSOLE, MODULES, Stack, free_address
+from tests.stack import CONSOLE, MODULES, Stack
 from tests.support.generation import generate
 from tests.support.keyring import Keyring
 from tests.support.patience import patience
+from tests.support.ports import free_address
 
 VICTIM, ATTACKER = "acme", "globex"
 MAX_TENANT_REQUESTS = 16

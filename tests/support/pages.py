@@ -21,7 +21,8 @@ from typing import NamedTuple, Self
 import pytest
 
 from kvctl.app import main as kvctl
-from tests.stack import ROOT, free_address
+from tests.stack import ROOT
+from tests.support.ports import free_address
 
 DOCS = ROOT / "docs"
 # Those with examples.

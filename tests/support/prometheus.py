@@ -13,8 +13,8 @@ from typing import Any, Self
 
 import yaml
 
-from tests.stack import free_address
 from tests.support.patience import patience
+from tests.support.ports import free_address
 
 START_SECONDS = patience(30)
 SCRAPE_SECONDS = 0.5

@@ -1,16 +1,14 @@
 """Three nodes of a Redis or Valkey cluster on loopback, each a process that ends with the tests."""
 
 import os
-import random
-import socket
 import time
-from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import redis
 from children import Child
 
 from tests.support.patience import patience
+from tests.support.ports import free_port
 
 SLOTS = 16_384
 NODES = 3
@@ -66,8 +64,7 @@ class RedisCluster:
     """Each node has a third of the slots; there are no replicas. Starts with the first `reset`."""
 
     def __init__(self, binary: Path, folder: Path) -> None:
-        with ExitStack() as probes:
-            ports = [_free_port(probes) for _ in range(2 * NODES)]
+        ports = [free_port() for _ in range(2 * NODES)]
         self.nodes = [Node(binary, folder / str(n), ports[n], ports[NODES + n]) for n in range(NODES)]
         self._joined = False
         self.url = "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
@@ -137,18 +134,6 @@ class RedisCluster:
             if begin <= slot <= end:
                 return [node.port for node in self.nodes].index(port)
         raise AssertionError(f"slot {slot} has no owner")
-
-
-def _free_port(probes: ExitStack) -> int:
-    """A port that no process has now; reserved until all are chosen.
-
-    Not one that the kernel gives to clients: they may take it while a node is away.
-    """
-    while True:
-        probe = probes.enter_context(socket.socket())
-        with suppress(OSError):
-            probe.bind(("127.0.0.1", random.randrange(12_000, 30_000)))
-            return int(probe.getsockname()[1])
 
 
 def _eventually(condition: object) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -55,7 +56,10 @@ def references(
     cache_folder: Path,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Reference]:
-    """Float32 greedy references, end-of-sequence ignored; kept in `cache_folder`: they depend on the inputs alone."""
+    """Float32 greedy references, end-of-sequence ignored.
+
+    They are kept in `cache_folder`. They depend on the inputs, on torch and on the processor, which rounds in its way.
+    """
     # Before torch is imported: spinning threads would slow down whatever else runs on a small machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
@@ -64,7 +68,8 @@ def references(
 
     logging.disable_progress_bar()
 
-    digest = hashlib.sha256(json.dumps([model_path.name, torch.__version__, prompts, max_tokens]).encode()).hexdigest()
+    made_by = [model_path.name, torch.__version__, torch.backends.cpu.get_cpu_capability(), platform.machine()]
+    digest = hashlib.sha256(json.dumps([*made_by, prompts, max_tokens]).encode()).hexdigest()
     cached = cache_folder / f"references-{digest[:16]}.json"
     if cached.exists():
         return [Reference(**entry) for entry in json.loads(cached.read_text())]

@@ -41,6 +41,7 @@ SLOW = (
     "tests/unit/cachemgr/test_ghost_cache.py::test_ghost(s_are_within|_caches_predict_the_hits_of_short_prompts)",
     r"tests/unit/cachemgr_service/test_key_index.py::test_(blocks_that_stay|whatever_happens.*\[[4-9])",
     r"tests/unit/cachemgr/test_random_operations.*\[(2[5-9]|[3-9]\d)\]",
+    r"tests/unit/cachemgr/test_random_operations.*two_engines.*\[([5-9]|1\d)\]",
     # Tests of the measuring programs.
     "tests/unit/(bench|chaos)/",
 )

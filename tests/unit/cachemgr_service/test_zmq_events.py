@@ -24,10 +24,10 @@ from cachemgr.settings import CachemgrSettings
 from cachemgr.steps import at_once
 from cachemgr.types import EventKind, ExecutorSpec, ExtraKey, ForgetTarget, ManagerConfig, PoolSpec, TierKind
 from protos.rpc.settings import SettingsError, load
-from tests.stack import free_address
 from tests.support.cachemgr_client import BLOCK_SIZE, Client, settings_for
 from tests.support.in_process_manager import BLOCK, FINGERPRINT, PATIENT, World
 from tests.support.patience import patience
+from tests.support.ports import free_address
 from tests.support.random_operations import RandomLife
 from tests.support.zmq_reader import AllBlocksCleared, BlockRemoved, BlockStored, Publishing, RouterView, truth
 

@@ -1,5 +1,6 @@
 """What can be loaded is loaded right; what cannot run is refused in one sentence."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,8 +14,9 @@ from transformers import Gemma2Config, LlamaConfig, MambaConfig, MambaForCausalL
 
 from executor.cache.pool import KvPools, LayerShape
 from executor.errors import FamilyError, ModelError
+from executor.models import files as model_files
 from executor.models.attention import paged
-from executor.models.files import find
+from executor.models.files import find, packaged_gguf
 from executor.models.fingerprint import fingerprint
 from executor.models.layers import Recorder, check_layers
 from executor.models.load import choose_device, load_model, refuse_other_kernels
@@ -174,6 +176,25 @@ def test_a_draft_model_with_another_vocabulary_ends_the_process_with_one_line(
     assert said.startswith(
         "executor: KVKEEP_EXECUTOR_DRAFT_MODEL: draft and llama have different vocabularies (96 and 97 tokens)"
     )
+
+
+def test_a_converted_model_is_kept_apart_from_what_other_code_or_versions_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = [model_files._conversion(packaged_gguf())]
+    monkeypatch.setattr(model_files, "_CONVERTER", ("files.py", "gguf/file.py"))
+    known.append(model_files._conversion(packaged_gguf()))
+    monkeypatch.setattr(model_files, "_PACKAGES", ("torch",))
+    known.append(model_files._conversion(packaged_gguf()))
+    assert len(set(known)) == 3
+
+
+def test_models_that_others_converted_are_removed_after_a_month(tmp_path: Path) -> None:
+    kept, young, old = (tmp_path / f"{model_files.DEFAULT_NAME}-{name}" for name in ("kept", "young", "old"))
+    for folder in (kept, young, old, tmp_path / "mine"):
+        folder.mkdir()
+    for folder in (kept, old, tmp_path / "mine"):
+        os.utime(folder, (0, 0))
+    model_files._remove_old(tmp_path, kept)
+    assert {path.name for path in tmp_path.iterdir()} == {kept.name, young.name, "mine"}
 
 
 def test_a_cache_folder_that_cannot_be_made_is_named_with_its_setting(tmp_path: Path) -> None:

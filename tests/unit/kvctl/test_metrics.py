@@ -16,7 +16,7 @@ import pytest
 from kvctl.measure.metrics import samples
 from protos.rpc import metrics_server
 from protos.rpc.security import PLAIN, Security
-from tests.stack import free_address
+from tests.support.ports import free_address
 
 
 async def test_metrics_are_read_as_they_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

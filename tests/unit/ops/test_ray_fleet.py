@@ -15,7 +15,7 @@ from ray_member import Plan
 
 from protos.rpc.addresses import AddressError, check_distinct
 from protos.rpc.settings import SettingsError
-from tests.stack import free_address
+from tests.support.ports import free_address
 
 STATE = {"KVKEEP_STATE_DIR": "/state", "KVKEEP_EXECUTOR_MODEL": "tiny"}
 PLAN = Plan(STATE, shards=2, cpus=2, gpus=0, first_port=20_000)

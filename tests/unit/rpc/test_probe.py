@@ -12,8 +12,9 @@ import pytest
 from protos.rpc.probe import target
 from protos.rpc.security import Security
 from protos.rpc.server import Server
-from tests.stack import ROOT, free_address
+from tests.stack import ROOT
 from tests.support.patience import patience
+from tests.support.ports import free_address
 
 
 def probe(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:

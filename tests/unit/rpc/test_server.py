@@ -28,8 +28,8 @@ from protos.rpc.channel import open_channel
 from protos.rpc.security import Security
 from protos.rpc.server import Server
 from protos.rpc.startup import raise_file_limit
-from tests.stack import free_address
 from tests.support.patience import patience
+from tests.support.ports import free_address
 from tests.unit.rpc.conftest import ADMIN, EVENTS, Admin, Endless, Served, serving
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

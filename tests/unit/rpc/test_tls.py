@@ -21,8 +21,8 @@ from protos.rpc import files
 from protos.rpc.channel import open_channel, open_sync_channel
 from protos.rpc.security import PLAIN, Security
 from protos.rpc.settings import ProcessSettings, SettingsError, load
-from tests.stack import free_address
 from tests.support.patience import patience
+from tests.support.ports import free_address
 from tests.unit.rpc import conftest
 
 CA = certs.authority()

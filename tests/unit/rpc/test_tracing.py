@@ -8,7 +8,7 @@ import pytest
 
 from protos.rpc import tracing
 from protos.rpc.tracing import Context
-from tests.stack import free_address
+from tests.support.ports import free_address
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PROGRAM = """

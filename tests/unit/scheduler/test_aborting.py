@@ -16,10 +16,10 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.rpc.guard import Guard
 from protos.rpc.identity import Role
-from tests.stack import free_address
 from tests.support.generation import generate_samples
 from tests.support.keyring import Keyring
 from tests.support.patience import patience
+from tests.support.ports import free_address
 from tests.support.scheduler.fleet import run_fleet
 from tests.support.scheduler.http import LEAST, Answer, ask, serve
 from tests.support.scheduler.process import scheduler

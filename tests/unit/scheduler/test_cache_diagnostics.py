@@ -18,10 +18,10 @@ from protos.rpc.identity import Role
 from scheduler.frontend import comparisons
 from scheduler.frontend.comparisons import RecentResponses, parts_of
 from scheduler.request import CacheOptions, PromptParts, Request
-from tests.stack import free_address
 from tests.support.generation import Output, generate
 from tests.support.keyring import Keyring
 from tests.support.patience import patience
+from tests.support.ports import free_address
 from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.fleet import run_fleet
 from tests.support.scheduler.http import Answer, ask, serve

@@ -19,8 +19,8 @@ from scheduler.frontend.openai.origins import Origins
 from scheduler.router.settings import RouterSettings
 from scheduler.settings import SchedulerSettings
 from tests.console.conftest import CHROMIUM
-from tests.stack import free_address
 from tests.support.keyring import Keyring
+from tests.support.ports import free_address
 from tests.support.scheduler.fleet import run_fleet
 from tests.support.scheduler.http import JSON, LEAST, Answer, ask, serve, starting_service
 from tests.support.scheduler.process import scheduler

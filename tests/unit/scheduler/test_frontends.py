@@ -20,9 +20,10 @@ from protos.rpc.identity import Role
 from protos.rpc.settings import SettingsError, load
 from scheduler import frontends
 from scheduler.settings import SchedulerSettings
-from tests.stack import free_address, metrics
+from tests.stack import metrics
 from tests.support.keyring import Keyring
 from tests.support.patience import patience
+from tests.support.ports import free_address
 from tests.support.scheduler.http import LEAST, Answer, ask, client
 from tests.support.scheduler.process import Running, scheduler
 

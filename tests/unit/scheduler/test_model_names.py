@@ -13,9 +13,9 @@ from protos.rpc.guard import Guard
 from protos.rpc.settings import SettingsError, load
 from scheduler.router.settings import RouterSettings
 from scheduler.settings import SchedulerSettings
-from tests.stack import free_address
 from tests.support.generation import generate
 from tests.support.patience import patience
+from tests.support.ports import free_address
 from tests.support.scheduler.fleet import run_fleet
 from tests.support.scheduler.http import LEAST, ask, serve
 from tests.support.scheduler.process import scheduler

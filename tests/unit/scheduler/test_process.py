@@ -12,10 +12,10 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from protos.generation.v1 import generation_pb2 as pb
-from tests.stack import free_address
 from tests.support.generation import generate
 from tests.support.generation import greedy_request as request
 from tests.support.patience import patience
+from tests.support.ports import free_address
 from tests.support.scheduler.process import SERVING, scheduler
 from tests.support.scheduler.stack import refusal
 

@@ -1,0 +1,53 @@
+"""Tests of a product of three or more parameters: in CI as many as bring every two of their values together.
+
+A fault of a kernel needs one value, or two that meet: a dtype on a backend, a shape in a layout. `make nightly` and
+`make test-all` run the whole products. What needs a device always runs where there is one.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+# Beginnings of node ids of tests that are thinned out.
+FOLDERS = ("tests/kernels/", "tests/unit/executor/test_token_eviction.py", "tests/unit/executor/test_exactness.py")
+# A parameter's name and the number of its value, twice; the same for one value by itself.
+Pair = tuple[tuple[str, int], tuple[str, int]]
+
+
+class Pairwise:
+    """Plug-in that deselects the others."""
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        products: dict[str, list[pytest.Function]] = defaultdict(list)
+        for item in items:
+            if isinstance(item, pytest.Function) and item.nodeid.startswith(FOLDERS) and is_product(item):
+                products[item.nodeid.partition("[")[0]].append(item)
+        left_out = {item for product in products.values() for item in set(product) - set(thinned(product))}
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def is_product(item: pytest.Function) -> bool:
+    """Whether a test is one of a product, and runs here."""
+    values = getattr(item, "callspec", None)
+    return values is not None and len(values.indices) > 2 and "cuda" not in map(str, values.params.values())
+
+
+def thinned(product: Sequence[Any]) -> list[Any]:
+    """Some tests of a product: every pair of values that any test has is in one of them. Always the same ones."""
+    pairs = {item: set(pairs_of(item.callspec.indices)) for item in product}
+    missing = set[Pair]().union(*pairs.values())
+    chosen = []
+    while missing:
+        best = max(product, key=lambda item: len(pairs[item] & missing))
+        chosen.append(best)
+        missing -= pairs[best]
+    return chosen
+
+
+def pairs_of(indices: dict[str, int]) -> Iterator[Pair]:
+    """All pairs of values of one test."""
+    return combinations(sorted(indices.items()), 2)
