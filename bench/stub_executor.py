@@ -28,6 +28,7 @@ from pydantic import Field
 from executor.cache.tiers.hazards import SlotRef
 from executor.core.outbox import OnloadTracker
 from executor.rpc.manager_client import ManagerClient, TransferLog
+from executor.rpc.sessions import SchedulerLeases
 from executor.settings import ExecutorSettings
 from executor.step import Copy, Tier
 from protos.execution.v1 import execution_pb2 as pb
@@ -298,7 +299,8 @@ def _take(
 ) -> None:
     try:
         for request in requests:
-            arrived.put((time.perf_counter(), request.step))
+            if request.HasField("step"):
+                arrived.put((time.perf_counter(), request.step))
     except grpc.RpcError:
         pass
     finally:
@@ -341,6 +343,18 @@ class StubAnnouncement:
         )
 
 
+class NoFence:
+    """Nothing is ever restored: steps may write wherever they like."""
+
+    manager_epoch = 0
+
+    async def cut_off(self) -> None:
+        """Never asked for."""
+
+    def admit_again(self) -> None:
+        """Nobody was cut off."""
+
+
 async def serve(settings: StubSettings, running_set: type[RunningSet]) -> None:
     """Serves until SIGTERM."""
     loop, stopped, epoch = asyncio.get_running_loop(), asyncio.Event(), time.time_ns()
@@ -363,7 +377,8 @@ async def serve(settings: StubSettings, running_set: type[RunningSet]) -> None:
         server.start()
         async with open_channel(settings.cachemgr_address) as channel:
             announcement = StubAnnouncement(settings, epoch)
-            client = ManagerClient(channel, announcement, servicer, transfers, set_serving)
+            leases = SchedulerLeases()
+            client = ManagerClient(channel, announcement, servicer, transfers, set_serving, leases, NoFence())
             registration = asyncio.create_task(client.run())
             await stopped.wait()
             registration.cancel()

@@ -24,12 +24,12 @@ class PoolSpecError(ServiceError):
 
 
 class SchedulerFirstError(ServiceError):
-    """Blocks of the executor cannot be restored before a scheduler has given up its old sequences."""
+    """Blocks of the executor cannot be restored before its scheduler has given up its sequences of before."""
 
     reason = "SCHEDULER_FIRST"
 
     def __init__(self) -> None:
-        super().__init__("waiting for a scheduler: earlier steps may still write into its blocks")
+        super().__init__("waiting for the executor's scheduler: its earlier steps may still write into the blocks")
 
 
 class UnknownSchedulerError(ServiceError):

@@ -134,10 +134,9 @@ class CacheManager:
 
     # Executors
 
-    @property
-    def old_writers_fenced(self) -> bool:
-        """Whether no sequence of an earlier manager can still write into its blocks."""
-        return self._state.old_writers_fenced
+    def has_old_writers(self, spec: ExecutorSpec) -> bool:
+        """Whether steps of an executor that registers may still write into blocks of an earlier manager."""
+        return spec.steps_manager_epoch not in (0, self.epoch)
 
     def register_executor(
         self,
@@ -177,7 +176,7 @@ class CacheManager:
             return known.cached()
         stored = [] if known is not None else list(stored)
         later = later or (known is not None and known.recovery is not None)
-        if (stored or (later and spec.has_contents)) and not self._state.old_writers_fenced:
+        if (stored or (later and spec.has_contents)) and self.has_old_writers(spec):
             raise SchedulerFirstError
         if not stored and not later:
             self._journal.cleared(spec.executor_id, spec.executor_epoch)
@@ -404,7 +403,6 @@ class CacheManager:
         if known is not None:
             self._release_all(known)
         self._state.schedulers[scheduler_id] = Scheduler(scheduler_id, scheduler_epoch, deadline)
-        self._state.old_writers_fenced = True
 
     def admit(self, request: AdmitRequest) -> Admission:
         """Matches, claims and allocates; renews the lease of the scheduler. Equal content gives the same answer.

@@ -95,6 +95,8 @@ class ExecutorSpec:
     disk_generations: Sequence[Sequence[int]] = ()
     # Of the weights that it computes with; empty for those that it was started with.
     weight_version: str = ""
+    # Of the manager whose blocks its steps may still write into; 0 when no step runs.
+    steps_manager_epoch: int = 0
 
     @property
     def has_contents(self) -> bool:
@@ -110,7 +112,7 @@ class ExecutorSpec:
         return [f"{self.executor_id}/{pool.group}" for pool in self.pools]
 
     def without_contents(self) -> ExecutorSpec:
-        return replace(self, last_write_steps=(), host_generations=(), disk_generations=())
+        return replace(self, last_write_steps=(), host_generations=(), disk_generations=(), steps_manager_epoch=0)
 
     def generations(self, tier: TierKind, group: int) -> Sequence[int]:
         """Generations of the slots 1, 2, … of a lower tier of a pool; empty when they are not known."""

@@ -142,7 +142,7 @@ async def _serve(settings: ExecutorSettings) -> int:
     from executor.rpc.announcement import PoolAnnouncement
     from executor.rpc.manager_client import ManagerClient, TransferLog
     from executor.rpc.service import SERVICE, ExecutorServicer, Identity
-    from executor.rpc.sessions import Sessions
+    from executor.rpc.sessions import SchedulerLeases, Sessions
     from executor.rpc.weights import WeightUpdates
     from protos.execution.v1 import execution_pb2_grpc as rpc
     from protos.rpc.channel import open_channel
@@ -260,18 +260,21 @@ async def _serve(settings: ExecutorSettings) -> int:
     runner.warmup()
     worker = Worker(runner, outbox, device_lost)
     watchdog = Watchdog(worker, server.set_serving, device_lost)
+    leases = SchedulerLeases()
+    sessions = Sessions(identity.epoch, leases, worker)
     client = ManagerClient(
         open_channel(settings.cachemgr_address, settings.security),
         announcement,
         worker,
         transfers,
         watchdog.set_registered,
+        leases,
+        sessions,
     )
-    sessions = Sessions(identity.epoch, client)
 
     load = partial(_load_weights, files, settings, device)
     weights = WeightUpdates(worker, sessions, client, adapters, load, settings.weights_dir)
-    servicer = ExecutorServicer(identity, runner, worker, tokenizer, client, adapters, sessions, weights)
+    servicer = ExecutorServicer(identity, runner, worker, tokenizer, leases, adapters, sessions, weights)
 
     async def drain() -> None:
         servicer.stop()

@@ -61,6 +61,13 @@ class ManagerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class ManagerFound:
+    """The scheduler has registered with a process of the cache manager: later sequences have their blocks from it."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class SessionEnded:
     """A session with the executor is over: a loop that sleeps checks whether it was the open one."""
 
@@ -70,7 +77,7 @@ class Stop:
     """The loop ends."""
 
 
-Command = Admitted | Cancel | SyncAnswer | ManagerLost | SessionEnded | Stop
+Command = Admitted | Cancel | SyncAnswer | ManagerLost | ManagerFound | SessionEnded | Stop
 
 
 class CommandQueue:

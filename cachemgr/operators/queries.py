@@ -368,7 +368,6 @@ class Queries:
             now=self._state.leases.now,
             number=self._state.number,
             last_event=self._state.events.last,
-            old_writers_fenced=self._state.old_writers_fenced,
         )
         yield (rule_state(spec) for spec in self.rules())
         quotas = [account.quota for _, account in sorted(self._state.accounts.items())]

@@ -57,8 +57,6 @@ class ManagerState:
         self.shares: dict[str, PoolShare] = {}
         self.executors: dict[str, Executor] = {}
         self.schedulers: dict[str, Scheduler] = {}
-        # A scheduler registers once none of its steps can write into blocks of an earlier manager.
-        self.old_writers_fenced = False
         # Live sequences by id, in the order of their handles.
         self.sequences: dict[str, Sequence] = {}
         # Sequences that have begun to evict tokens.

@@ -37,6 +37,7 @@ def executor_spec(request: pb.RegisterExecutorRequest) -> types.ExecutorSpec:
         host_generations=[list(pool.host_generations) for pool in request.pools],
         disk_generations=[list(pool.disk_generations) for pool in request.pools],
         weight_version=request.weight_version,
+        steps_manager_epoch=request.steps_manager_epoch,
     )
 
 

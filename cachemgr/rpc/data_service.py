@@ -40,16 +40,13 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         if store is not None and self._manager.is_too_large_to_carry_over(spec):
             await self._end_epoch(spec, store)
         known = self._manager.queries.knows_executor(spec.executor_id)
-        # Read before the wait: the request knows writes up to now, and a scheduler that registers meanwhile may have
-        # given up steps that wrote later.
-        old_writers_fenced = self._manager.old_writers_fenced
         if store is None:
             answer = self.register(request, spec)
         elif known:
             answer = self.register(request, spec)
             store.registered(spec.executor_id, spec.executor_epoch)
         else:
-            answer = await self._recall(request, spec, store, old_writers_fenced=old_writers_fenced)
+            answer = await self._recall(request, spec, store)
         self.context.feed.notify()
         return answer
 
@@ -79,7 +76,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
             self.context.mutations.end_epoch(spec.executor_id, store.epoch_of(spec.executor_id))
 
     async def _recall(
-        self, request: pb.RegisterExecutorRequest, spec: ExecutorSpec, store: IndexStore, *, old_writers_fenced: bool
+        self, request: pb.RegisterExecutorRequest, spec: ExecutorSpec, store: IndexStore
     ) -> pb.RegisterExecutorResponse:
         """Registers an executor; it waits a moment for its stored blocks, which come into the index later then.
 
@@ -88,7 +85,8 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         executor_id, begin = spec.executor_id, monotonic()
         reading = await store.recall(executor_id)
         is_empty = reading.is_complete.is_set() and not reading.num_blocks
-        if not old_writers_fenced and not is_empty and (reading.is_complete.is_set() or spec.has_contents):
+        has_blocks = not is_empty and (reading.is_complete.is_set() or spec.has_contents)
+        if has_blocks and self._manager.has_old_writers(spec):
             raise SchedulerFirstError
         answer = self.register(request, spec, later=not is_empty)
         store.registered(executor_id, spec.executor_epoch)

@@ -44,6 +44,12 @@ class _Close:
     session: Session
     error: ServiceError | None
 
+    def carry_out(self) -> None:
+        if self.error is None:
+            self.session.deliver(None)
+        else:
+            self.session.end(self.error)
+
 
 @dataclass(frozen=True)
 class _Transfer:
@@ -57,11 +63,16 @@ class _Use:
     done: Future[None]
 
 
+@dataclass(frozen=True)
+class _After:
+    callback: Callable[[], None]
+
+
 class _Stop:
     pass
 
 
-_Job = _Open | _Run | _Close | _Transfer | _Use | _Stop
+_Job = _Open | _Run | _Close | _Transfer | _Use | _After | _Stop
 
 
 class Worker:
@@ -150,6 +161,10 @@ class Worker:
         self._queue.put(_Use(forward, adapters, done))
         return done
 
+    def after(self, callback: Callable[[], None]) -> None:
+        """Calls back, on the device's thread, once nothing runs any more that was submitted before."""
+        self._queue.put(_After(callback))
+
     def give_up(self, tickets: tuple[int, ...]) -> None:
         """Reports copies that will not run. From any thread."""
         self._outbox.give_up(tickets)
@@ -175,18 +190,18 @@ class Worker:
                     self._finish()
                     self.runner.clear()
                     session.deliver(self.runner.last_step + 1)
-                case _Close(session, None):
+                case _Close():
                     self._finish()
-                    session.deliver(None)
-                case _Close(session, ServiceError() as error):
-                    self._finish()
-                    session.end(error)
+                    job.carry_out()
                 case _Transfer(copies):
                     self._finish()
                     self._transfer(copies)
                 case _Use():
                     self._finish()
                     self._use(job)
+                case _After(callback):
+                    self._finish()
+                    callback()
                 case _Stop():
                     self._finish()
                     return

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections import Counter
+import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
@@ -23,6 +23,8 @@ MAX_RENEWAL_SECONDS = 0.5
 BACKOFF_SECONDS = 0.1
 # A manager refuses an executor for this reason when another process of its name has started since.
 _REPLACED = "STALE_EXECUTOR"
+# A manager that has started again does not restore blocks that the steps of a session may still write into.
+_SCHEDULER_FIRST = "SCHEDULER_FIRST"
 # The manager has very many blocks evicted in another order, in slices.
 UPDATE_SECONDS = 60.0
 # How a manager answers an executor that it does not know, or not with this epoch.
@@ -62,6 +64,31 @@ class TransferWorker(Protocol):
 
     def transfer(self, copies: tuple[Copy, ...]) -> None:
         """Begins copies; the tickets of those that have ended go to a TransferLog."""
+        ...
+
+
+class Fence(Protocol):
+    """Keeps the steps of a scheduler that has not registered with the manager away from blocks that are restored."""
+
+    @property
+    def manager_epoch(self) -> int:
+        """Of the manager whose blocks running steps may write into; 0 when no step runs."""
+        ...
+
+    async def cut_off(self) -> None:
+        """Ends the session and refuses others until `admit_again`; returns when no step runs any more."""
+        ...
+
+    def admit_again(self) -> None:
+        """Accepts sessions again after `cut_off`."""
+        ...
+
+
+class Leases(Protocol):
+    """Is told which schedulers the manager has."""
+
+    def update(self, scheduler_ids: Iterable[str]) -> None:
+        """The manager has these now."""
         ...
 
 
@@ -107,6 +134,8 @@ class ManagerClient:
         worker: TransferWorker,
         transfers: TransferLog,
         set_registered: Callable[[bool], None],
+        leases: Leases,
+        fence: Fence,
     ) -> None:
         """transfers: gets the tickets of ended copies. set_registered: called when a registration is won or lost."""
         self._stub: kv_rpc.CacheManagerServiceAsyncStub = kv_rpc.CacheManagerServiceStub(channel)
@@ -114,33 +143,21 @@ class ManagerClient:
         self._worker = worker
         self._transfers = transfers
         self._set_registered = set_registered
+        self._leases = leases
+        self._fence = fence
         # Tickets from renewals whose copies have begun, as long as a manager may ask for them again.
         self._begun: set[int] = set()
         self._registered = asyncio.Event()
         # Registrations and updates of the weights: what the manager heard last is what holds.
         self._telling = asyncio.Lock()
         self._manager_epoch = 0
-        self._scheduler_ids: frozenset[str] = frozenset()
-        # How often each scheduler was registered no more.
-        self._left: Counter[str] = Counter()
-        self._renewal_seconds = MAX_RENEWAL_SECONDS
+        self._lease_seconds = self._renewal_seconds = MAX_RENEWAL_SECONDS
 
     async def run(self) -> None:
         """Registers and confirms until it is cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._stay_registered())
             tasks.create_task(self._confirm_all())
-
-    def is_registered(self, scheduler_id: str) -> bool:
-        """Whether the cache manager had a scheduler when it answered last."""
-        return scheduler_id in self._scheduler_ids
-
-    def times_left(self, scheduler_id: str) -> int:
-        """How often the cache manager has had a scheduler no more that it had before.
-
-        Slots that such a scheduler had come to others with the same answer, or a later one.
-        """
-        return self._left[scheduler_id]
 
     async def update_weights(self, weight_version: str) -> int:
         """Says that the executor computes with other weights; returns the cached blocks of others.
@@ -203,6 +220,8 @@ class ManagerClient:
             self._registered.clear()
 
     async def _register(self, again: bool) -> None:
+        # When the manager first waited for the scheduler of the session.
+        waiting_since: float | None = None
         while True:
             try:
                 # Waits for no connection: each failure is logged, so that a person sees what is missing.
@@ -215,7 +234,13 @@ class ManagerClient:
                     self._set_registered(False)
                 log.info("waiting for the cache manager", cause=str(error))
                 await asyncio.sleep(BACKOFF_SECONDS)
+                if error.reason == _SCHEDULER_FIRST:
+                    waiting_since = waiting_since or time.monotonic()
+                    # It cannot reach the manager, or is no more: its steps must not keep the blocks for ever.
+                    if time.monotonic() - waiting_since >= self._lease_seconds:
+                        await self._fence.cut_off()
                 continue
+            self._fence.admit_again()
             self._manager_epoch = answer.manager_epoch
             self._set_lease(answer.lease_duration.ToTimedelta().total_seconds())
             log.info(
@@ -228,7 +253,11 @@ class ManagerClient:
 
     def _request(self, again: bool) -> kv.RegisterExecutorRequest:
         awaited = [(copy.target_tier, copy.group, copy.target) for copy in self._transfers.open.values()]
-        return self._announcement.request(again=again, awaited=awaited)
+        # Read before the contents of the slots: what steps of other managers write is in them then.
+        epoch = self._fence.manager_epoch
+        request = self._announcement.request(again=again, awaited=awaited)
+        request.steps_manager_epoch = epoch
+        return request
 
     async def _renew(self) -> None:
         """Returns when the manager asks for a new registration or is another one."""
@@ -253,9 +282,7 @@ class ManagerClient:
                 return
             self._set_lease(answer.lease_duration.ToTimedelta().total_seconds())
             pause = self._renewal_seconds
-            scheduler_ids = frozenset(answer.scheduler_ids)
-            self._left.update(self._scheduler_ids - scheduler_ids)
-            self._scheduler_ids = scheduler_ids
+            self._leases.update(answer.scheduler_ids)
             self._take(answer.transfers)
 
     def _take(self, transfers: Iterable[kv.Transfer]) -> None:
@@ -280,6 +307,7 @@ class ManagerClient:
             self._transfers.confirm((), tuple(impossible))
 
     def _set_lease(self, seconds: float) -> None:
+        self._lease_seconds = seconds
         self._renewal_seconds = min(seconds / 3, MAX_RENEWAL_SECONDS) if seconds > 0 else MAX_RENEWAL_SECONDS
 
     async def _confirm_all(self) -> None:

@@ -141,6 +141,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
             executor_epoch=opening.executor_epoch,
         )
         self._worker.open(session)
+        self._sessions.registered(session, opening.manager_epoch)
         reader = asyncio.create_task(self._read(requests, session, opening.scheduler_id))
         # When the reader ends, the answers must end too.
         reader.add_done_callback(lambda _: None if session.closed else self._worker.close(session))
@@ -156,7 +157,11 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
         times_left = self._leases.times_left(scheduler_id)
         try:
             async for request in requests:
-                if request.WhichOneof("kind") != "step":
+                kind = request.WhichOneof("kind")
+                if kind == "registered":
+                    self._sessions.registered(session, request.registered.manager_epoch)
+                    continue
+                if kind != "step":
                     raise SessionNotOpenError("only the first message opens a session", fields={"step": "must be set"})
                 if self._leases.times_left(scheduler_id) > times_left:
                     # A scheduler that was stopped does not know it yet, and opens a session without what it had.

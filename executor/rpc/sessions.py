@@ -1,41 +1,76 @@
-"""The sessions of schedulers: one at a time, fenced by scheduler and epoch."""
+"""The sessions of schedulers: one at a time, fenced by scheduler, by epoch, and by the cache manager's epoch."""
 
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Protocol
+
+import structlog
 
 from executor.core.outbox import Session
 from executor.errors import (
     ExecutorInUseError,
+    SchedulerLeftError,
     SessionReplacedError,
     StaleSchedulerError,
     WrongExecutorEpochError,
 )
 from protos.rpc.errors import ServiceError
 
+# The epoch of a manager that a session has not named: no manager has it.
+UNKNOWN = (1 << 64) - 1
 
-class SchedulerLeases(Protocol):
+log = structlog.get_logger()
+
+
+class SchedulerLeases:
     """What the cache manager says of schedulers."""
 
+    def __init__(self) -> None:
+        self._registered: frozenset[str] = frozenset()
+        # How often each scheduler was registered no more.
+        self._left: Counter[str] = Counter()
+
+    def update(self, scheduler_ids: Iterable[str]) -> None:
+        """The manager has these now."""
+        before, self._registered = self._registered, frozenset(scheduler_ids)
+        self._left.update(before - self._registered)
+
     def is_registered(self, scheduler_id: str) -> bool:
-        """Whether it had a scheduler when it answered last."""
-        ...
+        """Whether the cache manager had a scheduler when it answered last."""
+        return scheduler_id in self._registered
 
     def times_left(self, scheduler_id: str) -> int:
-        """How often it has had a scheduler no more that it had before."""
+        """How often the cache manager has had a scheduler no more that it had before.
+
+        Slots that such a scheduler had come to others with the same answer, or a later one.
+        """
+        return self._left[scheduler_id]
+
+
+class Steps(Protocol):
+    """Runs the steps of sessions in their order."""
+
+    def after(self, callback: Callable[[], None]) -> None:
+        """Calls back, from any thread, once nothing runs any more that was submitted before."""
         ...
 
 
 class Sessions:
-    """Fences sessions by scheduler and epoch."""
+    """Fences sessions by scheduler and epoch. On the asyncio loop."""
 
-    def __init__(self, executor_epoch: int, leases: SchedulerLeases) -> None:
+    def __init__(self, executor_epoch: int, leases: SchedulerLeases, steps: Steps) -> None:
         self._executor_epoch = executor_epoch
         self._leases = leases
+        self._steps = steps
         # Of the last session.
         self._scheduler_id = ""
         self._scheduler_epoch = 0
         self._current: Session | None = None
-        # Why none can be opened now.
-        self._obstacle: ServiceError | None = None
+        self._manager_epoch = 0
+        # Why none can be opened now: the newest counts.
+        self._obstacles: list[ServiceError] = []
+        self._cut_off: ServiceError | None = None
 
     def open(self, session: Session, *, scheduler_id: str, scheduler_epoch: int, executor_epoch: int) -> None:
         """Makes a session the current one and ends the session before.
@@ -44,8 +79,8 @@ class Sessions:
         before has ended: until then its sequences run here. Raises StaleSchedulerError, WrongExecutorEpochError,
         ExecutorInUseError or what they are suspended with, and the session before stays.
         """
-        if self._obstacle is not None:
-            raise self._obstacle
+        if self._obstacles:
+            raise self._obstacles[-1]
         if executor_epoch != self._executor_epoch:
             raise WrongExecutorEpochError(
                 f"executor epoch {executor_epoch} is not this one's, {self._executor_epoch}",
@@ -72,12 +107,52 @@ class Sessions:
         """Epoch of the newest scheduler that has opened a session; 0 before."""
         return self._scheduler_epoch
 
+    @property
+    def manager_epoch(self) -> int:
+        """Of the cache manager whose blocks running steps may write into; 0 when no step runs."""
+        return self._manager_epoch
+
+    def registered(self, session: Session, manager_epoch: int) -> None:
+        """The session's scheduler is registered with this manager, 0 for none; holds behind what was submitted before.
+
+        Until then, steps of the session before may run.
+        """
+        loop = asyncio.get_running_loop()
+
+        def note() -> None:
+            if session is self._current:
+                self._manager_epoch = manager_epoch or UNKNOWN
+
+        self._steps.after(lambda: loop.call_soon_threadsafe(note))
+
+    async def cut_off(self) -> None:
+        """Ends the session and refuses others until `admit_again`; returns when no step runs any more."""
+        if self._cut_off is None:
+            self._cut_off = SchedulerLeftError(
+                "the cache manager has started again, and the scheduler has not registered with it"
+            )
+            log.warning("session ended", cause=str(self._cut_off), scheduler_id=self._scheduler_id)
+        if (session := self.suspend(self._cut_off)) is not None:
+            session.end(self._cut_off)
+        self._current = None
+        loop, idle = asyncio.get_running_loop(), asyncio.Event()
+        self._steps.after(lambda: loop.call_soon_threadsafe(idle.set))
+        await idle.wait()
+        self._manager_epoch = 0
+
+    def admit_again(self) -> None:
+        """Accepts sessions again after `cut_off`."""
+        if self._cut_off is not None:
+            self.resume(self._cut_off)
+            self._cut_off = None
+
     def suspend(self, obstacle: ServiceError) -> Session | None:
         """Refuses new sessions with this error from now on; returns the current one, for it to be ended."""
-        self._obstacle = obstacle
+        if obstacle not in self._obstacles:
+            self._obstacles.append(obstacle)
         return self._current
 
     def resume(self, obstacle: ServiceError) -> None:
-        """Accepts sessions again, unless they are suspended for another reason since."""
-        if self._obstacle is obstacle:
-            self._obstacle = None
+        """Accepts sessions again, unless they are suspended for another reason, too."""
+        if obstacle in self._obstacles:
+            self._obstacles.remove(obstacle)

@@ -15,7 +15,16 @@ from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
 from protos.kvcommon.eviction import Layout, parse
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import RemoteError, from_rpc_error
-from scheduler.bridge import Admission, AdmissionListener, Admitted, CacheUpdate, Cancel, CommandQueue, ManagerLost
+from scheduler.bridge import (
+    Admission,
+    AdmissionListener,
+    Admitted,
+    CacheUpdate,
+    Cancel,
+    CommandQueue,
+    ManagerFound,
+    ManagerLost,
+)
 from scheduler.cache.sync import copies, sync_answer, sync_request
 from scheduler.cache.tier_costs import TierCosts
 from scheduler.cache.waiting_queue import WaitingQueue
@@ -164,6 +173,7 @@ class CacheClient:
         self._lease = answer.lease_duration.ToTimedelta().total_seconds()
         self._sync_number = 0
         self._synced_at = time.monotonic()
+        self._commands.put(ManagerFound(self._manager_epoch))
         log.info("registered at the cache manager", manager_epoch=self._manager_epoch, lease_seconds=self._lease)
 
     async def _ask_to_register(self) -> pb.RegisterSchedulerResponse:

@@ -76,6 +76,8 @@ class ExecutorClient:
         self.adapter_changes: list[AdapterChange] = []
         self._scheduler_id = scheduler_id
         self._scheduler_epoch = scheduler_epoch
+        # Of the cache manager that blocks come from; 0 before the first registration.
+        self._manager_epoch = 0
         self._channel: grpc.Channel | None = None
         self._requests: queue.SimpleQueue[pb.StreamStepsRequest | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
@@ -124,9 +126,15 @@ class ExecutorClient:
                     scheduler_id=self._scheduler_id,
                     scheduler_epoch=self._scheduler_epoch,
                     executor_epoch=executor.executor_epoch,
+                    manager_epoch=self._manager_epoch,
                 )
             )
         )
+
+    def registered(self, manager_epoch: int) -> None:
+        """Blocks come from this process of the cache manager from now on; no step in flight has others."""
+        self._manager_epoch = manager_epoch
+        self._requests.put(pb.StreamStepsRequest(registered=pb.SchedulerRegistered(manager_epoch=manager_epoch)))
 
     def send(self, step: pb.Step) -> None:
         """Sends a step; never blocks."""

@@ -15,6 +15,7 @@ from scheduler.bridge import (
     Command,
     CommandQueue,
     CopySpeed,
+    ManagerFound,
     ManagerLost,
     SessionEnded,
     Stop,
@@ -130,6 +131,8 @@ class StepLoop:
                     self._batch.apply(command, valid=command.session == self._session > 0)
                 case ManagerLost():
                     self._giving_up = True
+                case ManagerFound(epoch):
+                    self._executor.registered(epoch)
                 case SessionEnded():
                     # It wakes the loop, which checks the session before its next step.
                     pass

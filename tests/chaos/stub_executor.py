@@ -18,6 +18,7 @@ import structlog
 from bench.stub_executor import StubSettings
 from executor.cache.tiers.hazards import SlotRef
 from executor.rpc.manager_client import ManagerClient, TransferLog
+from executor.rpc.sessions import SchedulerLeases
 from executor.step import Copy, Tier
 from protos.execution.v1 import execution_pb2_grpc as rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
@@ -123,8 +124,9 @@ async def serve(settings: StubSettings) -> None:
     await server.start()
     async with open_channel(settings.cachemgr_address) as channel:
         announcement = Announcement(settings, executor)
-        client = ManagerClient(channel, announcement, Worker(executor), transfers, server.set_serving)
-        executor.times_left = client.times_left
+        leases = SchedulerLeases()
+        client = ManagerClient(channel, announcement, Worker(executor), transfers, server.set_serving, leases, executor)
+        executor.times_left = leases.times_left
         registration = asyncio.create_task(client.run())
 
         async def drain() -> None:

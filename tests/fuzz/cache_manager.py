@@ -9,7 +9,10 @@ import time
 import traceback
 from itertools import count
 
-from tests.support.random_operations import live_long
+from tests.support.random_operations import live_long, live_long_as_twins
+
+# Seeds of which one also begins a life of two engines behind one cache manager.
+TWINS_EVERY = 5
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,6 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
             break
         try:
             live_long(seed, options.operations)
+            if seed % TWINS_EVERY == 0:
+                live_long_as_twins(seed, options.operations)
         except Exception:
             failed += 1
             traceback.print_exc()

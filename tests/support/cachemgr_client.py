@@ -57,7 +57,7 @@ class Client:
         await self.admin_channel.close()
 
     def registration(
-        self, *, last_write_steps: tuple[int, ...] = (), **lower_tiers: object
+        self, *, last_write_steps: tuple[int, ...] = (), steps_manager_epoch: int = 0, **lower_tiers: object
     ) -> pb.RegisterExecutorRequest:
         pool = pb.PoolSpec(
             group=0,
@@ -77,6 +77,7 @@ class Client:
             model_fingerprint=bytes(32),
             block_size=BLOCK_SIZE,
             pools=[pool],
+            steps_manager_epoch=steps_manager_epoch,
         )
 
     def admission(self, sequence_id: str, tokens: int | list[int], **values: object) -> pb.AdmitSequenceRequest:
@@ -96,7 +97,9 @@ class Client:
             pb.RegisterSchedulerRequest(scheduler_id=SCHEDULER, scheduler_epoch=1), timeout=patience(5)
         )
         self.manager_epoch = registered.manager_epoch
-        registration = self.registration(last_write_steps=last_write_steps, **lower_tiers)
+        registration = self.registration(
+            last_write_steps=last_write_steps, steps_manager_epoch=self.manager_epoch, **lower_tiers
+        )
         return await self.manager.RegisterExecutor(registration, timeout=patience(5))
 
     async def admit(self, sequence_id: str, tokens: int | list[int], **values: object) -> pb.AdmitSequenceResponse:

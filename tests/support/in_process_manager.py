@@ -32,6 +32,7 @@ from cachemgr.types import (
     Freed,
     ManagerConfig,
     PoolSpec,
+    PoolView,
     Prefix,
     Restored,
     Retention,
@@ -179,8 +180,9 @@ class Live:
 
 @dataclass
 class Journal:
-    """A store that is a dictionary: the indexed blocks of the executor "e" by slot."""
+    """A store that is a dictionary: the indexed blocks of an executor by slot."""
 
+    executor_id: str = "e"
     epoch: int = 0
     blocks: dict[tuple[int, TierKind, int], BlockRecord] = field(default_factory=dict)
     # What reached the store some time ago.
@@ -189,7 +191,7 @@ class Journal:
     is_read: bool = True
 
     def cleared(self, executor_id: str, epoch: int) -> None:
-        if executor_id != "e":
+        if executor_id != self.executor_id:
             return
         self.epoch = epoch
         self.blocks.clear()
@@ -211,7 +213,7 @@ class Journal:
     def stored(
         self, executor_id: str, group: int, tier: TierKind, slot: int, current: Callable[[], BlockRecord | None]
     ) -> None:
-        if executor_id != "e":
+        if executor_id != self.executor_id:
             return
         block = current()
         assert block is not None
@@ -219,7 +221,7 @@ class Journal:
         self.blocks[block.tier_slot] = block
 
     def removed(self, executor_id: str, group: int, tier: TierKind, slot: int) -> None:
-        if executor_id != "e":
+        if executor_id != self.executor_id:
             return
         if self.is_read:
             del self.blocks[group, tier, slot]
@@ -272,8 +274,51 @@ class Watcher:
                 self._known[name] = (event.block.tier, event.block.slot)
 
 
+class Shared:
+    """What engines have in common: a manager, of epoch 1 at first, and the time `now` in seconds."""
+
+    def __init__(self, config: ManagerConfig) -> None:
+        self.config = config
+        self.now = 0.0
+        self.worlds: list[World] = []
+        self.manager = self._new_manager(1)
+
+    def lose_manager(self, epochs: int = 1) -> None:
+        """Another process, which knows of operators' shares only."""
+        shares = list(self.manager.queries.entries(Kind.SHARE))
+        self.manager = self._new_manager(self.manager.epoch + epochs)
+        self.manager.operators.restore([], [], shares)
+
+    def _new_manager(self, epoch: int) -> CacheManager:
+        return CacheManager(epoch, lambda: self.now, self.config, self)
+
+    def pass_time(self, seconds: float, without: "World") -> None:
+        """All engines but one renew their leases meanwhile."""
+        self.now += seconds
+        for world in self.worlds:
+            if world is not without:
+                world.sync()
+                world.renew()
+
+    # The journal of the manager: each engine's has its own blocks.
+
+    def cleared(self, executor_id: str, epoch: int) -> None:
+        for world in self.worlds:
+            world.journal.cleared(executor_id, epoch)
+
+    def stored(
+        self, executor_id: str, group: int, tier: TierKind, slot: int, current: Callable[[], BlockRecord | None]
+    ) -> None:
+        for world in self.worlds:
+            world.journal.stored(executor_id, group, tier, slot, current)
+
+    def removed(self, executor_id: str, group: int, tier: TierKind, slot: int) -> None:
+        for world in self.worlds:
+            world.journal.removed(executor_id, group, tier, slot)
+
+
 class World:
-    """One executor "e", one scheduler "s", and a manager, of epoch 1 at first. `now` is the time in seconds."""
+    """One executor "e", one scheduler "s", and a manager. Names of another engine end with its name."""
 
     def __init__(
         self,
@@ -287,7 +332,13 @@ class World:
         memory_bytes: int | None = None,
         config: ManagerConfig = CONFIG,
         seed: int = 0,
+        engine: str = "",
+        shared: Shared | None = None,
     ) -> None:
+        self.executor_id, self.scheduler_id = f"e{engine}", f"s{engine}"
+        self._engine = engine
+        self.shared = shared or Shared(config)
+        self.shared.worlds.append(self)
         self.device = Device(BLOCK, windows)
         self.windows = windows
         self.step_number = 0
@@ -295,16 +346,14 @@ class World:
         self.done: dict[int, bool] = {}
         # Steps that wrote to slots of the device which the manager never hears of.
         self.untold: dict[tuple[int, int], int] = {}
-        self.journal = Journal()
+        self.journal = Journal(self.executor_id)
         self.watcher = Watcher()
         self.config = config
-        self.manager = CacheManager(1, lambda: self.now, config, self.journal)
         self.num_blocks = num_blocks
         self.host_blocks, self.disk_blocks = host_blocks, disk_blocks
         self.block_bytes, self.memory_bytes = block_bytes or (0,) * len(windows), memory_bytes
         self.share_blocks = share_blocks or (0,) * len(windows)
         self.random = random.Random(seed)
-        self.now = 0.0
         self.executor_epoch = 0
         self.weight_version = ""
         self.scheduler_epoch = 0
@@ -327,8 +376,26 @@ class World:
         self.unread: list[BlockRecord] | None = None
         self.stored: list[BlockRecord] = []
         self.stored_epoch = 0
+        # Of the manager that the scheduler has named last in its session; 0 without one.
+        self.steps_manager_epoch = 0
         self.start_executor()
         self.start_scheduler()
+
+    @property
+    def manager(self) -> CacheManager:
+        return self.shared.manager
+
+    @manager.setter
+    def manager(self, manager: CacheManager) -> None:
+        self.shared.manager = manager
+
+    @property
+    def now(self) -> float:
+        return self.shared.now
+
+    @now.setter
+    def now(self, now: float) -> None:
+        self.shared.now = now
 
     @property
     def queries(self) -> Queries:
@@ -354,7 +421,7 @@ class World:
             for group, window in enumerate(self.windows)
         ]
         settings = ExecutorSpec(
-            "e",
+            self.executor_id,
             self.executor_epoch,
             "m",
             FINGERPRINT,
@@ -362,6 +429,7 @@ class World:
             pools,
             memory_bytes=self.memory_bytes,
             weight_version=self.weight_version,
+            steps_manager_epoch=self.steps_manager_epoch,
         )
         return dataclasses.replace(settings, **self.device.registered(pools))
 
@@ -370,9 +438,12 @@ class World:
         self.executor_epoch += 1
         self.device.lose()
         self.done.clear()
+        self.steps_manager_epoch = 0
         restored = self.manager.register_executor(self.spec(), stored)
         self.released += [live.handle for live in self.live.values()]
         self.live.clear()
+        # The scheduler opens its session.
+        self.steps_manager_epoch = self.manager.epoch
         return restored
 
     def update_weights(self, weight_version: str) -> Steps[int]:
@@ -380,12 +451,12 @@ class World:
         for live in list(self.live.values()):
             self.leave(live)
         self.weight_version = weight_version
-        return self.manager.update_weights("e", self.executor_epoch, weight_version)
+        return self.manager.update_weights(self.executor_id, self.executor_epoch, weight_version)
 
     @property
     def caller(self) -> SchedulerEpoch:
         """The scheduler as it names itself."""
-        return SchedulerEpoch("s", self.scheduler_epoch)
+        return SchedulerEpoch(self.scheduler_id, self.scheduler_epoch)
 
     def start_scheduler(self) -> None:
         for live in [*self.live.values(), *self.leaving]:
@@ -395,7 +466,8 @@ class World:
         self.sync_number = 0
         for known in (self.live, self.leaving, self.released, self.cancelled, self.trimmed):
             known.clear()
-        self.manager.register_scheduler("s", self.scheduler_epoch)
+        self.manager.register_scheduler(self.scheduler_id, self.scheduler_epoch)
+        self.steps_manager_epoch = self.manager.epoch
 
     def run_in_slices(self) -> None:
         """All that the manager does a part at a time comes to its end."""
@@ -409,14 +481,20 @@ class World:
 
     def lose_manager(self, epochs: int = 1) -> None:
         """Another manager, which only the scheduler has registered with."""
+        self.break_off_recovery()
+        self.shared.lose_manager(epochs)
+        self.find_manager()
+
+    def break_off_recovery(self) -> None:
+        """The manager is gone."""
         if self.unread is not None:
             # Nothing was written over what was not read.
             self.journal.set(self._of_this_epoch(self.stored))
             self.unread = None
             self.journal.is_read = True
-        shares = list(self.queries.entries(Kind.SHARE))
-        self.manager = CacheManager(self.manager.epoch + epochs, lambda: self.now, self.config, self.journal)
-        self.operators.restore([], [], shares)
+
+    def find_manager(self) -> None:
+        """The scheduler registers with another manager: it has given all its sequences up."""
         self.done.clear()
         self.start_scheduler()
 
@@ -443,17 +521,19 @@ class World:
         assert self.unread is not None
         part = self.unread[:count]
         del self.unread[:count]
-        self.manager.restore_blocks("e", self.executor_epoch, self._of_this_epoch(part))
+        self.manager.restore_blocks(self.executor_id, self.executor_epoch, self._of_this_epoch(part))
 
     def end_recovery(self) -> None:
         """The rest is restored, and the store is written again."""
         if self.unread is None:
             return
         self.read_store(len(self.unread))
-        self.manager.end_recovery("e", self.executor_epoch)
+        self.manager.end_recovery(self.executor_id, self.executor_epoch)
         self.unread = None
         self.journal.is_read = True
-        self.journal.set(self.queries.records("e") if self.stored_epoch != self.executor_epoch else self._stored())
+        self.journal.set(
+            self.queries.records(self.executor_id) if self.stored_epoch != self.executor_epoch else self._stored()
+        )
 
     def _stored(self) -> list[BlockRecord]:
         return list(self.journal.blocks.values())
@@ -464,17 +544,17 @@ class World:
         self.journal.set(stored)
         restored = self.start_executor(stored)
         # The restored blocks replace those that the journal has of another epoch.
-        self.journal.set(self.queries.records("e"))
+        self.journal.set(self.queries.records(self.executor_id))
         return restored
 
     def expire_executor(self) -> None:
         """The manager gives the executor up."""
         self.end_recovery()
         for _ in range(2):
-            self.now += self.config.lease_seconds * 0.6
+            self.shared.pass_time(self.config.lease_seconds * 0.6, without=self)
             self.sync()
         self.manager.expire()
-        assert not self.manager.queries.knows_executor("e")
+        assert not self.manager.queries.knows_executor(self.executor_id)
 
     def silence_executor(self) -> None:
         """The manager gives the executor up, and hears of it again before the scheduler has stopped its sequences."""
@@ -485,11 +565,11 @@ class World:
         self.manager.register_executor(self.spec(), self._stored())
 
     def renew(self) -> None:
-        self.manager.renew_executor("e", self.executor_epoch, self.manager.epoch)
+        self.manager.renew_executor(self.executor_id, self.executor_epoch, self.manager.epoch)
 
     def pass_time(self, seconds: float) -> None:
         """All processes renew their leases meanwhile."""
-        self.now += seconds
+        self.shared.pass_time(seconds, without=self)
         self.sync()
         self.renew()
         self.manager.expire()
@@ -498,7 +578,10 @@ class World:
 
     def request(self, token_ids: list[int], name: str = "", **options: object) -> AdmitRequest:
         self.names += 1
-        return AdmitRequest(name or f"q{self.names}", "s", self.scheduler_epoch, "e", tuple(token_ids), **options)
+        name = name or f"{self._engine}q{self.names}"
+        return AdmitRequest(
+            name, self.scheduler_id, self.scheduler_epoch, self.executor_id, tuple(token_ids), **options
+        )
 
     def admit(self, token_ids: list[int], name: str = "", **options: object) -> Admission:
         request = self.request(token_ids, name, **options)
@@ -524,6 +607,11 @@ class World:
             weight_version=self.weight_version,
         )
         return live
+
+    @property
+    def newest(self) -> Live:
+        """The sequence that was admitted last without a name."""
+        return self.live[f"{self._engine}q{self.names}"]
 
     def fork(self, parent: str, name: str, length: int | None = None) -> Live:
         """A fork that is admitted."""
@@ -677,7 +765,7 @@ class World:
         for ticket in reported:
             del self.done[ticket]
         return self.manager.confirm_transfers(
-            "e",
+            self.executor_id,
             self.executor_epoch,
             [ticket for ticket, succeeded in reported.items() if succeeded],
             [ticket for ticket, succeeded in reported.items() if not succeeded],
@@ -686,7 +774,7 @@ class World:
 
     def run_executor_copies(self, limit: int | None = None, *, fail: bool = False) -> None:
         """What an executor does with the copies that come with its renewals: each is begun once."""
-        begun = [copy for copy in self.queries.executor_transfers("e") if copy.ticket not in self.done]
+        begun = [copy for copy in self.queries.executor_transfers(self.executor_id) if copy.ticket not in self.done]
         # What they write comes behind the last step, as the next one's writes do.
         self.step_number += 1
         for copy in begun[:limit]:
@@ -697,7 +785,7 @@ class World:
     def open_write_through_copies(self) -> None:
         """Renews until there is nothing more to copy down."""
         self.renew()
-        while self.queries.executor_transfers("e"):
+        while self.queries.executor_transfers(self.executor_id):
             self.run_executor_copies()
             self.renew()
 
@@ -732,7 +820,7 @@ class World:
         for live in [*moved, *running]:
             live.clean = live.returned = None
         return SyncRequest(
-            "s",
+            self.scheduler_id,
             self.scheduler_epoch,
             self.manager.epoch,
             self.sync_number,
@@ -808,7 +896,7 @@ class World:
         """Admits a sequence and computes its tokens and so many generated ones; reports all of it."""
         admission = self.admit(token_ids, name, **options)
         assert admission.admitted
-        self.compute(self.live[name or f"q{self.names}"], len(token_ids) + generate)
+        self.compute(self.live[name] if name else self.newest, len(token_ids) + generate)
         self.sync()
         return admission
 
@@ -844,7 +932,7 @@ class World:
         """Computes these tokens and so many generated ones, and reports that together with the release."""
         admission = self.admit(token_ids, **options)
         assert admission.admitted
-        live = self.live[f"q{self.names}"]
+        live = self.newest
         self.compute(live, len(token_ids) + generate)
         self.leave(live)
         self.sync()
@@ -872,39 +960,51 @@ class World:
 
     def tiers(self) -> dict[str, int]:
         """Indexed blocks of the first group by tier."""
-        views = (view for _, view in filter(None, self.queries.blocks("e/0")))
+        views = (view for _, view in filter(None, self.queries.blocks(f"{self.executor_id}/0")))
         return dict(Counter(view.tier.name.lower() for view in views if view.key))
 
     def priorities(self) -> dict[int, int]:
         """Of indexed blocks of the first group, by their first token; leases whose time is over have ended."""
         self.manager.expire()
-        records = {block.slot: block for block in self.queries.records("e") if block.tier is TierKind.DEVICE}
+        records = {
+            block.slot: block for block in self.queries.records(self.executor_id) if block.tier is TierKind.DEVICE
+        }
         views = [
-            view for _, view in filter(None, self.queries.blocks("e/0")) if view.key and view.tier is TierKind.DEVICE
+            view
+            for _, view in filter(None, self.queries.blocks(f"{self.executor_id}/0"))
+            if view.key and view.tier is TierKind.DEVICE
         ]
         return {records[view.slot].token_ids[0]: view.priority for view in views}
 
     def first_tokens(self) -> set[int]:
         """Of indexed blocks."""
-        return {block.token_ids[0] for block in self.queries.records("e")}
+        return {block.token_ids[0] for block in self.queries.records(self.executor_id)}
 
     @property
     def host(self) -> Any:
         """The host tier as operators see it."""
-        return self.queries.pools()[0].lower_tiers[0]
+        return self.pools()[0].lower_tiers[0]
 
     @property
     def lower_copies(self) -> int:
-        return sum(block.lower_copy is not None for block in self.queries.records("e"))
+        return sum(block.lower_copy is not None for block in self.queries.records(self.executor_id))
 
     @property
     def longest(self) -> int:
         """Tokens that fit into the smallest pool."""
-        return min(pool.total_blocks for pool in self.queries.pools()) * BLOCK
+        return min(pool.total_blocks for pool in self.pools()) * BLOCK
 
     @property
     def free(self) -> int:
-        return min(pool.free_blocks for pool in self.queries.pools())
+        return min(pool.free_blocks for pool in self.pools())
+
+    def pools(self) -> list[PoolView]:
+        """Those of its executor, as operators see them."""
+        return [pool for pool in self.queries.pools() if pool.pool_id.startswith(f"{self.executor_id}/")]
+
+    def executor(self) -> Any:
+        """Its executor inside the manager."""
+        return self.manager._state.executors[self.executor_id]
 
     # Checks
 
@@ -912,16 +1012,16 @@ class World:
         """Counts, contents, events, the store and leases of rules agree."""
         assert self.queries.check_pool() == []
         self.watcher.check(self.manager)
-        records = {block.tier_slot: block for block in self.queries.records("e")}
-        pools = self.manager._state.executors["e"].pools if self.manager.queries.knows_executor("e") else []
+        records = {block.tier_slot: block for block in self.queries.records(self.executor_id)}
+        pools = self.executor().pools if self.manager.queries.knows_executor(self.executor_id) else []
         if pools and self.unread is None:
             stored = {place: _timeless(block) for place, block in self.journal.blocks.items()}
             assert stored == {place: _timeless(block) for place, block in records.items()}
-        blocks = [block for pool in pools for block in pool.blocks if block is not None]
+        blocks = [block for pool in self.manager._state.pools() for block in pool.blocks if block is not None]
         ruled = {lease for block in blocks for lease in leases_of(block) if lease.request.holder.startswith(RULE)}
         assert {lease for leases in self.manager._state.leases._of_rules.values() for lease in leases} == ruled
         if pools:
-            check_holds(self.manager._state.executors["e"].holds)
+            check_holds(self.executor().holds)
         if pools and self.memory_bytes is not None:
             going = {(pool.spec.group, slot) for pool in pools for slot in pool.device.clearing}
             taking = self.device.resident - going - self.strays

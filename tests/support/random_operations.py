@@ -12,6 +12,8 @@ from inspect import GEN_SUSPENDED, getgeneratorstate
 from random import Random
 from typing import Any
 
+import pytest
+
 from cachemgr import steps
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.blocks.cache_scopes import account_for
@@ -19,6 +21,7 @@ from cachemgr.errors import (
     PoolInUseError,
     QuotaTooLargeError,
     RulePolicyError,
+    SchedulerFirstError,
     SequenceEvictsError,
     SequenceTooLongError,
     SequenceUnsettledError,
@@ -48,7 +51,7 @@ from cachemgr.types import (
     TierKind,
 )
 from protos.errors import InvalidField
-from tests.support.in_process_manager import BLOCK, POLICIES, Live, World, asked, retain, snapshot
+from tests.support.in_process_manager import BLOCK, POLICIES, Live, Shared, World, asked, retain, snapshot
 
 # Prompts that share beginnings of every length.
 BASES = [[0] * 20, [0, 0, 0, 0, 1] + [0] * 15, [1, 2] * 10]
@@ -122,6 +125,32 @@ WEIGHTS = {
     "silence_executor": 0.25,
     "lose_executor": 0.25,
 }
+# What happens to two engines behind one manager.
+OF_TWINS = {
+    name: WEIGHTS[name]
+    for name in (
+        "admit",
+        "step",
+        "work",
+        "confirm",
+        "sync",
+        "sync_half",
+        "leave",
+        "release",
+        "truncate",
+        "fork",
+        "trim",
+        "extend",
+        "hold",
+        "wait",
+        "executor_copies",
+        "renew",
+        "write_store",
+        "restart_scheduler",
+        "restart_executor",
+        "lose_executor",
+    )
+} | {"restart_manager": 4.0}
 OF_A_SEQUENCE = {"leave", "release", "truncate", "fork", "trim", "extend", "hold"}
 
 
@@ -138,6 +167,15 @@ def live_long(seed: int, operations: int, *, moves: float = WEIGHTS["update_pool
     return life.settings
 
 
+def live_long_as_twins(seed: int, operations: int) -> None:
+    """As `live_long`, of two engines behind one manager."""
+    life = TwinLife(seed)
+    for _ in range(operations):
+        life.operate()
+        life.check()
+    life.end()
+
+
 @contextlib.contextmanager
 def small_steps() -> Iterator[None]:
     """Long calls take a step for each block."""
@@ -152,26 +190,38 @@ def small_steps() -> Iterator[None]:
 class RandomLife:
     """One world, and what happens to it."""
 
-    def __init__(self, seed: int, *, moves: float = WEIGHTS["update_pool"], **fixed: Any) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        moves: float = WEIGHTS["update_pool"],
+        engine: str = "",
+        shared: Shared | None = None,
+        **fixed: Any,
+    ) -> None:
         self.random = Random(seed)
         self._weights = WEIGHTS | {"update_pool": moves}
         self.settings = self._settings(seed) | fixed
         drawn = self.settings
         windows, num_blocks, movable = drawn["windows"], drawn["num_blocks"], drawn["movable"]
-        shared: dict[str, Any] = {}
+        memory: dict[str, Any] = {}
         if movable:
             # Pools that share memory, with so many slots more than they may use.
             sizes = (2, 1, 1)[: len(windows)]
-            shared = {"block_bytes": sizes, "share_blocks": (num_blocks,) * len(windows)}
-            shared["memory_bytes"] = num_blocks * sum(sizes)
+            memory = {"block_bytes": sizes, "share_blocks": (num_blocks,) * len(windows)}
+            memory["memory_bytes"] = num_blocks * sum(sizes)
         self.world = World(
             num_blocks + movable,
             windows=windows,
             host_blocks=drawn["host"],
             disk_blocks=drawn["disk"],
             seed=seed,
-            config=ManagerConfig(lease_seconds=10, event_history=50, **drawn["config"]),
-            **shared,
+            config=ManagerConfig(lease_seconds=10, event_history=50, **drawn["config"])
+            if shared is None
+            else shared.config,
+            engine=engine,
+            shared=shared,
+            **memory,
         )
         self.world.changes_windows = True
         self.forks = 0
@@ -198,12 +248,16 @@ class RandomLife:
     def operate(self) -> str:
         """Any operation, of this class or with nothing drawn for it of the world; returns its name."""
         (name,) = self.random.choices(list(self._weights), list(self._weights.values()))
+        self.carry_out(name)
+        return name
+
+    def carry_out(self, name: str) -> None:
+        """An operation by its name."""
         operation = getattr(self, name, None) or getattr(self.world, name)
         if name not in OF_A_SEQUENCE:
             operation()
         elif self.world.live:
             operation(self.random.choice(list(self.world.live.values())))
-        return name
 
     def end(self) -> None:
         """All leave: every block is free or cached then."""
@@ -214,13 +268,12 @@ class RandomLife:
         world.run_executor_copies()
         # A hold that a sequence leaves behind counts from when it is released.
         world.run_in_slices()
-        world.now += 100
-        world.renew()
-        world.manager.expire()
+        for _ in range(20):
+            world.pass_time(5.0)
         world.run_in_slices()
         world.run_executor_copies()
         world.check()
-        assert all(pool.used_blocks == 0 for pool in world.queries.pools())
+        assert all(pool.used_blocks == 0 for pool in world.pools())
 
     # Sequences
 
@@ -263,7 +316,7 @@ class RandomLife:
             assert admission.missing_blocks > 0
             return
         assert admission.cached_tokens < len(tokens)
-        live = world.live[f"q{world.names}"]
+        live = world.newest
         assert world.manager.admit(live.request) == admission
         if live.policy is not None:
             assert admission.capacity_tokens >= live.policy.clean_tokens(len(tokens), len(tokens))
@@ -347,7 +400,7 @@ class RandomLife:
     def fork(self, parent: Live) -> None:
         world = self.world
         self.forks += 1
-        name = f"fork{self.forks}"
+        name = f"{self.world.executor_id}-fork{self.forks}"
         if parent.reported_tokens != len(parent.tokens):
             return
         length = self.random.choice([None, min(self.random.randint(1, 24), len(parent.tokens))])
@@ -569,7 +622,7 @@ class RandomLife:
         if total > pool.total_blocks and world.memory_bytes is not None:
             taken = sum(
                 one.spec.block_bytes * (one.device.total + one.device.to_withhold + len(one.device.clearing))
-                for one in manager._state.executors["e"].pools
+                for one in world.executor().pools
             )
             assert taken <= world.memory_bytes
 
@@ -590,18 +643,18 @@ class RandomLife:
             self.world.start_scheduler()
 
     def restart_executor(self) -> None:
-        self._break_off()
+        self.break_off()
         self._lose_slots()
         self.world.start_executor()
 
     def restart_manager(self) -> None:
-        self._break_off()
-        self._fall_back()
+        self.break_off()
+        self.fall_back()
         self.world.restart_manager()
 
     def restart_manager_before_the_store(self) -> None:
-        self._break_off()
-        self._fall_back()
+        self.break_off()
+        self.fall_back()
         self.world.begin_recovery()
 
     def restart_manager_at_rest(self) -> None:
@@ -615,9 +668,9 @@ class RandomLife:
         world.open_write_through_copies()
         world.confirm()
         world.journal.flush()
-        before = {block.tier_slot: block for block in world.queries.records("e")}
+        before = {block.tier_slot: block for block in world.queries.records(world.executor_id)}
         world.restart_manager()
-        after = {block.tier_slot: block for block in world.queries.records("e")}
+        after = {block.tier_slot: block for block in world.queries.records(world.executor_id)}
         lost = {(block.group, block.key): block for place, block in before.items() if place not in after}
         for block in lost.values():
             if (block.group, block.parent_key) not in lost:
@@ -625,27 +678,27 @@ class RandomLife:
                 assert is_covered or world.has_untold(block), f"{block} is not restored"
 
     def restart_both(self) -> None:
-        self._break_off()
+        self.break_off()
         self._lose_slots()
-        self._fall_back()
+        self.fall_back()
         self.world.lose_manager()
         self.world.register_again()
 
     def lose_executor(self) -> None:
-        self._break_off()
+        self.break_off()
         self.world.expire_executor()
         self.world.register_again()
 
-    def _break_off(self) -> None:
+    def break_off(self) -> None:
         """Of the copies that the executor or a scheduler knows the first have run, and the next is broken off."""
         world, finished = self.world, self.random.randrange(8)
         told = [copy for live in world.live.values() if not live.started for copy in live.copies]
-        told += [copy for copy in world.queries.executor_transfers("e") if copy.ticket not in world.done]
+        told += [copy for copy in world.queries.executor_transfers(world.executor_id) if copy.ticket not in world.done]
         world.step_number += 1
         for number, copy in enumerate(sorted(told, key=lambda copy: copy.ticket)[: finished + 1]):
             world.copy(copy, number == finished)
 
-    def _fall_back(self) -> None:
+    def fall_back(self) -> None:
         """The store may have been behind the manager when that died."""
         if self.random.random() < 0.5 and self.world.unread is None:
             self.world.journal.fall_back()
@@ -655,6 +708,69 @@ class RandomLife:
         generations, first = self.world.device.generations, self.random.randrange(10)
         for place in list(generations)[first::5] if first < 5 else ():
             generations[place] = 0
+
+
+class TwinLife:
+    """Two engines behind one manager, which starts again now and then. There are no operators and agents."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        config = ManagerConfig(
+            lease_seconds=10,
+            event_history=50,
+            capacity_ahead_tokens=self.random.choice([0, 3, 8]),
+            write_through=self.random.random() < 0.8,
+        )
+        shared = Shared(config)
+        self.lives = [RandomLife(2 * seed + number, engine=name, shared=shared) for number, name in enumerate("ab")]
+        self.worlds = shared.worlds
+        self._shared = shared
+
+    def operate(self) -> None:
+        """An operation of one of the engines, or of the manager."""
+        (name,) = self.random.choices(list(OF_TWINS), list(OF_TWINS.values()))
+        if name == "restart_manager":
+            self.restart_manager()
+        else:
+            self.random.choice(self.lives).carry_out(name)
+
+    def check(self) -> None:
+        """Everything, of both."""
+        for world in self.worlds:
+            world.check()
+
+    def end(self) -> None:
+        """All leave: every block is free or cached then."""
+        for life in self.lives:
+            life.end()
+
+    def restart_manager(self) -> None:
+        """Schedulers and executors find the new one in any order. Until a scheduler does, its steps go on."""
+        for life in self.lives:
+            # What takes the slots of cached blocks at last has computed nothing yet, and the store does not know of it.
+            life.write_store()
+            for _ in range(self.random.randrange(4)):
+                life.admit()
+            life.fall_back()
+            life.world.break_off_recovery()
+        self._shared.lose_manager()
+        unaware, away = [*self.lives], [*self.lives]
+        while away:
+            life = self.random.choice(away)
+            world = life.world
+            if life not in unaware:
+                world.manager.register_executor(world.spec(), list(world.journal.blocks.values()))
+                away.remove(life)
+                world.check()
+            elif self.random.random() < 0.3:
+                life.break_off()
+                world.find_manager()
+                unaware.remove(life)
+            elif world.journal.blocks and self.random.random() < 0.5:
+                with pytest.raises(SchedulerFirstError):
+                    world.manager.register_executor(world.spec(), list(world.journal.blocks.values()))
+            else:
+                world.step(self.random.randint(1, 9))
 
 
 def _covers(longer: BlockRecord, block: BlockRecord) -> bool:
@@ -674,7 +790,7 @@ def cached_blocks(world: World) -> int:
 
 def naive_match(world: World, tokens: list[int], salt: str | None, adapter_id: int | None) -> int:
     """The longest beginning of the tokens, all but the last, that the indexed blocks of group 0 hold."""
-    blocks = [one for one in world.queries.records("e") if one.group == 0]
+    blocks = [one for one in world.queries.records(world.executor_id) if one.group == 0]
     scope = salt, adapter_id, world.weight_version
     known = {one.key: one for one in blocks if (one.salt, one.adapter_id, one.weight_version) == scope}
 
@@ -696,16 +812,16 @@ def admit_as_previewed(world: World, tokens: list[int], **options: Any) -> Admis
     """Admits a sequence if and only if its preview says so, and takes and evicts just what that says."""
     request, manager = world.request(tokens, **options), world.manager
     number = manager.queries.last_event
-    on_device = {block.key for block in manager.queries.records("e") if block.tier is TierKind.DEVICE}
+    on_device = {block.key for block in manager.queries.records(world.executor_id) if block.tier is TierKind.DEVICE}
     # Beside other groups a block may be offloaded and evicted with its key, and quotas are left aside.
-    tiers = [tier for pool in manager._state.executors["e"].pools for tier in pool.tiers]
+    tiers = [tier for pool in world.executor().pools for tier in pool.tiers]
     is_exact = len(world.windows) == 1 and not any(tier.shares for tier in tiers) and not any(manager.queries.quotas())
     preview = manager.queries.preview(request, 0)
-    used = [pool.used_blocks for pool in manager.queries.pools()]
+    used = [pool.used_blocks for pool in world.pools()]
     assert manager.queries.last_event == number
     admission = manager.admit(request)
     assert (admission.admitted, admission.missing_blocks) == (preview.admitted, preview.missing_blocks)
-    now_used = [pool.used_blocks for pool in manager.queries.pools()]
+    now_used = [pool.used_blocks for pool in world.pools()]
     if not admission.admitted:
         assert now_used == used
         return admission

@@ -158,12 +158,14 @@ class GetExecutorResponse(_message.Message):
     def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., device: _Optional[str] = ..., block_size: _Optional[int] = ..., max_tokens: _Optional[int] = ..., last_step: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_groups: _Optional[int] = ..., attention_windows: _Optional[_Iterable[int]] = ..., plain_rotary: _Optional[bool] = ..., scheduler_epoch: _Optional[int] = ..., model_digest: _Optional[bytes] = ..., drafts: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., max_adapters: _Optional[int] = ..., weight_version: _Optional[str] = ..., weight_path: _Optional[str] = ...) -> None: ...
 
 class StreamStepsRequest(_message.Message):
-    __slots__ = ("open", "step")
+    __slots__ = ("open", "step", "registered")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    REGISTERED_FIELD_NUMBER: _ClassVar[int]
     open: OpenSession
     step: Step
-    def __init__(self, open: _Optional[_Union[OpenSession, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ...) -> None: ...
+    registered: SchedulerRegistered
+    def __init__(self, open: _Optional[_Union[OpenSession, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., registered: _Optional[_Union[SchedulerRegistered, _Mapping]] = ...) -> None: ...
 
 class StreamStepsResponse(_message.Message):
     __slots__ = ("opened", "result")
@@ -174,14 +176,22 @@ class StreamStepsResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("scheduler_id", "scheduler_epoch", "executor_epoch")
+    __slots__ = ("scheduler_id", "scheduler_epoch", "executor_epoch", "manager_epoch")
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     scheduler_id: str
     scheduler_epoch: int
     executor_epoch: int
-    def __init__(self, scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., executor_epoch: _Optional[int] = ...) -> None: ...
+    manager_epoch: int
+    def __init__(self, scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., executor_epoch: _Optional[int] = ..., manager_epoch: _Optional[int] = ...) -> None: ...
+
+class SchedulerRegistered(_message.Message):
+    __slots__ = ("manager_epoch",)
+    MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    manager_epoch: int
+    def __init__(self, manager_epoch: _Optional[int] = ...) -> None: ...
 
 class SessionOpened(_message.Message):
     __slots__ = ("first_step",)

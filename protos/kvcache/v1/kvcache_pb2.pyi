@@ -139,7 +139,7 @@ class PoolSpec(_message.Message):
     def __init__(self, group: _Optional[int] = ..., num_blocks: _Optional[int] = ..., attention_window: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_bytes: _Optional[int] = ..., last_write_steps: _Optional[_Iterable[int]] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., host_generations: _Optional[_Iterable[int]] = ..., disk_generations: _Optional[_Iterable[int]] = ..., share_blocks: _Optional[int] = ...) -> None: ...
 
 class RegisterExecutorRequest(_message.Message):
-    __slots__ = ("executor_id", "executor_epoch", "model", "model_fingerprint", "block_size", "pools", "memory_bytes", "plain_rotary", "weight_version")
+    __slots__ = ("executor_id", "executor_epoch", "model", "model_fingerprint", "block_size", "pools", "memory_bytes", "plain_rotary", "weight_version", "steps_manager_epoch")
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +149,7 @@ class RegisterExecutorRequest(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     PLAIN_ROTARY_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    STEPS_MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     executor_id: str
     executor_epoch: int
     model: str
@@ -158,7 +159,8 @@ class RegisterExecutorRequest(_message.Message):
     memory_bytes: int
     plain_rotary: bool
     weight_version: str
-    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[bytes] = ..., block_size: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolSpec, _Mapping]]] = ..., memory_bytes: _Optional[int] = ..., plain_rotary: _Optional[bool] = ..., weight_version: _Optional[str] = ...) -> None: ...
+    steps_manager_epoch: int
+    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[bytes] = ..., block_size: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolSpec, _Mapping]]] = ..., memory_bytes: _Optional[int] = ..., plain_rotary: _Optional[bool] = ..., weight_version: _Optional[str] = ..., steps_manager_epoch: _Optional[int] = ...) -> None: ...
 
 class RegisterExecutorResponse(_message.Message):
     __slots__ = ("manager_epoch", "lease_duration", "restored_blocks", "restored_lower_blocks")

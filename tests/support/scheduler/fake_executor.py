@@ -20,6 +20,7 @@ from executor.errors import (
     WrongExecutorEpochError,
 )
 from executor.rpc.convert import parse_grammar
+from executor.rpc.sessions import UNKNOWN
 from protos.execution.v1 import execution_pb2 as pb
 from protos.execution.v1 import execution_pb2_grpc as rpc
 from protos.kvcommon.v1 import kvcommon_pb2 as common
@@ -121,6 +122,11 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         self.epoch = epoch
         # Newest epoch of a scheduler that has opened a session.
         self.scheduler_epoch = 0
+        # Of the cache manager that the session has named last, sequences of another manager that must leave with the
+        # next step, and whether sessions are refused.
+        self.manager_epoch = 0
+        self._given_up: set[int] = set()
+        self.cuts_off = False
         self.tokenizer = byte_level_tokenizer()
         self.tokenizer.add_special_tokens(list(special_tokens))
         self.tokenizer_json = self.tokenizer.to_str().encode()
@@ -254,6 +260,16 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         self.compiled.append(request.structured_output)
         return pb.CompileGrammarResponse()
 
+    async def cut_off(self) -> None:
+        """As sessions of the real one: ends the session and refuses others."""
+        self.cuts_off = True
+        self.break_session()
+        self.manager_epoch = 0
+
+    def admit_again(self) -> None:
+        """Sessions may be opened again."""
+        self.cuts_off = False
+
     def restart(self) -> None:
         """Loses all memory and breaks the session, as a process that dies and starts again."""
         self.epoch += 1
@@ -330,11 +346,15 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         if opening.scheduler_epoch < self.scheduler_epoch:
             self._fault("a session of an older scheduler")
             raise StaleSchedulerError(f"scheduler epoch {opening.scheduler_epoch} is older")
+        if self.cuts_off:
+            raise SchedulerLeftError("the scheduler has not registered with the cache manager")
         self.scheduler_epoch = opening.scheduler_epoch
+        self.manager_epoch = opening.manager_epoch or UNKNOWN
         self._break.set()
         self._break = asyncio.Event()
         self._breaks_for = None
         self.running = {}
+        self._given_up.clear()
         self.sessions += 1
         self._forgotten.update(copy.ticket for copy in self._under_way)
         self._ended.clear()
@@ -353,6 +373,11 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         over, times_left = self._open(opening), self.times_left(opening.scheduler_id)
         yield pb.StreamStepsResponse(opened=pb.SessionOpened(first_step=self._last_step + 1))
         while (message := await self._read(messages, over)) is not None:
+            if message.HasField("registered"):
+                if self.manager_epoch not in (UNKNOWN, message.registered.manager_epoch):
+                    self._given_up = set(self.running)
+                self.manager_epoch = message.registered.manager_epoch
+                continue
             await asyncio.sleep(self.step_seconds)
             open_gate = asyncio.ensure_future(self.gate.wait())
             broken = asyncio.ensure_future(over.wait())
@@ -389,6 +414,9 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
     def compute(self, step: pb.Step) -> pb.StepResult:
         """Runs one step; asserts everything that the protocol promises."""
         assert step.step == self._last_step + 1, f"step {step.step} behind {self._last_step}"
+        assert not step.new_sequences or self.manager_epoch != UNKNOWN, "sequences of no cache manager"
+        assert self._given_up <= set(step.removed_sequences), "a sequence of an earlier cache manager stays"
+        self._given_up.clear()
         self._last_step = step.step
         result = pb.StepResult(step=step.step)
         self._apply_diff(step)

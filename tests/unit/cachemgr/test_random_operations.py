@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from tests.fuzz import cache_manager
-from tests.support.random_operations import live_long
+from tests.support.random_operations import live_long, live_long_as_twins
 
 
 @pytest.mark.parametrize("seed", range(110))
@@ -25,6 +25,11 @@ def test_so_does_a_life_with_blocks_for_many_sequences_that_evict_tokens(seed):
 def test_so_does_a_life_in_which_memory_moves_between_groups(seed):
     windows = [(None, 5), (None, 2, 9), (None,)]
     live_long(seed, 400, moves=6, windows=Random(seed).choice(windows), movable=6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_so_does_a_life_of_two_engines_whose_manager_starts_again(seed):
+    live_long_as_twins(seed, 400)
 
 
 def test_the_program_runs_lives_and_says_how_to_run_one_that_fails_again(monkeypatch, capsys):

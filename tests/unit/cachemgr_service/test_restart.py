@@ -4,6 +4,7 @@ import asyncio
 import signal
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -20,7 +21,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import from_rpc_error
 from tests.chaos.proxies import SocketProxy
 from tests.support import redis_servers
-from tests.support.cachemgr_client import EXECUTOR, NUM_BLOCKS, Client
+from tests.support.cachemgr_client import EXECUTOR, NUM_BLOCKS, SCHEDULER, Client
 from tests.support.local_redis import LocalRedis
 from tests.support.managers import Managers, sync_redis
 from tests.support.patience import patience
@@ -63,14 +64,40 @@ async def test_stored_blocks_are_not_believed_before_the_scheduler_has_given_up_
 ) -> None:
     slots = await store_two_blocks(managers)
     async with managers.run() as client:
-        registration = client.registration(last_write_steps=steps(slots, 5, 5))
         # Until then sequences of before may still write into blocks that the old manager had taken back for them.
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await client.manager.RegisterExecutor(registration, timeout=patience(5))
-        error = from_rpc_error(refused.value)
-        assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "SCHEDULER_FIRST")
+        await is_refused(client, last_write_steps=steps(slots, 5, 5), steps_manager_epoch=7)
         # What the scheduler's last steps wrote is known when the executor comes again.
         assert (await client.register(last_write_steps=steps(slots, 5, 6))).restored_blocks == 1
+
+
+async def is_refused(client: Client, **registration: Any) -> None:
+    """The cache manager restores nothing before the scheduler of the executor's session has registered with it."""
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await client.manager.RegisterExecutor(client.registration(**registration), timeout=patience(5))
+    error = from_rpc_error(refused.value)
+    assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "SCHEDULER_FIRST")
+
+
+async def test_the_scheduler_of_another_engine_opens_no_way_to_the_blocks(managers: Managers) -> None:
+    """Its own scheduler may not have noticed that the manager has started again, and its steps go on."""
+    slots = await store_two_blocks(managers)
+    async with managers.run() as client:
+        for scheduler_id in (SCHEDULER, "scheduler-of-another-engine"):
+            request = pb.RegisterSchedulerRequest(scheduler_id=scheduler_id, scheduler_epoch=1)
+            epoch = (await client.manager.RegisterScheduler(request, timeout=patience(5))).manager_epoch
+            await is_refused(client, last_write_steps=steps(slots, 5, 5), steps_manager_epoch=epoch - 1)
+        # Its scheduler has registered and told the executor.
+        written = {"last_write_steps": steps(slots, 5, 5), "steps_manager_epoch": epoch}
+        registered = await client.manager.RegisterExecutor(client.registration(**written), timeout=patience(5))
+        assert registered.restored_blocks == 2
+
+
+async def test_an_executor_without_steps_waits_for_no_scheduler(managers: Managers) -> None:
+    slots = await store_two_blocks(managers)
+    async with managers.run() as client:
+        registration = client.registration(last_write_steps=steps(slots, 5, 5), steps_manager_epoch=0)
+        registered = await client.manager.RegisterExecutor(registration, timeout=patience(5))
+        assert registered.restored_blocks == 2
 
 
 async def test_an_executor_that_is_lost_in_its_recovery_finds_its_blocks_when_it_registers_again(

@@ -25,7 +25,7 @@ from executor.models.tokenizer import TokenizerFiles
 from executor.rpc.announcement import PoolAnnouncement
 from executor.rpc.manager_client import ManagerClient, TransferLog
 from executor.rpc.service import SERVICE, ExecutorServicer, Identity
-from executor.rpc.sessions import Sessions
+from executor.rpc.sessions import SchedulerLeases, Sessions
 from executor.rpc.weights import WeightUpdates
 from protos.execution.v1 import execution_pb2 as pb
 from protos.execution.v1 import execution_pb2_grpc as rpc
@@ -55,6 +55,13 @@ class StaleExecutorError(ServiceError):
     reason = "STALE_EXECUTOR"
 
 
+class SchedulerFirstError(ServiceError):
+    """What a restarted manager says while the scheduler of the session has not registered with it."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "SCHEDULER_FIRST"
+
+
 @contextmanager
 def refused(reason: str = "", field: str = "", code: grpc.StatusCode | None = None) -> Iterator[None]:
     """Expects an error with this reason, which names this field alone, as far as they are given."""
@@ -78,6 +85,10 @@ class FakeManager(kv_rpc.CacheManagerServiceServicer):
     renewals: int = 0
     known: bool = False
     replaced: bool = False
+    # Whether it has blocks that it does not restore while steps for another manager may run.
+    has_blocks: bool = False
+    refused: list[kv.RegisterExecutorRequest] = field(default_factory=list)
+    lease_nanos: int = 60_000_000
     refuse_confirmations: int = 0
     # As executors have told them.
     weight_versions: list[str] = field(default_factory=list)
@@ -107,10 +118,14 @@ class FakeManager(kv_rpc.CacheManagerServiceServicer):
     async def RegisterExecutor(self, request: Any, context: Any) -> kv.RegisterExecutorResponse:
         if self.replaced:
             raise StaleExecutorError("a newer epoch is registered")
+        if self.has_blocks and request.steps_manager_epoch not in (0, self.epoch):
+            self.refused.append(request)
+            self.changed.set()
+            raise SchedulerFirstError("waiting for the scheduler")
         self.registrations.append(request)
         self.known = True
         self.changed.set()
-        return kv.RegisterExecutorResponse(manager_epoch=self.epoch, lease_duration=Duration(nanos=60_000_000))
+        return kv.RegisterExecutorResponse(manager_epoch=self.epoch, lease_duration=Duration(nanos=self.lease_nanos))
 
     async def RenewExecutor(self, request: Any, context: Any) -> kv.RenewExecutorResponse:
         if not self.known:
@@ -119,7 +134,7 @@ class FakeManager(kv_rpc.CacheManagerServiceServicer):
         self.changed.set()
         return kv.RenewExecutorResponse(
             manager_epoch=self.epoch,
-            lease_duration=Duration(nanos=60_000_000),
+            lease_duration=Duration(nanos=self.lease_nanos),
             transfers=self.transfers,
             scheduler_ids=self.scheduler_ids,
         )
@@ -155,17 +170,21 @@ class Stack:
     servicer: ExecutorServicer
     worker: Worker
     client: ManagerClient
+    leases: SchedulerLeases
     # Set when the executor says that its device never answers again.
     given_up: asyncio.Event
 
     @asynccontextmanager
     async def session(
-        self, scheduler_epoch: int = 1, executor_epoch: int = EPOCH, scheduler_id: str = "s"
+        self, scheduler_epoch: int = 1, executor_epoch: int = EPOCH, scheduler_id: str = "s", manager_epoch: int = 0
     ) -> AsyncIterator["Stream"]:
         call = self.stub.StreamSteps()
         stream = Stream(call)
         opening = pb.OpenSession(
-            scheduler_id=scheduler_id, scheduler_epoch=scheduler_epoch, executor_epoch=executor_epoch
+            scheduler_id=scheduler_id,
+            scheduler_epoch=scheduler_epoch,
+            executor_epoch=executor_epoch,
+            manager_epoch=manager_epoch,
         )
         await call.write(pb.StreamStepsRequest(open=opening))
         try:
@@ -196,6 +215,9 @@ class Stream:
     async def send(self, **changes: Any) -> None:
         step, self.next_step = self.next_step, self.next_step + 1
         await self.call.write(pb.StreamStepsRequest(step=pb.Step(step=step, **changes)))
+
+    async def registered(self, manager_epoch: int) -> None:
+        await self.call.write(pb.StreamStepsRequest(registered=pb.SchedulerRegistered(manager_epoch=manager_epoch)))
 
     async def run(self, **changes: Any) -> pb.StepResult:
         await self.send(**changes)
@@ -253,21 +275,24 @@ async def running(
     worker = Worker(runner, outbox, lambda: None)
     given_up = asyncio.Event()
     watchdog = Watchdog(worker, server.set_serving, given_up.set)
+    leases = SchedulerLeases()
+    sessions = Sessions(EPOCH, leases, worker)
     client = ManagerClient(
         open_channel(manager_address),
         PoolAnnouncement("executor-0", EPOCH, "tiny", b"f" * 32, pools, made, plain_rotary=True),
         worker,
         transfers,
         watchdog.set_registered,
+        leases,
+        sessions,
     )
     adapters = Adapters(runner, folder=tmp_path / "adapters", most=2, largest_rank=16)
-    sessions = Sessions(EPOCH, client)
     servicer = ExecutorServicer(
         Identity("executor-0", EPOCH),
         runner,
         worker,
         TokenizerFiles(b"{}", "template", {"bos_token": "<s>"}),
-        client,
+        leases,
         adapters,
         sessions,
         WeightUpdates(worker, sessions, client, adapters, load, tmp_path / "weights"),
@@ -278,7 +303,7 @@ async def running(
     worker.start()
     registration, watching = asyncio.create_task(client.run()), asyncio.create_task(watchdog.run())
     async with open_channel(address) as channel:
-        yield Stack(manager, runner, rpc.ExecutorServiceStub(channel), servicer, worker, client, given_up)
+        yield Stack(manager, runner, rpc.ExecutorServiceStub(channel), servicer, worker, client, leases, given_up)
     servicer.stop()
     await asyncio.to_thread(worker.stop)
     registration.cancel()

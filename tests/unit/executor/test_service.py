@@ -1,6 +1,7 @@
 """The executor's service over a unix socket, with a cache manager that only takes notes."""
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +14,9 @@ from supervisor import is_serving
 
 from executor.core.adapters import Adapters
 from executor.core.outbox import Outbox, Session
-from executor.core.runner import Runner
+from executor.core.runner import LaunchedStep, Runner
 from executor.core.worker import Worker
-from executor.errors import AdaptersFixedError, ModelError, StoppingError
+from executor.errors import AdaptersFixedError, ModelError, StoppingError, UpdatingWeightsError
 from executor.models.forward import Model
 from executor.models.tokenizer import TokenizerFiles
 from executor.rpc import service
@@ -78,13 +79,14 @@ async def test_another_tokenizer_or_generation_config_is_another_model(stack: St
     digests = set()
     for one, files in changed:
         stack.runner.model = one
-        adapters, sessions = Adapters(stack.runner, folder=None, most=0, largest_rank=1), Sessions(EPOCH, stack.client)
+        adapters = Adapters(stack.runner, folder=None, most=0, largest_rank=1)
+        sessions = Sessions(EPOCH, stack.leases, stack.worker)
         servicer = ExecutorServicer(
             service.Identity("executor-0", EPOCH),
             stack.runner,
             stack.worker,
             files,
-            stack.client,
+            stack.leases,
             adapters,
             sessions,
             WeightUpdates(stack.worker, sessions, stack.client, adapters, cannot_load, None),
@@ -315,6 +317,98 @@ async def test_the_pools_are_announced_and_again_after_a_restart_with_their_last
         # Five tokens went to slots 1 and 2.
         assert steps == [1, 1] + [0] * 198
         assert list((await stream.run()).sequences) == [0]
+
+
+async def test_blocks_are_asked_for_once_the_scheduler_of_the_session_has_registered(stack: Stack) -> None:
+    manager = stack.manager
+    # Its scheduler reaches the manager long before that.
+    manager.has_blocks, manager.lease_nanos = True, 600_000_000_000  # subject: no session is cut off
+    async with stack.session(manager_epoch=manager.epoch) as stream:
+        await stream.run(**join(0))
+        manager.restart()
+        await manager.until(lambda: len(manager.refused) > 1)
+        assert {request.steps_manager_epoch for request in manager.refused} == {1}
+        # Its steps go on meanwhile.
+        assert list((await stream.run()).sequences) == [0]
+        await stream.registered(manager.epoch)
+        await manager.until(lambda: manager.known)
+        assert manager.registrations[-1].steps_manager_epoch == manager.epoch == 2
+        assert list((await stream.run()).sequences) == [0]
+
+
+async def test_a_session_that_never_named_its_manager_counts_as_that_of_another(stack: Stack) -> None:
+    stack.manager.has_blocks = True
+    async with stack.session() as stream:
+        await stream.run(**join(0))
+        stack.manager.restart()
+        await stack.manager.until(lambda: bool(stack.manager.refused))
+        await stream.registered(stack.manager.epoch)
+        await stack.manager.until(lambda: stack.manager.known)
+
+
+async def test_a_scheduler_that_does_not_reach_the_manager_loses_its_session_after_a_lease(stack: Stack) -> None:
+    manager = stack.manager
+    manager.has_blocks = True
+    async with stack.session(manager_epoch=manager.epoch) as stream:
+        await stream.run(**join(0))
+        manager.restart()
+        with refused("SCHEDULER_LEFT", code=grpc.StatusCode.ABORTED):
+            await stream.read()
+    await manager.until(lambda: manager.known)
+    assert manager.registrations[-1].steps_manager_epoch == 0
+    assert {request.steps_manager_epoch for request in manager.refused} == {1}
+    # Its next session has no blocks of before.
+    async with stack.session(manager_epoch=1) as stream:
+        assert list((await stream.run(**join(0))).sequences) == [0]
+
+
+async def test_sessions_are_refused_until_the_executor_has_registered(stack: Stack) -> None:
+    sessions = stack.servicer._sessions
+    async with stack.session(manager_epoch=1) as stream:
+        await stream.run(**join(0))
+        await sessions.cut_off()
+        with refused("SCHEDULER_LEFT"):
+            await stream.read()
+    assert sessions.manager_epoch == 0
+    await sessions.cut_off()
+    with refused("SCHEDULER_LEFT"):
+        await opened(stack, 1)
+    # Another reason stays behind the first.
+    updating = UpdatingWeightsError("the executor is about to compute with other weights")
+    sessions.suspend(updating)
+    sessions.admit_again()
+    with refused("UPDATING_WEIGHTS"):
+        await opened(stack, 1)
+    sessions.resume(updating)
+    await opened(stack, 1)
+
+
+async def test_the_manager_of_a_session_counts_once_no_step_of_the_session_before_runs(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that still runs writes into blocks of the manager that its scheduler knew."""
+    begun, go_on = threading.Event(), threading.Event()
+    launch = stack.runner.launch
+
+    def slow(step: Step) -> LaunchedStep:
+        begun.set()
+        assert go_on.wait(patience(20))
+        return launch(step)
+
+    sessions = stack.servicer._sessions
+    async with stack.session(manager_epoch=1) as older:
+        monkeypatch.setattr(stack.runner, "launch", slow)
+        await older.send(**join(0))
+        assert await asyncio.to_thread(begun.wait, patience(20))
+        opening = asyncio.create_task(opened(stack, 1, manager_epoch=2))
+        with refused("SESSION_REPLACED"):
+            await older.read()
+        assert sessions.manager_epoch == 1
+        go_on.set()
+        await opening
+        async with asyncio.timeout(patience(20)):
+            while sessions.manager_epoch != 2:
+                await asyncio.sleep(0.001)
 
 
 async def test_an_executor_does_not_serve_while_another_one_has_its_name(stack: Stack, tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ async def test_adapters_stay(stack: Stack, model_folder: Callable[[str], Path], 
 
 
 async def test_an_executor_without_a_folder_keeps_its_weights(stack: Stack) -> None:
-    sessions = Sessions(1, stack.client)
+    sessions = Sessions(1, stack.leases, stack.worker)
     fixed = WeightUpdates(stack.worker, sessions, stack.client, stack.servicer._adapters, cannot_load, None)
     with pytest.raises(WeightsFixedError, match="KVKEEP_EXECUTOR_WEIGHTS_DIR"):
         await fixed.update("v1", "1")

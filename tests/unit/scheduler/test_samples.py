@@ -196,7 +196,9 @@ async def test_a_manager_that_starts_again_costs_no_sample(stack: Stack) -> None
     stack.manager.restart()
     for n, (task, prompt) in enumerate(zip(tasks, prompts, strict=True), 1):
         assert await task == expected(stack, prompt, 70, n=n)
-    assert stack.manager.epoch == 2
+    # The executor knows from whom the blocks of its steps are.
+    assert stack.manager.epoch == stack.executor.manager_epoch == 2
+    assert stack.executor.sessions == 1
     assert any(name.endswith(".1") for name in stack.manager.admitted_ids)
 
 
