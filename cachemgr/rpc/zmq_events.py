@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -43,6 +43,8 @@ KEPT_BYTES, _KEPT_BATCH_BYTES = 16 << 20, 128
 BEAT_SECONDS = 1.0
 # A reader that takes nothing of a replay for so long gets no more of it, and how often it is tried.
 _PATIENCE_SECONDS, _RETRY_SECONDS = 10.0, 0.02
+# Replays that an executor's readers may ask for at once. When others wait, a reader must take something sooner.
+_MOST_REPLAYS, _SHORT_PATIENCE_SECONDS = 32, 0.5
 # For what is sent last.
 _LINGER_MILLISECONDS = 100
 # What ends a replay, in place of a number.
@@ -50,6 +52,7 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 BATCHES = Counter("kvkeep_zmq_batches", "Batches of events published to routers.", ["executor"])
 REPLAYS = Counter("kvkeep_zmq_replays", "Replays for routers, of kept batches or of the whole cache.", ["source"])
+REFUSED = Counter("kvkeep_zmq_refused_requests", "Messages that ask for no replay, or for one that failed.", ["cause"])
 
 log = structlog.get_logger()
 
@@ -74,8 +77,8 @@ class Stream:
         self, publisher: zmq.Socket[bytes], replays: zmq.asyncio.Socket | None, next_number: int, *, token_ids: bool
     ) -> None:
         self.replays = replays
-        # The reader whose replay is under way.
-        self.reader: bytes | None = None
+        # By reader, the numbers from which it has asked for batches and has not got all: one replay after the other.
+        self.asked: dict[bytes, deque[int]] = {}
         self.executor_id = self.pool_id = ""
         self.is_lost = True
         # The number of the newest batch.
@@ -167,6 +170,8 @@ class Stream:
         first = self.last + 1 - len(self._kept)
         if number < first:
             return None
+        if number > self.last:
+            return []
         return list(enumerate(islice(self._kept, number - first, None), start=number))
 
     def close(self) -> None:
@@ -175,7 +180,7 @@ class Stream:
         if self.replays is None:
             return
         socket: zmq.Socket[bytes] = zmq.Socket.shadow(self.replays)
-        readers = [] if self.reader is None else [self.reader]
+        readers = [reader for reader, numbers in self.asked.items() for _ in numbers]
         with contextlib.suppress(zmq.Again):
             # Not for as long as requests come: that may be for ever.
             while len(readers) < WAITING_BATCHES:
@@ -331,27 +336,45 @@ class ZmqEvents:
         return stream
 
     async def _answer_replays(self, stream: Stream, socket: zmq.asyncio.Socket) -> None:
+        """Takes the requests of an executor's readers, as long as there are few."""
+        assert self._tasks is not None
+        places = asyncio.Semaphore(_MOST_REPLAYS)
         while True:
-            # A request that is taken out at the end of the process would be lost.
-            await socket.poll()
-            try:
-                peer, *frames = await socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                continue
-            if len(frames) == 2 and not frames[0] and len(frames[1]) == len(_END):
-                await self._replay(stream, socket, peer, int.from_bytes(frames[1], "big"))
+            await places.acquire()
+            reader, number = await _request(socket)
+            numbers = stream.asked.setdefault(reader, deque())
+            numbers.append(number)
+            if len(numbers) == 1:
+                self._tasks.create_task(self._answer(stream, socket, reader, places))
 
-    async def _replay(self, stream: Stream, socket: zmq.asyncio.Socket, peer: bytes, first: int) -> None:
-        stream.reader = peer
-        kept = stream.kept_from(first)
+    async def _answer(
+        self, stream: Stream, socket: zmq.asyncio.Socket, reader: bytes, places: asyncio.Semaphore
+    ) -> None:
+        """The replays that one reader asks for, in the order of its requests."""
+        numbers = stream.asked[reader]
+        while numbers:
+            has_ended = False
+            try:
+                has_ended = await self._replay(stream, socket, reader, places)
+            except Exception:  # Whatever a reader asks for, others and the manager go on.
+                REFUSED.labels("failed").inc()
+                log.exception("a replay failed", executor=stream.executor_id)
+            if not has_ended:
+                numbers.popleft()
+            places.release()
+        del stream.asked[reader]
+
+    async def _replay(
+        self, stream: Stream, socket: zmq.asyncio.Socket, reader: bytes, places: asyncio.Semaphore
+    ) -> bool:
+        """Sends a replay whole, or returns false; its request is taken out at the moment when its end is sent."""
+        numbers = stream.asked[reader]
+        kept = stream.kept_from(numbers[0])
         REPLAYS.labels("everything" if kept is None else "kept").inc()
-        batches = self._everything(stream) if kept is None else _each(kept)
-        async for number, message in batches:
-            if not await _send(socket, (peer, b"", number.to_bytes(8, "big"), message)):
-                break
-        else:
-            await _send(socket, (peer, b"", _END, b""))
-        stream.reader = None
+        async for number, message in self._everything(stream) if kept is None else _each(kept):
+            if not await _send(socket, (reader, b"", number.to_bytes(8, "big"), message), places):
+                return False
+        return await _send(socket, (reader, b"", _END, b""), places, numbers.popleft)
 
     async def _everything(self, stream: Stream) -> AsyncIterator[tuple[int, bytes]]:
         """The published blocks in as many batches as needed, of which the last one has the number of the newest batch.
@@ -377,9 +400,32 @@ async def _each(kept: list[tuple[int, bytes]]) -> AsyncIterator[tuple[int, bytes
         yield one
 
 
-async def _send(socket: zmq.asyncio.Socket, frames: tuple[bytes, ...]) -> bool:
-    """Sends one message of a replay; false when its reader is gone, or takes nothing."""
-    for _ in range(int(_PATIENCE_SECONDS / _RETRY_SECONDS)):
+async def _request(socket: zmq.asyncio.Socket) -> tuple[bytes, int]:
+    """The next request for a replay: who asks, and from which number on. Other messages are counted."""
+    while True:
+        # A request that is taken out at the end of the process would be lost.
+        await socket.poll()
+        try:
+            reader, *frames = await socket.recv_multipart(zmq.DONTWAIT)
+        except zmq.Again:
+            continue
+        if len(frames) == 2 and not frames[0] and len(frames[1]) == len(_END):
+            return reader, int.from_bytes(frames[1], "big")
+        REFUSED.labels("malformed").inc()
+
+
+async def _send(
+    socket: zmq.asyncio.Socket,
+    frames: tuple[bytes, ...],
+    places: asyncio.Semaphore,
+    sent: Callable[[], object] = lambda: None,
+) -> bool:
+    """Sends one message of a replay; false when its reader is gone, or takes nothing.
+
+    sent: called before anything else can happen. places: locked when other readers wait.
+    """
+    begun = time.monotonic()
+    while time.monotonic() < begun + (_SHORT_PATIENCE_SECONDS if places.locked() else _PATIENCE_SECONDS):
         try:
             await socket.send_multipart(frames, zmq.DONTWAIT)
         except zmq.Again:
@@ -387,6 +433,7 @@ async def _send(socket: zmq.asyncio.Socket, frames: tuple[bytes, ...]) -> bool:
         except zmq.ZMQError:
             return False
         else:
+            sent()
             # Others are served between two messages.
             await asyncio.sleep(0)
             return True

@@ -1,6 +1,7 @@
 """Events for routers over ZeroMQ, read by one that knows vLLM's messages only."""
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable
@@ -383,6 +384,7 @@ async def test_a_request_that_is_none_gets_no_answer_and_ends_nothing(published:
     view = published.reader()
     async with view.following():
         await published.quiet(world, view)
+    before = refused("malformed")
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as asking:
         asking.connect(f"tcp://{published.replays}")
         for frames in ([b""], [b"", b"short"], [b"x", bytes(8)], [bytes(8)], [b"", bytes(8), b""]):
@@ -390,6 +392,126 @@ async def test_a_request_that_is_none_gets_no_answer_and_ends_nothing(published:
         # Behind the newest batch there is nothing.
         await asking.send_multipart([b"", (published.stream.last + 10**9).to_bytes(8, "big")])
         assert await asyncio.wait_for(asking.recv_multipart(), patience(20)) == [b"", b"\xff" * 8, b""]
+        assert refused("malformed") == before + 5
+
+
+@pytest.mark.parametrize("number", [1 << 62, 1 << 63, (1 << 63) + 5, (1 << 64) - 1])
+async def test_whatever_number_is_asked_for_the_manager_goes_on(published: Published, number: int) -> None:
+    world = World(config=PATIENT)
+    await published.publish(world)
+    world.cache(TOKENS)
+    async with published.reader().following() as view:
+        await published.quiet(world, view)
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as asking:
+        asking.connect(f"tcp://{published.replays}")
+        await asking.send_multipart([b"", number.to_bytes(8, "big")])
+        assert await asyncio.wait_for(asking.recv_multipart(), patience(20)) == [b"", b"\xff" * 8, b""]
+        await asking.send_multipart([b"", bytes(8)])
+        assert await replay(asking)
+
+
+async def test_a_replay_that_fails_is_counted_and_others_are_answered(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(config=PATIENT)
+    await published.publish(world)
+    world.cache(TOKENS)
+    async with published.reader().following() as view:
+        await published.quiet(world, view)
+    kept_from = zmq_events.Stream.kept_from
+
+    def fails_once(self: zmq_events.Stream, number: int) -> list[tuple[int, bytes]] | None:
+        monkeypatch.setattr(zmq_events.Stream, "kept_from", kept_from)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(zmq_events.Stream, "kept_from", fails_once)
+    before = refused("failed")
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as asking, capture_logs() as logs:
+        asking.connect(f"tcp://{published.replays}")
+        for _ in range(2):
+            await asking.send_multipart([b"", bytes(8)])
+        assert await replay(asking)
+    assert [line["event"] for line in logs if line["log_level"] == "error"] == ["a replay failed"]
+    assert refused("failed") == before + 1
+
+
+async def test_readers_that_take_nothing_do_not_keep_others_from_their_replays(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them is patiently waited for, longer than this test lasts, unless others wait."""
+    monkeypatch.setattr(zmq_events, "_PATIENCE_SECONDS", 1e6)
+    monkeypatch.setattr(zmq_events, "_SHORT_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(zmq_events, "_MOST_REPLAYS", 8)
+    monkeypatch.setattr(zmq_events, "WAITING_BATCHES", 1)
+    # More than all buffers between two processes hold.
+    large = [(number, bytes(1_000_000)) for number in range(20)]
+    monkeypatch.setattr(
+        zmq_events.Stream, "kept_from", lambda self, number: large if number else [(number, b"a batch")]
+    )
+    world = World(config=PATIENT)
+    await published.publish(world)
+    async with published.reader().following() as view:
+        await published.quiet(world, view)
+    with zmq.asyncio.Context() as context, contextlib.ExitStack() as sockets:
+        stuck = [sockets.enter_context(context.socket(zmq.DEALER)) for _ in range(30)]
+        for asking in stuck:
+            asking.rcvhwm, asking.rcvbuf = 1, 4096
+            asking.connect(f"tcp://{published.replays}")
+            await asking.send_multipart([b"", bytes(7) + b"\1"])
+        good = sockets.enter_context(context.socket(zmq.DEALER))
+        good.connect(f"tcp://{published.replays}")
+        for _ in range(3):
+            await good.send_multipart([b"", bytes(8)])
+        for _ in range(3):
+            assert await replay(good) == [0]
+
+
+async def test_the_end_of_a_replay_is_sent_once_also_when_the_process_ends_behind_it(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that asks again then would take the second end for its answer, and every later one for the one before."""
+    world = World(config=PATIENT)
+    publishing = await published.publish(world)
+    world.cache(TOKENS)
+    async with published.reader().following() as view:
+        await published.quiet(world, view)
+    sleep, stopping = asyncio.sleep, asyncio.Event()
+
+    async def stop_behind_the_end(seconds: float) -> None:
+        # The publisher gives others their turn behind every message of a replay.
+        if not published.stream.asked.get(name, True):
+            stopping.set()
+            await asyncio.Event().wait()
+        await sleep(seconds)
+
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as asking:
+        name = b"reader"
+        asking.identity = name
+        asking.connect(f"tcp://{published.replays}")
+        monkeypatch.setattr(zmq_events.asyncio, "sleep", stop_behind_the_end)
+        await asking.send_multipart([b"", bytes(8)])
+        await asyncio.wait_for(stopping.wait(), patience(20))
+        monkeypatch.undo()
+        await publishing.stop()
+        published.publishing.clear()
+        assert await replay(asking)
+        assert not await asking.poll(200)
+
+
+async def replay(asking: zmq.asyncio.Socket) -> list[int]:
+    """The numbers of the batches of one replay."""
+    numbers = []
+    async with asyncio.timeout(patience(20)):
+        while True:
+            _, number, _ = await asking.recv_multipart()
+            if number == b"\xff" * 8:
+                return numbers
+            numbers.append(int.from_bytes(number, "big"))
+
+
+def refused(cause: str) -> float:
+    """Messages that asked for no replay so far."""
+    return zmq_events.REFUSED.labels(cause)._value.get()
 
 
 async def test_a_replay_ends_also_when_the_process_does(published: Published, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,7 +527,7 @@ async def test_a_replay_ends_also_when_the_process_does(published: Published, mo
             asking.connect(f"tcp://{published.replays}")
             await asking.send_multipart([b"", bytes(8)])
         async with asyncio.timeout(patience(20)):
-            while published.stream.reader is None:
+            while not published.stream.asked:
                 await asyncio.sleep(0)
         await published.publishing[-1].stop()
         published.publishing.clear()
