@@ -125,7 +125,7 @@ class CacheManager:
     def is_behind(self) -> bool:
         """Whether `expire` is due again at once."""
         is_held = any(executor.holds.is_behind for executor in self._state.executors.values())
-        is_paid = not any(pool.device.can_withhold for pool in self._state.pools())
+        is_paid = not any(pool.can_withhold for pool in self._state.pools())
         return is_held or bool(self._state.unfinished_slices) or self._state.leases.is_behind or not is_paid
 
     def go_on(self) -> None:
@@ -560,7 +560,7 @@ class CacheManager:
                 del self._state.executors[executor_id]
         self._state.leftovers.let_go(FREED_AT_A_TIME)
         for pool in self._state.pools():
-            if pool.device.can_withhold:
+            if pool.can_withhold:
                 pool.withhold_part()
 
     # What the calls above share

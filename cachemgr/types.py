@@ -459,6 +459,13 @@ class Quota:
     host_ceiling: int | None = None
 
 
+class Resized(NamedTuple):
+    """A pool whose size has changed, and the names of pins that became leases for want of a budget."""
+
+    pool: PoolView
+    degraded: tuple[str, ...]
+
+
 class PoolShare(NamedTuple):
     """How many device blocks an operator lets a pool use. `number` is the etag of the pool.
 

@@ -122,6 +122,8 @@ class BlockPool:
         self._listener = listener
         self.write_through = WriteThrough(self, enabled=self._writes_through)
         self.offloader = Offloader(self, self.write_through, listener)
+        # What has the slots, which are to be withheld, of blocks that are being copied to a lower tier.
+        self._leaving: set[Block] = set()
 
     # Where blocks are
 
@@ -330,20 +332,31 @@ class BlockPool:
 
         Where pools share memory, withheld slots are overwritten: of empty ones those in `written`, None for all.
         """
-        self._set_total(total)
+        self.set_total(total)
         # All at once: a registration may withhold millions.
         self._withhold(min(self.device.num_empty, self.device.to_withhold), written)
-        while self.device.can_withhold:
+        while self.can_withhold:
             self.withhold_part()
 
-    def resize_in_steps(self, total: int) -> Steps[None]:
-        """As `resize`; the slots cannot be allocated from now on, and are withheld in steps."""
-        self._set_total(total)
-        while self.device.can_withhold:
+    def withhold_in_steps(self) -> Steps[None]:
+        """Behind `set_total`: withholds what is free."""
+        while self.can_withhold:
             self.withhold_part()
             yield
 
-    def _set_total(self, total: int) -> None:
+    @property
+    def can_withhold(self) -> bool:
+        """Whether a slot that is still to be withheld is free, beside those whose blocks are on their way down."""
+        device = self.device
+        if device.to_withhold <= 0:
+            return False
+        if device.num_empty:
+            return True
+        self._leaving = {occupant for occupant in self._leaving if self.blocks[occupant.index] is occupant}
+        return device.cached > 0 and device.to_withhold > len(self._leaving)
+
+    def set_total(self, total: int) -> None:
+        """How many slots may be used: no more can be allocated from now on. The slots are withheld later."""
         device = self.device
         if device.total < total:
             device.release_withheld(total - device.total)
@@ -356,12 +369,20 @@ class BlockPool:
         most = steps.CHANGES if self.spec.share_blocks else steps.LOOKS
         self._withhold(min(device.num_empty, device.to_withhold, most))
         for _ in range(steps.CHANGES):
-            if device.num_empty or not device.can_withhold:
+            if device.num_empty or not self.can_withhold:
                 break
             victim = device.victim(None)
             assert victim is not None, _EVICTABLE
-            self.discard_subtree(victim, RemovalCause.POOL_SHRUNK)
+            self._give_up(victim)
             self._withhold(min(device.num_empty, device.to_withhold))
+
+    def _give_up(self, victim: Block) -> None:
+        """Offloads an evictable block, as every eviction does where it may, or drops it."""
+        slot = victim.index
+        if not self._has_lower or not self.offloader.demote(victim):
+            self.discard_subtree(victim, RemovalCause.POOL_SHRUNK)
+        elif (occupant := self.blocks[slot]) is not None:
+            self._leaving.add(occupant)
 
     def _withhold(self, count: int, written: Iterable[int] | None = None) -> None:
         device = self.device

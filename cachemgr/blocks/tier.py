@@ -182,11 +182,6 @@ class Tier:
         return free if free > 0 else 0
 
     @property
-    def can_withhold(self) -> bool:
-        """Whether a slot that is still to be withheld is free."""
-        return self.to_withhold > 0 and (self.num_empty > 0 or self.cached > 0)
-
-    @property
     def num_empty(self) -> int:
         """Slots that hold no block, as far as is known."""
         return len(self.empty) + len(self._fresh) + len(self.unread or ())

@@ -41,6 +41,7 @@ from cachemgr.types import (
     Purged,
     Quota,
     RemovalCause,
+    Resized,
     RetentionRule,
     TierKind,
     Transfer,
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.operators.state import ManagerState
     from cachemgr.sequences.sequence import Executor
-    from cachemgr.types import PoolView
 
 
 _KINDS = {RetentionRule: Kind.RULE, Quota: Kind.QUOTA, PoolShare: Kind.SHARE}
@@ -117,13 +117,14 @@ class OperatorCommands:
 
     # Pools
 
-    def update_pool(self, pool_id: str, total_blocks: int, etag: str, *, validate_only: bool) -> Steps[PoolView]:
+    def update_pool(self, pool_id: str, total_blocks: int, etag: str, *, validate_only: bool) -> Steps[Resized]:
         """Changes how many device blocks a pool may use: at once, and the pool gives free blocks up in slices.
 
-        A block that comes into use meanwhile without a free slot, as for a pin, is given up once it is free again.
+        Cached blocks are offloaded where they may be. A block that comes into use meanwhile without a free slot, as for
+        a pin, is given up once it is free again. The oldest pins become leases where their budget is too small now.
         Raises InvalidField, UnknownPoolError, StalePoolError, PoolInUseError.
         """
-        self._state.begin()
+        now = self._state.begin()
         pool = self._state.pool(pool_id, "pool.pool_id")
         executor = self._state.executors[pool.executor_id]
         if etag and etag != str(pool.share_number):
@@ -145,12 +146,16 @@ class OperatorCommands:
                 f"{shrink} blocks should be withheld and {pool.device.free_for(None)} are free",
                 fields={"pool.total_blocks": "would withhold blocks that are in use or protected"},
             )
+        degraded = executor.holds.beyond_budget({pool: total_blocks})
+        names = tuple(hold.name for hold in degraded)
         if not validate_only:
             number = pool.share_number + 1
             self._state.shares[pool_id] = PoolShare(pool_id, total_blocks, pool.spec.num_blocks, number)
             self._report(self._state.shares[pool_id])
-            yield from pool.resize_in_steps(total_blocks)
-        return pool_view(pool)
+            pool.set_total(total_blocks)
+            executor.holds.degrade(degraded, now)
+            yield from pool.withhold_in_steps()
+        return Resized(pool_view(pool), names)
 
     def _check_memory(self, executor: Executor, pool: BlockPool, total_blocks: int) -> None:
         """Raises InvalidField or PoolInUseError when the memory does not hold so many blocks of a pool."""
@@ -377,6 +382,8 @@ class OperatorCommands:
             if self._may_have(pool, share):
                 pool.resize(share.total_blocks)
                 pool.share_number = share.number
+                holds = self._state.executors[pool.executor_id].holds
+                holds.degrade(holds.beyond_budget(), self._state.leases.now)
 
     def _may_have(self, pool: BlockPool, share: PoolShare) -> bool:
         executor, shrink = self._state.executors[pool.executor_id], pool.device.total - share.total_blocks

@@ -179,7 +179,7 @@ class HintRunner:
             lasts = "without end" if granted[1] is None else f"for {granted[1]:g} s"
             clipped.append(f"priority {granted[0]} {lasts}")
         if count < len(blocks):
-            clipped.append(f"{len(blocks) - count} blocks have too many leases of a higher priority")
+            clipped.append(f"{len(blocks) - count} blocks have too many leases of a higher priority or more time")
         return (HintOutcome.CLIPPED if clipped else HintOutcome.ACCEPTED), "; ".join(clipped), count
 
     def _grant(self, request: RetentionRequest, blocks: Blocks) -> int:

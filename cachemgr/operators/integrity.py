@@ -13,7 +13,6 @@ from cachemgr.blocks.eviction_queue import position
 from cachemgr.blocks.radix_tree import children_of
 from cachemgr.blocks.tier import Tier
 from cachemgr.retention.leases import MAX_LEASES, effective_priority, leases_of
-from cachemgr.retention.priority import SHARED
 from cachemgr.sequences.sequence import Executor, Purpose, Sequence
 from cachemgr.steps import drained
 from cachemgr.types import PoolViolation
@@ -237,7 +236,7 @@ class _Check:
                 block.index,
                 "has a lease of another block",
             )
-            holders = [lease.request.holder for lease in leases if lease.request.holder != SHARED]
+            holders = [lease.request.holder for lease in leases]
             self._report(len(set(holders)) == len(holders), block.index, "has two leases of one holder")
             self._report(len(leases) <= MAX_LEASES, block.index, "has too many leases")
             self._report(

@@ -3,13 +3,8 @@
 A block has the largest priority among its leases, or the default one. The clock of a lease starts when its block is
 without references for the first time, and runs on from then, whether the block is used again or not.
 
-A block shared by very many sequences has few leases all the same. One lease covers another when it lasts at least as
-long, with at least its priority: then the other changes nothing, as long as the first cannot be taken back. So the
-first becomes a `SHARED` lease, which no later request replaces, and the other is dropped: the block has the same
-priority at every time as with both. Requests' leases, which are hardly ever replaced, are shared as soon as one covers
-another. Sessions' leases stay as they are, to be renewed and replaced, until a block has more than `MAX_LEASES`. Then
-they are shared, the oldest first, until enough of them cover each other. Only where that is not enough does the lease
-of the lowest priority break. A rule's lease ends with its rule: it is never shared, and breaks after those of callers.
+A block shared by very many sequences has few leases all the same: of more than `MAX_LEASES` the lowest breaks, which is
+the one of the lowest priority, and of these the one that ends first.
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Any, Protocol
 
-from cachemgr.retention.priority import DEFAULT_PRIORITY, NO_PRIORITY, REQUEST, RULE, SHARED, RetentionRequest
+from cachemgr.retention.priority import DEFAULT_PRIORITY, NO_PRIORITY, RULE, RetentionRequest
 from cachemgr.types import BlockView, EventKind, LeaseView, RemovalCause
 
 
@@ -220,23 +215,22 @@ class LeaseBook:
         return self._deadlines.is_due(self.now)
 
     def grant(self, pool: LeasedPool, block: LeasedBlock, request: RetentionRequest) -> bool:
-        """Adds a lease, which replaces the holder's older one. False when too many others have a higher priority."""
+        """Adds a lease, which replaces the holder's older one. False when it is the lowest of too many."""
         lease = Lease(pool, block, request)
-        if not self._end_older(lease, block) and not _is_rule(lease) and self._is_covered(lease, block):
-            return True
+        self._end_older(lease, block)
         broken = self._add(lease, block)
-        is_kept, is_refused = lease.block is not None, lease in broken
-        if is_kept and not block.refs:
+        is_granted = broken is not lease
+        if is_granted and not block.refs:
             self.start(block)
         if block.parent is None:
             block.priority = effective_priority(block)
-            return not is_refused
+            return is_granted
         view = pool.reprioritise(block)
-        self._announce_broken(broken, lease, view)
-        if is_kept:
+        if is_granted:
+            self._announce_broken(broken, view)
             granted = LeaseView(request.holder, shown_priority(request), request.duration)
             self._events.add(EventKind.LEASE_GRANTED, view, lease=granted)
-        return not is_refused
+        return is_granted
 
     def start(self, block: LeasedBlock) -> bool:
         """Starts the clocks of a block that has no references. Whether there were any to start."""
@@ -244,10 +238,6 @@ class LeaseBook:
         for lease in started:
             assert lease.request.duration is not None
             self._deadlines.add(lease, self.now, lease.request.duration)
-        for lease in started:
-            # Only now it is known which of them ends first.
-            if lease.block is not None and _folds(lease):
-                self._fold(lease, block)
         return bool(started)
 
     def restore(self, pool: LeasedPool, block: LeasedBlock, request: RetentionRequest, remaining: float | None) -> None:
@@ -270,10 +260,8 @@ class LeaseBook:
         for lease in leases_of(source):
             self._unlink(lease, source)
             # The request of the target's own holder is newer.
-            if lease.request.holder == SHARED or _held_by(target, lease.request.holder) is None:
-                broken = self._add(lease, target)
-                if broken:
-                    self._announce_broken(broken, None, lease.pool.view(target))
+            if _held_by(target, lease.request.holder) is None:
+                self._announce_broken(self._add(lease, target), lease.pool.view(target))
 
     def announce(self, pool: LeasedPool, block: LeasedBlock) -> None:
         """Announces the leases of a block that has just entered the prefix tree."""
@@ -318,72 +306,33 @@ class LeaseBook:
         request = lease.request
         return LeaseView(request.holder, shown_priority(request), lease.remaining(self.now), lease.deadline is not None)
 
-    def _add(self, lease: Lease, block: LeasedBlock) -> list[Lease]:
-        """Links a lease unless another covers it; returns those that break as there are too many of them."""
+    def _add(self, lease: Lease, block: LeasedBlock) -> Lease | None:
+        """Links a lease; returns the one that breaks when there are too many."""
         self._link(lease, block)
-        if lease.next is None or _is_rule(lease):
-            pass
-        elif _folds(lease):
-            self._fold(lease, block)
-        elif self._is_covered(lease, block):
-            self._unlink(lease, block)
-        broken: list[Lease] = []
-        while len(leases := list(leases_of(block))) > MAX_LEASES:
-            named = [one for one in reversed(leases) if one.request.holder != SHARED and not _is_rule(one)]
-            if named:
-                # A session may still replace its lease, a request hardly ever does.
-                oldest = next(filter(_folds, named), named[0])
-                if self._is_covered(oldest, block):
-                    self._unlink(oldest, block)
-                else:
-                    self._share(oldest, block)
-                continue
-            least = min(leases, key=lambda one: (_is_rule(one), one.request.priority, self._end(one)))
-            self._unlink(least, block)
-            broken.append(least)
-        return broken
-
-    def _fold(self, lease: Lease, block: LeasedBlock) -> None:
-        """Shares a lease that covers another one, or drops it if another covers it."""
-        others = [other for other in leases_of(block) if other is not lease and _folds(other)]
-        covering = next((other for other in others if _covers(other, lease, self.now)), None)
-        if covering is not None:
-            self._unlink(lease, block)
-            self._share(covering, block)
-        elif any(_covers(lease, other, self.now) for other in others):
-            self._share(lease, block)
-
-    def _share(self, lease: Lease, block: LeasedBlock) -> None:
-        """No later request replaces this lease; callers' leases that it covers are dropped."""
-        lease.request = lease.request._replace(holder=SHARED)
-        for other in leases_of(block):
-            if other is not lease and not _is_rule(other) and _covers(lease, other, self.now):
-                self._unlink(other, block)
-
-    def _is_covered(self, lease: Lease, block: LeasedBlock) -> bool:
-        """Whether a shared lease makes this one unnecessary."""
-        shared = (other for other in leases_of(block) if other is not lease and other.request.holder == SHARED)
-        return any(_covers(other, lease, self.now) for other in shared)
+        leases = list(leases_of(block))
+        if len(leases) <= MAX_LEASES:
+            return None
+        # Of equal ones the oldest.
+        lowest = min(reversed(leases), key=lambda one: (one.request.priority, self._end(one)))
+        self._unlink(lowest, block)
+        return lowest
 
     def _end(self, lease: Lease) -> float:
         remaining = lease.remaining(self.now)
         return inf if remaining is None else remaining
 
-    def _announce_broken(self, broken: list[Lease], refused: Lease | None, view: BlockView) -> None:
-        for lease in broken:
-            if lease is not refused:
-                lease.pool.broken_leases += 1
-                self._events.add(EventKind.LEASE_BROKEN, view, RemovalCause.TOO_MANY_LEASES, self.view(lease))
+    def _announce_broken(self, broken: Lease | None, view: BlockView) -> None:
+        if broken is not None:
+            broken.pool.broken_leases += 1
+            self._events.add(EventKind.LEASE_BROKEN, view, RemovalCause.TOO_MANY_LEASES, self.view(broken))
 
-    def _end_older(self, lease: Lease, block: LeasedBlock) -> bool:
-        """Ends the older lease of the same holder. Whether there was one."""
-        older = None if lease.request.holder == SHARED else _held_by(block, lease.request.holder)
-        if older is None:
-            return False
-        # It lasted until its holder replaced it.
-        older.pool.honoured_leases += 1
-        self._unlink(older, block)
-        return True
+    def _end_older(self, lease: Lease, block: LeasedBlock) -> None:
+        """Ends the older lease of the same holder, if there is one."""
+        older = _held_by(block, lease.request.holder)
+        if older is not None:
+            # It lasted until its holder replaced it.
+            older.pool.honoured_leases += 1
+            self._unlink(older, block)
 
     def _link(self, lease: Lease, block: LeasedBlock) -> None:
         lease.block = block
@@ -419,30 +368,5 @@ def _held_by(block: LeasedBlock, holder: str) -> Lease | None:
     return next((lease for lease in leases_of(block) if lease.request.holder == holder), None)
 
 
-def _folds(lease: Lease) -> bool:
-    """Whether the lease is shared as soon as it covers another, or dropped when one like it covers it."""
-    holder = lease.request.holder
-    return holder == SHARED or holder.startswith(REQUEST)
-
-
 def _is_rule(lease: Lease) -> bool:
     return lease.request.holder.startswith(RULE)
-
-
-def _covers(lease: Lease, other: Lease, now: float) -> bool:
-    """Whether a block that has the first lease is at every time as if it had both.
-
-    A clock that stands may begin now or at any later time, but those of one block begin together.
-    """
-    mine, theirs = lease.request, other.request
-    if mine.priority < theirs.priority or _floor(mine) < _floor(theirs):
-        return False
-    if mine.duration is None or theirs.duration is None:
-        return mine.duration is None
-    if other.deadline is None:
-        return lease.deadline is None and mine.duration >= theirs.duration
-    return (now + mine.duration if lease.deadline is None else lease.deadline) >= other.deadline
-
-
-def _floor(request: RetentionRequest) -> int:
-    return -1 if request.offload_min_priority is None else request.offload_min_priority

@@ -50,7 +50,7 @@ class RetentionPlan:
         )
         self._prompt_tokens = prompt_tokens
         self._holder = holder
-        # Positions of blocks of the prompt that have too many leases of a higher priority.
+        # Positions of blocks of the prompt that have too many leases of a higher priority or more time.
         self.refused: set[int] = set()
         self._has_own = bool(retention.ranges) or retention.decode_priority is not None
         # With the match of each when the request came: a rule whose match has changed since no longer applies.
@@ -172,4 +172,4 @@ def _receipt(
 
 
 def _refusal(blocks: int) -> str:
-    return f"{blocks} of its blocks have too many leases of a higher priority"
+    return f"{blocks} of its blocks have too many leases of a higher priority or more time"

@@ -10,8 +10,6 @@ NO_PRIORITY = -1
 
 # How names of holders begin.
 SESSION, REQUEST, RULE, PIN, HINT = "session/", "request/", "rule/", "pin/", "hint/"
-# Holder of a lease that stands for those of several.
-SHARED = "shared"
 # Holder of the lease of a block of other weights than those of its executor.
 WEIGHTS = "weights"
 

@@ -244,10 +244,10 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         if not request.pool.pool_id:
             raise InvalidField("pool.pool_id", "must name a pool as ListPools gives it")
         given = request.pool
-        view = yield from self._manager.operators.update_pool(
+        resized = yield from self._manager.operators.update_pool(
             given.pool_id, given.total_blocks, given.etag, validate_only=request.validate_only
         )
-        return pb.UpdatePoolResponse(pool=convert.pool(view))
+        return pb.UpdatePoolResponse(pool=convert.pool(resized.pool), degraded_hold_names=resized.degraded)
 
     @kept
     @long_mutation

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from cachemgr.blocks.block import Block, Node, account_of
@@ -25,6 +26,8 @@ _BLOCK: Callable[[tuple[BlockPool, Block]], Block] = itemgetter(1)
 
 # Pins of one executor beyond which hints make no more: operators see all, and each is kept in Redis.
 MAX_PINS = 1000
+
+_NO_TOTALS: Mapping[BlockPool, int] = MappingProxyType({})
 
 # Blocks of expired holds that one call releases: one costs some microseconds.
 RELEASED_AT_A_TIME = 2048
@@ -134,8 +137,7 @@ class Holds:
         name = f"pin-{self._next_number()}"
         # Referenced before older pins release common blocks.
         self._add(Hold(name, list(fitting), {owner: now + duration}, pin=True))
-        for hold in degraded:
-            self._degrade(hold, now)
+        self.degrade(degraded, now)
         return Pinned(name, receipt, names)
 
     def restore_pins(self, pins: Iterable[PinRecord], pools: Sequence[BlockPool], now: float) -> None:
@@ -154,7 +156,15 @@ class Holds:
                 self._add(Hold(pin.name, blocks, {pin.owner: now + pin.remaining}, pin=True))
             else:
                 self._on_pin(pin.name)
-        for hold in self._to_degrade([]):
+        self.degrade(self.beyond_budget(), now)
+
+    def beyond_budget(self, totals: Mapping[BlockPool, int] | None = None) -> list[Hold]:
+        """The oldest pins that are beyond the budget, where pools have the sizes that they have now, or these."""
+        return self._to_degrade([], totals or _NO_TOTALS)
+
+    def degrade(self, pins: Iterable[Hold], now: float) -> None:
+        """Pins become leases."""
+        for hold in pins:
             self._degrade(hold, now)
 
     def end_pins(self) -> None:
@@ -262,8 +272,8 @@ class Holds:
             _count_down(pinned, map(_BLOCK, blocks))
             _count_down(self._pinned_in, [pool for pool, block in blocks if block not in pinned])
 
-    def _budget(self, pool: BlockPool) -> int:
-        return int(pool.device.total * self._pin_budget)
+    def _budget(self, pool: BlockPool, total: int | None = None) -> int:
+        return int((pool.device.total if total is None else total) * self._pin_budget)
 
     def _fitting(self, blocks: Kept, *, displace: bool) -> Kept:
         # A block of several pins counts once.
@@ -291,11 +301,11 @@ class Holds:
         # Most pins differ in their tails only.
         return next((hold for hold in alike if all(block in wanted for _, block in reversed(hold.blocks))), None)
 
-    def _to_degrade(self, fresh: Kept) -> list[Hold]:
+    def _to_degrade(self, fresh: Kept, totals: Mapping[BlockPool, int] = _NO_TOTALS) -> list[Hold]:
         """Older pins that exceed the budget, oldest first; a block of several pins counts once."""
         kept = {block for _, block in fresh}
         together = self._pinned_in + Counter(pool for pool, block in fresh if block not in self._pinned)
-        over = +Counter({pool: count - self._budget(pool) for pool, count in together.items()})
+        over = +Counter({pool: count - self._budget(pool, totals.get(pool)) for pool, count in together.items()})
         degraded: list[Hold] = []
         gone: Counter[Block] = Counter()
         for hold in self._holds.values() if over else ():

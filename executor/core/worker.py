@@ -65,7 +65,7 @@ class _Use:
 
 @dataclass(frozen=True)
 class _After:
-    callback: Callable[[], None]
+    callback: Callable[[], object]
 
 
 class _Stop:
@@ -161,7 +161,7 @@ class Worker:
         self._queue.put(_Use(forward, adapters, done))
         return done
 
-    def after(self, callback: Callable[[], None]) -> None:
+    def after(self, callback: Callable[[], object]) -> None:
         """Calls back, on the device's thread, once nothing runs any more that was submitted before."""
         self._queue.put(_After(callback))
 

@@ -51,7 +51,7 @@ class SchedulerLeases:
 class Steps(Protocol):
     """Runs the steps of sessions in their order."""
 
-    def after(self, callback: Callable[[], None]) -> None:
+    def after(self, callback: Callable[[], object]) -> None:
         """Calls back, from any thread, once nothing runs any more that was submitted before."""
         ...
 

@@ -20,7 +20,7 @@ def set_pool(
     blocks: Annotated[int, typer.Option(min=1, help="Device blocks that it may use.")],
     dry_run: DryRun = False,
 ) -> None:
-    """Set how many device blocks a pool may use; only free blocks move."""
+    """Set how many device blocks a pool may use; only free blocks move, and cached ones are offloaded."""
 
     def resize(shard: Shard) -> _Resized:
         pool = shard.admin.call(shard.admin.stub.GetPool, pb.GetPoolRequest(pool_id=name)).pool
@@ -34,11 +34,12 @@ def set_pool(
 
     found = session.ask(resize, pool=name)
     done = "would set" if dry_run else "set"
-    session.show_all(
-        found,
-        lambda _wide: found.lines(lambda one: f"{done} pool {name} from {one.before} to {blocks} blocks"),
-        lambda one: one.answer,
-    )
+
+    def said(one: _Resized) -> str:
+        lines = [f"{done} pool {name} from {one.before} to {blocks} blocks"]
+        return "\n".join([*lines, *(f"degraded for it: {pin}" for pin in one.answer.degraded_hold_names)])
+
+    session.show_all(found, lambda _wide: found.lines(said), lambda one: one.answer)
 
 
 class _Resized(NamedTuple):

@@ -797,10 +797,12 @@ class UpdatePoolRequest(_message.Message):
     def __init__(self, pool: _Optional[_Union[Pool, _Mapping]] = ..., update_mask: _Optional[_Union[_field_mask_pb2.FieldMask, _Mapping]] = ..., validate_only: _Optional[bool] = ...) -> None: ...
 
 class UpdatePoolResponse(_message.Message):
-    __slots__ = ("pool",)
+    __slots__ = ("pool", "degraded_hold_names")
     POOL_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_HOLD_NAMES_FIELD_NUMBER: _ClassVar[int]
     pool: Pool
-    def __init__(self, pool: _Optional[_Union[Pool, _Mapping]] = ...) -> None: ...
+    degraded_hold_names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, pool: _Optional[_Union[Pool, _Mapping]] = ..., degraded_hold_names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ("pool_id", "window")

@@ -1,4 +1,4 @@
-"""Very many leases of one block: few are kept, and the block has the same priority as with all of them."""
+"""Leases of one block: those of few holders are all kept, and of too many the lowest breaks."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -11,8 +11,18 @@ from cachemgr.blocks.block_record import LeaseRecord
 from cachemgr.retention.bounds import MAX_SESSION_SECONDS
 from cachemgr.retention.leases import MAX_LEASES, leases_of, offload_floor
 from cachemgr.retention.priority import DEFAULT_PRIORITY, RetentionRequest
+from cachemgr.steps import at_once
 from cachemgr.telemetry.nested_caches import NestedCaches
-from cachemgr.types import EventKind, Outcome, RemovalCause, Retention, RetentionRange
+from cachemgr.types import (
+    EventKind,
+    Outcome,
+    RemovalCause,
+    Retention,
+    RetentionRange,
+    RetentionRule,
+    RuleAction,
+    RuleMatch,
+)
 from tests.support.in_process_manager import CONFIG, World, retain
 from tests.support.work import work_of
 
@@ -37,15 +47,19 @@ class Requested:
 
 
 class AllLeases:
-    """The model: every request is kept in a list until its end, or with `replaces` until its holder's next one."""
+    """The model: a list of what each holder requested last. most: of more than so many the lowest leaves."""
 
-    def __init__(self, *, replaces: bool = True) -> None:
-        self.replaces = replaces
+    def __init__(self, most: int = 1_000_000) -> None:
         self.kept: list[Requested] = []
+        self._most = most
 
-    def grant(self, one: Requested) -> None:
-        self.kept = [other for other in self.kept if not self.replaces or other.holder != one.holder]
+    def grant(self, one: Requested, now: float, is_used: bool) -> None:
+        self.kept = [other for other in self.kept if other.holder != one.holder]
         self.kept.append(dataclasses.replace(one))
+        if len(self.kept) > self._most:
+            self.kept.remove(min(self.kept, key=lambda other: (other.priority, other.remaining(now))))
+        if not is_used:
+            self.start(now)
 
     def start(self, now: float) -> None:
         for one in self.kept:
@@ -58,6 +72,9 @@ class AllLeases:
     def state(self) -> tuple[int, int]:
         floors = [one.floor for one in self.kept if one.floor is not None]
         return max((one.priority for one in self.kept), default=DEFAULT_PRIORITY), max(floors, default=FLOOR)
+
+    def holders(self) -> set[str]:
+        return {one.holder for one in self.kept}
 
 
 class OneBlock:
@@ -99,8 +116,8 @@ def play(steps, *models):
         for one in requested:
             block.grant(one)
             for model in models:
-                model.grant(one)
-            yield block.state(), *(model.state() for model in models)
+                model.grant(one, block.now, is_used=True)
+            yield block, *models
         if ends:
             block.drop()
             for model in models:
@@ -108,10 +125,9 @@ def play(steps, *models):
         block.advance(pause)
         for model in models:
             model.advance(block.now)
-        yield block.state(), *(model.state() for model in models)
+        yield block, *models
 
 
-# Few enough for all that none of them covers to fit beside the leases of three sessions.
 DURATIONS = st.sampled_from([None, 1.0, 5.0, 20.0])
 REQUESTS = st.tuples(st.sampled_from([20, 60, 90]), st.sampled_from([None, 40]), DURATIONS)
 
@@ -135,33 +151,22 @@ def _numbered(found):
 
 
 @settings(max_examples=200, deadline=None)
-@given(steps(st.sampled_from(["request/", "session/a", "session/b", "rule/r"])))
-def test_a_block_is_as_with_all_leases_of_few_sessions_and_any_requests(found):
-    for state, expected in play(found, AllLeases()):
-        assert state == expected
-
-
-@settings(max_examples=200, deadline=None)
-@given(steps(st.sampled_from(["request/", *(f"session/{number}" for number in range(60))])))
-def test_a_block_is_as_with_all_leases_where_any_sessions_renew_their_requests(found):
-    first: dict[str, Requested] = {}
-    for requested, _, _ in found:
-        for one in requested:
-            same = first.setdefault(one.holder, one)
-            one.priority, one.floor, one.duration = same.priority, same.floor, same.duration
-    for state, expected in play(found, AllLeases()):
-        assert state == expected
+@given(steps(st.sampled_from([*(f"request/{number}" for number in range(10)), "session/a", "session/b", "rule/r"])))
+def test_a_block_has_what_each_of_few_holders_requested_last(found):
+    """Whatever others request meanwhile, lower or higher, for longer or shorter: rule 14."""
+    for block, model in play(found, AllLeases()):
+        assert block.state() == model.state()
+        assert {lease.request.holder for lease in leases_of(block.block)} == model.holders()
 
 
 @settings(max_examples=200, deadline=None)
 @given(steps(st.sampled_from(["request/", "rule/r", *(f"session/{number}" for number in range(60))])))
-def test_a_block_is_between_all_leases_and_the_last_ones_where_sessions_change_their_requests(found):
-    for requested, _, _ in found:
-        for one in requested:
-            # Else a block would have more without a lease than with it.
-            one.priority = max(one.priority, DEFAULT_PRIORITY)
-    for state, least, most in play(found, AllLeases(), AllLeases(replaces=False)):
-        assert all(low <= one <= high for low, one, high in zip(least, state, most, strict=True))
+def test_of_too_many_leases_the_lowest_break_whoever_holds_them(found):
+    for block, few, everything in play(found, AllLeases(MAX_LEASES), AllLeases()):
+        assert block.state() == few.state()
+        assert {lease.request.holder for lease in leases_of(block.block)} == few.holders()
+        # The highest is always there.
+        assert block.block.priority == everything.state()[0] or len(everything.kept) > MAX_LEASES
 
 
 def patient(num_blocks: int = 8) -> World:
@@ -188,30 +193,51 @@ def broken(world: World, after: int = 0):
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(1, 60), st.sampled_from([0, 0, 1, 7])), max_size=50))
 def test_too_many_leases_break_by_priority_with_receipts_and_events(found):
-    world, model = patient(), AllLeases()
+    world, model = patient(), AllLeases(MAX_LEASES)
     seen = 0
     for count, (wanted, duration, pause) in enumerate(found):
+        holder = f"request/{count}"
+        before = model.holders() | {holder}
         admission = world.cache(PROMPT, request_id=str(count), retention=retain(wanted, float(duration)))
-        if admission.receipts[0].outcome is Outcome.GRANTED:
-            model.grant(Requested(str(count), wanted, None, float(duration)))
-        else:
+        # Of the block that is used its clock stands until now.
+        model.grant(Requested(holder, wanted, None, float(duration)), world.now, is_used=True)
+        gone = before - model.holders()
+        if holder in gone:
             assert admission.receipts[0].outcome is Outcome.REJECTED
-            assert "too many leases of a higher priority" in admission.receipts[0].reason
-        for lease in broken(world, seen):
-            gone = [
-                one
-                for one in model.kept
-                if one.priority <= lease.priority and one.remaining(world.now) <= lease.remaining
-            ]
-            assert gone
-            model.kept = [one for one in model.kept if one not in gone]
+            assert "too many leases of a higher priority or more time" in admission.receipts[0].reason
+        else:
+            assert admission.receipts[0].outcome is Outcome.GRANTED
+        assert {lease.holder for lease in broken(world, seen)} == gone - {holder}
         seen = world.queries.last_event
         model.start(world.now)
         assert priority(world) == model.state()[0]
         world.now += pause
         model.advance(world.now)
         assert priority(world) == model.state()[0]
-        assert len(leases(world)) <= MAX_LEASES
+        assert {lease.holder for lease in leases(world)} == model.holders()
+
+
+def test_the_lease_of_a_rule_breaks_before_a_higher_one_of_a_session():
+    world = patient()
+    rule = RetentionRule("low", 0, RuleMatch(salt="a"), RuleAction(priority=10))
+    at_once(world.operators.create_rule(rule, validate_only=False))
+    for count in range(MAX_LEASES):
+        request = retain(50 + count, 1000.0 - 10 * count)
+        world.cache(PROMPT, salt="a", session_id=str(count), retention=request)
+    seen = world.queries.last_event
+    world.cache(PROMPT, salt="a")
+    assert broken(world, seen) == []
+    assert min(lease.priority for lease in leases(world)) == 50
+
+
+def test_what_a_request_wants_later_replaces_its_earlier_wish_whatever_others_wanted_meanwhile():
+    world = patient()
+    world.cache(PROMPT, request_id="r4", retention=retain(60, 60.0))
+    world.cache(PROMPT, request_id="r5", retention=retain(55, 30.0))
+    world.cache(PROMPT, request_id="r4", retention=retain(20, 60.0))
+    assert priority(world) == 55
+    world.now += 30
+    assert priority(world) == 20
 
 
 def test_a_lease_broken_for_one_of_a_higher_priority_has_an_event_with_the_cause():
@@ -238,7 +264,7 @@ def test_a_request_for_blocks_with_too_many_leases_is_clipped():
         world.cache(prompt, retention=retention)
     receipt = world.cache(prompt, retention=retain(20, 1000.0)).receipts[0]
     assert receipt.outcome is Outcome.CLIPPED
-    assert receipt.reason == "1 of its blocks have too many leases of a higher priority"
+    assert receipt.reason == "1 of its blocks have too many leases of a higher priority or more time"
     assert receipt.num_blocks == 3
 
 

@@ -9,9 +9,9 @@ from cachemgr.manager import CacheManager
 from cachemgr.operators.operator_journal import Kind
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.steps import Steps, at_once
-from cachemgr.types import EventKind, ForgetTarget, PoolView, Prefix, Quota, RemovalCause
+from cachemgr.types import EventKind, ForgetTarget, Prefix, Quota, RemovalCause, Resized
 from protos.errors import InvalidField
-from tests.support.in_process_manager import CONFIG, World
+from tests.support.in_process_manager import CONFIG, World, retain
 from tests.support.random_operations import small_steps
 
 
@@ -25,7 +25,7 @@ def totals(world: World) -> list[int]:
 
 
 def update(world: World, pool_id: str, total: int, etag: str = "", *, validate_only: bool = False):
-    return at_once(world.operators.update_pool(pool_id, total, etag, validate_only=validate_only))
+    return at_once(world.operators.update_pool(pool_id, total, etag, validate_only=validate_only)).pool
 
 
 def overwrite(world: World) -> None:
@@ -155,6 +155,87 @@ def test_a_pool_shrinks_by_empty_blocks_before_cached_ones_in_eviction_order():
     assert world.run(list(range(32))).admitted
 
 
+TOKENS = list(range(32))
+
+
+def shrink(world: World, total: int) -> None:
+    """The copies that this asks for run, and the slots that they free are withheld."""
+    update(world, "e/0", total)
+    world.check()
+    world.renew()
+    world.run_executor_copies()
+    world.run_in_slices()
+    world.manager.expire()
+    world.check()
+    (pool,) = world.queries.pools()
+    assert pool.total_blocks == total
+    assert pool.used_blocks + pool.cached_blocks + pool.free_blocks <= total + pool.cached_blocks
+
+
+def test_a_block_with_a_copy_below_lies_there_when_its_pool_shrinks():
+    world = World(2, host_blocks=4)
+    world.cache(TOKENS[:8])
+    world.open_write_through_copies()
+    shrink(world, 1)
+    assert world.found([*TOKENS[:8], 99]) == 8
+    assert world.tiers_of([*TOKENS[:8], 99]) == ["device", "host"]
+
+
+def test_a_block_without_a_copy_is_offloaded_when_its_pool_shrinks():
+    world = World(2, host_blocks=4, config=replace(CONFIG, write_through=False))
+    world.cache(TOKENS[:8], retention=retain(80))
+    seen = world.queries.last_event
+    shrink(world, 1)
+    assert world.found([*TOKENS[:8], 99]) == 8
+    assert not [event for event in world.queries.events_after(seen) if event.kind is EventKind.REMOVED]
+
+
+def test_blocks_below_a_block_that_must_go_stay_findable():
+    """One device slot costs no more than itself, however many blocks of lower tiers follow it."""
+    world = World(8, host_blocks=16)
+    world.cache(TOKENS)
+    world.open_write_through_copies()
+    shrink(world, 2)
+    assert world.found([*TOKENS, 99]) == len(TOKENS)
+    shrink(world, 1)
+    assert world.found([*TOKENS, 99]) == len(TOKENS)
+    assert world.tiers_of([*TOKENS, 99]) == ["device", *["host"] * 7]
+
+
+def test_a_block_that_may_not_be_offloaded_is_lost_when_its_pool_shrinks():
+    config = replace(CONFIG, offload_min_priority=50, write_through=False)
+    world = World(2, host_blocks=4, config=config)
+    world.cache(TOKENS[:8])
+    before = world.queries.last_event
+    shrink(world, 1)
+    (lost,) = [event for event in world.queries.events_after(before) if event.kind is EventKind.REMOVED]
+    assert lost.cause is RemovalCause.POOL_SHRUNK
+    assert world.found([*TOKENS[:8], 99]) == 4
+
+
+def test_pins_beyond_the_budget_of_a_smaller_pool_become_leases_the_oldest_first():
+    world = World(20, config=replace(CONFIG, pin_budget=0.5))
+    for number in range(2):
+        prompt = [number] * 20
+        world.cache(prompt)
+        world.operators.pin_prefix(Prefix(tuple(prompt), "e"), f"owner-{number}", 60.0, validate_only=False)
+    old, young = (hold.name for hold in world.queries.holds())
+    assert at_once(world.operators.update_pool("e/0", 12, "", validate_only=True)).degraded == (old,)
+    assert len(list(world.queries.holds())) == 2
+    assert at_once(world.operators.update_pool("e/0", 12, "", validate_only=False)).degraded == (old,)
+    assert [hold.name for hold in world.queries.holds()] == [young]
+    leases = {lease.holder for _, _, lease in filter(None, world.queries.leases("e/0", f"pin/{old}"))}
+    assert leases == {f"pin/{old}"}
+    world.check()
+    # A restart changes nothing then.
+    pins, shares = list(world.queries.entries(Kind.PIN, "e")), list(world.queries.entries(Kind.SHARE))
+    world.manager = CacheManager(2, lambda: world.now, world.config, world.journal)
+    world.operators.restore([], [], shares)
+    world.start_scheduler()
+    world.manager.register_executor(world.spec(), list(world.journal.blocks.values()), pins)
+    assert [hold.name for hold in world.queries.holds()] == [young]
+
+
 def test_a_pool_does_not_shrink_below_its_blocks_in_use():
     world = World(8)
     world.run(list(range(12)), "a")
@@ -180,14 +261,14 @@ def test_a_shrinking_pool_keeps_blocks_below_a_floor():
     assert world.cached_tokens([1, 2, 3, 4], salt="a") == 3
 
 
-def begin_shrinking(world: World, total: int) -> Steps[PoolView]:
+def begin_shrinking(world: World, total: int) -> Steps[Resized]:
     """Takes a step of the call, of one block."""
     call = world.operators.update_pool("e/0", total, "", validate_only=False)
     go_on(world, call)
     return call
 
 
-def go_on(world: World, call: Steps[PoolView]) -> None:
+def go_on(world: World, call: Steps[Resized]) -> None:
     with small_steps():
         next(call)
     world.check()
@@ -206,7 +287,7 @@ def test_a_shrinking_pool_allocates_no_more_than_its_new_size():
     assert world.admit([9] * 12, "b", no_store=True).admitted
     assert world.free == 0
     world.compute(world.live["b"], 11)
-    assert at_once(call).total_blocks == 3
+    assert at_once(call).pool.total_blocks == 3
     world.check()
     assert world.queries.pools()[0].cached_blocks == 0
     world.finish("b")

@@ -30,15 +30,6 @@ def restart(world, stored=None, spec=None):
     return world.manager.register_executor(spec or world.spec(), stored).device_blocks
 
 
-def test_the_store_learns_that_a_lease_is_covered():
-    world = cached()
-    session = LeaseRecord("session/x", 35, 1.0, 0.5, None)
-    shared = LeaseRecord("shared", 90, 30.0, 20.0, None)
-    stored = [block._replace(leases=(session, shared)) for block in world.journal.blocks.values()]
-    assert restart(world, stored) == 3
-    assert {block.leases for block in world.queries.records("e")} == {(shared,)}
-
-
 def test_the_store_learns_of_a_lease_from_a_shorter_block():
     world = World(8)
     world.cache([1, 2], retention=retain(60))

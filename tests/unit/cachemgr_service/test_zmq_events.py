@@ -469,7 +469,7 @@ async def test_readers_that_take_nothing_do_not_keep_others_from_their_replays(
 async def test_the_end_of_a_replay_is_sent_once_also_when_the_process_ends_behind_it(
     published: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader that asks again then would take the second end for its answer, and every later one for the one before."""
+    """A reader that asks again would take a second end for its answer, and each later answer for the one before."""
     world = World(config=PATIENT)
     publishing = await published.publish(world)
     world.cache(TOKENS)
@@ -488,7 +488,7 @@ async def test_the_end_of_a_replay_is_sent_once_also_when_the_process_ends_behin
         name = b"reader"
         asking.identity = name
         asking.connect(f"tcp://{published.replays}")
-        monkeypatch.setattr(zmq_events.asyncio, "sleep", stop_behind_the_end)
+        monkeypatch.setattr(asyncio, "sleep", stop_behind_the_end)
         await asking.send_multipart([b"", bytes(8)])
         await asyncio.wait_for(stopping.wait(), patience(20))
         monkeypatch.undo()
