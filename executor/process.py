@@ -115,6 +115,12 @@ def _kind_seconds(runner: "Runner") -> dict[str, float]:
     return runner.model.forward.decoder.seconds
 
 
+def _end_unless_cancelled(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        log.error("the executor failed", exc_info=task.exception())
+        signal.raise_signal(signal.SIGTERM)
+
+
 async def _serve(settings: ExecutorSettings) -> int:
     started = time.monotonic()
     log.info("starting", model=settings.model or "default")
@@ -287,9 +293,10 @@ async def _serve(settings: ExecutorSettings) -> int:
     await server.start()
     worker.start()
     registration = asyncio.create_task(client.run())
-    # It ends by itself only on a bug; then the process must end too.
-    registration.add_done_callback(lambda task: None if task.cancelled() else signal.raise_signal(signal.SIGTERM))
     watching = asyncio.create_task(watchdog.run())
+    # They end by themselves only on a bug; then the process must end too.
+    for task in (registration, watching):
+        task.add_done_callback(_end_unless_cancelled)
     await server.run_until_stopped(drain)
     ended = await asyncio.to_thread(worker.stop)
     await client.confirmed(CONFIRM_SECONDS)

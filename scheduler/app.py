@@ -218,6 +218,7 @@ class Scheduler:
         if self.failed.is_set():
             return
         self._watching = asyncio.create_task(self._watch_manager(requests, cache))
+        self._watching.add_done_callback(self._watching_ended)
         self._engine = generation_pb2.GetEngineResponse(
             engine_id=settings.scheduler_id,
             model=model,
@@ -280,6 +281,11 @@ class Scheduler:
                 else:
                     log.info("the cache manager answers again")
             await asyncio.sleep(WATCH_SECONDS)
+
+    def _watching_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            log.error("the scheduler failed", exc_info=task.exception())
+            self.failed.set()
 
     def _cache_ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():

@@ -178,6 +178,10 @@ class FrontEnds:
                 cause = await self._run(number)
             except OSError as error:
                 cause = f"cannot be started: {error.strerror}"
+            except Exception as error:
+                # Whatever it is, requests need a front end.
+                log.exception("a front end failed", number=number)
+                cause = f"the scheduler met an error of its own: {type(error).__name__}"
             if self._stopping.is_set():
                 return
             pause = RESTART_SECONDS if time.monotonic() - started > LONG_SECONDS else pause

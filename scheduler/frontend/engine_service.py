@@ -98,22 +98,21 @@ class Session:
         self._loads_at = 0.0
 
     async def run(self, commands: AsyncIterator[pb.StreamRequestsRequest]) -> None:
-        """Serves until the router ends the stream. Raises InvalidField for a command that names no request."""
-        writing = asyncio.create_task(self._write())
+        """Serves until the router ends the stream.
+
+        Raises InvalidField for a command that names no request, and UnexpectedError when nothing can be said any more.
+        """
+        writing, reading = asyncio.create_task(self._write()), asyncio.create_task(self._read(commands))
         try:
-            async for command in commands:
-                match command.WhichOneof("command"):
-                    case "start":
-                        self._start(command.start)
-                    case "cancel":
-                        if task := self._tasks.get(command.cancel.request_id):
-                            task.cancel()
-                    case _:
-                        raise InvalidField("command", "is missing: give start or cancel")
+            await asyncio.wait({writing, reading}, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done() and (error := writing.exception()) is not None:
+                log.error("a session with a router failed", exc_info=error)
+                raise UnexpectedError("the engine met an error of its own; its log says which")
+            await reading
         finally:
             self._is_over = True
             self._ready.set()
-            tasks = list(self._tasks.values())
+            tasks = [reading, *self._tasks.values()]
             for task in tasks:
                 task.cancel()
             try:
@@ -123,6 +122,17 @@ class Session:
                 # Also where the call is cancelled again meanwhile: no task outlives its session.
                 writing.cancel()
                 await asyncio.gather(writing, *tasks, return_exceptions=True)
+
+    async def _read(self, commands: AsyncIterator[pb.StreamRequestsRequest]) -> None:
+        async for command in commands:
+            match command.WhichOneof("command"):
+                case "start":
+                    self._start(command.start)
+                case "cancel":
+                    if task := self._tasks.get(command.cancel.request_id):
+                        task.cancel()
+                case _:
+                    raise InvalidField("command", "is missing: give start or cancel")
 
     def _start(self, message: pb.StartRequest) -> None:
         name = message.request.request_id

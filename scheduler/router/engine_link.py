@@ -47,8 +47,8 @@ class LinkListener(Protocol):
     def received(self, link: EngineLink, response: pb.StreamRequestsResponse) -> None:
         """It has sent news of its requests, or its load."""
 
-    def lost(self, link: EngineLink) -> None:
-        """The stream is over: the engine has dropped all requests of it."""
+    def lost(self, link: EngineLink, *, was_silent: bool) -> None:
+        """The stream is over: the engine has dropped all requests of it, or has said nothing for too long."""
 
 
 async def describe(address: str, security: Security) -> pb.GetEngineResponse:
@@ -67,6 +67,9 @@ class EngineLink:
         self._model_digest = first.executor.model_digest
         self.engine = pb.GetEngineResponse()
         self.is_open = False
+        # Whether its address is in no list any more.
+        self.is_leaving = False
+        self.has_other_model = False
         # What it says is in the way of requests, or why it is not open; empty when nothing is.
         self.obstacle = "it has not answered yet"
         # Whether its executor, or its cache manager, does not answer.
@@ -104,6 +107,8 @@ class EngineLink:
 
         now: in seconds of the monotonic clock, as everywhere here.
         """
+        if not self.obstacle and self.is_leaving:
+            return "its address is no longer listed: it gets no new requests"
         if not self.obstacle and now < self._avoided_until:
             return f"it has refused a request, and gets no other within {AVOID_SECONDS:g} s"
         return self.obstacle
@@ -164,9 +169,11 @@ class EngineLink:
         async with open_channel(self.address, self._security) as channel:
             stub: rpc.EngineServiceAsyncStub = rpc.EngineServiceStub(channel)
             while True:
+                was_silent = False
                 try:
                     self.engine = await stub.GetEngine(pb.GetEngineRequest(), timeout=CALL_SECONDS)
-                    if self.engine.executor.model_digest == self._model_digest:
+                    self.has_other_model = self.engine.executor.model_digest != self._model_digest
+                    if not self.has_other_model:
                         await self._converse(stub, listener)
                         cause = "it ended the stream"
                     else:
@@ -175,6 +182,7 @@ class EngineLink:
                 except grpc.aio.AioRpcError as error:
                     cause = str(from_rpc_error(error))
                 except TimeoutError:
+                    was_silent = True
                     cause = f"it has said nothing for {SILENCE_SECONDS:g} seconds"
                 except Exception as error:
                     # An engine that the router does not understand must not end the others' requests.
@@ -182,10 +190,11 @@ class EngineLink:
                     cause = f"the router cannot take in what it sends: {type(error).__name__}"
                 was_open, self.is_open, self.obstacle = self.is_open, False, cause
                 if was_open:
-                    listener.lost(self)
+                    listener.lost(self, was_silent=was_silent)
                 if was_open or cause != said:
                     said = cause
-                    log.info("waiting for an engine", address=self.address, cause=cause)
+                    say = log.warning if self.has_other_model else log.info
+                    say("waiting for an engine", address=self.address, cause=cause)
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _converse(self, stub: rpc.EngineServiceAsyncStub, listener: LinkListener) -> None:

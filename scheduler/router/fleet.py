@@ -165,7 +165,12 @@ class Fleet:
 
     async def _look_up(self, index: KeyIndex, attempt: AdmissionAttempt, unknown: Mapping[str, Owner]) -> None:
         request = attempt.request
-        found = await index.match(unknown, attempt.token_ids, request.cache.salt, request.adapter_id)
+        try:
+            found = await index.match(unknown, attempt.token_ids, request.cache.salt, request.adapter_id)
+        except Exception:
+            # The request must not wait for ever.
+            log.exception("the look-up of a prompt failed")
+            found = {}
         del self.lookups[attempt.request.arrival]
         self._metrics.lookups.labels("found" if found else "nothing").inc()
         self._send(attempt, {unknown[name]: match for name, match in found.items()})

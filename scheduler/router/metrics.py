@@ -24,9 +24,11 @@ class RouterMetrics:
         self.decision = Histogram(
             f"{PREFIX}_decision_seconds", "Time to choose an engine.", buckets=_DECISION_BUCKETS, registry=registry
         )
-        engines = Gauge(f"{PREFIX}_engines", "Engines, by state: ready or away.", ["state"], registry=registry)
+        engines = Gauge(
+            f"{PREFIX}_engines", "Engines, by state: ready, away or other model.", ["state"], registry=registry
+        )
         # There from the start: a router that has found no engine yet has none that is ready.
-        self.ready, self.away = engines.labels("ready"), engines.labels("away")
+        self.ready, self.away, self.other_model = map(engines.labels, ("ready", "away", "other model"))
         self.incomplete_views = Gauge(
             f"{PREFIX}_incomplete_views",
             "Engines that answer and whose cached blocks the view does not know.",

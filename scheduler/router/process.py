@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,8 +13,6 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
-from protos.rpc import addresses
-from protos.rpc.addresses import AddressError
 from protos.rpc.errors import from_rpc_error
 from protos.rpc.guard import Guard
 from protos.rpc.http_server import HttpServer
@@ -34,17 +29,20 @@ from scheduler.frontend.validation import RequestValidator
 from scheduler.frontend.vllm.service import VLLM_SERVICE, VllmEngine
 from scheduler.metrics import RequestMetrics
 from scheduler.router.engine_link import EngineLink, describe
+from scheduler.router.engine_list import EngineList
 from scheduler.router.fleet import Fleet
 from scheduler.router.key_index import KeyIndex
 from scheduler.router.metrics import PREFIX, RouterMetrics
 from scheduler.router.policies import POLICIES
 from scheduler.router.reports import EngineReports
 from scheduler.router.service import ROUTER_SERVICE, RouterService
-from scheduler.router.settings import DNS, FILE, RouterSettings
+from scheduler.router.settings import RouterSettings
 from scheduler.router.view import CacheView, ViewFeed
 
 # How often names are looked up, and health is looked at, in seconds.
 LOOKUP_SECONDS, WATCH_SECONDS = 5.0, 0.5
+# Engines that are asked at once what they are, at the start.
+MOST_ASKED = 64
 
 log = structlog.get_logger()
 
@@ -74,8 +72,8 @@ class Router:
         self._links: dict[str, asyncio.Task[None]] = {}
         self._feeds: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        # Addresses that were found last and may not be called, by what found them.
-        self._refused: dict[str, set[str]] = {}
+        self._list = EngineList(settings.engines, settings.security)
+        self._asking = asyncio.Semaphore(MOST_ASKED)
 
     @property
     def services(self) -> Mapping[str, Callable[[grpc.aio.Server], None]]:
@@ -163,65 +161,50 @@ class Router:
             await asyncio.to_thread(self._access_log.close)
 
     async def _first_engine(self) -> pb.GetEngineResponse:
-        """The engine that answers first: all others must serve its model."""
-        said = ""
+        """The engine that answers first, of the model that was asked for: all others must serve its model."""
+        said = dict[str, str]()
         while True:
-            for address in await self._addresses():
-                try:
-                    return await describe(address, self._settings.security)
-                except grpc.aio.AioRpcError as error:
-                    cause = str(from_rpc_error(error))
-                    if cause != said:
-                        log.info("waiting for an engine", address=address, cause=cause)
-                        said = cause
+            found = await self._list.addresses()
+            asked = [asyncio.create_task(self._describe(address, said)) for address in found]
+            try:
+                for answer in asyncio.as_completed(asked):
+                    if (engine := await answer) is not None:
+                        return engine
+            finally:
+                for task in asked:
+                    task.cancel()
+                await asyncio.gather(*asked, return_exceptions=True)
             await asyncio.sleep(WATCH_SECONDS)
 
-    async def _addresses(self) -> list[str]:
-        """The engines' addresses as names and files stand for at the moment."""
-        found: list[str] = []
-        for source in self._settings.engines:
-            if source.startswith(FILE):
-                # A file without UTF-8 is one that is being written.
-                with contextlib.suppress(OSError, UnicodeError):
-                    text = await asyncio.to_thread(Path(source.removeprefix(FILE)).read_text)
-                    found += self._callable(text.split(), source)
-            elif source.startswith(DNS):
-                host, port = addresses.split_host_port(source.removeprefix(DNS))
-                with contextlib.suppress(OSError, UnicodeError):
-                    infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-                    hosts = sorted({str(info[4][0]) for info in infos})
-                    found += self._callable(
-                        (f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts), source
-                    )
-            else:
-                found.append(source)
-        return found
-
-    def _callable(self, found: Iterable[str], source: str) -> list[str]:
-        """Those of these addresses that may be called; what is wrong with others is logged once."""
-        usable, refused = [], set()
-        for address in found:
+    async def _describe(self, address: str, said: dict[str, str]) -> pb.GetEngineResponse | None:
+        """What an engine says of itself; None when it does not, or serves another model than the one asked for."""
+        async with self._asking:
             try:
-                self._settings.security.check_target(addresses.validate(address))
-            except (AddressError, ValueError) as error:
-                refused.add(address)
-                if address not in self._refused.get(source, ()):
-                    log.error("an address cannot be used", address=address, source=source, cause=str(error))
+                engine = await describe(address, self._settings.security)
+            except grpc.aio.AioRpcError as error:
+                cause = str(from_rpc_error(error))
             else:
-                usable.append(address)
-        self._refused[source] = refused
-        return usable
+                if self._settings.model in ("", engine.model.model):
+                    return engine
+                cause = f"it serves {engine.model.model}, and this router is for {self._settings.model}"
+        if cause != said.get(address):
+            log.info("waiting for an engine", address=address, cause=cause)
+            said[address] = cause
+        return None
 
     async def _find_engines(self, first: pb.GetEngineResponse, reports: EngineReports) -> None:
-        """Keeps a link to every engine. One whose address is gone stays until it no longer answers."""
+        """Keeps a link to every engine. One whose address is gone gets no more requests, and stays for those it has."""
         while True:
-            found = await self._addresses()
+            found = await self._list.addresses()
             for address in found:
                 if address not in self._links:
                     link = self.fleet.links[address] = EngineLink(address, self._settings.security, first)
                     self._links[address] = self._run(link.run(reports))
+                self.fleet.links[address].is_leaving = False
             for address in set(self._links).difference(found):
-                if not self.fleet.links[address].is_open:
+                link = self.fleet.links[address]
+                link.is_leaving = True
+                if not link.is_open or not self.fleet.on(link):
                     self._links.pop(address).cancel()
                     del self.fleet.links[address]
                     # Engines whose addresses change with each pod leave nothing behind.
@@ -244,7 +227,9 @@ class Router:
                     log.info("an engine takes requests again")
             has_served = has_served or not obstacle
             self._router_metrics.ready.set(ready)
-            self._router_metrics.away.set(len(self.fleet.links) - ready)
+            others = sum(link.has_other_model for link in self.fleet.links.values())
+            self._router_metrics.other_model.set(others)
+            self._router_metrics.away.set(len(self.fleet.links) - ready - others)
             incomplete = sum(self.view.find(link.owner) is None for link in open_links)
             self._router_metrics.incomplete_views.set(incomplete)
             self._follow_caches()
@@ -255,7 +240,7 @@ class Router:
     def _follow_caches(self) -> None:
         """Follows the cache manager of every engine, until no engine names it any more."""
         announced = {link.engine.cachemgr_admin_address for link in self.fleet.links.values()} - {""}
-        named = set(self._callable(announced, "cachemgr_admin_address"))
+        named = set(self._list.callable(announced, "cachemgr_admin_address"))
         for address in named.difference(self._feeds):
             feed = ViewFeed(self.view, address, self._settings.security)
             self._feeds[address] = self._run(feed.run())

@@ -56,13 +56,13 @@ class EngineReports:
             # Also before an error: samples go on elsewhere behind the tokens that were taken.
             self._listener.receive(batch)
 
-    def lost(self, link: EngineLink) -> None:
-        """An engine is lost: its samples go on elsewhere."""
+    def lost(self, link: EngineLink, *, was_silent: bool) -> None:
+        """An engine is lost: its samples go on elsewhere. None of them is at fault where it only says nothing."""
         batch = TokenBatch(at=time.monotonic())
         running = self._fleet.lost(link)
         log.warning("engine lost", address=link.address, executor=link.executor_id, requests=len(running))
         for routed in running:
-            self._move(routed, batch, lost=True)
+            self._move(routed, batch, lost=not was_silent)
         self._listener.receive(batch)
 
     def _take_adapters(self) -> None:

@@ -115,6 +115,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         special_tokens: Sequence[str] = (),
     ) -> None:
         self.executor_id = "executor"
+        self.model_name = MODEL
         self.model_fingerprint = b"f" * 32
         self.block_size = block_size
         self.max_tokens = max_tokens
@@ -290,7 +291,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
     def model(self) -> pb.GetModelResponse:
         """What it says of its model."""
         return pb.GetModelResponse(
-            model=MODEL,
+            model=self.model_name,
             vocab_size=self.vocab_size,
             max_positions=self.max_positions,
             eos_token_ids=self.eos_token_ids,

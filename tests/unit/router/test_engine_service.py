@@ -10,10 +10,12 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import status_pb2
+from structlog.testing import capture_logs
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.rpc.errors import from_status
+from scheduler.cache.client import CacheClient
 from scheduler.errors import DrainingError
 from scheduler.frontend.engine_service import Session
 from tests.support.patience import patience
@@ -178,3 +180,30 @@ async def test_a_router_that_leaves_in_the_middle_of_a_message_is_no_error(tmp_p
         del serving
         gc.collect()
     assert errors == []
+
+
+async def test_a_session_that_can_say_nothing_any_more_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No router can make that happen; a defect can. Its requests would wait there for ever."""
+
+    def fails(self: Session, message: pb.StreamRequestsResponse) -> None:
+        raise ZeroDivisionError
+
+    async with run_engine(tmp_path) as engine, grpc.aio.insecure_channel(engine.address) as channel:
+        stub: rpc.EngineServiceAsyncStub = rpc.EngineServiceStub(channel)
+        call = stub.StreamRequests()
+        await call.write(start(max_tokens=100))
+        assert await news(call, "outputs")
+        monkeypatch.setattr(Session, "_add_loads", fails)
+        with capture_logs() as logs:
+            async with asyncio.timeout(patience(20)):
+                assert await call.code() is not grpc.StatusCode.OK
+        assert [line["event"] for line in logs if line["log_level"] == "error"] == ["a session with a router failed"]
+        monkeypatch.undo()
+        await engine.manager.unused()
+
+
+async def test_a_scheduler_whose_watching_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with run_engine(tmp_path) as engine:
+        monkeypatch.setattr(CacheClient, "silence", None)
+        async with asyncio.timeout(patience(20)):
+            await engine.scheduler.failed.wait()

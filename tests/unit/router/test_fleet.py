@@ -1,6 +1,7 @@
 """Requests through a router: the tokens of one engine, whichever engine runs them and whatever dies meanwhile."""
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator
 from functools import partial
@@ -12,18 +13,21 @@ from structlog.testing import capture_logs
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
+from protos.rpc.security import Security
 from protos.rpc.server import Server
 from protos.rpc.settings import SettingsError, load
 from scheduler import app
 from scheduler.core import loop
 from scheduler.frontend import engine_service
 from scheduler.router import engine_link, process
+from scheduler.router.engine_link import EngineLink
+from scheduler.router.engine_list import EngineList
 from scheduler.router.settings import RouterSettings
 from tests.chaos.proxies import SocketProxy
 from tests.support.generation import generate, generate_samples, greedy_request
 from tests.support.patience import patience
-from tests.support.scheduler.fake_executor import FakeExecutor
-from tests.support.scheduler.fleet import Fleet, run_engine, run_fleet, run_router
+from tests.support.scheduler.fake_executor import MODEL, FakeExecutor
+from tests.support.scheduler.fleet import Engine, Fleet, run_engine, run_fleet, run_router
 from tests.support.scheduler.real_manager import RealManager
 from tests.support.scheduler.stack import prompt_of, refusal
 
@@ -459,15 +463,15 @@ async def test_what_an_engine_refuses_reaches_the_caller_as_it_is(tmp_path: Path
 
 async def test_engines_of_a_file_come_and_go_with_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "LOOKUP_SECONDS", 0.02)
-    read, times_read = process.Router._addresses, 0
+    read, times_read = EngineList.addresses, 0
 
-    async def counted(router: process.Router) -> list[str]:
+    async def counted(found_in: EngineList) -> list[str]:
         nonlocal times_read
-        found = await read(router)
+        found = await read(found_in)
         times_read += 1
         return found
 
-    monkeypatch.setattr(process.Router, "_addresses", counted)
+    monkeypatch.setattr(EngineList, "addresses", counted)
 
     async def looked_up() -> None:
         """Waits until the file was read from its beginning since: the first reading may have begun before."""
@@ -489,11 +493,24 @@ async def test_engines_of_a_file_come_and_go_with_its_lines(tmp_path: Path, monk
             assert third.executor.steps
             assert fleet.metric("routed_requests_total", engine=third.address)
             await fleet.knows(3)
-            # It is left out once it has gone, too: until then its requests run.
+            # Without its line it gets no more requests, and stays for those that it has.
+            third.executor.gate.clear()
+            running = [asyncio.create_task(generate(fleet.stub, greedy_request(prompt_of(20, 9), 4))) for _ in range(3)]
+            async with asyncio.timeout(patience(20)):
+                while sum(task.done() for task in running) != 2 or not fleet.router.fleet.on(link_of(fleet, third)):
+                    await asyncio.sleep(0.01)
             file.write_text("\n".join(addresses[:2]))
             await looked_up()
             assert set(fleet.router.fleet.links) == set(addresses)
-            await third.kill()
+            sent = fleet.metric("routed_requests_total", engine=third.address)
+            for seed in range(4):
+                await generate(fleet.stub, greedy_request(prompt_of(20, seed), 4))
+            assert fleet.metric("routed_requests_total", engine=third.address) == sent
+            third.executor.gate.set()
+            assert [len(output.token_ids) for output in await asyncio.gather(*running)] == [4] * 3
+            async with asyncio.timeout(patience(20)):
+                while set(fleet.router.fleet.links) != set(addresses[:2]):
+                    await asyncio.sleep(0.01)
         await fleet.ready(2)
         async with asyncio.timeout(patience(20)):
             while set(fleet.router.fleet.links) != set(addresses[:2]):
@@ -511,14 +528,66 @@ async def test_engines_of_a_file_come_and_go_with_its_lines(tmp_path: Path, monk
         [line] = [line for line in logs if line["event"] == "an address cannot be used"]
         assert (line["address"], line["source"]) == ("unix:engine", f"file://{file}")
         assert set(fleet.router.fleet.links) == set(addresses[:2])
-        # With a file that has no text, and without the file, the router keeps the engines that answer.
-        file.write_bytes(b"\xff")
-        await looked_up()
-        file.unlink()
-        await looked_up()
+        # With a file that has no text, without the file, and with something else in its place, the router keeps the
+        # engines that it found last, and says once why.
+        with capture_logs() as logs:
+            for change in (
+                lambda: file.write_bytes(b"\xff"),
+                lambda: file.write_text(" \n"),
+                file.unlink,
+                lambda: os.mkfifo(file),
+            ):
+                change()
+                await looked_up()
+                output = await generate(fleet.stub, greedy_request(prompt_of(20), 4))
+                assert len(output.token_ids) == 4
+        causes = [line["cause"] for line in logs if line["event"] == "engines cannot be looked up"]
+        wanted = ["can't decode", "names no engine", "No such file", "is no regular file"]
+        assert [next(words for words in wanted if words in cause) for cause in causes] == wanted
+        assert not fleet.router.failed.is_set()
+
+
+def link_of(fleet: Fleet, engine: Engine) -> EngineLink:
+    return fleet.router.fleet.links[engine.address]
+
+
+async def test_a_router_asks_all_engines_at_once_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that answers decides, however many do not."""
+    asked, describe = 0, process.describe
+
+    async def never_or(address: str, security: Security) -> pb.GetEngineResponse:
+        nonlocal asked
+        asked += 1
+        if "silent" in address:
+            await asyncio.Event().wait()
+        return await describe(address, security)
+
+    monkeypatch.setattr(process, "describe", never_or)
+    silent = [f"unix:{tmp_path}/silent-{number}" for number in range(20)]
+    engines = ",".join([*silent, f"unix:{tmp_path}/engine-0/scheduler"])
+    async with run_fleet(tmp_path, 1, engines=engines) as fleet:
         output = await generate(fleet.stub, greedy_request(prompt_of(20), 4))
         assert len(output.token_ids) == 4
-        assert not fleet.router.failed.is_set()
+    assert asked == 21
+
+
+async def test_a_router_for_one_model_passes_over_engines_of_another(tmp_path: Path) -> None:
+    other = FakeExecutor()
+    other.model_name = "another"
+    (tmp_path / "other").mkdir()
+    async with run_engine(tmp_path / "other", other) as wrong:
+        engines = f"{wrong.address},unix:{tmp_path}/engine-0/scheduler"
+        with capture_logs() as logs:
+            async with run_fleet(tmp_path, 1, engines=engines, model=MODEL) as fleet:
+                output = await generate(fleet.stub, greedy_request(prompt_of(20), 4))
+                assert len(output.token_ids) == 4
+                async with asyncio.timeout(patience(20)):
+                    while fleet.metric("engines", state="other model") != 1:
+                        await asyncio.sleep(0.01)
+                assert fleet.metric("engines", state="away") == 0
+        assert not wrong.executor.steps
+        said = [line for line in logs if line["log_level"] == "warning" and "another model" in line.get("cause", "")]
+        assert [line["address"] for line in said] == [wrong.address]
 
 
 @pytest.mark.parametrize("engines", ["file://engines", "dns:///engines", "engines", " , ", "a:1,a:1"])
