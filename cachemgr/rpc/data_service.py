@@ -16,6 +16,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc import tracing
 from protos.rpc.durations import duration, seconds
+from protos.rpc.epochs import check_epoch
 
 # gRPC hands every method its context, of which nothing is needed here.
 # ruff: noqa: N802, ARG002
@@ -35,6 +36,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
     async def RegisterExecutor(self, request: pb.RegisterExecutorRequest, context: Any) -> pb.RegisterExecutorResponse:
         """Restores stored blocks, when the manager itself does not know the executor."""
         store = self.context.store
+        check_epoch("executor_epoch", request.executor_epoch)
         spec = convert.executor_spec(request)
         check_spec(spec)
         if store is not None and self._manager.is_too_large_to_carry_over(spec):
@@ -116,6 +118,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
     @mutation
     def RegisterScheduler(self, request: pb.RegisterSchedulerRequest) -> pb.RegisterSchedulerResponse:
         """Frees what an older epoch held."""
+        check_epoch("scheduler_epoch", request.scheduler_epoch)
         manager = self._manager
         manager.register_scheduler(request.scheduler_id, request.scheduler_epoch)
         return pb.RegisterSchedulerResponse(

@@ -25,6 +25,7 @@ from executor.rpc.weights import WeightUpdates
 from executor.step import Step, StepOutput
 from protos.execution.v1 import execution_pb2 as pb
 from protos.execution.v1 import execution_pb2_grpc as rpc
+from protos.rpc.epochs import check_epoch
 from protos.rpc.errors import ServiceError
 from protos.rpc.identity import current
 
@@ -132,6 +133,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
             loop.call_soon_threadsafe(answers.put_nowait, answer)
 
         session, opening = Session(deliver), first.open
+        check_epoch("open.scheduler_epoch", opening.scheduler_epoch)
         if (caller := current()) is not None:
             caller.check_id(opening.scheduler_id, "open.scheduler_id")
         self._sessions.open(

@@ -108,7 +108,7 @@ DATA_METHODS: dict[str, tuple[dict[str, Any], list[Case]]] = {
         REGISTRATION,
         [
             *invalid("executor_id", "", LONG),
-            *invalid("executor_epoch", 0),
+            *invalid("executor_epoch", 0, (1 << 64) - 1),
             *invalid("model_fingerprint", b""),
             *invalid("block_size", 0, 1, 3, 24),
             *invalid("pools", []),
@@ -157,7 +157,7 @@ DATA_METHODS: dict[str, tuple[dict[str, Any], list[Case]]] = {
         {"scheduler_id": SCHEDULER, "scheduler_epoch": 2},
         [
             *invalid("scheduler_id", "", LONG),
-            *invalid("scheduler_epoch", 0),
+            *invalid("scheduler_epoch", 0, (1 << 64) - 1),
             ({"scheduler_id": "twice", "scheduler_epoch": 1}, "STALE_SCHEDULER", "scheduler_epoch"),
         ],
     ),

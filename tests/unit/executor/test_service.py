@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,6 +138,13 @@ async def test_a_newer_scheduler_ends_the_older_session(stack: Stack) -> None:
             with refused("SESSION_REPLACED", code=grpc.StatusCode.ABORTED):
                 await older.read()
             assert list((await newer.run(**join(1))).sequences) == [1]
+
+
+async def test_an_epoch_of_the_far_future_keeps_no_scheduler_away(stack: Stack) -> None:
+    with refused(field="open.scheduler_epoch", code=grpc.StatusCode.INVALID_ARGUMENT):
+        await opened(stack, (1 << 64) - 1)
+    # The clocks of two machines may differ.
+    await opened(stack, time.time_ns() + 1_000_000_000)
 
 
 async def test_another_scheduler_is_let_in_when_the_lease_of_the_one_before_has_ended(stack: Stack) -> None:
