@@ -191,6 +191,11 @@ class Queries:
         transfers = (ticket.transfer for ticket in executor.tickets.values() if ticket.scheduler is None)
         return list(islice(transfers, MAX_TRANSFERS))
 
+    def scheduler_epoch(self, scheduler_id: str) -> int:
+        """The newest epoch of a scheduler; 0 without one."""
+        known = self._state.schedulers.get(scheduler_id)
+        return 0 if known is None else known.epoch
+
     def scheduler_ids(self) -> list[str]:
         """Schedulers whose lease has not ended."""
         return list(self._state.schedulers)

@@ -118,8 +118,9 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
     @mutation
     def RegisterScheduler(self, request: pb.RegisterSchedulerRequest) -> pb.RegisterSchedulerResponse:
         """Frees what an older epoch held."""
-        check_epoch("scheduler_epoch", request.scheduler_epoch)
         manager = self._manager
+        newest = manager.queries.scheduler_epoch(request.scheduler_id)
+        check_epoch("scheduler_epoch", request.scheduler_epoch, newest)
         manager.register_scheduler(request.scheduler_id, request.scheduler_epoch)
         return pb.RegisterSchedulerResponse(
             manager_epoch=manager.epoch, lease_duration=duration(manager.config.lease_seconds)

@@ -133,7 +133,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
             loop.call_soon_threadsafe(answers.put_nowait, answer)
 
         session, opening = Session(deliver), first.open
-        check_epoch("open.scheduler_epoch", opening.scheduler_epoch)
+        check_epoch("open.scheduler_epoch", opening.scheduler_epoch, self._sessions.scheduler_epoch)
         if (caller := current()) is not None:
             caller.check_id(opening.scheduler_id, "open.scheduler_id")
         self._sessions.open(

@@ -86,7 +86,7 @@ class GenerationService(rpc.GenerationServiceServicer):
         requests = self._source.requests
         with self.access_log.generation(request, self._served_name(requests, request.model)) as record:
             tenant = bind(current(), request.cache)
-            with requests.arriving(request.request_id, tenant):
+            with requests.arriving(request.request_id, tenant, request.n):
                 validated = await requests.validator.validate(request)
             samples = [replace(sample, part_of=part_of) for sample in validated] if part_of else validated
             if accept is not None:
@@ -112,6 +112,10 @@ class GenerationService(rpc.GenerationServiceServicer):
 
     async def detokenize(self, model: str, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
         return await self._source.requests.validator.decode(model, token_ids, skip_special=skip_special)
+
+    def check_samples(self, prompts: int, samples: int) -> None:
+        """Raises InvalidField, which names "prompt", for more samples of one call than may wait."""
+        self._source.requests.check_samples(prompts, samples)
 
     def model(self, name: str = "") -> ModelInfo:
         """The served model, under the name of an adapter where that is asked for. Raises ModelNotFoundError."""

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from protos.errors import InvalidField
 from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import ServiceError
 from scheduler.bridge import Admission, TokenBatch, TokenMeta
@@ -24,7 +25,7 @@ from scheduler.frontend.comparisons import RecentResponses
 from scheduler.frontend.engine import Engine
 from scheduler.frontend.loader import ModelLoader
 from scheduler.frontend.output import Generation, Stream, StreamFlusher
-from scheduler.frontend.validation import RequestValidator
+from scheduler.frontend.validation import MAX_SAMPLES, RequestValidator
 from scheduler.metrics import RequestMetrics
 from scheduler.request import MAX_FAILURES, AdapterChange, AdmissionAttempt, Request
 
@@ -74,6 +75,8 @@ class RequestTable:
         self._max_tenant_requests = max_tenant_requests
         self._engine = engine
         self._arriving = 0
+        # Samples of requests whose first one has no token yet: they share its prompt, and start then.
+        self._followers = 0
         self._health = health
         # By arrival.
         self._live: dict[int, Generation] = {}
@@ -145,8 +148,8 @@ class RequestTable:
 
     @property
     def num_waiting(self) -> int:
-        """Samples that wait for blocks, and requests that are not tokenized yet."""
-        return self._engine.loads.waiting + self._arriving
+        """Samples that wait for blocks, that are not tokenized yet, or whose request has no first token yet."""
+        return self._engine.loads.waiting + self._arriving + self._followers
 
     def loads(self) -> pb.GetLoadsResponse:
         """The load, for callers and routers."""
@@ -161,7 +164,7 @@ class RequestTable:
         )
         answer = pb.GetLoadsResponse(
             running_requests=loads.running,
-            waiting_requests=loads.waiting + self._arriving,
+            waiting_requests=loads.waiting + self._arriving + self._followers,
             max_waiting_requests=self.max_waiting,
             steps=self.steps,
             preemptions=self.preemptions,
@@ -180,24 +183,37 @@ class RequestTable:
         return answer
 
     @contextlib.contextmanager
-    def arriving(self, request_id: str, tenant: str = "") -> Iterator[None]:
-        """Counts a request as waiting while it is checked and tokenized. Raises when it would not be taken now."""
+    def arriving(self, request_id: str, tenant: str = "", samples: int = 1) -> Iterator[None]:
+        """Counts a request as waiting while it is checked and tokenized. Raises when it would not be taken now.
+
+        samples: how many it asks for. Where nothing waits, they may be more than the bound.
+        """
+        samples = max(1, min(samples, MAX_SAMPLES))
         self._check_id(tenant, request_id)
         if 0 < self._max_tenant_requests <= self._tenants[tenant]:
             raise TenantBusyError(
                 f"{self._max_tenant_requests} requests of this tenant are live, which is the bound",
                 retry_after=RETRY_SECONDS,
             )
-        if self.num_waiting >= self.max_waiting:
+        waiting = self.num_waiting
+        if waiting and waiting + samples > self.max_waiting:
             raise QueueFullError(
-                f"{self.max_waiting} requests wait already, which is the bound", retry_after=RETRY_SECONDS
+                f"{waiting} samples wait already, and the bound is {self.max_waiting}", retry_after=RETRY_SECONDS
             )
-        self._arriving += 1
+        self._arriving += samples
         try:
             with self._counted(tenant):
                 yield
         finally:
-            self._arriving -= 1
+            self._arriving -= samples
+
+    def check_samples(self, prompts: int, samples: int) -> None:
+        """Raises InvalidField where one call asks for more samples than may wait at any time."""
+        samples = max(1, min(samples, MAX_SAMPLES))
+        if prompts > 1 and prompts * samples > self.max_waiting:
+            raise InvalidField(
+                "prompt", f"{prompts} prompts with {samples} samples each are more than {self.max_waiting}, the bound"
+            )
 
     @contextlib.contextmanager
     def _counted(self, tenant: str) -> Iterator[None]:
@@ -234,6 +250,7 @@ class RequestTable:
             self._request_ids.add(name)
             self._by_caller_id.setdefault(first.caller_id, set()).update(stream.generations)
             self._idle.clear()
+            self._followers += len(stream.generations[0].followers)
             self._engine.start(AdmissionAttempt(first, first.prompt_ids + output))
             try:
                 with contextlib.nullcontext() if is_follower else self._counted(name[0]):
@@ -245,6 +262,7 @@ class RequestTable:
                 self._by_caller_id[first.caller_id].difference_update(stream.generations)
                 if not self._by_caller_id[first.caller_id]:
                     del self._by_caller_id[first.caller_id]
+                self._take_followers(stream.generations[0])
                 for request in samples:
                     generation = self._live.pop(request.arrival)
                     if generation.first_token_at is not None and not generation.is_gathered:
@@ -443,9 +461,14 @@ class RequestTable:
         # With its first token the prompt is computed and can be forked. A sequence that evicts has private blocks, and
         # scores that no other sequence can know.
         parent = meta.sequence if meta and not generation.policy else 0
-        for request in generation.followers:
+        for request in self._take_followers(generation):
             self._engine.start(AdmissionAttempt(request, request.prompt_ids, parent=parent))
-        generation.followers = ()
+
+    def _take_followers(self, generation: Generation) -> Sequence[Request]:
+        """The other samples of its request, which have not been started."""
+        followers, generation.followers = generation.followers, ()
+        self._followers -= len(followers)
+        return followers
 
 
 def _tenant(request: Request) -> str:

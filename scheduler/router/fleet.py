@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -67,6 +67,8 @@ class Fleet:
         self._notes = Notes()
         self._by_name: dict[str, Routed] = {}
         self._by_arrival: dict[int, Routed] = {}
+        # Samples that are at engines, by the id of their request.
+        self._by_request: defaultdict[str, list[Routed]] = defaultdict(list)
         # Samples that no engine takes at the moment, by arrival.
         self._waiting: dict[int, AdmissionAttempt] = {}
         # When an engine was lost last.
@@ -202,6 +204,7 @@ class Fleet:
             started_at=now,
         )
         self._by_name[routed.name] = self._by_arrival[routed.arrival] = routed
+        self._by_request[routed.request_id].append(routed)
         self._metrics.requests.labels(link.address).inc()
         self._metrics.routed_tokens.inc(prompt)
         self._metrics.expected_tokens.inc(expected)
@@ -231,7 +234,11 @@ class Fleet:
 
     def end(self, routed: Routed) -> None:
         """An engine no longer runs a sample."""
-        self._by_name.pop(routed.name, None)
+        if self._by_name.pop(routed.name, None) is not None:
+            samples = self._by_request[routed.request_id]
+            samples.remove(routed)
+            if not samples:
+                del self._by_request[routed.request_id]
         self._by_arrival.pop(routed.arrival, None)
         if routed.note is not None and not routed.note.is_computed:
             self._notes.remove(routed.note)
@@ -281,7 +288,7 @@ class Fleet:
         links = [link for link in links if link.has_room] or links
         if request.sample_index:
             # It shares the prompt of the first sample.
-            running = (routed for routed in self._by_name.values() if routed.request_id == request.request_id)
+            running = self._by_request.get(request.request_id, ())
             links = [routed.link for routed in running if routed.link in links][:1] or links
         return links
 

@@ -14,6 +14,8 @@ from google.protobuf.message import Message
 # Tokens and samples of a request, and from where on every request is refused.
 MAX_TOKENS, TOO_MANY_TOKENS = 4, 1 << 24
 MAX_SAMPLES, TOO_MANY_SAMPLES = 4, 64
+# Samples of all prompts of a body over HTTP.
+MAX_PRODUCT, TOO_LARGE_PRODUCT = 16, 256
 # Each slot that an executor announces takes memory of the cache manager from the start, up to 2^24 of them.
 MAX_SLOTS, TOO_MANY_SLOTS = 4096, 1 << 24
 OWN_SCHEDULER, OWN_EXECUTOR = "scheduler-0", "executor-0"
@@ -74,6 +76,12 @@ def keep_body(body: Any) -> Any:
         kept["max_tokens"] = MAX_TOKENS
     if _is_between(kept.get("n"), MAX_SAMPLES, TOO_MANY_SAMPLES):
         kept["n"] = 1 + kept["n"] % MAX_SAMPLES
+    prompts, samples = kept.get("prompt"), kept.get("n", 1)
+    if isinstance(prompts, list) and isinstance(samples, int) and not isinstance(samples, bool):
+        # More than may wait are refused: those may come. A list of numbers is one prompt.
+        are_several = not all(isinstance(one, int) for one in prompts)
+        if are_several and MAX_PRODUCT < len(prompts) * samples <= TOO_LARGE_PRODUCT:
+            kept["prompt"] = prompts[:MAX_SAMPLES]
     return kept
 
 

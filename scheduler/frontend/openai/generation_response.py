@@ -119,6 +119,7 @@ class GenerationResponse(Response):
         """Runs all prompts; the first error cancels the others. Raises ApiError."""
         try:
             with self._caller.authorized():
+                self._service.check_samples(len(self._messages), self._samples)
                 if len(self._messages) == 1:
                     await self._run(0, self._messages[0], write)
                     return

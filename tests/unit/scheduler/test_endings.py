@@ -10,7 +10,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from scheduler.core import loop
 from scheduler.request import MAX_FAILURES
-from tests.support.generation import generate
+from tests.support.generation import generate, generate_samples
 from tests.support.generation import greedy_request as request
 from tests.support.patience import patience
 from tests.support.scheduler.fake_executor import FakeExecutor
@@ -83,6 +83,35 @@ async def test_beyond_the_bound_of_the_queue_requests_are_refused_with_a_time_to
         assert error.retry_after
         stack.executor.gate.set()
         await asyncio.gather(*tasks)
+
+
+async def test_all_samples_of_a_request_count_where_the_queue_is_bounded(run_stack: StackFactory) -> None:
+    async with run_stack(max_running=4, max_waiting=4) as stack:
+        # Where nothing waits, more samples than the bound are taken.
+        await generate_samples(stack.stub, request([7], 2, n=6))
+        stack.executor.gate.clear()
+        tasks = [asyncio.create_task(generate_samples(stack.stub, request([1], 2, n=3)))]
+        await stack.manager.admitted(1)
+        # Its first sample is on its way, and two more follow with its first token.
+        await waiting(stack, 2)
+        tasks.append(asyncio.create_task(generate_samples(stack.stub, request([2], 2))))
+        await stack.manager.admitted(2)
+        await waiting(stack, 2)
+        error = await refusal(generate_samples(stack.stub, request([9], 2, n=3)))
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        tasks.append(asyncio.create_task(generate_samples(stack.stub, request([9], 2, n=2))))
+        await stack.manager.admitted(3)
+        stack.executor.gate.set()
+        await asyncio.gather(*tasks)
+        await waiting(stack, 0)
+        # Also those of a request that ended before its first token.
+        stack.executor.gate.clear()
+        leaving = asyncio.create_task(generate_samples(stack.stub, request([1], 2, n=4)))
+        await stack.manager.admitted(1)
+        await waiting(stack, 3)
+        leaving.cancel()
+        await waiting(stack, 0)
+        stack.executor.gate.set()
 
 
 async def test_a_request_that_waits_for_its_quota_is_passed_only_by_other_accounts(stack: Stack) -> None:

@@ -223,6 +223,21 @@ async def test_several_prompts_are_answered_by_their_numbers(caller: openai.Asyn
     assert (usage.prompt_tokens, usage.completion_tokens) == (14, 18)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_more_samples_of_all_prompts_than_may_wait_are_refused_before_any_begins(
+    run_stack: StackFactory, stream: bool
+) -> None:
+    async with run_stack(max_waiting=16) as stack, serve(stack.scheduler.service) as address:
+        body = LEAST | {"prompt": [[1]] * 9, "n": 2, "stream": stream, "model": "fake"}
+        refused = await ask(address, "POST", "/v1/completions", json.dumps(body))
+        assert refused.status == 400
+        error = json.loads(refused.body)["error"]
+        assert (error["param"], "9 prompts with 2 samples each" in error["message"]) == ("prompt", True)
+        assert stack.executor.steps == []
+        body["prompt"] = [[1]] * 8
+        assert (await ask(address, "POST", "/v1/completions", json.dumps(body))).status == 200
+
+
 @pytest.mark.parametrize("include_usage", [False, True])
 async def test_each_event_has_the_usage_so_far_where_it_is_asked_for(
     run_stack: StackFactory, include_usage: bool
