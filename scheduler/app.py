@@ -47,7 +47,7 @@ from scheduler.frontend.grpc_service import ADMIN_SERVICE, SERVICE, GenerationSe
 from scheduler.frontend.loader import ExecutorLoader
 from scheduler.frontend.model_info import ModelInfo
 from scheduler.frontend.openai.server import http_server
-from scheduler.frontend.requests import CACHE_MANAGER_SILENT, Health, RequestTable
+from scheduler.frontend.requests import CACHE_MANAGER_SILENT, Health, RequestTable, Silences
 from scheduler.frontend.validation import RequestValidator
 from scheduler.frontend.vllm.kv_events import KvEvents
 from scheduler.frontend.vllm.service import VLLM_SERVICE, VllmEngine
@@ -58,7 +58,7 @@ from scheduler.settings import SchedulerSettings
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 0.5
 # From then on health says that the cache manager does not answer; a restart of it takes less.
-SILENCE_SECONDS, WATCH_SECONDS = 5.0, 0.5
+SILENCE_SECONDS, WATCH_SECONDS = 5.0, 0.25
 # For a step and a sync to be answered at the end.
 STOP_SECONDS = 2.0
 
@@ -217,7 +217,7 @@ class Scheduler:
         await _first(cache.registered, self.failed)
         if self.failed.is_set():
             return
-        self._watching = asyncio.create_task(self._watch_manager(requests, cache))
+        self._watching = asyncio.create_task(self._watch_neighbours(requests, cache))
         self._watching.add_done_callback(self._watching_ended)
         self._engine = generation_pb2.GetEngineResponse(
             engine_id=settings.scheduler_id,
@@ -270,17 +270,21 @@ class Scheduler:
         requests.fail_all(cause)
         self.failed.set()
 
-    async def _watch_manager(self, requests: RequestTable, cache: CacheClient) -> None:
-        """Health says when the cache manager does not answer: new requests then wait."""
+    async def _watch_neighbours(self, requests: RequestTable, cache: CacheClient) -> None:
+        """Health says when the cache manager does not answer: new requests then wait. Routers hear of it sooner."""
+        silence = 0.0
         while True:
-            silence = cache.silence
+            begun = time.monotonic()
+            await asyncio.sleep(WATCH_SECONDS)
+            # When this process itself stood still, nobody was silent.
+            silence = min(cache.silence, silence + min(time.monotonic() - begun, 2 * WATCH_SECONDS))
+            requests.silences = Silences(self.times.executor_silence, silence)
             self._metrics.manager_silence.set(silence)
             if requests.set_obstacle(CACHE_MANAGER_SILENT, silence >= SILENCE_SECONDS):
                 if silence >= SILENCE_SECONDS:
                     log.warning("the cache manager does not answer", seconds=round(silence, 1))
                 else:
                     log.info("the cache manager answers again")
-            await asyncio.sleep(WATCH_SECONDS)
 
     def _watching_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():

@@ -58,6 +58,8 @@ class StepTimes:
         self.steps = 0
         # As of the last step; replaced whole, so that any thread may read it.
         self.load = StepLoad()
+        # Seconds for which the executor has not answered, beyond what its steps take. From any thread.
+        self.executor_silence = 0.0
 
         def histogram(name: str, text: str) -> Histogram:
             return Histogram(f"{_PREFIX}_step_{name}_seconds", text, buckets=_STEP_BUCKETS, registry=registry)

@@ -83,6 +83,8 @@ class StepLoop:
         # Seconds since the executor last answered, as far as the loop waited for it, and whether that was reported.
         self._silence = 0.0
         self._silent = False
+        # As the silence, but in a turn in which this process itself stood still hardly any of it counts.
+        self._hesitation = 0.0
 
     def run(self) -> None:
         """The thread's main function; returns after Stop."""
@@ -244,13 +246,13 @@ class StepLoop:
             begun = time.monotonic()
             answer = self._executor.receive(TURN_SECONDS)
             if answer is not None:
-                self._silence = 0.0
+                self._silence = self._hesitation = self._times.executor_silence = 0.0
                 if self._silent:
                     self._silent = False
                     self._batch.tokens.executor_answers = True
                     log.info("the executor answers again")
                 return answer
-            waited += self._count_silence(time.monotonic() - begun, max(LATE_SECONDS, LATE_TIMES * expected))
+            waited += self._count_silence(time.monotonic() - begun, expected)
             if waited >= bound:
                 raise ExecutorLostError(f"{failure} within {bound:.0f} seconds")
             self._read(self._commands.take())
@@ -258,9 +260,14 @@ class StepLoop:
             if self._stopping:
                 return None
 
-    def _count_silence(self, seconds: float, bound: float = LATE_SECONDS) -> float:
-        """The executor did not answer for so many seconds; returns how many of them count."""
-        seconds = min(seconds, LONGEST_TURN_SECONDS)
+    def _count_silence(self, seconds: float, expected: float = 0.0) -> float:
+        """The executor did not answer for so many seconds; returns how many of them count.
+
+        expected: seconds that a step usually takes.
+        """
+        self._hesitation += min(seconds, 2 * TURN_SECONDS)
+        self._times.executor_silence = max(0.0, self._hesitation - LATE_TIMES * expected)
+        seconds, bound = min(seconds, LONGEST_TURN_SECONDS), max(LATE_SECONDS, LATE_TIMES * expected)
         self._silence += seconds
         if self._silence >= bound and not self._silent:
             self._silent = True

@@ -22,11 +22,12 @@ from scheduler.frontend.access_log import AccessLog, GenerationRecord
 from scheduler.frontend.grpc_service import Context
 from scheduler.frontend.output import Generation, Stream
 from scheduler.frontend.requests import CACHE_MANAGER_SILENT, EXECUTOR_SILENT, RequestTable, RequestTableSource
-from scheduler.request import Adapter
 
 ENGINE_SERVICE = "generation.v1.EngineService"
 # How often the load is looked at, and how often it is sent at least, in seconds.
 LOADS_SECONDS, HEARTBEAT_SECONDS = 0.1, 1.0
+# A neighbour's silence is sent whenever it has grown by so much.
+SILENCE_STEP = 0.25
 # How long the last message may take to a router that reads no more.
 WRITE_SECONDS = 1.0
 
@@ -94,7 +95,7 @@ class Session:
         self._ready = asyncio.Event()
         self._is_over = False
         # What was said last: the load, the obstacle and which neighbours are silent, the adapters.
-        self._said: tuple[pb.GetLoadsResponse, tuple[str, bool, bool], list[Adapter]] | None = None
+        self._said: tuple[object, ...] | None = None
         self._loads_at = 0.0
 
     async def run(self, commands: AsyncIterator[pb.StreamRequestsRequest]) -> None:
@@ -242,10 +243,14 @@ class Session:
         loads = requests.loads()
         state = requests.obstacle, requests.has_obstacle(EXECUTOR_SILENT), requests.has_obstacle(CACHE_MANAGER_SILENT)
         adapters = [adapter for adapter in requests.adapters.all if not requests.adapters.is_leaving(adapter)]
-        said = loads, state, adapters
+        executor, cachemgr = requests.silences
+        said = loads, state, adapters, int(executor / SILENCE_STEP), int(cachemgr / SILENCE_STEP)
         if said == self._said and now < self._loads_at + HEARTBEAT_SECONDS:
             return
         self._said, self._loads_at = said, now
         message.loads.CopyFrom(loads)
         message.adapters.extend(adapter.message() for adapter in adapters)
         message.obstacle, message.executor_silent, message.cachemgr_silent = state
+        for duration, seconds in ((message.executor_silence, executor), (message.cachemgr_silence, cachemgr)):
+            if seconds:
+                duration.FromNanoseconds(int(seconds * 1e9))

@@ -7,7 +7,7 @@ import contextlib
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from protos.errors import InvalidField
 from protos.generation.v1 import generation_pb2 as pb
@@ -40,6 +40,13 @@ class Health(Protocol):
 
     def set_serving(self, serving: bool) -> None:
         """Called with every change."""
+
+
+class Silences(NamedTuple):
+    """Seconds for which the neighbours of a scheduler have not answered, the executor beyond what its steps take."""
+
+    executor: float = 0.0
+    cachemgr: float = 0.0
 
 
 class RequestTable:
@@ -92,6 +99,8 @@ class RequestTable:
         self._draining = False
         # What new requests wait for, in words.
         self._obstacles: set[str] = set()
+        # How long the neighbours have not answered.
+        self.silences = Silences()
         self._idle = asyncio.Event()
         self._idle.set()
         self._flusher = StreamFlusher(message_seconds)

@@ -23,6 +23,11 @@ CALL_SECONDS = 10.0
 RETRY_SECONDS = 0.3
 # An engine says its load once a second at least; one that says nothing for so long is lost.
 SILENCE_SECONDS = 5.0
+# An engine that has said nothing for so long, or whose executor or cache manager has not answered, gets requests only
+# where no other does. What has no token there yet goes on elsewhere, and with the executor all that it runs.
+QUIET_SECONDS, HESITATION_SECONDS = 1.5, 1.0
+# Its requests have capacity for about so long without the cache manager, which starts again in less.
+NO_BLOCKS_SECONDS = 2.5
 # How often silence is counted, and how much of it at most counts each time: when this process itself stood still, its
 # engines have not been silent.
 TURN_SECONDS, LONGEST_TURN_SECONDS = 0.25, 0.3
@@ -74,6 +79,8 @@ class EngineLink:
         self.obstacle = "it has not answered yet"
         # Whether its executor, or its cache manager, does not answer.
         self.executor_silent = self.cachemgr_silent = False
+        # For how long, in seconds.
+        self._executor_silence = self._cachemgr_silence = 0.0
         self.loads = pb.GetLoadsResponse()
         # That requests there may name, by name.
         self.adapters: dict[str, Adapter] = {}
@@ -112,6 +119,27 @@ class EngineLink:
         if not self.obstacle and now < self._avoided_until:
             return f"it has refused a request, and gets no other within {AVOID_SECONDS:g} s"
         return self.obstacle
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether it has said nothing for a while."""
+        return self._silence >= QUIET_SECONDS
+
+    @property
+    def makes_no_progress(self) -> bool:
+        """Whether its executor does not answer."""
+        return self.executor_silent or self._executor_silence >= HESITATION_SECONDS
+
+    @property
+    def gets_no_blocks(self) -> bool:
+        """Whether its cache manager has not answered for so long that its requests stop."""
+        return self.cachemgr_silent or self._cachemgr_silence >= NO_BLOCKS_SECONDS
+
+    @property
+    def hesitates(self) -> bool:
+        """Whether a new request would wait there for something that does not answer."""
+        waits = self.cachemgr_silent or self._cachemgr_silence >= HESITATION_SECONDS
+        return waits or self.makes_no_progress or self.is_quiet
 
     def serves(self, adapter: Adapter | None) -> bool:
         """Whether requests for an adapter find the same content there; all serve the model alone."""
@@ -200,7 +228,7 @@ class EngineLink:
     async def _converse(self, stub: rpc.EngineServiceAsyncStub, listener: LinkListener) -> None:
         commands: asyncio.Queue[pb.StreamRequestsRequest | None] = asyncio.Queue()
         self._commands = commands
-        self._silence = 0.0
+        self._silence = self._executor_silence = self._cachemgr_silence = 0.0
         call = stub.StreamRequests(_sent(commands))
         try:
             async with asyncio.timeout(None) as bound:
@@ -240,6 +268,8 @@ class EngineLink:
         self.loads, self.obstacle = response.loads, response.obstacle
         self.adapters = {adapter.name: Adapter.of(adapter) for adapter in response.adapters}
         self.executor_silent, self.cachemgr_silent = response.executor_silent, response.cachemgr_silent
+        self._executor_silence = response.executor_silence.ToTimedelta().total_seconds()
+        self._cachemgr_silence = response.cachemgr_silence.ToTimedelta().total_seconds()
 
         def seconds(field: str) -> float | None:
             return getattr(self.loads, field).ToNanoseconds() / 1e9 if self.loads.HasField(field) else None

@@ -16,7 +16,7 @@ from scheduler.frontend.engine import Loads
 from scheduler.frontend.engine_messages import SentSample, start_request
 from scheduler.metrics import StepLoad
 from scheduler.request import Adapter, AdmissionAttempt, Request
-from scheduler.router.engine_link import EngineLink
+from scheduler.router.engine_link import HESITATION_SECONDS, EngineLink
 from scheduler.router.key_index import KeyIndex
 from scheduler.router.key_space import KeySpace
 from scheduler.router.metrics import RouterMetrics
@@ -42,6 +42,8 @@ class Routed(SentSample):
     expected: int
     note: Note | None
     started_at: float
+    # When it last had output.
+    heard_at: float
 
     @property
     def request_id(self) -> str:
@@ -114,17 +116,26 @@ class Fleet:
         return [routed for routed in self._by_name.values() if routed.link is link]
 
     def stranded(self, link: EngineLink) -> list[Routed]:
-        """The samples of an engine whose neighbours do not answer, if another engine takes requests.
+        """The samples that wait for something that does not answer, if another engine takes requests.
 
         Where the cache manager is silent, that is an engine of another one: the others of the same shard are avoided.
         """
-        if not (link.executor_silent or link.cachemgr_silent):
-            return []
         now, shard = time.monotonic(), link.engine.cachemgr_admin_address
-        others = [other for other in self.links.values() if other is not link and not other.obstacle_at(now)]
-        same = [other for other in others if link.cachemgr_silent and other.engine.cachemgr_admin_address == shard]
-        samples = self.on(link)
-        if not samples or len(same) == len(others):
+        samples = self.on(link) if link.hesitates else []
+        if not link.makes_no_progress:
+            # Without the cache manager others go on as far as they have blocks.
+            stuck = now - HESITATION_SECONDS if link.gets_no_blocks else 0.0
+            samples = [routed for routed in samples if not routed.introduced or routed.heard_at < stuck]
+        if not samples:
+            return []
+        others = [
+            other
+            for other in self.links.values()
+            if other is not link and not other.obstacle_at(now) and not other.hesitates
+        ]
+        of_cachemgr = not link.makes_no_progress and not link.is_quiet
+        same = [other for other in others if of_cachemgr and other.engine.cachemgr_admin_address == shard]
+        if len(same) == len(others):
             return []
         for other in same:
             other.avoid(now)
@@ -190,6 +201,7 @@ class Fleet:
         if not links:
             self._waiting[attempt.request.arrival] = attempt
             return
+        links = [link for link in links if not link.hesitates] or links
         begin = time.perf_counter()
         link, match, expected, keys = self._choose(attempt, links, now, looked_up)
         self._metrics.decision.observe(time.perf_counter() - begin)
@@ -202,6 +214,7 @@ class Fleet:
             expected=expected,
             note=self._notes.add(link.address, keys),
             started_at=now,
+            heard_at=now,
         )
         self._by_name[routed.name] = self._by_arrival[routed.arrival] = routed
         self._by_request[routed.request_id].append(routed)

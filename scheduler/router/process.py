@@ -127,7 +127,7 @@ class Router:
             max_tenant_requests=settings.max_tenant_requests,
         )
         reports = EngineReports(self.fleet, requests, self._router_metrics, requests.adapters)
-        self._tasks = [self._run(self._find_engines(engine, reports)), self._run(self._watch(requests))]
+        self._tasks = [self._run(self._find_engines(engine, reports)), self._run(self._watch(requests, reports))]
         if self._index is not None:
             self._tasks.append(self._run(self._index.run(self.fleet.unknown_executors)))
         requests.open()
@@ -211,11 +211,12 @@ class Router:
                     self._router_metrics.requests.remove(address)
             await asyncio.sleep(LOOKUP_SECONDS)
 
-    async def _watch(self, requests: RequestTable) -> None:
+    async def _watch(self, requests: RequestTable, reports: EngineReports) -> None:
         """Says in health whether an engine takes requests, and follows the cache managers of all engines."""
         has_served = False
         while True:
             open_links = [link for link in self.fleet.links.values() if link.is_open]
+            reports.look_at(link for link in open_links if link.is_quiet)
             ready = sum(not link.obstacle for link in open_links)
             obstacle = self.fleet.obstacle
             # Callers get no addresses of engines.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import grpc
 import structlog
@@ -71,11 +72,19 @@ class EngineReports:
         for attempt in self._fleet.without_engine():
             self._listener.refused(attempt, AdapterLostError("no engine has the adapter of the request any more"))
 
+    def look_at(self, links: Iterable[EngineLink]) -> None:
+        """Moves the samples of engines that say nothing."""
+        for link in links:
+            batch = TokenBatch(at=time.monotonic())
+            self._leave(link, batch)
+            self._listener.receive(batch)
+
     def _leave(self, link: EngineLink, batch: TokenBatch) -> None:
-        """Samples that make no progress at an engine, as a neighbour of it is silent, go on elsewhere."""
+        """Samples that make no progress at an engine, as it or a neighbour of it is silent, go on elsewhere."""
         stranded = self._fleet.stranded(link)
         if stranded:
-            log.warning("requests leave an engine", address=link.address, cause=link.obstacle, requests=len(stranded))
+            cause = link.obstacle or ("it says nothing" if link.is_quiet else "a neighbour of it does not answer")
+            log.warning("requests leave an engine", address=link.address, cause=cause, requests=len(stranded))
         for routed in stranded:
             link.cancel(routed.name)
             # Requests may be why an executor is silent, and never why a cache manager is.
@@ -105,6 +114,7 @@ class EngineReports:
 
     def _take(self, routed: Routed, chunk: pb.StreamGenerateResponse, batch: TokenBatch) -> None:
         was_introduced = routed.introduced
+        routed.heard_at = batch.at
         routed.take(chunk, batch, self._listener)
         if routed.introduced and not was_introduced:
             self._fleet.note_computed(routed, batch.at)

@@ -543,7 +543,7 @@ class CancelRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class StreamRequestsResponse(_message.Message):
-    __slots__ = ("outputs", "failures", "loads", "obstacle", "executor_silent", "cachemgr_silent", "adapters")
+    __slots__ = ("outputs", "failures", "loads", "obstacle", "executor_silent", "cachemgr_silent", "adapters", "executor_silence", "cachemgr_silence")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
@@ -551,6 +551,8 @@ class StreamRequestsResponse(_message.Message):
     EXECUTOR_SILENT_FIELD_NUMBER: _ClassVar[int]
     CACHEMGR_SILENT_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_SILENCE_FIELD_NUMBER: _ClassVar[int]
+    CACHEMGR_SILENCE_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[StreamGenerateResponse]
     failures: _containers.RepeatedCompositeFieldContainer[RequestFailure]
     loads: GetLoadsResponse
@@ -558,7 +560,9 @@ class StreamRequestsResponse(_message.Message):
     executor_silent: bool
     cachemgr_silent: bool
     adapters: _containers.RepeatedCompositeFieldContainer[_execution_pb2.Adapter]
-    def __init__(self, outputs: _Optional[_Iterable[_Union[StreamGenerateResponse, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[RequestFailure, _Mapping]]] = ..., loads: _Optional[_Union[GetLoadsResponse, _Mapping]] = ..., obstacle: _Optional[str] = ..., executor_silent: _Optional[bool] = ..., cachemgr_silent: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[_execution_pb2.Adapter, _Mapping]]] = ...) -> None: ...
+    executor_silence: _duration_pb2.Duration
+    cachemgr_silence: _duration_pb2.Duration
+    def __init__(self, outputs: _Optional[_Iterable[_Union[StreamGenerateResponse, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[RequestFailure, _Mapping]]] = ..., loads: _Optional[_Union[GetLoadsResponse, _Mapping]] = ..., obstacle: _Optional[str] = ..., executor_silent: _Optional[bool] = ..., cachemgr_silent: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[_execution_pb2.Adapter, _Mapping]]] = ..., executor_silence: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., cachemgr_silence: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class RequestFailure(_message.Message):
     __slots__ = ("request_id", "status", "is_refused")

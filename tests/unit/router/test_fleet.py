@@ -172,6 +172,8 @@ async def test_a_router_whose_own_work_fails_says_so(tmp_path: Path) -> None:
 async def test_requests_go_on_elsewhere_when_a_neighbour_of_their_engine_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, neighbour: str
 ) -> None:
+    monkeypatch.setattr(engine_link, "HESITATION_SECONDS", 1_000.0)
+    monkeypatch.setattr(engine_link, "NO_BLOCKS_SECONDS", 1_000.0)
     async with run_fleet(tmp_path, policy="round-robin") as fleet:
         silent = fleet.engines[1]
         # None ends before all of them are placed.
@@ -204,6 +206,66 @@ async def test_requests_go_on_elsewhere_when_a_neighbour_of_their_engine_does_no
         assert fleet.metric("continued_requests_total") == 3
         gate.set()
         await fleet.ready(2)
+
+
+@pytest.mark.parametrize("neighbour", ["executor", "cache manager"])
+async def test_requests_leave_an_engine_long_before_its_health_says_that_a_neighbour_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, neighbour: str
+) -> None:
+    monkeypatch.setattr(loop, "LATE_SECONDS", 1_000.0)
+    monkeypatch.setattr(app, "SILENCE_SECONDS", 1_000.0)
+    async with run_fleet(tmp_path, policy="round-robin") as fleet:
+        hung = fleet.engines[1]
+        for engine in fleet.engines:
+            engine.executor.step_seconds = 0.01
+        # How long a step takes is known from then on.
+        for seed in range(2):
+            await generate(fleet.stub, greedy_request(prompt_of(20, seed), 8))
+        prompts = [prompt_of(20, seed) for seed in range(2, 6)]
+        begun = [asyncio.Event() for _ in prompts]
+        running = [
+            asyncio.create_task(generate(fleet.stub, greedy_request(prompt, 200), begun=event))
+            for prompt, event in zip(prompts, begun, strict=True)
+        ]
+        await asyncio.gather(*[event.wait() for event in begun])
+        (hung.executor.gate if neighbour == "executor" else hung.manager.gate).clear()
+        async with asyncio.timeout(patience(60)):
+            outputs = await asyncio.gather(*running)
+            # And new ones go to the other engine at once.
+            begin = fleet.metric("routed_requests_total", engine=hung.address)
+            for seed in range(6, 9):
+                await generate(fleet.stub, greedy_request(prompt_of(20, seed), 4))
+        expected = hung.executor.expected
+        assert [output.token_ids for output in outputs] == [expected(prompt, 200) for prompt in prompts]
+        assert fleet.metric("continued_requests_total") == 2
+        assert fleet.metric("routed_requests_total", engine=hung.address) == begin
+        assert hung.scheduler.requests.obstacle == ""
+        (hung.executor.gate if neighbour == "executor" else hung.manager.gate).set()
+        async with asyncio.timeout(patience(20)):
+            while any(link.hesitates for link in fleet.router.fleet.links.values()):
+                await asyncio.sleep(0.01)
+
+
+async def test_a_request_without_a_token_leaves_an_engine_that_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before the engine is lost: its scheduler may be stopped, or cut off."""
+    monkeypatch.setattr(engine_link, "SILENCE_SECONDS", 1_000.0)
+    for name in ("away", "well"):
+        (tmp_path / name).mkdir()
+    async with run_engine(tmp_path / "away") as away, run_engine(tmp_path / "well") as well:
+        way = SocketProxy(tmp_path / "way.sock", Path(away.address.removeprefix("unix:")))
+        await way.start()
+        engines = f"unix:{way.address},{well.address}"
+        async with run_router(tmp_path, [away, well], engines=engines, policy="round-robin") as fleet:
+            way.hold()
+            prompts = [prompt_of(20, seed) for seed in range(4)]
+            async with asyncio.timeout(patience(60)):
+                outputs = await asyncio.gather(*[generate(fleet.stub, greedy_request(prompt, 8)) for prompt in prompts])
+            assert [output.token_ids for output in outputs] == [well.executor.expected(prompt, 8) for prompt in prompts]
+            assert fleet.metric("continued_requests_total") == 2
+            way.mend()
+        await way.stop()
 
 
 async def test_requests_go_on_elsewhere_as_soon_as_their_executor_is_lost(
@@ -324,6 +386,8 @@ async def test_a_pause_of_the_router_itself_loses_no_engine(tmp_path: Path, monk
         # Less than the pause, and more than what may count of it with the turn before. Only now: from here on each
         # engine has tokens to send, where an idle one says its load once a second.
         monkeypatch.setattr(engine_link, "SILENCE_SECONDS", 1.5)
+        # The executors are on this loop, too, and their schedulers' threads go on.
+        monkeypatch.setattr(engine_link, "HESITATION_SECONDS", 1_000.0)
         # The loop stands still, as that of a process that is stopped.
         time.sleep(2.0)  # noqa: ASYNC251
         outputs = await asyncio.gather(*running)

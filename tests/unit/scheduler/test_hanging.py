@@ -5,10 +5,12 @@ import time
 from collections.abc import Callable
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from scheduler.bridge import CommandQueue
 from scheduler.core import loop
 from scheduler.errors import ExecutorLostError
+from scheduler.metrics import StepTimes
 from tests.support.generation import generate
 from tests.support.generation import greedy_request as request
 from tests.support.patience import patience
@@ -88,7 +90,11 @@ def test_a_pause_of_the_scheduler_is_no_silence_of_the_executor(monkeypatch: pyt
     """A process that was stopped finds its clock far ahead: each wait counts for a second at most."""
     hung = Hung(pause=60.0)
     monkeypatch.setattr(time, "monotonic", lambda: hung.now)
-    steps = loop.StepLoop(hung, CommandQueue(), Updates(), None, max_batched_tokens=1, budget=None)  # type: ignore[arg-type]
+    times = StepTimes(CollectorRegistry())
+    steps = loop.StepLoop(hung, CommandQueue(), Updates(), times, max_batched_tokens=1, budget=None)  # type: ignore[arg-type]
     with pytest.raises(ExecutorLostError, match="within 30 seconds"):
         steps._answer(0.1, "step 1 was not answered")
     assert hung.asked == loop.LOST_SECONDS / loop.LONGEST_TURN_SECONDS
+    # Routers, which move requests after a second already, hear of next to none of it.
+    hesitation = hung.asked * 2 * loop.TURN_SECONDS - loop.LATE_TIMES * 0.1
+    assert times.executor_silence == pytest.approx(hesitation)
