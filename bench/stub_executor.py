@@ -59,6 +59,7 @@ class StubSettings(ExecutorSettings):
     """How long its work takes."""
 
     stub_step_seconds: float = Field(0.0, ge=0, description="Shortest step that computes; 0: as the seed says.")
+    stub_sequence_seconds: float = Field(0.0, ge=0, description="What each sequence that decodes adds to a step.")
     stub_prefill_rate: float = Field(0.0, ge=0, description="Prompt tokens per second; 0: they take no time.")
     stub_copy_rate: float = Field(25e9, gt=0, description="Bytes per second between tiers.")
 
@@ -73,11 +74,12 @@ class StubSettings(ExecutorSettings):
         return self.block_bytes / self.stub_copy_rate
 
     def seconds(self, prompt_tokens: int, num_tokens: int, seed: int) -> float:
-        """What a step of so many tokens takes; nothing without any."""
+        """What a step of so many tokens takes, of which so many are of prompts; nothing without any."""
         if not num_tokens:
             return 0.0
         prefill = prompt_tokens / self.stub_prefill_rate if self.stub_prefill_rate else 0.0
-        return max(self.stub_step_seconds or seed / 1e6, prefill)
+        decoding = self.stub_sequence_seconds * (num_tokens - prompt_tokens)
+        return max(self.stub_step_seconds or seed / 1e6, prefill) + decoding
 
     def slots(self, tier: Tier) -> int:
         """Blocks of a tier; nothing of them takes memory."""

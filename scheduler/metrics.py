@@ -39,8 +39,8 @@ class StepLoad(NamedTuple):
     """What the running batch still has to compute, and how fast the device is. Seconds; None: not measured.
 
     prefill_tokens: prompt tokens that running sequences still have to compute. step: of a step that only decodes.
-    host_block, disk_block: of a block's way to the device. prompt_token: of a prompt token in a prefill,
-    with what is computed beside it.
+    prompt_token: of a prompt token in a prefill, with what is computed beside it. host_block, disk_block: of a block's
+    way to the device. sequence: what one more sequence adds to a step that only decodes.
     """
 
     prefill_tokens: int = 0
@@ -48,6 +48,7 @@ class StepLoad(NamedTuple):
     prompt_token: float | None = None
     host_block: float | None = None
     disk_block: float | None = None
+    sequence: float | None = None
 
 
 class StepTimes:

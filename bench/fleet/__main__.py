@@ -48,6 +48,11 @@ def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
         first = [one.first - one.due for one in good if one.first is not None]
         found["ttft_mean_s"] = statistics.mean(first)
         found |= {f"ttft_p{share}_s": percentile(first, share / 100) for share in (50, 90, 99)}
+        between = [
+            (one.last - one.first) / (one.output_tokens - 1) for one in good if one.output_tokens > 1 and one.last
+        ]
+        if between:
+            found["itl_mean_s"] = statistics.mean(between)
         found["hit_rate"] = sum(one.cached_tokens for one in good) / sum(one.prompt_tokens for one in good)
     return found
 
@@ -114,6 +119,7 @@ def cells(one: dict[str, Any]) -> list[str]:
         one["policy"],
         value("output_tokens_per_s", ",.0f"),
         *(value(f"ttft_{name}_s", ".2f") for name in ("mean", "p90", "p99")),
+        f"{1e3 * one['itl_mean_s']:.1f}" if "itl_mean_s" in one else "",
         value("hit_rate", ".1%"),
         f"{one['shed']} of {one['requests']}" + (f", {one['failed']} failed" if one["failed"] else ""),
         f"{one['regret_tokens'] / max(one['routed_tokens'], 1):.1%}" if "regret_tokens" in one else "",
@@ -129,6 +135,7 @@ HEAD = (
     "TTFT mean\ns",
     "p90\ns",
     "p99\ns",
+    "ITL mean\nms",
     "hit\nrate",
     "shed",
     "regret of\nrouted tokens",
@@ -181,6 +188,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--trace-begin", type=float, default=0, help="seconds of it to leave out")
     made.add_argument("--trace-scale", type=int, default=4, help="lengths and times are divided by it")
     made.add_argument("--step-ms", type=float, default=50)
+    made.add_argument("--sequence-ms", type=float, default=0, help="what each sequence that decodes adds to a step")
     made.add_argument("--prefill-rate", type=float, default=4_000, help="prompt tokens per second")
     made.add_argument("--pool-tokens", type=int, default=308_224, help="of an engine")
     made.add_argument("--host-tier", default="0", help="of an engine, as KVKEEP_EXECUTOR_HOST_CACHE_SIZE")
@@ -189,6 +197,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-running", type=int, default=64)
     made.add_argument("--max-waiting", type=int, default=16)
     made.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings: cachemgr_ghost_sample=0")
+    made.add_argument("--simulated", action="store_true", help="only what needs no processes, in seconds")
     made.add_argument("--smoke", action="store_true", help="two engines and a few requests, in seconds")
     add_json_argument(made)
     return made
@@ -227,6 +236,7 @@ def settings_of(given: argparse.Namespace) -> dict[str, Any]:
         "executor_block_size": given.block_size,
         "executor_host_cache_size": given.host_tier,
         "executor_stub_step_seconds": given.step_ms / 1e3,
+        "executor_stub_sequence_seconds": given.sequence_ms / 1e3,
         "executor_stub_prefill_rate": given.prefill_rate,
         "scheduler_max_batched_tokens": given.max_batched_tokens,
         "scheduler_max_running": given.max_running,
@@ -250,9 +260,13 @@ def main() -> int:
         given.max_batched_tokens,
         given.max_running,
         given.max_waiting,
+        given.sequence_ms / 1e3,
     )
     records = [one for name in PLACEMENTS for one in simulate(name, device, given.engines, stages)]
     asked = {name: value for name, value in vars(given).items() if name != "json"}
+    if given.simulated:
+        print(show(records, unit))
+        return 0
     with Fleet(given.engines, given.shards, settings_of(given)) as fleet:
         for policy in given.policies:
             for one in run(fleet, policy, stages):

@@ -36,6 +36,7 @@ class Device:
     max_batched_tokens: int
     max_running: int
     max_waiting: int
+    sequence_seconds: float = 0.0
 
 
 class Cache:
@@ -145,7 +146,12 @@ class Engine:
         for other, _ in self._waiting:
             queued += other.prompt_tokens - self.cache.cached(other)
             cached = max(cached, _common(request, other))
-        rates = Rates(1 / device.prefill_rate, request=self._request_seconds, step=device.step_seconds)
+        rates = Rates(
+            1 / device.prefill_rate,
+            request=self._request_seconds,
+            step=device.step_seconds + device.sequence_seconds * len(self._running),
+            sequence=device.sequence_seconds,
+        )
         load = len(self._running) + len(self._waiting)
         match = Match(device=cached // _BLOCK)
         return Candidate(str(self.number), _BLOCK, match, queued, load, device.max_running, rates, self.cold_at)
@@ -173,18 +179,19 @@ class Engine:
     def _step(self, until: tuple[float, float]) -> float:
         """Runs one step; returns when it ends."""
         device, prompt = self.device, 0
-        sampling = []
+        sampling, decoding = [], 0
         room = device.max_batched_tokens
         for one in self._running:
             count = min(one.prompt, room)
             if one.prompt and not count:
                 continue
+            decoding += not one.prompt
             one.prompt -= count
             prompt += count
             room -= count
             if not one.prompt:
                 sampling.append(one)
-        now = self._now + max(device.step_seconds, prompt / device.prefill_rate)
+        now = self._now + max(device.step_seconds, prompt / device.prefill_rate) + device.sequence_seconds * decoding
         for one in sampling:
             one.sample(now, until)
         return now
@@ -228,7 +235,7 @@ def routed(policy: Policy) -> Placement:
     """What a router's policy chooses."""
 
     def choose(request: Request, engines: Sequence[Engine]) -> int:
-        prompt = Prompt(_keys(request), request.prompt_tokens, request.session)
+        prompt = Prompt(_keys(request), request.prompt_tokens, request.session, request.output_tokens)
         # As the router does, an engine with a full queue is left out.
         open_ones = [engine for engine in engines if engine.has_room] or engines
         candidates = [engine.candidate(request) for engine in open_ones]

@@ -41,7 +41,7 @@ ENGINES: Sequence[Column[pb.RoutedEngine]] = (
     Column("VIEW", lambda one: "complete" if one.view_complete else "incomplete"),
     Column("NAME", lambda one: one.engine_id, wide=True),
     Column("CACHEMGR", lambda one: one.cachemgr_address, wide=True),
-    *map(_time, ("prompt_token_time", "step_time", "host_block_time", "disk_block_time")),
+    *map(_time, ("prompt_token_time", "step_time", "sequence_time", "host_block_time", "disk_block_time")),
     Column("REQUEST", lambda one: span(seconds(one.request_time)) if one.HasField("request_time") else None, wide=True),
     Column("OBSTACLE", lambda one: one.obstacle),
 )

@@ -232,6 +232,7 @@ class StepLoop:
             prompt_token=self._budget.prefill_token_seconds,
             host_block=speed.host_block,
             disk_block=speed.disk_block,
+            sequence=self._budget.sequence_seconds,
         )
         self._times.add(self._timing)
         self._timing = StepTiming()

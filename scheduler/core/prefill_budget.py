@@ -7,6 +7,8 @@ import math
 from collections import deque
 from statistics import median
 
+from scheduler.core.decode_times import DecodeTimes
+
 # A single prefill may make a step longer by this share of a step that only decodes.
 DEFAULT_SHARE = 0.4
 # A prefill gets these tokens even when that is too slow, so that it always ends. Fewer save little: the keys before
@@ -38,6 +40,7 @@ class PrefillBudget:
         # Times of steps that only decoded about as many sequences as the last of them, and the number of these.
         self._decode_only: deque[float] = deque(maxlen=_KEPT_DECODES)
         self._sequences = 0
+        self._decode_times = DecodeTimes()
         # Of steps with prefills: their prompt tokens, and the time of each of these beyond the decodes.
         self._prefills: deque[tuple[int, float]] = deque(maxlen=_KEPT_PREFILLS)
         # Of the last steps with prefills: their prompt tokens, and their whole time.
@@ -66,6 +69,11 @@ class PrefillBudget:
         return median(self._decode_only) if self._decode_only else None
 
     @property
+    def sequence_seconds(self) -> float | None:
+        """What one more sequence adds to a step that only decodes; None before it is measured."""
+        return self._decode_times.sequence_seconds
+
+    @property
     def has_target(self) -> bool:
         """Whether the bound is an inter-token latency, which holds for every sequence and prompt."""
         return self._target > 0
@@ -85,6 +93,7 @@ class PrefillBudget:
                 self._decode_only.clear()
             self._sequences = decodes
             self._decode_only.append(seconds)
+            self._decode_times.observe(decodes, seconds)
 
     def seconds(self, decodes: int, prompt_tokens: int) -> float:
         """Time of a step with so many decoding sequences and other tokens; infinite where nothing similar was seen."""

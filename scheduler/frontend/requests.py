@@ -185,6 +185,7 @@ class RequestTable:
             (answer.step_time, loads.steps.step),
             (answer.host_block_time, loads.steps.host_block),
             (answer.disk_block_time, loads.steps.disk_block),
+            (answer.sequence_time, loads.steps.sequence),
         )
         for duration, seconds in durations:
             if seconds is not None:

@@ -33,8 +33,6 @@ NO_BLOCKS_SECONDS = 2.5
 TURN_SECONDS, LONGEST_TURN_SECONDS = 0.25, 0.3
 # An engine that refused a request as it was not ready gets no other one for so long.
 AVOID_SECONDS = 1.0
-# The time of a prompt token that has not changed for so long is old: no prompt was computed.
-OLD_SECONDS = 30.0
 # Weight of a new duration in the mean duration of requests.
 _WEIGHT = 0.1
 
@@ -158,9 +156,9 @@ class EngineLink:
         """Samples that run and wait."""
         return self.loads.running_requests + self.loads.waiting_requests + self._given
 
-    def has_old_rates(self, now: float) -> bool:
-        """Whether its time of a prompt token says little about the next one."""
-        return now - self._measured_at > OLD_SECONDS
+    def age_of_rates(self, now: float) -> float:
+        """Seconds since it has last measured the time of a prompt token."""
+        return now - self._measured_at
 
     def queued_tokens(self, now: float) -> float:
         """Prompt tokens to compute: those of its last load, less what it has computed since, and what it was given."""
@@ -283,6 +281,7 @@ class EngineLink:
             host_block=seconds("host_block_time"),
             disk_block=seconds("disk_block_time"),
             step=seconds("step_time"),
+            sequence=seconds("sequence_time"),
         )
         self._loads_at = time.monotonic()
         self._given = self._given_tokens = 0

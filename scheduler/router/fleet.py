@@ -31,6 +31,9 @@ _NO_KEYS: array[int] = array("Q")
 # Connections that break at the same time are noticed within so many seconds.
 NOTICED_SECONDS = 0.2
 
+# How long an output is expected to be before one has ended, and the weight of each in the mean of all.
+FIRST_OUTPUT_TOKENS, _OUTPUT_WEIGHT = 128.0, 0.02
+
 log = structlog.get_logger()
 
 
@@ -73,6 +76,8 @@ class Fleet:
         self._by_request: defaultdict[str, list[Routed]] = defaultdict(list)
         # Samples that no engine takes at the moment, by arrival.
         self._waiting: dict[int, AdmissionAttempt] = {}
+        # Tokens of the outputs that have ended.
+        self._mean_output = FIRST_OUTPUT_TOKENS
         # When an engine was lost last.
         self._lost_at = 0.0
 
@@ -245,6 +250,10 @@ class Fleet:
         if routed.note is not None:
             self._notes.computed(routed.note, now)
 
+    def note_output(self, tokens: int) -> None:
+        """A sample has ended by itself after so many tokens: others will, too."""
+        self._mean_output += _OUTPUT_WEIGHT * (tokens - self._mean_output)
+
     def end(self, routed: Routed) -> None:
         """An engine no longer runs a sample."""
         if self._by_name.pop(routed.name, None) is not None:
@@ -284,13 +293,15 @@ class Fleet:
             same = [owner for owner, its_space in zip(owners, spaces, strict=True) if its_space == space]
             # What the view has come to know meanwhile is newer.
             matches |= self._view.match(same, keys[space])
-        rates = levelled([link.rates for link in links], [link.has_old_rates(now) for link in links])
+        rates = levelled([link.rates for link in links], [link.age_of_rates(now) for link in links])
         candidates = [
             self._candidate(link, levelled_rates, matches.get(owner, Match()), keys[its_space], now)
             for link, owner, its_space, levelled_rates in zip(links, owners, spaces, rates, strict=True)
         ]
         # A policy that compares prompts gets keys of one space, always the same one.
-        prompt = Prompt(keys[known[0] if known else None], tokens, request.cache.session_id or "")
+        left = request.max_tokens - (tokens - len(request.prompt_ids))
+        output = min(float(left), self._mean_output)
+        prompt = Prompt(keys[known[0] if known else None], tokens, request.cache.session_id or "", output)
         chosen = self._policy.choose(prompt, candidates)
         at = next(at for at, link in enumerate(links) if link.address == chosen.name)
         return links[at], chosen.match, chosen.cached_tokens(tokens), keys[spaces[at]]

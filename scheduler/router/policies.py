@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from scheduler.router.score import Candidate, seconds_to_compute, seconds_to_first_token
+from scheduler.router.score import Candidate, seconds_of_streams, seconds_to_compute, seconds_to_first_token
 
 # Costs that are this close are equal: a share of the smaller one, and seconds. Measured times are not better.
 TIE_SHARE, TIE_SECONDS = 0.02, 0.002
@@ -22,11 +22,15 @@ REMEMBERED_BLOCKS = 1 << 16
 
 
 class Prompt(NamedTuple):
-    """What a policy sees of a request. keys: of its full blocks, in order. session: empty for none."""
+    """What a policy sees of a request. keys: of its full blocks, in order. session: empty for none.
+
+    output_tokens: how many it will generate, as far as that can be expected.
+    """
 
     keys: Sequence[int]
     num_tokens: int
     session: str = ""
+    output_tokens: float = 0.0
 
 
 class Policy(Protocol):
@@ -113,9 +117,10 @@ class Cost:
     """The engine where the prompt costs the least time: its own until its first token, and that of others.
 
     A prompt that delays nobody goes where its first token comes soonest. The busier the engines are, the more it waits
-    for one that has its prefix: to compute that again elsewhere would help it and slow down all. Of engines that are
-    equally good, a session's last one is chosen, or one that has more of the prompt, or the one that was given a prompt
-    that none had cached longest ago: so all caches fill evenly.
+    for one that has its prefix: to compute that again elsewhere would help it and slow down all. Its output makes the
+    steps of all streams there longer, as long as it lasts: so streams spread, also those that share a cached prefix. Of
+    engines that are equally good, a session's last one is chosen, or one that has more of the prompt, or the one that
+    was given a prompt that none had cached longest ago: so all caches fill evenly.
     """
 
     reads_caches = True
@@ -129,6 +134,7 @@ class Cost:
         costs = [
             seconds_to_first_token(one, prompt.num_tokens)
             + TOKEN_COSTS_OTHERS * busy * seconds_to_compute(one, prompt.num_tokens)
+            + seconds_of_streams(one, prompt.output_tokens)
             for one in candidates
         ]
         bound = min(costs) * (1 + TIE_SHARE) + TIE_SECONDS

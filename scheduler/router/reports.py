@@ -121,4 +121,5 @@ class EngineReports:
             self._metrics.regret_tokens.inc(max(0, routed.expected - chunk.usage.cached_tokens))
         if chunk.finish_reason:
             routed.link.ended(batch.at - routed.started_at)
+            self._fleet.note_output(len(routed.token_ids) - len(routed.attempt.request.prompt_ids))
             self._fleet.end(routed)

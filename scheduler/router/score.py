@@ -14,6 +14,8 @@ from typing import NamedTuple
 PROMPT_TOKEN_SECONDS, HOST_BLOCK_SECONDS, DISK_BLOCK_SECONDS = 1e-3, 1e-3, 1e-2
 # Rates of engines that differ by less than this factor are equal.
 ALIKE = 1.5
+# After so many seconds a difference to the other engines' time of a prompt token counts half.
+HALF_LIFE_SECONDS = 10.0
 
 
 class Match(NamedTuple):
@@ -32,7 +34,8 @@ class Rates(NamedTuple):
     """Measured times of an engine, in seconds; None: not measured.
 
     prompt_token: of a token of a prefill, as fast as prefills go at the moment. host_block, disk_block: of a block's
-    way to the device. request: from the start of a request to its end. step: of a step that only decodes.
+    way to the device. request: from the start of a request to its end. step: of a step that only decodes. sequence:
+    what one more sequence adds to such a step.
     """
 
     prompt_token: float | None = None
@@ -40,19 +43,34 @@ class Rates(NamedTuple):
     disk_block: float | None = None
     request: float | None = None
     step: float | None = None
+    sequence: float | None = None
 
 
-def levelled(rates: Sequence[Rates], old: Sequence[bool]) -> list[Rates]:
+def levelled(rates: Sequence[Rates], ages: Sequence[float]) -> list[Rates]:
     """The rates without what says nothing: one that an engine has not measured, or nearly as most have it, is theirs.
 
     What is measured depends on what was computed: an idle engine that computes few and short parts of prompts looks
-    slower than a busy one that computes long ones. old: of each engine, whether its time of a prompt token is old: an
-    engine that was slow once would else get no more prompts to show that it is not.
+    slower than a busy one that computes long ones. ages: of each engine, seconds since it has measured the time of a
+    prompt token. The older that is, the nearer it is taken to be to the others': an engine that was slow once would
+    else get no more prompts to show that it is not.
     """
-    columns = [[value for value in column if value is not None] for column in zip(*rates, strict=True)]
+    tokens = [one.prompt_token for one in rates]
+    faded = [
+        _faded(token, tokens[:at] + tokens[at + 1 :], age)
+        for at, (token, age) in enumerate(zip(tokens, ages, strict=True))
+    ]
+    kept = [one._replace(prompt_token=token) for one, token in zip(rates, faded, strict=True)]
+    columns = [[value for value in column if value is not None] for column in zip(*kept, strict=True)]
     medians = [median(column) if column else None for column in columns]
-    kept = [one._replace(prompt_token=None) if is_old else one for one, is_old in zip(rates, old, strict=True)]
     return [Rates(*map(_level, one, medians)) for one in kept]
+
+
+def _faded(value: float | None, others: Sequence[float | None], age: float) -> float | None:
+    known = [other for other in others if other is not None]
+    if value is None or not known:
+        return value
+    middle, weight = median(known), float(0.5 ** (age / HALF_LIFE_SECONDS))
+    return middle + (value - middle) * weight
 
 
 def _level(value: float | None, middle: float | None) -> float | None:
@@ -87,6 +105,15 @@ def seconds_to_compute(candidate: Candidate, prompt_tokens: int) -> float:
     """What the engine computes for the prompt: the tokens that it has not cached."""
     token = candidate.rates.prompt_token or PROMPT_TOKEN_SECONDS
     return (prompt_tokens - candidate.cached_tokens(prompt_tokens)) * token
+
+
+def seconds_of_streams(candidate: Candidate, output_tokens: float) -> float:
+    """What the decoding of a sample costs the streams of an engine together, beyond what it costs on an idle one.
+
+    Each of its tokens comes later by what the others add to a step, and each of theirs by what it adds.
+    """
+    others = min(candidate.load, max(0, candidate.max_running - 1)) if candidate.max_running else candidate.load
+    return 2 * output_tokens * others * (candidate.rates.sequence or 0.0)
 
 
 def seconds_to_first_token(candidate: Candidate, prompt_tokens: int) -> float:

@@ -421,7 +421,7 @@ class GetLoadsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadsResponse(_message.Message):
-    __slots__ = ("running_requests", "waiting_requests", "max_waiting_requests", "steps", "preemptions", "max_running_requests", "queued_prompt_tokens", "prompt_token_time", "step_time", "host_block_time", "disk_block_time")
+    __slots__ = ("running_requests", "waiting_requests", "max_waiting_requests", "steps", "preemptions", "max_running_requests", "queued_prompt_tokens", "prompt_token_time", "step_time", "host_block_time", "disk_block_time", "sequence_time")
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MAX_WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -433,6 +433,7 @@ class GetLoadsResponse(_message.Message):
     STEP_TIME_FIELD_NUMBER: _ClassVar[int]
     HOST_BLOCK_TIME_FIELD_NUMBER: _ClassVar[int]
     DISK_BLOCK_TIME_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_TIME_FIELD_NUMBER: _ClassVar[int]
     running_requests: int
     waiting_requests: int
     max_waiting_requests: int
@@ -444,7 +445,8 @@ class GetLoadsResponse(_message.Message):
     step_time: _duration_pb2.Duration
     host_block_time: _duration_pb2.Duration
     disk_block_time: _duration_pb2.Duration
-    def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., max_waiting_requests: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., prompt_token_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., host_block_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., disk_block_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    sequence_time: _duration_pb2.Duration
+    def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., max_waiting_requests: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., prompt_token_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., host_block_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., disk_block_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., sequence_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class GetEngineRequest(_message.Message):
     __slots__ = ()

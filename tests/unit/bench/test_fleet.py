@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.fleet.__main__ import simulate
 from bench.fleet.bounds import PLACED, PLACEMENTS, Cache, Device, Simulation, simulated
 from bench.fleet.client import Ask
 from bench.fleet.processes import DIRECT
 from bench.fleet.workload import Groups, Request, Stage, Trace
 from bench.stub_executor import TOKEN_BYTES, StubSettings
 from protos.generation.v1 import generation_pb2_grpc as rpc
+from scheduler.router.policies import POLICIES
 from tests.stack import ROOT, Stack
 from tests.support.generation import Output, generate, greedy_request
 from tests.support.patience import patience
@@ -165,9 +167,27 @@ def test_a_small_fleet_is_measured(tmp_path: Path) -> None:
     assert "output tokens/s / TTFT p90 in s" in done.stdout
 
 
+@pytest.mark.parametrize("rate", [2.0, 4.0])
+def test_streams_behind_one_common_prompt_spread_where_steps_grow_with_the_batch(rate: float) -> None:
+    """No policy gives more tokens in a second, or less time between them, than `cost` but for a twentieth."""
+    common = Groups(groups=1, prefix_tokens=1_000, question_tokens=32, output_tokens=200)
+    device = Device(0.05, 4_000, 300_000, 512, 64, 16, sequence_seconds=0.002)
+    _, stage = common.stages([rate], seconds=40, cold_rate=4)
+    found = {name: next(iter(simulate(simulated(name), device, 4, [stage]))) for name in POLICIES}
+    for name in ("output_tokens_per_s", "itl_mean_s"):
+        values = {policy: one[name] for policy, one in found.items()}
+        if name == "itl_mean_s":
+            assert values["cost"] <= 1.05 * min(values.values()), values
+        else:
+            assert values["cost"] >= 0.95 * max(values.values()), values
+
+
 def test_a_step_of_a_stub_takes_the_time_of_its_prompts_or_of_its_decodes() -> None:
     stub = StubSettings(stub_step_seconds=0.05, stub_prefill_rate=1_000)
     assert [stub.seconds(*step) for step in ((0, 8, 7), (40, 48, 7), (200, 208, 7), (0, 0, 7))] == [0.05, 0.05, 0.2, 0]
+    # Each sequence that decodes adds to it.
+    growing = StubSettings(stub_step_seconds=0.05, stub_prefill_rate=1_000, stub_sequence_seconds=0.01)
+    assert [growing.seconds(*step) for step in ((0, 8, 7), (200, 208, 7), (0, 0, 7))] == pytest.approx([0.13, 0.28, 0])
     # The seed says it, in microseconds, and prompts are free.
     assert StubSettings().seconds(200, 208, 2_000) == 0.002
 

@@ -51,9 +51,49 @@ def test_the_expected_time_counts_queue_prefill_onloading_and_the_wait_for_admis
 def test_what_an_engine_has_not_measured_or_nearly_as_most_is_as_most_have_it() -> None:
     rates = [Rates(), Rates(prompt_token=2e-3), Rates(5e-3, 1e-3), Rates(2.5e-3)]
     level = Rates(2.5e-3, 1e-3)
-    assert levelled(rates, [False] * 4) == [level, level, Rates(5e-3, 1e-3), level]
-    # A slow engine that has computed no prompt for long may be as fast as the others by now.
-    assert levelled(rates, [False, False, True, False]) == [level] * 4
+    assert levelled(rates, [0.0] * 4) == [level, level, Rates(5e-3, 1e-3), level]
+
+
+@pytest.mark.parametrize("others", [1, 3])
+def test_an_engine_that_was_slow_once_is_as_fast_as_the_others_after_a_while(others: int) -> None:
+    """Also where there is only one other, which would else get all prompts for good."""
+    rates = [Rates(30e-3), *[Rates(5e-3)] * others]
+
+    def ratio(age: float) -> float:
+        slow, *fast = levelled(rates, [age] + [0.0] * others)
+        assert slow.prompt_token is not None
+        assert fast[0].prompt_token is not None
+        return slow.prompt_token / fast[0].prompt_token
+
+    assert ratio(0.0) == pytest.approx(6.0)
+    assert 1.5 < ratio(5.0) < 6.0
+    assert ratio(40.0) == 1.0
+
+
+def test_streams_that_share_a_prefix_spread_where_each_makes_the_steps_longer() -> None:
+    """Sixty long outputs behind one common prompt, which the first engine has cached."""
+    cost, loads = Cost(), dict.fromkeys("abcd", 0)
+    rates = RATES._replace(step=0.05, sequence=2e-3)
+    prompt = PROMPT._replace(output_tokens=200.0)
+    for _ in range(60):
+        # Each that got one has the prefix, too.
+        engines = [
+            engine(name, device=64 if load or name == "a" else 0, load=load, max_running=64, rates=rates)
+            for name, load in loads.items()
+        ]
+        loads[chosen(cost, prompt, *engines)] += 1
+    assert set(loads.values()) == {15}
+
+
+def test_streams_that_cost_others_nothing_stay_where_their_prefix_is() -> None:
+    rates = RATES._replace(step=0.05, sequence=0.0)
+    warm, cold = engine("a", device=64, load=10, max_running=64, rates=rates), engine("b", rates=rates)
+    assert chosen(Cost(), PROMPT._replace(output_tokens=200.0), warm, cold) == "a"
+    slow = RATES._replace(step=0.05, sequence=1e-4)
+    few = replace(warm, rates=slow), replace(cold, rates=slow)
+    # A thousand tokens are computed again sooner than ten streams wait for each other.
+    assert chosen(Cost(), PROMPT._replace(output_tokens=200.0), *few) == "a"
+    assert chosen(Cost(), PROMPT._replace(output_tokens=2_000.0), *few) == "b"
 
 
 def test_blocks_that_are_onloaded_slower_than_computed_cost_no_more_than_computing() -> None:

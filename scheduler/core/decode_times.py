@@ -1,0 +1,51 @@
+"""How much longer a step that decodes takes for each of its sequences.
+
+Pure: no clock; the caller says how long steps took. All times are in seconds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from statistics import fmean, median
+
+# Of so many sizes of the running batch, the last times of each: a slow step, as another process causes it, changes
+# nothing, and neither does a size that was not seen for long.
+_KEPT_SIZES, _KEPT_TIMES = 16, 5
+# Sizes that differ by less than an eighth are one.
+_SHARES = 8
+
+
+class DecodeTimes:
+    """Times of the last steps that only decoded, by the number of their sequences."""
+
+    def __init__(self) -> None:
+        self._times: OrderedDict[int, deque[float]] = OrderedDict()
+        self._slope: float | None = None
+
+    @property
+    def sequence_seconds(self) -> float | None:
+        """What one more sequence adds to a step; None before steps of different sizes were seen."""
+        return self._slope
+
+    def observe(self, sequences: int, seconds: float) -> None:
+        """A step has decoded so many sequences and nothing else."""
+        size = _rounded(sequences)
+        self._times.setdefault(size, deque(maxlen=_KEPT_TIMES)).append(seconds)
+        self._times.move_to_end(size)
+        if len(self._times) > _KEPT_SIZES:
+            self._times.popitem(last=False)
+        self._slope = self._fitted()
+
+    def _fitted(self) -> float | None:
+        """The slope of the line through the medians of all sizes that has the least squares."""
+        if len(self._times) < 2:
+            return None
+        times = {size: median(found) for size, found in self._times.items()}
+        middle, mean = fmean(times), fmean(times.values())
+        spread = sum((size - middle) ** 2 for size in times)
+        return max(0.0, sum((size - middle) * (seconds - mean) for size, seconds in times.items()) / spread)
+
+
+def _rounded(sequences: int) -> int:
+    step = max(1, (1 << sequences.bit_length() - 1) // _SHARES)
+    return sequences // step * step
