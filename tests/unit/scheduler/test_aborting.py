@@ -103,7 +103,7 @@ async def test_a_waiting_request_ends_without_a_token(run_stack: StackFactory) -
         first = asyncio.create_task(generate_samples(stack.stub, long("first"), patience(30), begun))
         await begun.wait()
         second = asyncio.create_task(generate_samples(stack.stub, long("second", n=2), patience(30)))
-        await waiting(stack, 1)
+        await waiting(stack, 2)
         async with admin_of(stack.address) as admin:
             counted = await admin.AbortRequests(pb.AbortRequestsRequest(all=True, validate_only=True))
             assert counted.aborted_requests == 2
