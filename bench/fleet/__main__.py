@@ -49,7 +49,9 @@ def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
         found["ttft_mean_s"] = statistics.mean(first)
         found |= {f"ttft_p{share}_s": percentile(first, share / 100) for share in (50, 90, 99)}
         between = [
-            (one.last - one.first) / (one.output_tokens - 1) for one in good if one.output_tokens > 1 and one.last
+            (one.last - one.first) / (one.output_tokens - 1)
+            for one in good
+            if one.first is not None and one.last is not None and one.output_tokens > 1
         ]
         if between:
             found["itl_mean_s"] = statistics.mean(between)

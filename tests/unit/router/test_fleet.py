@@ -617,7 +617,7 @@ def link_of(fleet: Fleet, engine: Engine) -> EngineLink:
 
 async def test_a_router_asks_all_engines_at_once_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that answers decides, however many do not."""
-    asked, describe = 0, process.describe
+    asked, describe = 0, engine_link.describe
 
     async def never_or(address: str, security: Security) -> pb.GetEngineResponse:
         nonlocal asked
