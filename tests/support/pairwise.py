@@ -5,7 +5,7 @@ A fault of a kernel needs one value, or two that meet: a dtype on a backend, a s
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -13,17 +13,20 @@ import pytest
 
 # Beginnings of node ids of tests that are thinned out.
 FOLDERS = ("tests/kernels/", "tests/unit/executor/test_token_eviction.py", "tests/unit/executor/test_exactness.py")
-# A parameter's name and the number of its value, twice; the same for one value by itself.
+# A parameter's name and which of its values, twice. Values are told apart by what they are, as not all can be compared.
 Pair = tuple[tuple[str, int], tuple[str, int]]
 
 
 class Pairwise:
-    """Plug-in that deselects the others."""
+    """Plug-in that deselects the others. folders: beginnings of node ids of tests that are thinned out."""
+
+    def __init__(self, folders: tuple[str, ...] = FOLDERS) -> None:
+        self._folders = folders
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         products: dict[str, list[pytest.Function]] = defaultdict(list)
         for item in items:
-            if isinstance(item, pytest.Function) and item.nodeid.startswith(FOLDERS) and is_product(item):
+            if isinstance(item, pytest.Function) and item.nodeid.startswith(self._folders) and is_product(item):
                 products[item.nodeid.partition("[")[0]].append(item)
         left_out = {item for product in products.values() for item in set(product) - set(thinned(product))}
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
@@ -33,12 +36,12 @@ class Pairwise:
 def is_product(item: pytest.Function) -> bool:
     """Whether a test is one of a product, and runs here."""
     values = getattr(item, "callspec", None)
-    return values is not None and len(values.indices) > 2 and "cuda" not in map(str, values.params.values())
+    return values is not None and len(values.params) > 2 and "cuda" not in map(str, values.params.values())
 
 
 def thinned(product: Sequence[Any]) -> list[Any]:
     """Some tests of a product: every pair of values that any test has is in one of them. Always the same ones."""
-    pairs = {item: set(pairs_of(item.callspec.indices)) for item in product}
+    pairs = {item: set(pairs_of(item.callspec.params)) for item in product}
     missing = set[Pair]().union(*pairs.values())
     chosen = []
     while missing:
@@ -48,6 +51,6 @@ def thinned(product: Sequence[Any]) -> list[Any]:
     return chosen
 
 
-def pairs_of(indices: dict[str, int]) -> Iterator[Pair]:
+def pairs_of(params: Mapping[str, object]) -> Iterator[Pair]:
     """All pairs of values of one test."""
-    return combinations(sorted(indices.items()), 2)
+    return combinations(sorted((name, id(value)) for name, value in params.items()), 2)
