@@ -74,7 +74,7 @@ class StubSettings(ExecutorSettings):
         return self.block_bytes / self.stub_copy_rate
 
     def seconds(self, prompt_tokens: int, num_tokens: int, seed: int) -> float:
-        """What a step of so many tokens takes, of which so many are of prompts; nothing without any."""
+        """What a step takes with `num_tokens`, of which `prompt_tokens` are of prompts; nothing without any."""
         if not num_tokens:
             return 0.0
         prefill = prompt_tokens / self.stub_prefill_rate if self.stub_prefill_rate else 0.0

@@ -158,9 +158,9 @@ class Holds:
                 self._on_pin(pin.name)
         self.degrade(self.beyond_budget(), now)
 
-    def beyond_budget(self, totals: Mapping[BlockPool, int] | None = None) -> list[Hold]:
+    def beyond_budget(self, totals: Mapping[BlockPool, int] = _NO_TOTALS) -> list[Hold]:
         """The oldest pins that are beyond the budget, where pools have the sizes that they have now, or these."""
-        return self._to_degrade([], totals or _NO_TOTALS)
+        return self._to_degrade([], totals)
 
     def degrade(self, pins: Iterable[Hold], now: float) -> None:
         """Pins become leases."""

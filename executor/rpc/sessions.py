@@ -113,9 +113,9 @@ class Sessions:
         return self._manager_epoch
 
     def registered(self, session: Session, manager_epoch: int) -> None:
-        """The session's scheduler is registered with this manager, 0 for none; holds behind what was submitted before.
+        """The session's scheduler is registered with this manager, 0 for none.
 
-        Until then, steps of the session before may run.
+        That counts once everything that was submitted before has ended: until then steps of the session before may run.
         """
         loop = asyncio.get_running_loop()
 

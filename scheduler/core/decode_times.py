@@ -6,9 +6,9 @@ Pure: no clock; the caller says how long steps took. All times are in seconds.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from statistics import fmean, median
+from statistics import median
 
-# Of so many sizes of the running batch, the last times of each: a slow step, as another process causes it, changes
+# Sizes of the running batch that are kept, and times of each: a slow step, as another process causes it, changes
 # nothing, and neither does a size that was not seen for long.
 _KEPT_SIZES, _KEPT_TIMES = 16, 5
 # Sizes that differ by less than an eighth are one.
@@ -20,6 +20,8 @@ class DecodeTimes:
 
     def __init__(self) -> None:
         self._times: OrderedDict[int, deque[float]] = OrderedDict()
+        # The median of each: a step changes one of them, and is one of a thousand in a second.
+        self._medians: dict[int, float] = {}
         self._slope: float | None = None
 
     @property
@@ -28,20 +30,23 @@ class DecodeTimes:
         return self._slope
 
     def observe(self, sequences: int, seconds: float) -> None:
-        """A step has decoded so many sequences and nothing else."""
+        """A step has decoded these sequences and nothing else."""
         size = _rounded(sequences)
-        self._times.setdefault(size, deque(maxlen=_KEPT_TIMES)).append(seconds)
+        times = self._times.setdefault(size, deque(maxlen=_KEPT_TIMES))
+        times.append(seconds)
+        self._medians[size] = median(times)
         self._times.move_to_end(size)
         if len(self._times) > _KEPT_SIZES:
-            self._times.popitem(last=False)
+            oldest, _ = self._times.popitem(last=False)
+            del self._medians[oldest]
         self._slope = self._fitted()
 
     def _fitted(self) -> float | None:
         """The slope of the line through the medians of all sizes that has the least squares."""
-        if len(self._times) < 2:
+        times = self._medians
+        if len(times) < 2:
             return None
-        times = {size: median(found) for size, found in self._times.items()}
-        middle, mean = fmean(times), fmean(times.values())
+        middle, mean = sum(times) / len(times), sum(times.values()) / len(times)
         spread = sum((size - middle) ** 2 for size in times)
         return max(0.0, sum((size - middle) * (seconds - mean) for size, seconds in times.items()) / spread)
 

@@ -251,7 +251,7 @@ class Fleet:
             self._notes.computed(routed.note, now)
 
     def note_output(self, tokens: int) -> None:
-        """A sample has ended by itself after so many tokens: others will, too."""
+        """A sample has ended by itself with this number of tokens: others will, too."""
         self._mean_output += _OUTPUT_WEIGHT * (tokens - self._mean_output)
 
     def end(self, routed: Routed) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 PROMPT_TOKEN_SECONDS, HOST_BLOCK_SECONDS, DISK_BLOCK_SECONDS = 1e-3, 1e-3, 1e-2
 # Rates of engines that differ by less than this factor are equal.
 ALIKE = 1.5
-# After so many seconds a difference to the other engines' time of a prompt token counts half.
+# Seconds after which a difference to the other engines' time of a prompt token counts half.
 HALF_LIFE_SECONDS = 10.0
 
 

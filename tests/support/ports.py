@@ -16,7 +16,7 @@ _given: set[int] = set()
 
 
 def ports_of(worker: str) -> range:
-    """The ports of a worker by its name, "gw0" for the first; a process that is no worker has those behind the last."""
+    """The ports of a worker by its name, "gw0" for the first; a process that is no worker has those after the last."""
     width = (END - FIRST) // RANGES
     number = int(worker.removeprefix("gw")) % (RANGES - 1) if worker else RANGES - 1
     return range(FIRST + number * width, FIRST + (number + 1) * width - FOLLOWING)

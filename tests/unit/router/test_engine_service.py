@@ -183,7 +183,7 @@ async def test_a_router_that_leaves_in_the_middle_of_a_message_is_no_error(tmp_p
 
 
 async def to_the_end(call: Any) -> None:
-    """The end of a call comes behind all of its messages."""
+    """The end of a call comes after all of its messages."""
     while await call.read() is not grpc.aio.EOF:
         pass
 
