@@ -20,7 +20,7 @@ Read = Callable[[Query, Options], Awaitable[Json]]
 
 PAGE = 1000
 EVENTS = 200
-# How long a read of events waits for more of them.
+# How long a read waits for events after a number that is known.
 EVENT_SECONDS = 0.2
 GHOST_SECONDS = 3600
 # Enough digits of a key to distinguish the blocks of a pool.
@@ -104,7 +104,7 @@ class Cache:
         return _plain(await self._admin.GetGhostCaches(request, **options))
 
     async def events(self, query: Query, options: Options) -> Json:
-        """The newest events behind a number, and the number of the last one."""
+        """The newest events after a number, and the number of the last one. `last` is what the next read is to name."""
         after = query.get("after", str(_NO_EVENT))
         if not (
             after.isascii() and after.isdecimal() and len(after) <= len(str(_NO_EVENT)) and int(after) <= _NO_EVENT
@@ -112,24 +112,28 @@ class Cache:
             raise InvalidField("after", "must be the number of an event")
         number = int(after)
         try:
-            found = await self._events_behind(number, options)
+            found = await self._events_after(number, options)
         except grpc.aio.AioRpcError as error:
             remote = from_rpc_error(error)
             if remote.reason != "EVENTS_GONE":
                 raise
             number = max(int(remote.metadata["oldest"]) - 1, int(remote.metadata["newest"]) - EVENTS)
-            found = await self._events_behind(number, options)
+            found = await self._events_after(number, options)
         last = found[-1].event_number if found else number
         return {"last": last, "events": [_plain(event) for event in found[-EVENTS:]]}
 
-    async def _events_behind(self, number: int, options: Options) -> list[pb.Event]:
+    async def _events_after(self, number: int, options: Options) -> list[pb.Event]:
         request = pb.WatchEventsRequest(after_event_number=number)
+        # The cache manager refuses a number that it does not have, and that refusal may take the time of any call.
+        is_known = number != _NO_EVENT
         found: list[pb.Event] = []
         try:
-            async for batch in self._events.WatchEvents(request, **options | {"timeout": EVENT_SECONDS}):
+            async for batch in self._events.WatchEvents(
+                request, **options | ({"timeout": EVENT_SECONDS} if is_known else {})
+            ):
                 found += batch.events
         except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            if not is_known or error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise
         return found
 

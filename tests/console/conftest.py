@@ -80,8 +80,8 @@ async def served(
         fleet = await exits.enter_async_context(Fleet(shards, router, PLAIN))
         server = HttpServer(create_app(fleet), "127.0.0.1:0", own_names=not any_name)
         await server.start()
+        exits.push_async_callback(server.stop)
         yield Console(list(drivers), shards, [manager.stop for manager in managers], f"http://{server.address}")
-        await server.stop()
 
 
 @asynccontextmanager
@@ -100,8 +100,10 @@ async def _manager(driver: Driver, security: Security) -> AsyncIterator[Server]:
     }
     admin.listen("127.0.0.1:0", services, check=tenancy.check)
     await admin.start()
-    yield admin
-    await admin.stop()
+    try:
+        yield admin
+    finally:
+        await admin.stop()
 
 
 @pytest.fixture

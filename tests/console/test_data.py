@@ -108,6 +108,17 @@ async def test_only_the_newest_events_are_shown(console: Console) -> None:
     assert (await get(console, "events", after=last + 100)) == first
 
 
+async def test_events_are_found_where_the_cache_manager_answers_late(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = await get(console, "events")
+    with monkeypatch.context() as late:
+        late.setattr(data, "EVENT_SECONDS", -1.0)
+        first = await get(console, "events")
+    assert (first["events"], first["last"]) == ([], newest["last"] - len(newest["events"]))
+    assert await get(console, "events", after=first["last"]) == newest
+
+
 async def test_no_answer_has_a_token(console: Console) -> None:
     text = json.dumps([await get(console, path, **POOL, executor="e") for path in PATHS])
     assert str(SECRET)[:7] not in text

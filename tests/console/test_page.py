@@ -53,9 +53,11 @@ async def opened(browser: Browser, console: Console, allowed: str = "403", **opt
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("request", lambda to: problems.append(to.url) if not to.url.startswith(console.url) else None)
-    await page.goto(console.url)
-    yield page
-    await context.close()
+    try:
+        await page.goto(console.url)
+        yield page
+    finally:
+        await context.close()
     assert [problem for problem in problems if "401" not in problem and allowed not in problem] == []
 
 

@@ -32,15 +32,17 @@ async def written(fleet: Fleet, url: str) -> AsyncIterator[None]:
     """The index of all engines' caches is in Redis."""
     indexes = [engine.manager.key_index(url) for engine in fleet.engines]
     tasks = [asyncio.create_task(index.run()) for index in indexes]
-    async with asyncio.timeout(patience(20)):
-        while not all(index.is_current for index in indexes):
-            await asyncio.sleep(0.01)
-    yield
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-    for index in indexes:
-        await index.close()
+    try:
+        async with asyncio.timeout(patience(20)):
+            while not all(index.is_current for index in indexes):
+                await asyncio.sleep(0.01)
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        for index in indexes:
+            await index.close()
 
 
 @contextlib.asynccontextmanager

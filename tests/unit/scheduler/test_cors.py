@@ -134,15 +134,16 @@ async def page_at(host: str) -> AsyncIterator[Any]:
     server = HttpServer(empty, "127.0.0.1:0")
     await server.start()
     port = server.address.rpartition(":")[2]
-    async with async_playwright() as playwright:
+    async with contextlib.AsyncExitStack() as exits:
+        exits.push_async_callback(server.stop)
+        playwright = await exits.enter_async_context(async_playwright())
         browser = await playwright.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--host-resolver-rules=MAP evil.example 127.0.0.1"]
         )
+        exits.push_async_callback(browser.close)
         page = await browser.new_page()
         await page.goto(f"http://{host}:{port}/")
         yield page
-        await browser.close()
-    await server.stop()
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: apt-get install chromium")

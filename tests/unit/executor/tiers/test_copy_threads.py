@@ -72,8 +72,10 @@ class Gates:
         passed = threading.Event()
         thread = threading.Thread(target=lambda: (self.copier.wait(**places), passed.set()))
         thread.start()
-        yield passed
-        thread.join(patience(10))
+        try:
+            yield passed
+        finally:
+            thread.join(patience(10))
         assert passed.is_set()
 
 
