@@ -20,6 +20,7 @@ from grpc_status import rpc_status
 
 from protos.errors import ServiceError
 from protos.rpc import metrics, tracing
+from protos.rpc.connections import Connections
 from protos.rpc.errors import MalformedMessageError, UnexpectedError, status_code, to_status
 from protos.rpc.guard import Guard, header
 from protos.rpc.identity import Identity, assume, current
@@ -72,9 +73,10 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
     not hold the context, or the context and the request wait for a garbage collection.
     """
 
-    def __init__(self, guard: Guard, check: Check | None = None, *, max_watches: int) -> None:
+    def __init__(self, guard: Guard, connections: Connections, check: Check | None = None, *, max_watches: int) -> None:
         """max_watches: streams of one method that are open at once, of methods that wait for events."""
         self._guard = guard
+        self._connections = connections
         self._max_watches = max_watches
         self._watches: Counter[str] = Counter()
         self._check = check
@@ -138,7 +140,11 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         async def call(request: Any, context: Any) -> Any:
             self._begin(context, method)
             try:
-                with _observed(method, context, self._recorder(method, context, request)), self._holding(context)():
+                with (
+                    self._connections.calling(context.peer()),
+                    _observed(method, context, self._recorder(method, context, request)),
+                    self._holding(context)(),
+                ):
                     return await behavior(self._checked(method, request), context)
             except ServiceError as error:
                 status = rpc_status.to_status(to_status(error))
@@ -157,7 +163,11 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             try:
                 if self._guard.audits(method):
                     record("STARTED")
-                with _observed(method, context, record), self._watching(method):
+                with (
+                    self._connections.calling(context.peer()),
+                    _observed(method, context, record),
+                    self._watching(method),
+                ):
                     holding = self._holding(context)
                     async with contextlib.aclosing(behavior(self._checked(method, request), context)) as responses:
                         while True:

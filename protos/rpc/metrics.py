@@ -15,3 +15,8 @@ REFUSED_CONNECTIONS = Counter(
     "HTTP connections that were closed without a request being served, by server and reason.",
     ["server", "reason"],
 )
+CLOSED_CONNECTIONS = Counter(
+    "kvkeep_rpc_closed_connections",
+    "gRPC connections without a call that were closed to make room for others, by server.",
+    ["server"],
+)

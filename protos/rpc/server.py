@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from protos.rpc import addresses
+from protos.rpc.connections import Connections
 from protos.rpc.guard import Guard
 from protos.rpc.health import Health
 from protos.rpc.interceptors import Check, ServiceInterceptor
@@ -30,6 +31,7 @@ IDLE_SECONDS = 60.0
 # Calls at once on one connection.
 MAX_CALLS = 16_384
 # Connections of one listener are at most this share of the files that the process may open: the others need some, too.
+# For a moment there may be twice as many.
 SHARE_OF_FILES = 8
 # Streams of one method on one listener that wait for events. Half of the connections are left to other calls.
 MAX_WATCHES = 1024
@@ -43,6 +45,7 @@ class _Listener:
     setting: str
     server: grpc.aio.Server
     health: Health
+    connections: Connections
 
 
 class Server:
@@ -71,6 +74,7 @@ class Server:
         self._listeners: list[_Listener] = []
         self._draining = False
         self._stop_metrics: Callable[[], None] | None = None
+        self._keeping_room: list[asyncio.Task[None]] = []
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -92,12 +96,12 @@ class Server:
         of other parts with a health of their own, which may be down while all services go on. `check` may refuse a
         request by raising, after the caller's role has been checked.
         """
-        # gRPC closes further connections.
-        connections = max(2, raise_file_limit() // SHARE_OF_FILES)
-        watching = min(MAX_WATCHES, connections // 2)
+        most = max(2, raise_file_limit() // SHARE_OF_FILES)
+        watching = min(MAX_WATCHES, most // 2)
+        connections = Connections(self._name, most)
         server = grpc.aio.server(
-            interceptors=[ServiceInterceptor(self.guard, check, max_watches=watching)],
-            options=[*self._options(), ("grpc.max_allowed_incoming_connections", connections)],
+            interceptors=[ServiceInterceptor(self.guard, connections, check, max_watches=watching)],
+            options=[*self._options(), ("grpc.max_allowed_incoming_connections", 2 * most)],
         )
         for add in services.values():
             add(server)
@@ -105,7 +109,7 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
         # Only the version with a descriptor is announced: clients describe whatever is.
         _add_reflection(server, (*services, HEALTH_SERVICE, REFLECTION_SERVICES[0]))
-        self._listeners.append(_Listener(address, setting, server, health))
+        self._listeners.append(_Listener(address, setting, server, health, connections))
 
     def set_serving(self, serving: bool, service: str | None = None) -> None:
         """Sets the health of one service, or of all and the process ("") for None, unless it drains."""
@@ -131,6 +135,9 @@ class Server:
             )
         for listener in self._listeners:
             await listener.server.start()
+            if addresses.socket_path(listener.address) is None:
+                port = int(listener.address.rpartition(":")[2])
+                self._keeping_room.append(asyncio.create_task(listener.connections.keep_room(port)))
             log.info("listening", server=self._name, address=listener.address)
 
     async def run_until_stopped(self, on_drain: Callable[[], Awaitable[None]] | None = None) -> bool:
@@ -170,6 +177,8 @@ class Server:
     async def _close(self, grace: float) -> None:
         for listener in self._listeners:
             listener.health.close()
+        for task in self._keeping_room:
+            task.cancel()
         await asyncio.gather(*(listener.server.stop(grace) for listener in self._listeners))
         self.guard.audit.flush()
         if self._stop_metrics is not None:

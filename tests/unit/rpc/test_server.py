@@ -8,6 +8,7 @@ import socket
 import stat
 import threading
 import urllib.request
+from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
-from protos.rpc import http_connection, interceptors, metrics_server
+from protos.rpc import connections, http_connection, interceptors, metrics_server
 from protos.rpc import server as server_module
 from protos.rpc.addresses import AddressError
 from protos.rpc.channel import open_channel
@@ -101,22 +102,58 @@ async def test_a_watch_that_needs_no_token_ends(monkeypatch: pytest.MonkeyPatch)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_connections_of_grpc_leave_files_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "SHARE_OF_FILES", raise_file_limit() // 4)
-    async with serving("127.0.0.1:0", {}) as server:
-        most = raise_file_limit() // server_module.SHARE_OF_FILES
-        opened = [await asyncio.open_connection(*server.addresses[0].split(":")) for _ in range(most + 4)]
-        for _, writer in opened:
-            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")
-        answers = []
-        for reader, _ in opened:
-            try:
-                answers.append(await asyncio.wait_for(reader.read(1), patience(30)))
-            except ConnectionError:
-                answers.append(b"")
-        assert sum(map(bool, answers)) == most
-        for _, writer in opened:
-            writer.close()
+async def test_connections_without_calls_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    most, callers = 128, 270
+    monkeypatch.setattr(server_module, "SHARE_OF_FILES", raise_file_limit() // most)
+    # Not closed because they wait for long.
+    monkeypatch.setattr(server_module, "HANDSHAKE_SECONDS", 3600.0)
+    monkeypatch.setattr(server_module, "IDLE_SECONDS", 3600.0)
+    stub_of, closed = health_pb2_grpc.HealthStub, Counter[int]()
+
+    async def come_again(number: int, host: str, port: str) -> None:
+        """Connects, asks nothing, and connects again."""
+        while True:
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection(host, port)
+                with contextlib.closing(writer):
+                    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")
+                    while await reader.read(100):
+                        pass
+                    closed[number] += 1
+
+    async with serving("127.0.0.1:0", {}) as server, open_channel(server.addresses[0]) as earlier:
+        watch = stub_of(earlier).Watch(health_pb2.HealthCheckRequest(), timeout=patience(120))
+        assert (await watch.read()).status == NOT_SERVING
+        address = server.addresses[0].split(":")
+        flood = [asyncio.create_task(come_again(number, *address)) for number in range(callers)]
+        while len(closed) < callers:
+            await asyncio.sleep(0.01)
+        for _ in range(5):
+            async with open_channel(server.addresses[0]) as newcomer:
+                answer = await stub_of(newcomer).Check(
+                    health_pb2.HealthCheckRequest(), timeout=patience(30), wait_for_ready=True
+                )
+                assert answer.status == NOT_SERVING
+        server.set_serving(True)
+        # It has been open all the time.
+        assert (await watch.read()).status == SERVING
+        for task in flood:
+            task.cancel()
+        await asyncio.wait(flood)
+
+
+@pytest.mark.parametrize(
+    ("text", "peer"),
+    [
+        ("ipv4:127.0.0.1:50000", ("127.0.0.1", 50000)),
+        ("ipv6:%5B::1%5D:50000", ("::1", 50000)),
+        ("ipv6:%5B::ffff:10.0.0.1%5D:50000", ("10.0.0.1", 50000)),
+        ("ipv6:%5Bfe80::1%25eth0%5D:50000", ("fe80::1", 50000)),
+        ("unix:", None),
+    ],
+)
+def test_the_peer_of_a_call_is_that_of_its_socket(text: str, peer: tuple[str, int] | None) -> None:
+    assert connections.peer_of(text) == peer
 
 
 @contextlib.asynccontextmanager
