@@ -15,6 +15,7 @@ from bench.result import percentile
 from bench.router.made import PROMPT_BLOCKS, Caches, fleet, keys_of, other_keys, prompt
 from bench.scale.row import Row
 from scheduler.request import AdmissionAttempt
+from scheduler.router.fleet import Prepared, hash_prompt
 
 ENGINES, PROMPTS, ROUNDS = 16, 24, 10
 TARGET_MS = 1.0
@@ -69,15 +70,18 @@ def rows(blocks: int) -> Iterator[Row]:
     attempts = [prompt(number) for number in range(PROMPTS)]
     hashing: list[float] = []
     whole: list[float] = []
+    longest: list[float] = []
     for name, store, target in CASES:
         caches = filled(attempts, store, blocks, ENGINES)
         taken, hashed = decisions(caches, attempts)
         hashing += hashed
         if target is not None:
             whole += map(sum, zip(taken, hashed, strict=True))
+            longest += turns(caches, attempts)
         yield from shown(f"{len(attempts[0].token_ids):,} tokens, {name}", taken, target)
     yield from shown(f"hashing of {PROMPT_BLOCKS:,} blocks, beside each", hashing, None)
-    yield from shown("the whole decision with hashing, cases that have a target", whole, TARGET_MS)
+    yield from shown("the whole decision with hashing, cases that have a target", whole, None)
+    yield from shown("of it the longest turn of the event loop", longest, TARGET_MS)
 
 
 def filled(attempts: Sequence[AdmissionAttempt], store: Store, blocks: int, engines: int, shards: int = 1) -> Caches:
@@ -99,11 +103,32 @@ def decisions(caches: Caches, attempts: Sequence[AdmissionAttempt]) -> tuple[lis
     for _ in range(ROUNDS):
         for attempt in attempts:
             before, begun = router.hashing, time.process_time()
-            router._choose(attempt, links, 1.0, {})
+            router._choose(attempt, links, time.monotonic())
             ended = time.process_time()
             hashed.append(router.hashing - before)
             taken.append(ended - begun - hashed[-1])
     return taken, hashed
+
+
+def turns(caches: Caches, attempts: Sequence[AdmissionAttempt]) -> list[float]:
+    """Process time of the longest turn that each decision takes on the event loop, in seconds."""
+    router, longest = fleet(caches), []
+    links = list(router.links.values())
+    gc.collect()
+    for _ in range(ROUNDS):
+        for attempt in attempts:
+            hashing, turn = hash_prompt(attempt, router._to_hash(attempt)), 0.0
+            while True:
+                begun = time.process_time()
+                try:
+                    hashing.send(None)
+                except StopIteration as end:
+                    router._choose(attempt, links, time.monotonic(), Prepared(keys=end.value))
+                    break
+                finally:
+                    turn = max(turn, time.process_time() - begun)
+            longest.append(turn)
+    return longest
 
 
 def shown(name: str, seconds: Sequence[float], target: float | None) -> Iterator[Row]:

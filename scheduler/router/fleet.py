@@ -7,8 +7,9 @@ import secrets
 import time
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import structlog
 
@@ -25,8 +26,10 @@ from scheduler.router.policies import Policy, Prompt
 from scheduler.router.score import Candidate, Match, Rates, levelled
 from scheduler.router.view import CacheView, Owner
 
-_NO_MATCHES: Mapping[Owner, Match] = {}
 _NO_KEYS: array[int] = array("Q")
+
+# Blocks of a prompt whose keys are computed at once: half a millisecond. Others have their turn in between.
+BLOCKS_AT_ONCE = 512
 
 # Connections that break at the same time are noticed within so many seconds.
 NOTICED_SECONDS = 0.2
@@ -35,6 +38,16 @@ NOTICED_SECONDS = 0.2
 FIRST_OUTPUT_TOKENS, _OUTPUT_WEIGHT = 128.0, 0.02
 
 log = structlog.get_logger()
+
+
+class Prepared(NamedTuple):
+    """What is known of a prompt before an engine is chosen. matches: of caches that the view does not know."""
+
+    matches: Mapping[Owner, Match] = {}
+    keys: Mapping[KeySpace, array[int]] = {}
+
+
+_NOTHING = Prepared()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -61,8 +74,8 @@ class Fleet:
     ) -> None:
         """router_id: begins the names of samples at engines. index: knows caches that the view does not know."""
         self.links: dict[str, EngineLink] = {}
-        # Samples whose prompts are looked up in the index, by arrival.
-        self.lookups: dict[int, asyncio.Task[None]] = {}
+        # Samples whose prompts are looked up in the index, or are so long that their keys take a while, by arrival.
+        self.preparing: dict[int, asyncio.Task[None]] = {}
         self._view = view
         self._index = index
         self._policy = policy
@@ -84,7 +97,7 @@ class Fleet:
     @property
     def loads(self) -> Loads:
         bounds = sum(link.loads.max_running_requests for link in self.links.values() if link.is_open)
-        return Loads(len(self._by_name), len(self._waiting) + len(self.lookups), bounds, StepLoad())
+        return Loads(len(self._by_name), len(self._waiting) + len(self.preparing), bounds, StepLoad())
 
     @property
     def adapters(self) -> list[Adapter]:
@@ -158,15 +171,29 @@ class Fleet:
         return self.on(link)
 
     def start(self, attempt: AdmissionAttempt) -> None:
-        """Sends a sample to an engine, at once unless the index must be asked; it waits while none takes requests."""
-        request, index = attempt.request, self._index
+        """Sends a sample to an engine, at once unless something takes a while; it waits while none takes requests."""
+        unknown, spaces = self._to_look_up(attempt.request), self._to_hash(attempt)
+        if unknown or spaces:
+            preparing = self._prepare(attempt, unknown, spaces)
+            self.preparing[attempt.request.arrival] = asyncio.create_task(preparing)
+        else:
+            self._send(attempt)
+
+    def _to_look_up(self, request: Request) -> Mapping[str, Owner]:
+        """The executors for which the index is asked."""
+        index = self._index
         may_ask = self._policy.reads_caches and not request.cache.no_read and not request.sample_index
-        if index is not None and index.executors and may_ask:
-            unknown = {name: owner for name, owner in self.unknown_executors().items() if name in index.executors}
-            if unknown:
-                self.lookups[request.arrival] = asyncio.create_task(self._look_up(index, attempt, unknown))
-                return
-        self._send(attempt)
+        if index is None or not index.executors or not may_ask:
+            return {}
+        return {name: owner for name, owner in self.unknown_executors().items() if name in index.executors}
+
+    def _to_hash(self, attempt: AdmissionAttempt) -> Collection[KeySpace]:
+        """The key spaces in which a prompt has many keys."""
+        if attempt.request.cache.no_read:
+            return ()
+        spaces = {self._space(link.owner) for link in self.links.values() if link.is_open}
+        tokens = len(attempt.token_ids)
+        return [space for space in spaces if space is not None and tokens > BLOCKS_AT_ONCE * space.block_size]
 
     def unknown_executors(self) -> dict[str, Owner]:
         """Executors of engines that answer, whose caches the view does not know, by id.
@@ -181,19 +208,28 @@ class Fleet:
             if counts[owner.executor_id] == 1 and self._view.find(owner) is None
         }
 
-    async def _look_up(self, index: KeyIndex, attempt: AdmissionAttempt, unknown: Mapping[str, Owner]) -> None:
-        request = attempt.request
+    async def _prepare(
+        self, attempt: AdmissionAttempt, unknown: Mapping[str, Owner], spaces: Collection[KeySpace]
+    ) -> None:
+        prepared = _NOTHING
         try:
-            found = await index.match(unknown, attempt.token_ids, request.cache.salt, request.adapter_id)
+            prepared = Prepared(await self._look_up(attempt, unknown), await hash_prompt(attempt, spaces))
         except Exception:
             # The request must not wait for ever.
             log.exception("the look-up of a prompt failed")
-            found = {}
-        del self.lookups[attempt.request.arrival]
-        self._metrics.lookups.labels("found" if found else "nothing").inc()
-        self._send(attempt, {unknown[name]: match for name, match in found.items()})
+        del self.preparing[attempt.request.arrival]
+        self._send(attempt, prepared)
 
-    def _send(self, attempt: AdmissionAttempt, looked_up: Mapping[Owner, Match] = _NO_MATCHES) -> None:
+    async def _look_up(self, attempt: AdmissionAttempt, unknown: Mapping[str, Owner]) -> Mapping[Owner, Match]:
+        """What the index knows of a prompt in the caches of executors."""
+        if self._index is None or not unknown:
+            return {}
+        request = attempt.request
+        found = await self._index.match(unknown, attempt.token_ids, request.cache.salt, request.adapter_id)
+        self._metrics.lookups.labels("found" if found else "nothing").inc()
+        return {unknown[name]: match for name, match in found.items()}
+
+    def _send(self, attempt: AdmissionAttempt, prepared: Prepared = _NOTHING) -> None:
         now = time.monotonic()
         adapter = attempt.request.adapter
         links = [link for link in self.links.values() if not link.obstacle_at(now) and link.serves(adapter)]
@@ -208,7 +244,7 @@ class Fleet:
             return
         links = [link for link in links if not link.hesitates] or links
         begin = time.perf_counter()
-        link, match, expected, keys = self._choose(attempt, links, now, looked_up)
+        link, match, expected, keys = self._choose(attempt, links, now, prepared)
         self._metrics.decision.observe(time.perf_counter() - begin)
         prompt = len(attempt.token_ids)
         routed = Routed(
@@ -239,8 +275,8 @@ class Fleet:
 
     def cancel(self, arrival: int) -> None:
         self._waiting.pop(arrival, None)
-        if lookup := self.lookups.pop(arrival, None):
-            lookup.cancel()
+        if preparing := self.preparing.pop(arrival, None):
+            preparing.cancel()
         if routed := self._by_arrival.get(arrival):
             routed.link.cancel(routed.name)
             self.end(routed)
@@ -278,7 +314,7 @@ class Fleet:
         )
 
     def _choose(
-        self, attempt: AdmissionAttempt, links: Sequence[EngineLink], now: float, looked_up: Mapping[Owner, Match]
+        self, attempt: AdmissionAttempt, links: Sequence[EngineLink], now: float, prepared: Prepared = _NOTHING
     ) -> tuple[EngineLink, Match, int, array[int]]:
         """The engine for a sample, what it has of the prompt, the cached tokens to expect, and the keys for a note."""
         request, tokens = attempt.request, len(attempt.token_ids)
@@ -287,9 +323,9 @@ class Fleet:
         spaces = [None] * len(links) if request.cache.no_read else self._spaces(links, owners)
         known = sorted({space for space in spaces if space is not None})
         keys: dict[KeySpace | None, array[int]] = {None: _NO_KEYS}
-        matches = dict(looked_up)
+        matches = dict(prepared.matches)
         for space in known:
-            keys[space] = self._keys(space, attempt)
+            keys[space] = prepared.keys[space] if space in prepared.keys else self._keys(space, attempt)
             same = [owner for owner, its_space in zip(owners, spaces, strict=True) if its_space == space]
             # What the view has come to know meanwhile is newer.
             matches |= self._view.match(same, keys[space])
@@ -348,3 +384,17 @@ class Fleet:
 
     def _keys(self, space: KeySpace, attempt: AdmissionAttempt) -> array[int]:
         return space.keys(attempt.token_ids, attempt.request.cache.salt, attempt.request.adapter_id)
+
+
+async def hash_prompt(attempt: AdmissionAttempt, spaces: Iterable[KeySpace]) -> Mapping[KeySpace, array[int]]:
+    """The keys of a prompt in each of these, computed in parts."""
+    cache, adapter_id = attempt.request.cache, attempt.request.adapter_id
+    found = {}
+    for space in spaces:
+        parts = space.keys_in_parts(attempt.token_ids, cache.salt, adapter_id, BLOCKS_AT_ONCE)
+        keys = array("Q")
+        for part in parts:
+            keys += part
+            await asyncio.sleep(0)
+        found[space] = keys
+    return found

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from protos.kvcommon.block_keys import prompt_low_keys, root_key
-from protos.kvcommon.tokens import packed_bytes
+from protos.kvcommon.block_keys import extend_chain, low_keys, prompt_low_keys, root_key
+from protos.kvcommon.tokens import TOKEN_BYTES, packed_bytes
 
 
 class KeySpace(NamedTuple):
@@ -23,3 +24,15 @@ class KeySpace(NamedTuple):
     def keys(self, token_ids: array[int], salt: str | None, adapter_id: int | None = None) -> array[int]:
         """The low 64 bits of the keys of all full blocks of a prompt."""
         return prompt_low_keys(self.root(salt, adapter_id), packed_bytes(token_ids), self.block_size)
+
+    def keys_in_parts(
+        self, token_ids: array[int], salt: str | None, adapter_id: int | None, blocks: int
+    ) -> Iterator[array[int]]:
+        """The same in parts of at most so many blocks, each computed when it is asked for."""
+        parent, packed = self.root(salt, adapter_id), packed_bytes(token_ids)
+        width = blocks * self.block_size * TOKEN_BYTES
+        for start in range(0, len(packed), width):
+            keys = [parent]
+            extend_chain(keys, parent, packed[start : start + width], self.block_size)
+            parent = keys[-1]
+            yield low_keys(keys[1:])

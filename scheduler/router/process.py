@@ -150,7 +150,7 @@ class Router:
 
     async def stop(self) -> None:
         """Ends everything that `start` began."""
-        tasks = [*self._tasks, *self._links.values(), *self._feeds.values(), *self.fleet.lookups.values()]
+        tasks = [*self._tasks, *self._links.values(), *self._feeds.values(), *self.fleet.preparing.values()]
         for task in tasks:
             task.cancel()
         if tasks:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from array import array
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,10 @@ from scheduler import app
 from scheduler.core import loop
 from scheduler.frontend import engine_service
 from scheduler.router import engine_link, process
+from scheduler.router import fleet as fleet_module
 from scheduler.router.engine_link import EngineLink
 from scheduler.router.engine_list import EngineList
+from scheduler.router.key_space import KeySpace
 from scheduler.router.settings import RouterSettings
 from tests.chaos.proxies import SocketProxy
 from tests.support.generation import generate, generate_samples, greedy_request
@@ -497,6 +500,59 @@ async def test_a_cancelled_request_frees_its_blocks(tmp_path: Path) -> None:
         async with asyncio.timeout(patience(10)):
             while fleet.engines[0].scheduler.requests.num_running or fleet.router.requests.num_running:
                 await asyncio.sleep(0.01)
+
+
+async def test_the_keys_of_a_long_prompt_are_computed_in_turns_and_find_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "BLOCKS_AT_ONCE", 2)
+    async with run_fleet(tmp_path, policy="prefix") as fleet:
+        await fleet.knows(2)
+        prompts = [prompt_of(80, seed) for seed in range(4)]
+        await asyncio.gather(*[generate(fleet.stub, greedy_request(prompt, 2)) for prompt in prompts])
+        await fleet.views(4 * 20)
+        monkeypatch.setattr(KeySpace, "keys", unexpected)
+        for prompt in prompts:
+            again = await generate(fleet.stub, greedy_request(prompt, 2))
+            assert again.usage.cached_tokens == 79
+
+
+async def test_a_request_that_is_cancelled_before_its_keys_are_computed_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "BLOCKS_AT_ONCE", 2)
+    async with run_fleet(tmp_path) as fleet:
+        await fleet.knows(2)
+        hashing = asyncio.Event()
+        monkeypatch.setattr(fleet_module, "hash_prompt", partial(_never, hashing))
+        running = asyncio.create_task(generate(fleet.stub, greedy_request(prompt_of(80), 4)))
+        await asyncio.wait_for(hashing.wait(), patience(10))
+        [preparing] = fleet.router.fleet.preparing.values()
+        assert fleet.router.requests.num_waiting == 1
+        running.cancel()
+        await asyncio.wait([preparing], timeout=patience(10))
+        assert preparing.cancelled()
+        assert not fleet.router.fleet.preparing
+        assert not any(fleet.router.fleet.on(link) for link in fleet.router.fleet.links.values())
+
+
+def unexpected(*_: object) -> None:
+    raise AssertionError
+
+
+async def _never(begun: asyncio.Event, *_: object) -> None:
+    begun.set()
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 100])
+@pytest.mark.parametrize("tokens", [0, 3, 16, 100, 16 * 6])
+def test_keys_in_parts_are_those_of_the_whole_prompt(tokens: int, blocks: int) -> None:
+    space, prompt = KeySpace(b"fingerprint", 16), array("I", prompt_of(tokens, 5))
+    for salt, adapter in ((None, None), ("acme", 7)):
+        parts = list(space.keys_in_parts(prompt, salt, adapter, blocks))
+        assert [key for part in parts for key in part] == list(space.keys(prompt, salt, adapter))
+        assert all(len(part) <= blocks for part in parts)
 
 
 @pytest.mark.parametrize(

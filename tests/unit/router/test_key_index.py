@@ -136,11 +136,11 @@ async def test_a_request_that_is_cancelled_during_its_lookup_leaves_nothing(
         try:
             running = asyncio.create_task(generate(fleet.stub, greedy_request(PROMPTS[0], 4)))
             async with asyncio.timeout(patience(20)):
-                while fleet.router.requests.num_waiting != 1 or not fleet.router.fleet.lookups:
+                while fleet.router.requests.num_waiting != 1 or not fleet.router.fleet.preparing:
                     await asyncio.sleep(0.001)
-                [lookup] = fleet.router.fleet.lookups.values()
+                [lookup] = fleet.router.fleet.preparing.values()
                 running.cancel()
-                while fleet.router.requests.num_waiting or fleet.router.fleet.lookups:
+                while fleet.router.requests.num_waiting or fleet.router.fleet.preparing:
                     await asyncio.sleep(0.001)
                 # It does not wait for Redis any more.
                 await asyncio.wait([lookup])
