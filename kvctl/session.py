@@ -110,7 +110,14 @@ class Session:
             if not named:
                 raise typer.BadParameter("names no address", param_hint="--server")
             return [self._shard(address) for address in named]
-        known = {one.cachemgr_admin_address: one.cachemgr_address for one in self.engines.engines}
+        try:
+            engines = self.engines.engines
+        except CommandError as error:
+            if error.status is not Status.UNREACHABLE:
+                raise
+            message = f"{error} Only the router knows the cache managers: without it name them with --server"
+            raise CommandError(message, error.status) from None
+        known = {one.cachemgr_admin_address: one.cachemgr_address for one in engines}
         known.pop("", None)
         if not known:
             raise CommandError(

@@ -225,6 +225,7 @@ class Scheduler:
             executor=executor,
             cachemgr_admin_address=settings.cachemgr_admin_address,
             cachemgr_address=settings.cachemgr_address,
+            executor_address=settings.executor_address,
         )
         self._requests = requests
         requests.open()

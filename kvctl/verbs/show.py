@@ -52,20 +52,21 @@ def ping(
 ) -> None:
     """Ask every service whether it serves. Exits with 3 when one cannot be reached, with 1 when one does not serve.
 
-    With a router these are the router, the schedulers of its engines, and their cache managers.
+    With a router these are the router, the schedulers and executors of its engines, and their cache managers.
     """
+    executors = [] if session.router_address else [executor]
     if session.router_address:
         places = [("router", session.router_address, "generation.v1.RouterService")]
         # Its engines are asked too, as far as it can say which these are.
         with contextlib.suppress(CommandError):
             places += [("scheduler", one.address, "generation.v1.GenerationService") for one in session.engines.engines]
+            executors = [one.executor_address for one in session.engines.engines if one.executor_address]
     else:
         places = [("scheduler", session.scheduler.address, "generation.v1.GenerationService")]
         places += [("cachemgr", one, "kvcache.v1.CacheManagerService") for one in addresses_of(cachemgr, "--cachemgr")]
     with contextlib.suppress(CommandError):
         places += [("admin", shard.address, "kvcache.v1.CacheAdminService") for shard in session.shards]
-    if not session.router_address:
-        places.append(("executor", executor, "execution.v1.ExecutorService"))
+    places += [("executor", one, "execution.v1.ExecutorService") for one in executors]
     found = [_ask(session, name, address, service) for name, address, service in places]
     columns = [Column[dict[str, Any]](name.upper(), lambda item, name=name: item[name]) for name in found[0]]  # type: ignore[misc]
     session.show({"services": found}, lambda wide: table(columns, found, wide=wide))

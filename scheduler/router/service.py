@@ -41,6 +41,7 @@ class RouterService(rpc.RouterServiceServicer):
             executor_id=link.executor_id,
             cachemgr_admin_address=link.engine.cachemgr_admin_address,
             cachemgr_address=link.engine.cachemgr_address,
+            executor_address=link.engine.executor_address,
             ready=not obstacle,
             obstacle=obstacle,
             loads=link.loads if link.is_open else None,

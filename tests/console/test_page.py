@@ -183,6 +183,9 @@ WIDTHS = (2560, 1440, 1024, 390)
 CUT = """() => [...document.querySelectorAll("body *")]
     .filter((one) => !one.closest("canvas, select, dialog") && one.scrollWidth > one.clientWidth + 1 && one.clientWidth)
     .map((one) => `${one.tagName} ${one.id} ${one.textContent.slice(0, 40)}: ${one.scrollWidth}, ${one.clientWidth}`)"""
+# The cards of shards and engines that show a part of their rows only.
+PARTS = """() => [...document.querySelectorAll("#shards .scroll, #engines .scroll")]
+    .filter((one) => one.scrollHeight > one.clientHeight + 1).map((one) => one.parentElement.id)"""
 # The empty widths at the right of all rows of cards, in pixels.
 HOLES = """() => {
     const main = document.querySelector("main").getBoundingClientRect();
@@ -209,6 +212,7 @@ async def test_nothing_is_cut_and_no_row_has_a_hole(browser: Browser, count: int
         await finds(page, "document.documentElement.scrollWidth", width)
         await finds(page, CUT, [])
         await finds(page, HOLES, [16])
+        await finds(page, PARTS, [])
 
 
 async def test_blocks_in_use_look_different_whatever_the_colours_stand_for(browser: Browser, console: Console) -> None:

@@ -453,18 +453,20 @@ class GetEngineRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetEngineResponse(_message.Message):
-    __slots__ = ("engine_id", "model", "executor", "cachemgr_admin_address", "cachemgr_address")
+    __slots__ = ("engine_id", "model", "executor", "cachemgr_admin_address", "cachemgr_address", "executor_address")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_FIELD_NUMBER: _ClassVar[int]
     CACHEMGR_ADMIN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     CACHEMGR_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     model: _execution_pb2.GetModelResponse
     executor: _execution_pb2.GetExecutorResponse
     cachemgr_admin_address: str
     cachemgr_address: str
-    def __init__(self, engine_id: _Optional[str] = ..., model: _Optional[_Union[_execution_pb2.GetModelResponse, _Mapping]] = ..., executor: _Optional[_Union[_execution_pb2.GetExecutorResponse, _Mapping]] = ..., cachemgr_admin_address: _Optional[str] = ..., cachemgr_address: _Optional[str] = ...) -> None: ...
+    executor_address: str
+    def __init__(self, engine_id: _Optional[str] = ..., model: _Optional[_Union[_execution_pb2.GetModelResponse, _Mapping]] = ..., executor: _Optional[_Union[_execution_pb2.GetExecutorResponse, _Mapping]] = ..., cachemgr_admin_address: _Optional[str] = ..., cachemgr_address: _Optional[str] = ..., executor_address: _Optional[str] = ...) -> None: ...
 
 class ListEnginesRequest(_message.Message):
     __slots__ = ()
@@ -481,7 +483,7 @@ class ListEnginesResponse(_message.Message):
     def __init__(self, engines: _Optional[_Iterable[_Union[RoutedEngine, _Mapping]]] = ..., policy: _Optional[str] = ..., waiting_requests: _Optional[int] = ...) -> None: ...
 
 class RoutedEngine(_message.Message):
-    __slots__ = ("address", "engine_id", "executor_id", "cachemgr_admin_address", "cachemgr_address", "ready", "obstacle", "loads", "request_time", "routed_requests", "routed_tokens", "expected_cached_tokens", "view_complete", "adapters")
+    __slots__ = ("address", "engine_id", "executor_id", "cachemgr_admin_address", "cachemgr_address", "ready", "obstacle", "loads", "request_time", "routed_requests", "routed_tokens", "expected_cached_tokens", "view_complete", "adapters", "executor_address")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
@@ -496,6 +498,7 @@ class RoutedEngine(_message.Message):
     EXPECTED_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VIEW_COMPLETE_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     address: str
     engine_id: str
     executor_id: str
@@ -510,7 +513,8 @@ class RoutedEngine(_message.Message):
     expected_cached_tokens: int
     view_complete: bool
     adapters: _containers.RepeatedCompositeFieldContainer[_execution_pb2.Adapter]
-    def __init__(self, address: _Optional[str] = ..., engine_id: _Optional[str] = ..., executor_id: _Optional[str] = ..., cachemgr_admin_address: _Optional[str] = ..., cachemgr_address: _Optional[str] = ..., ready: _Optional[bool] = ..., obstacle: _Optional[str] = ..., loads: _Optional[_Union[GetLoadsResponse, _Mapping]] = ..., request_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., routed_requests: _Optional[int] = ..., routed_tokens: _Optional[int] = ..., expected_cached_tokens: _Optional[int] = ..., view_complete: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[_execution_pb2.Adapter, _Mapping]]] = ...) -> None: ...
+    executor_address: str
+    def __init__(self, address: _Optional[str] = ..., engine_id: _Optional[str] = ..., executor_id: _Optional[str] = ..., cachemgr_admin_address: _Optional[str] = ..., cachemgr_address: _Optional[str] = ..., ready: _Optional[bool] = ..., obstacle: _Optional[str] = ..., loads: _Optional[_Union[GetLoadsResponse, _Mapping]] = ..., request_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., routed_requests: _Optional[int] = ..., routed_tokens: _Optional[int] = ..., expected_cached_tokens: _Optional[int] = ..., view_complete: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[_execution_pb2.Adapter, _Mapping]]] = ..., executor_address: _Optional[str] = ...) -> None: ...
 
 class StreamRequestsRequest(_message.Message):
     __slots__ = ("start", "cancel")

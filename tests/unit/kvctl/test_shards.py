@@ -376,7 +376,8 @@ async def test_a_router_names_the_shards_and_lists_its_engines(
             while (await kvctl.run("ping")).status:
                 await asyncio.sleep(0.05)
         rows = await kvctl.rows("ping")
-        assert [row[0] for row in rows[1:]] == ["router", "scheduler", "scheduler", "admin", "admin"]
+        assert [row[0] for row in rows[1:]] == ["router", *["scheduler"] * 2, *["admin"] * 2, *["executor"] * 2]
+        assert [row[1] for row in rows[-2:]] == [f"unix:{tmp_path}/engine-{number}/executor" for number in range(2)]
         assert "unix:" in await kvctl.text("top", "--once", "--interval", 0.1)
         done = await kvctl.run("drain", "--yes")
         assert (done.status, "ENGINE" in done.err) == (2, True)
@@ -396,4 +397,8 @@ async def test_what_needs_a_router_says_so(capfd: pytest.CaptureFixture[str], cl
     done = await kvctl.run("engines")
     assert (done.status, "--router" in done.err) == (2, True)
     done = await kvctl.run("pools", "--router", "unix:/nowhere")
-    assert (done.status, done.err) == (3, "error: no answer at unix:/nowhere: is the stack running?\n")
+    assert (done.status, done.err) == (
+        3,
+        "error: no answer at unix:/nowhere: is the stack running? "
+        "Only the router knows the cache managers: without it name them with --server\n",
+    )
