@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from operator import itemgetter
 
 import hypothesis
@@ -22,6 +22,9 @@ structlog.configure(processors=[*structlog.get_config()["processors"][:-1], _ren
 
 # Folders whose tests start processes or a browser: such a test may fail once, where the machine is busy.
 PROCESSES = ("tests/console/", "tests/e2e/", "tests/integration/", "tests/security/")
+
+# A file whose tests take longer has a line of its own at the end.
+LONG_SECONDS = 20.0
 
 # How long an example takes says something about the machine only.
 hypothesis.settings.register_profile("kvkeep", deadline=None)
@@ -65,17 +68,37 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the seconds and the number of tests of each folder."""
+    """Prints the seconds and the number of tests of each folder, and of the files that take long."""
+    reports = [
+        report
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if isinstance(report, pytest.TestReport)
+    ]
+    _print_seconds(terminalreporter, "folder", reports, lambda file: file.rpartition("/")[0])
+    _print_seconds(terminalreporter, "file", reports, lambda file: file, at_least=LONG_SECONDS)
+
+
+def _print_seconds(
+    terminal: pytest.TerminalReporter,
+    kind: str,
+    reports: Sequence[pytest.TestReport],
+    group: Callable[[str], str],
+    at_least: float = 0.0,
+) -> None:
+    """Seconds, of them those before and after the tests, which mostly are starts of processes, and tests."""
     seconds: dict[str, float] = defaultdict(float)
+    around: dict[str, float] = defaultdict(float)
     tests: Counter[str] = Counter()
-    for report in (report for reports in terminalreporter.stats.values() for report in reports):
-        if isinstance(report, pytest.TestReport):
-            folder = report.nodeid.partition("::")[0].rpartition("/")[0]
-            seconds[folder] += report.duration
-            tests[folder] += report.when == "call"
-    terminalreporter.section("seconds, tests by folder")
-    for folder, spent in sorted(seconds.items(), key=itemgetter(1), reverse=True):
-        terminalreporter.write_line(f"{spent:7.1f} {tests[folder]:5}  {folder}")
+    for report in reports:
+        name = group(report.nodeid.partition("::")[0])
+        seconds[name] += report.duration
+        around[name] += report.duration * (report.when != "call")
+        tests[name] += report.when == "call"
+    terminal.section(f"seconds, around tests, tests by {kind}")
+    for name, spent in sorted(seconds.items(), key=itemgetter(1), reverse=True):
+        if spent >= at_least:
+            terminal.write_line(f"{spent:7.1f} {around[name]:7.1f} {tests[name]:5}  {name}")
 
 
 @pytest.fixture(scope="session")
