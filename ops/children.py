@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO, Protocol
 
 KILL_SECONDS = 5.0
 TAIL_LINES = 20
@@ -19,6 +20,17 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit(1)
 os.execv(sys.argv[3], sys.argv[3:])
 """
+
+
+class Running(Protocol):
+    """A process that has been started, as subprocess.Popen has it."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float) -> int: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
 
 
 class Child:
@@ -42,23 +54,26 @@ class Child:
         self._environment = dict(environment)
         self._folder = folder
         self._stop_seconds = stop_seconds
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Running | None = None
         self._log_begin = 0
 
     def start(self) -> None:
         """Starts the command; the log continues that of earlier starts."""
         with self.log.open("ab") as log:
             self._log_begin = log.tell()
-            self._process = subprocess.Popen(
-                self._command,
-                cwd=self._folder,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                # A Ctrl-C in the terminal is for the parent, which stops its children in order.
-                process_group=0,
-            )
+            self._process = self._launch(log)
+
+    def _launch(self, log: IO[bytes]) -> Running:
+        return subprocess.Popen(
+            self._command,
+            cwd=self._folder,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            # A Ctrl-C in the terminal is for the parent, which stops its children in order.
+            process_group=0,
+        )
 
     def ended(self) -> str:
         """How the process ended, in words; empty while it runs."""

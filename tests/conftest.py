@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 import structlog
 
+from tests import stack as stack_module
 from tests.stack import Stack, model_cache
 from tests.support import pairwise, passed, skips, slow
 from tests.support.leftovers import remove_leftovers
@@ -40,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     speed_factor()
+    stack_module.preloads = True
     if not hasattr(config, "workerinput"):
         remove_leftovers()
     if skips.in_ci():

@@ -1,0 +1,140 @@
+"""Processes that are forks of one which has already imported what they need: imports take most of a stack's start.
+
+Tests start a hundred stacks, each of three processes. There is a server of forks for each module that runs as a
+process, started with the first one of it. A fork differs from a process of its own in its command line only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from children import Child, Running
+
+from tests.support import fork_server
+from tests.support.fork_server import IMPORTS, MESSAGE_BYTES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class PreloadedChild(Child):
+    """A Child that runs `python -m MODULE` for a module of IMPORTS."""
+
+    def __init__(self, module: str, environment: Mapping[str, str], *, folder: Path, log: Path, stop_seconds: float):
+        super().__init__([sys.executable, "-m", module], environment, folder=folder, log=log, stop_seconds=stop_seconds)
+        self._module = module
+
+    def _launch(self, log: IO[bytes]) -> Running:
+        return _server(self._module).fork(self._environment, self._folder, log)
+
+
+def can_preload(module: str, environment: Mapping[str, str]) -> bool:
+    """Whether a fork would not miss a variable that libraries read when they are imported.
+
+    A server ends with the thread that started it, which must be the main one.
+    """
+    has_server = module in _servers or (module in IMPORTS and threading.current_thread() is threading.main_thread())
+    return has_server and _of_libraries(environment) == _of_libraries(os.environ)
+
+
+def _of_libraries(environment: Mapping[str, str]) -> dict[str, str]:
+    ours = ("KVKEEP_", "PYTEST_", "PYTHONPATH")
+    return {name: value for name, value in environment.items() if not name.startswith(ours)}
+
+
+class _Fork:
+    """A process that a server has forked."""
+
+    def __init__(self, server: _Server, pid: int) -> None:
+        self.pid = pid
+        self._server = server
+
+    def poll(self) -> int | None:
+        return self._server.ended(self.pid)
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"process {self.pid} has not ended")
+            time.sleep(0.01)
+        return code
+
+    def terminate(self) -> None:
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        # A process that has ended is there no longer: its server does not wait for us to ask.
+        with contextlib.suppress(ProcessLookupError):
+            if self.poll() is None:
+                os.kill(self.pid, number)
+
+
+class _Server:
+    """Of one module. Its forks end when it does, and it ends with this process."""
+
+    def __init__(self, module: str) -> None:
+        self._lock = threading.Lock()
+        self._codes: dict[int, int] = {}
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", fork_server.__name__, module, str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                cwd=ROOT,
+                env=dict(os.environ),
+                process_group=0,
+            )
+
+    def fork(self, environment: Mapping[str, str], folder: Path, log: IO[bytes]) -> _Fork:
+        """Raises RuntimeError where the server has ended."""
+        request = json.dumps({"environment": dict(environment), "folder": str(folder)}).encode()
+        with self._lock:
+            socket.send_fds(self._connection, [request], [log.fileno()])
+            while "forked" not in (message := self._read()):
+                self._codes[message["pid"]] = message["code"]
+        return _Fork(self, message["forked"])
+
+    def ended(self, pid: int) -> int | None:
+        """The status of a fork, as of subprocess; None while it runs."""
+        with self._lock:
+            while pid not in self._codes and select.select([self._connection], [], [], 0)[0]:
+                message = self._read()
+                self._codes[message["pid"]] = message["code"]
+            return self._codes.get(pid)
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.wait()
+
+    def _read(self) -> dict[str, Any]:
+        data = self._connection.recv(MESSAGE_BYTES)
+        if not data:
+            raise RuntimeError(f"the server of preloaded processes ended with status {self._process.wait()}")
+        found: dict[str, Any] = json.loads(data)
+        return found
+
+
+_servers: dict[str, _Server] = {}
+
+
+def _server(module: str) -> _Server:
+    if module not in _servers:
+        _servers[module] = _Server(module)
+        atexit.register(_servers[module].close)
+    return _servers[module]
