@@ -24,7 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import openai
@@ -33,12 +33,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from bench.result import Result
 from bench.tables import table
 from protos.kvcache.v1 import kvcache_pb2 as kv
+from tests.chaos import fleet_outages
 from tests.chaos.checks import CHECK_SECONDS
 from tests.chaos.measuring import Manager
 from tests.chaos.stage import REDIS, Stage, single
 from tests.stack import MODULES
 from tests.support.patience import patience
 from tests.support.ports import free_address
+
+T = TypeVar("T", "Outage", fleet_outages.Outage)
 
 STREAMS, OUTPUT_TOKENS = 16, 120
 # An outage begins once every stream has this many pieces.
@@ -479,23 +482,37 @@ def main() -> int:
     """Runs the chosen outages and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="outages whose name contains this; separate several by commas")
+    parser.add_argument("--fleet", action="store_true", help="outages of a fleet, without a model")
+    parser.add_argument("--real", action="store_true", help="with --fleet: executors that run the default model")
     given = parser.parse_args()
-    names = [name.strip() for name in given.only.split(",")]
-    chosen = [outage for outage in outages() if any(name in outage.name for name in names)]
-    if not chosen:
-        parser.error(f"argument --only: no outage is called so; there are: {', '.join(one.name for one in outages())}")
+    if given.real and not given.fleet:
+        parser.error("argument --real: only with --fleet")
     begin = time.monotonic()
 
     def tell(line: str) -> None:
         print(f"[{time.monotonic() - begin:6.1f}] {line}", file=sys.stderr, flush=True)
 
-    rows = asyncio.run(measure(chosen, tell))
+    rows: Sequence[Row] | Sequence[fleet_outages.Row]
+    if given.fleet:
+        in_fleet = _chosen(parser, fleet_outages.outages(), given.only)
+        rows = asyncio.run(fleet_outages.measure(in_fleet, tell, real=given.real))
+    else:
+        rows = asyncio.run(measure(_chosen(parser, outages(), given.only), tell))
     print(table(list(rows[0].cells()), [list(row.cells().values()) for row in rows]))
     for row in rows:
         for fault in row.faults:
             print(f"FAULT {row.outage}: {fault}")
-    Result("outages", {"rows": [vars(row) for row in rows]}).write()
+    name = "outages_fleet" if given.fleet else "outages"
+    Result(name, {"rows": [vars(row) for row in rows], "real": given.real}).write()
     return 1 if any(row.faults for row in rows) else 0
+
+
+def _chosen(parser: argparse.ArgumentParser, known: Sequence[T], only: str) -> Sequence[T]:
+    names = [name.strip() for name in only.split(",")]
+    chosen = [outage for outage in known if any(name in outage.name for name in names)]
+    if not chosen:
+        parser.error(f"argument --only: no outage is called so; there are: {', '.join(one.name for one in known)}")
+    return chosen
 
 
 if __name__ == "__main__":
