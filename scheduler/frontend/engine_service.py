@@ -25,7 +25,7 @@ from scheduler.frontend.requests import CACHE_MANAGER_SILENT, EXECUTOR_SILENT, R
 
 ENGINE_SERVICE = "generation.v1.EngineService"
 # How often the load is looked at, and how often it is sent at least, in seconds.
-LOADS_SECONDS, HEARTBEAT_SECONDS = 0.1, 1.0
+LOADS_SECONDS, HEARTBEAT_SECONDS = 0.1, 0.5
 # A neighbour's silence is sent whenever it has grown by so much.
 SILENCE_STEP = 0.25
 # How long the last message may take to a router that reads no more.

@@ -21,11 +21,11 @@ from scheduler.router.view import Owner
 
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 0.3
-# An engine says its load once a second at least; one that says nothing for so long is lost.
+# An engine says its load twice a second at least; one that says nothing for so long is lost.
 SILENCE_SECONDS = 5.0
 # An engine that has said nothing for so long, or whose executor or cache manager has not answered, gets requests only
 # where no other does. What has no token there yet goes on elsewhere, and with the executor all that it runs.
-QUIET_SECONDS, HESITATION_SECONDS = 1.5, 1.0
+QUIET_SECONDS, HESITATION_SECONDS = 1.0, 1.0
 # Its requests have capacity for about so long without the cache manager, which starts again in less.
 NO_BLOCKS_SECONDS = 2.5
 # How often silence is counted, and how much of it at most counts each time: when this process itself stood still, its

@@ -502,8 +502,8 @@ def main() -> int:
     for row in rows:
         for fault in row.faults:
             print(f"FAULT {row.outage}: {fault}")
-    name = "outages_fleet" if given.fleet else "outages"
-    Result(name, {"rows": [vars(row) for row in rows], "real": given.real}).write()
+    name = "outages" + ("_fleet" if given.fleet else "") + ("_real" if given.real else "")
+    Result(name, {"rows": [vars(row) for row in rows]}).write()
     return 1 if any(row.faults for row in rows) else 0
 
 

@@ -387,7 +387,7 @@ async def test_a_pause_of_the_router_itself_loses_no_engine(tmp_path: Path, monk
         ]
         await asyncio.gather(*[event.wait() for event in begun])
         # Less than the pause, and more than what may count of it with the turn before. Only now: from here on each
-        # engine has tokens to send, where an idle one says its load once a second.
+        # engine has tokens to send, where an idle one says its load twice a second.
         monkeypatch.setattr(engine_link, "SILENCE_SECONDS", 1.5)
         # The executors are on this loop, too, and their schedulers' threads go on.
         monkeypatch.setattr(engine_link, "HESITATION_SECONDS", 1_000.0)
