@@ -3,6 +3,9 @@
 For tests that start processes: a machine that is busy with others may starve one of them. A test that passes alone is
 FLAKY. It is printed, and a line about it is added to build/gate/flaky.jsonl. The run fails when a test fails twice, and
 when more than MOST_FLAKY tests are flaky: then the fault is not the machine's.
+
+Tests of files that differ from those of the branch BASE run twice more, and must pass each time: one that fails now and
+then must not get in.
 """
 
 import json
@@ -16,6 +19,9 @@ import pytest
 
 KEPT = Path("build/gate/flaky.jsonl")
 MOST_FLAKY = 2
+# What has landed already, in a clone of a checkout whose own branch is another one.
+BASE = "origin/main"
+RUNS_OF_CHANGED = 3
 # A fault of everything needs no second look at each test.
 MOST_FAILED = 8
 
@@ -36,6 +42,8 @@ def main(arguments: Sequence[str]) -> int:
     """The exit status: that of pytest, or 0 when all tests that failed are flaky, and few."""
     failures = Failures()
     status = int(pytest.main([*arguments], plugins=[failures]))
+    if not status and (changed := changed_files()):
+        status = _run_again(arguments, changed)
     if status != pytest.ExitCode.TESTS_FAILED or not failures.tests:
         return status
     if len(failures.tests) > MOST_FAILED:
@@ -54,6 +62,23 @@ def main(arguments: Sequence[str]) -> int:
         print(f"FAILED {len(flaky)} tests are flaky, more than {MOST_FLAKY}")
         return status
     return status if again else 0
+
+
+def changed_files() -> list[str]:
+    """Files of tests that differ from those of BASE; none where there is no such branch."""
+    command = ["git", "diff", "--name-only", "--diff-filter=d", f"{BASE}...HEAD", "--", "*/test_*.py"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    return done.stdout.split() if done.returncode == 0 else []
+
+
+def _run_again(arguments: Sequence[str], files: Sequence[str]) -> int:
+    """The status of the first run of these files that fails; 0 when all pass, or none of their tests is meant."""
+    for number in range(2, RUNS_OF_CHANGED + 1):
+        print(f"\n== run {number} of {RUNS_OF_CHANGED} of what is new or changed: {' '.join(files)}", flush=True)
+        done = subprocess.run([sys.executable, "-m", "pytest", *arguments, *files], check=False)
+        if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            return done.returncode
+    return 0
 
 
 def _passes_alone(test: str) -> bool:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -43,11 +44,13 @@ def test_right():
 """
 
 
-def run(folder: Path, *, flaky: int = 0, broken: int = 0, late: int = 0) -> tuple[int, str, list[str]]:
+def run(
+    folder: Path, *, flaky: int = 0, broken: int = 0, late: int = 0, files: Sequence[str] = ("test_some.py",)
+) -> tuple[int, str, list[str]]:
     """The status, the output, and the tests that are kept as flaky."""
     (folder / "test_some.py").write_text(TESTS.format(flaky=flaky, broken=broken, late=late))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.second_chance", "-q", "test_some.py"],
+        [sys.executable, "-m", "tests.second_chance", "-q", *files],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -84,6 +87,33 @@ def test_many_flaky_tests_fail_the_run(tmp_path: Path) -> None:
     status, said, kept = run(tmp_path, flaky=3)
     assert (status, len(kept)) == (1, 3)
     assert "3 tests are flaky" in said
+
+
+def test_what_is_new_or_changed_runs_three_times_and_must_pass_each_time(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=tmp_path, check=True)
+
+    run(tmp_path)
+    git("init", "-q")
+    git("add", "test_some.py")
+    git("commit", "-qm", "first")
+    git("update-ref", "refs/remotes/origin/main", "HEAD")
+    _, said, _ = run(tmp_path)
+    assert "run 2 of 3" not in said
+    (tmp_path / "tests").mkdir()
+    new = tmp_path / "tests/test_new.py"
+    for most, expected in ((3, 0), (2, 1)):
+        new.write_text(
+            f"import pathlib\n\ndef test_new():\n    runs = pathlib.Path('runs')\n"
+            f"    runs.write_text(runs.read_text() + 'x' if runs.exists() else 'x')\n"
+            f"    assert len(runs.read_text()) <= {most}\n"
+        )
+        git("add", "tests")
+        git("commit", "-qm", "new")
+        (tmp_path / "runs").unlink(missing_ok=True)
+        status, said, _ = run(tmp_path, files=["test_some.py", "tests/test_new.py"])
+        assert status == expected, said
+        assert "run 3 of 3 of what is new or changed: tests/test_new.py" in said
 
 
 def test_when_many_fail_there_is_no_second_chance(tmp_path: Path) -> None:
