@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ipaddress
 import os
+import resource
 import socket
 import stat
 import time
@@ -23,8 +24,12 @@ import structlog
 
 from protos.rpc.metrics import CLOSED_CONNECTIONS
 
-# How often open files are counted: usually, and once connections had to be closed.
-COUNT_SECONDS, CROWDED_SECONDS = 0.5, 0.05
+# How often open files are counted: usually, and while there have been too many within the last seconds.
+COUNT_SECONDS, CROWDED_SECONDS, CALM_SECONDS = 0.5, 0.02, 5.0
+# Of the time, at most this share goes into looking at connections.
+_SHARE = 0.2
+# Connections that are closed before others have their turn.
+_AT_ONCE = 64
 # A flood is one line in the log each time.
 LOG_SECONDS = 10.0
 _OPEN_FILES = Path("/proc/self/fd")
@@ -47,14 +52,15 @@ class _File(NamedTuple):
 
 
 class Connections:
-    """Counts the calls of each connection of a listener, and closes connections without one."""
+    """Knows the calls of each connection of a listener, and closes connections without one."""
 
     def __init__(self, server: str, most: int) -> None:
         """server: its name in the log and in metrics. most: gRPC lets in twice as many, until some are closed."""
         self._server = server
         self._most = most
-        # By the text that gRPC has for a peer.
+        # Running calls, by the text that gRPC has for a peer; and peers that have called, the last one last.
         self._calls: Counter[str] = Counter()
+        self._called: dict[str, None] = {}
         # Open files by their numbers, in the order in which they were found.
         self._files: dict[int, _File] = {}
         self._closed = 0
@@ -70,32 +76,51 @@ class Connections:
             self._calls[peer] -= 1
             if not self._calls[peer]:
                 del self._calls[peer]
+            self._called.pop(peer, None)
+            self._called[peer] = None
+            if len(self._called) > 2 * self._most:
+                del self._called[next(iter(self._called))]
 
     async def keep_room(self, port: int) -> None:
-        """Closes the oldest connections without a call while there are too many. Runs until it is cancelled."""
+        """Closes connections without a call while there are too many. Runs until it is cancelled.
+
+        First those that never had a call, the oldest first; then those whose last call is longest ago.
+        """
+        crowded_at = -CALM_SECONDS
         while True:
-            crowded = False
+            begun = time.monotonic()
             # Any exception: a listener that is guarded no longer would be shut by the next flood.
             try:
-                if _count_files() > self._most:
-                    crowded = await self._make_room(port)
-                else:
+                if _count_files() <= self._most:
                     self._files.clear()
+                elif await self._make_room(port):
+                    crowded_at = begun
             except Exception:
                 log.exception("connections could not be counted", server=self._server)
-            await asyncio.sleep(CROWDED_SECONDS if crowded else COUNT_SECONDS)
+            now = time.monotonic()
+            pause = CROWDED_SECONDS if now < crowded_at + CALM_SECONDS else COUNT_SECONDS
+            await asyncio.sleep(max(pause, (now - begun) / _SHARE))
 
     async def _make_room(self, port: int) -> bool:
-        """Whether there were too many. Then a quarter fewer than may be are left, unless calls run on more."""
+        """Whether there were too many. A quarter fewer than may be are left, or as many without a call as a quarter."""
         await asyncio.to_thread(self._find, port)
-        found = {number: file for number, file in self._files.items() if file.peer is not None}
+        found = [(number, file) for number, file in self._files.items() if file.peer is not None]
         if len(found) <= self._most:
             return False
         busy = {peer_of(text) for text in self._calls}
-        idle = [(number, file) for number, file in found.items() if file.peer not in busy]
-        wanted = len(found) - (self._most - self._most // 4)
-        await asyncio.to_thread(_close, idle[:wanted])
-        self._count(len(idle[:wanted]))
+        rank = {peer_of(text): place for place, text in enumerate(self._called, 1)}
+        idle = sorted((one for one in found if one[1].peer not in busy), key=lambda one: rank.get(one[1].peer, 0))
+        quarter = self._most // 4
+        wanted = max(0, min(len(found) - (self._most - quarter), len(idle) - quarter))
+        closed = 0
+        for begin in range(0, wanted, _AT_ONCE):
+            # Calls have begun meanwhile.
+            busy = {peer_of(text) for text in self._calls}
+            closed += sum(
+                _close(*one) for one in idle[begin : min(wanted, begin + _AT_ONCE)] if one[1].peer not in busy
+            )
+            await asyncio.sleep(0)
+        self._count(closed)
         return True
 
     def _find(self, port: int) -> None:
@@ -114,33 +139,44 @@ class Connections:
         CLOSED_CONNECTIONS.labels(self._server).inc(closed)
         self._closed += closed
         now = time.monotonic()
-        if now - self._logged_at >= LOG_SECONDS:
+        if self._closed and now - self._logged_at >= LOG_SECONDS:
             log.warning(
                 "connections without a call were closed to make room", server=self._server, connections=self._closed
             )
             self._logged_at, self._closed = now, 0
 
 
-def _open_files() -> list[int]:
-    """Their numbers; none where the system does not list them."""
+def _open_files() -> Iterable[int]:
+    """Their numbers, others among them where no file can be opened; none where the system does not list them."""
     try:
         # A Path for each would take longer than all the rest.
         return [int(name) for name in os.listdir(_OPEN_FILES)]  # noqa: PTH208
     except FileNotFoundError:
-        return []
+        return ()
+    except OSError:
+        return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def _count_files() -> int:
-    """How many are open. Linux says it at once since 6.2."""
-    return (_OPEN_FILES.stat().st_size if _OPEN_FILES.exists() else 0) or len(_open_files())
+    """How many are open, at least. Linux says it at once since 6.2."""
+    return (_OPEN_FILES.stat().st_size if _OPEN_FILES.exists() else 0) or len(list(_open_files()))
+
+
+@contextlib.contextmanager
+def _socket(number: int) -> Iterator[socket.socket]:
+    """The socket of an open file, which stays open. It takes no further file: there may be none. Raises OSError."""
+    one = socket.socket(fileno=number)
+    try:
+        yield one
+    finally:
+        one.detach()
 
 
 def _peer(number: int, port: int) -> Peer | None:
     """Of a connection that the listener of a port has accepted; None for another file. Raises OSError."""
     if not stat.S_ISSOCK(os.fstat(number).st_mode):
         return None
-    # A copy, as gRPC may close the file at any moment, and its number may become that of another one.
-    with socket.socket(fileno=os.dup(number)) as one:
+    with _socket(number) as one:
         if one.family not in (socket.AF_INET, socket.AF_INET6) or one.getsockname()[1] != port:
             return None
         try:
@@ -151,12 +187,13 @@ def _peer(number: int, port: int) -> Peer | None:
         return Peer(_normal(host), remote_port)
 
 
-def _close(connections: Iterable[tuple[int, _File]]) -> None:
-    """gRPC sees their ends and closes the files."""
-    for number, file in connections:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
-            if os.fstat(one.fileno()).st_ino == file.inode:
-                one.shutdown(socket.SHUT_RDWR)
+def _close(number: int, file: _File) -> bool:
+    """Whether it was still there. gRPC sees its end and closes the file."""
+    with contextlib.suppress(OSError), _socket(number) as one:
+        if os.fstat(number).st_ino == file.inode:
+            one.shutdown(socket.SHUT_RDWR)
+            return True
+    return False
 
 
 def peer_of(text: str) -> Peer | None:

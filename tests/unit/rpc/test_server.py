@@ -102,8 +102,12 @@ async def test_a_watch_that_needs_no_token_ends(monkeypatch: pytest.MonkeyPatch)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_connections_without_calls_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    most, callers = 128, 270
+@pytest.mark.parametrize(("callers", "pause"), [(270, 0.0), (400, 0.06), (800, 0.3)])
+async def test_connections_without_calls_make_room_for_others(
+    monkeypatch: pytest.MonkeyPatch, callers: int, pause: float
+) -> None:
+    """Also for many more than gRPC lets in at once; and a channel that is used now and then keeps its connection."""
+    most = 128
     monkeypatch.setattr(server_module, "SHARE_OF_FILES", raise_file_limit() // most)
     # Not closed because they wait for long.
     monkeypatch.setattr(server_module, "HANDSHAKE_SECONDS", 3600.0)
@@ -120,11 +124,28 @@ async def test_connections_without_calls_make_room_for_others(monkeypatch: pytes
                     while await reader.read(100):
                         pass
                     closed[number] += 1
+            await asyncio.sleep(pause)
 
-    async with serving("127.0.0.1:0", {}) as server, open_channel(server.addresses[0]) as earlier:
+    async def call_now_and_then(channel: grpc.aio.Channel, ended: asyncio.Event) -> int:
+        calls = 0
+        while not ended.is_set():
+            await stub_of(channel).Check(health_pb2.HealthCheckRequest(), timeout=patience(30))
+            calls += 1
+            await asyncio.sleep(0.02)
+        return calls
+
+    async with (
+        serving("127.0.0.1:0", {}) as server,
+        open_channel(server.addresses[0]) as earlier,
+        # This one tries nothing again.
+        grpc.aio.insecure_channel(server.addresses[0], [("grpc.use_local_subchannel_pool", 1)]) as used,
+    ):
         watch = stub_of(earlier).Watch(health_pb2.HealthCheckRequest(), timeout=patience(120))
         assert (await watch.read()).status == NOT_SERVING
         address = server.addresses[0].split(":")
+        ended = asyncio.Event()
+        await stub_of(used).Check(health_pb2.HealthCheckRequest(), timeout=patience(30))
+        calling = asyncio.create_task(call_now_and_then(used, ended))
         flood = [asyncio.create_task(come_again(number, *address)) for number in range(callers)]
         while len(closed) < callers:
             await asyncio.sleep(0.01)
@@ -134,6 +155,8 @@ async def test_connections_without_calls_make_room_for_others(monkeypatch: pytes
                     health_pb2.HealthCheckRequest(), timeout=patience(30), wait_for_ready=True
                 )
                 assert answer.status == NOT_SERVING
+        ended.set()
+        assert await calling
         server.set_serving(True)
         # It has been open all the time.
         assert (await watch.read()).status == SERVING
