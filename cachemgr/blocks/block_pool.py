@@ -352,7 +352,9 @@ class BlockPool:
             return False
         if device.num_empty:
             return True
-        self._leaving = {occupant for occupant in self._leaving if self.blocks[occupant.index] is occupant}
+        if device.to_withhold <= len(self._leaving):
+            # Those that have left meanwhile count no more.
+            self._leaving = {occupant for occupant in self._leaving if self.blocks[occupant.index] is occupant}
         return device.cached > 0 and device.to_withhold > len(self._leaving)
 
     def set_total(self, total: int) -> None:

@@ -26,6 +26,7 @@ from kvctl.shards import Shard, ask, named
 from kvctl.status import CommandError, Status
 from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.rpc import addresses
 from protos.rpc.errors import from_rpc_error
 
 app = typer.Typer()
@@ -52,7 +53,8 @@ def ping(
 ) -> None:
     """Ask every service whether it serves. Exits with 3 when one cannot be reached, with 1 when one does not serve.
 
-    With a router these are the router, the schedulers and executors of its engines, and their cache managers.
+    With a router these are the router, the schedulers of its engines, the executors among them that can be reached
+    from here, and the cache managers.
     """
     executors = [] if session.router_address else [executor]
     if session.router_address:
@@ -60,7 +62,7 @@ def ping(
         # Its engines are asked too, as far as it can say which these are.
         with contextlib.suppress(CommandError):
             places += [("scheduler", one.address, "generation.v1.GenerationService") for one in session.engines.engines]
-            executors = [one.executor_address for one in session.engines.engines if one.executor_address]
+            executors = [one.executor_address for one in session.engines.engines if can_be_asked(one)]
     else:
         places = [("scheduler", session.scheduler.address, "generation.v1.GenerationService")]
         places += [("cachemgr", one, "kvcache.v1.CacheManagerService") for one in addresses_of(cachemgr, "--cachemgr")]
@@ -73,6 +75,12 @@ def ping(
     said = {item["status"] for item in found}
     if said != {"serving"}:
         raise typer.Exit(Status.UNREACHABLE if _GONE in said else Status.FOUND)
+
+
+def can_be_asked(engine: generation_pb2.RoutedEngine) -> bool:
+    """Whether the executor's address, which is that of the scheduler's settings, means the same from here."""
+    is_local = bool(engine.executor_address) and addresses.is_loopback(engine.executor_address)
+    return bool(engine.executor_address) and (not is_local or addresses.is_loopback(engine.address))
 
 
 def _ask(session: Session, name: str, address: str, service: str) -> dict[str, Any]:

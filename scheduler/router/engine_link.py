@@ -153,8 +153,8 @@ class EngineLink:
 
     @property
     def load(self) -> int:
-        """Samples that run and wait."""
-        return self.loads.running_requests + self.loads.waiting_requests + self._given
+        """Samples that run and wait: those of its last load, and what was given to it and has ended since."""
+        return max(0, self.loads.running_requests + self.loads.waiting_requests + self._given)
 
     def age_of_rates(self, now: float) -> float:
         """Seconds since it has last measured the time of a prompt token."""
@@ -174,6 +174,15 @@ class EngineLink:
         self._given += 1
         self._given_tokens += prompt_tokens - expected_tokens
         self._commands.put_nowait(pb.StreamRequestsRequest(start=message))
+
+    def note_computed(self, begun: float, tokens: int) -> None:
+        """The prompt of a request that began then is no longer queued there."""
+        if begun >= self._loads_at:
+            self._given_tokens -= tokens
+
+    def note_end(self) -> None:
+        """A request has ended there, of which its last load may not know."""
+        self._given -= 1
 
     def cancel(self, request_id: str) -> None:
         """Ends a request, which may have ended."""
@@ -248,6 +257,8 @@ class EngineLink:
             self.heard_at, self._silence = time.monotonic(), 0.0
             if response.HasField("loads"):
                 self._take_loads(response)
+                # It does not count requests any more whose end comes with it.
+                self._given += sum(bool(output.finish_reason) for output in response.outputs)
             if not self.is_open:
                 self.is_open = True
                 log.info("engine found", address=self.address, executor=self.executor_id)

@@ -7,7 +7,7 @@ import secrets
 import time
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,6 +60,8 @@ class Routed(SentSample):
     started_at: float
     # When it last had output.
     heard_at: float
+    # Whether its prompt counts as queued at the engine.
+    is_queued: bool = True
 
     @property
     def request_id(self) -> str:
@@ -70,9 +72,18 @@ class Fleet:
     """An Engine that is several engines. On the asyncio loop."""
 
     def __init__(
-        self, view: CacheView, policy: Policy, metrics: RouterMetrics, router_id: str, index: KeyIndex | None = None
+        self,
+        view: CacheView,
+        policy: Policy,
+        metrics: RouterMetrics,
+        router_id: str,
+        index: KeyIndex | None = None,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """router_id: begins the names of samples at engines. index: knows caches that the view does not know."""
+        """router_id: begins the names of samples at engines. index: knows caches that the view does not know.
+
+        on_failure: called when the router's own work has failed, so that a request would wait for ever.
+        """
         self.links: dict[str, EngineLink] = {}
         # Samples whose prompts are looked up in the index, or are so long that their keys take a while, by arrival.
         self.preparing: dict[int, asyncio.Task[None]] = {}
@@ -80,6 +91,7 @@ class Fleet:
         self._index = index
         self._policy = policy
         self._metrics = metrics
+        self._on_failure = on_failure
         # Names of an earlier process with this id may still run.
         self._prefix = f"{router_id}-{secrets.token_hex(3)}"
         self._notes = Notes()
@@ -93,6 +105,9 @@ class Fleet:
         self._mean_output = FIRST_OUTPUT_TOKENS
         # When an engine was lost last.
         self._lost_at = 0.0
+        self._hashing = asyncio.Lock()
+        # Which prompt was hashed last, and its keys.
+        self._hashed: tuple[object, Mapping[KeySpace, array[int]]] = (None, {})
 
     @property
     def loads(self) -> Loads:
@@ -173,9 +188,10 @@ class Fleet:
     def start(self, attempt: AdmissionAttempt) -> None:
         """Sends a sample to an engine, at once unless something takes a while; it waits while none takes requests."""
         unknown, spaces = self._to_look_up(attempt.request), self._to_hash(attempt)
-        if unknown or spaces:
-            preparing = self._prepare(attempt, unknown, spaces)
-            self.preparing[attempt.request.arrival] = asyncio.create_task(preparing)
+        if (unknown or spaces) and self._links_for(attempt, time.monotonic()):
+            task = asyncio.create_task(self._prepare(attempt, unknown, spaces))
+            task.add_done_callback(self._prepared)
+            self.preparing[attempt.request.arrival] = task
         else:
             self._send(attempt)
 
@@ -213,12 +229,28 @@ class Fleet:
     ) -> None:
         prepared = _NOTHING
         try:
-            prepared = Prepared(await self._look_up(attempt, unknown), await hash_prompt(attempt, spaces))
+            matches = await self._look_up(attempt, unknown)
+            # One prompt after the other: a part of each in every turn would make turns long.
+            async with self._hashing:
+                prepared = Prepared(matches, await self._hash(attempt, spaces))
         except Exception:
             # The request must not wait for ever.
             log.exception("the look-up of a prompt failed")
         del self.preparing[attempt.request.arrival]
         self._send(attempt, prepared)
+
+    def _prepared(self, task: asyncio.Task[None]) -> None:
+        """Its request would wait for ever."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a request could not be sent to an engine", exc_info=error)
+            self._on_failure()
+
+    async def _hash(self, attempt: AdmissionAttempt, spaces: Collection[KeySpace]) -> Mapping[KeySpace, array[int]]:
+        """The keys of a prompt, those of its request's last sample where that one had the same."""
+        prompt = (attempt.request.request_id, len(attempt.token_ids), attempt.number, frozenset(spaces))
+        if self._hashed[0] != prompt:
+            self._hashed = (prompt, await hash_prompt(attempt, spaces))
+        return self._hashed[1]
 
     async def _look_up(self, attempt: AdmissionAttempt, unknown: Mapping[str, Owner]) -> Mapping[Owner, Match]:
         """What the index knows of a prompt in the caches of executors."""
@@ -231,14 +263,7 @@ class Fleet:
 
     def _send(self, attempt: AdmissionAttempt, prepared: Prepared = _NOTHING) -> None:
         now = time.monotonic()
-        adapter = attempt.request.adapter
-        links = [link for link in self.links.values() if not link.obstacle_at(now) and link.serves(adapter)]
-        if attempt.number:
-            # It was taken once, and is not refused now.
-            links = [link for link in links if link.has_room]
-        if attempt.failures > 1:
-            # This router may have lost all engines at once: only one that is heard from again is surely there.
-            links = [link for link in links if link.heard_at > self._lost_at + NOTICED_SECONDS]
+        links = self._links_for(attempt, now)
         if not links:
             self._waiting[attempt.request.arrival] = attempt
             return
@@ -267,6 +292,18 @@ class Fleet:
         message = start_request(attempt, routed.name, expected, link.engine.model.eos_token_ids)
         link.start(message, prompt, expected)
 
+    def _links_for(self, attempt: AdmissionAttempt, now: float) -> list[EngineLink]:
+        """The engines that would take a sample."""
+        adapter = attempt.request.adapter
+        links = [link for link in self.links.values() if not link.obstacle_at(now) and link.serves(adapter)]
+        if attempt.number:
+            # It was taken once, and is not refused now.
+            links = [link for link in links if link.has_room]
+        if attempt.failures > 1:
+            # This router may have lost all engines at once: only one that is heard from again is surely there.
+            links = [link for link in links if link.heard_at > self._lost_at + NOTICED_SECONDS]
+        return links
+
     def start_waiting(self) -> None:
         """An engine takes requests again."""
         waiting, self._waiting = self._waiting, {}
@@ -283,8 +320,14 @@ class Fleet:
 
     def note_computed(self, routed: Routed, now: float) -> None:
         """A sample has its first token: what its engine has cached is known from events soon."""
+        self._leave_queue(routed)
         if routed.note is not None:
             self._notes.computed(routed.note, now)
+
+    def _leave_queue(self, routed: Routed) -> None:
+        if routed.is_queued:
+            routed.is_queued = False
+            routed.link.note_computed(routed.started_at, len(routed.attempt.token_ids) - routed.expected)
 
     def note_output(self, tokens: int) -> None:
         """A sample has ended by itself with this number of tokens: others will, too."""
@@ -293,6 +336,8 @@ class Fleet:
     def end(self, routed: Routed) -> None:
         """An engine no longer runs a sample."""
         if self._by_name.pop(routed.name, None) is not None:
+            self._leave_queue(routed)
+            routed.link.note_end()
             samples = self._by_request[routed.request_id]
             samples.remove(routed)
             if not samples:

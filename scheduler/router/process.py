@@ -66,7 +66,9 @@ class Router:
         self.view = CacheView()
         policy = POLICIES[settings.policy]()
         self._index = KeyIndex(settings.redis_url) if settings.redis_url else None
-        self.fleet = Fleet(self.view, policy, self._router_metrics, settings.router_id, self._index)
+        self.fleet = Fleet(
+            self.view, policy, self._router_metrics, settings.router_id, self._index, on_failure=self.failed.set
+        )
         self._for_operators = RouterService(self.fleet, self.view, settings.policy)
         # By address: those of engines, and those of cache managers.
         self._links: dict[str, asyncio.Task[None]] = {}

@@ -51,7 +51,10 @@ def decoder_for(lanes: int, folder: Path) -> ctypes.CDLL:
     if lanes == 16 and "avx512f" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("the processor has no vectors of 16 lanes")
     flags = tuple(f"-march={LANES[lanes]}" if flag.startswith("-march") else flag for flag in build.FLAGS)
-    return ctypes.CDLL(str(build.compiled(folder, flags)))
+    with pytest.MonkeyPatch.context() as environment:
+        # Which count after these.
+        environment.delenv("CXXFLAGS", raising=False)
+        return ctypes.CDLL(str(build.compiled(folder, flags)))
 
 
 @dataclass(frozen=True)

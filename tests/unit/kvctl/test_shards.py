@@ -15,6 +15,7 @@ import structlog
 import yaml
 
 from kvctl.app import main
+from kvctl.verbs import show
 from protos.generation.v1 import generation_pb2 as pb
 from tests.stack import ROOT
 from tests.support.cachemgr_client import Client
@@ -402,3 +403,19 @@ async def test_what_needs_a_router_says_so(capfd: pytest.CaptureFixture[str], cl
         "error: no answer at unix:/nowhere: is the stack running? "
         "Only the router knows the cache managers: without it name them with --server\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("engine", "executor", "asked"),
+    [
+        ("127.0.0.1:50051", "127.0.0.1:50053", True),
+        ("unix:/run/a", "localhost:50053", True),
+        ("10.0.0.7:50051", "10.0.0.8:50053", True),
+        # Of the machine or the pod of the engine.
+        ("10.0.0.7:50051", "localhost:50053", False),
+        ("engine-0.engines:50051", "unix:/run/kvkeep/executor", False),
+        ("10.0.0.7:50051", "", False),
+    ],
+)
+def test_executors_are_asked_where_their_address_means_the_same(engine: str, executor: str, asked: bool) -> None:
+    assert show.can_be_asked(pb.RoutedEngine(address=engine, executor_address=executor)) is asked

@@ -536,6 +536,66 @@ async def test_a_request_that_is_cancelled_before_its_keys_are_computed_leaves_n
         assert not any(fleet.router.fleet.on(link) for link in fleet.router.fleet.links.values())
 
 
+async def test_prompts_are_hashed_one_after_the_other_and_those_of_one_request_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "BLOCKS_AT_ONCE", 2)
+    at_once, hashed = [0, 0], 0
+    hash_prompt = fleet_module.hash_prompt
+
+    async def counted(*arguments: Any) -> Any:
+        nonlocal hashed
+        hashed += 1
+        at_once[0] += 1
+        at_once[1] = max(at_once)
+        found = await hash_prompt(*arguments)
+        at_once[0] -= 1
+        return found
+
+    monkeypatch.setattr(fleet_module, "hash_prompt", counted)
+    async with run_fleet(tmp_path) as fleet:
+        await fleet.knows(2)
+        sampling = pb.SamplingParams(temperature=1, seed=7)
+        several = greedy_request(prompt_of(80, 9), 2, sampling=sampling, n=4)
+        await asyncio.gather(
+            *[generate(fleet.stub, greedy_request(prompt_of(80, seed), 2)) for seed in range(4)],
+            generate_samples(fleet.stub, several),
+        )
+    assert at_once == [0, 1]
+    assert 5 <= hashed <= 8
+
+
+async def test_the_keys_of_a_request_that_no_engine_takes_are_not_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "BLOCKS_AT_ONCE", 2)
+    async with run_fleet(tmp_path) as fleet:
+        await fleet.knows(2)
+        for engine in fleet.engines:
+            engine.scheduler.requests.set_draining(True)
+        await fleet.ready(0)
+        waiting = asyncio.create_task(generate(fleet.stub, greedy_request(prompt_of(80), 2)))
+        async with asyncio.timeout(patience(10)):
+            while not fleet.router.requests.num_waiting:
+                await asyncio.sleep(0.001)
+        assert not fleet.router.fleet.preparing
+        for engine in fleet.engines:
+            engine.scheduler.requests.set_draining(False)
+        assert (await waiting).usage.prompt_tokens == 80
+
+
+async def test_a_router_that_cannot_send_a_long_prompt_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "BLOCKS_AT_ONCE", 2)
+    async with run_fleet(tmp_path) as fleet:
+        await fleet.knows(2)
+        monkeypatch.setattr(fleet.router.fleet, "_choose", unexpected)
+        with capture_logs() as logs:
+            failing = asyncio.create_task(generate(fleet.stub, greedy_request(prompt_of(80), 2)))
+            await asyncio.wait_for(fleet.router.failed.wait(), patience(10))
+            failing.cancel()
+        assert "a request could not be sent to an engine" in [entry["event"] for entry in logs]
+
+
 def unexpected(*_: object) -> None:
     raise AssertionError
 
