@@ -43,8 +43,9 @@ KEPT_BYTES, _KEPT_BATCH_BYTES = 16 << 20, 128
 BEAT_SECONDS = 1.0
 # A reader that takes nothing of a replay for so long gets no more of it, and how often it is tried.
 _PATIENCE_SECONDS, _RETRY_SECONDS = 10.0, 0.02
-# Replays that an executor's readers may ask for at once. When others wait, a reader must take something sooner.
-_MOST_REPLAYS, _SHORT_PATIENCE_SECONDS = 32, 0.5
+# Replays that an executor's readers may ask for at once. When others wait, a reader must take something sooner, and all
+# of it within so many seconds.
+_MOST_REPLAYS, _SHORT_PATIENCE_SECONDS, _SHARED_SECONDS = 32, 0.5, 30.0
 # For what is sent last.
 _LINGER_MILLISECONDS = 100
 # What ends a replay, in place of a number.
@@ -368,13 +369,13 @@ class ZmqEvents:
         self, stream: Stream, socket: zmq.asyncio.Socket, reader: bytes, places: asyncio.Semaphore
     ) -> bool:
         """Sends a replay whole, or returns false; its request is taken out at the moment when its end is sent."""
-        numbers = stream.asked[reader]
+        numbers, until = stream.asked[reader], time.monotonic() + _SHARED_SECONDS
         kept = stream.kept_from(numbers[0])
         REPLAYS.labels("everything" if kept is None else "kept").inc()
         async for number, message in self._everything(stream) if kept is None else _each(kept):
-            if not await _send(socket, (reader, b"", number.to_bytes(8, "big"), message), places):
+            if not await _send(socket, (reader, b"", number.to_bytes(8, "big"), message), places, until):
                 return False
-        return await _send(socket, (reader, b"", _END, b""), places, numbers.popleft)
+        return await _send(socket, (reader, b"", _END, b""), places, until, numbers.popleft)
 
     async def _everything(self, stream: Stream) -> AsyncIterator[tuple[int, bytes]]:
         """The published blocks in as many batches as needed, of which the last one has the number of the newest batch.
@@ -418,18 +419,20 @@ async def _send(
     socket: zmq.asyncio.Socket,
     frames: tuple[bytes, ...],
     places: asyncio.Semaphore,
+    until: float,
     sent: Callable[[], object] = lambda: None,
 ) -> bool:
-    """Sends one message of a replay; false when its reader is gone, or takes nothing.
+    """Sends one message of a replay; false when its reader is gone, or takes nothing, or has taken too long.
 
-    sent: called before anything else can happen. places: locked when other readers wait.
+    sent: called before anything else can happen. places: locked when other readers wait. until: when it ends then.
     """
-    begun = time.monotonic()
-    while time.monotonic() < begun + (_SHORT_PATIENCE_SECONDS if places.locked() else _PATIENCE_SECONDS):
+    begun = now = time.monotonic()
+    while now < (min(begun + _SHORT_PATIENCE_SECONDS, until) if places.locked() else begun + _PATIENCE_SECONDS):
         try:
             await socket.send_multipart(frames, zmq.DONTWAIT)
         except zmq.Again:
             await asyncio.sleep(_RETRY_SECONDS)
+            now = time.monotonic()
         except zmq.ZMQError:
             return False
         else:

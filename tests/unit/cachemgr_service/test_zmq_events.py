@@ -435,12 +435,13 @@ async def test_a_replay_that_fails_is_counted_and_others_are_answered(
     assert refused("failed") == before + 1
 
 
-async def test_readers_that_take_nothing_do_not_keep_others_from_their_replays(
-    published: Published, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("bound", ["_SHORT_PATIENCE_SECONDS", "_SHARED_SECONDS"])
+async def test_readers_that_take_little_do_not_keep_others_from_their_replays(
+    published: Published, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
     """Each of them is patiently waited for, longer than this test lasts, unless others wait."""
-    monkeypatch.setattr(zmq_events, "_PATIENCE_SECONDS", 1e6)
-    monkeypatch.setattr(zmq_events, "_SHORT_PATIENCE_SECONDS", 0.01)
+    for name in ("_PATIENCE_SECONDS", "_SHORT_PATIENCE_SECONDS", "_SHARED_SECONDS"):
+        monkeypatch.setattr(zmq_events, name, 0.01 if name == bound else 1e6)
     monkeypatch.setattr(zmq_events, "_MOST_REPLAYS", 8)
     monkeypatch.setattr(zmq_events, "WAITING_BATCHES", 1)
     # More than all buffers between two processes hold.
