@@ -246,8 +246,9 @@ class Fleet:
             self._on_failure()
 
     async def _hash(self, attempt: AdmissionAttempt, spaces: Collection[KeySpace]) -> Mapping[KeySpace, array[int]]:
-        """The keys of a prompt, those of its request's last sample where that one had the same."""
-        prompt = (attempt.request.request_id, len(attempt.token_ids), attempt.number, frozenset(spaces))
+        """The keys of a prompt; those that were computed last where it is the same, as for samples of one request."""
+        cache = attempt.request.cache
+        prompt = (cache.salt, attempt.request.adapter_id, frozenset(spaces), attempt.token_ids)
         if self._hashed[0] != prompt:
             self._hashed = (prompt, await hash_prompt(attempt, spaces))
         return self._hashed[1]
