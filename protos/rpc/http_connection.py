@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import time
 from collections import Counter
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -11,6 +10,7 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from protos.rpc.logs import Summaries
 from protos.rpc.metrics import REFUSED_CONNECTIONS
 
 # From the beginning of a connection, or the end of the last answer, to the end of a request's headers.
@@ -25,8 +25,6 @@ MAX_CONNECTIONS = 16_384
 SHARE_OF_FILES = 4
 # Key in the scope: whether the caller has shown a certificate.
 CERTIFIED = "kvkeep.certified"
-# A flood of refused connections is one line in the log each time.
-LOG_SECONDS = 10.0
 # A peer that has vanished, or reads nothing of an answer, is given up after about two minutes.
 SOCKET_OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -54,7 +52,7 @@ class Connections(ServerState):
         self.waiting: dict[Connection, None] = {}
         self._server = server
         self._refused: Counter[str] = Counter()
-        self._logged_at = -LOG_SECONDS
+        self._summaries = Summaries()
 
     def make_room(self) -> None:
         """Closes the connection that has waited longest for a whole request when there are more than may be."""
@@ -65,10 +63,8 @@ class Connections(ServerState):
         """Notes that a connection was closed, and why."""
         REFUSED_CONNECTIONS.labels(self._server, reason).inc()
         self._refused[reason] += 1
-        now = time.monotonic()
-        if now - self._logged_at >= LOG_SECONDS:
+        if self._summaries.is_due():
             log.warning("connections refused", server=self._server, **self._refused)
-            self._logged_at = now
             self._refused.clear()
 
 

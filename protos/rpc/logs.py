@@ -8,11 +8,15 @@ import logging
 import logging.handlers
 import queue
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
+
+# Of events that come in floods one line is written each time.
+SUMMARY_SECONDS = 10.0
 
 
 def configure(process: str, level: str = "info") -> None:
@@ -35,6 +39,21 @@ def configure(process: str, level: str = "info") -> None:
     )
     # Libraries log warnings and errors only.
     logging.basicConfig(handlers=[handler], level=max(threshold, logging.WARNING), force=True)
+
+
+class Summaries:
+    """Says when a line about many events is due: at the first event, and at the first one SUMMARY_SECONDS later."""
+
+    def __init__(self) -> None:
+        self._due_at = 0.0
+
+    def is_due(self) -> bool:
+        """True for the event at which the line is to be written."""
+        now = time.monotonic()
+        if now < self._due_at:
+            return False
+        self._due_at = now + SUMMARY_SECONDS
+        return True
 
 
 class FileLog:

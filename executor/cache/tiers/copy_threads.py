@@ -11,6 +11,7 @@ import structlog
 from executor import metrics
 from executor.cache.tiers.hazards import CopyHazards, Job, SlotRef
 from executor.step import Copy, Tier
+from protos.rpc.logs import Summaries
 
 log = structlog.get_logger()
 
@@ -20,8 +21,6 @@ DISK_THREADS = 2
 STALL_SECONDS = 1.0
 # How long a step waits for any other copy: a copy that hangs must not block the device for ever.
 LONGEST_WAIT_SECONDS = 20.0
-# Every copy to a full disk fails: log at most this often.
-LOG_SECONDS = 10.0
 
 T = TypeVar("T")
 # Runs one copy: (copy, mark that the device must pass first, callback once the source has been read). May raise.
@@ -54,7 +53,8 @@ class CopyThreads:
         self._memory: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._disk: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._started = False
-        self._logged_at = -LOG_SECONDS
+        # Every copy to a full disk fails.
+        self._summaries = Summaries()
         self._unlogged = 0
 
     @property
@@ -168,7 +168,6 @@ class CopyThreads:
         tiers = copy.source_tier.name.lower(), copy.target_tier.name.lower()
         metrics.FAILED_COPIES.labels(*tiers).inc()
         self._unlogged += 1
-        if time.monotonic() >= self._logged_at + LOG_SECONDS:
-            self._logged_at = time.monotonic()
+        if self._summaries.is_due():
             count, self._unlogged = self._unlogged, 0
             log.warning("copies failed", count=count, source=tiers[0], target=tiers[1], last=repr(error))
