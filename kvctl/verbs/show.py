@@ -79,8 +79,9 @@ def ping(
 
 def can_be_asked(engine: generation_pb2.RoutedEngine) -> bool:
     """Whether the executor's address, which is that of the scheduler's settings, means the same from here."""
-    is_local = bool(engine.executor_address) and addresses.is_loopback(engine.executor_address)
-    return bool(engine.executor_address) and (not is_local or addresses.is_loopback(engine.address))
+    if not engine.executor_address:
+        return False
+    return not addresses.is_loopback(engine.executor_address) or addresses.is_loopback(engine.address)
 
 
 def _ask(session: Session, name: str, address: str, service: str) -> dict[str, Any]:

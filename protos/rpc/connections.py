@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import os
 import resource
@@ -22,6 +23,7 @@ from urllib.parse import unquote
 
 import structlog
 
+from protos.rpc.logs import Summaries
 from protos.rpc.metrics import CLOSED_CONNECTIONS
 
 # How often open files are counted: usually, and while there have been too many within the last seconds.
@@ -30,8 +32,6 @@ COUNT_SECONDS, CROWDED_SECONDS, CALM_SECONDS = 0.5, 0.02, 5.0
 _SHARE = 0.2
 # Connections that are closed before others have their turn.
 _AT_ONCE = 64
-# A flood is one line in the log each time.
-LOG_SECONDS = 10.0
 _OPEN_FILES = Path("/proc/self/fd")
 
 log = structlog.get_logger()
@@ -58,17 +58,18 @@ class Connections:
         """server: its name in the log and in metrics. most: gRPC lets in twice as many, until some are closed."""
         self._server = server
         self._most = most
-        # Running calls, by the text that gRPC has for a peer; and peers that have called, the last one last.
-        self._calls: Counter[str] = Counter()
-        self._called: dict[str, None] = {}
+        # Running calls by peer, and the peers that have called, the last one last.
+        self._calls: Counter[Peer | None] = Counter()
+        self._called: dict[Peer | None, None] = {}
         # Open files by their numbers, in the order in which they were found.
         self._files: dict[int, _File] = {}
         self._closed = 0
-        self._logged_at = -LOG_SECONDS
+        self._summaries = Summaries()
 
     @contextlib.contextmanager
-    def calling(self, peer: str) -> Iterator[None]:
-        """Around a call: its connection stays."""
+    def calling(self, text: str) -> Iterator[None]:
+        """Around a call: its connection stays. text: what gRPC says of the peer."""
+        peer = peer_of(text)
         self._calls[peer] += 1
         try:
             yield
@@ -84,7 +85,8 @@ class Connections:
     async def keep_room(self, port: int) -> None:
         """Closes connections without a call while there are too many. Runs until it is cancelled.
 
-        First those that never had a call, the oldest first; then those whose last call is longest ago.
+        Connections that never had a call are closed first, the oldest of them first; then those whose last call is
+        longest ago.
         """
         crowded_at = -CALM_SECONDS
         while True:
@@ -107,18 +109,16 @@ class Connections:
         found = [(number, file) for number, file in self._files.items() if file.peer is not None]
         if len(found) <= self._most:
             return False
-        busy = {peer_of(text) for text in self._calls}
-        rank = {peer_of(text): place for place, text in enumerate(self._called, 1)}
-        idle = sorted((one for one in found if one[1].peer not in busy), key=lambda one: rank.get(one[1].peer, 0))
+        places = {peer: place for place, peer in enumerate(self._called, 1)}
+        idle = [(number, file) for number, file in found if file.peer not in self._calls]
+        idle.sort(key=lambda one: places.get(one[1].peer, 0))
         quarter = self._most // 4
         wanted = max(0, min(len(found) - (self._most - quarter), len(idle) - quarter))
-        closed = 0
-        for begin in range(0, wanted, _AT_ONCE):
-            # Calls have begun meanwhile.
-            busy = {peer_of(text) for text in self._calls}
-            closed += sum(
-                _close(*one) for one in idle[begin : min(wanted, begin + _AT_ONCE)] if one[1].peer not in busy
-            )
+        victims, closed = idle[:wanted], 0
+        for begin in range(0, len(victims), _AT_ONCE):
+            for number, file in victims[begin : begin + _AT_ONCE]:
+                # Calls have begun meanwhile.
+                closed += file.peer not in self._calls and _close(number, file)
             await asyncio.sleep(0)
         self._count(closed)
         return True
@@ -138,12 +138,11 @@ class Connections:
     def _count(self, closed: int) -> None:
         CLOSED_CONNECTIONS.labels(self._server).inc(closed)
         self._closed += closed
-        now = time.monotonic()
-        if self._closed and now - self._logged_at >= LOG_SECONDS:
+        if self._closed and self._summaries.is_due():
             log.warning(
                 "connections without a call were closed to make room", server=self._server, connections=self._closed
             )
-            self._logged_at, self._closed = now, 0
+            self._closed = 0
 
 
 def _open_files() -> Iterable[int]:
@@ -182,7 +181,7 @@ def _peer(number: int, port: int) -> Peer | None:
         try:
             host, remote_port = one.getpeername()[:2]
         except OSError:
-            # The listener itself, or one that is closed.
+            # The listener itself, or a connection that is closed.
             return None
         return Peer(_normal(host), remote_port)
 
@@ -196,8 +195,9 @@ def _close(number: int, file: _File) -> bool:
     return False
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def peer_of(text: str) -> Peer | None:
-    """Of gRPC's "ipv4:127.0.0.1:50000" or "ipv6:%5B::1%5D:50000"; None for one that has no port."""
+    """The peer that gRPC calls "ipv4:127.0.0.1:50000" or "ipv6:%5B::1%5D:50000"; None for a peer without a port."""
     kind, _, rest = text.partition(":")
     host, _, port = unquote(rest).rpartition(":")
     return Peer(_normal(host.strip("[]")), int(port)) if kind in ("ipv4", "ipv6") else None
