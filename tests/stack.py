@@ -113,13 +113,15 @@ class Stack:
     def start(self, name: str) -> None:
         """Starts one process; it never outlives this one."""
         environment = self._environment | _variables(self.own.get(name, {})) | self.variables
-        module, stop_seconds = self.modules[name], patience(STOP_SECONDS)
-        log = self.log_path(name)
-        if preloads and can_preload(module, environment):
-            child: Child = PreloadedChild(module, environment, folder=ROOT, log=log, stop_seconds=stop_seconds)
-        else:
-            command = [sys.executable, "-m", module]
-            child = Child(command, environment, folder=ROOT, log=log, stop_seconds=stop_seconds)
+        module = self.modules[name]
+        kind = PreloadedChild if preloads and can_preload(module, environment) else Child
+        child = kind(
+            [sys.executable, "-m", module],
+            environment,
+            folder=ROOT,
+            log=self.log_path(name),
+            stop_seconds=patience(STOP_SECONDS),
+        )
         self._children[name] = child
         child.start()
 

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from children import Child, Running
 
@@ -30,14 +30,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class PreloadedChild(Child):
-    """A Child that runs `python -m MODULE` for a module of IMPORTS."""
-
-    def __init__(self, module: str, environment: Mapping[str, str], *, folder: Path, log: Path, stop_seconds: float):
-        super().__init__([sys.executable, "-m", module], environment, folder=folder, log=log, stop_seconds=stop_seconds)
-        self._module = module
+    """A Child whose command is `python -m MODULE`, with a module of IMPORTS."""
 
     def _launch(self, log: IO[bytes]) -> Running:
-        return _server(self._module).fork(self._environment, self._folder, log)
+        return _server(self._command[-1]).fork(self._environment, self._folder, log)
 
 
 def can_preload(module: str, environment: Mapping[str, str]) -> bool:
@@ -106,28 +102,30 @@ class _Server:
         request = json.dumps({"environment": dict(environment), "folder": str(folder)}).encode()
         with self._lock:
             socket.send_fds(self._connection, [request], [log.fileno()])
-            while "forked" not in (message := self._read()):
-                self._codes[message["pid"]] = message["code"]
-        return _Fork(self, message["forked"])
+            while (pid := self._read()) is None:
+                pass
+        return _Fork(self, pid)
 
     def ended(self, pid: int) -> int | None:
         """The status of a fork, as of subprocess; None while it runs."""
         with self._lock:
             while pid not in self._codes and select.select([self._connection], [], [], 0)[0]:
-                message = self._read()
-                self._codes[message["pid"]] = message["code"]
+                self._read()
             return self._codes.get(pid)
 
     def close(self) -> None:
         self._connection.close()
         self._process.wait()
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> int | None:
+        """Takes a message in: the number of a new fork, or how one has ended, and then None."""
         data = self._connection.recv(MESSAGE_BYTES)
         if not data:
             raise RuntimeError(f"the server of preloaded processes ended with status {self._process.wait()}")
-        found: dict[str, Any] = json.loads(data)
-        return found
+        message: dict[str, int] = json.loads(data)
+        if "code" in message:
+            self._codes[message["pid"]] = message["code"]
+        return message.get("forked")
 
 
 _servers: dict[str, _Server] = {}

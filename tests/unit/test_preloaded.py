@@ -33,7 +33,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
             "KVKEEP_REDIS_URL": redis.url,
         }
         environment = dict(os.environ) | own | settings
-        child = PreloadedChild("cachemgr", environment, folder=ROOT, log=tmp_path / "log", stop_seconds=patience(10))
+        command, log = [sys.executable, "-m", "cachemgr"], tmp_path / "log"
+        child = PreloadedChild(command, environment, folder=ROOT, log=log, stop_seconds=patience(10))
         child.start()
         started.append(child)
         return child
@@ -91,7 +92,8 @@ sys.path.insert(0, "ops")
 from tests.support.preloaded import PreloadedChild
 settings = {{"KVKEEP_CACHEMGR_ADDRESS": "unix:{tmp_path}/data", "KVKEEP_REDIS_URL": "unix:{tmp_path}/no"}}
 settings |= os.environ
-child = PreloadedChild("cachemgr", settings, folder=Path.cwd(), log=Path("{tmp_path}/log"), stop_seconds=1)
+command = [sys.executable, "-m", "cachemgr"]
+child = PreloadedChild(command, settings, folder=Path.cwd(), log=Path("{tmp_path}/log"), stop_seconds=1)
 child.start()
 print(child.pid, flush=True)
 os._exit(0)
