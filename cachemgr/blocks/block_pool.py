@@ -353,7 +353,7 @@ class BlockPool:
         if device.num_empty:
             return True
         if device.to_withhold <= len(self._leaving):
-            # Those that have left meanwhile count no more.
+            # Blocks that have left their slots meanwhile count no more.
             self._leaving = {occupant for occupant in self._leaving if self.blocks[occupant.index] is occupant}
         return device.cached > 0 and device.to_withhold > len(self._leaving)
 

@@ -43,8 +43,8 @@ KEPT_BYTES, _KEPT_BATCH_BYTES = 16 << 20, 128
 BEAT_SECONDS = 1.0
 # A reader that takes nothing of a replay for so long gets no more of it, and how often it is tried.
 _PATIENCE_SECONDS, _RETRY_SECONDS = 10.0, 0.02
-# Replays that an executor's readers may ask for at once. When others wait, a reader must take something sooner, and all
-# of it within so many seconds.
+# Replays that an executor's readers may ask for at once. When others wait, a reader must take something sooner, and a
+# whole replay within the last of these times.
 _MOST_REPLAYS, _SHORT_PATIENCE_SECONDS, _SHARED_SECONDS = 32, 0.5, 30.0
 # For what is sent last.
 _LINGER_MILLISECONDS = 100

@@ -21,7 +21,7 @@ from scheduler.router.view import Owner
 
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 0.3
-# An engine says its load twice a second at least; one that says nothing for so long is lost.
+# An engine says its load twice a second at least. An engine that says nothing for this long is lost.
 SILENCE_SECONDS = 5.0
 # An engine that has said nothing for so long, or whose executor or cache manager has not answered, gets requests only
 # where no other does. What has no token there yet goes on elsewhere, and with the executor all that it runs.

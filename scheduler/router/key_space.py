@@ -28,7 +28,7 @@ class KeySpace(NamedTuple):
     def keys_in_parts(
         self, token_ids: array[int], salt: str | None, adapter_id: int | None, blocks: int
     ) -> Iterator[array[int]]:
-        """The same in parts of at most so many blocks, each computed when it is asked for."""
+        """The same in parts, each computed when it is asked for. blocks: of a part at most."""
         parent, packed = self.root(salt, adapter_id), packed_bytes(token_ids)
         width = blocks * self.block_size * TOKEN_BYTES
         for start in range(0, len(packed), width):

@@ -21,7 +21,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from tests.chaos.checks import CHECK_SECONDS
-from tests.chaos.measuring import Manager
+from tests.chaos.measuring import Manager, longest_gap
 from tests.chaos.stage import REDIS, RESTART_SECONDS, SHARDS, Stage, admin_of, fleet
 from tests.support.generation import greedy_request
 from tests.support.patience import patience
@@ -53,7 +53,7 @@ class Stream:
     @property
     def gap(self) -> float:
         """The longest time between two tokens, in seconds; 0 for fewer than two tokens."""
-        return max((after - before for before, after in itertools.pairwise(self.times)), default=0.0)
+        return longest_gap(self.times)
 
     @property
     def waited(self) -> str:
@@ -216,7 +216,7 @@ class Table:
             row.faults.append(f"{STREAMS - row.next_round_right} streams are wrong or lost in the next round")
 
     async def _come(self, seconds: float) -> Stream:
-        """A request of a few tokens that comes in so many seconds."""
+        """A request of a few tokens that comes after these seconds."""
         await asyncio.sleep(seconds)
         async with self._stub() as stub:
             return await _follow(stub, greedy_request(_prompt(next(self._prompts)), 2), Stream())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import statistics
 import time
@@ -36,6 +37,11 @@ REGISTERED = "registered with the cache manager"
 
 # Pool, tier and slot.
 BlockSlot = tuple[str, int, int]
+
+
+def longest_gap(times: Iterable[float]) -> float:
+    """Seconds between two pieces of a stream that came at these times; 0 where there are fewer than two."""
+    return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
 
 
 @dataclass(frozen=True)

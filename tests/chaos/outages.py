@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import resource
@@ -35,7 +34,7 @@ from bench.tables import table
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from tests.chaos import fleet_outages
 from tests.chaos.checks import CHECK_SECONDS
-from tests.chaos.measuring import Manager
+from tests.chaos.measuring import Manager, longest_gap
 from tests.chaos.stage import REDIS, Stage, single
 from tests.stack import MODULES
 from tests.support.patience import patience
@@ -75,7 +74,7 @@ class Stream:
     @property
     def longest_gap(self) -> float:
         """Seconds between two pieces; 0 where there are fewer."""
-        return max((after - before for before, after in itertools.pairwise(self.times)), default=0.0)
+        return longest_gap(self.times)
 
 
 @dataclass
