@@ -28,6 +28,8 @@ class SchedulerLeases:
 
     def __init__(self) -> None:
         self._registered: frozenset[str] = frozenset()
+        # Answers of the manager so far.
+        self.answers = 0
         # How often each scheduler was registered no more.
         self._left: Counter[str] = Counter()
 
@@ -35,6 +37,7 @@ class SchedulerLeases:
         """The manager has these now."""
         before, self._registered = self._registered, frozenset(scheduler_ids)
         self._left.update(before - self._registered)
+        self.answers += 1
 
     def is_registered(self, scheduler_id: str) -> bool:
         """Whether the cache manager had a scheduler when it answered last."""
@@ -66,6 +69,8 @@ class Sessions:
         # Of the last session.
         self._scheduler_id = ""
         self._scheduler_epoch = 0
+        # How many answers the manager has given once it has surely been asked after that scheduler came.
+        self._known_at = 0
         self._current: Session | None = None
         self._manager_epoch = 0
         # Why none can be opened now: the newest counts.
@@ -91,16 +96,23 @@ class Sessions:
                 f"scheduler epoch {scheduler_epoch} is older than {self._scheduler_epoch}",
                 fields={"open.scheduler_epoch": f"must be at least {self._scheduler_epoch}"},
             )
-        if scheduler_id != self._scheduler_id and self._leases.is_registered(self._scheduler_id):
+        if scheduler_id != self._scheduler_id and self._may_be_registered():
             raise ExecutorInUseError(
                 f"the executor runs steps for scheduler {self._scheduler_id}, whose lease has not ended",
                 fields={"open.scheduler_id": f"must be {self._scheduler_id}"},
                 retry_after=1.0,
             )
+        if scheduler_id != self._scheduler_id:
+            # One answer may be on its way.
+            self._known_at = self._leases.answers + 2
         self._scheduler_id, self._scheduler_epoch = scheduler_id, scheduler_epoch
         if self._current is not None:
             self._current.end(SessionReplacedError("a later session took over"))
         self._current = session
+
+    def _may_be_registered(self) -> bool:
+        """Whether the lease of the last session's scheduler may last."""
+        return self._leases.answers < self._known_at or self._leases.is_registered(self._scheduler_id)
 
     @property
     def scheduler_epoch(self) -> int:

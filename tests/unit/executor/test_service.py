@@ -167,6 +167,25 @@ async def test_another_scheduler_is_let_in_when_the_lease_of_the_one_before_has_
             assert list((await other.run(**join(1))).sequences) == [1]
 
 
+async def test_another_scheduler_is_not_let_in_before_the_cache_manager_has_been_asked_about_the_one_before(
+    stack: Stack,
+) -> None:
+    """The last answer is of a time at which it had not registered."""
+    stack.manager.scheduler_ids = []
+    await renewed(stack.manager)
+    async with stack.session() as own:
+        stack.manager.scheduler_ids = ["s", "other"]
+        with refused("EXECUTOR_IN_USE", "open.scheduler_id", grpc.StatusCode.UNAVAILABLE):
+            await opened(stack, 2, scheduler_id="other")
+        assert list((await own.run(**join(1))).sequences) == [1]
+        stack.manager.scheduler_ids = ["other"]
+        await renewed(stack.manager)
+        await renewed(stack.manager)
+        async with stack.session(2, scheduler_id="other"):
+            with refused("SESSION_REPLACED"):
+                await own.read()
+
+
 async def test_a_token_that_is_bound_to_ids_opens_no_session_for_another(stack: Stack) -> None:
     async def opening(scheduler_id: str) -> AsyncIterator[pb.StreamStepsRequest]:
         session = pb.OpenSession(scheduler_id=scheduler_id, scheduler_epoch=1, executor_epoch=EPOCH)
