@@ -110,10 +110,13 @@ def seconds_to_compute(candidate: Candidate, prompt_tokens: int) -> float:
 def seconds_of_streams(candidate: Candidate, output_tokens: float) -> float:
     """What the decoding of a sample costs the streams of an engine together, beyond what it costs on an idle one.
 
-    Each of its tokens comes later by what the others add to a step, and each of theirs by what it adds.
+    Each of its tokens comes later by what the others add to a step, and each of theirs by what it adds. Until that is
+    measured, a sequence in a decode step is taken to cost as much as a prompt token: a step computes a row for each.
     """
+    rates = candidate.rates
+    sequence = rates.sequence if rates.sequence is not None else rates.prompt_token or PROMPT_TOKEN_SECONDS
     others = min(candidate.load, max(0, candidate.max_running - 1)) if candidate.max_running else candidate.load
-    return 2 * output_tokens * others * (candidate.rates.sequence or 0.0)
+    return 2 * output_tokens * others * sequence
 
 
 def seconds_to_first_token(candidate: Candidate, prompt_tokens: int) -> float:

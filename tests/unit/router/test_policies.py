@@ -70,10 +70,12 @@ def test_an_engine_that_was_slow_once_is_as_fast_as_the_others_after_a_while(oth
     assert ratio(40.0) == 1.0
 
 
-def test_streams_that_share_a_prefix_spread_where_each_makes_the_steps_longer() -> None:
+@pytest.mark.parametrize(
+    "rates", [RATES._replace(step=0.05, sequence=2e-3), RATES, Rates()], ids=["measured", "no steps yet", "nothing yet"]
+)
+def test_streams_that_share_a_prefix_spread_where_each_makes_the_steps_longer(rates: Rates) -> None:
     """Sixty long outputs after one common prompt, which the first engine has cached."""
     cost, loads = Cost(), dict.fromkeys("abcd", 0)
-    rates = RATES._replace(step=0.05, sequence=2e-3)
     prompt = PROMPT._replace(output_tokens=200.0)
     for _ in range(60):
         # Each that got one has the prefix, too.
