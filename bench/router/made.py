@@ -121,7 +121,7 @@ def fleet(caches: Caches) -> TimedFleet:
         loads.prompt_token_time.FromNanoseconds(random.randrange(50_000, 60_000))
         loads.host_block_time.FromNanoseconds(100_000)
         loads.disk_block_time.FromNanoseconds(400_000)
-        link._take_loads(generation_pb2.StreamRequestsResponse(loads=loads))
+        link.take_loads(generation_pb2.StreamRequestsResponse(loads=loads))
         found.links[link.address] = link
     return found
 

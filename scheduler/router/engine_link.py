@@ -44,11 +44,8 @@ log = structlog.get_logger()
 class LinkListener(Protocol):
     """Receives what comes from engines, on the asyncio loop."""
 
-    def opened(self, link: EngineLink) -> None:
-        """The engine takes requests."""
-
     def received(self, link: EngineLink, response: pb.StreamRequestsResponse) -> None:
-        """It has sent news of its requests, or its load."""
+        """The engine has sent outputs and failures, which come first, and perhaps its load (`take_loads`)."""
 
     def lost(self, link: EngineLink, *, was_silent: bool) -> None:
         """The stream is over: the engine has dropped all requests of it, or has said nothing for too long."""
@@ -255,14 +252,6 @@ class EngineLink:
             if not isinstance(response, pb.StreamRequestsResponse):
                 return
             self.heard_at, self._silence = time.monotonic(), 0.0
-            if response.HasField("loads"):
-                self._take_loads(response)
-                # It does not count requests any more whose end comes with it.
-                self._given += sum(bool(output.finish_reason) for output in response.outputs)
-            if not self.is_open:
-                self.is_open = True
-                log.info("engine found", address=self.address, executor=self.executor_id)
-                listener.opened(self)
             listener.received(self, response)
 
     async def _watch(self, bound: asyncio.Timeout) -> None:
@@ -273,7 +262,11 @@ class EngineLink:
             self._silence += min(time.monotonic() - begun, LONGEST_TURN_SECONDS)
         bound.reschedule(asyncio.get_running_loop().time())
 
-    def _take_loads(self, response: pb.StreamRequestsResponse) -> None:
+    def take_loads(self, response: pb.StreamRequestsResponse) -> None:
+        """The load of the engine after all ends and failures that it has reported; the first load opens the link."""
+        if not self.is_open:
+            self.is_open = True
+            log.info("engine found", address=self.address, executor=self.executor_id)
         self.loads, self.obstacle = response.loads, response.obstacle
         self.adapters = {adapter.name: Adapter.of(adapter) for adapter in response.adapters}
         self.executor_silent, self.cachemgr_silent = response.executor_silent, response.cachemgr_silent

@@ -33,11 +33,6 @@ class EngineReports:
         self._listener = listener
         self._metrics = metrics
 
-    def opened(self, _link: EngineLink) -> None:
-        """An engine takes requests."""
-        self._take_adapters()
-        self._fleet.start_waiting()
-
     def received(self, link: EngineLink, response: pb.StreamRequestsResponse) -> None:
         """An engine has sent output, failures or its load."""
         batch = TokenBatch(steps=int(bool(response.outputs)), at=time.monotonic())
@@ -48,7 +43,9 @@ class EngineReports:
             for failure in response.failures:
                 if routed := self._fleet.find(failure.request_id):
                     self._fail(link, routed, failure, batch)
+            # After the ends that it no longer counts, and before anything is sent because of them.
             if response.HasField("loads"):
+                link.take_loads(response)
                 self._take_adapters()
                 if not link.obstacle:
                     self._fleet.start_waiting()

@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
+from protos.rpc.errors import UnexpectedError, to_status
 from protos.rpc.security import Security
 from protos.rpc.server import Server
 from protos.rpc.settings import SettingsError, load
@@ -25,6 +26,7 @@ from scheduler.router import fleet as fleet_module
 from scheduler.router.engine_link import EngineLink
 from scheduler.router.engine_list import EngineList
 from scheduler.router.key_space import KeySpace
+from scheduler.router.reports import EngineReports
 from scheduler.router.settings import RouterSettings
 from tests.chaos.proxies import SocketProxy
 from tests.support.generation import generate, generate_samples, greedy_request
@@ -114,6 +116,32 @@ async def test_a_stream_that_its_engine_has_ended_waits_for_no_more_commands(tmp
         async with asyncio.timeout(patience(10)):
             while waiting():
                 await asyncio.sleep(0.01)
+
+
+async def test_a_load_counts_no_requests_that_end_or_fail_in_its_message(tmp_path: Path) -> None:
+    async with run_fleet(tmp_path, count=1) as fleet:
+        [engine], [link] = fleet.engines, fleet.router.fleet.links.values()
+        engine.executor.gate.clear()
+        requests = [greedy_request(prompt_of(20, seed), 4) for seed in range(2)]
+        running = [asyncio.create_task(generate(fleet.stub, request)) for request in requests]
+        async with asyncio.timeout(patience(20)):
+            while len(fleet.router.fleet.on(link)) < len(running):
+                await asyncio.sleep(0.01)
+        ended, failed = fleet.router.fleet.on(link)
+        status = to_status(UnexpectedError("it failed")).SerializeToString()
+        message = pb.StreamRequestsResponse(
+            outputs=[pb.StreamGenerateResponse(request_id=ended.name, finish_reason=pb.FINISH_REASON_LENGTH)],
+            failures=[pb.RequestFailure(request_id=failed.name, status=status)],
+            loads=pb.GetLoadsResponse(running_requests=5, max_running_requests=64, max_waiting_requests=64),
+        )
+        table = fleet.router._requests
+        assert table is not None
+        EngineReports(fleet.router.fleet, table, fleet.router._router_metrics, table.adapters).received(link, message)
+        assert link.load == 5
+        for task in running:
+            task.cancel()
+        engine.executor.gate.set()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 class Garbling(rpc.EngineServiceServicer):
