@@ -5,7 +5,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 .PHONY: help setup run-stack generate test test-all coverage fuzz-manager chaos outages lint fix types verify-protos proto update-lock
-.PHONY: test-core test-stacks nightly pictures clean base dev tools python
+.PHONY: test-core test-stacks nightly pictures capture clean base dev tools python
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -44,7 +44,7 @@ generate: base ## Ask the running stack: make generate PROMPT="What is the capit
 
 ##@ Check
 
-test: dev ## Run the tests of every service, all day: under three minutes on two cores; ARGS="-k name" chooses
+test: dev ## Run the tests of every service, all day: about four minutes on two slow cores; ARGS="-k name" chooses
 	@$(PY) -m pytest -n auto --dist loadfile -m "not slow and not model" $(ARGS)
 
 test-all: dev ## Run all tests; those that start processes come last, and again when they fail; ARGS="-k name" chooses
@@ -112,6 +112,8 @@ peers: dev ## Install other engines to compare with, each in an environment of i
 	@$(PY) -m bench.peers.set_up $(ARGS)
 pictures: dev ## Make the pictures of the console and of kvctl top for docs/ anew
 	@$(PY) -m tests.pictures
+capture: dev ## Write the session of the README anew, from a running stack
+	@$(PY) -m tests.capture
 
 ##@ Other
 

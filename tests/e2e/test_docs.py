@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ import pytest
 
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
+from tests import capture
 from tests.stack import Stack
 from tests.support.pages import DOCS, WITH_EXAMPLES, Reader, elsewhere, examples, places
 from tests.support.patience import patience
@@ -47,6 +49,18 @@ def test_every_example_answers_as_the_page_shows(served: Stack, reader: Reader, 
         reader.check(example)
         if not reader.is_busy:
             wait_until_released(served)
+
+
+def test_the_session_of_the_readme_still_runs_so() -> None:
+    assert alike(capture.session()) == alike(capture.shown(capture.README.read_text()))
+
+
+def alike(session: str) -> str:
+    """Without what differs from run to run: keys, times, speed, and the widths of columns."""
+    text = re.sub(r"\b[0-9a-f]{12}\b", "KEY", session)
+    text = re.sub(r"\b(?:[\d.]+[hm])*[\d.]+m?s\b", "TIME", text)
+    text = re.sub(r"TTFT \d+ ms · [\d.]+ tokens/s", "SPEED", text)
+    return re.sub(r"pin-\d+|[\d.]+%", "", re.sub(r" +", " ", text))
 
 
 def test_the_way_to_tls_and_tokens_leads_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2
 from protos.rpc.roles import roles_of
 from protos.vllm import engine_pb2
+from tests.capture import COMMANDS, README, shown
 from tests.stack import ROOT
 from tests.support.kvctl import VERBS
 from tests.support.names import unknown_metrics, unknown_settings
@@ -92,12 +93,20 @@ def test_settings_metrics_verbs_and_targets_are_ours(page: Path) -> None:
 @of_pages(PAGES)
 def test_every_command_is_in_an_example(page: Path) -> None:
     run = [line for example in examples(page) for line in example.code.splitlines()] if page in WITH_EXAMPLES else []
-    code = [line for line in page.read_text().splitlines() if COMMAND.match(line.removeprefix("    "))]
+    text = page.read_text()
+    if page == README:
+        text = text.replace(shown(text), "")
+    code = [line for line in text.splitlines() if COMMAND.match(line.removeprefix("    "))]
     assert [line for line in code if line not in run] == []
 
 
-def test_readme_names_every_way_to_steer() -> None:
-    steps = list(examples(ROOT / "README.md"))
+def test_the_session_of_the_readme_is_what_make_capture_writes() -> None:
+    lines = [line.removeprefix("$ ") for line in shown(README.read_text()).splitlines() if line.startswith("$ ")]
+    assert tuple(lines) == COMMANDS
+
+
+def test_the_page_about_grpc_names_every_way_to_steer() -> None:
+    steps = list(examples(DOCS / "grpc.md"))
     called = {name for step in steps for name in re.findall(r"Cache(?:Admin|Event)Service/(\w+)", step.code)}
     assert called >= {
         "CreateRetentionRule",
@@ -142,9 +151,9 @@ def test_methods_of_a_tenants_operators_are_documented() -> None:
     assert set(told) == set(tenancy._CHECKS)
 
 
-def test_readme_shows_the_output_of_run_stack() -> None:
+def test_the_quick_start_shows_the_output_of_run_stack() -> None:
     folder = "/home/you/.local/state/kvkeep"
     environ = run_stack.DEFAULTS | {"KVKEEP_STATE_DIR": folder, "KVKEEP_REDIS_URL": f"unix://{folder}/redis/socket"}
     printed = run_stack.directions(layout.single(environ) + layout.console(environ))
-    shown = "".join(f"    {line}\n" for line in printed.partition("\n\n")[0].splitlines())
-    assert f" s\n\n{shown}\n" in (ROOT / "README.md").read_text()
+    lines = "".join(f"    {line}\n" for line in printed.partition("\n\n")[0].splitlines())
+    assert f" s\n\n{lines}\n" in (DOCS / "quickstart.md").read_text()

@@ -26,7 +26,14 @@ from tests.support.ports import free_address
 
 DOCS = ROOT / "docs"
 # Those with examples.
-WITH_EXAMPLES = [ROOT / "README.md", DOCS / "api.md", DOCS / "operations.md", DOCS / "security.md"]
+WITH_EXAMPLES = [
+    ROOT / "README.md",
+    DOCS / "quickstart.md",
+    DOCS / "api.md",
+    DOCS / "grpc.md",
+    DOCS / "operations.md",
+    DOCS / "security.md",
+]
 # Not what tools leave, which may be very many files.
 _FOLDERS = [one for one in ROOT.iterdir() if one.is_dir() and one.name[0] != "." and one.name not in ("build", "site")]
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in _FOLDERS for page in folder.rglob("*.md"))])
