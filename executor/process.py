@@ -280,7 +280,9 @@ async def _serve(settings: ExecutorSettings) -> int:
 
     load = partial(_load_weights, files, settings, device)
     weights = WeightUpdates(worker, sessions, client, adapters, load, settings.weights_dir)
-    servicer = ExecutorServicer(identity, runner, worker, tokenizer, leases, adapters, sessions, weights)
+    servicer = ExecutorServicer(
+        identity, runner, worker, tokenizer, leases, adapters, sessions, weights, hub_id=files.hub_id
+    )
 
     async def drain() -> None:
         servicer.stop()

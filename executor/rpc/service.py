@@ -53,7 +53,10 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
         adapters: Adapters,
         sessions: Sessions,
         weights: WeightUpdates,
+        *,
+        hub_id: str = "",
     ) -> None:
+        """hub_id: of the model, where that is known."""
         self._leases = leases
         self._adapters = adapters
         self._identity = identity
@@ -62,7 +65,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
         self._sessions = sessions
         self._weights = weights
         self._layout = runner.layout
-        self._model = _describe(runner, tokenizer)
+        self._model = _describe(runner, tokenizer, hub_id)
         self._digest = hashlib.sha256(self._model.SerializeToString(deterministic=True)).digest()
 
     def stop(self) -> None:
@@ -204,7 +207,7 @@ def _adapter(loaded: LoadedAdapter) -> pb.Adapter:
     return pb.Adapter(name=loaded.name, adapter_id=loaded.adapter_id, rank=loaded.rank, path=loaded.path)
 
 
-def _describe(runner: Runner, tokenizer: TokenizerFiles) -> pb.GetModelResponse:
+def _describe(runner: Runner, tokenizer: TokenizerFiles, hub_id: str) -> pb.GetModelResponse:
     model = runner.model
     return pb.GetModelResponse(
         model=model.name,
@@ -216,6 +219,7 @@ def _describe(runner: Runner, tokenizer: TokenizerFiles) -> pb.GetModelResponse:
         special_tokens=tokenizer.special_tokens,
         dtype=str(model.dtype).removeprefix("torch."),
         kv_cache_dtype=str(runner.pools.dtype).removeprefix("torch."),
+        hub_id=hub_id,
     )
 
 

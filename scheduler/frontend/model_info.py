@@ -50,11 +50,12 @@ class ModelInfo:
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
     ) -> None:
-        """names: that requests call it, its own for none; answers show the first. Raises UnusableModelError.
+        """names: that requests call it; answers show the first. Without any they are its own and its id on a hub.
 
-        The parsers are those of the settings.
+        The parsers are those of the settings. Raises UnusableModelError.
         """
-        self.names = tuple(names) or (model.model,)
+        own = (model.model, model.hub_id) if model.hub_id else (model.model,)
+        self.names = tuple(names) or own
         self.name = self.names[0]
         self.chat_template = model.chat_template
         self.special_tokens = dict(model.special_tokens)

@@ -186,7 +186,7 @@ class Router:
             except grpc.aio.AioRpcError as error:
                 cause = str(from_rpc_error(error))
             else:
-                if self._settings.model in ("", engine.model.model):
+                if self._settings.model in ("", engine.model.model, engine.model.hub_id):
                     return engine
                 cause = f"it serves {engine.model.model}, and this router is for {self._settings.model}"
         if cause != said.get(address):

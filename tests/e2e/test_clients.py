@@ -114,7 +114,7 @@ def test_langchain_completes_text(served: Stack) -> None:
 def litellms(stack: Stack) -> dict[str, Any]:
     """What every call of LiteLLM is given."""
     with urllib.request.urlopen(f"http://{stack.http}/v1/models", timeout=patience(10)) as answer:
-        [model] = json.load(answer)["data"]
+        model, *_ = json.load(answer)["data"]
     return {
         "model": f"openai/{model['id']}",
         "api_base": f"http://{stack.http}/v1",

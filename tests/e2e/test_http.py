@@ -25,8 +25,10 @@ CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 async def test_a_conversation_is_answered(client: openai.AsyncOpenAI) -> None:
-    [model] = (await client.models.list()).data
-    assert (await client.models.retrieve(model.id)).id == model.id
+    model, by_hub_id = (await client.models.list()).data
+    assert (model.id, by_hub_id.id) == ("SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    for name in (model.id, by_hub_id.id):
+        assert (await client.models.retrieve(name)).id == name
     answer = await client.chat.completions.create(model=model.id, messages=CAPITAL, temperature=0, seed=1)
     [choice] = answer.choices
     assert choice.message.role == "assistant"

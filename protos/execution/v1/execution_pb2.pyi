@@ -87,7 +87,7 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("model", "vocab_size", "max_positions", "eos_token_ids", "tokenizer_json", "chat_template", "special_tokens", "dtype", "kv_cache_dtype")
+    __slots__ = ("model", "vocab_size", "max_positions", "eos_token_ids", "tokenizer_json", "chat_template", "special_tokens", "dtype", "kv_cache_dtype", "hub_id")
     class SpecialTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,7 @@ class GetModelResponse(_message.Message):
     SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    HUB_ID_FIELD_NUMBER: _ClassVar[int]
     model: str
     vocab_size: int
     max_positions: int
@@ -113,7 +114,8 @@ class GetModelResponse(_message.Message):
     special_tokens: _containers.ScalarMap[str, str]
     dtype: str
     kv_cache_dtype: str
-    def __init__(self, model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_positions: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tokenizer_json: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., dtype: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ...) -> None: ...
+    hub_id: str
+    def __init__(self, model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_positions: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tokenizer_json: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., dtype: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., hub_id: _Optional[str] = ...) -> None: ...
 
 class GetExecutorRequest(_message.Message):
     __slots__ = ()

@@ -116,6 +116,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
     ) -> None:
         self.executor_id = "executor"
         self.model_name = MODEL
+        self.hub_id = ""
         self.model_fingerprint = b"f" * 32
         self.block_size = block_size
         self.max_tokens = max_tokens
@@ -299,6 +300,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             chat_template=self.chat_template,
             special_tokens={"eos_token": "<eos>"},
             dtype="float32",
+            hub_id=self.hub_id,
         )
 
     async def GetModel(self, request: pb.GetModelRequest, context: object) -> pb.GetModelResponse:

@@ -296,6 +296,7 @@ async def running(
         adapters,
         sessions,
         WeightUpdates(worker, sessions, client, adapters, load, tmp_path / "weights"),
+        hub_id="owner/tiny",
     )
     server.listen(address, {SERVICE: lambda s: rpc.add_ExecutorServiceServicer_to_server(servicer, s)})
     await manager_server.start()

@@ -48,7 +48,7 @@ def test_an_empty_folder_is_no_model(tmp_path: Path) -> None:
 
 def test_a_hub_id_is_passed_to_transformers_as_it_is(tmp_path: Path) -> None:
     files = find("owner/some-model", tmp_path)
-    assert (files.name, files.source) == ("some-model", "owner/some-model")
+    assert (files.name, files.source, files.hub_id) == ("some-model", "owner/some-model", "owner/some-model")
 
 
 def test_a_model_without_attention_cache_is_refused(tmp_path: Path) -> None:

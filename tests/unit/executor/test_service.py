@@ -53,7 +53,7 @@ async def stack(tiny: Model, tmp_path: Path) -> AsyncIterator[Stack]:
 
 async def test_the_model_and_the_executor_describe_themselves(stack: Stack) -> None:
     model = await stack.stub.GetModel(pb.GetModelRequest(), timeout=patience(5))
-    assert (model.vocab_size, model.max_positions) == (97, 256)
+    assert (model.vocab_size, model.max_positions, model.hub_id) == (97, 256, "owner/tiny")
     assert (model.dtype, model.kv_cache_dtype) == ("float32", "float32")
     assert (model.tokenizer_json, model.chat_template, dict(model.special_tokens)) == (
         b"{}",

@@ -16,6 +16,7 @@ from scheduler.settings import SchedulerSettings
 from tests.support.generation import generate
 from tests.support.patience import patience
 from tests.support.ports import free_address
+from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.fleet import run_fleet
 from tests.support.scheduler.http import LEAST, ask, serve
 from tests.support.scheduler.process import scheduler
@@ -69,6 +70,28 @@ async def test_front_ends_and_routers_have_names_of_their_own(tmp_path: Path) ->
         await server.start()
         await check(server.address)
         await server.stop()
+
+
+async def test_a_model_is_called_by_its_id_on_a_hub_too(run_stack: StackFactory) -> None:
+    executor = FakeExecutor()
+    executor.hub_id = "owner/fake"
+    async with run_stack(executor) as stack, serve(stack.scheduler.service) as address:
+        for name in ("fake", "owner/fake"):
+            answer = await ask(address, "POST", "/v1/completions", json.dumps(LEAST | {"model": name}))
+            assert (answer.status, json.loads(answer.body)["model"]) == (200, "fake")
+            assert (await ask(address, "GET", f"/v1/models/{name}")).status == 200
+        other = await ask(address, "POST", "/v1/completions", json.dumps(LEAST | {"model": "other/fake"}))
+        assert (other.status, other.error["code"]) == (404, "model_not_found")
+
+
+async def test_a_router_is_for_a_model_by_either_name(tmp_path: Path) -> None:
+    for number, name in enumerate(("fake", "owner/fake")):
+        executor = FakeExecutor()
+        executor.hub_id = "owner/fake"
+        (tmp_path / f"{number}").mkdir()
+        async with run_fleet(tmp_path / f"{number}", 1, executors=[executor], model=name) as fleet:
+            asked = pb.StreamGenerateRequest(text="the cat", max_tokens=2, model="owner/fake")
+            assert (await generate(fleet.stub, asked, patience(30))).token_ids
 
 
 def test_names_have_commas_between_them() -> None:
