@@ -26,7 +26,9 @@ class BodyLimits:
 
     @contextlib.contextmanager
     def limiting(self, request: Request) -> Iterator[Receive]:
-        """Around the reading of a body, which raises HTTPException when it is too slow or too large."""
+        """Around the reading of a body. Raises HTTPException for one that is compressed, too slow or too large."""
+        if request.headers.get("content-encoding", "identity").lower() != "identity":
+            raise HTTPException(415, "the body is compressed: send it without Content-Encoding")
         receive, length = request.receive, request.headers.get("content-length", "")
         until = asyncio.get_running_loop().time() + ARRIVAL_SECONDS
         size = held = marks = 0

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -34,6 +35,19 @@ _STATUSES = {
 _CLOSE_PATH = 0.7
 # Characters of a path that an error shows and compares.
 _SHOWN_CHARACTERS = 128
+# By a field that is missing: a field that a caller may have sent instead, and where that belongs.
+_ELSEWHERE = {"messages": ("prompt", "/v1/completions"), "prompt": ("messages", "/v1/chat/completions")}
+# Kinds of pydantic's errors about a value that is no object.
+_NO_OBJECT = ("dict_type", "model_attributes_type", "model_type")
+# The framework's words for a wrong value, and ours.
+_SUBJECT = re.compile(r"^(?:Input|List|Dictionary|String) should ")
+_WORDS = (("greater than or equal to", "at least"), ("less than or equal to", "at most"))
+# Why the framework cannot read a body, by the error in its parser.
+_UNREADABLE: Mapping[type[BaseException], str] = {
+    UnicodeDecodeError: "the text is not UTF-8",
+    RecursionError: "its values are nested too deeply",
+    ValueError: "a number has too many digits",
+}
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -116,11 +130,21 @@ def from_validation(error: RequestValidationError) -> ApiError:
     param = _param(first["loc"][1:])
     if not param and first["type"] != "value_error":
         return ApiError(400, "the body must be a JSON object, with Content-Type: application/json", code="invalid_body")
-    if first["type"] == "missing":
-        return ApiError(400, f"{param} is missing", param=param, code="invalid_field")
-    said = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-    said = f"{param or 'the body'} {said[:1].lower()}{said[1:]}"
+    said = f"{param or 'the body'} {_said(first, param)}"
     return ApiError(400, said, param=param or None, code="invalid_field")
+
+
+def _said(error: Mapping[str, Any], param: str) -> str:
+    """What is wrong with a field, after its name."""
+    if error["type"] == "missing":
+        sent, route = _ELSEWHERE.get(param, ("", ""))
+        return f"is missing: {sent} belongs to {route}" if sent and sent in error["input"] else "is missing"
+    if error["type"] in _NO_OBJECT:
+        return "must be an object"
+    said = _SUBJECT.sub("must ", str(error["msg"]).removeprefix("Value error, "))
+    for theirs, ours in _WORDS:
+        said = said.replace(theirs, ours)
+    return f"{said[:1].lower()}{said[1:]}"
 
 
 def _param(path: Sequence[str | int]) -> str:
@@ -128,7 +152,7 @@ def _param(path: Sequence[str | int]) -> str:
 
 
 def from_http(error: HTTPException, request: Request, routes: Sequence[APIRoute]) -> ApiError:
-    """An unknown path, a wrong method, a body that is too long. routes: of the API."""
+    """An unknown path, a wrong method, a body that is too long or cannot be read. routes: of the API."""
     code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
     message, headers = error.detail, dict(error.headers or {})
     if error.status_code == HTTPStatus.NOT_FOUND:
@@ -139,6 +163,9 @@ def from_http(error: HTTPException, request: Request, routes: Sequence[APIRoute]
         allowed = {method for route in found for method in route.methods or ()}
         headers["Allow"] = ", ".join(sorted(allowed))
         message = f"this path takes {' and '.join(sorted(allowed))} only"
+    elif error.status_code == HTTPStatus.BAD_REQUEST and error.__cause__ is not None:
+        cause = _UNREADABLE.get(type(error.__cause__), "it cannot be read")
+        message, code = f"the body cannot be taken: {cause}", "invalid_json"
     return ApiError(error.status_code, message, code=code, headers=headers)
 
 

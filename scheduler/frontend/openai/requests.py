@@ -53,9 +53,10 @@ MAX_PROMPTS = validation.MAX_SAMPLES
 class ListOrText:
     """A list, or a text for a list of one element."""
 
-    def __init__(self, element: Callable[[str], object]) -> None:
-        """element: makes the element of a text."""
+    def __init__(self, element: Callable[[str], object], elements: str) -> None:
+        """element: makes the element of a text. elements: what errors call the elements."""
         self._element = element
+        self._elements = elements
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self._listed, handler(source))
@@ -64,7 +65,26 @@ class ListOrText:
         return {"anyOf": [{"type": "string"}, handler(schema)]}
 
     def _listed(self, value: object) -> object:
-        return [self._element(value)] if isinstance(value, str) else value
+        if isinstance(value, str):
+            return [self._element(value)]
+        if isinstance(value, list):
+            return value
+        raise ValueError(f"must be a text or a list of {self._elements}")
+
+
+class ObjectWith:
+    """Refuses a value that is no object, and names the fields that the object must have."""
+
+    def __init__(self, fields: str) -> None:
+        self._fields = fields
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
+
+    def _check(self, value: object) -> object:
+        if not isinstance(value, dict | LimitedModel):
+            raise ValueError(f"must be an object with {self._fields}")
+        return value
 
 
 def _prompts(value: object) -> object:
@@ -111,6 +131,8 @@ class LenientModel(LimitedModel):
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     # Fields that change no output.
     ignored: ClassVar[frozenset[str]] = frozenset()
+    # Fields that an error suggests for names that are not similar to them.
+    meant: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -132,15 +154,16 @@ class LenientModel(LimitedModel):
                 if value is None or name in item.ignored:
                     continue
                 if name not in item.unsupported:
-                    raise _unknown(path, name, type(item).model_fields)
+                    raise _unknown(path, name, type(item).model_fields, item.meant)
                 if value not in item.unsupported[name]:
                     raise FieldError(f"{path}{name}", "is not supported")
 
 
-def _unknown(path: str, name: str, fields: Iterable[str]) -> FieldError:
+def _unknown(path: str, name: str, fields: Iterable[str], meant: Mapping[str, str]) -> FieldError:
     shown = name[:_MAX_NAME]
-    [*meant] = difflib.get_close_matches(shown.lower(), fields, n=1, cutoff=_CLOSE)
-    return FieldError(f"{path}{shown}", "is not a field" + "".join(f": did you mean {field}?" for field in meant))
+    close = difflib.get_close_matches(shown.lower(), fields, n=1, cutoff=_CLOSE)
+    suggested = [meant[name]] if name in meant else close
+    return FieldError(f"{path}{shown}", "is not a field" + "".join(f": did you mean {field}?" for field in suggested))
 
 
 def _of_text(kind: object) -> object:
@@ -205,10 +228,17 @@ class Message(LenientModel):
     ignored: ClassVar = _names(
         "annotations created_at finish_reason id message_id metadata opts provider_specific_fields timestamp usage"
     )
+    meant: ClassVar = {"text": "content"}
 
     role: Text = Field(json_schema_extra={"minLength": 1})
     # Absent in an assistant's tool calls.
-    content: Annotated[Items[TextPart], ListOrText(lambda text: {"type": "text", "text": text})] | None = None
+    content: (
+        Annotated[
+            Items[Annotated[TextPart, ObjectWith("type and text")]],
+            ListOrText(lambda text: {"type": "text", "text": text}, "parts"),
+        ]
+        | None
+    ) = None
     name: Text | None = Field(None, description="The speaker's name; only where the model's chat template reads it.")
     reasoning_content: Text | None = Field(
         None, description="The assistant's reasoning; only where the model's chat template reads it."
@@ -222,17 +252,23 @@ class Message(LenientModel):
 
 def _few(value: object) -> object:
     """Bounds messages and their parts before any of them is parsed."""
-    if isinstance(value, list):
-        count = len(value)
-        if count <= validation.MAX_MESSAGES:
-            contents = (item.get("content") for item in value if isinstance(item, dict))
-            count += sum(len(content) - 1 for content in contents if isinstance(content, list))
-        if count > validation.MAX_MESSAGES:
-            raise ValueError(f"must have at most {validation.MAX_MESSAGES} entries and parts of them")
+    if not isinstance(value, list):
+        raise ValueError(f"must be a list of objects with {_OF_MESSAGE}")
+    count = len(value)
+    if count <= validation.MAX_MESSAGES:
+        contents = (item.get("content") for item in value if isinstance(item, dict))
+        count += sum(len(content) - 1 for content in contents if isinstance(content, list))
+    if count > validation.MAX_MESSAGES:
+        raise ValueError(f"must have at most {validation.MAX_MESSAGES} entries and parts of them")
     return value
 
 
-Messages = Annotated[Items[Message], BeforeValidator(_few), Field(json_schema_extra={"minItems": 1})]
+_OF_MESSAGE = "role and content"
+Messages = Annotated[
+    Items[Annotated[Message, ObjectWith(_OF_MESSAGE)]],
+    BeforeValidator(_few),
+    Field(json_schema_extra={"minItems": 1}),
+]
 
 
 _WORDS = ("none", "auto", "required")
@@ -374,7 +410,7 @@ class Generation(LenientModel):
     n: Uint32 | None = Field(None, json_schema_extra=bounds(1, validation.MAX_SAMPLES))
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Annotated[Items[StopText], ListOrText(str)] | None = Field(
+    stop: Annotated[Items[StopText], ListOrText(str, "texts")] | None = Field(
         None,
         description=f"At most {validation.MAX_STOPS}.",
         json_schema_extra={"maxItems": validation.MAX_STOPS, "minLength": 1},

@@ -127,12 +127,12 @@ async def test_bodies_that_are_no_requests_are_refused(stack: Stack, address: st
         "[]": "JSON object",
         '"x"': "JSON object",
         "{": "not JSON",
-        "\xff": "parsing",
-        "[" * 20_000: "parsing",
+        "\xff": "the body cannot be taken: the text is not UTF-8",
+        "[" * 20_000: "nested too deeply",
         '{"prompt": "\\ud800"}': "surrogate",
-        '{"prompt": "x", "temperature": NaN}': "temperature should be a finite number",
-        '{"prompt": "x", "n": 1' + "0" * 4000 + "}": "n should be less",
-        '{"prompt": "x", "n": 1' + "0" * 5000 + "}": "parsing",
+        '{"prompt": "x", "temperature": NaN}': "temperature must be a finite number",
+        '{"prompt": "x", "n": 1' + "0" * 4000 + "}": "n must be less than",
+        '{"prompt": "x", "n": 1' + "0" * 5000 + "}": "a number has too many digits",
         json.dumps({f"x{index}": 1 for index in range(300)}): "the body has more than 256 fields",
         '{"prompt": "x", "kv_hints": {"actions": [{"action_id": "a", "action_type": "b", "payload": '
         + '{"a":' * 110 + "1" + "}" * 111 + "]}}": "kv_hints.actions[0].payload.a.a",
@@ -325,9 +325,9 @@ def test_the_description_names_every_route_and_only_answers_that_there_are() -> 
          "messages[1].reasoning_content", "is not read by the model's chat template"),
         ("/tokenize", {"messages": [HELLO | {"reasoning_content": "a"}]}, "messages[0].reasoning_content", "not read"),
         ("/v1/completions", {"prompt": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
-        ("/v1/completions", {"prompt": "x", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "greater than"),
+        ("/v1/completions", {"prompt": "x", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "at least -1"),
         ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix", "is not supported"),
-        ("/detokenize", {"tokens": [1], "skip_special_tokens": "x"}, "skip_special_tokens", "should be a valid bool"),
+        ("/detokenize", {"tokens": [1], "skip_special_tokens": "x"}, "skip_special_tokens", "must be a valid bool"),
         ("/tokenize", {"messages": [HELLO], "documents": [{}]}, "documents", "is not supported"),
         ("/tokenize", {"messages": [HELLO], "chat_template_kwargs": {"tools": []}},
          "chat_template_kwargs.tools", "is set by the server"),
@@ -343,3 +343,35 @@ async def test_no_unknown_field_is_dropped_silently(
     assert (answer.status, answer.error["param"]) == (400, param)
     assert words in answer.error["message"]
     assert answer.error["message"].startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/chat/completions", {"prompt": "x"}, "messages is missing: prompt belongs to /v1/completions"),
+        ("/v1/completions", {"messages": [HELLO]}, "prompt is missing: messages belongs to /v1/chat/completions"),
+        ("/v1/completions", {}, "prompt is missing"),
+        ("/v1/chat/completions", {"messages": "hi"}, "messages must be a list of objects with role and content"),
+        ("/v1/chat/completions", {"messages": ["hi"]}, "messages[0] must be an object with role and content"),
+        ("/tokenize", {"messages": ["hi"]}, "messages[0] must be an object with role and content"),
+        ("/v1/chat/completions", {"messages": [HELLO | {"content": 5}]},
+         "messages[0].content must be a text or a list of parts"),
+        ("/v1/chat/completions", {"messages": [HELLO | {"content": {"text": "x"}}]},
+         "messages[0].content must be a text or a list of parts"),
+        ("/v1/chat/completions", {"messages": [HELLO | {"content": ["x"]}]},
+         "messages[0].content[0] must be an object with type and text"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "text": "hi"}]},
+         "messages[0].text is not a field: did you mean content?"),
+        ("/v1/completions", {"prompt": "x", "stop": 5}, "stop must be a text or a list of texts"),
+        ("/v1/completions", {"prompt": "x", "stream_options": 5}, "stream_options must be an object"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": -1}, "max_tokens must be at least 0"),
+        ("/v1/chat/completions", {"messages": [HELLO], "max_completion_tokens": -1},
+         "max_completion_tokens must be at least 0"),
+    ],
+)  # fmt: skip
+async def test_a_mistake_of_a_beginner_is_told_with_its_remedy(
+    address: str, path: str, body: dict[str, object], message: str
+) -> None:
+    answer = await ask(address, "POST", path, json.dumps(body))
+    assert (answer.status, answer.error["message"]) == (400, message)
+    assert answer.error["param"] == message.partition(" ")[0]

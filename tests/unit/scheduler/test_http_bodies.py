@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 from collections.abc import AsyncIterator
 
@@ -12,7 +13,7 @@ from protos.rpc.identity import Role
 from scheduler.frontend.openai import bodies
 from scheduler.frontend.openai.app import create_app
 from tests.support.keyring import Keyring
-from tests.support.scheduler.http import LEAST, ask, serve, starting_service
+from tests.support.scheduler.http import JSON, LEAST, ask, serve, starting_service
 from tests.support.scheduler.stack import Stack, StackFactory
 
 PATH = "/v1/completions"
@@ -45,6 +46,15 @@ async def test_the_body_of_an_unknown_caller_is_not_read(stack: Stack, keyring: 
         assert (await ask(address, "POST", PATH, "{")).status == 401
         async with sending(address, b"{", 1000) as answer:
             assert b" 401 " in await answer.readline()
+
+
+async def test_a_compressed_body_is_refused(address: str) -> None:
+    headers = JSON | {"Content-Encoding": "gzip"}
+    answer = await ask(address, "POST", PATH, gzip.compress(json.dumps(LEAST).encode()), headers)
+    assert (answer.status, answer.error["code"]) == (415, "unsupported_media_type")
+    assert answer.error["message"] == "the body is compressed: send it without Content-Encoding"
+    plain = await ask(address, "POST", PATH, json.dumps(LEAST), JSON | {"Content-Encoding": "identity"})
+    assert plain.status == 200
 
 
 async def test_a_slow_body_is_refused(stack: Stack, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
