@@ -10,6 +10,7 @@ import typer.core
 from kvctl.console import command as console
 from kvctl.status import EXIT_STATUSES, CommandError, Status
 from kvctl.verbs import adapters, change, engines, follow, ghosts, limits, pool, quota, rules, show, top, weights
+from kvctl.verbs.cancel import app as cancelling
 
 # The base of all usage errors, which typer does not export.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -38,6 +39,7 @@ class Verbs(typer.core.TyperGroup):
 app = typer.Typer(cls=Verbs, rich_markup_mode=None, pretty_exceptions_enable=False, epilog=EXIT_STATUSES)
 for part in (show, engines, ghosts, change, follow, top, limits):
     app.add_typer(part.app)
+app.add_typer(cancelling)
 app.add_typer(console.app)
 app.add_typer(rules.app, name="rules", cls=Verbs)
 app.add_typer(quota.app, name="quota", cls=Verbs)

@@ -150,6 +150,8 @@ class Request:
     expected_cached_tokens: int = 0
     # Id of the caller's request that it is a part of, where that is another one than request_id.
     part_of: str = ""
+    # X-Request-Id of its call; empty for none.
+    header_id: str = ""
     # Its prompt is only computed: the token that this samples is nobody's.
     is_prewarm: bool = False
     # For comparisons with later requests: of its prompt, and the id by which they name its response, empty where it is
@@ -159,8 +161,13 @@ class Request:
 
     @property
     def caller_id(self) -> str:
-        """The id by which callers abort it."""
+        """The id of the caller's request."""
         return self.part_of or self.request_id
+
+    @property
+    def abort_ids(self) -> set[str]:
+        """The ids by which callers abort it."""
+        return {self.caller_id, self.header_id or self.caller_id}
 
     @property
     def adapter_id(self) -> int | None:

@@ -139,6 +139,7 @@ def start_request(
         is_follower=bool(request.sample_index),
         adapter_id=request.adapter_id,
         caller_request_id=request.caller_id,
+        header_request_id=request.header_id,
     )
 
 

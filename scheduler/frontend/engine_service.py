@@ -180,6 +180,7 @@ class Session:
             request,
             expected_cached_tokens=message.expected_cached_tokens,
             part_of=message.caller_request_id,
+            header_id=message.header_request_id,
             # A router knows the responses of all its engines; front ends of this scheduler name their requests.
             response_id=asked.cache.parts.request_id,
         )

@@ -87,8 +87,8 @@ class RequestTable:
         self._health = health
         # By arrival.
         self._live: dict[int, Generation] = {}
-        # By the id by which callers abort them.
-        self._by_caller_id: dict[str, set[Generation]] = {}
+        # By the ids by which callers abort them.
+        self._by_abort_id: dict[str, set[Generation]] = {}
         # Live and arriving requests by tenant.
         self._tenants: Counter[str] = Counter()
         # With the tenant: request ids of other tenants are secret.
@@ -258,7 +258,8 @@ class RequestTable:
         with self.adapters.using(first.adapter, len(samples)):
             self._live.update((generation.request.arrival, generation) for generation in stream.generations)
             self._request_ids.add(name)
-            self._by_caller_id.setdefault(first.caller_id, set()).update(stream.generations)
+            for abort_id in first.abort_ids:
+                self._by_abort_id.setdefault(abort_id, set()).update(stream.generations)
             self._idle.clear()
             self._followers += len(stream.generations[0].followers)
             self._engine.start(AdmissionAttempt(first, first.prompt_ids + output))
@@ -269,9 +270,10 @@ class RequestTable:
                     self._responses.add(first)
             finally:
                 self._request_ids.remove(name)
-                self._by_caller_id[first.caller_id].difference_update(stream.generations)
-                if not self._by_caller_id[first.caller_id]:
-                    del self._by_caller_id[first.caller_id]
+                for abort_id in first.abort_ids:
+                    self._by_abort_id[abort_id].difference_update(stream.generations)
+                    if not self._by_abort_id[abort_id]:
+                        del self._by_abort_id[abort_id]
                 self._take_followers(stream.generations[0])
                 for request in samples:
                     generation = self._live.pop(request.arrival)
@@ -382,7 +384,7 @@ class RequestTable:
 
     def abort(self, message: pb.AbortRequestsRequest) -> int:
         """Ends live requests with what there is of their output; returns how many."""
-        named = self._live.values() if message.all else self._by_caller_id.get(message.request_id, ())
+        named = self._live.values() if message.all else self._by_abort_id.get(message.request_id, ())
         found = [
             generation
             for generation in named

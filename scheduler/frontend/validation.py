@@ -14,6 +14,7 @@ from collections.abc import Sequence, Sized
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
+import structlog
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.struct_pb2 import Struct, Value
 
@@ -158,6 +159,7 @@ class RequestValidator:
             cache=_marked(message.cache, _keeping(options, _breakpoint_ranges(breakpoints, ends)), ends),
             adapter=adapter,
             traceparent=tracing.current(),
+            header_id=str(structlog.contextvars.get_contextvars().get("request_id", "")),
             is_prewarm=is_prewarm,
             parts=parts_of(message),
             response_id=message.cache.parts.request_id if message.cache.HasField("parts") else request_id,

@@ -294,15 +294,16 @@ def test_a_drained_scheduler_takes_no_requests(own: Stack, kvctl: Kvctl) -> None
     generate(own, text="x")
 
 
-def test_an_aborted_request_ends_with_what_there_is_of_it(own: Stack, kvctl: Kvctl) -> None:
+@pytest.mark.parametrize("verb", ["abort", "cancel"])
+def test_an_aborted_request_ends_with_what_there_is_of_it(own: Stack, kvctl: Kvctl, verb: str) -> None:
     with grpc.insecure_channel(own.scheduler) as channel:
         stub: rpc.GenerationServiceStub = rpc.GenerationServiceStub(channel)
         request = pb.StreamGenerateRequest(request_id="mine", text="x", max_tokens=1000, ignore_eos=True)
         call = stub.StreamGenerate(request, timeout=patience(60))
         chunks = [next(call)]
-        assert kvctl.text("abort", "mine", "--dry-run").strip() == "would abort 1 request"
-        assert kvctl.run("abort", "mine", "--tenant", "other", "--yes").status == 4
-        assert kvctl.data("abort", "mine", "--yes") == {"aborted_requests": 1}
+        assert kvctl.text(verb, "mine", "--dry-run").strip() == "would abort 1 request"
+        assert kvctl.run(verb, "mine", "--tenant", "other", "--yes").status == 4
+        assert kvctl.data(verb, "mine", "--yes") == {"aborted_requests": 1}
         chunks += call
         assert chunks[-1].finish_reason == pb.FINISH_REASON_ABORT
         assert chunks[-1].usage.output_tokens == sum(len(chunk.token_ids) for chunk in chunks) < 1000

@@ -34,6 +34,7 @@ LINES: dict[str, tuple[str, ...]] = {
     "forget": ("--salt", "x", "--yes"),
     "drain": ("--yes",),
     "abort": ("--all", "--yes"),
+    "cancel": ("chatcmpl-1", "--yes"),
     "watch": (),
     "top": ("--once",),
     "limits": ("--mode", "gen_length", "--csv", "/dev/null", "--yes"),
@@ -51,7 +52,7 @@ LINES: dict[str, tuple[str, ...]] = {
     "weights reset": ("--yes",),
 }
 DESTRUCTIVE = (
-    *("unpin", "evict", "forget", "drain", "abort", "limits", "rules set", "rules delete", "quota delete"),
+    *("unpin", "evict", "forget", "drain", "abort", "cancel", "limits", "rules set", "rules delete", "quota delete"),
     "adapters unload",
 )
 NOWHERE = ("KVCTL_SERVER", "KVKEEP_SCHEDULER_ADDRESS", "KVKEEP_CACHEMGR_ADDRESS", "KVKEEP_EXECUTOR_ADDRESS")
@@ -102,6 +103,8 @@ def test_a_server_that_is_not_there_is_said_in_a_line(kvctl: Kvctl, monkeypatch:
         (("abort",), 2, "--all"),
         (("abort", "x", "--all"), 2, "--all"),
         (("abort", "x", "--yes"), 4, "no live request has this id"),
+        (("cancel",), 2, "request_id"),
+        (("cancel", "x", "--yes"), 4, "no live request has this id"),
         (("pools", "-o", "xml"), 2, "xml"),
         (("nothing",), 2, "nothing"),
         (("pools", "--timeout", "0"), 2, "--timeout"),
@@ -152,8 +155,8 @@ def test_what_destroys_wants_a_yes(kvctl: Kvctl, name: str) -> None:
     options = {option for param in VERBS[name].params for option in param.opts}
     assert {"--dry-run", "--yes"} <= options
     done = kvctl.run(*name.split(), *(word for word in LINES[name] if word != "--yes"))
-    # There is no question about a pin, a rule, a quota or an adapter that is not there.
-    is_there = name not in ("unpin", "rules delete", "quota delete", "adapters unload")
+    # There is no question about a request, a pin, a rule, a quota or an adapter that is not there.
+    is_there = name not in ("cancel", "unpin", "rules delete", "quota delete", "adapters unload")
     assert done.status == (2 if is_there else 4), done
     assert is_there == ("--yes: is needed without a terminal" in done.err)
 

@@ -525,7 +525,7 @@ class StreamRequestsRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[StartRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ...) -> None: ...
 
 class StartRequest(_message.Message):
-    __slots__ = ("request", "output_token_ids", "expected_cached_tokens", "traceparent", "is_follower", "adapter_id", "caller_request_id")
+    __slots__ = ("request", "output_token_ids", "expected_cached_tokens", "traceparent", "is_follower", "adapter_id", "caller_request_id", "header_request_id")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -533,6 +533,7 @@ class StartRequest(_message.Message):
     IS_FOLLOWER_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
     CALLER_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    HEADER_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     request: StreamGenerateRequest
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
     expected_cached_tokens: int
@@ -540,7 +541,8 @@ class StartRequest(_message.Message):
     is_follower: bool
     adapter_id: int
     caller_request_id: str
-    def __init__(self, request: _Optional[_Union[StreamGenerateRequest, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., expected_cached_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., is_follower: _Optional[bool] = ..., adapter_id: _Optional[int] = ..., caller_request_id: _Optional[str] = ...) -> None: ...
+    header_request_id: str
+    def __init__(self, request: _Optional[_Union[StreamGenerateRequest, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., expected_cached_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., is_follower: _Optional[bool] = ..., adapter_id: _Optional[int] = ..., caller_request_id: _Optional[str] = ..., header_request_id: _Optional[str] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("request_id",)

@@ -674,7 +674,9 @@ class AbortRequest(LenientModel):
     # Of SGLang's, for its own processes.
     ignored: ClassVar = _names("abort_message finished_reason")
 
-    rid: Text | None = Field(None, description="The request_id of a request, or the id of its answer.")
+    rid: Text | None = Field(
+        None, description="The request_id of a request, the id of its answer, or its X-Request-Id."
+    )
     request_ids: Items[Text] | None = Field(None, max_length=validation.MAX_ABORTED)
     abort_all: bool | None = Field(None, description="All requests of all tenants; for operators only.")
 

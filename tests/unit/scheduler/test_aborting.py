@@ -177,6 +177,19 @@ async def test_an_answer_over_http_ends_with_the_reason_and_a_usage(
     assert events[-1]["usage"]["prompt_tokens"] == 12
 
 
+async def test_a_caller_without_a_request_id_aborts_by_the_header_of_its_call(stack: Stack, address: str) -> None:
+    stack.executor.step_seconds = 0.01
+    headers = {"Content-Type": "application/json", "X-Request-Id": "trace"}
+    calls = [asyncio.create_task(ask(address, "POST", "/v1/completions", json.dumps(LONG), headers)) for _ in range(2)]
+    await stack.manager.admitted(2)
+    answer = await abort(address, {"rid": "trace"})
+    assert json.loads(answer.body) == {"aborted_requests": 2}
+    for call in calls:
+        assert json.loads((await call).body)["choices"][0]["finish_reason"] == "abort"
+    assert stack.metric("requests_total", finish_reason="abort") == 2
+    assert (await abort(address, {"rid": "trace"})).status == 404
+
+
 @pytest.mark.parametrize(
     ("body", "status", "param", "words"),
     [
@@ -267,6 +280,23 @@ async def test_a_request_of_a_router_ends_there_and_at_its_engine(tmp_path: Path
         assert fleet.metric("continued_requests_total") == 0
 
 
+@pytest.mark.parametrize("at", ["router", "engine"])
+async def test_a_request_of_a_router_ends_by_the_header_of_its_call(tmp_path: Path, at: str) -> None:
+    async with run_fleet(tmp_path, 1) as fleet:
+        [engine] = fleet.engines
+        engine.executor.step_seconds = 0.01
+        call = fleet.stub.StreamGenerate(long("mine"), timeout=patience(30), metadata=[("x-request-id", "trace")])
+        chunks: list[Any] = [await call.read()]
+        if at == "router":
+            await fleet.stub.AbortRequest(pb.AbortRequestRequest(request_id="trace"))
+        else:
+            async with admin_of(engine.address) as admin:
+                assert (await admin.AbortRequests(pb.AbortRequestsRequest(request_id="trace"))).aborted_requests == 1
+        while isinstance(chunk := await call.read(), pb.StreamGenerateResponse):
+            chunks.append(chunk)
+        assert chunks[-1].finish_reason == pb.FINISH_REASON_ABORT
+
+
 async def test_a_request_that_waits_at_an_engine_of_a_router_ends_without_a_token(tmp_path: Path) -> None:
     async with run_fleet(tmp_path, 1, of_engines={"max_running": 1}) as fleet:
         [engine] = fleet.engines
@@ -295,12 +325,13 @@ async def test_any_front_end_ends_the_requests_of_all(tmp_path: Path) -> None:
         # Connections are shared out between the two: some meet the front end of the request, and some the other one.
         for attempt in range(8):
             body = json.dumps(LONG | {"request_id": f"mine-{attempt}", "n": 2})
-            call = asyncio.create_task(ask(address, "POST", "/v1/completions", body))
+            headers = {"Content-Type": "application/json", "X-Request-Id": f"trace-{attempt}"}
+            call = asyncio.create_task(ask(address, "POST", "/v1/completions", body, headers))
             await running.manager.admitted(2)
             async with asyncio.timeout(patience(4)):
                 while json.loads((await ask(address, "GET", "/load")).body) != {"server_load": 2}:
                     await asyncio.sleep(0.05)
-            answer = await abort(address, {"rid": f"mine-{attempt}"})
+            answer = await abort(address, {"rid": f"{'trace' if attempt % 2 else 'mine'}-{attempt}"})
             assert json.loads(answer.body) == {"aborted_requests": 1}
             choices = json.loads((await call).body)["choices"]
             assert [choice["finish_reason"] for choice in choices] == ["abort", "abort"]
