@@ -4,7 +4,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
-.PHONY: help setup run-stack generate test test-all coverage fuzz-manager chaos outages lint fix types verify-protos proto update-lock
+.PHONY: help setup run-stack generate test test-all coverage fuzz-manager chaos outages lint fix types verify-protos proto update-lock reference site
 .PHONY: test-core test-stacks nightly pictures capture clean base dev tools python
 
 VENV ?= .venv
@@ -75,15 +75,21 @@ outages: dev ## Show what callers see while each process is paused, killed, late
 nightly: dev ## Run what is left to chance: all tests, new seeds, load, newest packages; ARGS="--minutes 90 --only chaos"
 	@$(PY) -m tests.nightly $(ARGS)
 
-lint: tools ## Check style, formatting, the settings table and the deadlines of tests; `make fix` repairs
+lint: tools ## Check style, formatting, the generated pages of docs/ and the deadlines of tests; `make fix` repairs
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 	@$(VENV)/bin/lint-imports
-	@$(PY) ops/settings_table.py
+	@$(PY) ops/reference.py
 	@$(PY) ops/check_deadlines.py
 
 fix: tools ## Repair what lint finds
 	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
-	@$(PY) ops/settings_table.py --write
+	@$(PY) ops/reference.py --write
+
+reference: tools ## Write the generated pages of docs/ anew: settings, metrics, HTTP API, RPCs, kvctl
+	@$(PY) ops/reference.py --write
+
+site: tools ## Build docs/ as a site in build/site, which opens without a server; wrong links and anchors are errors
+	@$(PY) -m mkdocs build --strict
 
 types: tools ## Check types
 	@$(PY) -m mypy && MYPYPATH=ops $(PY) -m mypy ops/*.py

@@ -1,7 +1,5 @@
-"""The table of docs/settings.md: `python ops/settings_table.py` checks it, with --write it is brought up to date."""
+"""The tables of docs/settings.md."""
 
-import argparse
-import sys
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
@@ -13,8 +11,6 @@ from protos.rpc.settings import ProcessSettings, variable
 from scheduler.router.settings import RouterSettings
 from scheduler.settings import SchedulerSettings
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/settings.md"
-BEGIN, END = "<!-- settings: written by make fix -->\n", "<!-- end of settings -->\n"
 PROCESSES: tuple[type[ProcessSettings], ...] = (
     SchedulerSettings,
     CachemgrSettings,
@@ -22,6 +18,7 @@ PROCESSES: tuple[type[ProcessSettings], ...] = (
     ConsoleSettings,
     RouterSettings,
 )
+_TITLES = ("Scheduler", "Cache manager", "Executor", "Console", "Router")
 
 
 def default(field: FieldInfo) -> str:
@@ -46,30 +43,8 @@ def rows(cls: type[ProcessSettings], *, shared: bool) -> list[str]:
 
 
 def table() -> str:
-    """The whole table."""
-    lines = ["| variable | default | meaning |", "| --- | --- | --- |", *rows(SchedulerSettings, shared=True)]
-    for cls in PROCESSES:
-        lines += rows(cls, shared=False)
-    return "\n".join(lines) + "\n"
-
-
-def main() -> int:
-    """Returns the exit status."""
-    parser = argparse.ArgumentParser(description="Checks the table of the page of settings.")
-    parser.add_argument("--write", action="store_true", help="bring it up to date")
-    asked = parser.parse_args()
-    text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    wanted = before + BEGIN + table() + END + after
-    if wanted == text:
-        return 0
-    if asked.write:
-        PAGE.write_text(wanted)
-        return 0
-    print("the table of docs/settings.md is not that of the settings classes: make fix", file=sys.stderr)
-    return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    """The tables: the settings that all processes share first, then those of each."""
+    sections = {"Every process": rows(SchedulerSettings, shared=True)}
+    sections |= {title: rows(cls, shared=False) for title, cls in zip(_TITLES, PROCESSES, strict=True)}
+    head = ["| variable | default | meaning |", "| --- | --- | --- |"]
+    return "".join("\n".join(["", f"## {title}", "", *head, *lines, ""]) for title, lines in sections.items()) + "\n"

@@ -5,7 +5,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import settings_table
 
 from tests.stack import ROOT
 from tests.support.patience import patience
@@ -73,7 +72,3 @@ def test_missing_and_old_pythons_are_refused_with_a_sentence(tmp_path: Path) -> 
     assert done.returncode != 0
     assert "Python 3.11 or newer" in done.stderr
     assert "Python 3.8.18" in done.stderr
-
-
-def test_the_table_of_settings_is_that_of_the_settings() -> None:
-    assert settings_table.table() in (ROOT / "docs/settings.md").read_text()

@@ -1,10 +1,13 @@
 """The pages lead where they say, and speak of what there is. What their examples answer is tested with a stack."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import layout
 import pytest
+import reference
 import run_stack
 import yaml
 
@@ -73,6 +76,19 @@ def test_the_site_has_every_page_once() -> None:
     assert sorted(map(str, files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))) == sorted(pages)
     index = set(LINK.findall((DOCS / "index.md").read_text()))
     assert {page for page in pages if "/" not in page} == index | {"index.md"}
+
+
+def test_generated_pages_are_those_of_the_code() -> None:
+    stale = [path.name for path, text in reference.wanted().items() if not path.exists() or path.read_text() != text]
+    assert stale == [], "make reference"
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded = re.compile(r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)=.?https?:")
+    assert [page.name for page in (tmp_path / "site").rglob("*.html") if loaded.search(page.read_text())] == []
 
 
 @of_pages(PAGES)
