@@ -85,7 +85,7 @@ fix: tools ## Repair what lint finds
 	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
 	@$(PY) ops/reference.py --write
 
-reference: tools ## Write the generated pages of docs/ anew: settings, metrics, HTTP API, RPCs, kvctl
+reference: tools ## Write the generated pages of docs/ anew: settings, metrics, HTTP API, RPCs, kvctl, families of models
 	@$(PY) ops/reference.py --write
 
 site: tools ## Build docs/ as a site in build/site, which opens without a server; wrong links and anchors are errors

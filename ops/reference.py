@@ -2,8 +2,9 @@
 
 import argparse
 import json
+import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from scheduler.router.metrics import PREFIX, RouterMetrics
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+FAMILIES = ROOT / "bench/results/zen4/families.json"
 
 Row = tuple[str, str, str]
 
@@ -168,6 +170,47 @@ def _options(verb: Any, context: Any) -> list[tuple[str, str]]:
     return [(code(name.replace(" range>", ">")), escaped(meaning)) for name, meaning in shown]
 
 
+def families_table() -> str:
+    """Decoder families of transformers by what becomes of them, as `python -m bench.families` has found."""
+    kept = json.loads(FAMILIES.read_text())
+    outcomes: dict[str, dict[str, str]] = {one["name"]: one for one in kept["families"]}
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, one in sorted(outcomes.items()):
+        family, _, variant = name.partition("/")
+        # Of a variant only what is different from its family.
+        if variant and one["outcome"] in ("untried", outcomes[family]["outcome"]):
+            continue
+        shown = code(family) + (f" ({variant})" if variant else "")
+        kind = one["outcome"] + (" fast" if one["outcome"] == "equal" and family in kept["fast"] else "")
+        found[_reason(one["detail"]) if kind == "refused" else kind].append(shown)
+    fast, exact, untried = (", ".join(found.pop(kind, [])) for kind in ("equal fast", "equal", "untried"))
+    text = paragraph(f"With transformers {kept['versions']['transformers']}:")
+    text += "\n### Exact and fast\n\n" + paragraph(
+        f"{fast}: compiled code on a CPU, fused kernels on a GPU, where a probe of the model's own weights agrees with "
+        "transformers. Otherwise such a model runs as those below."
+    )
+    text += "\n### Exact\n\n" + paragraph(
+        "Through transformers' modules, with attention over paged blocks, and slower: " + exact + "."
+    )
+    text += "\n### Refused\n\n" + table(
+        ("why", "families"), [(why, ", ".join(names)) for why, names in sorted(found.items())]
+    )
+    text += "\n### Not tried\n\n" + paragraph(
+        "Transformers itself builds or runs no tiny model of these families; the executor probes each model that it "
+        f"loads, and refuses what would not be exact: {untried}."
+    )
+    return text + "\n"
+
+
+def _reason(detail: str) -> str:
+    """Why a family is refused, without the names and numbers of one model."""
+    reason = detail.partition(", which the executor does not run")[0].partition(" (")[0]
+    reason = re.sub(r"^[\w-]+: |^[A-Z]\w+ (?=attends|asks|builds)", "", reason)
+    reason = re.sub(r"^layers \[[\d, ]+\] of \d+ keep", "layers keep", reason)
+    reason = re.sub(r"over a window of \w+ tokens, its configuration says \w+", "over a window not configured", reason)
+    return escaped(reason.replace("layer 0 attends", "a layer attends").replace("layer 0 is", "a layer is"))
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "metrics.md": metrics_page,
     "http.md": reference_http.page,
@@ -175,7 +218,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "kvctl.md": kvctl_page,
 }
 # Pages that people write, with a part that is generated.
-PARTS: dict[str, Callable[[], str]] = {"settings.md": settings_table.table}
+PARTS: dict[str, Callable[[], str]] = {"settings.md": settings_table.table, "models.md": families_table}
 BEGIN, END = "<!-- written by make reference -->\n", "<!-- end of what make reference writes -->\n"
 
 

@@ -13,6 +13,7 @@ import yaml
 
 from bench.__main__ import benchmarks
 from cachemgr.rpc import tenancy
+from executor.models.llama import FAMILIES
 from protos.execution.v1 import execution_pb2
 from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2
@@ -23,6 +24,7 @@ from tests.stack import ROOT
 from tests.support.kvctl import VERBS
 from tests.support.names import unknown_metrics, unknown_settings
 from tests.support.pages import DOCS, PAGES, WITH_EXAMPLES, examples
+from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS
 
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -81,6 +83,16 @@ def test_the_site_has_every_page_once() -> None:
 def test_generated_pages_are_those_of_the_code() -> None:
     stale = [path.name for path, text in reference.wanted().items() if not path.exists() or path.read_text() != text]
     assert stale == [], "make reference"
+
+
+def test_the_table_of_families_is_that_of_the_tests() -> None:
+    """What tests of exactness and of refusals say in each run, the kept result of all families says, too."""
+    parts = re.split(r"^### ", (DOCS / "models.md").read_text(), flags=re.MULTILINE)
+    said = {title: set(re.findall(r"`(\w+)`", text)) for title, _, text in (part.partition("\n") for part in parts)}
+    assert said["Exact and fast"] == set(FAMILIES)
+    usual = {configuration().model_type for configuration in (CONFIGS | COMPILED_CONFIGS).values()}
+    assert usual <= said["Exact and fast"] | {name.removesuffix("_text") for name in said["Exact"]} | said["Exact"]
+    assert {"bert", "roberta", "falcon", "gptj", "gpt_neo", "mpt"} <= said["Refused"]
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
