@@ -352,13 +352,14 @@ class PoolView:
 
 
 class TierUsage(NamedTuple):
-    """Slots of one tier of a pool."""
+    """Slots of one tier of a pool. `copy_blocks` are free slots with a write-through copy of a device block."""
 
     tier: TierKind
     total_blocks: int
     free_blocks: int
     used_blocks: int
     cached_blocks: int
+    copy_blocks: int
 
 
 class BlockView(NamedTuple):
@@ -460,10 +461,18 @@ class Quota:
 
 
 class Resized(NamedTuple):
-    """A pool whose size has changed, and the names of pins that became leases for want of a budget."""
+    """A pool whose size has changed, the names of pins that became leases for want of a budget, and what left it."""
 
     pool: PoolView
     degraded: tuple[str, ...]
+    left: LeftBlocks
+
+
+class LeftBlocks(NamedTuple):
+    """Cached blocks of a pool that moved from the device to a lower tier, and those that were dropped, per tier."""
+
+    offloaded: int
+    dropped: dict[TierKind, int]
 
 
 class PoolShare(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -14,9 +15,10 @@ from cachemgr.blocks.offload import Eviction, Offloader, OffloadListener, WriteT
 from cachemgr.blocks.radix_tree import RadixTree, children_of, covered_children, longer_sibling
 from cachemgr.blocks.removal_history import NO_OWNER, RemovalHistory, UseTimes
 from cachemgr.blocks.tier import Tier
-from cachemgr.retention.leases import effective_priority, leases_of
+from cachemgr.retention.leases import effective_priority, leases_of, offload_floor
 from cachemgr.retention.priority import DEFAULT_PRIORITY
-from cachemgr.types import BlockView, EventKind, PoolSpec, RemovalCause, TierKind
+from cachemgr.steps import drained
+from cachemgr.types import BlockView, EventKind, LeftBlocks, PoolSpec, RemovalCause, TierKind
 from protos.kvcommon.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -338,11 +340,49 @@ class BlockPool:
         while self.can_withhold:
             self.withhold_part()
 
-    def withhold_in_steps(self) -> Steps[None]:
-        """Behind `set_total`: withholds what is free."""
+    def withhold_in_steps(self) -> Steps[LeftBlocks]:
+        """After `set_total`: withholds what is free. The blocks that have left for it."""
+        offloaded, dropped = 0, Counter[TierKind]()
         while self.can_withhold:
+            offloaded -= self.device.counters.offloaded
+            dropped.subtract(self._removed())
             self.withhold_part()
+            offloaded += self.device.counters.offloaded
+            dropped.update(self._removed())
             yield
+        return LeftBlocks(offloaded, dict(+dropped))
+
+    def _removed(self) -> dict[TierKind, int]:
+        """Blocks that were removed from the index so far, per tier."""
+        return {tier.kind: sum(tier.counters.removed) for tier in self.tiers}
+
+    def estimate_left(self, total: int) -> Steps[LeftBlocks]:
+        """Estimates which blocks leave when `total` slots may be used: quotas and descendants in lower tiers aside."""
+        device, copies = self.device, len(self.write_through.copies)
+        leaving = sum(self.blocks[occupant.index] is occupant for occupant in self._leaving)
+        owed = device.total - total + device.to_withhold - device.num_empty - leaving
+        count = min(device.cached, max(0, owed))
+        lower = [tier for tier in self.tiers[1:] if tier.size]
+        if not count or not lower:
+            return LeftBlocks(0, {TierKind.DEVICE: count} if count else {})
+        unwanted, room = 0, copies + sum(tier.num_empty for tier in lower)
+        for keys in drained(list(self.tree.by_key)):
+            unwanted += sum(self._is_unwanted_below(key) for key in keys)
+            yield
+        # Blocks of a low priority leave first.
+        lost = min(count, unwanted)
+        beyond = max(0, count - lost - room)
+        lost_below = min(beyond, lower[-1].cached)
+        lost += beyond - lost_below
+        dropped = {TierKind.DEVICE: lost, lower[-1].kind: lost_below}
+        return LeftBlocks(count - lost, {tier: blocks for tier, blocks in dropped.items() if blocks})
+
+    def _is_unwanted_below(self, key: bytes) -> bool:
+        """Whether the block of a key is cached on the device and is dropped rather than offloaded."""
+        block = self.tree.by_key.get(key)
+        if block is None or block.refs or not self.is_on_device(block):
+            return False
+        return block.priority < offload_floor(block, self.offload_min_priority)
 
     @property
     def can_withhold(self) -> bool:

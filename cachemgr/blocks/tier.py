@@ -36,7 +36,8 @@ class TierCounters:
 
     @property
     def evicted(self) -> int:
-        return self.removed[RemovalCause.EVICTED]
+        """Blocks that were dropped for others, or as the pool was made smaller."""
+        return self.removed[RemovalCause.EVICTED] + self.removed[RemovalCause.POOL_SHRUNK]
 
     @property
     def mean_idle_before_eviction(self) -> float:

@@ -148,14 +148,16 @@ class OperatorCommands:
             )
         degraded = executor.holds.beyond_budget({pool: total_blocks})
         names = tuple(hold.name for hold in degraded)
-        if not validate_only:
+        if validate_only:
+            left = yield from pool.estimate_left(total_blocks)
+        else:
             number = pool.share_number + 1
             self._state.shares[pool_id] = PoolShare(pool_id, total_blocks, pool.spec.num_blocks, number)
             self._report(self._state.shares[pool_id])
             pool.set_total(total_blocks)
             executor.holds.degrade(degraded, now)
-            yield from pool.withhold_in_steps()
-        return Resized(pool_view(pool), names)
+            left = yield from pool.withhold_in_steps()
+        return Resized(pool_view(pool), names, left)
 
     def _check_memory(self, executor: Executor, pool: BlockPool, total_blocks: int) -> None:
         """Raises InvalidField or PoolInUseError when the memory does not hold so many blocks of a pool."""

@@ -199,7 +199,16 @@ def pool_view(pool: BlockPool) -> PoolView:
         queried_tokens=pool.tokens.total.queried,
         hit_tokens=pool.tokens.total.hit,
         lower_tiers=tuple(
-            TierUsage(tier.kind, tier.total, tier.free, tier.used, tier.cached) for tier in pool.tiers[1:] if tier.size
+            TierUsage(
+                tier.kind,
+                tier.total,
+                tier.free,
+                tier.used,
+                tier.cached,
+                len(pool.write_through.copies) if tier is pool.write_through.tier else 0,
+            )
+            for tier in pool.tiers[1:]
+            if tier.size
         ),
         etag=str(pool.share_number),
     )

@@ -247,7 +247,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         resized = yield from self._manager.operators.update_pool(
             given.pool_id, given.total_blocks, given.etag, validate_only=request.validate_only
         )
-        return pb.UpdatePoolResponse(pool=convert.pool(resized.pool), degraded_hold_names=resized.degraded)
+        return convert_admin.resized(resized)
 
     @kept
     @long_mutation

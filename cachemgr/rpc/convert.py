@@ -264,6 +264,7 @@ def pool(view: types.PoolView) -> pb.Pool:
                 free_blocks=usage.free_blocks,
                 used_blocks=usage.used_blocks,
                 cached_blocks=usage.cached_blocks,
+                copy_blocks=usage.copy_blocks,
             )
             for usage in view.lower_tiers
         ],

@@ -4,7 +4,7 @@ from cachemgr import types
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.hit_counters import TokenCount, TokenMeter
 from cachemgr.blocks.tier import Tier
-from cachemgr.rpc.convert import CAUSES, TIERS, block, extra_keys, lease, receipt, tier
+from cachemgr.rpc.convert import CAUSES, TIERS, block, extra_keys, lease, pool, receipt, tier
 from cachemgr.sequences.holds import Pinned
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
@@ -54,6 +54,15 @@ def forgotten(receipt: types.Forgotten) -> pb.ForgetBlocksResponse:
         used_blocks=receipt.used_blocks,
         shared_blocks=receipt.shared_blocks,
         zeroing_blocks=receipt.zeroing_blocks,
+    )
+
+
+def resized(resized: types.Resized) -> pb.UpdatePoolResponse:
+    return pb.UpdatePoolResponse(
+        pool=pool(resized.pool),
+        degraded_hold_names=resized.degraded,
+        offloaded_blocks=resized.left.offloaded,
+        dropped=_tier_counts(resized.left.dropped),
     )
 
 

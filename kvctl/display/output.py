@@ -121,9 +121,14 @@ def span(duration: float) -> str:
     return f"{duration:.3g}s"
 
 
+def number(count: int, noun: str) -> str:
+    """How many of a thing: 1 block, 2 blocks."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def blocks(count: int) -> str:
     """How many blocks."""
-    return "1 block" if count == 1 else f"{count} blocks"
+    return number(count, "block")
 
 
 def size(count: float) -> str:

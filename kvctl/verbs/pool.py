@@ -5,8 +5,10 @@ from typing import Annotated, NamedTuple
 import typer
 from google.protobuf.field_mask_pb2 import FieldMask
 
-from kvctl.options import DryRun
-from kvctl.session import Session, verb
+from kvctl.display.output import number
+from kvctl.display.tables import counts
+from kvctl.options import DryRun, Yes
+from kvctl.session import Session, ask_confirmed, verb
 from kvctl.shards import Shard
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
@@ -19,31 +21,57 @@ def set_pool(
     name: Annotated[str, typer.Argument(metavar="POOL", help="As `kvctl pools` names it.")],
     blocks: Annotated[int, typer.Option(min=1, help="Device blocks that it may use.")],
     dry_run: DryRun = False,
+    yes: Yes = False,
 ) -> None:
-    """Set how many device blocks a pool may use; only free blocks move, and cached ones are offloaded."""
+    """Set how many device blocks a pool may use. Asks before cached blocks leave the device.
 
-    def resize(shard: Shard) -> _Resized:
-        pool = shard.admin.call(shard.admin.stub.GetPool, pb.GetPoolRequest(pool_id=name)).pool
+    Only free blocks move, empty ones first. Cached blocks are offloaded to a lower tier, or dropped without room there.
+    """
+    tried: dict[str, _Resized] = {}
+
+    def resize(shard: Shard, dry_run: bool) -> _Resized:
         # The etag: a change of another operator in between is not undone unseen.
+        before = tried[shard.address].before if shard.address in tried else _pool(shard, name)
         request = pb.UpdatePoolRequest(
-            pool=pb.Pool(pool_id=name, total_blocks=blocks, etag=pool.etag),
+            pool=pb.Pool(pool_id=name, total_blocks=blocks, etag=before.etag),
             update_mask=FieldMask(paths=["total_blocks"]),
             validate_only=dry_run,
         )
-        return _Resized(pool.total_blocks, shard.admin.call(shard.admin.stub.UpdatePool, request))
+        tried[shard.address] = _Resized(before, shard.admin.call(shard.admin.stub.UpdatePool, request))
+        return tried[shard.address]
 
-    found = session.ask(resize, pool=name)
-    done = "would set" if dry_run else "set"
+    def question(one: _Resized) -> str:
+        lost = [f"take {left}"] if (left := _left(one.answer)) else []
+        lost += [f"make the pin {pin} a lease" for pin in one.answer.degraded_hold_names]
+        change = f"Set pool {name} from {one.before.total_blocks} to {blocks} blocks"
+        return f"{', '.join([change, *lost])}?" if lost else ""
 
     def said(one: _Resized) -> str:
-        lines = [f"{done} pool {name} from {one.before} to {blocks} blocks"]
+        done, took = ("would set", "would take") if dry_run else ("set", "took")
+        lines = [f"{done} pool {name} from {one.before.total_blocks} to {blocks} blocks"]
+        lines += [f"{took} {left}"] if (left := _left(one.answer)) else []
         return "\n".join([*lines, *(f"degraded for it: {pin}" for pin in one.answer.degraded_hold_names)])
 
+    found = ask_confirmed(session, resize, question, dry_run=dry_run, yes=yes, pool=name)
     session.show_all(found, lambda _wide: found.lines(said), lambda one: one.answer)
 
 
 class _Resized(NamedTuple):
-    """A pool's blocks before a change, and the answer to the change."""
+    """A pool before a change, and the answer to the change."""
 
-    before: int
+    before: pb.Pool
     answer: pb.UpdatePoolResponse
+
+
+def _pool(shard: Shard, name: str) -> pb.Pool:
+    return shard.admin.call(shard.admin.stub.GetPool, pb.GetPoolRequest(pool_id=name)).pool
+
+
+def _left(answer: pb.UpdatePoolResponse) -> str:
+    """The cached blocks that leave the device, in words; empty for none."""
+    on_device = sum(item.num_blocks for item in answer.dropped if item.tier == pb.TIER_DEVICE)
+    if not (count := answer.offloaded_blocks + on_device):
+        return ""
+    parts = [f"{answer.offloaded_blocks} offloaded"] if answer.offloaded_blocks else []
+    parts += [f"dropped: {counts(answer.dropped)}"] if answer.dropped else []
+    return f"{number(count, 'cached block')} off the device ({'; '.join(parts)})"

@@ -224,7 +224,7 @@ def test_a_rule_in_a_file_replaces_the_state_that_it_was_read_from(kvctl: Kvctl,
 
 
 def test_a_pool_is_made_smaller_and_larger_again(kvctl: Kvctl) -> None:
-    assert kvctl.data("pool", "set", POOL, "--blocks", 120)["pool"]["total_blocks"] == 120
+    assert kvctl.data("pool", "set", POOL, "--blocks", 120, "--yes")["pool"]["total_blocks"] == 120
     refused = kvctl.run("pool", "set", POOL, "--blocks", 1_000_000)
     assert (refused.status, "pool.total_blocks" in refused.err) == (2, True)
     deadline = time.monotonic() + patience(10)

@@ -44,7 +44,7 @@ LINES: dict[str, tuple[str, ...]] = {
     "quota list": (),
     "quota set": ("--salt", "x"),
     "quota delete": ("--salt", "x", "--yes"),
-    "pool set": ("executor-0/0", "--blocks", "1"),
+    "pool set": ("executor-0/0", "--blocks", "1", "--yes"),
     "adapters list": (),
     "adapters load": ("sql", "folder"),
     "adapters unload": ("sql", "--yes"),

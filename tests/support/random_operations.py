@@ -615,15 +615,18 @@ class RandomLife:
         pool, total = self.random.choice(manager.queries.pools()), self.random.randint(3, 20)
         try:
             said = at_once(manager.operators.update_pool(pool.pool_id, total, pool.etag, validate_only=True))
-            view, degraded = at_once(manager.operators.update_pool(pool.pool_id, total, pool.etag, validate_only=False))
+            done = at_once(manager.operators.update_pool(pool.pool_id, total, pool.etag, validate_only=False))
         except (InvalidField, PoolInUseError):
             assert manager.queries.pool(pool.pool_id) == pool
             return
+        view = done.pool
         assert view.total_blocks == total
-        assert degraded == said.degraded
+        assert done.degraded == said.degraded
         # A block that is offloaded is in use until its copy has ended.
-        if not degraded and not world.host_blocks and not world.disk_blocks:
+        if not done.degraded and not world.host_blocks and not world.disk_blocks:
             assert view.used_blocks == pool.used_blocks
+            assert done.left == said.left
+            assert view.cached_blocks == pool.cached_blocks - sum(done.left.dropped.values())
         if total > pool.total_blocks and world.memory_bytes is not None:
             taken = sum(
                 one.spec.block_bytes * (one.device.total + one.device.to_withhold + len(one.device.clearing))

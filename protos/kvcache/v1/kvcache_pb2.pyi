@@ -745,18 +745,20 @@ class Pool(_message.Message):
     def __init__(self, pool_id: _Optional[str] = ..., spec: _Optional[_Union[PoolSpec, _Mapping]] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., lower_tiers: _Optional[_Iterable[_Union[TierUsage, _Mapping]]] = ..., etag: _Optional[str] = ...) -> None: ...
 
 class TierUsage(_message.Message):
-    __slots__ = ("tier", "total_blocks", "free_blocks", "used_blocks", "cached_blocks")
+    __slots__ = ("tier", "total_blocks", "free_blocks", "used_blocks", "cached_blocks", "copy_blocks")
     TIER_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COPY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     tier: Tier
     total_blocks: int
     free_blocks: int
     used_blocks: int
     cached_blocks: int
-    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ...) -> None: ...
+    copy_blocks: int
+    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., copy_blocks: _Optional[int] = ...) -> None: ...
 
 class ListPoolsRequest(_message.Message):
     __slots__ = ("page_size", "page_token")
@@ -797,12 +799,16 @@ class UpdatePoolRequest(_message.Message):
     def __init__(self, pool: _Optional[_Union[Pool, _Mapping]] = ..., update_mask: _Optional[_Union[_field_mask_pb2.FieldMask, _Mapping]] = ..., validate_only: _Optional[bool] = ...) -> None: ...
 
 class UpdatePoolResponse(_message.Message):
-    __slots__ = ("pool", "degraded_hold_names")
+    __slots__ = ("pool", "degraded_hold_names", "offloaded_blocks", "dropped")
     POOL_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_HOLD_NAMES_FIELD_NUMBER: _ClassVar[int]
+    OFFLOADED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
     pool: Pool
     degraded_hold_names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, pool: _Optional[_Union[Pool, _Mapping]] = ..., degraded_hold_names: _Optional[_Iterable[str]] = ...) -> None: ...
+    offloaded_blocks: int
+    dropped: _containers.RepeatedCompositeFieldContainer[TierCount]
+    def __init__(self, pool: _Optional[_Union[Pool, _Mapping]] = ..., degraded_hold_names: _Optional[_Iterable[str]] = ..., offloaded_blocks: _Optional[int] = ..., dropped: _Optional[_Iterable[_Union[TierCount, _Mapping]]] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ("pool_id", "window")

@@ -9,10 +9,11 @@ from cachemgr.manager import CacheManager
 from cachemgr.operators.operator_journal import Kind
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.steps import Steps, at_once
-from cachemgr.types import EventKind, ForgetTarget, Prefix, Quota, RemovalCause, Resized
+from cachemgr.types import EventKind, ForgetTarget, LeftBlocks, Prefix, Quota, RemovalCause, Resized, TierKind
 from protos.errors import InvalidField
 from tests.support.in_process_manager import CONFIG, World, retain
 from tests.support.random_operations import small_steps
+from tests.support.scrape import scraped
 
 
 def shared(share_blocks: tuple[int, int] = (6, 6), memory_bytes: int = 900) -> World:
@@ -234,6 +235,54 @@ def test_pins_beyond_the_budget_of_a_smaller_pool_become_leases_the_oldest_first
     world.start_scheduler()
     world.manager.register_executor(world.spec(), list(world.journal.blocks.values()), pins)
     assert [hold.name for hold in world.queries.holds()] == [young]
+
+
+def leaving(world: World, total: int) -> LeftBlocks:
+    """The blocks that a smaller pool loses, which its dry run has said."""
+    said = at_once(world.operators.update_pool("e/0", total, "", validate_only=True))
+    done = at_once(world.operators.update_pool("e/0", total, "", validate_only=False))
+    assert said.left == done.left
+    world.check()
+    return done.left
+
+
+def test_dropped_blocks_of_a_smaller_pool_are_told_and_count_as_evicted():
+    world = World(8)
+    world.cache(list(range(20)))
+    assert leaving(world, 5) == LeftBlocks(0, {})
+    assert leaving(world, 2) == LeftBlocks(0, {TierKind.DEVICE: 3})
+    (pool,) = world.queries.pools()
+    assert (pool.cached_blocks, pool.evicted_blocks) == (2, 3)
+    assert scraped(world.manager, "pool_evicted_blocks_total", pool="e/0") == 3
+    assert leaving(world, 8) == LeftBlocks(0, {})
+
+
+def test_offloaded_blocks_of_a_smaller_pool_are_told():
+    world = World(4, host_blocks=2, config=replace(CONFIG, write_through=False))
+    world.cache(TOKENS[:16])
+    assert leaving(world, 3) == LeftBlocks(1, {})
+    world.renew()
+    world.run_executor_copies()
+    assert leaving(world, 2) == LeftBlocks(1, {})
+
+
+def test_blocks_that_lower_tiers_have_no_room_for_are_told():
+    world = World(4, host_blocks=1)
+    world.cache(TOKENS[:16])
+    world.open_write_through_copies()
+    assert [tier.copy_blocks for tier in world.queries.pools()[0].lower_tiers] == [1]
+    said = at_once(world.operators.update_pool("e/0", 1, "", validate_only=True)).left
+    done = at_once(world.operators.update_pool("e/0", 1, "", validate_only=False)).left
+    assert said == LeftBlocks(1, {TierKind.DEVICE: 2})
+    # The block that was offloaded is of no use without its parent.
+    assert done == LeftBlocks(1, {TierKind.DEVICE: 2, TierKind.HOST: 1})
+
+
+def test_blocks_that_may_not_be_offloaded_are_told():
+    world = World(4, host_blocks=4, config=replace(CONFIG, offload_min_priority=50, write_through=False))
+    world.cache(TOKENS[:8])
+    world.cache([*range(100, 108)], retention=retain(80))
+    assert leaving(world, 1) == LeftBlocks(1, {TierKind.DEVICE: 2})
 
 
 def test_a_pool_does_not_shrink_below_its_blocks_in_use():

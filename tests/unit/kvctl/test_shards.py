@@ -230,6 +230,22 @@ async def test_a_named_pool_or_executor_is_that_of_one_shard(two: Two) -> None:
     assert await two.text("pool", "set", "gpu-1/0", "--blocks", 32) == "set pool gpu-1/0 from 30 to 32 blocks\n"
 
 
+async def test_cached_blocks_of_a_smaller_pool_are_told_asked_about_and_counted(two: Two) -> None:
+    line = ("pool", "set", "gpu-1/0", "--blocks", 1)
+    left = "1 cached block off the device (dropped: 1 device)"
+    dry = await two.text(*line, "--dry-run")
+    assert dry == f"would set pool gpu-1/0 from 32 to 1 blocks\nwould take {left}\n"
+    done = await two.run(*line)
+    assert (done.status, "--yes" in done.err) == (2, True)
+    variables = os.environ | two.variables | {"PYTHONPATH": str(ROOT)}
+    refused = await asyncio.to_thread(ask, variables, "n", *map(str, line))
+    question = f"Set pool gpu-1/0 from 32 to 1 blocks, take {left}?"
+    assert (refused.status, question in " ".join(refused.err.split())) == (4, True)
+    assert await two.text(*line, "--yes") == f"set pool gpu-1/0 from 32 to 1 blocks\ntook {left}\n"
+    head, *rows = await two.rows("pools")
+    assert [row[head.index("EVICTED")] for row in rows] == ["0", "1"]
+
+
 async def test_of_executors_with_one_id_the_shard_must_be_named(equal: Two) -> None:
     done = await equal.run("pool", "set", "gpu-0/0", "--blocks", 30)
     assert done.status == 2
