@@ -167,7 +167,8 @@ def _pools(before: ShardReading, now: ShardReading, elapsed: float, address: str
 
 def _lost(tier: pb.TierStats) -> int:
     """Blocks that were evicted without being offloaded."""
-    return sum(one.num_blocks for one in tier.removed if one.cause == pb.REMOVAL_CAUSE_EVICTED)
+    causes = (pb.REMOVAL_CAUSE_EVICTED, pb.REMOVAL_CAUSE_POOL_SHRUNK)
+    return sum(one.num_blocks for one in tier.removed if one.cause in causes)
 
 
 def _salts(now: Reading) -> RenderableType:

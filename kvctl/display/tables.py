@@ -13,9 +13,18 @@ def _tier(number: pb.Tier) -> str:
 
 
 def _lower(pool: pb.Pool, tier: pb.Tier) -> str:
-    """Used and cached of all slots of a tier."""
+    """Filled of all slots of a tier, and how many of them hold copies of device blocks: 91/91 (90 copies)."""
     found = next((item for item in pool.lower_tiers if item.tier == tier), None)
-    return f"{found.used_blocks + found.cached_blocks}/{found.total_blocks}" if found else "-"
+    if found is None:
+        return "-"
+    filled = found.used_blocks + found.cached_blocks + found.copy_blocks
+    copies = f" ({found.copy_blocks} {'copy' if found.copy_blocks == 1 else 'copies'})" if found.copy_blocks else ""
+    return f"{filled}/{found.total_blocks}{copies}"
+
+
+def _empty(pool: pb.Pool) -> int:
+    """Blocks that hold nothing. While a pool is made smaller, more than its total may be in use."""
+    return max(0, pool.total_blocks - pool.used_blocks - pool.cached_blocks)
 
 
 POOLS: Sequence[Column[pb.Pool]] = (
@@ -23,7 +32,7 @@ POOLS: Sequence[Column[pb.Pool]] = (
     Column("BLOCKS", lambda pool: pool.total_blocks),
     Column("USED", lambda pool: pool.used_blocks),
     Column("CACHED", lambda pool: pool.cached_blocks),
-    Column("FREE", lambda pool: pool.free_blocks),
+    Column("EMPTY", _empty),
     Column("EVICTED", lambda pool: pool.evicted_blocks),
     Column("HIT", lambda pool: share(pool.hit_tokens, pool.queried_tokens)),
     Column("HOST", lambda pool: _lower(pool, pb.TIER_HOST)),

@@ -100,7 +100,11 @@ def _ask(session: Session, name: str, address: str, service: str) -> dict[str, A
 
 @verb(app, "pools", "kvctl pools -o wide")
 def pools(session: Session) -> None:
-    """List pools: used, cached and free blocks, and hits."""
+    """List pools: used, cached and empty blocks, and hits.
+
+    Each block counts once: it is in use, cached or empty. HOST and DISK are filled slots of all, with copies of blocks
+    that are on the device, too.
+    """
     found = session.ask(lambda shard: pb.ListPoolsResponse(pools=shard.pools()))
     session.show_all(found, lambda wide: found.listing(tables.POOLS, lambda answer: answer.pools, wide=wide))
 
