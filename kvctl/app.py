@@ -1,8 +1,9 @@
 """The command line: all verbs, and how errors end it."""
 
 import difflib
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 import typer.core
@@ -11,6 +12,7 @@ from kvctl.console import command as console
 from kvctl.status import EXIT_STATUSES, CommandError, Status
 from kvctl.verbs import adapters, change, engines, follow, ghosts, limits, pool, quota, rules, show, top, weights
 from kvctl.verbs.cancel import app as cancelling
+from protos.rpc.version import version
 
 # The base of all usage errors, which typer does not export.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -36,7 +38,14 @@ class Verbs(typer.core.TyperGroup):
             raise
 
 
-app = typer.Typer(cls=Verbs, rich_markup_mode=None, pretty_exceptions_enable=False, epilog=EXIT_STATUSES)
+app = typer.Typer(
+    cls=Verbs,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    epilog=EXIT_STATUSES,
+    # Those of verbs, too.
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 for part in (show, engines, ghosts, change, follow, top, limits):
     app.add_typer(part.app)
 app.add_typer(cancelling)
@@ -49,7 +58,10 @@ app.add_typer(weights.app, name="weights", cls=Verbs)
 
 
 @app.callback(invoke_without_command=True)
-def kvctl(ctx: typer.Context) -> None:
+def kvctl(
+    ctx: typer.Context,
+    own_version: Annotated[bool, typer.Option("--version", help="Show the version of kvctl.")] = False,
+) -> None:
     """See and steer the cache of a running kvkeep stack.
 
     Every verb says more about itself: kvctl VERB --help. Where the services are is read from KVCTL_SERVER or from the
@@ -57,6 +69,9 @@ def kvctl(ctx: typer.Context) -> None:
     between them, or learned from a router: KVCTL_ROUTER. Verbs are about all of them then, unless --server, a pool or
     an executor names one.
     """
+    if own_version:
+        typer.echo(f"kvctl {version()}")
+        raise typer.Exit
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
 
@@ -69,10 +84,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), error.status)
     except _UsageError as error:
         said = error.format_message() if hasattr(error, "format_message") else str(error)
-        return _fail(" ".join(said.split()), Status.USAGE)
+        return _fail(_plain(" ".join(said.split())), Status.USAGE)
     except (typer.Abort, KeyboardInterrupt):
         return Status.INTERRUPTED
     return int(status or Status.OK)
+
+
+# What typer and pydantic say, and what a person of the command line expects.
+_WORDS = (
+    (re.compile(r"^Invalid value for '?([^':]+)'?(?: / '[^']+')*: (?:Value error, )?"), r"\1: "),
+    (re.compile(r"Input should be greater than or equal to"), "must be at least"),
+    (re.compile(r"Input should be less than or equal to"), "must be at most"),
+    (re.compile(r"Input should be a valid (\w+), .*"), r"must be a valid \1"),
+)
+
+
+def _plain(message: str) -> str:
+    """A usage error in the style of all others."""
+    for pattern, words in _WORDS:
+        message = pattern.sub(words, message)
+    return message
 
 
 def _fail(message: str, status: Status) -> int:

@@ -8,13 +8,13 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import grpc
 import typer
 
-from kvctl.display.output import Data, Format, show
+from kvctl.display.output import Column, Data, Format, show
 from kvctl.remote import Remote
 from kvctl.shards import Answers, Shard, ask, owner_of
 from kvctl.status import CommandError, Status
@@ -28,6 +28,7 @@ from protos.rpc.settings import ProcessSettings, SettingsError, load
 
 S = TypeVar("S")
 T = TypeVar("T")
+I = TypeVar("I")  # noqa: E741
 
 # Where services listen by default.
 _FIELDS = ProcessSettings.model_fields
@@ -207,6 +208,22 @@ class Session:
         self.show(answers.data(data), people)
         answers.check()
 
+    def show_list(
+        self, answers: Answers[Any], columns: Sequence[Column[I]], items: Callable[[Any], Iterable[I]], nouns: str
+    ) -> None:
+        """Prints a listing as `--output` says. Where it is empty, people read so on standard error.
+
+        Raises ShardsError then where a shard has failed.
+        """
+        is_empty = not any(True for answer in answers.by_shard.values() for _ in items(answer))
+        if is_empty and self.output not in (Format.JSON, Format.YAML):
+            typer.echo(f"no {nouns}", err=True)
+        elif self.output is Format.NAME:
+            self.show(None, lambda _wide: answers.names(columns, items))
+        else:
+            self.show(answers.data(lambda answer: answer), lambda wide: answers.listing(columns, items, wide=wide))
+        answers.check()
+
     def _shard(self, address: str, data_address: str = "") -> Shard:
         return Shard(
             self._remote(address, kvcache_rpc.CacheAdminServiceStub),
@@ -229,8 +246,12 @@ def _common(
     return Session(server, router, scheduler, timeout, output)
 
 
-def verb(app: typer.Typer, name: str, example: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def verb(
+    app: typer.Typer, name: str, example: str, *, lists: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a command of a function that takes a session and its own options; the common ones are added.
+
+    lists: whether its answer has names for `-o name`.
 
     A parameter whose type is a dataclass stands for a group of options: the fields of the class replace it.
     """
@@ -250,6 +271,8 @@ def verb(app: typer.Typer, name: str, example: str) -> Callable[[Callable[..., N
 
         @functools.wraps(function)
         def run(**options: Any) -> None:
+            if options["output"] is Format.NAME and not lists:
+                raise typer.BadParameter("name is for lists only", param_hint="--output")
             with _common(**{name: options.pop(name) for name in common}) as session:
                 for name, group in groups.items():
                     options[name] = group(**{member: options.pop(member) for member in members[name]})
@@ -275,7 +298,7 @@ def confirm(question: str, *, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise typer.BadParameter("is needed without a terminal", param_hint="--yes")
+        raise CommandError("there is no terminal to ask at: give --yes", Status.USAGE)
     if not typer.confirm(question, err=True):
         raise CommandError("not confirmed: nothing was changed", Status.REFUSED)
 

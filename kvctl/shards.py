@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-from kvctl.display.output import Column, Data, table
+from kvctl.display.output import Column, Data, names, table
 from kvctl.remote import Remote
 from kvctl.status import CommandError, Status
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -101,6 +101,10 @@ class Answers(Generic[T]):
         if self.several:
             lifted.insert(0, Column("SHARD", lambda row: row[0]))
         return table(lifted, rows, wide=wide)
+
+    def names(self, columns: Sequence[Column[I]], items: Callable[[T], Iterable[I]]) -> str:
+        """The names of the rows of `listing`, each once."""
+        return names(columns, [item for answer in self.by_shard.values() for item in items(answer)])
 
     def lines(self, text: Callable[[T], str], none: str = "has none") -> str:
         """The answers in words, with the shard in front of each line where there are several."""

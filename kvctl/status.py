@@ -1,5 +1,6 @@
 """Exit statuses, and errors in one line."""
 
+import re
 from enum import IntEnum
 
 import grpc
@@ -37,6 +38,9 @@ _STATUSES = {
     grpc.StatusCode.UNIMPLEMENTED: Status.FAULT,
 }
 
+# What gRPC says of a server that answers its greeting in HTTP/1.
+_OTHER_PROTOCOL = re.compile(r"http1\.x|HTTP/2")
+
 
 class CommandError(Exception):
     """A command cannot do what it was asked for; the message is one line for people.
@@ -54,10 +58,13 @@ def command_error(error: RemoteError, address: str) -> CommandError:
     """The error of a failed call, for people. address: of the called server, or several in words."""
     status = _STATUSES.get(error.code, Status.REFUSED)
     if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
+        if _OTHER_PROTOCOL.search(error.message):
+            return CommandError(f"{address} does not speak gRPC: is it an address for HTTP or metrics?", status)
         return CommandError(f"no answer at {address}: is the stack running?", status)
     if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return CommandError(f"{address} did not answer in time (--timeout)", status)
-    message = error.message or error.code.name
-    unnamed = [field for field in error.fields if field not in message]
+    message, is_missing = error.message or error.code.name, error.code is grpc.StatusCode.NOT_FOUND
+    # What is not there is named by its kind.
+    unnamed = [] if is_missing else [field for field in error.fields if field not in message]
     message = f"{', '.join(unnamed)}: {message}" if unnamed else message
-    return CommandError(message, status, is_missing=error.code is grpc.StatusCode.NOT_FOUND)
+    return CommandError(message, status, is_missing=is_missing)

@@ -358,7 +358,7 @@ class OperatorCommands:
             hold = executor.holds.get(name)
             if hold is not None:
                 return executor.holds.release(hold)
-        raise UnknownHoldError(f"no hold {name}", fields={"name": "is not known"})
+        raise UnknownHoldError(f"there is no hold {name!r}", fields={"name": "is not known"})
 
     # What an earlier manager knew
 

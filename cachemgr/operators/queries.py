@@ -290,7 +290,7 @@ class Queries:
         """As `explain`, about the tokens of a live sequence. Raises UnknownSequenceError."""
         sequence = self._state.sequences.get(sequence_id)
         if sequence is None:
-            raise UnknownSequenceError(f"no sequence {sequence_id}", fields={"sequence_id": "is not known"})
+            raise UnknownSequenceError(f"there is no sequence {sequence_id!r}", fields={"sequence_id": "is not known"})
         scope, executor_id = sequence.scope, sequence.executor.executor_id
         tokens = tuple(sequence.tokens)
         return self.explain(Prefix(tokens, executor_id, scope.salt, scope.adapter_id, sequence.extra_keys), group)

@@ -113,7 +113,7 @@ class ManagerState:
             for pool in executor.pools:
                 if pool.pool_id == pool_id:
                     return pool
-        raise UnknownPoolError(f"no pool {pool_id}", fields={field: "is not known"})
+        raise UnknownPoolError(f"there is no pool {pool_id!r}", fields={field: "is not known"})
 
     def check_prefix(self, path: str, prefix: Prefix) -> list[Executor]:
         """The executors that may have a prefix. Raises InvalidField, UnknownExecutorError."""
@@ -175,7 +175,7 @@ class ManagerState:
         """As `own_sequence`. Raises UnknownSequenceError and VoidSequenceError, too."""
         sequence = self.own_sequence(caller, sequence_id)
         if sequence is None:
-            raise UnknownSequenceError(f"no sequence {sequence_id}", fields={field: "is not known"})
+            raise UnknownSequenceError(f"there is no sequence {sequence_id!r}", fields={field: "is not known"})
         if sequence.void:
             raise VoidSequenceError(
                 f"sequence {sequence_id} can only be released", fields={field: "names one that can only be released"}

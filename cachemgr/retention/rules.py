@@ -131,7 +131,7 @@ class RuleBook:
         """One rule. Raises UnknownRuleError."""
         rule = self._rules.get(name)
         if rule is None:
-            raise UnknownRuleError(f"no rule {name}", fields={field: "is not known"})
+            raise UnknownRuleError(f"there is no rule {name!r}", fields={field: "is not known"})
         return rule
 
     def is_deleted(self, holder: str) -> bool:

@@ -164,7 +164,7 @@ def sees_rule(rule: RetentionRule) -> bool:
 def visible_rule(rule: RetentionRule) -> RetentionRule:
     """The rule. Raises UnknownRuleError as if there were none, where there is one of others."""
     if not sees_rule(rule):
-        raise UnknownRuleError(f"no rule {rule.name}", fields={"name": "is not known"})
+        raise UnknownRuleError(f"there is no rule {rule.name!r}", fields={"name": "is not known"})
     return rule
 
 
@@ -176,13 +176,13 @@ def sees_hold(hold: HoldView) -> bool:
 def check_hold(name: str, holds: Iterable[HoldView]) -> None:
     """Raises UnknownHoldError as if there were none, where a hold is of others."""
     if not any(hold.name == name and sees_hold(hold) for hold in holds):
-        raise UnknownHoldError(f"no hold {name}", fields={"name": "is not known"})
+        raise UnknownHoldError(f"there is no hold {name!r}", fields={"name": "is not known"})
 
 
 def check_sequence(sequence_id: str, scope: Scope | None) -> None:
     """Raises UnknownSequenceError as if there were none, where a sequence is of others."""
     if not sees(scope):
-        raise UnknownSequenceError(f"no sequence {sequence_id}", fields={"sequence_id": "is not known"})
+        raise UnknownSequenceError(f"there is no sequence {sequence_id!r}", fields={"sequence_id": "is not known"})
 
 
 def redact_explanation(found: Explanation) -> Explanation:

@@ -19,21 +19,23 @@ Data: TypeAlias = "Message | Mapping[str, Data] | Sequence[Data] | str | float |
 
 
 class Format(StrEnum):
-    """How to show an answer."""
+    """How to show an answer. NAME: the names of listed things only, a line each."""
 
     TABLE = "table"
     WIDE = "wide"
     JSON = "json"
     YAML = "yaml"
+    NAME = "name"
 
 
 @dataclass(frozen=True)
 class Column(Generic[T]):
-    """A column of a table. wide: only with `-o wide`."""
+    """A column of a table. wide: only with `-o wide`. name: what `-o name` prints of the column that names the rows."""
 
     header: str
     cell: Callable[[T], object]
     wide: bool = False
+    name: Callable[[T], object] | None = None
 
 
 def show(output: Format, data: Data, people: Callable[[bool], str]) -> None:
@@ -55,16 +57,36 @@ def as_yaml(data: Data) -> str:
 
 
 def plain(data: Data) -> Any:
-    """Messages as protobuf's JSON, with the names that the .proto files give and numbers that are 0 written out."""
+    """Messages as protobuf's JSON, with the names that the .proto files give and numbers that are 0 written out.
+
+    Bytes, such as keys of blocks, are hexadecimal as in tables.
+    """
     match data:
         case Message():
-            return MessageToDict(data, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+            made = MessageToDict(data, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+            _spell_bytes(data, made)
+            return made
         case Mapping():
             return {name: plain(value) for name, value in data.items()}
         case str() | None | int() | float():
             return data
         case _:
             return [plain(value) for value in data]
+
+
+def _spell_bytes(message: Message, made: dict[str, Any]) -> None:
+    """Writes bytes in a message's JSON as hexadecimal numbers."""
+    for field, value in message.ListFields():
+        # A message with a form of its own in JSON has other names in it.
+        shown = made.get(field.name)
+        if isinstance(value, bytes):
+            made[field.name] = value.hex()
+        elif isinstance(shown, dict) and isinstance(value, Message):
+            _spell_bytes(value, shown)
+        elif isinstance(shown, list):
+            for part, made_part in zip(value, shown, strict=True):
+                if isinstance(part, Message) and isinstance(made_part, dict):
+                    _spell_bytes(part, made_part)
 
 
 def table(columns: Sequence[Column[T]], items: Iterable[T], *, wide: bool) -> str:
@@ -77,6 +99,12 @@ def table(columns: Sequence[Column[T]], items: Iterable[T], *, wide: bool) -> st
         "   ".join(cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+def names(columns: Sequence[Column[T]], items: Iterable[T]) -> str:
+    """The names of things, each once: by the column that has names, else by the first one."""
+    column = next((column for column in columns if column.name), columns[0])
+    return "\n".join(dict.fromkeys(printable((column.name or column.cell)(item)) for item in items))
 
 
 def printable(value: object) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvctl.display.output import Column, key, lasting, optional, printable, share, size, span, table, word
+from kvctl.display.output import Column, key, lasting, number, optional, printable, share, size, span, table, word
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.durations import seconds
@@ -75,7 +75,7 @@ BLOCKS: Sequence[Column[pb.Block]] = (
     Column("POOL", lambda block: block.pool_id),
     Column("TIER", lambda block: _tier(block.tier)),
     Column("SLOT", lambda block: block.slot),
-    Column("KEY", lambda block: key(block.key)),
+    Column("KEY", lambda block: key(block.key), name=lambda block: block.key.hex()),
     Column("TOKENS", lambda block: block.num_tokens),
     Column("REFS", lambda block: block.references),
     Column("PRIORITY", lambda block: block.retention_priority),
@@ -90,7 +90,7 @@ BLOCKS: Sequence[Column[pb.Block]] = (
 
 PREFIXES: Sequence[Column[pb.CachedPrefix]] = (
     Column("POOL", lambda item: item.last_block.pool_id),
-    Column("KEY", lambda item: key(item.last_block.key)),
+    Column("KEY", lambda item: key(item.last_block.key), name=lambda item: item.last_block.key.hex()),
     Column("TOKENS", lambda item: item.num_tokens),
     Column("BLOCKS", lambda item: counts(item.blocks)),
     Column("PRIORITY", lambda item: item.min_retention_priority),
@@ -160,11 +160,14 @@ def explanations(answer: pb.ExplainPrefixResponse, *, wide: bool, shard: str = "
     """The blocks of a prompt, executor by executor. shard: said in front of each executor."""
     parts = []
     for item in answer.explanations:
-        lines = [f"{shard and f'{shard}: '}{printable(item.executor_id)}: {item.cached_tokens} cached tokens"]
+        head = f"{shard and f'{shard}: '}{printable(item.executor_id)}"
+        lines = [f"{head}: {number(item.cached_tokens, 'cached token')}"]
         if item.blocks:
             lines.append(table(_EXPLAINED, item.blocks, wide=wide))
         if item.miss_reason:
             lines.append(f"the next block is missing: {_missing(item)}")
+        elif not item.blocks:
+            lines.append("the prompt is shorter than a block: it has no full block that could be shown")
         parts.append("\n".join(lines))
     return "\n\n".join(parts) or f"{shard and f'{shard}: '}no executor is registered"
 

@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
-from kvctl.display.output import Column, table
+from kvctl.display.output import Column, number
 from kvctl.options import DryRun, Yes
 from kvctl.session import Session, confirm, verb
+from kvctl.shards import Answers
 from kvctl.verbs.engines import engine_address
 from protos.generation.v1 import generation_pb2 as pb
 
@@ -28,12 +29,12 @@ ADAPTERS: Sequence[Column[pb.ServedAdapter]] = (
 )
 
 
-@verb(app, "list", "kvctl adapters list")
+@verb(app, "list", "kvctl adapters list", lists=True)
 def list_adapters(session: Session, engine: Engine = "") -> None:
     """List adapters; their ids are those of their blocks' keys, as --adapter takes them."""
     operation = session.operation(engine_address(session, engine))
     answer = operation.call(operation.stub.ListAdapters, pb.ListAdaptersRequest())
-    session.show(answer, lambda wide: table(ADAPTERS, answer.adapters, wide=wide))
+    session.show_list(Answers({operation.address: answer}), ADAPTERS, lambda answer: answer.adapters, "adapters")
 
 
 @verb(app, "load", "kvctl adapters load sql sql-lora")
@@ -60,11 +61,11 @@ def unload(session: Session, name: Name, engine: Engine = "", dry_run: DryRun = 
 
     answer = ask(dry_run=True)
     if not dry_run:
-        confirm(f"Unload the adapter {name}, which {_requests(answer)} use?", yes=yes)
+        confirm(f"Unload the adapter {name}, in use by {_requests(answer)}?", yes=yes)
         answer = ask(dry_run=False)
-    left = f" once {_requests(answer)} have ended" if answer.running_requests else ""
+    left = f" at the end of {_requests(answer)}" if answer.running_requests else ""
     session.show(answer, lambda _wide: f"{'would unload' if dry_run else 'unloaded'} {name}{left}")
 
 
 def _requests(answer: pb.UnloadAdapterResponse) -> str:
-    return f"{answer.running_requests} requests"
+    return number(answer.running_requests, "request")

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from kvctl.display.output import blocks, printable, span
+from kvctl.display.output import blocks, number, printable, span
 from kvctl.display.tables import counts
 from kvctl.options import (
     Adapter,
@@ -47,13 +47,24 @@ def pin(
     request = pb.PinPrefixRequest(
         prefix=prefix, owner=owner or user(), duration=duration_of(lasts, "--for"), validate_only=dry_run
     )
-    found = session.ask(lambda shard: shard.admin.call(shard.admin.stub.PinPrefix, request), executor=executor)
-    session.show_all(found, lambda _wide: found.lines(lambda answer: _pinned(answer, dry_run=dry_run)))
-    if all(answer.receipt.outcome == common.OUTCOME_REJECTED for answer in found.by_shard.values()):
+
+    def pinned(shard: Shard) -> tuple[pb.PinPrefixResponse, int]:
+        answer = shard.admin.call(shard.admin.stub.PinPrefix, request)
+        sizes = [pool.block_size for pool in shard.pools() if executor in ("", pool.pool_id.rpartition("/")[0])]
+        return answer, len(prefix.token_ids) % sizes[0] if sizes else 0
+
+    found = session.ask(pinned, executor=executor)
+    session.show_all(
+        found,
+        lambda _wide: found.lines(lambda one: _pinned(one[0], one[1], dry_run=dry_run)),
+        lambda one: one[0],
+    )
+    if all(answer.receipt.outcome == common.OUTCOME_REJECTED for answer, _ in found.by_shard.values()):
         raise typer.Exit(Status.REFUSED)
 
 
-def _pinned(answer: pb.PinPrefixResponse, *, dry_run: bool) -> str:
+def _pinned(answer: pb.PinPrefixResponse, rest: int, *, dry_run: bool) -> str:
+    """rest: tokens of the prompt after its last full block."""
     receipt = answer.receipt
     if receipt.outcome == common.OUTCOME_REJECTED:
         return f"nothing {'would be ' if dry_run else ''}pinned: {receipt.reason}"
@@ -61,6 +72,7 @@ def _pinned(answer: pb.PinPrefixResponse, *, dry_run: bool) -> str:
     lines = [f"{'would pin' if dry_run else 'pinned'} {blocks(receipt.num_blocks)} for {lasts}"]
     if receipt.reason:
         lines[0] += f": {receipt.reason}"
+    lines += [f"left out: the last {number(rest, 'token')} of the prompt, which fill no block"] if rest else []
     lines += [f"name {name}" for name in answer.hold_names]
     lines += [f"degraded for it: {name}" for name in answer.degraded_hold_names]
     return "\n".join(lines)

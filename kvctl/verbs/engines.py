@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
-from kvctl.display.output import Column, share, span, table
+from kvctl.display.output import Column, number, share, span
 from kvctl.options import DryRun, Yes, duration_of
 from kvctl.session import Session, addresses_of, confirm, verb
+from kvctl.shards import Answers
 from kvctl.status import CommandError, Status
 from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.durations import seconds
@@ -47,15 +48,15 @@ ENGINES: Sequence[Column[pb.RoutedEngine]] = (
 )
 
 
-@verb(app, "engines", "kvctl engines --router 127.0.0.1:50054")
+@verb(app, "engines", "kvctl engines --router 127.0.0.1:50054", lists=True)
 def engines(session: Session) -> None:
     """List a router's engines: shard, load, and what was routed there.
 
     CACHED is the share of prompt tokens that the router expected to be cached. VIEW says whether the router knows all
     blocks that the engine has cached.
     """
-    answer = session.engines
-    session.show(answer, lambda wide: table(ENGINES, answer.engines, wide=wide))
+    found = Answers({session.router_address: session.engines})
+    session.show_list(found, ENGINES, lambda answer: answer.engines, "engines")
 
 
 @verb(app, "drain", "kvctl drain --for 30s --yes")
@@ -150,4 +151,4 @@ def _requests(answer: pb.SetDrainingResponse) -> str:
 
 
 def _live(answer: pb.AbortRequestsResponse) -> str:
-    return f"{answer.aborted_requests} request{'' if answer.aborted_requests == 1 else 's'}"
+    return number(answer.aborted_requests, "request")

@@ -18,11 +18,11 @@ TenantAccount = Annotated[str | None, typer.Option("--tenant", help="Of this ten
 SaltAccount = Annotated[str | None, typer.Option("--salt", help="Of this salt.")]
 
 
-@verb(app, "list", "kvctl quota list")
+@verb(app, "list", "kvctl quota list", lists=True)
 def list_quotas(session: Session) -> None:
     """List quotas and the blocks of their accounts in each pool."""
     found = session.ask(Shard.quotas)
-    session.show_all(found, lambda wide: found.listing(tables.QUOTAS, lambda answer: answer.quotas, wide=wide))
+    session.show_list(found, tables.QUOTAS, lambda answer: answer.quotas, "quotas")
 
 
 @verb(app, "set", "kvctl quota set --tenant acme --device-floor 8 --device-ceiling 1024")

@@ -57,11 +57,11 @@ _RULES: Sequence[Column[pb.RetentionRule]] = (
 )
 
 
-@verb(app, "list", "kvctl rules list -o wide")
+@verb(app, "list", "kvctl rules list -o wide", lists=True)
 def list_rules(session: Session) -> None:
     """List rules in the order in which they are asked."""
     found = session.ask(Shard.rules)
-    session.show_all(found, lambda wide: found.listing(_RULES, lambda answer: answer.rules, wide=wide))
+    session.show_list(found, _RULES, lambda answer: answer.rules, "rules")
 
 
 @verb(app, "set", "kvctl rules set acme --salt acme --priority 80 --for 1h")
@@ -104,6 +104,9 @@ def set_rule(
     if pin_for:
         action.pin_duration.CopyFrom(duration_of(pin_for, "--pin-for"))
     if rule_file is None:
+        if not action.ByteSize():
+            options = "--priority, --pin-for, --no-store, --offload-min-priority or --rule-file"
+            raise typer.BadParameter(f"say what the rule does: {options}", param_hint="--priority")
         rule = pb.RetentionRule(name=name, order=order, match=match, action=action)
         _set(session, lambda _shard: rule, dry_run=dry_run, yes=yes)
     elif match.ByteSize() or action.ByteSize() or order:

@@ -22,12 +22,14 @@ from kvctl.options import (
 )
 from kvctl.remote import Remote
 from kvctl.session import CACHEMGR, EXECUTOR, Session, addresses_of, verb
-from kvctl.shards import Shard, ask, named
+from kvctl.shards import Answers, Shard, ask, named
 from kvctl.status import CommandError, Status
 from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc import addresses
 from protos.rpc.errors import from_rpc_error
+from protos.rpc.version import VERSION_KEY
+from protos.rpc.version import version as own_version
 
 app = typer.Typer()
 
@@ -40,22 +42,47 @@ CachemgrAddress = Annotated[
         "the router's engines are known.",
     ),
 ]
+ExecutorAddress = Annotated[str, typer.Option(envvar="KVKEEP_EXECUTOR_ADDRESS", help="Where the executor serves.")]
 _GONE = "no answer"
 
 
-@verb(app, "ping", "kvctl ping")
-def ping(
-    session: Session,
-    cachemgr: CachemgrAddress = CACHEMGR,
-    executor: Annotated[str, typer.Option(envvar="KVKEEP_EXECUTOR_ADDRESS", help="Where the executor serves.")] = (
-        EXECUTOR
-    ),
-) -> None:
+def _columns(*fields: str) -> list[Column[dict[str, Any]]]:
+    return [Column(field.upper(), lambda item, field=field: item[field]) for field in fields]  # type: ignore[misc]
+
+
+_PINGED = _columns("name", "address", "status", "ms")
+_VERSIONS = _columns("name", "address", "version")
+
+
+@verb(app, "ping", "kvctl ping", lists=True)
+def ping(session: Session, cachemgr: CachemgrAddress = CACHEMGR, executor: ExecutorAddress = EXECUTOR) -> None:
     """Ask every service whether it serves. Exits with 3 when one cannot be reached, with 1 when one does not serve.
 
     With a router these are the router, the schedulers of its engines, the executors among them that can be reached
     from here, and the cache managers.
     """
+    places = _services(session, cachemgr, executor)
+    found = [_asked(session, *place) for place in places]
+    answer = {"services": [{column.header.lower(): column.cell(item) for column in _PINGED} for item in found]}
+    session.show_list(Answers({"": answer}), _PINGED, lambda answer: answer["services"], "services")
+    said = {item["status"] for item in found}
+    if said != {"serving"}:
+        raise typer.Exit(Status.UNREACHABLE if _GONE in said else Status.FOUND)
+
+
+@verb(app, "version", "kvctl version")
+def version(session: Session, cachemgr: CachemgrAddress = CACHEMGR, executor: ExecutorAddress = EXECUTOR) -> None:
+    """Show the versions of kvctl and of every service. Exits with 3 when one cannot be reached."""
+    services = [_asked(session, *place) for place in _services(session, cachemgr, executor)]
+    own = {"name": "kvctl", "address": "", "version": own_version()}
+    found = [own, *({name: item[name] for name in own} for item in services)]
+    session.show({"versions": found}, lambda wide: table(_VERSIONS, found, wide=wide))
+    if any(item["status"] == _GONE for item in services):
+        raise typer.Exit(Status.UNREACHABLE)
+
+
+def _services(session: Session, cachemgr: str, executor: str) -> list[tuple[str, str, str]]:
+    """Name, address and service of every process."""
     executors = [] if session.router_address else [executor]
     if session.router_address:
         places = [("router", session.router_address, "generation.v1.RouterService")]
@@ -68,13 +95,7 @@ def ping(
         places += [("cachemgr", one, "kvcache.v1.CacheManagerService") for one in addresses_of(cachemgr, "--cachemgr")]
     with contextlib.suppress(CommandError):
         places += [("admin", shard.address, "kvcache.v1.CacheAdminService") for shard in session.shards]
-    places += [("executor", one, "execution.v1.ExecutorService") for one in executors]
-    found = [_ask(session, name, address, service) for name, address, service in places]
-    columns = [Column[dict[str, Any]](name.upper(), lambda item, name=name: item[name]) for name in found[0]]  # type: ignore[misc]
-    session.show({"services": found}, lambda wide: table(columns, found, wide=wide))
-    said = {item["status"] for item in found}
-    if said != {"serving"}:
-        raise typer.Exit(Status.UNREACHABLE if _GONE in said else Status.FOUND)
+    return places + [("executor", one, "execution.v1.ExecutorService") for one in executors]
 
 
 def can_be_asked(engine: generation_pb2.RoutedEngine) -> bool:
@@ -84,21 +105,23 @@ def can_be_asked(engine: generation_pb2.RoutedEngine) -> bool:
     return not addresses.is_loopback(engine.executor_address) or addresses.is_loopback(engine.address)
 
 
-def _ask(session: Session, name: str, address: str, service: str) -> dict[str, Any]:
-    begin = time.monotonic()
+def _asked(session: Session, name: str, address: str, service: str) -> dict[str, Any]:
+    begin, said = time.monotonic(), ""
     try:
-        health = health_pb2_grpc.HealthStub(session.at(address)).Check(
+        health, call = health_pb2_grpc.HealthStub(session.at(address)).Check.with_call(
             health_pb2.HealthCheckRequest(service=service), timeout=session.timeout
         )
+        said = dict(call.trailing_metadata() or ()).get(VERSION_KEY, "unknown")
         status = health_pb2.HealthCheckResponse.ServingStatus.Name(health.status).lower().replace("_", " ")
     except grpc.RpcError as error:
         remote = from_rpc_error(error)
         gone = remote.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
         status = _GONE if gone else remote.code.name.lower().replace("_", " ")
-    return {"name": name, "address": address, "status": status, "ms": round((time.monotonic() - begin) * 1000, 1)}
+    elapsed = round((time.monotonic() - begin) * 1000, 1)
+    return {"name": name, "address": address, "status": status, "ms": elapsed, "version": said or status}
 
 
-@verb(app, "pools", "kvctl pools -o wide")
+@verb(app, "pools", "kvctl pools -o wide", lists=True)
 def pools(session: Session) -> None:
     """List pools: used, cached and empty blocks, and hits.
 
@@ -106,10 +129,10 @@ def pools(session: Session) -> None:
     that are on the device, too.
     """
     found = session.ask(lambda shard: pb.ListPoolsResponse(pools=shard.pools()))
-    session.show_all(found, lambda wide: found.listing(tables.POOLS, lambda answer: answer.pools, wide=wide))
+    session.show_list(found, tables.POOLS, lambda answer: answer.pools, "pools")
 
 
-@verb(app, "sequences", "kvctl sequences --salt acme")
+@verb(app, "sequences", "kvctl sequences --salt acme", lists=True)
 def sequences(
     session: Session,
     executor: Executor = "",
@@ -127,10 +150,10 @@ def sequences(
         return whole
 
     found = session.ask(listed, executor=executor)
-    session.show_all(found, lambda wide: found.listing(tables.SEQUENCES, lambda answer: answer.sequences, wide=wide))
+    session.show_list(found, tables.SEQUENCES, lambda answer: answer.sequences, "sequences")
 
 
-@verb(app, "prefixes", "kvctl prefixes --salt acme --limit 20")
+@verb(app, "prefixes", "kvctl prefixes --salt acme --limit 20", lists=True)
 def prefixes(
     session: Session,
     *,
@@ -149,10 +172,10 @@ def prefixes(
         return whole
 
     found = session.ask(listed, pool=pool)
-    session.show_all(found, lambda wide: found.listing(tables.PREFIXES, lambda answer: answer.prefixes, wide=wide))
+    session.show_list(found, tables.PREFIXES, lambda answer: answer.prefixes, "prefixes")
 
 
-@verb(app, "blocks", "kvctl blocks --tier host --limit 20")
+@verb(app, "blocks", "kvctl blocks --tier host --limit 20", lists=True)
 def blocks(
     session: Session,
     *,
@@ -174,10 +197,10 @@ def blocks(
         return whole
 
     found = session.ask(listed, pool=pool)
-    session.show_all(found, lambda wide: found.listing(tables.BLOCKS, lambda answer: answer.blocks, wide=wide))
+    session.show_list(found, tables.BLOCKS, lambda answer: answer.blocks, "blocks")
 
 
-@verb(app, "leases", "kvctl leases --holder rule/acme")
+@verb(app, "leases", "kvctl leases --holder rule/acme", lists=True)
 def leases(
     session: Session,
     pool: Pool = "",
@@ -193,10 +216,10 @@ def leases(
         return whole
 
     found = session.ask(listed, pool=pool)
-    session.show_all(found, lambda wide: found.listing(tables.LEASES, lambda answer: answer.leases, wide=wide))
+    session.show_list(found, tables.LEASES, lambda answer: answer.leases, "leases")
 
 
-@verb(app, "holds", "kvctl holds --owner ops")
+@verb(app, "holds", "kvctl holds --owner ops", lists=True)
 def holds(session: Session, owner: Annotated[str, typer.Option(help="Of this owner.")] = "", limit: Limit = 0) -> None:
     """List pins, and holds of ended sequences. `kvctl unpin` ends one."""
     left = _Limit(limit)
@@ -207,7 +230,7 @@ def holds(session: Session, owner: Annotated[str, typer.Option(help="Of this own
         return whole
 
     found = session.ask(listed)
-    session.show_all(found, lambda wide: found.listing(tables.HOLDS, lambda answer: answer.holds, wide=wide))
+    session.show_list(found, tables.HOLDS, lambda answer: answer.holds, "holds")
 
 
 @verb(app, "explain", "kvctl explain --tokens 1,2,3 --salt acme")

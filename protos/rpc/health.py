@@ -12,6 +12,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.errors import ServiceError
+from protos.rpc.version import VERSION_KEY, version
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -32,6 +33,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._statuses = dict.fromkeys(("", *services), NOT_SERVING)
         self._changed = asyncio.Event()
         self._closed = False
+        self._version = version()
 
     def set(self, serving: bool, service: str | None = None) -> None:
         """Sets one service, or all and the process itself for None. A service of another listener is ignored."""
@@ -55,10 +57,11 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def Check(self, request: Any, _context: Any) -> Any:  # noqa: N802 - the name in the protocol
-        """Status of one service."""
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name in the protocol
+        """Status of one service, with the version of the program."""
         if request.service not in self._statuses:
             raise UnknownServiceError("no such service on this address", metadata={"service": request.service})
+        context.set_trailing_metadata(((VERSION_KEY, self._version),))
         return health_pb2.HealthCheckResponse(status=self._statuses[request.service])
 
     async def List(self, _request: Any, _context: Any) -> Any:  # noqa: N802 - the name in the protocol

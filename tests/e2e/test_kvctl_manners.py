@@ -15,6 +15,7 @@ PROMPT = ("--tokens", "1,2,3")
 # A line for every verb that calls a service.
 LINES: dict[str, tuple[str, ...]] = {
     "ping": (),
+    "version": (),
     "pools": (),
     "sequences": (),
     "prefixes": (),
@@ -88,7 +89,7 @@ def test_a_server_that_is_not_there_is_said_in_a_line(kvctl: Kvctl, monkeypatch:
         monkeypatch.setenv(variable, "unix:/nowhere")
     done = kvctl.run(*name.split(), *LINES[name])
     assert done.status == 3, done
-    if name == "ping":
+    if name in ("ping", "version"):
         assert done.out.count("no answer") == 4
     else:
         assert done.out == ""
@@ -158,7 +159,7 @@ def test_what_destroys_wants_a_yes(kvctl: Kvctl, name: str) -> None:
     # There is no question about a request, a pin, a rule, a quota or an adapter that is not there.
     is_there = name not in ("cancel", "unpin", "rules delete", "quota delete", "adapters unload")
     assert done.status == (2 if is_there else 4), done
-    assert is_there == ("--yes: is needed without a terminal" in done.err)
+    assert is_there == ("there is no terminal to ask at: give --yes" in done.err)
 
 
 @pytest.mark.parametrize(("answer", "status", "left"), [("n", 4, 1), ("y", 0, 0)])
@@ -209,7 +210,7 @@ def test_a_shell_completes_verbs_and_options(stack: Stack) -> None:
 
     assert complete("kvctl qu") == {"quota"}
     assert {"list", "set", "delete"} == complete("kvctl rules ")
-    assert {"table", "wide", "json", "yaml"} <= complete("kvctl pools --output ")
+    assert {"table", "wide", "json", "yaml", "name"} <= complete("kvctl pools --output ")
 
 
 def test_the_statuses_are_listed_by_the_help(kvctl: Kvctl) -> None:

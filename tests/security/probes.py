@@ -260,7 +260,7 @@ class Attack:
 
     def _look(self, where: str, text: str) -> None:
         """What the attacker itself has named after the victim's things is no leak."""
-        text = _OWN_NAME.sub("", text).replace(f"no rule {self._stage.marker}", "")
+        text = _OWN_NAME.sub("", text).replace(f"there is no rule {self._stage.marker!r}", "")
         if self._stage.marker in text or VICTIM in text:
             self.found.leaks.append(f"{where}: {text[:200]}")
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.metadata
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Annotated, Any
 
@@ -20,6 +19,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import ServiceError
 from protos.rpc.guard import Guard
 from protos.rpc.identity import PermissionDeniedError
+from protos.rpc.version import version
 from scheduler.errors import NotReadyError, UnknownRequestError
 from scheduler.frontend.access_log import note
 from scheduler.frontend.grpc_service import ADMIN_SERVICE, SERVICE, GenerationService, SchedulerAdminService
@@ -80,7 +80,7 @@ def create_app(
         service.access_log,
         origins,
         title="kvkeep",
-        version=_version(),
+        version=version(),
         docs_url=None,
         redoc_url=None,
         responses=ERRORS,
@@ -117,7 +117,7 @@ def _watching(service: GenerationService, collect: Callable[[], Awaitable[bytes]
     @router.get("/version")
     async def version() -> responses.Version:
         """The version of kvkeep."""
-        return {"version": _version()}
+        return {"version": version()}
 
     @router.get("/metrics", response_class=Response, responses=_TEXT)
     async def metrics() -> Response:
@@ -237,7 +237,7 @@ def _describing(service: GenerationService, guard: Guard, bodies: BodyLimits) ->
     @counting.get("/server_info")
     async def server_info() -> responses.ServerInfo:
         """The model, its limits and the load, under the names that SGLang and vLLM have for them."""
-        return responses.server_info(service.model(), service.loads(), _version())
+        return responses.server_info(service.model(), service.loads(), version())
 
     return describing, counting
 
@@ -360,11 +360,3 @@ def _add_handlers(app: FastAPI, routes: Sequence[APIRoute]) -> None:
     add(RequestValidationError, lambda error, _: errors.from_validation(error))
     add(HTTPException, lambda error, request: errors.from_http(error, request, routes))
     add(Exception, lambda *_: errors.unexpected())
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("kvkeep")
-    except importlib.metadata.PackageNotFoundError:
-        # Run from a checkout that is not installed.
-        return "unknown"

@@ -2,58 +2,28 @@
 
 import asyncio
 import json
-import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-import structlog
 import yaml
 
-from kvctl.app import main
 from kvctl.verbs import show
 from protos.generation.v1 import generation_pb2 as pb
 from tests.stack import ROOT
 from tests.support.cachemgr_client import Client
 from tests.support.generation import generate, greedy_request
-from tests.support.kvctl import Done, ask
+from tests.support.kvctl import ask
 from tests.support.managers import Managers, cached
 from tests.support.patience import patience
 from tests.support.scheduler.fleet import run_fleet
 from tests.support.scheduler.stack import prompt_of
+from tests.unit.kvctl.conftest import Kvctl
 
 TOKENS = ",".join(map(str, range(8)))
-VARIABLES = ("KVCTL_SERVER", "KVCTL_ROUTER", "KVKEEP_CACHEMGR_ADMIN_ADDRESS", "KVKEEP_ROUTER_ADDRESS",
-             "KVKEEP_SCHEDULER_ADDRESS", "KVKEEP_CACHEMGR_ADDRESS")  # fmt: skip
-
-
-class Kvctl:
-    """The command line, in another thread of the process that serves."""
-
-    def __init__(self, captured: pytest.CaptureFixture[str], variables: dict[str, str]) -> None:
-        self._captured = captured
-        self.variables = variables
-
-    async def run(self, *line: object) -> Done:
-        self._captured.readouterr()
-        status = await asyncio.to_thread(main, [str(word) for word in line])
-        return Done(status, *self._captured.readouterr())
-
-    async def text(self, *line: object, status: int = 0) -> str:
-        done = await self.run(*line)
-        assert done.status == status, done
-        return done.out
-
-    async def rows(self, *line: object, status: int = 0) -> list[list[str]]:
-        """The words of each line."""
-        return [row.split() for row in (await self.text(*line, status=status)).splitlines()]
-
-    async def data(self, *line: object, status: int = 0) -> Any:
-        return json.loads(await self.text(*line, "-o", "json", status=status))
 
 
 @dataclass
@@ -80,17 +50,6 @@ class Two(Kvctl):
     async def end(self, number: int) -> None:
         """One of them is gone."""
         await self.leave[number].aclose()
-
-
-@pytest.fixture
-def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """No address is given, and the services in this process print no log among what kvctl prints."""
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    before = structlog.get_config()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    yield monkeypatch
-    structlog.configure(**before)
 
 
 async def _two(

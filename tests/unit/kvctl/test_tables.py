@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvctl.display.output import table
-from kvctl.display.tables import POOLS
+from kvctl.display.output import names, plain, table
+from kvctl.display.tables import BLOCKS, HOLDS, POOLS, explanations
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
 
@@ -35,3 +35,34 @@ def test_copies_of_device_blocks_fill_a_lower_tier(counts: dict[str, int], said:
     host = pb.TierUsage(tier=pb.TIER_HOST, total_blocks=91, **counts)
     found = cells(pb.Pool(pool_id="e/0", lower_tiers=[host]))
     assert (found["HOST"], found["DISK"]) == (said, "-")
+
+
+def test_a_key_in_json_begins_with_what_tables_show() -> None:
+    block = pb.Block(pool_id="e/0", key=bytes(range(32)))
+    answer = pb.ExplainPrefixResponse(explanations=[pb.Explanation(blocks=[pb.ExplainedBlock(block=block)])])
+    [found] = plain(answer)["explanations"][0]["blocks"]
+    assert found["block"]["key"] == bytes(range(32)).hex()
+    assert found["block"]["parent_key"] == ""
+    head, row = table(BLOCKS, [block], wide=False).splitlines()
+    assert found["block"]["key"].startswith(row.split()[head.split().index("KEY")])
+
+
+def test_names_are_those_that_other_verbs_take() -> None:
+    assert names(POOLS, [pb.Pool(pool_id="e/0"), pb.Pool(pool_id="e/1"), pb.Pool(pool_id="e/0")]) == "e/0\ne/1"
+    assert names(HOLDS, [pb.Hold(name="pin-1", owner="ops")]) == "pin-1"
+    assert names(BLOCKS, [pb.Block(pool_id="e/0", key=bytes(32))]) == "00" * 32
+
+
+@pytest.mark.parametrize(
+    ("one", "said"),
+    [
+        (
+            pb.Explanation(cached_tokens=1, miss_reason=pb.MISS_REASON_OTHER_SALT),
+            "e: 1 cached token\nthe next block is",
+        ),
+        (pb.Explanation(), "e: 0 cached tokens\nthe prompt is shorter than a block"),
+    ],
+)
+def test_an_explanation_has_a_reason(one: pb.Explanation, said: str) -> None:
+    one.executor_id = "e"
+    assert explanations(pb.ExplainPrefixResponse(explanations=[one]), wide=False).startswith(said)

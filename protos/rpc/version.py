@@ -1,0 +1,15 @@
+"""The version of this program. Services say theirs with each answer about their health."""
+
+import importlib.metadata
+
+# The key of the version in the trailing metadata of grpc.health.v1.Health/Check.
+VERSION_KEY = "kvkeep-version"
+
+
+def version() -> str:
+    """The version of the installed package."""
+    try:
+        return importlib.metadata.version("kvkeep")
+    except importlib.metadata.PackageNotFoundError:
+        # Run from a checkout that is not installed.
+        return "unknown"
