@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import structlog
 import uvloop
 
+from executor import preflight
 from executor.errors import CacheFileError, ModelError
 from executor.settings import ExecutorSettings
 from protos.rpc import addresses, logs, tracing
@@ -125,12 +126,12 @@ async def _serve(settings: ExecutorSettings) -> int:
     started = time.monotonic()
     log.info("starting", model=settings.model or "default")
     _check_addresses(settings)
+    preflight.check(settings, os.environ)
     # Imported late, so that a wrong setting is reported at once and not after seconds.
     import torch
 
     from executor.cache.pool import KvPools, block_bytes, count_blocks, free_memory
     from executor.cache.shares import share_memory
-    from executor.cache.tiers.files import FileSettings, check_space
     from executor.cache.tiers.tiers import open_tiers
     from executor.core.adapters import Adapters
     from executor.core.draft_model import DraftModel
@@ -156,21 +157,7 @@ async def _serve(settings: ExecutorSettings) -> int:
 
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     device = choose_device(settings.device)
-
-    def file_settings(tier: str, folder: Path) -> FileSettings:
-        size, where = f"{tier}_cache_size", f"{tier}_cache_dir"
-        return FileSettings(
-            folder,
-            getattr(settings, size),
-            variable(ExecutorSettings, where),
-            variable(ExecutorSettings, size),
-            in_memory=tier == "host",
-        )
-
-    host, disk = file_settings("host", settings.host_cache_dir), file_settings("disk", settings.disk_dir)
-    check_space(host)
-    check_space(disk)
-
+    host, disk = preflight.tier_files(settings)
     files, model, tokenizer = _load(settings.model, settings, device)
     if settings.batch_invariant:
         _make_invariant(model)

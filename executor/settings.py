@@ -1,6 +1,7 @@
 """The executor's own settings, KVKEEP_EXECUTOR_<NAME>."""
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -8,6 +9,9 @@ from typing import ClassVar, Literal
 from pydantic import ByteSize, Field, ValidationInfo, field_validator
 
 from protos.rpc.settings import MetricsAddress, ProcessSettings, load, variable
+
+# A number of two digits at most: torch keeps it in a byte.
+_DEVICE = re.compile("auto|cpu|cuda(:[0-9]{1,2})?")
 
 
 class ExecutorSettings(ProcessSettings):
@@ -112,6 +116,13 @@ class ExecutorSettings(ProcessSettings):
             raise ValueError("must be name=folder with commas between them")
         if len(set(names)) < len(names):
             raise ValueError("must not give two folders for one name")
+        return value
+
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, value: str) -> str:
+        if not _DEVICE.fullmatch(value):
+            raise ValueError(f"must be auto, cpu, cuda or cuda:N, not {value}")
         return value
 
     @field_validator("draft_model")

@@ -27,6 +27,9 @@ from redis_server import RedisServerError, redis_child, redis_url, wait_until_an
 from supervisor import Service, ServiceFailedError, Supervisor
 
 from cachemgr.settings import CachemgrSettings
+from executor import preflight
+from executor.errors import CacheFileError, ModelError
+from executor.settings import ExecutorSettings
 from kernels.cpu_decoder.build import NoCompilerError, find_compiler
 from protos.rpc import addresses
 from protos.rpc.addresses import AddressError
@@ -92,6 +95,16 @@ def check_addresses(processes: Sequence[Process]) -> None:
                 taken.append(f"{address}: {error.strerror}; {setting} chooses another address")
     if taken:
         raise StackError("cannot listen on " + "\ncannot listen on ".join(taken))
+
+
+def check_executors(processes: Sequence[Process]) -> None:
+    """What an executor would find out after all others had started. Raises StackError."""
+    for process in processes:
+        if isinstance(process.settings, ExecutorSettings):
+            try:
+                preflight.check(process.settings, process.environ)
+            except (ModelError, CacheFileError) as error:
+                raise StackError(str(error)) from error
 
 
 def log_file(state_dir: Path, name: str) -> Path:
@@ -304,6 +317,7 @@ def main() -> int:
         processes = engines + layout.console(environ, engines)
         with locked(settings.state_dir):
             check_addresses(processes)
+            check_executors(processes)
             log = log_file(settings.state_dir, "redis")
             redis = None if settings.redis_url else redis_child(settings.state_dir, log)
             return run(processes, redis, Display())

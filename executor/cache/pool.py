@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from executor.cache.memory import MEMINFO, available_memory
 from executor.cache.shares import Shares
 from executor.errors import ModelError
 
 # Most bytes of the pools on a CPU unless a setting says more: a laptop survives it.
 CPU_BYTES = 4 << 30
-MEMINFO = Path("/proc/meminfo")
 
 Slots = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -290,12 +290,3 @@ def free_memory(device: torch.device, meminfo: Path = MEMINFO) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(available_memory(meminfo), CPU_BYTES)
-
-
-def available_memory(meminfo: Path = MEMINFO) -> int:
-    """Bytes of the host's memory that are available; 2^62 where the kernel does not report them."""
-    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return int(rest.split()[0]) * 1024
-    return 1 << 62

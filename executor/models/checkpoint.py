@@ -23,6 +23,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from executor.errors import FamilyError, ModelError, first_line
 from executor.models import attention
+from executor.models.files import adapter_instead, check_folder
 
 # Names of weights that a message repeats.
 _SHOWN = 3
@@ -36,7 +37,7 @@ def load_decoder(source: str, dtype: Any) -> Any:
     Raises ModelError where the checkpoint is not all of one decoder: weights that are missing, left over or of other
     shapes, an adapter, an encoder, a format that transformers cannot read here.
     """
-    _check_folder(source)
+    check_folder(source)
     # Its bars are no log lines, and its table of weights that do not fit becomes one sentence.
     transformers_logging.disable_progress_bar()
     transformers_logging.get_logger("transformers.modeling_utils").setLevel(transformers_logging.ERROR)
@@ -69,37 +70,12 @@ def load_decoder(source: str, dtype: Any) -> Any:
     return module
 
 
-def _check_folder(source: str) -> None:
-    """Raises ModelError for a folder that is recognisably something else. A hub id is left to transformers."""
-    folder = Path(source)
-    if not folder.is_dir() or (folder / "config.json").exists():
-        return
-    if (folder / "adapter_config.json").exists():
-        raise _adapter(source)
-    if files := sorted(folder.glob("*.gguf")):
-        raise ModelError(
-            f"the folder {source} has no config.json; to serve the GGUF file that it holds, set KVKEEP_EXECUTOR_MODEL "
-            f"to the file itself: {files[0]}"
-        )
-    raise ModelError(
-        f"cannot load the model {source}: it has no config.json; "
-        "set KVKEEP_EXECUTOR_MODEL to a folder of the form that transformers saves"
-    )
-
-
-def _adapter(source: str) -> ModelError:
-    return ModelError(
-        f"the model {source} comes with a LoRA adapter (adapter_config.json): serve the base model, from a folder "
-        "without it, and name the adapter's folder in KVKEEP_EXECUTOR_ADAPTERS"
-    )
-
-
 def _configuration(source: str) -> Any:
     """The configuration, if it is that of a decoder. Raises ModelError."""
     said: dict[str, Any] = {}
     try:
         if find_adapter_config_file(source) is not None:
-            raise _adapter(source)
+            raise adapter_instead(source)
         said, _ = PretrainedConfig.get_config_dict(source)
         if said.get("auto_map") and said.get("model_type") not in CONFIG_MAPPING:
             raise _own_code(source)

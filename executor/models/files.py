@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import importlib.util
+import json
 import shutil
 import tempfile
 import time
@@ -48,14 +49,83 @@ def find(model: str, cache_dir: Path, progress: Progress = lambda _: None) -> Mo
     """The files of a configured model: "" is the default, else a local path or a hub id. Raises ModelError."""
     if not model:
         return ModelFiles(DEFAULT_NAME, str(_converted_default(cache_dir, progress)), DEFAULT_HUB_ID)
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return ModelFiles(path.resolve().name, str(path.resolve()))
-    if path.is_file():
-        return ModelFiles(path.stem, str(path.resolve()))
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise ModelError(f"the model {model} does not exist: there is no such folder, and a hub id is owner/name")
-    return ModelFiles(model.rpartition("/")[2], model, model)
+    path = _local(model)
+    if path is None:
+        return ModelFiles(model.rpartition("/")[2], model, model)
+    return ModelFiles(path.name if path.is_dir() else path.stem, str(path.resolve()))
+
+
+def _local(model: str) -> Path | None:
+    """The folder or file that a setting names; None for a hub id. Raises ModelError where there is none."""
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir():
+            return path.resolve()
+        if path.is_file():
+            return path
+    # RuntimeError: the home folder of a user that does not exist.
+    except (OSError, RuntimeError) as error:
+        raise _unreadable(model, error) from error
+    if model.count("/") == 1 and not model.startswith(("/", ".", "~")):
+        return None
+    raise ModelError(f"the model {model} does not exist: choose a folder, a GGUF file or a hub id, which is owner/name")
+
+
+def check(model: str) -> None:
+    """Raises ModelError for a configured model that certainly cannot be loaded. A hub id is not looked up."""
+    if not model:
+        packaged_gguf()
+        return
+    path = _local(model)
+    try:
+        if path is not None and path.is_dir():
+            check_folder(str(path))
+            _check_config(path / "config.json")
+        elif path is not None:
+            path.open("rb").close()
+    except OSError as error:
+        raise _unreadable(model, error) from error
+
+
+def _unreadable(model: str, error: Exception) -> ModelError:
+    cause = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    return ModelError(
+        f"cannot read the model {model}: {cause}; choose another, or make it readable for the user of the executor"
+    )
+
+
+def _check_config(path: Path) -> None:
+    """Raises OSError, and ModelError for a file without a JSON object."""
+    try:
+        if not isinstance(json.loads(path.read_text()), dict):
+            raise ValueError("it holds no JSON object")
+    except ValueError as error:
+        raise ModelError(f"cannot read {path}: {first_line(error)}; compare the file with its origin") from error
+
+
+def check_folder(source: str) -> None:
+    """Raises ModelError for a folder that is recognisably something else. A hub id is left to transformers."""
+    folder = Path(source)
+    if not folder.is_dir() or (folder / "config.json").exists():
+        return
+    if (folder / "adapter_config.json").exists():
+        raise adapter_instead(source)
+    if files := sorted(folder.glob("*.gguf")):
+        raise ModelError(
+            f"the folder {source} has no config.json; to serve the GGUF file that it holds, name the file itself: "
+            f"{files[0]}"
+        )
+    raise ModelError(
+        f"cannot load the model {source}: it has no config.json; choose a folder of the form that transformers saves"
+    )
+
+
+def adapter_instead(source: str) -> ModelError:
+    """The error for a model's folder that holds a LoRA adapter."""
+    return ModelError(
+        f"the model {source} comes with a LoRA adapter (adapter_config.json): serve the base model, from a folder "
+        "without it, and name the adapter's folder in KVKEEP_EXECUTOR_ADAPTERS"
+    )
 
 
 def resolve(model: str = "", cache_dir: Path | None = None) -> Path:

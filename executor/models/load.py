@@ -33,14 +33,11 @@ def choose_device(name: str) -> torch.device:
     """The device of a setting; "auto" takes a GPU when there is one. Raises ModelError."""
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ModelError(f"there is no device {name}: use auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ModelError(f"the device {name} is not supported: use auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ModelError(f"there is no device {name}: {torch.cuda.device_count()} GPUs found")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= (found := torch.cuda.device_count()):
+        raise ModelError(
+            f"KVKEEP_EXECUTOR_DEVICE: there is no device {name}: torch finds {found} GPUs; choose another, auto or cpu"
+        )
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 

@@ -335,10 +335,43 @@ def test_children_end_with_a_supervisor_that_is_killed(run_stack: Callable[..., 
 
 
 def test_process_that_cannot_start_shows_why(run_stack: Callable[..., RunningStack], tmp_path: Path) -> None:
-    stack = run_stack(KVKEEP_EXECUTOR_MODEL=str(tmp_path / "nothing-here"))
+    (tmp_path / "config.json").write_text('{"model_type": "nobodys"}')
+    stack = run_stack(KVKEEP_EXECUTOR_MODEL=str(tmp_path))
     assert stack.wait_for_end() == 1
     assert "executor ended with status 1 before it was ready" in stack.output
-    assert "nothing-here does not exist" in stack.output
+    assert f"cannot load the model {tmp_path}" in stack.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "said"),
+    [
+        (
+            (),
+            {"KVKEEP_EXECUTOR_MODEL": "/nothing-here"},
+            "KVKEEP_EXECUTOR_MODEL: the model /nothing-here does not exist",
+        ),
+        (("--model", "/proc"), {}, "KVKEEP_EXECUTOR_MODEL: cannot load the model /proc: it has no config.json"),
+        (("--engines", "2"), {"KVKEEP_EXECUTOR_MODEL": "/nothing-here"}, "the model /nothing-here does not exist"),
+        (
+            (),
+            {"KVKEEP_EXECUTOR_DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""},
+            "KVKEEP_EXECUTOR_DEVICE: cuda needs a GPU",
+        ),
+        ((), {"KVKEEP_EXECUTOR_DISK_CACHE_SIZE": "900TiB"}, "KVKEEP_EXECUTOR_DISK_CACHE_SIZE: no space"),
+    ],
+)
+def test_what_no_executor_could_use_is_named_before_anything_starts(
+    run_stack: Callable[..., RunningStack],
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    settings: dict[str, str],
+    said: str,
+) -> None:
+    stack = run_stack(*arguments, KVKEEP_EXECUTOR_DISK_CACHE_DIR=str(tmp_path), **settings)
+    assert stack.wait_for_end() == 1
+    assert stack.output.startswith("run-stack: ")
+    assert said in stack.output
+    assert "starting" not in stack.output
 
 
 def test_a_redis_that_does_not_answer_is_reported_without_its_password(run_stack: Callable[..., RunningStack]) -> None:

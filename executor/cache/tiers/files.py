@@ -13,7 +13,7 @@ from pathlib import Path
 
 import structlog
 
-from executor.cache.pool import available_memory
+from executor.cache.memory import available_memory
 from executor.cache.tiers.layout import FileLayout, least_size
 from executor.errors import BrokenStorageError, CacheFileError
 

@@ -107,7 +107,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a shape differs": (configured(intermediate_size=40), r"other shapes of: model\.layers\.0\.mlp"),
     "an adapter is beside it": (with_adapter, r"LoRA adapter.*KVKEEP_EXECUTOR_ADAPTERS"),
     "only an adapter": (only_an_adapter, r"LoRA adapter.*KVKEEP_EXECUTOR_ADAPTERS"),
-    "only a GGUF file": (only_gguf, r"GGUF file.*to the file itself: .*model-q4\.gguf"),
+    "only a GGUF file": (only_gguf, r"GGUF file.*name the file itself: .*model-q4\.gguf"),
     "quantised": (
         configured(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32}),
         r"quantised \(gptq\).*unquantised",

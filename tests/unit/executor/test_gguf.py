@@ -323,7 +323,7 @@ def test_a_folder_of_a_file_names_the_file(tmp_path: Path) -> None:
     file, _ = both(tmp_path, "llama", of("F32"))
     (tmp_path / "only").mkdir()
     file.rename(tmp_path / "only/model.gguf")
-    with pytest.raises(ModelError, match=r"set KVKEEP_EXECUTOR_MODEL to the file itself: .*only/model\.gguf"):
+    with pytest.raises(ModelError, match=r"name the file itself: .*only/model\.gguf"):
         load(tmp_path / "only")
 
 

@@ -90,10 +90,15 @@ def test_a_package_named_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         refuse_other_kernels()
 
 
-@pytest.mark.parametrize("device", ["tpu", "cuda:99", "mps"])
-def test_a_device_that_is_not_there_is_named(device: str) -> None:
-    with pytest.raises(ModelError, match=device):
-        choose_device(device)
+def test_a_device_that_is_not_there_is_named() -> None:
+    with pytest.raises(ModelError, match="KVKEEP_EXECUTOR_DEVICE: there is no device cuda:99"):
+        choose_device("cuda:99")
+
+
+@pytest.mark.parametrize("device", ["tpu", "mps", "cuda:", "cuda:-1", "cuda:100", ""])
+def test_a_device_of_another_kind_is_refused(device: str) -> None:
+    with pytest.raises(SystemExit, match="KVKEEP_EXECUTOR_DEVICE: must be auto, cpu, cuda or cuda:N"):
+        settings_from({"KVKEEP_EXECUTOR_DEVICE": device})
 
 
 def test_the_fingerprint_distinguishes_weights_and_layout(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
@@ -154,7 +159,7 @@ def last_line(home: Path, **settings: object) -> str:
 
 def test_a_wrong_model_ends_the_process_with_one_line(tmp_path: Path) -> None:
     said = last_line(tmp_path, model="/no/such/model")
-    assert said.startswith("executor: the model /no/such/model does not exist")
+    assert said.startswith("executor: KVKEEP_EXECUTOR_MODEL: the model /no/such/model does not exist")
 
 
 def test_a_tier_without_space_ends_the_process_with_one_line(
