@@ -1,0 +1,2 @@
+# Before grpc.
+import protos  # noqa: F401
