@@ -13,7 +13,8 @@ PY := $(VENV)/bin/python
 PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 SYSTEM_TORCH ?= $(if $(shell grep -s 'include-system-site-packages = true' $(VENV)/pyvenv.cfg),1)
 SET_UP = $(PYTHON) ops/set_up.py $(VENV) $(if $(filter 1 yes true,$(SYSTEM_TORCH)),--system-torch) \
-  $(if $(filter command environment,$(origin PYTHON)),--this-python)
+  $(if $(filter command environment,$(origin PYTHON)),--this-python) \
+  $(if $(TORCH_INDEX_URL),--torch-index '$(TORCH_INDEX_URL)')
 
 # Reaches its recipe as data, whatever quotes or dollars it holds.
 override export PROMPT := $(value PROMPT)
@@ -26,10 +27,11 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 help: ## Show this help
 	@awk 'BEGIN { FS = ":.*## "; print "make TARGET" } \
 	  /^##@/ { printf "\n%s\n", substr($$0, 5) } \
-	  /^[a-z][a-z-]*:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@printf '\nSettings\n'; printf '  %-16s %s\n' \
+	  /^[a-z][a-z-]*%?:.*## / { sub("%", "NAME", $$1); printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@printf '\nSettings\n'; printf '  %-20s %s\n' \
 	  'PYTHON=...' 'Python 3.11 or newer that makes the environment' \
 	  'SYSTEM_TORCH=1' 'use the torch, triton and transformers of that Python (0: install them)' \
+	  'TORCH_INDEX_URL=...' 'index that a new environment takes torch from; builds for CPUs are half the size' \
 	  'VENV=...' 'an environment of yours, used as it is; nothing is installed' \
 	  'ARGS="..."' 'more arguments for the program behind a target'
 
@@ -106,13 +108,13 @@ update-lock: tools ## Let everything that is installed be the newest version: op
 ##@ Measure
 
 .PHONY: bench exactness eval-eviction peers
-bench: dev ## Run a benchmark: make bench NAME=serving ARGS="--help"; without NAME, list them (also make bench-NAME)
+bench: dev ## Run a benchmark: make bench NAME=serving ARGS="--help"; without NAME, list them
 	@$(PY) -m bench $(NAME) $(ARGS)
-bench-%: dev
+bench-%: dev ## The same in short: make bench-serving
 	@$(PY) -m bench $* $(ARGS)
 exactness: dev ## Compare greedy output with transformers in every combination of settings
 	@$(PY) -m bench exactness $(ARGS)
-eval-eviction: dev
+eval-eviction: dev ## Measure what token eviction costs in answers; ARGS="--help"
 	@$(PY) -m bench eval-eviction $(ARGS)
 peers: dev ## Install other engines to compare with, each in an environment of its own
 	@$(PY) -m bench.peers.set_up $(ARGS)
@@ -123,9 +125,18 @@ capture: dev ## Write the session of the README anew, from a running stack
 
 ##@ Other
 
-clean: ## Remove the environment and what the tools left; keeps models and state
+clean: ## Remove the environment and what the tools left; says what else there is, and how to uninstall
 	@rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	@kept=(); for folder in \
+	  "$${KVKEEP_EXECUTOR_CACHE_DIR:-$${XDG_CACHE_HOME:-$$HOME/.cache}/kvkeep}" \
+	  "$${KVKEEP_STATE_DIR:-$${XDG_STATE_HOME:-$$HOME/.local/state}/kvkeep}" \
+	  "$${KVKEEP_EXECUTOR_HOST_CACHE_DIR:-/dev/shm/kvkeep}"; do [ ! -e "$$folder" ] || kept+=("$$folder"); done; \
+	if (($${#kept[@]})); then \
+	  echo 'Models, compiled code, cached blocks, state and logs are kept:'; du -sh "$${kept[@]}" | sed 's/^/  /'; \
+	  printf 'To uninstall kvkeep, stop its processes, then\n  rm -rf'; printf ' %q' "$${kept[@]}"; \
+	  printf '\nand remove this folder.\n'; \
+	fi
 
 ifeq ($(VENV),.venv)
 base: python

@@ -185,13 +185,11 @@ def directions(processes: Sequence[Process]) -> str:
     request = shlex.quote('{"text": "The capital of France is", "max_tokens": 8}')
     target = f"-unix -d {request} {path}" if path else f"-d {request} {address}"
     options = _grpcurl_options(security)
-    default = address == SchedulerSettings.model_fields["scheduler_address"].default
     lines += [
         f"  {'logs':<{names}}{front.settings.state_dir / 'logs'}",
         "",
         "In a second terminal:" if Path.cwd() == ROOT else f"In a second terminal, in {ROOT}:",
-        f"  {folder}/python -m scheduler.generate {'' if default else f'--address {address} '}"
-        '"What is the capital of France?"',
+        f"  {generate_command(folder, address)}",
         f"  {folder}/grpcurl {options} {target} generation.v1.GenerationService/StreamGenerate",
         *([f"  {folder}/kvctl engines --router {address}"] if front.kind == "router" else []),
         "",
@@ -214,6 +212,16 @@ def _rows(processes: Sequence[Process], front: Process, scheme: str) -> Iterator
             yield "  console", f"{scheme}://{pages.pop()}/", ""
         yield from (("  admin", other, "") for other in others)
     yield "redis", without_password(processes[0].settings.redis_url), ""
+
+
+def generate_command(folder: Path, address: str) -> str:
+    """How to ask the model something. folder: where the programs of this Python are, relative to the checkout."""
+    prompt = '"What is the capital of France?"'
+    default = address == SchedulerSettings.model_fields["scheduler_address"].default
+    option = "" if default else f"--address {address}"
+    if folder == Path(".venv/bin"):
+        return f"make generate PROMPT={prompt}" + (f' ARGS="{option}"' if option else "")
+    return " ".join(filter(None, (f"{folder}/python -m scheduler.generate", option, prompt)))
 
 
 def _grpcurl_options(security: Security) -> str:

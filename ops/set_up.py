@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 CONSTRAINTS, MODEL = ROOT / "ops/constraints.txt", ROOT / "ops/model.txt"
 INPUTS = (ROOT / "pyproject.toml", CONSTRAINTS, MODEL, Path(__file__))
 SERVICES = "cachemgr,scheduler,kvctl,ops"
+# A driver of a GPU of NVIDIA has one of these; the last is that of Linux in Windows.
+DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")))
 
 
 class SetUpError(Exception):
@@ -115,8 +117,11 @@ def summary(line: str) -> str:
     return line.strip() if words[0] in {"using", "compiling", "converting", "model"} else ""
 
 
-def set_up(environment: Environment, progress: Progress, *, dev: bool, model: bool) -> None:
-    """Installs what is missing; does nothing when all is there. model: also prepares the default model."""
+def set_up(environment: Environment, progress: Progress, *, dev: bool, model: bool, torch_index: str = "") -> None:
+    """Installs what is missing; does nothing when all is there.
+
+    model: also prepares the default model. torch_index: where torch comes from, if not from where all packages do.
+    """
     base, extra, prepared = (environment.stamp(part) for part in ("base", "dev", "model"))
     wanted = [base, *([extra] if dev else []), *([prepared] if model else [])]
     if environment.fits() and all(stamp.exists() for stamp in wanted):
@@ -130,11 +135,16 @@ def set_up(environment: Environment, progress: Progress, *, dev: bool, model: bo
         if environment.system_torch:
             with progress.step("checking the machine's torch, triton and transformers"):
                 environment.run([str(environment.python), "ops/system_torch.py"], progress)
+        elif torch_index:
+            with progress.step("installing torch from the index that was named"):
+                environment.pip([*constraints, "--index-url", torch_index, "torch"], progress)
         executor, what = (
             ("executor-base", "") if environment.system_torch else ("executor", " with torch and transformers")
         )
         with progress.step(f"installing kvkeep{what}"):
             environment.pip([*constraints, "--editable", f".[{SERVICES},{executor}{tools}]"], progress)
+        if note := needless_cuda(environment.folder):
+            print(note)
         base.touch()
     if dev and not extra.exists():
         if not tools:
@@ -149,6 +159,17 @@ def set_up(environment: Environment, progress: Progress, *, dev: bool, model: bo
         prepared.touch()
 
 
+def needless_cuda(folder: Path, drivers: Sequence[Path] = DRIVERS) -> str:
+    """What to say of an environment with libraries for GPUs on a machine without a GPU; empty for all others."""
+    installed = list(folder.glob("lib/python*/site-packages/nvidia/*"))
+    if not installed or any(driver.exists() for driver in drivers):
+        return ""
+    return (
+        "This machine has no GPU, and torch came with CUDA, more than half of the environment. PyTorch's install page\n"
+        "names an index of builds for CPUs: make clean && make setup TORCH_INDEX_URL=…"
+    )
+
+
 def main() -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description="Makes the virtual environment.")
@@ -156,6 +177,7 @@ def main() -> int:
     parser.add_argument("--dev", action="store_true", help="also what tests and checks need")
     parser.add_argument("--without-model", action="store_true", help="do not install and prepare the default model")
     parser.add_argument("--system-torch", action="store_true", help="use the machine's torch, triton and transformers")
+    parser.add_argument("--torch-index", default="", metavar="URL", help="where a new environment takes torch from")
     parser.add_argument("--this-python", action="store_true", help="make it anew when another Python made it")
     arguments = parser.parse_args()
     if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
@@ -167,7 +189,13 @@ def main() -> int:
     )
     progress, started = Progress(), time.monotonic()
     try:
-        set_up(environment, progress, dev=arguments.dev, model=not arguments.without_model)
+        set_up(
+            environment,
+            progress,
+            dev=arguments.dev,
+            model=not arguments.without_model,
+            torch_index=arguments.torch_index,
+        )
     except SetUpError as error:
         print(f"\nset-up failed: {error}\n", file=sys.stderr)
         if environment.log.exists():

@@ -19,6 +19,7 @@ from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2
 from protos.rpc.roles import roles_of
 from protos.vllm import engine_pb2
+from scheduler.settings import SchedulerSettings
 from tests.capture import COMMANDS, README, shown
 from tests.stack import ROOT
 from tests.support.kvctl import VERBS
@@ -177,6 +178,17 @@ def test_methods_of_a_tenants_operators_are_documented() -> None:
     text = (DOCS / "security.md").read_text()
     told = re.findall(r"`(\w+)`", text.partition("They may call")[2].partition("All other methods")[0])
     assert set(told) == set(tenancy._CHECKS)
+
+
+def test_readme_and_run_stack_ask_by_one_command() -> None:
+    address = str(SchedulerSettings.model_fields["scheduler_address"].default)
+    ask = run_stack.generate_command(Path(".venv/bin"), address)
+    assert ask in (ROOT / "README.md").read_text()
+    # Those of another environment, or address, are complete, too.
+    assert run_stack.generate_command(Path(".venv/bin"), "unix:/s") == f'{ask} ARGS="--address unix:/s"'
+    assert run_stack.generate_command(Path("/env/bin"), "unix:/s").startswith(
+        "/env/bin/python -m scheduler.generate --"
+    )
 
 
 def test_the_quick_start_shows_the_output_of_run_stack() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from progress import Progress
-from set_up import Environment, SetUpError, lines_of, set_up, summary
+from set_up import Environment, SetUpError, lines_of, needless_cuda, set_up, summary
 
 
 def environment(folder: Path, *, system_torch: bool = False, this_python: bool = False) -> Environment:
@@ -64,3 +64,31 @@ def test_failed_command_says_its_last_line() -> None:
 )
 def test_output_of_pip_is_said_in_short(line: str, said: str) -> None:
     assert summary(line) == said
+
+
+def test_libraries_for_gpus_are_named_where_no_gpu_is(tmp_path: Path) -> None:
+    packages, driver = tmp_path / "lib/python3.11/site-packages", tmp_path / "nvidiactl"
+    packages.mkdir(parents=True)
+    assert needless_cuda(tmp_path, [driver]) == ""
+    (packages / "nvidia/cublas").mkdir(parents=True)
+    assert "make setup TORCH_INDEX_URL=" in needless_cuda(tmp_path, [driver])
+    driver.touch()
+    assert needless_cuda(tmp_path, [driver]) == ""
+
+
+# What pip would be called with is written down, and nothing is installed.
+NOTING = """#!/bin/sh
+echo "$@" >> "$(dirname "$0")/called"
+"""
+
+
+@pytest.mark.parametrize("index", ["", "https://torch.example/cpu"])
+def test_torch_comes_from_the_index_that_was_named(index: str, tmp_path: Path) -> None:
+    folder = pretend(tmp_path / "venv")
+    (folder / "bin/python").write_text(NOTING)
+    (folder / "bin/python").chmod(0o755)
+    set_up(environment(folder), Progress(), dev=False, model=False, torch_index=index)
+    calls = (folder / "bin/called").read_text().splitlines()
+    assert len(calls) == 1 + bool(index)
+    assert (f"--index-url {index} torch" in calls[0]) == bool(index)
+    assert "--index-url" not in calls[-1]
