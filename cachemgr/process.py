@@ -6,16 +6,18 @@ import asyncio
 import itertools
 import math
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import structlog
+import uvloop
 from prometheus_client import REGISTRY
 
 from cachemgr.manager import CacheManager
-from cachemgr.oplog.writer import OperationLog
+from cachemgr.oplog.writer import OperationLog, OperationLogError
 from cachemgr.persistence.key_index import KeyIndex
 from cachemgr.persistence.redis_index import UP, IndexStore
 from cachemgr.persistence.write_queue import WriteQueue
@@ -32,9 +34,12 @@ from cachemgr.telemetry.ghost_cache import ghosts_of
 from cachemgr.telemetry.prometheus import CacheCollector, Stalls
 from cachemgr.types import ManagerConfig
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
+from protos.rpc import logs, tracing
+from protos.rpc.addresses import AddressError
 from protos.rpc.redis_client import open_redis
 from protos.rpc.server import Server
-from protos.rpc.settings import variable
+from protos.rpc.settings import SettingsError, load, variable
+from protos.rpc.startup import collect_rarely
 
 DATA_SERVICE = "kvcache.v1.CacheManagerService"
 ADMIN_SERVICE = "kvcache.v1.CacheAdminService"
@@ -255,3 +260,25 @@ def _write_state(path: Path, manager: CacheManager) -> bool:
         log.warning("the state of the cache manager is not written in whole", error=type(error).__name__)
         return False
     return True
+
+
+def run() -> None:
+    """Runs until SIGTERM or Ctrl-C. Raises SettingsError, and SystemExit with what hindered the start."""
+    settings = load(CachemgrSettings, os.environ)
+    if settings.key_index and not settings.redis_url:
+        raise SettingsError(f"{variable(CachemgrSettings, 'key_index')} needs KVKEEP_REDIS_URL")
+    logs.configure("cachemgr", settings.log_level)
+    tracing.start("cachemgr", os.environ)
+    try:
+        uvloop.run(_run(settings))
+    except (AddressError, OperationLogError) as error:
+        sys.exit(f"cachemgr: {error}")
+    finally:
+        tracing.stop()
+
+
+async def _run(settings: CachemgrSettings) -> None:
+    process = CacheManagerProcess(settings)
+    await process.start()
+    collect_rarely()
+    await process.run_until_stopped()

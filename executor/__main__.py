@@ -8,8 +8,6 @@ import sys
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
-from executor.process import main
-from executor.settings import settings_from
 from protos.rpc.startup import process_parser
 
 if __name__ == "__main__":
@@ -18,4 +16,8 @@ if __name__ == "__main__":
         "Runs the executor until SIGTERM: it loads the model (KVKEEP_EXECUTOR_MODEL), registers with the cache\n"
         "manager and computes the steps that the scheduler sends it.",
     ).parse_args()
+    # Imported late, so that --help takes no seconds.
+    from executor.process import main
+    from executor.settings import settings_from
+
     sys.exit(main(settings_from(os.environ)))

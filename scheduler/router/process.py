@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
 import grpc
 import structlog
+import uvloop
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
+from protos.rpc import logs, tracing
+from protos.rpc.addresses import AddressError
 from protos.rpc.errors import from_rpc_error
 from protos.rpc.guard import Guard
 from protos.rpc.http_server import HttpServer
 from protos.rpc.logs import FileLog
+from protos.rpc.server import Server
+from protos.rpc.settings import SettingsError, load, variable
+from protos.rpc.startup import collect_rarely
 from protos.vllm import engine_pb2_grpc as vllm_rpc
-from scheduler.errors import NotReadyError
+from scheduler.errors import NotReadyError, UnusableModelError
 from scheduler.frontend.access_log import AccessLog
 from scheduler.frontend.grpc_service import ADMIN_SERVICE, SERVICE, GenerationService
 from scheduler.frontend.loader import LoaderElsewhere
@@ -249,3 +257,59 @@ class Router:
             self._feeds[address] = self._run(feed.run())
         for address in self._feeds.keys() - named:
             self._feeds.pop(address).cancel()
+
+
+async def serve(settings: RouterSettings) -> int:
+    """Serves until a signal; returns the exit status."""
+    server = Server("router", metrics_address=settings.metrics_address, security=settings.security)
+    try:
+        router = Router(settings, server)
+    except OSError as error:
+        log.error("cannot write the access log", setting=variable(RouterSettings, "access_log"), cause=str(error))
+        return 1
+    server.listen(settings.address, router.services, setting=variable(RouterSettings, "address"))
+    http = router.http_server(server.guard)
+    try:
+        if http is not None:
+            await http.start()
+        await server.start()
+    except AddressError as error:
+        log.error("cannot listen", cause=str(error))
+        return 1
+
+    async def become_ready() -> None:
+        try:
+            await router.start()
+        except (AddressError, UnusableModelError) as error:
+            log.error("the router cannot start", cause=str(error))
+            router.failed.set()
+        except Exception:
+            log.exception("the router cannot start")
+            router.failed.set()
+        else:
+            collect_rarely()
+        await router.failed.wait()
+        # This process cannot recover: it ends as on SIGTERM, with another status.
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    ready = asyncio.create_task(become_ready())
+    drained = await server.run_until_stopped(router.drain)
+    ready.cancel()
+    await asyncio.wait({ready})
+    if http is not None:
+        await http.stop(hurried=not drained)
+    await router.stop()
+    return 1 if router.failed.is_set() else 0
+
+
+def run() -> int:
+    """Runs until SIGTERM; returns the exit status."""
+    settings = load(RouterSettings, os.environ)
+    if not settings.engines:
+        raise SettingsError(f"{variable(RouterSettings, 'engines')} names no engine: give it host:port of schedulers")
+    logs.configure("router", settings.log_level)
+    tracing.start("router", os.environ)
+    try:
+        return uvloop.run(serve(settings))
+    finally:
+        tracing.stop()

@@ -77,6 +77,23 @@ def test_help_describes_a_program_and_starts_nothing(program: str, tmp_path: Pat
     assert ("docs/settings.md" in done.stdout) == (program in SETTINGS)
 
 
+@pytest.mark.parametrize("program", ["cachemgr", "executor", "scheduler", "scheduler.router"])
+def test_help_of_a_service_imports_no_library(program: str) -> None:
+    """The libraries of a service take a second or more."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", program, "--help"],
+        env={"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+        check=True,
+    )
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "argparse" in imported
+    assert not imported & {"grpc", "pydantic", "structlog", "redis", "fastapi", "numpy", "uvloop", "asyncio"}
+
+
 @pytest.mark.parametrize("program", programs())
 def test_an_unknown_argument_is_named_and_starts_nothing(program: str, tmp_path: Path) -> None:
     done = run(tmp_path, program, *NEEDED.get(program, ()), "--bogus")

@@ -24,9 +24,10 @@ from typing import Any
 
 # What each process imports before it serves. What it imports beside these it imports by itself.
 IMPORTS = {
-    "cachemgr": ("cachemgr.__main__", "protos.rpc.metrics_server"),
+    "cachemgr": ("cachemgr.__main__", "cachemgr.process", "protos.rpc.metrics_server"),
     "executor": (
         "executor.__main__",
+        "executor.process",
         "executor.cache.tiers.tiers",
         "executor.core.drafts",
         "executor.core.grammars",
@@ -38,7 +39,7 @@ IMPORTS = {
         "executor.models.calibration",
         "transformers.models.llama.modeling_llama",
     ),
-    "scheduler": ("scheduler.__main__", "protos.rpc.metrics_server"),
+    "scheduler": ("scheduler.__main__", "scheduler.process", "protos.rpc.metrics_server"),
 }
 MESSAGE_BYTES = 1 << 17
 _SIGNAL_WHEN_PARENT_DIES = 1
