@@ -22,6 +22,20 @@ Limit = Annotated[int, typer.Option(min=0, help="How many to list at most; 0 for
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the effects of the call, and change nothing.")]
 
+# Options of verbs that read metrics, `--scheduler-metrics` and so on.
+SchedulerMetrics = Annotated[
+    str, typer.Option(envvar="KVKEEP_SCHEDULER_METRICS_ADDRESS", help="Where the scheduler's metrics are.")
+]
+ExecutorMetrics = Annotated[
+    str, typer.Option(envvar="KVKEEP_EXECUTOR_METRICS_ADDRESS", help="Where the executor's metrics are.")
+]
+RouterMetrics = Annotated[
+    str, typer.Option(envvar="KVKEEP_ROUTER_METRICS_ADDRESS", help="Where the router's metrics are.")
+]
+CachemgrMetrics = Annotated[
+    str, typer.Option(envvar="KVKEEP_CACHEMGR_METRICS_ADDRESS", help="Where the cache manager's metrics are.")
+]
+
 TIERS = {"device": pb.TIER_DEVICE, "host": pb.TIER_HOST, "disk": pb.TIER_DISK}
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}

@@ -171,6 +171,11 @@ class Session:
         router = self._remote(self.router_address, generation_rpc.RouterServiceStub)
         return router.call(router.stub.ListEngines, generation_pb2.ListEnginesRequest())
 
+    def forget_engines(self) -> None:
+        """Lets the next question look for engines and shards anew; for a session that goes on for long."""
+        for name in ("shards", "unknown", "engines"):
+            self.__dict__.pop(name, None)
+
     @property
     def scheduler(self) -> Remote[generation_rpc.GenerationServiceStub]:
         """The scheduler, or the router in front of several."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 
 import grpc
 from starlette.applications import Starlette
@@ -18,7 +21,10 @@ from starlette.staticfiles import StaticFiles
 
 from kvctl.console.data import Cache, Json, Options, Query, Read
 from kvctl.console.fleet import Fleet
+from kvctl.console.monitor import Monitor
 from kvctl.console.settings import ConsoleSettings
+from kvctl.display.output import Format
+from kvctl.session import Session
 from protos.rpc.errors import InvalidField, RemoteError, from_rpc_error, status_code
 from protos.rpc.http_server import HttpServer, peer_of
 from protos.rpc.identity import AUTHORIZATION_KEY
@@ -39,6 +45,11 @@ HEADERS = {
     "x-content-type-options": "nosniff",
 }
 CALL_SECONDS = 10.0
+# Less: a service that hangs holds up the look at all others.
+LOOK_CALL_SECONDS = 1.0
+# How long a viewer who was allowed to see all sees the console's own figures while no cache manager answers.
+ALLOWED_SECONDS = 600.0
+MAX_ALLOWED = 64
 _STATUSES = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.UNAUTHENTICATED: 401,
@@ -49,8 +60,9 @@ _STATUSES = {
 }
 
 
-def create_app(fleet: Fleet) -> Starlette:
+def create_app(fleet: Fleet, monitor: Monitor) -> Starlette:
     """The page and its data."""
+    allowed = Allowed()
     reads: dict[str, Callable[[Cache], Read]] = {
         "pools": lambda cache: cache.pools,
         "blocks": lambda cache: cache.blocks,
@@ -67,7 +79,12 @@ def create_app(fleet: Fleet) -> Starlette:
 
         return answer
 
+    async def stack(query: Query, options: Options) -> Json:
+        await allowed.check(fleet, query, options)
+        return monitor.data(query.get("shard", ""), query.get("pool", ""))
+
     routes = [
+        Route("/api/stack", _endpoint(stack), methods=["GET"]),
         Route("/api/fleet", _endpoint(fleet.read), methods=["GET"]),
         *(Route(f"/api/{name}", _endpoint(of_shard(read)), methods=["GET"]) for name, read in reads.items()),
         Mount("/", StaticFiles(directory=Path(__file__).parent / "static", html=True)),
@@ -75,15 +92,54 @@ def create_app(fleet: Fleet) -> Starlette:
     return Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=_with_headers)])
 
 
-async def serve(settings: ConsoleSettings, shards: Sequence[str], router: str = "") -> None:
-    """Serves until SIGTERM or SIGINT. shards, router: as of the fleet that it shows. Raises AddressError."""
+class Allowed:
+    """Viewers who may see all tenants, as a cache manager has said.
+
+    The console goes on to show them the other services while the cache manager is away: nobody could ask it then.
+    """
+
+    def __init__(self) -> None:
+        self._until: dict[bytes, float] = {}
+
+    async def check(self, fleet: Fleet, query: Query, options: Options) -> None:
+        """Raises AioRpcError, InvalidField for a viewer who may not see all tenants."""
+        now = time.monotonic()
+        viewer = sha256(dict(options["metadata"]).get(AUTHORIZATION_KEY, "").encode()).digest()
+        try:
+            await (await fleet.cache(query, options)).check_sees_all(query, options)
+        except grpc.aio.AioRpcError as error:
+            is_away = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+            if is_away and now < self._until.get(viewer, 0.0):
+                return
+            if not is_away:
+                self._until.pop(viewer, None)
+            raise
+        self._until.pop(viewer, None)
+        self._until[viewer] = now + ALLOWED_SECONDS
+        while len(self._until) > MAX_ALLOWED:
+            del self._until[next(iter(self._until))]
+
+
+async def serve(
+    settings: ConsoleSettings,
+    shards: Sequence[str],
+    router: str = "",
+    metrics: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Serves until SIGTERM or SIGINT. shards, router: as of the fleet that it shows. Raises AddressError.
+
+    metrics: addresses by process, empty for none.
+    """
     security = settings.security
     stopping, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
+    scheduler, executor = ("", "") if router else (settings.scheduler_address, settings.executor_address)
     async with Fleet(shards, router, security) as fleet:
+        session = Session(",".join(shards), router, scheduler, LOOK_CALL_SECONDS, Format.JSON)
+        monitor = Monitor(session, metrics, executor)
         server = HttpServer(
-            create_app(fleet),
+            create_app(fleet, monitor),
             settings.address,
             name="console",
             security=security,
@@ -91,9 +147,10 @@ async def serve(settings: ConsoleSettings, shards: Sequence[str], router: str = 
             # Also where other machines come: browsers do, and no program that would need a name.
             own_names=settings.serves_anybody,
         )
-        await server.start()
-        await stopping.wait()
-        await server.stop()
+        with monitor:
+            await server.start()
+            await stopping.wait()
+            await server.stop()
 
 
 def _endpoint(read: Read) -> Callable[[Request], Awaitable[Response]]:

@@ -7,11 +7,12 @@ from typing import Annotated
 import typer
 
 from kvctl.console.settings import ConsoleSettings
+from kvctl.options import CachemgrMetrics, ExecutorMetrics, RouterMetrics, SchedulerMetrics
 from kvctl.session import Router, Server, addresses_of
 from kvctl.status import CommandError, Status
 from protos.rpc import logs
 from protos.rpc.addresses import AddressError
-from protos.rpc.settings import SettingsError, load, variable
+from protos.rpc.settings import STACK_METRICS, SettingsError, load, variable
 
 app = typer.Typer()
 
@@ -23,10 +24,15 @@ def console(
     address: Annotated[
         str, typer.Option(help="host:port for browsers; KVKEEP_CONSOLE_ADDRESS or 127.0.0.1:9112 without it.")
     ] = "",
+    scheduler_metrics: SchedulerMetrics = STACK_METRICS["scheduler"],
+    executor_metrics: ExecutorMetrics = STACK_METRICS["executor"],
+    router_metrics: RouterMetrics = STACK_METRICS["router"],
+    cachemgr_metrics: CachemgrMetrics = STACK_METRICS["cachemgr"],
 ) -> None:
     """Serve a page that shows the cache, until Ctrl-C. It shows what the viewer's token may read.
 
-    Of several cache managers it shows all, and where a router is, its engines.
+    Of several cache managers it shows all, and where a router is, its engines. The load, the rates and the last ten
+    minutes are read with the console's own token, KVKEEP_TOKEN_FILE, where services ask for tokens.
     """
     # A web server, which no other verb needs.
     from kvctl.console.app import serve
@@ -38,6 +44,10 @@ def console(
         if not shards and not router:
             shards = [settings.cachemgr_admin_address]
         logs.configure("console", settings.log_level)
-        asyncio.run(serve(settings, shards, router))
+        if router:
+            metrics = {"router": router_metrics, "cachemgr": cachemgr_metrics}
+        else:
+            metrics = {"scheduler": scheduler_metrics, "executor": executor_metrics, "cachemgr": cachemgr_metrics}
+        asyncio.run(serve(settings, shards, router, metrics))
     except (AddressError, SettingsError) as error:
         raise CommandError(str(error), Status.USAGE) from None

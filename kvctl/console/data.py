@@ -103,6 +103,15 @@ class Cache:
         )
         return _plain(await self._admin.GetGhostCaches(request, **options))
 
+    async def check_sees_all(self, query: Query, options: Options) -> None:
+        """Asks for what the token of a single tenant is refused."""
+        try:
+            await self.ghosts(query, options)
+        except grpc.aio.AioRpcError as error:
+            # The cache manager looks at the token first, and then for the executor, which may be none.
+            if error.code() not in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND):
+                raise
+
     async def events(self, query: Query, options: Options) -> Json:
         """The newest events after a number, and the number of the last one. `last` is what the next read is to name."""
         after = query.get("after", str(_NO_EVENT))

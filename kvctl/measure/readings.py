@@ -18,6 +18,8 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 
 # The window of hit rates.
 WINDOW_SECONDS = 60
+# What only the processes of a stack export, and when a process started: that has the same name in all of them.
+OURS, START = "kvkeep_", "process_start_time_seconds"
 
 
 def sees_all(pools: Iterable[pb.Pool]) -> bool:
@@ -52,6 +54,8 @@ class Reading:
     loads: generation_pb2.GetLoadsResponse | None = None
     engines: generation_pb2.ListEnginesResponse | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    # By process: when it started, in seconds of the epoch.
+    started: Mapping[str, float] = field(default_factory=dict)
     trouble: tuple[str, ...] = ()
 
     def data(self, before: Reading) -> dict[str, Any]:
@@ -69,11 +73,15 @@ class Reading:
 
 def read(session: Session, metrics: Mapping[str, str]) -> Reading:
     """Asks all services. Raises CommandError when no cache manager answers; without others less is shown."""
-    shards = session.ask(_read)
+    return read_services(session, metrics, session.ask(read_shard))
+
+
+def read_services(session: Session, metrics: Mapping[str, str], shards: Answers[ShardReading]) -> Reading:
+    """Asks the other services, beside the answers of the cache managers."""
     trouble = [f"cachemgr: {ShardsError({address: error})}" for address, error in shards.failures.items()]
     model = loads = engines = None
-    scheduler = session.scheduler
     try:
+        scheduler = session.scheduler
         model = scheduler.call(scheduler.stub.GetModel, generation_pb2.GetModelRequest())
         loads = scheduler.call(scheduler.stub.GetLoads, generation_pb2.GetLoadsRequest())
     except CommandError as error:
@@ -84,19 +92,22 @@ def read(session: Session, metrics: Mapping[str, str]) -> Reading:
         except CommandError as error:
             trouble.append(f"router: {error}")
     found: dict[str, float] = {}
+    started: dict[str, float] = {}
     for name, address in metrics.items():
         if not address:
             continue
         try:
             there = samples(address, session.timeout, session.security)
-            found |= {sample: value for sample, value in there.items() if name in sample}
+            found |= {sample: value for sample, value in there.items() if sample.startswith(OURS)}
+            if START in there:
+                started[name] = there[START]
         except (OSError, ValueError):
             trouble.append(f"{name}: no metrics at {address}")
     routed = bool(session.router_address)
-    return Reading(time.monotonic(), shards, routed, model, loads, engines, found, tuple(trouble))
+    return Reading(time.monotonic(), shards, routed, model, loads, engines, found, started, tuple(trouble))
 
 
-def _read(shard: Shard) -> ShardReading:
+def read_shard(shard: Shard) -> ShardReading:
     pools = shard.pools()
     # Counts of a single tenant are known since the start only.
     window = Duration(seconds=WINDOW_SECONDS) if sees_all(pools) else None

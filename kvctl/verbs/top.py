@@ -14,6 +14,7 @@ from rich.live import Live
 from kvctl.display import screen
 from kvctl.display.output import Format
 from kvctl.measure.readings import Reading, read
+from kvctl.options import ExecutorMetrics, RouterMetrics, SchedulerMetrics
 from kvctl.session import Session, verb
 from kvctl.status import CommandError
 from protos.rpc.settings import STACK_METRICS
@@ -29,15 +30,9 @@ def top(
     session: Session,
     once: Annotated[bool, typer.Option("--once", help="Show it once; always so where no terminal shows it.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between looks, which rates are of.")] = 1.0,
-    scheduler_metrics: Annotated[
-        str, typer.Option(envvar="KVKEEP_SCHEDULER_METRICS_ADDRESS", help="Where the scheduler's metrics are.")
-    ] = STACK_METRICS["scheduler"],
-    executor_metrics: Annotated[
-        str, typer.Option(envvar="KVKEEP_EXECUTOR_METRICS_ADDRESS", help="Where the executor's metrics are.")
-    ] = STACK_METRICS["executor"],
-    router_metrics: Annotated[
-        str, typer.Option(envvar="KVKEEP_ROUTER_METRICS_ADDRESS", help="Where the router's metrics are.")
-    ] = STACK_METRICS["router"],
+    scheduler_metrics: SchedulerMetrics = STACK_METRICS["scheduler"],
+    executor_metrics: ExecutorMetrics = STACK_METRICS["executor"],
+    router_metrics: RouterMetrics = STACK_METRICS["router"],
 ) -> None:
     """Show the stack live. Pools and tiers, tenants and salts, hit rate, queue, step time; Ctrl-C ends it.
 

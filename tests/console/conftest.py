@@ -1,7 +1,8 @@
 """A console beside a cache manager whose pool has been in use by several tenants."""
 
+import asyncio
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -17,11 +18,17 @@ from cachemgr.steps import at_once
 from cachemgr.types import Prefix, Quota, Retention, RetentionRange
 from kvctl.console.app import create_app
 from kvctl.console.fleet import Fleet
+from kvctl.console.monitor import Monitor
+from kvctl.display.output import Format
+from kvctl.measure.readings import Reading
+from kvctl.session import Session
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
 from protos.rpc.http_server import HttpServer
 from protos.rpc.security import PLAIN, Security
 from protos.rpc.server import Server
 
+# Where nothing listens.
+NOBODY = "unix:/nobody/scheduler"
 # Ids that no number on the page is.
 SECRET = 3_987_654_000
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -29,12 +36,20 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 @dataclass
 class Console:
-    """A server, the managers that it shows, their addresses, and what ends each of them."""
+    """A server, the managers that it shows, their addresses, and what ends each of them.
+
+    monitor: of the console; it looks only when a test asks it to.
+    """
 
     drivers: list[Driver]
     shards: list[str]
     stop: list[Callable[[], Awaitable[None]]]
     url: str
+    monitor: Monitor
+
+    async def look(self) -> Reading:
+        """One look at all services, as the console takes in a thread of its own."""
+        return await asyncio.to_thread(self.monitor.look)
 
     @property
     def driver(self) -> Driver:
@@ -71,17 +86,30 @@ def small() -> Driver:
 
 @asynccontextmanager
 async def served(
-    *drivers: Driver, security: Security = PLAIN, any_name: bool = False, router: str = ""
+    *drivers: Driver,
+    security: Security = PLAIN,
+    any_name: bool = False,
+    router: str = "",
+    scheduler: str = NOBODY,
+    executor: str = "",
+    metrics: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Console]:
-    """Each manager's admin address with this security, and a console that reads from there. router: its address."""
+    """Each manager's admin address with this security, and a console that reads from there.
+
+    router, scheduler, executor: addresses. metrics: theirs by process.
+    """
     async with AsyncExitStack() as exits:
         managers = [await exits.enter_async_context(_manager(driver, security)) for driver in drivers]
         shards = [manager.addresses[0] for manager in managers]
         fleet = await exits.enter_async_context(Fleet(shards, router, PLAIN))
-        server = HttpServer(create_app(fleet), "127.0.0.1:0", own_names=not any_name)
+        session = exits.enter_context(Session(",".join(shards), router, "" if router else scheduler, 10.0, Format.JSON))
+        monitor = Monitor(session, metrics or {}, executor)
+        server = HttpServer(create_app(fleet, monitor), "127.0.0.1:0", own_names=not any_name)
         await server.start()
         exits.push_async_callback(server.stop)
-        yield Console(list(drivers), shards, [manager.stop for manager in managers], f"http://{server.address}")
+        yield Console(
+            list(drivers), shards, [manager.stop for manager in managers], f"http://{server.address}", monitor
+        )
 
 
 @asynccontextmanager
@@ -100,6 +128,7 @@ async def _manager(driver: Driver, security: Security) -> AsyncIterator[Server]:
     }
     admin.listen("127.0.0.1:0", services, check=tenancy.check)
     await admin.start()
+    admin.set_serving(True)
     try:
         yield admin
     finally:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
 from bench.driver import Driver
-from kvctl.console import data
+from kvctl.console import app, data, monitor
 from kvctl.console.app import serve
 from kvctl.console.settings import ConsoleSettings
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -31,7 +31,7 @@ from tests.support.patience import patience
 from tests.support.scheduler.fleet import run_fleet
 
 POOL = {"pool": "e/0"}
-PATHS = ("pools", "blocks", "leases", "holds", "tenants", "events", "ghosts")
+PATHS = ("pools", "blocks", "leases", "holds", "tenants", "events", "ghosts", "stack")
 
 
 class Answer(NamedTuple):
@@ -119,6 +119,91 @@ async def test_events_are_found_where_the_cache_manager_answers_late(
     assert await get(console, "events", after=first["last"]) == newest
 
 
+async def test_a_page_that_is_opened_later_gets_the_past_of_its_pool(console: Console) -> None:
+    driver = console.driver
+    assert "history" not in await get(console, "stack", **POOL)
+    used = []
+    for number in range(3):
+        used.append((driver.pool.used_blocks, driver.pool.cached_blocks))
+        await console.look()
+        # The second one needs more blocks than are empty.
+        driver.cache(f"large {number}", range(10_000 * number, 10_000 * number + 1_600))
+    found = (await get(console, "stack", **POOL))["history"]
+    assert list(zip(found["used"], found["cached"], strict=True)) == used
+    assert found["ages"] == sorted(found["ages"], reverse=True)
+    assert found["evicted"][:2] == [None, 0.0]
+    assert found["evicted"][2] > 0.0
+    assert all(0.0 < rate < 1.0 for rate in found["hit_rate"])
+    # Of a pool that there is not, and of figures that nobody exports, nothing is said.
+    assert set((await get(console, "stack", pool="x/0"))["history"]["used"]) == {None}
+    assert set(found["tokens"]) == {None}
+
+
+async def test_the_past_is_no_longer_than_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "HISTORY_SECONDS", 3 * monitor.LOOK_SECONDS)
+    async with served(Driver(200)) as console:
+        for _ in range(6):
+            await console.look()
+        assert len((await get(console, "stack", **POOL))["history"]["ages"]) == 4
+
+
+async def test_the_console_looks_by_itself(console: Console) -> None:
+    with console.monitor:
+        async with asyncio.timeout(patience(30)):
+            while "history" not in (found := await get(console, "stack", **POOL)):
+                await asyncio.sleep(0.01)
+    assert [part["name"] for part in found["parts"]] == ["scheduler", "cachemgr"]
+
+
+async def test_rates_and_start_are_those_of_the_processes_metrics() -> None:
+    registry = CollectorRegistry()
+    tokens = Counter("kvkeep_scheduler_output_tokens", "Tokens.", registry=registry)
+    Gauge("process_start_time_seconds", "Start.", registry=registry).set(1_700_000_000)
+    server, thread = start_http_server(0, "127.0.0.1", registry)
+    try:
+        async with served(Driver(200), metrics={"scheduler": f"127.0.0.1:{server.server_port}"}) as console:
+            await console.look()
+            tokens.inc(1000)
+            await console.look()
+            found = await get(console, "stack", **POOL)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert found["rates"]["output_tokens_per_second"] > 0.0
+    assert [one is not None and one > 0.0 for one in found["history"]["tokens"]] == [False, True]
+    assert found["started"] == {"scheduler": 1_700_000_000}
+
+
+async def test_a_part_that_has_answered_before_is_away(console: Console) -> None:
+    """A part that has never answered may be where the console has no way to."""
+    await console.look()
+    assert [part["state"] for part in (await get(console, "stack", **POOL))["parts"]] == ["unknown", "ok"]
+    await console.stop[0]()
+    await console.look()
+    parts = (await get(console, "stack", **POOL))["parts"]
+    assert [part["state"] for part in parts] == ["unknown", "away"]
+    assert console.shards[0] in parts[1]["detail"]
+
+
+async def test_who_was_not_allowed_before_sees_nothing_while_the_cache_manager_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = Keyring(tmp_path)
+    viewer, other, last = (bearer(keys.add(Role.VIEWER)) for _ in range(3))
+    tenant = bearer(keys.add(Role.VIEWER, "globex"))
+    async with served(small(), security=Security(tokens_file=keys.file)) as console:
+        await get(console, "stack", 200, viewer)
+        await get(console, "stack", 403, tenant)
+        with monkeypatch.context() as over:
+            over.setattr(app, "ALLOWED_SECONDS", 0.0)
+            await get(console, "stack", 200, last)
+        await console.stop[0]()
+        await get(console, "stack", 200, viewer)
+        for unknown in (other, last, tenant, {}):
+            await get(console, "stack", 503, unknown)
+
+
 async def test_no_answer_has_a_token(console: Console) -> None:
     text = json.dumps([await get(console, path, **POOL, executor="e") for path in PATHS])
     assert str(SECRET)[:7] not in text
@@ -204,7 +289,7 @@ async def test_the_cache_manager_decides_what_a_viewers_token_may_read(tmp_path:
             for wrong in ("Bearer wrong", "Bearer \xe9", "Bearer a\tb"):
                 await get(console, path, 401, {"authorization": wrong}, **query)
             await get(console, path, 403, caller, **query)
-            await get(console, path, 403 if path == "ghosts" else 200, tenant, **query)
+            await get(console, path, 403 if path in ("ghosts", "stack") else 200, tenant, **query)
             await get(console, path, 200, viewer, **query)
         await get(console, "pools", 200, operator)
         blocks = await get(console, "blocks", 200, tenant, **query)
@@ -266,6 +351,14 @@ async def test_a_router_says_which_shards_and_engines_there_are(tmp_path: Path) 
         for number, shard in enumerate(shards):
             [pool] = (await get(console, "pools", shard=shard))["pools"]
             assert pool["pool_id"] == f"executor-{number}/0"
+        fleet.health.set_serving(True)
+        await console.look()
+        found = await get(console, "stack", shard=shards[0], pool="executor-0/0")
+        states = {part["name"]: part["state"] for part in found["parts"]}
+        assert states == {
+            "router": "ok", f"cachemgr {shards[0]}": "ok", f"cachemgr {shards[1]}": "ok", "2 of 2 engines": "ok",
+        }  # fmt: skip
+        assert (found["loads"], bool(found["model"]["name"])) == ({"running": 0, "waiting": 0}, True)
         # Known shards are shown without the router.
         await fleet.health.stop()
         found = await get(console, "fleet")

@@ -1,6 +1,7 @@
 """The page in a headless browser: it shows the cache, by keyboard too, and asks no other host for anything."""
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -69,12 +70,12 @@ async def finds(page: Page, script: str, wanted: object) -> None:
     assert found == wanted
 
 
-# Whether the map has many different colours.
-COLOURED = """() => {
-    const map = document.getElementById("map");
+# Whether a canvas has several colours.
+COLOURS = """() => {{
+    const map = document.getElementById("{name}");
     const data = map.getContext("2d").getImageData(0, 0, map.width, map.height).data;
     return new Set(new Uint32Array(data.buffer)).size >= 4;
-}"""
+}}"""
 
 
 async def test_the_page_shows_all_of_it(browser: Browser, console: Console) -> None:
@@ -102,13 +103,62 @@ async def test_the_map_is_coloured_and_walked_by_keyboard(browser: Browser, cons
         await page.keyboard.press("2")
         await expect(page.get_by_role("radio", name="Tenant")).to_have_attribute("aria-checked", "true")
         await expect(page.locator("#legend")).to_contain_text("acme")
-        await finds(page, COLOURED, True)
+        await finds(page, COLOURS.format(name="map"), True)
         await page.locator("#map").focus()
         for key in ("Home", "ArrowRight"):
             await page.keyboard.press(key)
         await expect(page.locator("#block")).to_contain_text("Slot 2, device")
         await page.keyboard.press("End")
         await expect(page.locator("#block")).to_contain_text("Slot 200: empty")
+
+
+async def test_a_page_that_is_opened_later_shows_the_services_and_the_past(browser: Browser, console: Console) -> None:
+    for number in range(3):
+        await console.look()
+        console.driver.cache(f"large {number}", range(10_000 * number, 10_000 * number + 1_600))
+    async with opened(browser, console, allowed="503") as page:
+        await expect(page.locator("#parts")).to_contain_text("cachemgr ok")
+        await expect(page.locator("#parts")).to_contain_text("scheduler not found")
+        await expect(page.locator("#service")).to_contain_text("TTFT")
+        blocks = page.get_by_role("img", name="Device blocks over the last ten minutes")
+        await expect(blocks).to_have_attribute(
+            "aria-label", re.compile(r"in use now \d+, least \d+, most \d+; cached now")
+        )
+        await finds(page, COLOURS.format(name="history-blocks"), True)
+        await expect(page.locator("#history")).to_contain_text("cached")
+        # A part that does not answer any more.
+        await console.stop[0]()
+        await console.look()
+        await expect(page.locator("#parts .away")).to_contain_text("cachemgr", timeout=patience(30) * 1000)
+
+
+async def test_events_are_chosen_by_kind_and_wait_while_the_list_is_paused(browser: Browser, console: Console) -> None:
+    driver = console.driver
+    async with opened(browser, console) as page:
+        events = page.locator("#events")
+        await expect(events).to_contain_text("lease granted")
+        await page.get_by_label("Kind").select_option("stored")
+        await expect(events).not_to_contain_text("lease granted")
+        await expect(events).to_contain_text("before ")
+        await page.get_by_role("button", name="Pause").click()
+        driver.cache("late", range(50_000, 50_032), salt="initech", tenant_id="initech")
+        await expect(page.locator("#paused")).to_contain_text("events since")
+        first = await events.locator("tr").nth(1).inner_text()
+        await page.get_by_role("button", name="Pause").click()
+        await expect(events.locator("tr").nth(1)).not_to_have_text(first)
+        await expect(events.locator("tr").nth(1)).to_contain_text(re.compile(r"^\d\d:\d\d:\d\d"))
+        await expect(page.locator("#paused")).to_be_empty()
+
+
+async def test_pins_come_first_and_a_narrow_page_shows_the_first_rows(browser: Browser, console: Console) -> None:
+    async with opened(browser, console) as page:
+        await expect(page.locator("#leases tr").nth(1)).to_contain_text("pin")
+        await expect(page.locator("#ghosts")).to_contain_text("segmented LRU")
+        await page.set_viewport_size({"width": 390, "height": 800})
+        more = page.locator("#events + .more")
+        await more.click(timeout=patience(30) * 1000)
+        await expect(more).to_have_count(0)
+        assert await page.locator("#events tr").count() > 7
 
 
 async def test_the_tree_opens_and_closes_by_keyboard(browser: Browser, console: Console) -> None:
@@ -202,7 +252,9 @@ HOLES = """() => {
 @pytest.mark.parametrize("count", [1, 2])
 async def test_nothing_is_cut_and_no_row_has_a_hole(browser: Browser, count: int, width: int) -> None:
     async with served(*(small() for _ in range(count))) as console, opened(browser, console) as page:
+        await console.look()
         await page.set_viewport_size({"width": width, "height": 900})
+        await expect(page.locator("#history-section")).to_be_visible()
         await expect(page.locator("body")).to_have_attribute("data-loaded", "yes")
         await page.get_by_role("treeitem").first.click()
         await expect(page.get_by_role("treeitem").first).to_have_attribute("aria-expanded", "true")
@@ -249,14 +301,14 @@ async def test_the_pools_of_two_shards_are_chosen_by_table_and_list(browser: Bro
         await expect(page.locator("#shards")).to_contain_text(console.shards[1])
         first, second = (page.locator(f'#shards [data-pool="{shard} e/0"]') for shard in console.shards)
         await expect(first).to_have_attribute("aria-pressed", "true")
-        await expect(page.locator("#gauges")).to_contain_text("of 200")
+        await expect(page.locator("#gauges")).to_contain_text("device 200 blocks")
         await second.focus()
         await page.keyboard.press("Enter")
-        await expect(page.locator("#gauges")).to_contain_text("of 300")
+        await expect(page.locator("#gauges")).to_contain_text("device 300 blocks")
         await expect(second).to_have_attribute("aria-pressed", "true")
         await expect(second).to_be_focused()
         await page.locator("#pool").select_option(label=f"e/0 at {console.shards[0]}")
-        await expect(page.locator("#gauges")).to_contain_text("of 200")
+        await expect(page.locator("#gauges")).to_contain_text("device 200 blocks")
         await expect(page.locator("#tenants")).to_contain_text("globex")
         other.cache("late", list(range(5_000, 5_100)), salt="initech", tenant_id="initech")
         for shard in console.shards:

@@ -46,6 +46,7 @@ export const hex = (bytes) => Array.from(atob(bytes), (one) => one.charCodeAt(0)
 export const durationOf = (text) => (text === undefined ? null : parseFloat(text));
 
 // What every view needs to write.
+export const clock = (time) => time.toLocaleTimeString("en-GB");
 export const count = (value) => value.toLocaleString("en");
 export const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "–");
 
@@ -70,16 +71,22 @@ export function element(tag, text = "", attributes = {}) {
   return made;
 }
 
-// Columns: [title, value of a row, is a number]. A value may be an element.
+export const narrow = matchMedia("(max-width: 40rem)");
+// Rows of a table on a narrow page, where each row is a list, until the reader asks for all of them.
+const FEW = 6;
+
+// Columns: [title, value of a row, class: "number", "short" for what is never broken, "name" for long names]. A value
+// may be an element.
 export function fill(table, columns, rows, nothing) {
   const head = element("tr");
-  const cell = (tag, text, number) => element(tag, text, number ? { class: "number" } : {});
-  head.append(...columns.map(([title, , number]) => cell("th", title, number)));
-  const body = rows.map((row) => {
+  const cell = (tag, text, kind) => element(tag, text, kind ? { class: kind } : {});
+  head.append(...columns.map(([title, , kind]) => cell("th", title, kind)));
+  const isCut = narrow.matches && rows.length > FEW && !table.dataset.all;
+  const body = (isCut ? rows.slice(0, FEW) : rows).map((row) => {
     const line = element("tr");
-    line.append(...columns.map(([title, value, number]) => {
+    line.append(...columns.map(([title, value, kind]) => {
       const found = value(row);
-      const made = cell("td", found instanceof Node ? "" : String(found), number);
+      const made = cell("td", found instanceof Node ? "" : String(found), kind);
       if (found instanceof Node) made.append(found);
       made.dataset.title = title;
       return made;
@@ -92,6 +99,23 @@ export function fill(table, columns, rows, nothing) {
     body.push(line);
   }
   table.replaceChildren(head, ...body);
+  showMore(table, isCut ? rows.length : 0, () => fill(table, columns, rows, nothing));
+}
+
+// A button below a table that shows a part of its rows only. count: of all rows, 0 for none to show.
+function showMore(table, all, draw) {
+  const after = table.nextElementSibling;
+  if (!all) {
+    after?.remove();
+    return;
+  }
+  const button = after ?? element("button", "", { type: "button", class: "more" });
+  button.textContent = `Show all ${count(all)}`;
+  button.onclick = () => {
+    table.dataset.all = "yes";
+    draw();
+  };
+  if (!after) table.after(button);
 }
 
 export function sized(canvas) {

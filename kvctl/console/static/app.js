@@ -1,19 +1,21 @@
 // Puts the parts together and keeps them up to date, one request at a time.
 
-import { count, durationOf, element, fill, hex, owner, pages, read, seconds, share, word } from "./api.js";
+import { clock, count, durationOf, element, fill, owner, pages, read, seconds, share } from "./api.js";
 import { GhostCurve } from "./curve.js";
+import { EventList } from "./events.js";
 import { FleetView } from "./fleet.js";
+import { StackView } from "./history.js";
 import { BlockMap } from "./map.js";
 import { PrefixTree } from "./tree.js";
 
-const KEPT_EVENTS = 200;
 const MAX_ROWS = 500;
 // How long a round waits for one of several shards, in milliseconds.
 const PATIENCE = 2000;
 
 const byId = (id) => document.getElementById(id);
-const [map, tree, curve] = [new BlockMap(), new PrefixTree(), new GhostCurve()];
-const state = { fleet: { shards: [] }, pools: [], pool: null, lastEvents: new Map(), events: [] };
+const [map, tree, curve, stack] = [new BlockMap(), new PrefixTree(), new GhostCurve(), new StackView()];
+const events = new EventList();
+const state = { fleet: { shards: [] }, pools: [], pool: null };
 const fleet = new FleetView((key) => choose(key));
 // By shard: why it does not answer, and what is being read of it.
 const [problems, reading] = [new Map(), new Map()];
@@ -25,6 +27,7 @@ function setTheme(theme) {
   byId("theme").textContent = theme === "dark" ? "Light" : "Dark";
   map.draw();
   curve.draw();
+  stack.draw();
 }
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -50,6 +53,7 @@ function choose(key) {
   byId("pool").value = state.pool.key;
   map.show(state.pool);
   tree.show(state.pool);
+  stack.due = 0;
   showFleet();
   slow.due = 0;
 }
@@ -86,7 +90,7 @@ async function readShards() {
 
 async function readShard(shard) {
   await loadPools(shard);
-  await loadEvents(shard);
+  await events.load(shard, state.fleet.shards);
 }
 
 // A pool with its tiers. A block index counts the slots of all tiers in one row.
@@ -130,37 +134,9 @@ function gauges() {
   if (!state.pool) return ["No executor is registered."];
   const { tiers, queried_tokens: queried, hit_tokens: hit } = state.pool;
   return [
-    ...tiers.map(({ tier, used, cached, total }) => `${tier}: ${count(used)} in use, ${count(cached)} cached`
-      + ` of ${count(total)}`),
+    tiers.map(({ tier, total }) => `${tier} ${count(total)} blocks`).join(", "),
     `hit rate ${share(hit, queried)} of ${count(queried)} prompt tokens`,
   ];
-}
-
-async function loadEvents(shard) {
-  const last = state.lastEvents.get(shard);
-  const found = await read("events", { ...at(shard), ...(last === undefined ? {} : { after: last }) });
-  // A manager that started again counts from the beginning.
-  if (found.last < last) state.events = state.events.filter((event) => event.shard !== shard);
-  state.lastEvents.set(shard, found.last);
-  if (!found.events.length && state.events.length) return;
-  const events = found.events.reverse().map((event) => ({ ...event, shard }));
-  // No shard with many events leaves the others none.
-  const [kept, seen] = [Math.ceil(KEPT_EVENTS / state.fleet.shards.length), new Map()];
-  state.events = [...events, ...state.events].filter((event) => {
-    seen.set(event.shard, (seen.get(event.shard) ?? 0) + 1);
-    return seen.get(event.shard) <= kept;
-  });
-  fill(byId("events"), [
-    ...(state.fleet.shards.length > 1 ? [["shard", (event) => event.shard]] : []),
-    ["number", (event) => count(Number(event.event_number)), true], ["what", ({ kind }) => word(kind, "EVENT_KIND_")],
-    ["pool", ({ block, executor }) => executor?.executor_id ?? block.pool_id],
-    ["slot", ({ block = {} }) => (block.slot ? `${word(block.tier, "TIER_")} ${block.slot}` : "")],
-    ["key", ({ block }) => hex(block?.key ?? "").slice(0, 12)],
-    ["tokens", ({ block }) => block?.num_tokens || "", true],
-    ["priority", ({ block }) => (block?.key ? block.retention_priority : ""), true],
-    ["cause", ({ removal_cause: cause }) => word(cause, "REMOVAL_CAUSE_").replace("unspecified", "")],
-    ["holder", ({ lease }) => lease?.holder ?? ""],
-  ], state.events, "Nothing has happened.");
 }
 
 async function loadTenants() {
@@ -185,8 +161,9 @@ async function loadTenants() {
   }
   const sorted = rows.sort((a, b) => b.blocks - a.blocks || b.queried - a.queried);
   fill(byId("tenants"), [
-    ["account", (one) => one.name], ["blocks", (one) => count(one.blocks), true],
-    ["queried tokens", (one) => count(one.queried), true], ["hit rate", (one) => share(one.hit, one.queried), true],
+    ["account", (one) => one.name, "name"], ["blocks", (one) => count(one.blocks), "number"],
+    ["queried tokens", (one) => count(one.queried), "number"],
+    ["hit rate", (one) => share(one.hit, one.queried), "number"],
     ["quota in device blocks", (one) => one.quota],
   ], sorted.slice(0, MAX_ROWS), "No blocks yet.");
 }
@@ -196,14 +173,14 @@ async function loadLeases() {
   const { holds } = await read("holds", state.pool.at);
   const rows = holds.map((hold) => ({
     what: hold.pin ? "pin" : "hold", holder: hold.owner, blocks: hold.num_blocks, priority: "",
-    remaining: durationOf(hold.remaining_duration), where: hold.executor_id,
+    remaining: durationOf(hold.remaining_duration), executor: hold.executor_id,
   }));
   const [groups, leases] = [new Map(), new Map()];
-  const { pool_id: pool } = state.pool;
+  const { pool_id: pool, executor_id: executor } = state.pool;
   for await (const page of pages("leases", { ...state.pool.at, pool })) {
     for (const lease of page.leases) {
       const name = [lease.holder, lease.priority, seconds(lease.remaining), lease.started].join();
-      const group = groups.get(name) ?? groups.set(name, { ...lease, what: "lease", blocks: 0, where: pool }).get(name);
+      const group = groups.get(name) ?? groups.set(name, { ...lease, what: "lease", blocks: 0, executor }).get(name);
       group.blocks += lease.slots.length;
       for (const [tier, slot] of lease.slots) {
         const blockIndex = map.blockIndexOf(tier, slot);
@@ -216,13 +193,16 @@ async function loadLeases() {
   map.describe();
   rows.push(...groups.values());
   const waits = (row) => row.started === false && row.remaining !== null;
+  // What an operator has set comes first; then what ends first.
+  const rank = ({ what }) => ["pin", "hold", "lease"].indexOf(what);
   const left = (row) => (row.remaining ?? Infinity);
+  const several = new Set(state.pools.map(({ executor_id: id }) => id)).size > 1;
   fill(byId("leases"), [
-    ["what", (row) => row.what], ["holder", (row) => row.holder], ["blocks", (row) => count(row.blocks), true],
-    ["priority", (row) => row.priority, true],
-    ["time left", (row) => seconds(row.remaining) + (waits(row) ? ", from release" : ""), true],
-    ["where", (row) => row.where],
-  ], rows.sort((a, b) => left(a) - left(b)), "Nothing is kept.");
+    ["what", (row) => row.what, "short"], ["holder", (row) => row.holder, "name"],
+    ["blocks", (row) => count(row.blocks), "number"], ["priority", (row) => row.priority, "number"],
+    ["time left", (row) => seconds(row.remaining) + (waits(row) ? " from release" : ""), "short"],
+    ...(several ? [["executor", (row) => row.executor, "short"]] : []),
+  ], rows.sort((a, b) => rank(a) - rank(b) || left(a) - left(b)), "Nothing is kept.");
 }
 
 // What reads many blocks comes less often.
@@ -243,6 +223,9 @@ async function round() {
     // The first one, whichever shard has answered first.
     if (!state.pool) choose();
     if (!shards.length) throw new Error("none is known yet");
+    const asked = shards.find((shard) => !problems.has(shard)) ?? shards[0];
+    await stack.load(state.pool && !problems.has(state.pool.shard) ? state.pool.shard : asked, state.pool, begin);
+    map.copies = state.pools.length === 1 ? stack.found?.host_copies ?? 0 : 0;
     // With one cache manager there is nothing else to show.
     if (shards.length === 1 && problems.size) throw new Error(problems.get(shards[0]));
     if (state.pool && !problems.has(state.pool.shard) && begin >= slow.due) {
@@ -253,7 +236,7 @@ async function round() {
     const silent = [...problems].map(([shard, problem]) => `${shard} does not answer: ${problem}`);
     if (state.fleet.problem) silent.push(`The router does not answer: ${state.fleet.problem}`);
     byId("state").className = silent.length ? "failed" : "";
-    byId("state").textContent = silent.join(" · ") || `as of ${new Date().toLocaleTimeString()}`;
+    byId("state").textContent = silent.join(" · ") || `as of ${clock(new Date())}`;
     document.body.dataset.loaded = "yes";
   } catch (error) {
     byId("state").className = "failed";

@@ -1,12 +1,16 @@
 // Hit rates of ghost caches over their size.
 
-import { colour, count, key, read, share, sized, word } from "./api.js";
+import { colour, count, fill, key, read, share, sized, word } from "./api.js";
 
-const POLICIES = { retention: ["--c0", "retention, as in the pools"], lru: ["--c2", "LRU"], "segmented lru": ["--c1", "segmented LRU"] };
+// Colour, name, and the dashes that leave a line below another one to be seen.
+const POLICIES = { retention: ["--c0", "retention, as in the pools", []], lru: ["--c2", "LRU, dashed", [7, 5]],
+  "segmented lru": ["--c1", "segmented LRU, dotted", [2, 4]] };
+const times = (blocks, now) => `${Number((blocks / now).toPrecision(2))}×`;
 
 export class GhostCurve {
   constructor() {
     this.canvas = document.getElementById("curve");
+    this.details = document.getElementById("ghosts-details");
     this.found = null;
     this.problem = "";
     document.getElementById("curve-legend").replaceChildren(
@@ -45,10 +49,11 @@ export class GhostCurve {
       const on = found?.caches.length;
       const off = found ? "Ghost caches are off for this executor." : this.problem;
       text.textContent = on ? "No prompt in the last hour." : off;
+      this.details.hidden = true;
       return;
     }
     const sizes = [...new Set(found.caches.map((one) => one.blocks))];
-    const [left, right, top, bottom] = [42, width - 12, 8, height - 24];
+    const [left, right, top, bottom] = [42, width - 12, 22, height - 40];
     const span = Math.log(sizes.at(-1) / sizes[0]) || 1;
     const x = (blocks) => left + (Math.log(blocks / sizes[0]) / span) * (right - left);
     const y = (rate) => bottom - rate * (bottom - top);
@@ -63,20 +68,30 @@ export class GhostCurve {
       pen.textAlign = "right";
       pen.fillText(`${100 * rate} %`, left - 6, y(rate) + 4);
     }
+    pen.textAlign = "left";
+    pen.fillText("Hit rate", 0, 12);
+    pen.textAlign = "right";
+    pen.fillText("Size of the cache, × device blocks of today", right, height - 6);
     let free = 0;
     for (const blocks of sizes) {
+      pen.beginPath();
+      pen.moveTo(x(blocks), bottom);
+      pen.lineTo(x(blocks), bottom + 5);
+      pen.stroke();
       if (x(blocks) < free) continue;
       free = x(blocks) + 40;
       pen.textAlign = blocks === sizes[0] ? "left" : blocks === sizes.at(-1) ? "right" : "center";
-      pen.fillText(`${Number((blocks / found.device_blocks).toPrecision(2))}×`, x(blocks), height - 6);
+      pen.fillText(times(blocks, found.device_blocks), x(blocks), bottom + 18);
     }
-    for (const [policy, [name]] of Object.entries(POLICIES).reverse()) {
+    for (const [policy, [name, , dashes]] of Object.entries(POLICIES)) {
       const points = found.caches.filter((one) => one.policy === policy);
       pen.strokeStyle = pen.fillStyle = colour(name);
       pen.lineWidth = 2;
       pen.beginPath();
       points.forEach((one) => pen.lineTo(x(one.blocks), y(one.hit_tokens / found.queried_tokens)));
+      pen.setLineDash(dashes);
       pen.stroke();
+      pen.setLineDash([]);
       for (const one of points) {
         pen.beginPath();
         pen.arc(x(one.blocks), y(one.hit_tokens / found.queried_tokens), 3, 0, 7);
@@ -87,11 +102,16 @@ export class GhostCurve {
     pen.beginPath();
     pen.arc(x(found.device_blocks), y(found.hit_tokens / found.queried_tokens), 6, 0, 7);
     pen.stroke();
-    const asNow = found.caches.filter((one) => one.policy === "retention");
-    text.textContent = `Share of the last hour's ${count(found.queried_tokens)} prompt tokens that hit: measured `
-      + `${share(found.hit_tokens, found.queried_tokens)}; `
-      + asNow.map((one) => `${Number((one.blocks / found.device_blocks).toPrecision(2))}× `
-        + share(one.hit_tokens, found.queried_tokens)).join(", ")
-      + `. ${share(found.sample_rate, 1)} of the blocks are sampled.`;
+    text.textContent = `Of the last hour's ${count(found.queried_tokens)} prompt tokens `
+      + `${share(found.hit_tokens, found.queried_tokens)} had a hit. ${share(found.sample_rate, 1)} of the blocks are sampled.`;
+    const rate = (policy) => (blocks) => {
+      const cache = found.caches.find((one) => one.policy === policy && one.blocks === blocks);
+      return cache ? share(cache.hit_tokens, found.queried_tokens) : "";
+    };
+    this.details.hidden = false;
+    fill(document.getElementById("ghosts"), [
+      ["size", (blocks) => times(blocks, found.device_blocks), "number"], ["blocks", count, "number"],
+      ...Object.keys(POLICIES).map((policy) => [policy.replace("lru", "LRU"), rate(policy), "number"]),
+    ], sizes, "");
   }
 }

@@ -52,10 +52,10 @@ export class FleetView {
     fill(section.querySelector("table"), [
       ["shard", (row) => row.shard],
       ["pool", (row) => (row.pool ? this.button(row.pool, row.pool.key === chosen) : "no executor is registered")],
-      ["in use", (row) => device(row, ({ used }) => count(used)), true],
-      ["cached", (row) => device(row, ({ cached }) => count(cached)), true],
-      ["device blocks", (row) => device(row, ({ total }) => count(total)), true],
-      ["hit rate", ({ pool }) => (pool ? share(pool.hit_tokens, pool.queried_tokens) : ""), true],
+      ["in use", (row) => device(row, ({ used }) => count(used)), "number"],
+      ["cached", (row) => device(row, ({ cached }) => count(cached)), "number"],
+      ["device blocks", (row) => device(row, ({ total }) => count(total)), "number"],
+      ["hit rate", ({ pool }) => (pool ? share(pool.hit_tokens, pool.queried_tokens) : ""), "number"],
       ["state", (row) => this.state(!row.problem, row.problem ? `does not answer: ${row.problem}` : "answers")],
     ], rows, "No cache manager is known.");
     if (focused) section.querySelector(`[data-pool="${CSS.escape(focused)}"]`)?.focus();
@@ -86,11 +86,11 @@ export class FleetView {
       ["engine", (one) => one.address], ["executor", (one) => this.short(one.executor_id)],
       ["shard", (one) => one.cachemgr_admin_address],
       ["state", (one) => this.state(one.ready, one.ready ? "ready" : `away: ${one.obstacle}`)],
-      ["running", (one) => loads(one, (load) => `${load.running_requests} of ${load.max_running_requests}`), true],
-      ["waiting", (one) => loads(one, (load) => count(load.waiting_requests)), true],
-      ["tokens to compute", (one) => loads(one, (load) => count(Number(load.queued_prompt_tokens))), true],
-      ["sent requests", (one) => count(Number(one.routed_requests)), true],
-      ["expected cached", (one) => share(Number(one.expected_cached_tokens), Number(one.routed_tokens)), true],
+      ["running", (one) => loads(one, (load) => `${load.running_requests} of ${load.max_running_requests}`), "number"],
+      ["waiting", (one) => loads(one, (load) => count(load.waiting_requests)), "number"],
+      ["tokens to compute", (one) => loads(one, (load) => count(Number(load.queued_prompt_tokens))), "number"],
+      ["sent requests", (one) => count(Number(one.routed_requests)), "number"],
+      ["expected cached", (one) => share(Number(one.expected_cached_tokens), Number(one.routed_tokens)), "number"],
       ["view", (one) => this.short(one.view_complete ? "complete" : "incomplete")],
     ], engines, "No engine is known.");
   }

@@ -20,6 +20,8 @@ export class BlockMap {
     this.mode = "tier";
     this.pool = null;
     this.cursor = 0;
+    // Slots of the host tier with a write-through copy, which belong to blocks on the device.
+    this.copies = 0;
     this.reset();
     const group = document.getElementById("colours");
     this.buttons = MODES.map((mode, index) => {
@@ -126,7 +128,9 @@ export class BlockMap {
 
   // What says which blocks are in use; by age they have a colour of their own.
   shades() {
-    return this.mode === "age" ? [] : [key("--text", "in use"), key("--text", "cached", true)];
+    if (this.mode === "age") return [];
+    const [[name] = ["--c0"]] = this.keys();
+    return [key(name, "strong: in use"), key(name, "pale: cached", true)];
   }
 
   nameOf(blockIndex) {
@@ -154,12 +158,10 @@ export class BlockMap {
     const gap = this.side > 4 ? 1 : 0;
     const colours = new Map(["--empty", "--c7", ...keys.map(([name]) => name)].map((name) => [name, colour(name)]));
     const byColour = new Map([...colours.keys()].map((name) => [name, [[], []]]));
-    let used = 0;
-    let cached = 0;
+    const counts = this.pool.tiers.map(() => [0, 0]);
     for (let blockIndex = 1; blockIndex <= this.size; blockIndex += 1) {
       const state = this.present[blockIndex];
-      used += state === 2;
-      cached += state === 1;
+      if (state) counts[this.pool.tiers.findLastIndex(({ offset }) => blockIndex > offset)][state - 1] += 1;
       const isPale = state === 1 && this.mode !== "age";
       byColour.get(state ? this.nameOf(blockIndex) : "--empty")[Number(isPale)].push(blockIndex);
     }
@@ -180,7 +182,13 @@ export class BlockMap {
       pen.lineWidth = 2;
       pen.strokeRect(x - 1, y - 1, Math.max(4, this.side + 1), Math.max(4, this.side + 1));
     }
-    const text = `${count(used)} in use, ${count(cached)} cached, ${count(this.size - used - cached)} empty`;
+    const text = this.pool.tiers.map(({ tier, size }, index) => {
+      const [cached, used] = counts[index];
+      const copies = tier === "host" && this.copies ? `, ${count(this.copies)} copies of device blocks` : "";
+      const empty = size - used - cached - (copies ? this.copies : 0);
+      return `${tier} ${count(size)} blocks: ${count(used)} in use, ${count(cached)} cached${copies}, `
+        + `${count(Math.max(0, empty))} empty`;
+    }).join("; ");
     document.getElementById("map-count").textContent = text;
     this.canvas.setAttribute("aria-label", `Blocks of pool ${this.pool.pool_id}: ${text}`);
   }

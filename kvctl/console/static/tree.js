@@ -4,6 +4,7 @@ import { count, element, owner } from "./api.js";
 
 // Children of a node that are shown: those found most often first.
 const MAX_CHILDREN = 100;
+const hitsOf = (hits) => (hits === 1 ? "1 hit" : `${count(hits)} hits`);
 const byHits = (a, b) => b.hits - a.hits || b.references - a.references || a.idle - b.idle;
 
 export class PrefixTree {
@@ -76,16 +77,20 @@ export class PrefixTree {
 
   row(node, level) {
     const blocks = node.blocks === 1 ? "1 block" : `${count(node.blocks)} blocks`;
-    const hits = node.hits === node.end_hits ? count(node.hits) : `${count(node.hits)} to ${count(node.end_hits)}`;
+    const hits = node.hits === node.end_hits ? hitsOf(node.hits)
+      : `${hitsOf(node.hits)} at its head, ${count(node.end_hits)} at its end`;
     const parts = level === 1 ? [owner(this.scopes[node.owner])] : [];
-    parts.push(`${hits} hits`, `${blocks}, ${count(node.tokens)} tokens`, `priority ${node.priority}`);
+    parts.push(hits, `${blocks}, ${count(node.tokens)} tokens`, `priority ${node.priority}`);
     if (node.references) parts.push("in use");
-    if (node.branches) parts.push(`${count(node.branches)} branches`);
+    if (node.branches) parts.push(`${count(node.branches)} ${node.branches === 1 ? "branch" : "branches"}`);
     const row = element("div", `${node.key.slice(0, 8)} · ${parts.join(" · ")}`,
       { role: "treeitem", "aria-level": level, tabindex: -1 });
     row.style.paddingLeft = `${level * 1.1 - 0.9}rem`;
     row.dataset.end = node.end;
-    if (node.branches) row.setAttribute("aria-expanded", this.open.has(node.end));
+    if (node.branches) {
+      row.setAttribute("aria-expanded", this.open.has(node.end));
+      row.title = this.open.has(node.end) ? "Click, Enter or ← closes it" : "Click, Enter or → opens it";
+    }
     return row;
   }
 
