@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import threading
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from kvctl.measure.readings import WINDOW_SECONDS, Reading, ShardReading, rates,
 from kvctl.session import Session
 from kvctl.shards import Answers
 from kvctl.status import CommandError, Status
+from protos.rpc.version import version
 
 LOOK_SECONDS = 3.0
 HISTORY_SECONDS = 600.0
@@ -102,14 +102,12 @@ class Monitor:
         """The services as of the last look, and the history of a pool. shard: its address, empty where it is alone."""
         with self._lock:
             samples, readings, parts = list(self._samples), list(self._readings), self._parts
-        found: Json = {"version": _version(), "parts": [part._asdict() for part in parts]}
+        found: Json = {"version": version(), "parts": [part._asdict() for part in parts]}
         if not readings:
             return found
         last = readings[-1]
         found["started"] = dict(last.started)
         found["rates"] = rates(readings[0], last) if len(readings) > 1 else {}
-        # Summed over all pools.
-        found["host_copies"] = last.metrics.get("kvkeep_pool_written_through_blocks")
         found["history"] = {"seconds": HISTORY_SECONDS, **_history(samples, shard, pool)}
         if last.model is not None:
             found["model"] = {"name": last.model.model, "dtype": last.model.dtype, "cache": last.model.kv_cache_dtype}
@@ -169,14 +167,6 @@ class Monitor:
                 return None
             return f"no answer at {address}"
         return "" if answer.status == health_pb2.HealthCheckResponse.SERVING else _NOT_SERVING
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("kvkeep")
-    except importlib.metadata.PackageNotFoundError:
-        # Run from a checkout that is not installed.
-        return ""
 
 
 def _pools(reading: Reading) -> Iterator[tuple[tuple[str, str], PoolSample]]:

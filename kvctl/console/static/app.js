@@ -101,7 +101,7 @@ function poolOf(shard, { pool_id, spec, lower_tiers: lower, queried_tokens, hit_
     ["disk", spec.disk_blocks, usage("TIER_DISK")]].map(([tier, size, counts], index) => {
     offset += size;
     return { tier, number: index + 1, offset: offset - size, size, total: counts.total_blocks ?? size,
-      used: counts.used_blocks ?? 0, cached: counts.cached_blocks ?? 0 };
+      used: counts.used_blocks ?? 0, cached: counts.cached_blocks ?? 0, copies: counts.copy_blocks ?? 0 };
   });
   // Two shards may have pools of one name.
   const [name, key] = Object.keys(at(shard)).length ? [`${pool_id} at ${shard}`, `${shard} ${pool_id}`]
@@ -225,7 +225,7 @@ async function round() {
     if (!shards.length) throw new Error("none is known yet");
     const asked = shards.find((shard) => !problems.has(shard)) ?? shards[0];
     await stack.load(state.pool && !problems.has(state.pool.shard) ? state.pool.shard : asked, state.pool, begin);
-    map.copies = state.pools.length === 1 ? stack.found?.host_copies ?? 0 : 0;
+    map.copies = state.pool?.tiers.find(({ tier }) => tier === "host")?.copies ?? 0;
     // With one cache manager there is nothing else to show.
     if (shards.length === 1 && problems.size) throw new Error(problems.get(shards[0]));
     if (state.pool && !problems.has(state.pool.shard) && begin >= slow.due) {
