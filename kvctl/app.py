@@ -12,7 +12,7 @@ from kvctl.console import command as console
 from kvctl.status import EXIT_STATUSES, CommandError, Status
 from kvctl.verbs import adapters, change, engines, follow, ghosts, limits, pool, quota, rules, show, top, weights
 from kvctl.verbs.cancel import app as cancelling
-from protos.rpc.version import version
+from protos.rpc.version import program_version
 
 # The base of all usage errors, which typer does not export.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -70,7 +70,7 @@ def kvctl(
     an executor names one.
     """
     if own_version:
-        typer.echo(f"kvctl {version()}")
+        typer.echo(f"kvctl {program_version()}")
         raise typer.Exit
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())

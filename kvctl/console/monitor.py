@@ -16,7 +16,7 @@ from kvctl.measure.readings import WINDOW_SECONDS, Reading, ShardReading, rates,
 from kvctl.session import Session
 from kvctl.shards import Answers
 from kvctl.status import CommandError, Status
-from protos.rpc.version import version
+from protos.rpc.version import program_version
 
 LOOK_SECONDS = 3.0
 HISTORY_SECONDS = 600.0
@@ -102,7 +102,7 @@ class Monitor:
         """The services as of the last look, and the history of a pool. shard: its address, empty where it is alone."""
         with self._lock:
             samples, readings, parts = list(self._samples), list(self._readings), self._parts
-        found: Json = {"version": version(), "parts": [part._asdict() for part in parts]}
+        found: Json = {"version": program_version(), "parts": [part._asdict() for part in parts]}
         if not readings:
             return found
         last = readings[-1]

@@ -29,7 +29,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc import addresses
 from protos.rpc.errors import from_rpc_error
 from protos.rpc.version import VERSION_KEY
-from protos.rpc.version import version as own_version
+from protos.rpc.version import program_version as own_version
 
 app = typer.Typer()
 

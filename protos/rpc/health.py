@@ -12,7 +12,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.errors import ServiceError
-from protos.rpc.version import VERSION_KEY, version
+from protos.rpc.version import VERSION_KEY, program_version
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -33,7 +33,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._statuses = dict.fromkeys(("", *services), NOT_SERVING)
         self._changed = asyncio.Event()
         self._closed = False
-        self._version = version()
+        self._version = program_version()
 
     def set(self, serving: bool, service: str | None = None) -> None:
         """Sets one service, or all and the process itself for None. A service of another listener is ignored."""

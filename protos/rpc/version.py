@@ -6,7 +6,7 @@ import importlib.metadata
 VERSION_KEY = "kvkeep-version"
 
 
-def version() -> str:
+def program_version() -> str:
     """The version of the installed package."""
     try:
         return importlib.metadata.version("kvkeep")

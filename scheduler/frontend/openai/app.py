@@ -19,7 +19,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import ServiceError
 from protos.rpc.guard import Guard
 from protos.rpc.identity import PermissionDeniedError
-from protos.rpc.version import version
+from protos.rpc.version import program_version
 from scheduler.errors import NotReadyError, UnknownRequestError
 from scheduler.frontend.access_log import note
 from scheduler.frontend.grpc_service import ADMIN_SERVICE, SERVICE, GenerationService, SchedulerAdminService
@@ -80,7 +80,7 @@ def create_app(
         service.access_log,
         origins,
         title="kvkeep",
-        version=version(),
+        version=program_version(),
         docs_url=None,
         redoc_url=None,
         responses=ERRORS,
@@ -117,7 +117,7 @@ def _watching(service: GenerationService, collect: Callable[[], Awaitable[bytes]
     @router.get("/version")
     async def version() -> responses.Version:
         """The version of kvkeep."""
-        return {"version": version()}
+        return {"version": program_version()}
 
     @router.get("/metrics", response_class=Response, responses=_TEXT)
     async def metrics() -> Response:
@@ -237,7 +237,7 @@ def _describing(service: GenerationService, guard: Guard, bodies: BodyLimits) ->
     @counting.get("/server_info")
     async def server_info() -> responses.ServerInfo:
         """The model, its limits and the load, under the names that SGLang and vLLM have for them."""
-        return responses.server_info(service.model(), service.loads(), version())
+        return responses.server_info(service.model(), service.loads(), program_version())
 
     return describing, counting
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvctl.app import main
-from protos.rpc.version import version
+from protos.rpc.version import program_version
 from tests.support.kvctl import VERBS
 from tests.support.managers import Managers, cached
 from tests.unit.kvctl.conftest import Kvctl
@@ -117,10 +117,10 @@ def test_help_has_a_short_name_everywhere(capfd: pytest.CaptureFixture[str], nam
 
 
 async def test_versions_are_those_of_kvctl_and_of_each_service(kvctl: Kvctl, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert await kvctl.text("--version") == f"kvctl {version()}\n"
+    assert await kvctl.text("--version") == f"kvctl {program_version()}\n"
     for name in ("SCHEDULER", "CACHEMGR", "EXECUTOR"):
         monkeypatch.setenv(f"KVKEEP_{name}_ADDRESS", "unix:/nowhere")
     found = (await kvctl.data("version", status=3))["versions"]
     said = {one["name"]: one["version"] for one in found}
     services = dict.fromkeys(("scheduler", "cachemgr", "executor"), "no answer")
-    assert said == {"kvctl": version(), "admin": version()} | services
+    assert said == {"kvctl": program_version(), "admin": program_version()} | services

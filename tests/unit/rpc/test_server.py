@@ -29,7 +29,7 @@ from protos.rpc.channel import open_channel
 from protos.rpc.security import Security
 from protos.rpc.server import Server
 from protos.rpc.startup import raise_file_limit
-from protos.rpc.version import VERSION_KEY, version
+from protos.rpc.version import VERSION_KEY, program_version
 from tests.support.patience import patience
 from tests.support.ports import free_address
 from tests.unit.rpc.conftest import ADMIN, EVENTS, Admin, Endless, Served, serving
@@ -57,7 +57,7 @@ async def test_health_follows_the_process_and_each_service(served: Served) -> No
 async def test_an_answer_about_health_has_the_version(served: Served) -> None:
     call = health_pb2_grpc.HealthStub(served.channel).Check(health_pb2.HealthCheckRequest(), timeout=patience(5))
     await call
-    assert dict(await call.trailing_metadata())[VERSION_KEY] == version()
+    assert dict(await call.trailing_metadata())[VERSION_KEY] == program_version()
 
 
 async def test_all_of_an_addresss_health_is_listed(served: Served) -> None:
