@@ -32,7 +32,8 @@ export class StackView {
         const value = element("span", "", { class: "now" });
         value.style.color = `var(${line})`;
         value.dataset.name = name;
-        value.dataset.text = lines.length > 1 ? text : "";
+        // The map says how many blocks there are: a second count, of another moment, would differ.
+        if (lines.length > 1) value.textContent = text;
         return value;
       }));
       figure.append(caption, canvas);
@@ -114,7 +115,7 @@ export class StackView {
       const values = columns[name].filter((value) => value !== null);
       const now = columns[name].at(-1) ?? null;
       const shown = canvas.parentElement.querySelector(`[data-name="${name}"]`);
-      shown.textContent = `${now === null ? "–" : format(now)} ${shown.dataset.text}`;
+      if (lines.length === 1) shown.textContent = now === null ? "–" : format(now);
       return values.length ? `${text} now ${now === null ? "unknown" : format(now)}, least `
         + `${format(Math.min(...values))}, most ${format(Math.max(...values))}` : `${text} unknown`;
     });
