@@ -27,6 +27,7 @@ COMMANDS = (
     f"make generate PROMPT={QUESTION}",
     f"make generate PROMPT={QUESTION}",
     f"kvctl explain --chat {QUESTION}",
+    f"kvctl explain --chat {QUESTION} --salt acme",
     f"kvctl pin --chat {QUESTION} --for 1h --owner ops",
     'make generate PROMPT="Tell me a story." > story.txt &',
     "until [ -s story.txt ]; do sleep 0.1; done; kill -9 $(pgrep -P $STACK -f cachemgr)",
