@@ -190,7 +190,8 @@ def families_table() -> str:
         "transformers. Otherwise such a model runs as those below."
     )
     text += "\n### Exact\n\n" + paragraph(
-        "Through transformers' modules, with attention over paged blocks, and slower: " + exact + "."
+        "Through transformers' modules, with attention over paged blocks, and slower: " + exact + ". A model of such a "
+        "family, for example of `lfm2`, is refused where a layer of it is not attention."
     )
     text += "\n### Refused\n\n" + table(
         ("why", "families"), [(why, ", ".join(names)) for why, names in sorted(found.items())]
