@@ -372,7 +372,7 @@ F, A = "tools[1].function", "messages[1].tool_calls[1]"
 # Field, and a part of the error.
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": "x"}, "tools", "list"),
-    ({"tools": ["x"]}, "tools[0]", "dictionary"),
+    ({"tools": ["x"]}, "tools[0]", "must be an object"),
     ({"tools": [WEATHER | {"type": "custom"}]}, "tools[0].type", 'must be "function"'),
     ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type", 'must be "function"'),
     ({"tools": [{"type": "function"}]}, "tools[0].function.name", "must be 1 to 64"),
@@ -395,7 +395,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (named("f", strict="yes"), f"{F}.strict", "must be true or false"),
     (named("f", paramters={}), f"{F}.paramters", "is not a field"),
     ({"tool_choice": "some"}, "tool_choice", "must be one of none, auto, required"),
-    ({"tool_choice": 5}, "tool_choice", "dictionary"),
+    ({"tool_choice": 5}, "tool_choice", "object"),
     ({"tool_choice": "required", "tools": None}, "tool_choice", "needs tools"),
     ({"tool_choice": "required", "tools": []}, "tool_choice", "needs tools"),
     (choosing(type="allowed_tools"), "tool_choice.type", "function"),
@@ -415,7 +415,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (called(id=None), f"{A}.id", "string"),
     (called(id="x" * 257), f"{A}.id", "has more than 256 bytes"),
     (called(type="custom"), f"{A}.type", "function"),
-    (called(function=None), f"{A}.function", "dictionary"),
+    (called(function=None), f"{A}.function", "object"),
     (called(function={"name": "f"}), f"{A}.function.arguments", "is missing"),
     (called(function={"name": "a b", "arguments": "{}"}), f"{A}.function.name", "must be 1 to 64"),
     (called(function={"name": "f", "arguments": "{}", "x": 1}), f"{A}.function.x", "is not a field"),
