@@ -24,7 +24,7 @@ from protos.kvcache.v1 import kvcache_pb2_grpc
 from protos.rpc import logs
 from protos.rpc.server import Server
 from protos.rpc.settings import load
-from scheduler import __main__ as scheduler
+from scheduler import process as scheduler
 from scheduler.settings import SchedulerSettings
 
 SYNC_BYTES = Counter("kvkeep_bench_sync_bytes", "Bytes that syncs would have on the wire.", ["direction"])

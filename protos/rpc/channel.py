@@ -103,14 +103,20 @@ class _AuthorizedChannel:
     def _with_token(self, kind: Callable[..., Any]) -> Callable[..., Any]:
         def method(*arguments: Any, **options: Any) -> Callable[..., Any]:
             call = kind(*arguments, **options)
-
-            def authorized(*arguments: Any, metadata: Any = None, **options: Any) -> Any:
-                token = (AUTHORIZATION_KEY, f"Bearer {self._security.token()}")
-                return call(*arguments, metadata=(*(metadata or ()), token), **options)
-
+            authorized = self._authorized(call)
+            # Of calls of threads: gives the metadata of the answer, too.
+            if hasattr(call, "with_call"):
+                authorized.with_call = self._authorized(call.with_call)  # type: ignore[attr-defined]
             return authorized
 
         return method
+
+    def _authorized(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def authorized(*arguments: Any, metadata: Any = None, **options: Any) -> Any:
+            token = (AUTHORIZATION_KEY, f"Bearer {self._security.token()}")
+            return call(*arguments, metadata=(*(metadata or ()), token), **options)
+
+        return authorized
 
     async def __aenter__(self) -> _AuthorizedChannel:
         return self

@@ -161,9 +161,13 @@ def test_a_dry_run_says_what_would_happen_and_changes_nothing(own: Stack, kvctl:
     kvctl.text("quota", "set", "--salt", "acme", "--device-floor", 1)
 
     def steered() -> list[Any]:
-        """What operators change, without the time that passes."""
+        """What operators change, without the time that passes and the copies that are made meanwhile."""
         [hold] = kvctl.data("holds")["holds"]
-        return [hold["name"], *(kvctl.data(*line) for line in STEERED)]
+        found = [kvctl.data(*line) for line in STEERED]
+        for pool in next(one["pools"] for one in found if "pools" in one):
+            for tier in pool["lower_tiers"]:
+                del tier["copy_blocks"]
+        return [hold["name"], *found]
 
     before = steered()
     for line, said in (
