@@ -119,8 +119,13 @@ class Monitor:
         pause = 0.0
         while not self._stopping.wait(pause):
             failures = self.look().shards.failures.values()
-            is_refused = any(error.status is Status.REFUSED for error in failures)
-            pause = REFUSED_SECONDS if is_refused else LOOK_SECONDS
+            if not any(error.status is Status.REFUSED for error in failures):
+                pause = LOOK_SECONDS
+            elif self._session.security.token_file is None:
+                # The services ask for tokens, and the console has none until it starts again.
+                return
+            else:
+                pause = REFUSED_SECONDS
 
     def _look_at_parts(self, reading: Reading) -> Iterator[Part]:
         try:

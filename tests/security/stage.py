@@ -81,6 +81,7 @@ class Stage:
         )
         for role in (Role.SCHEDULER, Role.EXECUTOR):
             self.stack.own[role.value] = {"token_file": keys.add(role).token_file}
+        self.stack.own["console"] = {"token_file": keys.add(Role.VIEWER).token_file}
         self.root = keys.add(Role.OPERATOR)
         self.tenants = {
             tenant: {role: keys.add(role, tenant) for role in (Role.CALLER, Role.OPERATOR, Role.VIEWER)}
