@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +11,6 @@ import typer.core
 from kvctl.console import command as console
 from kvctl.status import EXIT_STATUSES, CommandError, Status
 from kvctl.verbs import adapters, change, engines, follow, ghosts, limits, pool, quota, rules, show, top, weights
-from kvctl.verbs.cancel import app as cancelling
 from protos.rpc.version import program_version
 
 # The base of all usage errors, which typer does not export.
@@ -48,7 +47,6 @@ app = typer.Typer(
 )
 for part in (show, engines, ghosts, change, follow, top, limits):
     app.add_typer(part.app)
-app.add_typer(cancelling)
 app.add_typer(console.app)
 app.add_typer(rules.app, name="rules", cls=Verbs)
 app.add_typer(quota.app, name="quota", cls=Verbs)
@@ -88,6 +86,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (typer.Abort, KeyboardInterrupt):
         return Status.INTERRUPTED
     return int(status or Status.OK)
+
+
+def verbs() -> dict[str, Any]:
+    """Every verb by its name, with the name of its group before it: "rules list"."""
+
+    def of(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+        for name, one in group.commands.items():
+            if hasattr(one, "commands"):
+                yield from of(one, f"{path}{name} ")
+            else:
+                yield f"{path}{name}", one
+
+    return dict(of(typer.main.get_command(app)))
 
 
 # What typer and pydantic say, and what a person of the command line expects.

@@ -27,6 +27,7 @@ import protos.rpc.metrics
 import scheduler.frontend.openai.middleware
 from cachemgr.manager import CacheManager
 from kvctl.app import app as kvctl_app
+from kvctl.app import verbs as kvctl_verbs
 from scheduler import metrics as scheduler_metrics
 from scheduler.frontends import FrontEndMetrics
 from scheduler.router.metrics import PREFIX, RouterMetrics
@@ -123,7 +124,7 @@ def _row(name: str, kind: str, labels: Iterable[str], text: str) -> Row:
 def kvctl_page() -> str:
     """Every verb of kvctl with its options."""
     group: Any = typer.main.get_command(kvctl_app)
-    verbs = dict(_verbs(group))
+    verbs = kvctl_verbs()
     contexts = {
         name: verb.make_context(f"kvctl {name}", [], resilient_parsing=True, terminal_width=1000)
         for name, verb in verbs.items()
@@ -155,14 +156,6 @@ def kvctl_page() -> str:
         if set(common) <= set(options[name]):
             text += "\nAnd the [options of most verbs](#options-of-most-verbs).\n"
     return text
-
-
-def _verbs(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, one in group.commands.items():
-        if hasattr(one, "commands"):
-            yield from _verbs(one, f"{path}{name} ")
-        else:
-            yield f"{path}{name}", one
 
 
 def _options(verb: Any, context: Any) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Verbs about engines: those of a router, the draining of one, and the end of its requests."""
+"""Verbs about engines: those of a router, the draining of an engine, and the end of its requests."""
 
 import time
 from collections.abc import Sequence
@@ -17,6 +17,11 @@ from protos.rpc.durations import seconds
 app = typer.Typer()
 
 LOOK_SECONDS = 0.1
+
+OfTenant = Annotated[str | None, typer.Option(help="Of this tenant only.")]
+AtEngine = Annotated[
+    str, typer.Option(help="Its address, name or executor, as `kvctl engines` lists it; scheduler or router without.")
+]
 
 
 def _time(field: str) -> Column[pb.RoutedEngine]:
@@ -106,11 +111,8 @@ def abort(
         str, typer.Argument(help="The request's request_id, or the id of its answer; --all without it.")
     ] = "",
     everything: Annotated[bool, typer.Option("--all", help="All live requests.")] = False,
-    tenant: Annotated[str | None, typer.Option(help="Of this tenant only.")] = None,
-    engine: Annotated[
-        str,
-        typer.Option(help="Its address, name or executor, as `kvctl engines` lists it; scheduler or router without."),
-    ] = "",
+    tenant: OfTenant = None,
+    engine: AtEngine = "",
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
@@ -130,6 +132,19 @@ def abort(
         confirm(f"Abort {_live(answer)}?", yes=yes)
         answer = ask(dry_run=False)
     session.show(answer, lambda _wide: f"{'would abort' if dry_run else 'aborted'} {_live(answer)}")
+
+
+@verb(app, "cancel", "kvctl cancel chatcmpl-1 --yes")
+def cancel(
+    session: Session,
+    request_id: Annotated[str, typer.Argument(help="Its request_id or X-Request-Id, or the id of its answer.")],
+    tenant: OfTenant = None,
+    engine: AtEngine = "",
+    dry_run: DryRun = False,
+    yes: Yes = False,
+) -> None:
+    """End one request, as `kvctl abort ID` does; `kvctl abort --all` ends all of them."""
+    abort(session, request_id, tenant=tenant, engine=engine, dry_run=dry_run, yes=yes)
 
 
 def engine_address(session: Session, engine: str) -> str:

@@ -14,23 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import typer
 
-from kvctl.app import app, main
+from kvctl.app import main, verbs
 from tests.stack import ROOT, Stack
 from tests.support.patience import patience
 
-
-def verbs(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every verb by its name, with those of groups behind the group's."""
-    for name, one in group.commands.items():
-        if hasattr(one, "commands"):
-            yield from verbs(one, f"{path}{name} ")
-        else:
-            yield f"{path}{name}", one
-
-
-VERBS = dict(verbs(typer.main.get_command(app)))
+VERBS = verbs()
 
 
 @contextlib.contextmanager

@@ -102,7 +102,7 @@ export function fill(table, columns, rows, nothing) {
   showMore(table, isCut ? rows.length : 0, () => fill(table, columns, rows, nothing));
 }
 
-// A button below a table that shows a part of its rows only. count: of all rows, 0 for none to show.
+// A button below a table that shows a part of its rows only. all: number of rows, 0 where the table shows all of them.
 function showMore(table, all, draw) {
   const after = table.nextElementSibling;
   if (!all) {
