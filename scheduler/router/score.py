@@ -100,11 +100,15 @@ class Candidate:
         """Tokens of the prompt that need not be computed; its last token always is."""
         return max(0, min(self.match.blocks * self.block_size, prompt_tokens - 1))
 
+    @property
+    def token_seconds(self) -> float:
+        """What a prompt token takes."""
+        return self.rates.prompt_token or PROMPT_TOKEN_SECONDS
+
 
 def seconds_to_compute(candidate: Candidate, prompt_tokens: int) -> float:
     """What the engine computes for the prompt: the tokens that it has not cached."""
-    token = candidate.rates.prompt_token or PROMPT_TOKEN_SECONDS
-    return (prompt_tokens - candidate.cached_tokens(prompt_tokens)) * token
+    return (prompt_tokens - candidate.cached_tokens(prompt_tokens)) * candidate.token_seconds
 
 
 def seconds_of_streams(candidate: Candidate, output_tokens: float) -> float:
@@ -113,8 +117,7 @@ def seconds_of_streams(candidate: Candidate, output_tokens: float) -> float:
     Each of its tokens comes later by what the others add to a step, and each of theirs by what it adds. Until that is
     measured, a sequence in a decode step is taken to cost as much as a prompt token: a step computes a row for each.
     """
-    rates = candidate.rates
-    sequence = rates.sequence if rates.sequence is not None else rates.prompt_token or PROMPT_TOKEN_SECONDS
+    sequence = candidate.token_seconds if candidate.rates.sequence is None else candidate.rates.sequence
     others = min(candidate.load, max(0, candidate.max_running - 1)) if candidate.max_running else candidate.load
     return 2 * output_tokens * others * sequence
 
@@ -124,8 +127,7 @@ def seconds_to_first_token(candidate: Candidate, prompt_tokens: int) -> float:
 
     Samples that run there decode between the parts of the prefill, and those to come do, too: a step of each counts.
     """
-    rates, block = candidate.rates, candidate.block_size
-    token = rates.prompt_token or PROMPT_TOKEN_SECONDS
+    rates, block, token = candidate.rates, candidate.block_size, candidate.token_seconds
     # An engine computes what it cannot onload sooner.
     host = min(rates.host_block or HOST_BLOCK_SECONDS, token * block)
     disk = min(rates.disk_block or DISK_BLOCK_SECONDS, token * block)
