@@ -87,7 +87,7 @@ fix: tools ## Repair what lint finds
 	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
 	@$(PY) ops/reference.py --write
 
-reference: tools ## Write the generated pages of docs/ anew: settings, metrics, HTTP API, RPCs, kvctl, families of models
+reference: tools ## Write the generated pages of docs/ again: settings, metrics, HTTP API, RPCs, kvctl, families of models
 	@$(PY) ops/reference.py --write
 
 site: tools ## Build docs/ as a site in build/site, which opens without a server; wrong links and anchors are errors
@@ -120,7 +120,7 @@ peers: dev ## Install other engines to compare with, each in an environment of i
 	@$(PY) -m bench.peers.set_up $(ARGS)
 pictures: dev ## Make the pictures of the console and of kvctl top for docs/ anew
 	@$(PY) -m tests.pictures
-capture: dev ## Write the session of the README anew, from a running stack
+capture: dev ## Record the session of the README with a running stack
 	@$(PY) -m tests.capture
 
 ##@ Other

@@ -461,7 +461,7 @@ class Quota:
 
 
 class Resized(NamedTuple):
-    """A pool whose size has changed, the names of pins that became leases for want of a budget, and what left it."""
+    """A pool of a new size, the names of pins that became leases as the budget shrank, and the blocks that left."""
 
     pool: PoolView
     degraded: tuple[str, ...]

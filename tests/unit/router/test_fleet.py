@@ -134,8 +134,7 @@ async def test_a_load_counts_no_requests_that_end_or_fail_in_its_message(tmp_pat
             failures=[pb.RequestFailure(request_id=failed.name, status=status)],
             loads=pb.GetLoadsResponse(running_requests=5, max_running_requests=64, max_waiting_requests=64),
         )
-        table = fleet.router._requests
-        assert table is not None
+        table = fleet.router.requests
         EngineReports(fleet.router.fleet, table, fleet.router._router_metrics, table.adapters).received(link, message)
         assert link.load == 5
         for task in running:
