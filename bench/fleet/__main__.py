@@ -85,7 +85,7 @@ def measured(found: Measured) -> dict[str, Any]:
         "idle_share": found.idle_share,
         "by_engine": found.by_engine,
         "most_by_mean": max(counts) / max(statistics.mean(counts), 1e-9),
-        "late_p99_s": percentile([one.sent - one.due for one in found.answers], 0.99),
+        "late_p99_s": percentile([one.sent - one.due for one in found.answers], 0.99) if found.answers else 0.0,
         **found.router,
     }
 
@@ -95,7 +95,7 @@ def run(fleet: Fleet, policy: str, stages: Iterable[Stage]) -> Iterable[dict[str
     for stage in stages:
         if stage.cold:
             fleet.purge()
-            fleet.restart_router(policy)
+            fleet.restart_routers(policy)
         found = fleet.measure(Ask(fleet.targets, stage.requests, stage.measured_from, stage.seconds))
         yield record(stage, found.answers, policy=policy, **measured(found))
 
@@ -177,6 +177,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--policies", nargs="+", choices=[DIRECT, *policies], default=policies, help=f"{DIRECT}: none")
     made.add_argument("--engines", type=int, default=8)
     made.add_argument("--shards", type=int, default=1, help="cache managers")
+    made.add_argument("--routers", type=int, default=1, help="side by side; requests go to each in turn")
     made.add_argument("--rates", type=float, nargs="+", help="requests per second; of a trace, its speeds")
     made.add_argument("--seconds", type=float, default=60, help="of a stage; of a trace at its own speed")
     made.add_argument("--cold-rate", type=float, default=4, help="requests per second of the cold start")
@@ -269,7 +270,7 @@ def main() -> int:
     if given.simulated:
         print(show(records, unit))
         return 0
-    with Fleet(given.engines, given.shards, settings_of(given)) as fleet:
+    with Fleet(given.engines, given.shards, settings_of(given), given.routers) as fleet:
         for policy in given.policies:
             for one in run(fleet, policy, stages):
                 records.append(one)

@@ -1,4 +1,4 @@
-"""The processes of a fleet: cache managers with Redis, stub executors, their schedulers, and a router in front."""
+"""The processes of a fleet: cache managers with Redis, stub executors, their schedulers, and routers in front."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STUB = "bench.stub_executor"
 ROUTER = "scheduler.router"
 # The client calls one engine after the other itself, without a router.
 DIRECT = "direct"
-# Its counters, and the words for them.
+# A router's counters, and the words for them.
 REQUESTS = "kvkeep_router_routed_requests_total"
 COUNTERS = {
     "routed_tokens": "kvkeep_router_routed_tokens_total",
@@ -87,7 +87,7 @@ class Measured:
     """One stage: the answers, whose time the processor took while it was measured, and what engines and router say.
 
     idle_share: of the time in which an engine had sequences, the share in which none of its steps ran: what the
-    processes around it cost. router: what its counters went up by, empty without one.
+    processes around it cost. router: what the counters of all routers went up by, empty without a router.
     """
 
     answers: list[Answer]
@@ -101,18 +101,20 @@ class Measured:
 class Fleet:
     """Engines and cache managers. Use it in a with statement.
 
-    settings: of the processes, as a Stack takes them. Engine n belongs to shard n modulo `shards`.
+    settings: of the processes, as a Stack takes them. Engine n belongs to shard n modulo `shards`. routers: how many
+    stand side by side, each with its share of the requests.
     """
 
     engines: int
     shards: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
+    routers: int = 1
 
     def __post_init__(self) -> None:
         self._exits = ExitStack()
         self._stacks: list[Stack] = []
-        self._router: Stack | None = None
-        self._router_metrics = ""
+        # Each router, and where its metrics are.
+        self._routers: list[tuple[Stack, str]] = []
         self._read_records = dict.fromkeys(range(self.engines), 0)
 
     def __enter__(self) -> Self:
@@ -125,7 +127,7 @@ class Fleet:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop_router()
+        self.stop_routers()
         self._exits.__exit__(kind, error, trace)
 
     def _stack(self, shard: int) -> Stack:
@@ -157,31 +159,29 @@ class Fleet:
 
     @property
     def targets(self) -> list[str]:
-        """Where requests go: the router, or without one all engines."""
-        router = self._router and self._router.address("router")
-        return [router] if router else self.schedulers
+        """Where requests go in turns: the routers, or without one all engines."""
+        return [f"unix:{router.folder}/router.sock" for router, _ in self._routers] or self.schedulers
 
-    def restart_router(self, policy: str) -> None:
-        """Starts a router that knows nothing and replaces the one before; with DIRECT there is none."""
-        self.stop_router()
-        if policy == DIRECT:
-            return
-        self._router_metrics = free_address()
-        router = Stack(modules={"router": ROUTER})
-        router.own["router"] = {
-            "router_address": f"unix:{router.folder}/router.sock",
-            "router_http_address": "",
-            "router_metrics_address": self._router_metrics,
-            "router_engines": ",".join(self.schedulers),
-            "router_policy": policy,
-        }
-        self._router = router.__enter__()
+    def restart_routers(self, policy: str) -> None:
+        """Starts routers that know nothing and replace those before; with DIRECT there are none."""
+        self.stop_routers()
+        for number in range(self.routers if policy != DIRECT else 0):
+            address = free_address()
+            router = Stack(modules={"router": ROUTER})
+            router.own["router"] = {
+                "router_router_id": f"router-{number}",
+                "router_address": f"unix:{router.folder}/router.sock",
+                "router_http_address": "",
+                "router_metrics_address": address,
+                "router_engines": ",".join(self.schedulers),
+                "router_policy": policy,
+            }
+            self._routers.append((router.__enter__(), address))
 
-    def stop_router(self) -> None:
-        """Ends the router, if there is one."""
-        if self._router is not None:
-            self._router.stop()
-            self._router = None
+    def stop_routers(self) -> None:
+        """Ends the routers, if there are any."""
+        while self._routers:
+            self._routers.pop()[0].stop()
 
     def purge(self) -> None:
         """Empties the caches; no sequence may be running."""
@@ -227,20 +227,19 @@ class Fleet:
 
     def _by_engine(self, answers: list[Answer], before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
         """Requests of each engine."""
-        if self._router is None:
+        if not self._routers:
             targets = Counter(answer.target for answer in answers)
             return {f"engine-{number}": targets[number] for number in range(self.engines)}
         names = (f'{REQUESTS}{{engine="{address}"}}' for address in self.schedulers)
         return {f"engine-{number}": after.get(name, 0.0) - before.get(name, 0.0) for number, name in enumerate(names)}
 
     def _router_counts(self) -> dict[str, float]:
-        """The router's metrics by name and labels; those of one name add up under the name alone."""
-        if self._router is None:
-            return {}
+        """Metrics of all routers by name and labels; those of one name add up under the name alone."""
         counts: dict[str, float] = {}
-        for name, labels, value in metrics(self._router_metrics):
-            counts[f"{name}{{{labels}}}"] = value
-            counts[name] = counts.get(name, 0.0) + value
+        for _, address in self._routers:
+            for name, labels, value in metrics(address):
+                for counted in (f"{name}{{{labels}}}", name):
+                    counts[counted] = counts.get(counted, 0.0) + value
         return counts
 
     def _processes(self) -> dict[str, psutil.Process]:
@@ -250,8 +249,8 @@ class Fleet:
             for name in stack.modules:
                 found[f"{name}-{number}"] = psutil.Process(stack.pid(name))
             found[f"redis-{number}"] = psutil.Process(stack.pid("redis"))
-        if self._router is not None:
-            found["router"] = psutil.Process(self._router.pid("router"))
+        for number, (router, _) in enumerate(self._routers):
+            found[f"router-{number}"] = psutil.Process(router.pid("router"))
         return found
 
     def _new_records(self) -> list[list[Record]]:

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.fleet.__main__ import simulate
+from bench.fleet.__main__ import cells, measured, record, simulate
 from bench.fleet.bounds import PLACED, PLACEMENTS, Cache, Device, Simulation, simulated
 from bench.fleet.client import Ask
-from bench.fleet.processes import DIRECT
+from bench.fleet.processes import DIRECT, Load, Measured
 from bench.fleet.workload import Groups, Request, Stage, Trace
 from bench.stub_executor import TOKEN_BYTES, StubSettings
 from protos.generation.v1 import generation_pb2_grpc as rpc
@@ -141,7 +141,8 @@ def test_every_simulated_request_is_answered_or_refused(arrivals: list[tuple[flo
 
 def test_a_small_fleet_is_measured(tmp_path: Path) -> None:
     written = tmp_path / "fleet.json"
-    command = [sys.executable, "-m", "bench", "fleet", "--smoke", "--policies", DIRECT, "cost", "--json", str(written)]
+    options = ["--smoke", "--routers", "2", "--policies", DIRECT, "cost"]
+    command = [sys.executable, "-m", "bench", "fleet", *options, "--json", str(written)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(60), check=False)
     assert done.returncode == 0, done.stderr
     found = {(one["policy"], one["rate"]): one for one in json.loads(written.read_text())["stages"]}
@@ -165,6 +166,14 @@ def test_a_small_fleet_is_measured(tmp_path: Path) -> None:
     assert routed["routed_tokens"] >= routed["expected_cached_tokens"] > 0
     assert processes | {"router"} <= routed["cpu_s_per_s"].keys()
     assert "output tokens/s / TTFT p90 in s" in done.stdout
+
+
+def test_a_stage_in_which_nothing_was_due_has_its_line() -> None:
+    load = Load(machine=0.1, others=0.0, seconds=1.0, cpu={"client": 0.1}, busiest=0.1)
+    stage = Stage("1", [], seconds=1.0)
+    [one] = [record(stage, [], policy="cost", **measured(Measured([], load, 0.0, {"engine-0": 0.0}, {})))]
+    assert (one["requests"], one["late_p99_s"], one["most_by_mean"]) == (0, 0.0, 0.0)
+    assert "0 of 0" in cells(one)
 
 
 @pytest.mark.parametrize("rate", [2.0, 4.0])
