@@ -31,11 +31,11 @@ from tests.support.ray_cluster import HOSTS, STUB, RayFleet, StubMember
 
 pytestmark = pytest.mark.timeout(600)
 
-PROMPTS = [[1000 + 7 * number + step for step in range(40)] for number in range(6)]
+PROMPTS = [[1000 + 7 * number + step for step in range(40)] for number in range(20)]
 # With steps of 20 ms a request takes two seconds.
 TOKENS, STEP_MICROSECONDS = 100, 20_000
 EXPECTED = [expected_tokens(prompt, TOKENS) for prompt in PROMPTS]
-STREAMS = 4
+STREAMS = 16
 # Ray listens where other machines reach it, and would write a token of its own into the home of the user.
 RAY = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(), "RAY_USAGE_STATS_ENABLED": "0"}
 SECONDS = patience(60)
@@ -161,14 +161,14 @@ def test_a_killed_actor_takes_its_processes_along_and_is_started_anew(fleet: Ray
 
 def test_engines_come_and_go(fleet: RayFleet) -> None:
     def scale() -> None:
-        fleet.scale(3)
-        fleet.wait_until_whole(3)
-        fleet.scale(2)
-        assert "engine-2" not in ray_member.members()
-        fleet.wait_until_whole(2)
+        for engines in (4, 3, 2):
+            fleet.scale(engines)
+            assert f"engine-{engines}" not in ray_member.members()
+            fleet.wait_until_whole(engines)
 
     check_while(fleet, scale)
-    assert fleet.process(STUB, executor_executor_id="executor-2") is None
+    for number in (2, 3):
+        assert fleet.process(STUB, executor_executor_id=f"executor-{number}") is None
 
 
 def test_a_fleet_with_other_settings_is_refused_while_one_runs(fleet: RayFleet) -> None:
