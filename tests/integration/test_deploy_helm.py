@@ -15,6 +15,7 @@ import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from executor.settings import settings_from
 from protos.rpc.security import Security
 from tests.stack import ROOT
 from tests.support.deployed import (
@@ -318,6 +319,21 @@ def test_an_engines_processes_meet_in_its_pod_under_its_name() -> None:
     # It starts before the scheduler and ends behind it, as a container that is none of these does not.
     assert executor["restartPolicy"] == "Always"
     assert "restartPolicy" not in scheduler
+
+
+def test_no_volume_is_the_folder_of_a_tier() -> None:
+    """An executor wants a folder of its own, to which a kubelet never gives a group the right to write."""
+    manifests = render({"executor": {"hostCacheSize": "1Gi", "diskCacheSize": "1Gi"}} | PLAIN)
+    engine = dict(pods(manifests))["engine"]
+    executor = containers(engine)[0]
+    # The image says where caches are.
+    settings = settings_from({"XDG_CACHE_HOME": "/var/cache"} | variables(executor, "demo-kvkeep-engine-0-0"))
+    mounts = {mount["mountPath"] for mount in executor["volumeMounts"]}
+    for folder in (settings.host_cache_dir, settings.disk_dir):
+        assert str(folder) not in mounts
+        assert {str(parent) for parent in folder.parents} & mounts
+    # Else it gives the group that right in all folders of a volume, each time that a pod is replaced.
+    assert engine["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
 
 
 def test_more_engines_and_shards_start_none_anew() -> None:

@@ -85,6 +85,8 @@ securityContext:
   runAsUser: 10001
   runAsGroup: 10001
   fsGroup: 10001
+  # Otherwise a new pod lets the group write to all folders of a volume, which the executor refuses.
+  fsGroupChangePolicy: OnRootMismatch
   seccompProfile: {type: RuntimeDefault}
 {{- with .top.Values.image.pullSecrets }}
 imagePullSecrets: {{ toJson . }}
