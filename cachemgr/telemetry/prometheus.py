@@ -98,10 +98,14 @@ def _pool_families(pools: list[BlockPool]) -> Iterator[Metric]:
     )
     hit = CounterMetricFamily("kvkeep_pool_hit_tokens", "Prompt tokens with a prefix hit.", labels=_POOL)
     honoured = CounterMetricFamily(
-        "kvkeep_pool_honoured_leases", "Leases that kept their block to their end.", labels=_POOL
+        "kvkeep_pool_honoured_leases",
+        "Leases that lasted until their end or until their holder replaced them.",
+        labels=_POOL,
     )
     broken = CounterMetricFamily(
-        "kvkeep_pool_broken_leases", "Leases whose block was evicted before their end.", labels=_POOL
+        "kvkeep_pool_broken_leases",
+        "Leases that broke before their end: a block was lost, a rule or weights changed, or there were too many.",
+        labels=_POOL,
     )
     for pool in pools:
         device, tokens = pool.device, pool.tokens.total
