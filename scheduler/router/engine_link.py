@@ -88,6 +88,8 @@ class EngineLink:
         self._loads_at = self._measured_at = 0.0
         # Given since its last load: samples and uncached prompt tokens.
         self._given, self._given_tokens = 0, 0
+        # Prompt tokens that its last load still counts as queued, and that have been computed since.
+        self._computed_tokens = 0
         self._avoided_until = 0.0
         # For the stream that is open; None ends it.
         self._commands: asyncio.Queue[pb.StreamRequestsRequest | None] = asyncio.Queue()
@@ -160,7 +162,7 @@ class EngineLink:
     def queued_tokens(self, now: float) -> float:
         """Prompt tokens to compute: those of its last load, less what it has computed since, and what it was given."""
         token = self.rates.prompt_token
-        computed = (now - self._loads_at) / token if token else 0.0
+        computed = max((now - self._loads_at) / token if token else 0.0, self._computed_tokens)
         return max(0.0, self.loads.queued_prompt_tokens - computed) + self._given_tokens
 
     def start(self, message: pb.StartRequest, prompt_tokens: int, expected_tokens: int) -> None:
@@ -176,6 +178,8 @@ class EngineLink:
         """The prompt of a request that began then is no longer queued there."""
         if begun >= self._loads_at:
             self._given_tokens -= tokens
+        else:
+            self._computed_tokens += tokens
 
     def note_end(self) -> None:
         """A request has ended there, of which its last load may not know."""
@@ -288,7 +292,7 @@ class EngineLink:
             sequence=seconds("sequence_time"),
         )
         self._loads_at = time.monotonic()
-        self._given = self._given_tokens = 0
+        self._given = self._given_tokens = self._computed_tokens = 0
 
 
 async def _sent(commands: asyncio.Queue[pb.StreamRequestsRequest | None]) -> AsyncIterator[pb.StreamRequestsRequest]:

@@ -163,6 +163,26 @@ class Garbling(rpc.EngineServiceServicer):
             yield pb.StreamRequestsResponse(outputs=[output], failures=[failure])
 
 
+def test_a_prompt_with_its_first_token_is_no_longer_queued_whenever_the_load_was_taken() -> None:
+    link = EngineLink("engine", Security(), pb.GetEngineResponse())
+    load = pb.StreamRequestsResponse(loads=pb.GetLoadsResponse(running_requests=1, queued_prompt_tokens=41))
+    begun = time.monotonic()
+    link.start(pb.StartRequest(), prompt_tokens=41, expected_tokens=0)
+    assert link.queued_tokens(begun) == 41
+    link.take_loads(load)
+    assert link.queued_tokens(time.monotonic()) == 41
+    link.note_computed(begun, 41)
+    assert link.queued_tokens(time.monotonic()) == 0
+    # The next load counts without that prompt, and a prompt that began after a load is not in the load.
+    load.loads.queued_prompt_tokens = 7
+    link.take_loads(load)
+    begun = time.monotonic()
+    link.start(pb.StartRequest(), prompt_tokens=41, expected_tokens=0)
+    assert link.queued_tokens(begun) == 48
+    link.note_computed(begun, 41)
+    assert link.queued_tokens(begun) == 7
+
+
 async def test_an_engine_that_no_router_can_read_is_lost_and_no_token_with_it(tmp_path: Path) -> None:
     file = tmp_path / "engines"
     async with run_fleet(tmp_path, 1) as fleet:
