@@ -89,7 +89,7 @@ class CachemgrSettings(ProcessSettings):
     )
     operation_log: Path | None = Field(
         None,
-        description="File of all calls that change the state, with their token ids, for `python -m cachemgr replay FILE`. "
+        description="File of all calls that change the state, with token ids, for `python -m cachemgr replay FILE`. "
         "The file of the start before is renamed to FILE.1, FILE.2 and so on.",
     )
     drain_seconds: float = Field(10.0, ge=0, description="Longest time that running calls may go on after SIGTERM.")
