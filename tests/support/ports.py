@@ -24,17 +24,26 @@ def ports_of(worker: str) -> range:
 
 def free_port() -> int:
     """A port of 127.0.0.1 on which no process listens at the moment. No port is given twice."""
-    mine = ports_of(os.environ.get("PYTEST_XDIST_WORKER", ""))
-    while True:
-        # Other runs on this machine draw from the same range: where they begin must not be known.
-        port = random.SystemRandom().choice(mine)
+    left = [port for port in ports_of(os.environ.get("PYTEST_XDIST_WORKER", "")) if port not in _given]
+    # Other runs on this machine draw from the same range: where they begin must not be known.
+    for port in random.SystemRandom().sample(left, len(left)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            if port not in _given:
-                _given.add(port)
-                return port
+            _given.add(port)
+            return port
+    raise RuntimeError("this process has used all its ports")
 
 
 def free_address() -> str:
     """host:port on which no process listens at the moment."""
     return f"127.0.0.1:{free_port()}"
+
+
+def free_addresses(count: int) -> list[str]:
+    """Free addresses of servers that may take FOLLOWING ports after their own: no two meet."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = free_port()
+        if all(abs(port - other) > FOLLOWING for other in ports):
+            ports.append(port)
+    return [f"127.0.0.1:{port}" for port in ports]

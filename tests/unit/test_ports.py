@@ -3,7 +3,7 @@
 import socket
 from itertools import combinations
 
-from tests.support.ports import END, FIRST, FOLLOWING, RANGES, free_port, ports_of
+from tests.support.ports import END, FIRST, FOLLOWING, RANGES, free_addresses, free_port, ports_of
 
 
 def test_no_two_workers_draw_the_same_port() -> None:
@@ -24,3 +24,9 @@ def test_a_port_is_given_once_and_is_free() -> None:
     for port in ports:
         with socket.socket() as server:
             server.bind(("127.0.0.1", port))
+
+
+def test_servers_with_several_ports_do_not_meet() -> None:
+    for _ in range(20):
+        ports = sorted(int(address.rpartition(":")[2]) for address in free_addresses(3))
+        assert min(ports[1] - ports[0], ports[2] - ports[1]) > FOLLOWING
