@@ -36,7 +36,9 @@ class ExecutorSettings(ProcessSettings):
     max_tokens: int = Field(
         0, ge=0, description="Most tokens that the pools hold in every layer; 0 is as many as fit on the device."
     )
-    free_memory_fraction: float = Field(0.9, gt=0, le=1, description="Share of free device memory for the pools.")
+    free_memory_fraction: float = Field(
+        0.9, gt=0, le=1, description="Share of free device memory for the pools; on a CPU, of at most 4 GiB."
+    )
     expected_tokens: int = Field(
         2048,
         ge=1,
