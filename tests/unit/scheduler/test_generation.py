@@ -78,19 +78,23 @@ async def test_a_follower_whose_writer_is_cancelled_computes_the_prefix_itself(r
         assert (await follower).token_ids == stack.executor.expected(prompt, 3)
 
 
-async def test_very_many_streams_get_several_tokens_in_a_message(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "MESSAGE_SECONDS", 5.0)
+async def test_very_many_streams_get_several_tokens_in_a_message(
+    run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Before the stack reads the time.
+    monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.05)
     messages: list[list[list[int]]] = [[] for _ in range(5)]
 
     async def read(stack: Stack, at: int) -> None:
         call = stack.stub.StreamGenerate(request(prompt_of(9, seed=at), 60), timeout=patience(30))
         messages[at] = [list(answer.token_ids) async for answer in call]
 
-    await asyncio.gather(*[read(stack, at) for at in range(5)])
-    for at, parts in enumerate(messages):
-        whole = [token for part in parts for token in part]
-        assert whole == stack.executor.expected(prompt_of(9, seed=at), 60)
-        assert 2 <= len(parts) < 60
+    async with run_stack() as stack:
+        await asyncio.gather(*[read(stack, at) for at in range(5)])
+        for at, parts in enumerate(messages):
+            whole = [token for part in parts for token in part]
+            assert whole == stack.executor.expected(prompt_of(9, seed=at), 60)
+            assert 2 <= len(parts) < 60
 
 
 async def test_a_request_that_waits_for_blocks_takes_no_turn(
