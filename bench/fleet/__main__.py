@@ -6,7 +6,8 @@ fixed time for a step and for a prompt token. All prefixes with five questions e
 workload of llm-d's that this one has its numbers from; but here each question is asked once. Times count from when a
 request was due. Refused requests are shed, not sent again, and in no latency.
 
-Beside the policies stand simulations without processes: of each policy, and of a placement that knows the future.
+Beside the policies stand simulations without processes: of each policy, and of a placement that knows the future. The
+simulations alone (`--simulated`) also run at sizes that no machine has room for: 256 engines take minutes.
 A stage in which the machine or a process had no processor left is marked with an exclamation mark: it measures Python
 and not a policy.
 """
@@ -16,12 +17,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import plots
-from bench.fleet.bounds import PLACEMENTS, Device, Simulation
+from bench.fleet.bounds import PLACED, PLACEMENTS, Device, Simulation, simulated
 from bench.fleet.client import Answer, Ask
 from bench.fleet.processes import DIRECT, Fleet, Measured
 from bench.fleet.workload import Groups, Stage, Trace
@@ -103,12 +105,23 @@ def run(fleet: Fleet, policy: str, stages: Iterable[Stage]) -> Iterable[dict[str
 def simulate(name: str, device: Device, engines: int, stages: Sequence[Stage]) -> Iterable[dict[str, Any]]:
     """All stages with a placement."""
     everything = [request for stage in stages for request in stage.requests]
-    simulation = Simulation(device, engines, PLACEMENTS[name](everything, engines))
+
+    def simulation() -> Simulation:
+        return Simulation(device, engines, PLACEMENTS[name](everything, engines))
+
+    running = simulation()
     for stage in stages:
         if stage.cold:
-            simulation.purge()
-        answers = simulation.run(stage.requests, (stage.measured_from, stage.seconds))
-        yield record(stage, answers, policy=name)
+            running = simulation()
+        answers = running.run(stage.requests, (stage.measured_from, stage.seconds))
+        counts = Counter(answer.target for answer in answers)
+        most_by_mean = max(counts.values(), default=0) * engines / max(len(answers), 1)
+        yield record(stage, answers, policy=name, most_by_mean=most_by_mean)
+
+
+def simulations(policies: Sequence[str]) -> Sequence[str]:
+    """The placements that stand beside these policies. Without a router engines get requests in turn."""
+    return [PLACED, *dict.fromkeys(simulated("round-robin" if one == DIRECT else one) for one in policies)]
 
 
 def cells(one: dict[str, Any]) -> list[str]:
@@ -200,7 +213,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-running", type=int, default=64)
     made.add_argument("--max-waiting", type=int, default=16)
     made.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings: cachemgr_ghost_sample=0")
-    made.add_argument("--simulated", action="store_true", help="only what needs no processes, in seconds")
+    made.add_argument("--simulated", action="store_true", help="only the simulations, which need no processes")
     made.add_argument("--smoke", action="store_true", help="two engines and a few requests, in seconds")
     add_json_argument(made)
     return made
@@ -265,10 +278,12 @@ def main() -> int:
         given.max_waiting,
         given.sequence_ms / 1e3,
     )
-    records = [one for name in PLACEMENTS for one in simulate(name, device, given.engines, stages)]
+    records = [one for name in simulations(given.policies) for one in simulate(name, device, given.engines, stages)]
     asked = {name: value for name, value in vars(given).items() if name != "json"}
     if given.simulated:
+        written = Result("fleet_simulated", {"unit": unit, "stages": records}, asked).write(given.json)
         print(show(records, unit))
+        print(f"every stage is in {written}", file=sys.stderr)
         return 0
     with Fleet(given.engines, given.shards, settings_of(given), given.routers) as fleet:
         for policy in given.policies:
