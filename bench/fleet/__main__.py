@@ -26,7 +26,7 @@ from bench import plots
 from bench.fleet.bounds import PLACED, PLACEMENTS, Device, Simulation, simulated
 from bench.fleet.client import Answer, Ask
 from bench.fleet.processes import DIRECT, Fleet, Measured
-from bench.fleet.workload import Groups, Stage, Trace
+from bench.fleet.workload import BURST, BURST_SECONDS, Groups, Stage, Trace
 from bench.result import Result, add_json_argument, percentile
 from bench.tables import table
 from scheduler.router.policies import POLICIES
@@ -62,12 +62,16 @@ def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
 
 
 def record(stage: Stage, answers: Sequence[Answer], **values: Any) -> dict[str, Any]:
-    """Everything about one stage, for JSON. Of the requests that warmed the caches there is less."""
+    """Everything about one stage, for JSON. Of the requests that warmed the caches, and of a burst, there is less."""
     due = [one for one in answers if one.due >= stage.measured_from]
     warming = [one for one in answers if one.due < stage.measured_from]
     kept = {"rate": stage.rate, **values, **figures(due, stage.seconds - stage.measured_from)}
     # Tokens that come while it is measured count, also those of earlier requests.
     kept["output_tokens_per_s"] = sum(one.counted for one in answers) / (stage.seconds - stage.measured_from)
+    burst = [one for request, one in zip(stage.requests, answers, strict=True) if request.group.startswith(BURST)]
+    if burst:
+        kept["burst"] = figures(burst, BURST_SECONDS)
+        del kept["burst"]["output_tokens_per_s"]
     if warming:
         seen = figures(warming, stage.measured_from)
         del seen["output_tokens_per_s"]
@@ -166,7 +170,12 @@ def show(records: Sequence[dict[str, Any]], unit: str) -> str:
     rates = list(dict.fromkeys(one["rate"] for one in records))
     parts = []
     for rate in rates:
-        rows = [cells(one) for one in records if one["rate"] == rate]
+        rows = []
+        for one in records:
+            if one["rate"] == rate:
+                rows.append(cells(one))
+                if "burst" in one:
+                    rows.append(cells({"policy": "  its burst", **one["burst"]}))
         parts.append(table((f"\n{rate} {unit}", *HEAD), rows))
     policies = list(dict.fromkeys(one["policy"] for one in records))
     found = {(one["policy"], one["rate"]): one for one in records}
@@ -199,6 +208,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prefix-tokens", type=int, default=Groups.prefix_tokens)
     made.add_argument("--question-tokens", type=int, default=Groups.question_tokens)
     made.add_argument("--output-tokens", type=int, default=Groups.output_tokens)
+    made.add_argument("--burst", type=int, default=0, help="requests of one new prefix within a second of each stage")
     made.add_argument("--seed", type=int, default=Groups.seed)
     made.add_argument("--trace", type=Path, help="a file in Mooncake's format that replaces groups")
     made.add_argument("--trace-begin", type=float, default=0, help="seconds of it to leave out")
@@ -240,7 +250,7 @@ def stages_of(given: argparse.Namespace) -> list[Stage]:
     if given.trace is not None:
         trace = Trace(given.trace, given.trace_scale, given.trace_begin)
         return list(trace.stages(given.rates or [0.5, 0.75, 1.0, 1.25], given.seconds))
-    names = ("groups", "users", "prefix_tokens", "question_tokens", "output_tokens", "seed")
+    names = ("groups", "users", "prefix_tokens", "question_tokens", "output_tokens", "seed", "burst")
     groups = Groups(**{name: getattr(given, name) for name in names})
     return list(groups.stages(given.rates or [6, 12, 16, 20], given.seconds, given.cold_rate))
 

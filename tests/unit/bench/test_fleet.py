@@ -5,6 +5,7 @@ import itertools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.fleet.__main__ import cells, main, measured, record, simulate
+from bench.fleet.__main__ import cells, main, measured, record, show, simulate
 from bench.fleet.bounds import PLACED, PLACEMENTS, Cache, Device, Simulation, simulated
 from bench.fleet.client import Ask
 from bench.fleet.processes import DIRECT, Load, Measured
@@ -41,6 +42,35 @@ def test_requests_are_the_same_each_time_and_questions_are_new() -> None:
     assert {len(prompt) for prompt in prompts} == {110}
     assert len({prompt[:100] for prompt in prompts}) == 6
     assert len({prompt[:16] for prompt in prompts}) == 6
+
+
+def test_a_burst_is_a_new_group_in_each_stage_and_changes_no_other_request() -> None:
+    bursts = []
+    for stage, plain in zip(replace(GROUPS, burst=5).stages([2, 8], seconds=10, cold_rate=4), stages(), strict=True):
+        burst = [one for one in stage.requests if one not in plain.requests]
+        assert [one for one in stage.requests if one not in burst] == plain.requests
+        assert [one.at for one in stage.requests] == sorted(one.at for one in stage.requests)
+        bursts.append(burst)
+    cold, *both = bursts
+    assert cold == []
+    assert [len(burst) for burst in both] == [5, 5]
+    for burst in both:
+        assert burst[-1].at - burst[0].at <= 1
+        assert len({one.session for one in burst}) == 5
+    everything = [one for stage in stages() for one in stage.requests] + both[0] + both[1]
+    # Six groups and two bursts; no two prompts are equal.
+    assert len({tuple(one.tokens())[:100] for one in everything}) == 8
+    assert len({tuple(one.tokens()) for one in everything}) == len(everything)
+
+
+def test_the_figures_of_a_burst_stand_apart() -> None:
+    *_, stage = replace(GROUPS, burst=6).stages([2], seconds=10, cold_rate=4)
+    [one] = simulate(simulated("cost"), DEVICE, 2, [stage])
+    assert one["burst"]["requests"] == 6
+    assert one["requests"] == len(stage.requests) > 6
+    # Cached on one engine, after the first, or on both.
+    assert one["burst"]["hit_rate"] > 0
+    assert "its burst" in show([one], "requests/s")
 
 
 def test_requests_reach_the_client_as_they_are() -> None:
