@@ -63,10 +63,10 @@ def test_a_view_with_events_and_snapshots_is_measured() -> None:
     assert found["events in a message"] == 10
 
 
-def test_the_view_of_a_fleet_of_any_size_is_measured() -> None:
-    found = values(capacity.view(Size(blocks=1_000, engines=8, shards=2, events=100)))
-    assert found["measured: blocks of the view, 8 engines, 2 shards"] == 1_000
-    assert found["measured: engines that have a block"] >= 1
+def test_the_view_of_a_small_fleet_is_measured() -> None:
+    found = values(capacity.view(Size(blocks=5_000, engines=3, shards=2, events=100)))
+    assert found["measured: blocks of the view, 3 engines, 2 shards"] == 5_000
+    assert 1 <= found["measured: engines that have a block"] <= 3
 
 
 def test_what_a_fleet_needs_follows_from_its_costs() -> None:
