@@ -103,7 +103,7 @@ class Groups:
         return requests
 
     def _burst(self, stage: int, begin: float, others: int) -> list[Request]:
-        """Requests of a group that nobody has asked before. others: requests that the stage has already."""
+        """Requests of a new group. others: the number of the other requests of the stage."""
         rng, name = random.Random(f"{self.seed} {BURST} {stage}"), f"{BURST} {stage}"
         prefix = (self.groups + stage, self.prefix_tokens)
         requests = []

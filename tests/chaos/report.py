@@ -104,7 +104,7 @@ class Report:
 def streams(tally: Tally, continued: int) -> dict[str, int]:
     """How streams ended. continued: went on at another engine; repeated: sent again, as their server was away.
 
-    starved: sent again and again, and never taken.
+    starved: sent again until their callers gave up.
     """
     ended = tally.endings
     return {
