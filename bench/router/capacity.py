@@ -52,7 +52,7 @@ class Size(NamedTuple):
 class Costs:
     """What one of each takes, in the units of UNITS; times are process times of a router.
 
-    copies: engines that have a block, on average. decision_engine: of a decision, for each engine. decision_block and
+    copies: engines that have a block, on average. decision_engine: of a whole decision, by engine. decision_block and
     hashing: of a decision, for each block of the prompt. snapshot_block: of a snapshot, for each engine that has the
     block. commands: of Redis for an event, and indexed: those that the index by key adds.
     """
