@@ -6,7 +6,8 @@ fixed time for a step and for a prompt token. All prefixes with five questions e
 workload of llm-d's that this one has its numbers from; but here each question is asked once. Times count from when a
 request was due. Refused requests are shed, not sent again, and in no latency.
 
-Beside the policies stand simulations without processes: of each policy, and of a placement that knows the future.
+Beside the policies stand simulations without processes: of each policy, and of a placement that knows the future. The
+simulations alone (`--simulated`) also run at sizes that no machine has room for: 256 engines take minutes.
 A stage in which the machine or a process had no processor left is marked with an exclamation mark: it measures Python
 and not a policy.
 """
@@ -16,15 +17,16 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import plots
-from bench.fleet.bounds import PLACEMENTS, Device, Simulation
+from bench.fleet.bounds import PLACED, PLACEMENTS, Device, Simulation, simulated
 from bench.fleet.client import Answer, Ask
 from bench.fleet.processes import DIRECT, Fleet, Measured
-from bench.fleet.workload import Groups, Stage, Trace
+from bench.fleet.workload import BURST, BURST_SECONDS, Groups, Stage, Trace
 from bench.result import Result, add_json_argument, percentile
 from bench.tables import table
 from scheduler.router.policies import POLICIES
@@ -60,12 +62,16 @@ def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
 
 
 def record(stage: Stage, answers: Sequence[Answer], **values: Any) -> dict[str, Any]:
-    """Everything about one stage, for JSON. Of the requests that warmed the caches there is less."""
+    """Everything about one stage, for JSON. Of the requests that warmed the caches, and of a burst, there is less."""
     due = [one for one in answers if one.due >= stage.measured_from]
     warming = [one for one in answers if one.due < stage.measured_from]
     kept = {"rate": stage.rate, **values, **figures(due, stage.seconds - stage.measured_from)}
     # Tokens that come while it is measured count, also those of earlier requests.
     kept["output_tokens_per_s"] = sum(one.counted for one in answers) / (stage.seconds - stage.measured_from)
+    burst = [one for request, one in zip(stage.requests, answers, strict=True) if request.group.startswith(BURST)]
+    if burst:
+        kept["burst"] = figures(burst, BURST_SECONDS)
+        del kept["burst"]["output_tokens_per_s"]
     if warming:
         seen = figures(warming, stage.measured_from)
         del seen["output_tokens_per_s"]
@@ -103,12 +109,23 @@ def run(fleet: Fleet, policy: str, stages: Iterable[Stage]) -> Iterable[dict[str
 def simulate(name: str, device: Device, engines: int, stages: Sequence[Stage]) -> Iterable[dict[str, Any]]:
     """All stages with a placement."""
     everything = [request for stage in stages for request in stage.requests]
-    simulation = Simulation(device, engines, PLACEMENTS[name](everything, engines))
+
+    def simulation() -> Simulation:
+        return Simulation(device, engines, PLACEMENTS[name](everything, engines))
+
+    running = simulation()
     for stage in stages:
         if stage.cold:
-            simulation.purge()
-        answers = simulation.run(stage.requests, (stage.measured_from, stage.seconds))
-        yield record(stage, answers, policy=name)
+            running = simulation()
+        answers = running.run(stage.requests, (stage.measured_from, stage.seconds))
+        counts = Counter(answer.target for answer in answers)
+        most_by_mean = max(counts.values(), default=0) * engines / max(len(answers), 1)
+        yield record(stage, answers, policy=name, most_by_mean=most_by_mean)
+
+
+def simulations(policies: Sequence[str]) -> Sequence[str]:
+    """The placements that stand beside these policies. Without a router engines get requests in turn."""
+    return [PLACED, *dict.fromkeys(simulated("round-robin" if one == DIRECT else one) for one in policies)]
 
 
 def cells(one: dict[str, Any]) -> list[str]:
@@ -153,7 +170,12 @@ def show(records: Sequence[dict[str, Any]], unit: str) -> str:
     rates = list(dict.fromkeys(one["rate"] for one in records))
     parts = []
     for rate in rates:
-        rows = [cells(one) for one in records if one["rate"] == rate]
+        rows = []
+        for one in records:
+            if one["rate"] == rate:
+                rows.append(cells(one))
+                if "burst" in one:
+                    rows.append(cells({"policy": "  its burst", **one["burst"]}))
         parts.append(table((f"\n{rate} {unit}", *HEAD), rows))
     policies = list(dict.fromkeys(one["policy"] for one in records))
     found = {(one["policy"], one["rate"]): one for one in records}
@@ -186,6 +208,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prefix-tokens", type=int, default=Groups.prefix_tokens)
     made.add_argument("--question-tokens", type=int, default=Groups.question_tokens)
     made.add_argument("--output-tokens", type=int, default=Groups.output_tokens)
+    made.add_argument("--burst", type=int, default=0, help="requests of one new prefix within a second of each stage")
     made.add_argument("--seed", type=int, default=Groups.seed)
     made.add_argument("--trace", type=Path, help="a file in Mooncake's format that replaces groups")
     made.add_argument("--trace-begin", type=float, default=0, help="seconds of it to leave out")
@@ -200,7 +223,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-running", type=int, default=64)
     made.add_argument("--max-waiting", type=int, default=16)
     made.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings: cachemgr_ghost_sample=0")
-    made.add_argument("--simulated", action="store_true", help="only what needs no processes, in seconds")
+    made.add_argument("--simulated", action="store_true", help="only the simulations, which need no processes")
     made.add_argument("--smoke", action="store_true", help="two engines and a few requests, in seconds")
     add_json_argument(made)
     return made
@@ -227,7 +250,7 @@ def stages_of(given: argparse.Namespace) -> list[Stage]:
     if given.trace is not None:
         trace = Trace(given.trace, given.trace_scale, given.trace_begin)
         return list(trace.stages(given.rates or [0.5, 0.75, 1.0, 1.25], given.seconds))
-    names = ("groups", "users", "prefix_tokens", "question_tokens", "output_tokens", "seed")
+    names = ("groups", "users", "prefix_tokens", "question_tokens", "output_tokens", "seed", "burst")
     groups = Groups(**{name: getattr(given, name) for name in names})
     return list(groups.stages(given.rates or [6, 12, 16, 20], given.seconds, given.cold_rate))
 
@@ -265,10 +288,12 @@ def main() -> int:
         given.max_waiting,
         given.sequence_ms / 1e3,
     )
-    records = [one for name in PLACEMENTS for one in simulate(name, device, given.engines, stages)]
+    records = [one for name in simulations(given.policies) for one in simulate(name, device, given.engines, stages)]
     asked = {name: value for name, value in vars(given).items() if name != "json"}
     if given.simulated:
+        written = Result("fleet_simulated", {"unit": unit, "stages": records}, asked).write(given.json)
         print(show(records, unit))
+        print(f"every stage is in {written}", file=sys.stderr)
         return 0
     with Fleet(given.engines, given.shards, settings_of(given), given.routers) as fleet:
         for policy in given.policies:

@@ -9,6 +9,7 @@ is to win; no policy can know it.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -97,7 +98,10 @@ class Cache:
 
 @dataclass
 class Engine:
-    """A device with a queue. Times go on from stage to stage; the cache stays."""
+    """A device with a queue. Times count from the beginning of a stage; the cache stays.
+
+    cold_at: the number of the last prompt that no engine had cached and this engine got.
+    """
 
     device: Device
     number: int
@@ -105,7 +109,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.cache = Cache(self.device.pool_tokens)
-        self.cold_at = 0.0
+        self.cold_at = 0
         self._request_seconds: float | None = None
         self.begin()
 
@@ -233,6 +237,8 @@ def placed(requests: Sequence[Request], engines: int) -> Placement:
 
 def routed(policy: Policy) -> Placement:
     """What a router's policy chooses."""
+    # Policies compare these only, and times begin again with each stage.
+    cold_prompts = itertools.count(1)
 
     def choose(request: Request, engines: Sequence[Engine]) -> int:
         prompt = Prompt(_keys(request), request.prompt_tokens, request.session, request.output_tokens)
@@ -242,7 +248,7 @@ def routed(policy: Policy) -> Placement:
         chosen = policy.choose(prompt, candidates)
         engine = engines[int(chosen.name)]
         if not chosen.match.blocks:
-            engine.cold_at = request.at
+            engine.cold_at = next(cold_prompts)
         return engine.number
 
     return choose
@@ -279,14 +285,8 @@ class Simulation:
     """A fleet of such devices with one placement."""
 
     def __init__(self, device: Device, engines: int, placement: Placement) -> None:
-        self._device = device
-        self._count = engines
         self._placement = placement
-        self.purge()
-
-    def purge(self) -> None:
-        """Empties the caches."""
-        self._engines = [Engine(self._device, number) for number in range(self._count)]
+        self._engines = [Engine(device, number) for number in range(engines)]
 
     def run(self, requests: Iterable[Request], until: tuple[float, float]) -> list[Answer]:
         """One stage, of requests in the order of arrival. until: the measured time."""

@@ -13,6 +13,9 @@ from bench.trace_file import BLOCK_TOKENS, read
 
 # Ids of two bytes in a message.
 _LEAST_ID, _MOST_ID = 128, (1 << 14) - 1
+# The groups of bursts, one for each stage, begin with this word.
+BURST = "burst"
+BURST_SECONDS = 1.0
 # Contents that no other request has, and those of a trace.
 _OWN, _TRACED = 1_000_000, 1_000_000_000
 
@@ -64,7 +67,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Groups:
-    """So many groups with a prefix of their own, and users of each that send a new prompt every time."""
+    """So many groups with a prefix of their own, and users of each that send a new prompt every time.
+
+    burst: requests of one more group, new in each stage, that come within a second in its middle, each of another user.
+    """
 
     groups: int = 150
     users: int = 5
@@ -72,13 +78,16 @@ class Groups:
     question_tokens: int = 1_200
     output_tokens: int = 64
     seed: int = 1
+    burst: int = 0
 
     def stages(self, rates: Iterable[float], seconds: float, cold_rate: float) -> Iterator[Stage]:
         """A cold start with twice as many requests as groups, then a stage for each rate, with warm caches."""
         cold_seconds = 2 * self.groups / cold_rate
         yield Stage("cold", self._poisson(0, cold_rate, cold_seconds), cold_seconds, cold=True)
         for number, rate in enumerate(rates, 1):
-            yield Stage(f"{rate:g}", self._poisson(number, rate, seconds), seconds)
+            requests = self._poisson(number, rate, seconds)
+            requests += self._burst(number, seconds / 2, len(requests))
+            yield Stage(f"{rate:g}", sorted(requests, key=lambda one: one.at), seconds)
 
     def _poisson(self, stage: int, rate: float, seconds: float) -> list[Request]:
         rng = random.Random(f"{self.seed} {stage}")
@@ -91,6 +100,17 @@ class Groups:
             name = f"group {group}"
             requests.append(Request(at, name, f"{name} user {user}", contents, self.output_tokens))
             at += rng.expovariate(rate)
+        return requests
+
+    def _burst(self, stage: int, begin: float, others: int) -> list[Request]:
+        """Requests of a new group. others: the number of the other requests of the stage."""
+        rng, name = random.Random(f"{self.seed} {BURST} {stage}"), f"{BURST} {stage}"
+        prefix = (self.groups + stage, self.prefix_tokens)
+        requests = []
+        for number in range(self.burst):
+            question = (_OWN * (stage + 1) + others + number, self.question_tokens)
+            at = begin + rng.uniform(0, BURST_SECONDS)
+            requests.append(Request(at, name, f"{name} user {number}", (prefix, question), self.output_tokens))
         return requests
 
 

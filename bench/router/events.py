@@ -141,13 +141,13 @@ class Watcher:
         return self._messages[end:]
 
 
-def steady(manager: CachingManager, numbers: Iterator[int]) -> tuple[float, int]:
-    """Processor time of the cache manager while prompts come at the rate, and the events of that."""
+def steady(manager: CachingManager, numbers: Iterator[int], rate: int = RATE) -> tuple[float, int]:
+    """Processor time of the cache manager while prompts cause `rate` events in a second, and the number of events."""
     events, before, begun = 0, manager.processor(), time.monotonic()
-    while events < RATE * SECONDS:
+    while events < rate * SECONDS:
         manager.cache(next(numbers), PROMPT_BLOCKS)
         events += 2 * PROMPT_BLOCKS
-        time.sleep(max(0.0, begun + events / RATE - time.monotonic()))
+        time.sleep(max(0.0, begun + events / rate - time.monotonic()))
     return manager.processor() - before, events
 
 
@@ -165,13 +165,13 @@ def _making() -> float:
     return (time.process_time() - begun) / len(events) * 1e6
 
 
-def taking(messages: list[pb.WatchEventsResponse], blocks: int) -> Iterator[Row]:
+def taking(messages: list[pb.WatchEventsResponse], blocks: int, engines: int = ENGINES) -> Iterator[Row]:
     """What the messages cost a router whose view has so many blocks beside theirs."""
-    caches = Caches(ENGINES)
-    for engine in range(ENGINES):
-        caches.store(engine, 1, other_keys(engine, blocks // ENGINES))
+    caches = Caches(engines)
+    for engine in range(engines):
+        caches.store(engine, 1, other_keys(engine, blocks // engines))
     generation = Generation("another")
-    caches.view.apply(generation, [registered(f"e{engine}") for engine in range(ENGINES)])
+    caches.view.apply(generation, [registered(f"e{engine}") for engine in range(engines)])
     events = messages[-1].last_event_number - messages[0].last_event_number
     sent = [message.SerializeToString() for message in messages[1:]]
     begun = time.process_time()

@@ -126,9 +126,9 @@ def fleet(caches: Caches) -> TimedFleet:
     return found
 
 
-def prompt(number: int) -> AdmissionAttempt:
+def prompt(number: int, tokens: int = PROMPT_TOKENS) -> AdmissionAttempt:
     """A request with a prompt of its own."""
-    token_ids = array("I", Random(number).choices(range(100_000), k=PROMPT_TOKENS))
+    token_ids = array("I", Random(number).choices(range(100_000), k=tokens))
     request = Request(f"r{number}", token_ids, 16, execution_pb2.SamplingParams(), arrival=number, arrived_at=0.0)
     return AdmissionAttempt(request, token_ids)
 

@@ -35,7 +35,7 @@ def chains(caches: Caches, blocks: int) -> None:
     for _ in range(blocks // CHAIN):
         keys = other_keys(random.getrandbits(64), CHAIN)
         caches.store(random.randrange(engines), 1, keys)
-        for engine in random.sample(range(engines), random.randrange(8)):
+        for engine in random.sample(range(engines), min(engines, random.randrange(8))):
             ends = [0, *sorted(random.choices(range(CHAIN + 1), k=3))]
             for tier in (1, 2, 3):
                 caches.store(engine, tier, keys[ends[tier - 1] : ends[tier]])

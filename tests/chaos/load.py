@@ -140,7 +140,12 @@ class Load:
             self.tally.endings[kind] += 1
             if fault:
                 self.tally.faults.append(f"{request.request_id} ({known.name}): {fault}")
-            if kind not in RETRIED or (self._stopping.is_set() and time.monotonic() - begin > REQUEST_SECONDS):
+            if kind not in RETRIED:
+                break
+            seconds = time.monotonic() - begin
+            if self._stopping.is_set() and seconds > REQUEST_SECONDS:
+                self.tally.endings[STARVED] += 1
+                self.tally.faults.append(f"{request_id} ({known.name}): {STARVED} after {seconds:.1f} s: {kind}")
                 break
             await asyncio.sleep(pause)
             pause = min(2 * pause, RETRY_SECONDS[1])
@@ -192,6 +197,8 @@ class Load:
 # Endings after which a client asks again.
 DIED = "server died"
 RETRIED = ("queue full", "server not ready", "server stopped", DIED)
+# A request that was sent again and again until its client gave up.
+STARVED = "starved"
 
 
 class Reading:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bench.tables import table
-from tests.chaos.load import DIED, Tally
+from tests.chaos.load import DIED, STARVED, Tally
 from tests.chaos.measuring import Death
 from tests.chaos.recovery import Recovery, summary
 
@@ -102,12 +102,16 @@ class Report:
 
 
 def streams(tally: Tally, continued: int) -> dict[str, int]:
-    """How streams ended. continued: went on at another engine; repeated: sent again, as their server was away."""
+    """How streams ended. continued: went on at another engine; repeated: sent again, as their server was away.
+
+    starved: sent again until their callers gave up.
+    """
     ended = tally.endings
     return {
         "exact": ended["exact"],
         "wrong": tally.wrong,
         "lost": ended["failed"],
+        "starved": ended[STARVED],
         "cancelled by their callers": ended["cancelled"],
         "continued on another engine": continued,
         "repeated by their callers": ended[DIED] + ended["server stopped"],

@@ -5,6 +5,7 @@ import itertools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.fleet.__main__ import cells, measured, record, simulate
+from bench.fleet.__main__ import cells, main, measured, record, show, simulate
 from bench.fleet.bounds import PLACED, PLACEMENTS, Cache, Device, Simulation, simulated
 from bench.fleet.client import Ask
 from bench.fleet.processes import DIRECT, Load, Measured
@@ -41,6 +42,35 @@ def test_requests_are_the_same_each_time_and_questions_are_new() -> None:
     assert {len(prompt) for prompt in prompts} == {110}
     assert len({prompt[:100] for prompt in prompts}) == 6
     assert len({prompt[:16] for prompt in prompts}) == 6
+
+
+def test_a_burst_is_a_new_group_in_each_stage_and_changes_no_other_request() -> None:
+    bursts = []
+    for stage, plain in zip(replace(GROUPS, burst=5).stages([2, 8], seconds=10, cold_rate=4), stages(), strict=True):
+        burst = [one for one in stage.requests if one not in plain.requests]
+        assert [one for one in stage.requests if one not in burst] == plain.requests
+        assert [one.at for one in stage.requests] == sorted(one.at for one in stage.requests)
+        bursts.append(burst)
+    cold, *both = bursts
+    assert cold == []
+    assert [len(burst) for burst in both] == [5, 5]
+    for burst in both:
+        assert burst[-1].at - burst[0].at <= 1
+        assert len({one.session for one in burst}) == 5
+    everything = [one for stage in stages() for one in stage.requests] + both[0] + both[1]
+    # Six groups and two bursts; no two prompts are equal.
+    assert len({tuple(one.tokens())[:100] for one in everything}) == 8
+    assert len({tuple(one.tokens()) for one in everything}) == len(everything)
+
+
+def test_the_figures_of_a_burst_stand_apart() -> None:
+    *_, stage = replace(GROUPS, burst=6).stages([2], seconds=10, cold_rate=4)
+    [one] = simulate(simulated("cost"), DEVICE, 2, [stage])
+    assert one["burst"]["requests"] == 6
+    assert one["requests"] == len(stage.requests) > 6
+    # Cached on one engine, after the first, or on both.
+    assert one["burst"]["hit_rate"] > 0
+    assert "its burst" in show([one], "requests/s")
 
 
 def test_requests_reach_the_client_as_they_are() -> None:
@@ -89,6 +119,41 @@ def test_one_engine_for_each_group_finds_more_than_engines_in_turn() -> None:
         assert {one.output_tokens for one in answers if one.code == "OK"} == {3}
         cached[name] = sum(one.cached_tokens for one in answers)
     assert cached[PLACED] > 1.2 * cached[simulated("round-robin")]
+
+
+def test_prompts_that_no_engine_has_go_to_engines_in_turn_from_stage_to_stage() -> None:
+    simulation = Simulation(DEVICE, 2, PLACEMENTS[simulated("least-load")]([], 2))
+    chosen = []
+    for stage, times in enumerate(((1, 8, 9), (1, 2, 3))):
+        requests = [alone(((10 * stage + at, 100),), at) for at in times]
+        chosen += [answer.target for answer in simulation.run(requests, (0, 10))]
+    assert chosen == [0, 1, 0, 1, 0, 1]
+
+
+def test_a_policy_knows_nothing_of_the_stages_before_a_cold_one() -> None:
+    # With what it had sent before, the policy `prefix` would send both groups of the second stage to one engine.
+    stages = [
+        Stage(str(groups), [alone(((group, 100),), at=group) for group in groups], 10.0, cold=True)
+        for groups in ((1, 2, 3, 4), (1, 3))
+    ]
+    found = simulate(simulated("prefix"), DEVICE, 2, stages)
+    assert [one["most_by_mean"] for one in found] == [1, 1]
+
+
+def test_simulations_alone_leave_their_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = tmp_path / "simulated.json"
+    options = ["--smoke", "--simulated", "--engines", "3", "--json", str(written)]
+    monkeypatch.setattr(sys, "argv", ["bench fleet", *options])
+    assert main() == 0
+    found = json.loads(written.read_text())
+    assert found["settings"]["engines"] == 3
+    # Of the asked policies only, `direct` being engines in turn.
+    policies = (PLACED, simulated("round-robin"), simulated("cost"))
+    assert [(one["policy"], one["rate"]) for one in found["stages"]] == [
+        (policy, rate) for policy in policies for rate in ("cold", "10")
+    ]
+    assert {one["failed"] for one in found["stages"]} == {0}
+    assert all(1 <= one["most_by_mean"] <= 3 for one in found["stages"])
 
 
 def test_a_cache_drops_what_was_used_longest_ago() -> None:

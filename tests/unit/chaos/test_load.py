@@ -16,6 +16,7 @@ from protos.rpc.errors import ServiceError
 from protos.rpc.server import Server
 from tests.chaos import load
 from tests.chaos.load import Load
+from tests.chaos.report import streams
 from tests.chaos.requests import Known, Sample
 from tests.support.patience import patience
 
@@ -139,6 +140,24 @@ async def test_requests_lost_with_the_scheduler_or_never_admitted_are_retried(tm
     assert clients.tally.endings == {"queue full": 1, "server died": 1, "exact": scheduler.calls - 2}
     assert clients.tally.faults == []
     assert scheduler.ids[:3] == ["client-0-1.1", "client-0-1.2", "client-0-1.3"]
+
+
+async def test_a_request_that_is_refused_until_its_client_gives_up_is_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "REQUEST_SECONDS", 2.0)
+
+    async def refuse(_number: int, _context: Any) -> AsyncIterator[pb.StreamGenerateResponse]:
+        raise BusyError("full")
+        yield
+
+    clients, scheduler = await run(tmp_path, refuse)
+    assert clients.tally.endings == {"queue full": scheduler.calls, "starved": 1}
+    [fault] = clients.tally.faults
+    assert "queue full" in fault
+    assert clients.tally.requests == 1
+    ended = streams(clients.tally, continued=0)
+    assert (ended["starved"], ended["lost"], ended["refused and sent again"]) == (1, 0, scheduler.calls)
 
 
 async def test_a_request_that_hangs_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
