@@ -112,7 +112,7 @@ def make_processes(
         return [layout.shard(environ, number, own("cachemgr"))]
     if kind_of(name) == "router":
         engines = {"router_engines": f"file://{folder / 'engines'}", "router_router_id": name}
-        return [layout.process(name, environ, own("router") | engines)]
+        return [layout.router(name, environ, own("router") | engines)]
     neighbours = {**(shard or {}), "executor_address": f"unix:{socket_in(folder, 'executor')}"}
     threads = max(1, int(plan.cpus))
     return [

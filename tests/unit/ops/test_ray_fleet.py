@@ -49,6 +49,17 @@ def test_an_engine_is_found_on_its_node_and_finds_its_shard() -> None:
     assert all(address.startswith("10.0.0.9:") for address in shard.addresses)
 
 
+def test_a_router_has_the_names_and_origins_of_schedulers_unless_it_has_its_own() -> None:
+    settings = {
+        "KVKEEP_SCHEDULER_SERVED_MODEL_NAMES": "a,b",
+        "KVKEEP_SCHEDULER_HTTP_ALLOWED_ORIGINS": "https://chat.example.com",
+        "KVKEEP_ROUTER_HTTP_ALLOWED_ORIGINS": "https://other.example.com",
+    }
+    [router] = make("router-0", replace(PLAN, settings={**STATE, **settings}))
+    assert router.field("served_model_names") == str(("a", "b"))
+    assert router.field("http_allowed_origins") == str(("https://other.example.com",))
+
+
 def test_an_address_of_ipv6_has_brackets() -> None:
     [shard] = make("cachemgr-0", host="fd00::9")
     assert all(address.startswith("[fd00::9]:") for address in shard.addresses)
