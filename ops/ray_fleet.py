@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -159,12 +159,16 @@ def parse() -> argparse.Namespace:
         "and starts them again; they stay when this program has ended. The cluster is that of RAY_ADDRESS, else the\n"
         "one that runs on this machine. Where none runs, this program starts Ray here, and all ends with Ctrl-C.",
     )
+    parser.add_argument("--model", metavar="MODEL", help="a folder, a GGUF file or a hub id, as KVKEEP_EXECUTOR_MODEL")
     parser.add_argument("--engines", type=int, metavar="N", help="schedulers, each with an executor")
     parser.add_argument("--shards", type=int, default=1, metavar="N", help="cache managers that divide the engines")
     parser.add_argument("--routers", type=int, default=1, metavar="N", help="routers in front of all engines")
     parser.add_argument("--engine-cpus", type=float, default=1.0, metavar="N", help="CPUs of an engine, its threads")
     parser.add_argument(
-        "--engine-gpus", type=float, metavar="N", help="GPUs of an engine; without it 1 where the cluster has any"
+        "--engine-gpus",
+        type=float,
+        metavar="N",
+        help="GPUs of an engine; without it those of the fleet that runs, else 1 where the cluster has any",
     )
     parser.add_argument("--first-port", type=int, default=FIRST_PORT, metavar="N", help=f"without it {FIRST_PORT}")
     parser.add_argument("--stop", action="store_true", help="end the fleet")
@@ -231,13 +235,24 @@ def connect(given: argparse.Namespace) -> bool:
     return True
 
 
-def run(given: argparse.Namespace) -> None:
-    """Brings the fleet to what was asked for. Raises LayoutError, SettingsError, AddressError."""
+def make_plan(
+    given: argparse.Namespace, environ: Mapping[str, str], running: Iterable[Plan], resources: Mapping[str, float]
+) -> Plan:
+    """What was asked for. running: plans of the members that run. resources: those of the cluster, by Ray's names."""
+    settings = {name: value for name, value in environ.items() if name.startswith(PREFIX)}
+    if given.model is not None:
+        settings[f"{PREFIX}EXECUTOR_MODEL"] = given.model
     gpus = given.engine_gpus
     if gpus is None:
-        gpus = 1.0 if ray.cluster_resources().get("GPU") else 0.0  # type: ignore[no-untyped-call]
-    settings = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
-    plan = Plan(settings, given.shards, given.engine_cpus, gpus, given.first_port)
+        # The nodes with GPUs may be away.
+        gpus = next((plan.gpus for plan in running), 1.0 if resources.get("GPU") else 0.0)
+    return Plan(settings, given.shards, given.engine_cpus, gpus, given.first_port)
+
+
+def run(given: argparse.Namespace) -> None:
+    """Brings the fleet to what was asked for. Raises LayoutError, SettingsError, AddressError."""
+    running = [status.plan for status in ask(members()).values()]
+    plan = make_plan(given, os.environ, running, ray.cluster_resources())  # type: ignore[no-untyped-call]
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     check(plan, {node["NodeManagerAddress"] for node in nodes if node["Alive"]}, given.engines, given.routers)
     scale(plan, given.engines, given.routers)

@@ -108,6 +108,28 @@ def test_numbers_that_cannot_be_are_refused_with_their_option(
     assert f"{option} must be" in capsys.readouterr().err.replace("--routers and --engine-cpus", option)
 
 
+def asked(**options: object) -> Namespace:
+    """The command line of a fleet."""
+    given = {"model": None, "engines": 2, "shards": 2, "engine_cpus": 2.0, "engine_gpus": None, "first_port": 20_000}
+    return Namespace(**given | options)
+
+
+def test_a_model_on_the_command_line_is_that_of_all_members() -> None:
+    environ = {**STATE, "PATH": "/bin"}
+    assert ray_fleet.make_plan(asked(), environ, [], {}) == PLAN
+    plan = ray_fleet.make_plan(asked(model="large"), environ, [], {})
+    assert plan.differences(PLAN) == ["KVKEEP_EXECUTOR_MODEL"]
+    assert make("engine-0", plan)[0].field("model") == "large"
+
+
+def test_engines_keep_their_gpus_while_the_nodes_with_gpus_are_away() -> None:
+    with_gpus = replace(PLAN, gpus=0.5)
+    assert ray_fleet.make_plan(asked(), STATE, [with_gpus], {}) == with_gpus
+    assert ray_fleet.make_plan(asked(), STATE, [PLAN], {"GPU": 2.0}) == PLAN
+    assert ray_fleet.make_plan(asked(engine_gpus=2.0), STATE, [PLAN], {"GPU": 2.0}).gpus == 2.0
+    assert ray_fleet.make_plan(asked(), STATE, [], {"GPU": 2.0}).gpus == 1.0
+
+
 def test_nodes_that_others_reach_need_tls() -> None:
     ray_fleet.check(PLAN, ["127.0.0.1"], 2)
     with pytest.raises(AddressError, match=r"10\.0\.0\.9.*KVKEEP_TLS_CERT_FILE.*KVKEEP_INSECURE"):
