@@ -101,11 +101,16 @@ def start(name: str, plan: Plan) -> None:
     ).remote(name, plan)
 
 
-def wait_until_ready() -> None:
-    """Waits until all members serve, however long, and says for which it waits."""
+def wait_until_ready() -> dict[str, Status]:
+    """Waits until all members serve, however long, and says for which it waits. What they say then, by name.
+
+    Raises LayoutError where there are none any more.
+    """
     shown: dict[str, list[str]] = {}
     while True:
         there = members()
+        if not there:
+            raise LayoutError("another command has ended the fleet")
         said = ask(there)
         pending = defaultdict(list)
         for name in there:
@@ -113,7 +118,7 @@ def wait_until_ready() -> None:
             if what := said[name].pending if name in said else "to find a node with room, or to answer":
                 pending[what].append(name)
         if not pending:
-            return
+            return said
         for what, names in pending.items():
             if shown.get(what) != names:
                 print(f"waiting for {', '.join(names)} {what}", flush=True)
@@ -141,15 +146,19 @@ def stop(names: Iterable[str]) -> None:
 
 def directions(said: dict[str, Status]) -> Iterator[str]:
     """Where each member is, line by line."""
+    routers = []
     for name, status in said.items():
         shown = []
         for setting, address in status.addresses.items():
             process, _, what = setting.removesuffix("_address").partition("_")
             shown.append(f"{what or process} {address}")
+            if setting == "router_address":
+                routers.append(address)
         yield f"  {name:<11} {'  '.join(shown)}"
-    router = next(status for name, status in said.items() if kind_of(name) == "router")
-    yield ""
-    yield f"kvctl finds all of it with KVCTL_ROUTER={router.addresses['router_address']}"
+    # Another command may have ended them.
+    if routers:
+        yield ""
+        yield f"kvctl finds all of it with KVCTL_ROUTER={routers[0]}"
 
 
 def parse() -> argparse.Namespace:
@@ -256,8 +265,7 @@ def run(given: argparse.Namespace) -> None:
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     check(plan, {node["NodeManagerAddress"] for node in nodes if node["Alive"]}, given.engines, given.routers)
     scale(plan, given.engines, given.routers)
-    wait_until_ready()
-    print("the fleet is ready", "", *directions(ask(members())), "", sep="\n", flush=True)
+    print("the fleet is ready", "", *directions(wait_until_ready()), "", sep="\n", flush=True)
 
 
 def main() -> int:

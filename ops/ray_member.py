@@ -231,7 +231,8 @@ class Member:
                     supervisor.kill()
                     return
         finally:
-            self._addresses, self._pending = {}, "to be stopped"
+            # In this order: a member without an address has something pending.
+            self._pending, self._addresses = "to be stopped", {}
             supervisor.stop()
 
     def _find_shard(self) -> dict[str, str] | None:

@@ -11,7 +11,7 @@ import pytest
 import ray_fleet
 import ray_member
 from layout import LayoutError, Process
-from ray_member import Plan
+from ray_member import Plan, Status
 
 from protos.rpc.addresses import AddressError, check_distinct
 from protos.rpc.settings import SettingsError
@@ -128,6 +128,19 @@ def test_engines_keep_their_gpus_while_the_nodes_with_gpus_are_away() -> None:
     assert ray_fleet.make_plan(asked(), STATE, [PLAN], {"GPU": 2.0}) == PLAN
     assert ray_fleet.make_plan(asked(engine_gpus=2.0), STATE, [PLAN], {"GPU": 2.0}).gpus == 2.0
     assert ray_fleet.make_plan(asked(), STATE, [], {"GPU": 2.0}).gpus == 1.0
+
+
+def test_directions_name_the_first_router_that_serves() -> None:
+    def say(**addresses: str) -> Status:
+        return Status(PLAN, addresses, "", 0.0)
+
+    routers = {"router-0": say(), "router-1": say(router_address="10.0.0.9:1", router_http_address="10.0.0.9:2")}
+    lines = list(ray_fleet.directions({"engine-0": say(scheduler_address="10.0.0.9:3"), **routers}))
+    assert "  router-1    router 10.0.0.9:1  http 10.0.0.9:2" in lines
+    assert lines[-1] == "kvctl finds all of it with KVCTL_ROUTER=10.0.0.9:1"
+    # Another command ends the fleet.
+    assert list(ray_fleet.directions({"router-0": say()})) == ["  router-0    "]
+    assert list(ray_fleet.directions({})) == []
 
 
 def test_nodes_that_others_reach_need_tls() -> None:
