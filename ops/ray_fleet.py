@@ -24,8 +24,8 @@ if find_spec("ray") is None:
 
 import ray
 from layout import LayoutError, check_counts, kind_of
-from ray.exceptions import RayError
-from ray_member import NAMESPACE, PORTS_OF_A_NUMBER, Member, Plan, Status, ask, make_processes, members
+from ray.exceptions import ActorAlreadyExistsError, RayError
+from ray_member import NAMESPACE, PORTS_OF_A_NUMBER, Member, Plan, Status, ask, find, make_processes, members
 from run_stack import ROOT, STOP_MARGIN_SECONDS
 
 from protos.rpc import addresses
@@ -39,6 +39,8 @@ FIRST_PORT, MAX_PORT = 20_000, 65_535
 # Of Ray's CPUs, for a cache manager or a router.
 CPUS = 1.0
 LOOK_SECONDS, PROBE_SECONDS = 1.0, 5.0
+# Members of a busy node answer late. A member that is killed does not drain.
+STOP_ANSWER_SECONDS = 10.0
 # Of Ray and all members on this machine alone. Ray takes 127.0.0.1 for an address that others reach.
 LOCAL_HOST = "127.0.0.2"
 
@@ -64,7 +66,7 @@ def check(plan: Plan, hosts: Iterable[str], engines: int, routers: int = 1) -> N
 def scale(plan: Plan, engines: int, routers: int) -> None:
     """Starts the members that are missing, and ends those that are too many: their requests go on elsewhere.
 
-    Raises LayoutError where the fleet that runs has another plan.
+    Raises LayoutError where the fleet that runs has another plan, or where another command changes it.
     """
     there = members()
     said = ask(there)
@@ -85,9 +87,9 @@ def scale(plan: Plan, engines: int, routers: int) -> None:
 
 
 def start(name: str, plan: Plan) -> None:
-    """Has Ray start a member, as soon as a node has room for it."""
+    """Has Ray start a member, as soon as a node has room for it. Raises LayoutError where it is there already."""
     is_engine = kind_of(name) == "engine"
-    ray.remote(Member).options(
+    actor = ray.remote(Member).options(
         name=name,
         namespace=NAMESPACE,
         lifetime="detached",
@@ -98,7 +100,11 @@ def start(name: str, plan: Plan) -> None:
         num_gpus=plan.gpus if is_engine else 0,
         scheduling_strategy="SPREAD",
         runtime_env={"env_vars": {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'ops'}"}},
-    ).remote(name, plan)
+    )
+    try:
+        actor.remote(name, plan)
+    except ActorAlreadyExistsError:
+        raise LayoutError(f"another command starts {name}: try it again when that command has ended") from None
 
 
 def wait_until_ready() -> dict[str, Status]:
@@ -130,11 +136,11 @@ def stop(names: Iterable[str]) -> None:
     """Ends members kind after kind. Those that answer end in order, within the limits of their processes."""
     chosen = list(names)
     for kind in KINDS:
-        handles = {name: ray.get_actor(name, NAMESPACE) for name in chosen if kind_of(name) == kind}
+        handles = find(name for name in chosen if kind_of(name) == kind)
         if not handles:
             continue
         print(f"stopping {', '.join(handles)}", flush=True)
-        said = ask(handles)
+        said = ask(handles, STOP_ANSWER_SECONDS)
         calls: list[Any] = [handles[name].stop.remote() for name in said]
         if calls:
             # The answer of an actor that ends may be lost.

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 # Children become other programs at once: gRPC need not prepare itself for a fork. Read when grpc is imported.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
@@ -128,14 +129,21 @@ def members() -> list[str]:
     return sorted(names, key=lambda name: (kind_of(name), number_of(name)))
 
 
-def ask(names: Iterable[str]) -> dict[str, Status]:
-    """What members say, by name; those that do not answer in time are left out."""
-    calls: dict[ray.ObjectRef[Status], str] = {}
+def find(names: Iterable[str]) -> dict[str, Any]:
+    """The actors of the members that there are, by name."""
+    found = {}
     for name in names:
-        # There is none of this name.
+        # There is no such member any more.
         with contextlib.suppress(ValueError):
-            calls[ray.get_actor(name, NAMESPACE).status.remote()] = name
-    done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=ANSWER_SECONDS) if calls else ([], [])
+            found[name] = ray.get_actor(name, NAMESPACE)
+    return found
+
+
+def ask(names: Iterable[str], seconds: float | None = None) -> dict[str, Status]:
+    """What members say, by name; those that do not answer in time are left out. seconds: if not ANSWER_SECONDS."""
+    calls: dict[ray.ObjectRef[Status], str] = {actor.status.remote(): name for name, actor in find(names).items()}
+    timeout = ANSWER_SECONDS if seconds is None else seconds
+    done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=timeout) if calls else ([], [])
     answers = {}
     for call in done:
         # It is being started anew.

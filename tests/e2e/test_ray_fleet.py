@@ -18,11 +18,13 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+import ray_fleet
 import ray_member
+from layout import LayoutError
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
-from tests.stack import ROOT
+from tests.stack import ROOT, metrics
 from tests.support.exact_stub import expected_tokens
 from tests.support.generation import Output, generate, generate_all, greedy_request
 from tests.support.patience import patience
@@ -91,6 +93,12 @@ def check_while(fleet: RayFleet, work: Callable[[], None]) -> None:
     print(f"{len(answers)} requests in {time.monotonic() - begin:.1f} s, the longest pause {max(pauses):.1f} s")
     assert len(answers) >= STREAMS
     assert [number for number, output in answers if output.token_ids != EXPECTED[number]] == []
+
+
+def continued(fleet: RayFleet) -> float:
+    """Requests that have moved from one engine to another so far."""
+    samples = metrics(fleet.say()["router-0"].addresses["router_metrics_address"])
+    return sum(value for name, _, value in samples if name == "kvkeep_router_continued_requests_total")
 
 
 def command(*arguments: str, **environ: str) -> subprocess.Popen[str]:
@@ -171,6 +179,31 @@ def test_engines_come_and_go(fleet: RayFleet) -> None:
         assert fleet.process(STUB, executor_executor_id=f"executor-{number}") is None
 
 
+def test_an_engine_that_answers_late_drains_before_it_ends(fleet: RayFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its streams end there."""
+    fleet.scale(3)
+    fleet.wait_until_whole(3)
+    before = continued(fleet)
+
+    def remove() -> None:
+        with monkeypatch.context() as patch:
+            # No member answers so soon.
+            patch.setattr(ray_member, "ANSWER_SECONDS", 0.0)
+            ray_fleet.stop(["engine-2"])
+        fleet.wait_until_whole(2)
+
+    check_while(fleet, remove)
+    assert continued(fleet) == before
+
+
+def test_members_that_come_or_go_meanwhile_are_no_fault(fleet: RayFleet) -> None:
+    with pytest.raises(LayoutError, match="another command starts engine-0: "):
+        ray_fleet.start("engine-0", fleet.plan)
+    before = ray_member.members()
+    ray_fleet.stop(["engine-7"])
+    assert ray_member.members() == before
+
+
 def test_a_fleet_with_other_settings_is_refused_while_one_runs(fleet: RayFleet) -> None:
     status, out, err = run(fleet, "--engines", "3", "--first-port", "30000", KVKEEP_ROUTER_POLICY="cost")
     assert status == 1
@@ -202,6 +235,8 @@ def test_the_fleet_is_stopped_in_order(fleet: RayFleet) -> None:
         "stopping cachemgr-0",
     ]
     assert ray_member.members() == []
+    with pytest.raises(LayoutError, match="another command has ended the fleet"):
+        ray_fleet.wait_until_ready()
     for module in ("scheduler.router", "scheduler", STUB, "cachemgr"):
         assert fleet.process(module) is None
 
