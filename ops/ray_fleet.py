@@ -25,7 +25,7 @@ if find_spec("ray") is None:
 import ray
 from layout import LayoutError, check_counts, kind_of
 from ray.exceptions import ActorAlreadyExistsError, RayError
-from ray_member import NAMESPACE, PORTS_OF_A_NUMBER, Member, Plan, Status, ask, find, make_processes, members
+from ray_member import GIB, NAMESPACE, PORTS_OF_A_NUMBER, Member, Plan, Status, ask, find, make_processes, members
 from run_stack import ROOT, STOP_MARGIN_SECONDS
 
 from protos.rpc import addresses
@@ -98,6 +98,7 @@ def start(name: str, plan: Plan) -> None:
         max_concurrency=8,
         num_cpus=plan.cpus if is_engine else CPUS,
         num_gpus=plan.gpus if is_engine else 0,
+        memory=plan.memory * GIB if is_engine and plan.memory else None,
         scheduling_strategy="SPREAD",
         runtime_env={"env_vars": {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'ops'}"}},
     )
@@ -185,6 +186,9 @@ def parse() -> argparse.Namespace:
         metavar="N",
         help="GPUs of an engine; without it those of the fleet that runs, else 1 where the cluster has any",
     )
+    parser.add_argument(
+        "--engine-memory", type=float, default=0.0, metavar="GIB", help="memory that a node must have for an engine"
+    )
     parser.add_argument("--first-port", type=int, default=FIRST_PORT, metavar="N", help=f"without it {FIRST_PORT}")
     parser.add_argument("--stop", action="store_true", help="end the fleet")
     given = parser.parse_args()
@@ -192,8 +196,9 @@ def parse() -> argparse.Namespace:
         parser.error("give --engines or --stop")
     if given.routers < 1 or not 0 < given.engine_cpus < math.inf:
         parser.error("--routers and --engine-cpus must be above zero")
-    if given.engine_gpus is not None and not 0 <= given.engine_gpus < math.inf:
-        parser.error("--engine-gpus must be zero or above")
+    for option in ("engine_gpus", "engine_memory"):
+        if not 0 <= (getattr(given, option) or 0.0) < math.inf:
+            parser.error(f"--{option.replace('_', '-')} must be zero or above")
     return given
 
 
@@ -261,7 +266,7 @@ def make_plan(
     if gpus is None:
         # The nodes with GPUs may be away.
         gpus = next((plan.gpus for plan in running), 1.0 if resources.get("GPU") else 0.0)
-    return Plan(settings, given.shards, given.engine_cpus, gpus, given.first_port)
+    return Plan(settings, given.shards, given.engine_cpus, gpus, given.first_port, given.engine_memory)
 
 
 def run(given: argparse.Namespace) -> None:

@@ -42,6 +42,7 @@ PORTS = (
     "executor_metrics_address",
 )
 PORTS_OF_A_NUMBER = 10
+GIB = 2**30
 # How often a member asks others where they are, how long it waits for answers, and how long it says why it ends.
 LOOK_SECONDS, ANSWER_SECONDS, PAUSE_SECONDS = 1.0, 2.0, 3.0
 
@@ -50,7 +51,7 @@ LOOK_SECONDS, ANSWER_SECONDS, PAUSE_SECONDS = 1.0, 2.0, 3.0
 class Plan:
     """What all members of a fleet know.
 
-    settings: variables that begin with KVKEEP_. cpus, gpus: of an engine.
+    settings: variables that begin with KVKEEP_. cpus, gpus, memory: of an engine; memory in GiB, 0 for any.
     """
 
     settings: Mapping[str, str]
@@ -58,6 +59,7 @@ class Plan:
     cpus: float
     gpus: float
     first_port: int
+    memory: float = 0.0
 
     def address(self, setting: str, host: str, number: int) -> str:
         """Where the member of this number listens."""
@@ -120,6 +122,17 @@ def make_processes(
         layout.executor(environ, number, own("executor") | neighbours, threads=threads, share=share),
         layout.scheduler(environ, number, own("scheduler") | neighbours),
     ]
+
+
+def share_of(plan: Plan, resources: Mapping[str, float]) -> float:
+    """The share of memory that an engine may take: of its GPU, or else of its node. resources: Ray's, of the node."""
+    if plan.gpus:
+        share = plan.gpus
+    elif plan.memory:
+        share = plan.memory * GIB / resources["memory"]
+    else:
+        share = plan.cpus / max(1.0, resources.get("CPU", 1.0))
+    return min(1.0, share)
 
 
 def members() -> list[str]:
@@ -207,9 +220,8 @@ class Member:
             self._pending = "to find its cache manager"
             self._stopping.wait(LOOK_SECONDS)
             return
-        host, cpus = _this_node()
-        share = min(1.0, self._plan.gpus or self._plan.cpus / cpus)
-        processes = make_processes(self._name, self._plan, host, share=share, shard=shard)
+        host, resources = _this_node()
+        processes = make_processes(self._name, self._plan, host, share=share_of(self._plan, resources), shard=shard)
         folder = processes[0].settings.state_dir
         prepare_folder(folder, f"{PREFIX}STATE_DIR")
         services = [make_service(process) for process in processes]
@@ -274,8 +286,8 @@ class Member:
         print(f"{service.name}: {state}", flush=True)
 
 
-def _this_node() -> tuple[str, float]:
-    """The address of the node that this actor runs on, and its CPUs."""
+def _this_node() -> tuple[str, dict[str, float]]:
+    """The address of the node that this actor runs on, and its resources by Ray's names."""
     node_id = ray.get_runtime_context().get_node_id()
     [node] = [node for node in ray.nodes() if node["NodeID"] == node_id]  # type: ignore[no-untyped-call]
-    return node["NodeManagerAddress"], max(1.0, node["Resources"].get("CPU", 1.0))
+    return node["NodeManagerAddress"], node["Resources"]

@@ -18,6 +18,7 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+import ray
 import ray_fleet
 import ray_member
 from layout import LayoutError
@@ -101,6 +102,11 @@ def continued(fleet: RayFleet) -> float:
     return sum(value for name, _, value in samples if name == "kvkeep_router_continued_requests_total")
 
 
+def reserved(resource: str) -> float:
+    """What Ray has reserved for members, of all nodes."""
+    return ray.cluster_resources()[resource] - ray.available_resources().get(resource, 0.0)
+
+
 def command(*arguments: str, **environ: str) -> subprocess.Popen[str]:
     """`python -m ops.ray_fleet` in the checkout."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")}
@@ -132,6 +138,8 @@ def test_members_are_spread_over_nodes_and_all_engines_answer(fleet: RayFleet) -
         "executor_metrics_address",
     }
     assert {fleet.host_of(name, "scheduler_address") for name in ("engine-0", "engine-1")} == set(HOSTS)
+    memory = 2 * fleet.plan.memory * ray_member.GIB
+    fleet.wait_until(lambda: reserved("memory") == memory, "Ray has not reserved the memory of both engines")
     outputs = asyncio.run(generate_all(fleet.router, map(request, range(len(PROMPTS))), concurrency=len(PROMPTS)))
     assert [output.token_ids for output in outputs] == EXPECTED
 
@@ -207,7 +215,7 @@ def test_members_that_come_or_go_meanwhile_are_no_fault(fleet: RayFleet) -> None
 def test_a_fleet_with_other_settings_is_refused_while_one_runs(fleet: RayFleet) -> None:
     status, out, err = run(fleet, "--engines", "3", "--first-port", "30000", KVKEEP_ROUTER_POLICY="cost")
     assert status == 1
-    assert "other settings (KVKEEP_ROUTER_POLICY, first_port)" in err
+    assert "other settings (KVKEEP_ROUTER_POLICY, first_port, memory)" in err
     assert "--stop" in err
     assert "ready" not in out
     assert len(ray_member.members()) == 4

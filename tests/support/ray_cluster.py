@@ -65,6 +65,7 @@ class RayFleet:
             shards=1,
             cpus=1,
             gpus=0,
+            memory=0.25,
             first_port=random.SystemRandom().randrange(20_000, 32_000),
         )
         ray.init(address=self.cluster.address, namespace=ray_member.NAMESPACE, log_to_driver=False)

@@ -69,6 +69,13 @@ def test_an_engine_has_the_threads_and_the_memory_that_it_was_placed_for() -> No
     assert make("engine-0")[0].field("threads") == "2"
     assert make("engine-0", replace(PLAN, cpus=0.5))[0].field("threads") == "1"
     assert float(make("engine-0", share=0.25)[0].field("free_memory_fraction")) == pytest.approx(0.9 / 4)
+    node = {"CPU": 8.0, "memory": 64.0 * ray_member.GIB}
+    assert ray_member.share_of(PLAN, node) == 0.25
+    assert ray_member.share_of(replace(PLAN, memory=32), node) == 0.5
+    assert ray_member.share_of(replace(PLAN, memory=32, gpus=0.25), node) == 0.25
+    assert ray_member.share_of(replace(PLAN, gpus=2), node) == 1.0
+    # A head may have no CPUs.
+    assert ray_member.share_of(PLAN, {}) == 1.0
 
 
 def test_an_engine_without_gpus_sees_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +101,8 @@ def test_what_differs_between_two_plans_is_named() -> None:
     [
         ("--engine-gpus", "-1"),
         ("--engine-gpus", "nan"),
+        ("--engine-memory", "-0.5"),
+        ("--engine-memory", "inf"),
         ("--engine-cpus", "0"),
         ("--engine-cpus", "inf"),
         ("--routers", "0"),
@@ -110,8 +119,8 @@ def test_numbers_that_cannot_be_are_refused_with_their_option(
 
 def asked(**options: object) -> Namespace:
     """The command line of a fleet."""
-    given = {"model": None, "engines": 2, "shards": 2, "engine_cpus": 2.0, "engine_gpus": None, "first_port": 20_000}
-    return Namespace(**given | options)
+    given = {"model": None, "engines": 2, "shards": 2, "engine_cpus": 2.0, "engine_gpus": None, "engine_memory": 0.0}
+    return Namespace(**given | {"first_port": 20_000} | options)
 
 
 def test_a_model_on_the_command_line_is_that_of_all_members() -> None:
