@@ -189,6 +189,19 @@ def scheduler(environ: Mapping[str, str], number: int, own: Mapping[str, object]
     return process(f"scheduler-{number}", environ, {**apart, **own})
 
 
+def router(name: str, environ: Mapping[str, str], own: Mapping[str, object]) -> Process:
+    """A router in the place of a scheduler: where it has no such settings, it has those of the scheduler.
+
+    own: addresses and the list of engines. Raises SettingsError.
+    """
+    base = load(SchedulerSettings, environ)
+    shared = {
+        "router_http_allowed_origins": ",".join(base.http_allowed_origins),
+        "router_served_model_names": ",".join(base.served_model_names),
+    }
+    return process(name, environ, {**_unless_given(shared, environ), **own})
+
+
 def manager_of(shard: Process) -> dict[str, object]:
     """What the processes of an engine must know of their cache manager."""
     return {field: shard.field(field) for field in ("cachemgr_address", "cachemgr_admin_address")}
@@ -269,15 +282,14 @@ def _executors(environ: Mapping[str, str], managers: Sequence[Process], folder: 
 def _router(environ: Mapping[str, str], schedulers: Iterable[Process]) -> Process:
     """It is to callers what a scheduler would be, unless it has been given other settings."""
     base = load(SchedulerSettings, environ)
-    own = {
-        "router_address": base.scheduler_address,
-        "router_http_address": base.http_address,
-        "router_http_allowed_origins": ",".join(base.http_allowed_origins),
-        "router_served_model_names": ",".join(base.served_model_names),
-    }
-    own = {setting: value for setting, value in own.items() if f"{PREFIX}{setting.upper()}" not in environ}
-    own["router_engines"] = ",".join(one.field("scheduler_address") for one in schedulers)
-    return process("router", environ, own)
+    own = {"router_address": base.scheduler_address, "router_http_address": base.http_address}
+    engines = ",".join(one.field("scheduler_address") for one in schedulers)
+    return router("router", environ, _unless_given(own, environ) | {"router_engines": engines})
+
+
+def _unless_given(own: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Without the settings that an environment has."""
+    return {setting: value for setting, value in own.items() if f"{PREFIX}{setting.upper()}" not in environ}
 
 
 def _named(environ: Mapping[str, str], kind: str, number: int) -> str:

@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ if find_spec("ray") is None:
 
 import ray
 from layout import LayoutError, check_counts, kind_of
-from ray.exceptions import RayError
-from ray_member import NAMESPACE, PORTS_OF_A_NUMBER, Member, Plan, Status, ask, make_processes, members
+from ray.exceptions import ActorAlreadyExistsError, RayError
+from ray_member import GIB, NAMESPACE, PORTS_OF_A_NUMBER, Member, Plan, Status, ask, find, make_processes, members
 from run_stack import ROOT, STOP_MARGIN_SECONDS
 
 from protos.rpc import addresses
@@ -39,6 +39,8 @@ FIRST_PORT, MAX_PORT = 20_000, 65_535
 # Of Ray's CPUs, for a cache manager or a router.
 CPUS = 1.0
 LOOK_SECONDS, PROBE_SECONDS = 1.0, 5.0
+# Members of a busy node answer late. A member that is killed does not drain.
+STOP_ANSWER_SECONDS = 10.0
 # Of Ray and all members on this machine alone. Ray takes 127.0.0.1 for an address that others reach.
 LOCAL_HOST = "127.0.0.2"
 
@@ -64,7 +66,7 @@ def check(plan: Plan, hosts: Iterable[str], engines: int, routers: int = 1) -> N
 def scale(plan: Plan, engines: int, routers: int) -> None:
     """Starts the members that are missing, and ends those that are too many: their requests go on elsewhere.
 
-    Raises LayoutError where the fleet that runs has another plan.
+    Raises LayoutError where the fleet that runs has another plan, or where another command changes it.
     """
     there = members()
     said = ask(there)
@@ -85,9 +87,9 @@ def scale(plan: Plan, engines: int, routers: int) -> None:
 
 
 def start(name: str, plan: Plan) -> None:
-    """Has Ray start a member, as soon as a node has room for it."""
+    """Has Ray start a member, as soon as a node has room for it. Raises LayoutError where it is there already."""
     is_engine = kind_of(name) == "engine"
-    ray.remote(Member).options(
+    actor = ray.remote(Member).options(
         name=name,
         namespace=NAMESPACE,
         lifetime="detached",
@@ -96,16 +98,26 @@ def start(name: str, plan: Plan) -> None:
         max_concurrency=8,
         num_cpus=plan.cpus if is_engine else CPUS,
         num_gpus=plan.gpus if is_engine else 0,
+        memory=plan.memory * GIB if is_engine and plan.memory else None,
         scheduling_strategy="SPREAD",
         runtime_env={"env_vars": {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'ops'}"}},
-    ).remote(name, plan)
+    )
+    try:
+        actor.remote(name, plan)
+    except ActorAlreadyExistsError:
+        raise LayoutError(f"another command starts {name}: try it again when that command has ended") from None
 
 
-def wait_until_ready() -> None:
-    """Waits until all members serve, however long, and says for which it waits."""
+def wait_until_ready() -> dict[str, Status]:
+    """Waits until all members serve, however long, and says for which it waits. What they say then, by name.
+
+    Raises LayoutError where there are none any more.
+    """
     shown: dict[str, list[str]] = {}
     while True:
         there = members()
+        if not there:
+            raise LayoutError("another command has ended the fleet")
         said = ask(there)
         pending = defaultdict(list)
         for name in there:
@@ -113,7 +125,7 @@ def wait_until_ready() -> None:
             if what := said[name].pending if name in said else "to find a node with room, or to answer":
                 pending[what].append(name)
         if not pending:
-            return
+            return said
         for what, names in pending.items():
             if shown.get(what) != names:
                 print(f"waiting for {', '.join(names)} {what}", flush=True)
@@ -125,11 +137,11 @@ def stop(names: Iterable[str]) -> None:
     """Ends members kind after kind. Those that answer end in order, within the limits of their processes."""
     chosen = list(names)
     for kind in KINDS:
-        handles = {name: ray.get_actor(name, NAMESPACE) for name in chosen if kind_of(name) == kind}
+        handles = find(name for name in chosen if kind_of(name) == kind)
         if not handles:
             continue
         print(f"stopping {', '.join(handles)}", flush=True)
-        said = ask(handles)
+        said = ask(handles, STOP_ANSWER_SECONDS)
         calls: list[Any] = [handles[name].stop.remote() for name in said]
         if calls:
             # The answer of an actor that ends may be lost.
@@ -141,15 +153,19 @@ def stop(names: Iterable[str]) -> None:
 
 def directions(said: dict[str, Status]) -> Iterator[str]:
     """Where each member is, line by line."""
+    routers = []
     for name, status in said.items():
         shown = []
         for setting, address in status.addresses.items():
             process, _, what = setting.removesuffix("_address").partition("_")
             shown.append(f"{what or process} {address}")
+            if setting == "router_address":
+                routers.append(address)
         yield f"  {name:<11} {'  '.join(shown)}"
-    router = next(status for name, status in said.items() if kind_of(name) == "router")
-    yield ""
-    yield f"kvctl finds all of it with KVCTL_ROUTER={router.addresses['router_address']}"
+    # Another command may have ended them.
+    if routers:
+        yield ""
+        yield f"kvctl finds all of it with KVCTL_ROUTER={routers[0]}"
 
 
 def parse() -> argparse.Namespace:
@@ -159,12 +175,19 @@ def parse() -> argparse.Namespace:
         "and starts them again; they stay when this program has ended. The cluster is that of RAY_ADDRESS, else the\n"
         "one that runs on this machine. Where none runs, this program starts Ray here, and all ends with Ctrl-C.",
     )
+    parser.add_argument("--model", metavar="MODEL", help="a folder, a GGUF file or a hub id, as KVKEEP_EXECUTOR_MODEL")
     parser.add_argument("--engines", type=int, metavar="N", help="schedulers, each with an executor")
     parser.add_argument("--shards", type=int, default=1, metavar="N", help="cache managers that divide the engines")
     parser.add_argument("--routers", type=int, default=1, metavar="N", help="routers in front of all engines")
     parser.add_argument("--engine-cpus", type=float, default=1.0, metavar="N", help="CPUs of an engine, its threads")
     parser.add_argument(
-        "--engine-gpus", type=float, metavar="N", help="GPUs of an engine; without it 1 where the cluster has any"
+        "--engine-gpus",
+        type=float,
+        metavar="N",
+        help="GPUs of an engine; without it those of the fleet that runs, else 1 where the cluster has any",
+    )
+    parser.add_argument(
+        "--engine-memory", type=float, default=0.0, metavar="GIB", help="memory that a node must have for an engine"
     )
     parser.add_argument("--first-port", type=int, default=FIRST_PORT, metavar="N", help=f"without it {FIRST_PORT}")
     parser.add_argument("--stop", action="store_true", help="end the fleet")
@@ -173,8 +196,9 @@ def parse() -> argparse.Namespace:
         parser.error("give --engines or --stop")
     if given.routers < 1 or not 0 < given.engine_cpus < math.inf:
         parser.error("--routers and --engine-cpus must be above zero")
-    if given.engine_gpus is not None and not 0 <= given.engine_gpus < math.inf:
-        parser.error("--engine-gpus must be zero or above")
+    for option in ("engine_gpus", "engine_memory"):
+        if not 0 <= (getattr(given, option) or 0.0) < math.inf:
+            parser.error(f"--{option.replace('_', '-')} must be zero or above")
     return given
 
 
@@ -231,18 +255,28 @@ def connect(given: argparse.Namespace) -> bool:
     return True
 
 
-def run(given: argparse.Namespace) -> None:
-    """Brings the fleet to what was asked for. Raises LayoutError, SettingsError, AddressError."""
+def make_plan(
+    given: argparse.Namespace, environ: Mapping[str, str], running: Iterable[Plan], resources: Mapping[str, float]
+) -> Plan:
+    """What was asked for. running: plans of the members that run. resources: those of the cluster, by Ray's names."""
+    settings = {name: value for name, value in environ.items() if name.startswith(PREFIX)}
+    if given.model is not None:
+        settings[f"{PREFIX}EXECUTOR_MODEL"] = given.model
     gpus = given.engine_gpus
     if gpus is None:
-        gpus = 1.0 if ray.cluster_resources().get("GPU") else 0.0  # type: ignore[no-untyped-call]
-    settings = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
-    plan = Plan(settings, given.shards, given.engine_cpus, gpus, given.first_port)
+        # The nodes with GPUs may be away.
+        gpus = next((plan.gpus for plan in running), 1.0 if resources.get("GPU") else 0.0)
+    return Plan(settings, given.shards, given.engine_cpus, gpus, given.first_port, given.engine_memory)
+
+
+def run(given: argparse.Namespace) -> None:
+    """Brings the fleet to what was asked for. Raises LayoutError, SettingsError, AddressError."""
+    running = [status.plan for status in ask(members()).values()]
+    plan = make_plan(given, os.environ, running, ray.cluster_resources())  # type: ignore[no-untyped-call]
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     check(plan, {node["NodeManagerAddress"] for node in nodes if node["Alive"]}, given.engines, given.routers)
     scale(plan, given.engines, given.routers)
-    wait_until_ready()
-    print("the fleet is ready", "", *directions(ask(members())), "", sep="\n", flush=True)
+    print("the fleet is ready", "", *directions(wait_until_ready()), "", sep="\n", flush=True)
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 # Children become other programs at once: gRPC need not prepare itself for a fork. Read when grpc is imported.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
@@ -41,6 +42,7 @@ PORTS = (
     "executor_metrics_address",
 )
 PORTS_OF_A_NUMBER = 10
+GIB = 2**30
 # How often a member asks others where they are, how long it waits for answers, and how long it says why it ends.
 LOOK_SECONDS, ANSWER_SECONDS, PAUSE_SECONDS = 1.0, 2.0, 3.0
 
@@ -49,7 +51,7 @@ LOOK_SECONDS, ANSWER_SECONDS, PAUSE_SECONDS = 1.0, 2.0, 3.0
 class Plan:
     """What all members of a fleet know.
 
-    settings: variables that begin with KVKEEP_. cpus, gpus: of an engine.
+    settings: variables that begin with KVKEEP_. cpus, gpus, memory: of an engine; memory in GiB, 0 for any.
     """
 
     settings: Mapping[str, str]
@@ -57,6 +59,7 @@ class Plan:
     cpus: float
     gpus: float
     first_port: int
+    memory: float = 0.0
 
     def address(self, setting: str, host: str, number: int) -> str:
         """Where the member of this number listens."""
@@ -112,13 +115,24 @@ def make_processes(
         return [layout.shard(environ, number, own("cachemgr"))]
     if kind_of(name) == "router":
         engines = {"router_engines": f"file://{folder / 'engines'}", "router_router_id": name}
-        return [layout.process(name, environ, own("router") | engines)]
+        return [layout.router(name, environ, own("router") | engines)]
     neighbours = {**(shard or {}), "executor_address": f"unix:{socket_in(folder, 'executor')}"}
     threads = max(1, int(plan.cpus))
     return [
         layout.executor(environ, number, own("executor") | neighbours, threads=threads, share=share),
         layout.scheduler(environ, number, own("scheduler") | neighbours),
     ]
+
+
+def share_of(plan: Plan, resources: Mapping[str, float]) -> float:
+    """The share of memory that an engine may take: of its GPU, or else of its node. resources: Ray's, of the node."""
+    if plan.gpus:
+        share = plan.gpus
+    elif plan.memory:
+        share = plan.memory * GIB / resources["memory"]
+    else:
+        share = plan.cpus / max(1.0, resources.get("CPU", 1.0))
+    return min(1.0, share)
 
 
 def members() -> list[str]:
@@ -128,14 +142,21 @@ def members() -> list[str]:
     return sorted(names, key=lambda name: (kind_of(name), number_of(name)))
 
 
-def ask(names: Iterable[str]) -> dict[str, Status]:
-    """What members say, by name; those that do not answer in time are left out."""
-    calls: dict[ray.ObjectRef[Status], str] = {}
+def find(names: Iterable[str]) -> dict[str, Any]:
+    """The actors of the members that there are, by name."""
+    found = {}
     for name in names:
-        # There is none of this name.
+        # There is no such member any more.
         with contextlib.suppress(ValueError):
-            calls[ray.get_actor(name, NAMESPACE).status.remote()] = name
-    done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=ANSWER_SECONDS) if calls else ([], [])
+            found[name] = ray.get_actor(name, NAMESPACE)
+    return found
+
+
+def ask(names: Iterable[str], seconds: float | None = None) -> dict[str, Status]:
+    """What members say, by name; those that do not answer in time are left out. seconds: if not ANSWER_SECONDS."""
+    calls: dict[ray.ObjectRef[Status], str] = {actor.status.remote(): name for name, actor in find(names).items()}
+    timeout = ANSWER_SECONDS if seconds is None else seconds
+    done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=timeout) if calls else ([], [])
     answers = {}
     for call in done:
         # It is being started anew.
@@ -199,9 +220,8 @@ class Member:
             self._pending = "to find its cache manager"
             self._stopping.wait(LOOK_SECONDS)
             return
-        host, cpus = _this_node()
-        share = min(1.0, self._plan.gpus or self._plan.cpus / cpus)
-        processes = make_processes(self._name, self._plan, host, share=share, shard=shard)
+        host, resources = _this_node()
+        processes = make_processes(self._name, self._plan, host, share=share_of(self._plan, resources), shard=shard)
         folder = processes[0].settings.state_dir
         prepare_folder(folder, f"{PREFIX}STATE_DIR")
         services = [make_service(process) for process in processes]
@@ -231,7 +251,8 @@ class Member:
                     supervisor.kill()
                     return
         finally:
-            self._addresses, self._pending = {}, "to be stopped"
+            # In this order: a member without an address has something pending.
+            self._pending, self._addresses = "to be stopped", {}
             supervisor.stop()
 
     def _find_shard(self) -> dict[str, str] | None:
@@ -265,8 +286,8 @@ class Member:
         print(f"{service.name}: {state}", flush=True)
 
 
-def _this_node() -> tuple[str, float]:
-    """The address of the node that this actor runs on, and its CPUs."""
+def _this_node() -> tuple[str, dict[str, float]]:
+    """The address of the node that this actor runs on, and its resources by Ray's names."""
     node_id = ray.get_runtime_context().get_node_id()
     [node] = [node for node in ray.nodes() if node["NodeID"] == node_id]  # type: ignore[no-untyped-call]
-    return node["NodeManagerAddress"], max(1.0, node["Resources"].get("CPU", 1.0))
+    return node["NodeManagerAddress"], node["Resources"]

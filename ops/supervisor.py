@@ -95,7 +95,8 @@ class Supervisor:
                 self._report(service, f"ready after {self._clock() - service.started:.1f} s")
 
     def stop(self) -> None:
-        """Stops what runs, the last started first, each within its time limit."""
+        """Stops what runs, the last started first, each within its time limit. `tick` cannot be called after it."""
+        self._probes.shutdown(wait=False)
         for service in reversed(self.services):
             if service.process.ended():
                 continue

@@ -1,14 +1,23 @@
-"""A fleet with stub executors on a Ray cluster of a head and two nodes, all on this machine."""
+"""A fleet on a Ray cluster of a head and two nodes, all on this machine."""
+
+from __future__ import annotations
 
 import contextlib
+import os
 import random
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import layout
 import psutil
+import pytest
 import ray
 import ray_fleet
 import ray_member
@@ -17,7 +26,7 @@ from ray._raylet import Config  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster
 from ray_member import Member, Plan, Status
 
-from tests.stack import metrics
+from tests.stack import ROOT, metrics
 from tests.support.local_redis import LocalRedis
 from tests.support.patience import patience
 
@@ -27,6 +36,38 @@ SECONDS = patience(60)
 # CPUs of a node: it has room for all members.
 ROOM = 8
 STUB = "tests.support.exact_stub"
+# Ray listens where other machines reach it, and would write a token of its own into the home of the user.
+RAY = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(), "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+@contextlib.contextmanager
+def ray_cluster(**settings: object) -> Iterator[RayFleet]:
+    """A cluster without a fleet, until the block ends. settings: of the fleet."""
+    # Unix socket paths are short.
+    folder = Path(tempfile.mkdtemp(prefix="kvk-", dir="/tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in RAY.items():
+            patch.setenv(name, value)
+        running = RayFleet(folder, **settings)
+        try:
+            yield running
+        finally:
+            running.stop()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def command(*arguments: str, **environ: str) -> subprocess.Popen[str]:
+    """`python -m ops.ray_fleet` in the checkout."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "ops.ray_fleet", *arguments],
+        cwd=ROOT,
+        env=own | environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
 
 
 class StubMember(Member):
@@ -59,12 +100,13 @@ class RayFleet:
         self._nodes: dict[str, Any] = {}
         for host in HOSTS:
             self.add(host)
-        own = {"state_dir": folder, "redis_url": self.redis.url} | settings
+        own = {"state_dir": folder, "redis_url": self.redis.url, "executor_host_cache_dir": folder / "host"} | settings
         self.plan = Plan(
             {f"KVKEEP_{name.upper()}": str(value) for name, value in own.items()},
             shards=1,
             cpus=1,
             gpus=0,
+            memory=0.25,
             first_port=random.SystemRandom().randrange(20_000, 32_000),
         )
         ray.init(address=self.cluster.address, namespace=ray_member.NAMESPACE, log_to_driver=False)
@@ -85,6 +127,12 @@ class RayFleet:
     def scale(self, engines: int) -> None:
         """Returns before members that are started serve."""
         ray_fleet.scale(self.plan, engines=engines, routers=1)
+
+    def run(self, *arguments: str, **changes: str) -> tuple[int, str, str]:
+        """The command with the settings of this fleet; its status and what it wrote."""
+        with command(*arguments, **{**self.plan.settings, "RAY_ADDRESS": self.cluster.address, **changes}) as program:
+            out, err = program.communicate(timeout=SECONDS)
+            return program.returncode, out, err
 
     def say(self) -> dict[str, Status]:
         """What members say that answer."""

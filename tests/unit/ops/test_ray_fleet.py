@@ -11,7 +11,7 @@ import pytest
 import ray_fleet
 import ray_member
 from layout import LayoutError, Process
-from ray_member import Plan
+from ray_member import Plan, Status
 
 from protos.rpc.addresses import AddressError, check_distinct
 from protos.rpc.settings import SettingsError
@@ -49,6 +49,17 @@ def test_an_engine_is_found_on_its_node_and_finds_its_shard() -> None:
     assert all(address.startswith("10.0.0.9:") for address in shard.addresses)
 
 
+def test_a_router_has_the_names_and_origins_of_schedulers_unless_it_has_its_own() -> None:
+    settings = {
+        "KVKEEP_SCHEDULER_SERVED_MODEL_NAMES": "a,b",
+        "KVKEEP_SCHEDULER_HTTP_ALLOWED_ORIGINS": "https://chat.example.com",
+        "KVKEEP_ROUTER_HTTP_ALLOWED_ORIGINS": "https://other.example.com",
+    }
+    [router] = make("router-0", replace(PLAN, settings={**STATE, **settings}))
+    assert router.field("served_model_names") == str(("a", "b"))
+    assert router.field("http_allowed_origins") == str(("https://other.example.com",))
+
+
 def test_an_address_of_ipv6_has_brackets() -> None:
     [shard] = make("cachemgr-0", host="fd00::9")
     assert all(address.startswith("[fd00::9]:") for address in shard.addresses)
@@ -58,6 +69,13 @@ def test_an_engine_has_the_threads_and_the_memory_that_it_was_placed_for() -> No
     assert make("engine-0")[0].field("threads") == "2"
     assert make("engine-0", replace(PLAN, cpus=0.5))[0].field("threads") == "1"
     assert float(make("engine-0", share=0.25)[0].field("free_memory_fraction")) == pytest.approx(0.9 / 4)
+    node = {"CPU": 8.0, "memory": 64.0 * ray_member.GIB}
+    assert ray_member.share_of(PLAN, node) == 0.25
+    assert ray_member.share_of(replace(PLAN, memory=32), node) == 0.5
+    assert ray_member.share_of(replace(PLAN, memory=32, gpus=0.25), node) == 0.25
+    assert ray_member.share_of(replace(PLAN, gpus=2), node) == 1.0
+    # A head may have no CPUs.
+    assert ray_member.share_of(PLAN, {}) == 1.0
 
 
 def test_an_engine_without_gpus_sees_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +101,8 @@ def test_what_differs_between_two_plans_is_named() -> None:
     [
         ("--engine-gpus", "-1"),
         ("--engine-gpus", "nan"),
+        ("--engine-memory", "-0.5"),
+        ("--engine-memory", "inf"),
         ("--engine-cpus", "0"),
         ("--engine-cpus", "inf"),
         ("--routers", "0"),
@@ -95,6 +115,41 @@ def test_numbers_that_cannot_be_are_refused_with_their_option(
     with pytest.raises(SystemExit):
         ray_fleet.parse()
     assert f"{option} must be" in capsys.readouterr().err.replace("--routers and --engine-cpus", option)
+
+
+def asked(**options: object) -> Namespace:
+    """The command line of a fleet."""
+    given = {"model": None, "engines": 2, "shards": 2, "engine_cpus": 2.0, "engine_gpus": None, "engine_memory": 0.0}
+    return Namespace(**given | {"first_port": 20_000} | options)
+
+
+def test_a_model_on_the_command_line_is_that_of_all_members() -> None:
+    environ = {**STATE, "PATH": "/bin"}
+    assert ray_fleet.make_plan(asked(), environ, [], {}) == PLAN
+    plan = ray_fleet.make_plan(asked(model="large"), environ, [], {})
+    assert plan.differences(PLAN) == ["KVKEEP_EXECUTOR_MODEL"]
+    assert make("engine-0", plan)[0].field("model") == "large"
+
+
+def test_engines_keep_their_gpus_while_the_nodes_with_gpus_are_away() -> None:
+    with_gpus = replace(PLAN, gpus=0.5)
+    assert ray_fleet.make_plan(asked(), STATE, [with_gpus], {}) == with_gpus
+    assert ray_fleet.make_plan(asked(), STATE, [PLAN], {"GPU": 2.0}) == PLAN
+    assert ray_fleet.make_plan(asked(engine_gpus=2.0), STATE, [PLAN], {"GPU": 2.0}).gpus == 2.0
+    assert ray_fleet.make_plan(asked(), STATE, [], {"GPU": 2.0}).gpus == 1.0
+
+
+def test_directions_name_the_first_router_that_serves() -> None:
+    def say(**addresses: str) -> Status:
+        return Status(PLAN, addresses, "", 0.0)
+
+    routers = {"router-0": say(), "router-1": say(router_address="10.0.0.9:1", router_http_address="10.0.0.9:2")}
+    lines = list(ray_fleet.directions({"engine-0": say(scheduler_address="10.0.0.9:3"), **routers}))
+    assert "  router-1    router 10.0.0.9:1  http 10.0.0.9:2" in lines
+    assert lines[-1] == "kvctl finds all of it with KVCTL_ROUTER=10.0.0.9:1"
+    # Another command ends the fleet.
+    assert list(ray_fleet.directions({"router-0": say()})) == ["  router-0    "]
+    assert list(ray_fleet.directions({})) == []
 
 
 def test_nodes_that_others_reach_need_tls() -> None:

@@ -1,7 +1,11 @@
 """Restarts, failures for good and the order of stopping, with a clock that tests turn."""
 
+import threading
+
 import pytest
 from supervisor import RESTARTS, Service, ServiceFailedError, Supervisor
+
+from tests.support.patience import patience
 
 
 class FakeClock:
@@ -46,6 +50,7 @@ class World:
     """A supervisor over two fake processes, both started and ready."""
 
     def __init__(self) -> None:
+        self.threads = threading.enumerate()
         self.clock = FakeClock()
         self.stopped: list[str] = []
         self.reports: list[str] = []
@@ -103,6 +108,16 @@ def test_service_that_ends_before_it_was_ready_is_not_started_again(world: World
     with pytest.raises(ServiceFailedError, match="before it was ready"):
         world.supervisor.tick()
     assert world.first.starts == 1
+
+
+def test_no_thread_outlives_a_supervisor(world: World) -> None:
+    world.run(1)
+    probes = [thread for thread in threading.enumerate() if thread not in world.threads]
+    assert probes
+    world.supervisor.stop()
+    for thread in probes:
+        thread.join(patience(10))
+        assert not thread.is_alive()
 
 
 def test_processes_stop_in_reverse_order_and_ended_ones_are_skipped(world: World) -> None:
