@@ -59,7 +59,7 @@ class ExecutorSettings(ProcessSettings):
         ge=0,
         le=63,
         description="Most tokens that a step drafts for a sequence, from what followed the same tokens before; 0 is "
-        "none. Output stays the same. CPU only.",
+        "none. Output stays the same but for rounding. CPU only.",
     )
     draft_model: str = Field(
         "",
