@@ -75,8 +75,8 @@ def _of_checkpoint(model: Model, files: ModelFiles) -> list[Scales]:
 def _calibrated(
     model: Model, files: ModelFiles, tokenizer: TokenizerFiles, dtype: torch.dtype, folder: Path
 ) -> list[Scales]:
-    """Scales calibrated at the first start. Later starts take the same: other threads or another processor would round
-    otherwise, and other scales make all stored blocks unreadable."""
+    """Scales that the first start calibrates and later starts take."""
+    # With other threads or on another processor a scale might round otherwise, and no stored block would be read.
     text = [hashlib.sha256(tokenizer.json).hexdigest(), *calibration.TEXTS, calibration.MARGIN, calibration.GRID]
     kept = folder / f"{model_digest(model, files, str(dtype), *text).hex()[:32]}.safetensors"
     try:
