@@ -12,8 +12,8 @@ project:
 | again | the edits, which have been asked for before | 256 |
 | 32 streams | questions, all at once: no drafts are worth their computation, and none may cost anything | 96 |
 
-A repeat has a salt of its own, so that nothing is cached but in "again". Outputs are compared; sums that are rounded in
-another order may differ where two tokens are as good as equally likely.
+A repeat has a salt of its own, so that nothing is cached but in "again". Outputs are compared: in float32 they must be
+equal. In bfloat16 sums that are rounded in another order may differ where two tokens are about equally likely.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import argparse
 import asyncio
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,7 +155,7 @@ def measure(sides: Sequence[Side], workload: str, inputs: Sequence[Sequence[int]
 
 
 def main(arguments: list[str]) -> int:
-    """Prints a table; 1 when outputs of all repeats differ."""
+    """Prints a table; 1 when outputs differ more than rounding explains."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
@@ -194,7 +194,13 @@ def main(arguments: list[str]) -> int:
     print(table(header, rows))
     asked = {name: getattr(given, name) for name in ("repeats", "max_drafts", "draft_model")}
     Result("drafts", {"workloads": figures}, asked).write(given.json)
-    return int(any(each["different_outputs"] == each["outputs"] for each in figures))
+    return int(any(map(is_wrong, figures)))
+
+
+def is_wrong(figures: Mapping[str, Any]) -> bool:
+    """Whether outputs differ more than rounding explains: any in float32, all of a workload in bfloat16."""
+    different: int = figures["different_outputs"]
+    return different > 0 if figures["dtype"] == "float32" else different == figures["outputs"]
 
 
 def _figures(dtype: str, workload: str, runs: Sequence[Sequence[Run]]) -> dict[str, Any]:

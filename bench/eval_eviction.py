@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from bench.eviction import adaptive, generation, passkey, pictures, stream, windows
 from bench.eviction.cache import Cache
 from bench.eviction.outputs import Outputs
-from bench.eviction.policies import POLICIES
+from bench.eviction.policies import FULL, POLICIES
 from bench.eviction.report import report
 from bench.prose import NoTextError, novel, spread
 from bench.result import RESULTS, Result
@@ -35,6 +35,8 @@ PROMPT, FOLLOWING = 1792, 256
 PASSKEY_BUDGETS = (256, 512)
 GENERATION_BUDGET = 512
 _STRIDE = 5
+# Parts whose records are of the policies that were asked for; another part is measured as a whole.
+_BY_POLICY = ("windows", "passkeys", "rouge")
 
 
 class Evaluation:
@@ -119,16 +121,19 @@ def follow(part: str, records: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[
 
 
 def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures, and keeps what there is, also when it is interrupted; other parts stay where that is asked for."""
+    """Measures, and keeps what there is, also when it is interrupted.
+
+    Other results stay where that is asked for. Raises ValueError for settings that would not compare with theirs.
+    """
     results: dict[str, Any] = {}
     if arguments.add and arguments.json.exists():
         results = json.loads(arguments.json.read_text())
     if not arguments.parts:
         return results
     evaluation = Evaluation(arguments)
-    results["settings"] = evaluation.settings()
+    results["settings"] = merged_settings(results.get("settings", {}), evaluation.settings(), arguments.policies)
     for name in arguments.parts:
-        results[name] = []
+        results[name] = untouched(name, results.get(name, []), arguments.policies)
         try:
             with torch.inference_mode():
                 for record in follow(name, evaluation.parts[name]()):
@@ -136,6 +141,21 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
         finally:
             Result("eviction", results).write(arguments.json)
     return results
+
+
+def untouched(part: str, records: Iterable[Mapping[str, Any]], policies: Collection[str]) -> list[Mapping[str, Any]]:
+    """Of earlier records of a part, those that stay when these policies are measured."""
+    if part not in _BY_POLICY:
+        return []
+    return [record for record in records if record["policy"] not in (FULL, *policies)]
+
+
+def merged_settings(before: Mapping[str, Any], now: Mapping[str, Any], policies: Collection[str]) -> dict[str, Any]:
+    """Settings of earlier results to which these policies are added. Raises ValueError where others differ."""
+    for name, value in now.items():
+        if name != "policies" and before.get(name, value) != value:
+            raise ValueError(f"--add: the results have {name} {before[name]}, not {value}: measure with the same")
+    return dict(now) | {"policies": before.get("policies", {}) | {name: now["policies"][name] for name in policies}}
 
 
 def draw(results: Mapping[str, Any], folder: Path) -> None:
@@ -162,7 +182,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="*", choices=names, default=names, help="what to measure")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument("--json", type=Path, default=RESULTS / "eviction.json", help="results; pictures go beside it")
-    parser.add_argument("--add", action="store_true", help="keep other parts that the results have")
+    parser.add_argument("--add", action="store_true", help="keep other parts and policies that the results have")
     return parser.parse_args()
 
 

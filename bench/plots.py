@@ -142,12 +142,12 @@ def window(kept: Mapping[str, Any], target: Path) -> bool:
     return True
 
 
-def paging(kept: Mapping[str, Any], target: Path) -> bool:
-    """What is held over time, and what each sequence wastes. False without matplotlib."""
-    figure = _figure(2, f"Memory of {len(kept['max_tokens'])} conversations, in blocks and contiguous")
+def memory_saved(kept: Mapping[str, Any], target: Path) -> bool:
+    """What is held over time, what each sequence wastes, and what each way saves. False without matplotlib."""
+    figure = _figure(3, f"Memory of {len(kept['max_tokens'])} conversations, in blocks and contiguous")
     if figure is None:
         return False
-    course, waste = figure.axes
+    course, waste, saved = figure.axes
     times = [point["at"] for point in kept["course"]]
     ways = [row["way"] for row in kept["rows"]]
     for place, way in enumerate(ways):
@@ -166,6 +166,14 @@ def paging(kept: Mapping[str, Any], target: Path) -> bool:
     waste.set_xlabel("sequences, each way by their waste")
     waste.set_ylabel("tokens")
     waste.set_title("held without a token, mean over a sequence's life", fontsize=10, loc="left")
+    # The model's longest sequence would leave the others no room.
+    held = [row for row in kept["savings"] if row["way"] != ways[0]]
+    bars = saved.barh([row["way"] for row in held], [row["bytes"] / 1e6 for row in held], color=COLOURS[0])
+    saved.bar_label(bars, [f"{100 * row['of_contiguous']:.0f} %" for row in held], fontsize=8, padding=2)
+    saved.invert_yaxis()
+    saved.margins(x=0.1)
+    saved.set_xlabel("MB")
+    saved.set_title("held per sequence, mean (beside the bars: share of contiguous)", fontsize=10, loc="left")
     for axes in (course, waste):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:,.0f}")

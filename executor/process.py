@@ -142,10 +142,10 @@ async def _serve(settings: ExecutorSettings) -> int:
     from executor.core.watchdog import Watchdog
     from executor.core.worker import Worker
     from executor.metrics import WEIGHT_BYTES, KindSeconds
-    from executor.models.calibration import calibrate
     from executor.models.cpu import CpuModel
     from executor.models.fingerprint import fingerprint
     from executor.models.load import choose_cache_dtype, choose_device, release_unused_memory
+    from executor.models.scales import choose_scales
     from executor.rpc.announcement import PoolAnnouncement
     from executor.rpc.manager_client import ManagerClient, TransferLog
     from executor.rpc.service import SERVICE, ExecutorServicer, Identity
@@ -162,7 +162,7 @@ async def _serve(settings: ExecutorSettings) -> int:
     if settings.batch_invariant:
         _make_invariant(model)
     cache_dtype = choose_cache_dtype(settings.kv_cache_dtype, model)
-    scales = calibrate(model, tokenizer, cache_dtype)
+    scales = choose_scales(settings.kv_scales, model, files, tokenizer, cache_dtype, settings.scales_dir)
     sizes = block_bytes(model.groups, settings.block_size, cache_dtype)
     drafting = device.type == "cpu" and settings.max_drafts > 0
     if settings.max_drafts and not drafting:

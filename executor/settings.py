@@ -32,6 +32,11 @@ class ExecutorSettings(ProcessSettings):
         description='Of keys and values; "auto": as the weights. "fp8" (float8_e4m3fn) and "int8" are rounded a little '
         "and take half the memory of bfloat16.",
     )
+    kv_scales: Literal["calibrated", "checkpoint", "one"] = Field(
+        "calibrated",
+        description='Of keys and values in 8 bits. "calibrated": measured at the first start and kept in the cache '
+        'folder. For "fp8" only, "checkpoint": `k_scale` and `v_scale` of the model\'s files, and "one": 1.0.',
+    )
     block_size: int = Field(16, ge=2, le=1024, description="Tokens per block, a power of two.")
     max_tokens: int = Field(
         0, ge=0, description="Most tokens that the pools hold in every layer; 0 is as many as fit on the device."
@@ -56,7 +61,7 @@ class ExecutorSettings(ProcessSettings):
         ge=0,
         le=63,
         description="Most tokens that a step drafts for a sequence, from what followed the same tokens before; 0 is "
-        "none. Output stays the same. CPU only.",
+        "none. Output stays the same but for rounding. CPU only.",
     )
     draft_model: str = Field(
         "",
@@ -67,7 +72,7 @@ class ExecutorSettings(ProcessSettings):
     metrics_address: MetricsAddress = Field("", description="Where Prometheus reads metrics; empty is off.")
     cache_dir: Path = Field(
         default_factory=lambda: Path("~/.cache/kvkeep").expanduser(),
-        description="Folder for converted models and compiled code.",
+        description="Folder for converted models, calibrated scales and compiled code.",
     )
 
     adapters: str = Field("", description="LoRA adapters to load at the start: `name=folder,name=folder`.")
@@ -92,6 +97,11 @@ class ExecutorSettings(ProcessSettings):
     def compiled_dir(self) -> Path:
         """Where code compiled for this machine is kept."""
         return self.cache_dir / "compiled"
+
+    @property
+    def scales_dir(self) -> Path:
+        """Where calibrated scales are kept."""
+        return self.cache_dir / "scales"
 
     @property
     def disk_dir(self) -> Path:
@@ -125,6 +135,14 @@ class ExecutorSettings(ProcessSettings):
     def _is_a_device(cls, value: str) -> str:
         if not _DEVICE.fullmatch(value):
             raise ValueError(f"must be auto, cpu, cuda or cuda:N, not {value}")
+        return value
+
+    @field_validator("kv_scales")
+    @classmethod
+    def _has_such_scales(cls, value: str, info: ValidationInfo) -> str:
+        if value != "calibrated" and info.data.get("kv_cache_dtype", "fp8") != "fp8":
+            setting = variable(cls, "kv_cache_dtype")
+            raise ValueError(f"{value} needs fp8 in {setting}: int8 takes calibrated scales, and other types have none")
         return value
 
     @field_validator("draft_model")

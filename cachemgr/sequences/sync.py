@@ -264,7 +264,9 @@ class Sync:
                 assert eviction.policy.bounds is not None
                 self.answer.window_handles.append(handle)
                 self.answer.window_tokens.append(eviction.policy.bounds.least)
-                self.windows.append(WindowChange.TAKEN_BACK)
+                if not eviction.is_taken_back:
+                    eviction.is_taken_back = True
+                    self.windows.append(WindowChange.TAKEN_BACK)
 
     def _count_window(self, sequence: Sequence, *, before: int, window: int) -> int:
         """The adaptive window of a sequence that had another and asked for this one; 0 without one."""

@@ -24,7 +24,10 @@ class TokenEvictionState:
     the sequence keeps its window so long.
     """
 
-    __slots__ = ("committed", "evicted", "first", "granted", "has_begun", "policy", "private", "prompt", "slots")
+    __slots__ = (
+        *("committed", "evicted", "first", "granted", "has_begun", "is_taken_back"),
+        *("policy", "private", "prompt", "slots"),
+    )
 
     def __init__(self, policy: Policy, prompt: int, *, ahead: int) -> None:
         """`prompt`: tokens of the prompt. `ahead`: capacity ahead of need where a policy sets no bound."""
@@ -36,6 +39,8 @@ class TokenEvictionState:
         self.granted = False
         self.private: list[Block] = []
         self.has_begun = False
+        # Whether the scheduler has been asked to shorten the adaptive window.
+        self.is_taken_back = False
         # Tokens computed before the first eviction, and those of them that it dropped.
         self.committed = 0
         self.evicted = 0
@@ -54,6 +59,7 @@ class TokenEvictionState:
     def set_window(self, tokens: int) -> None:
         """The adaptive window has another length; so have the private table or, once it has moved, its table."""
         self.policy = self.policy.with_window(tokens)
+        self.is_taken_back = False
         assert self.policy.most_kept is not None
         self.slots = self.policy.most_kept
 

@@ -1,6 +1,7 @@
 """From a model's folder to a transformers decoder whose every weight comes from the checkpoint, or a sentence."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ from executor.models.files import adapter_instead, check_folder
 _SHOWN = 3
 # Element types that weights are numbers in, as safetensors and torch name them; all others hold codes.
 _FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}
+
+# Scales of cached keys and values, as compressed-tensors and ModelOpt name them. No weight of the model.
+_CACHE_SCALE = re.compile(r"\.layers\.([0-9]+)\.self_attn\.(?:[kv]_proj\.)?([kv])_scale$")
 
 
 def load_decoder(source: str, dtype: Any) -> Any:
@@ -180,7 +184,7 @@ def _check_types(source: str, module: Any) -> None:
 
 def _stored_types(source: str) -> Iterator[tuple[str, str]]:
     """Names and element types of the tensors in a checkpoint's files."""
-    folder = Path(str(cached_file(source, CONFIG_NAME))).parent
+    folder = _folder(source)
     if files := _files(folder, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
         for file in files:
             with safe_open(file, "pt") as tensors:
@@ -191,6 +195,22 @@ def _stored_types(source: str) -> Iterator[tuple[str, str]]:
         for name, tensor in torch.load(file, map_location="meta", weights_only=True).items():
             if isinstance(tensor, torch.Tensor):
                 yield name, str(tensor.dtype).removeprefix("torch.")
+
+
+def cache_scales(source: str) -> dict[tuple[str, int], torch.Tensor]:
+    """Scales of cached keys and values in a checkpoint of safetensors, by "k" or "v" and the number of the layer."""
+    scales = {}
+    for file in _files(_folder(source), SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if found := _CACHE_SCALE.search(name):
+                    scales[found[2], int(found[1])] = tensors.get_tensor(name)
+    return scales
+
+
+def _folder(source: str) -> Path:
+    """Where the files of a folder or a hub id are."""
+    return Path(str(cached_file(source, CONFIG_NAME))).parent
 
 
 def _files(folder: Path, whole: str, index: str) -> list[Path]:
@@ -228,10 +248,11 @@ def _quantized(config: Any) -> str:
 
 def _check_weights(source: str, module: Any, info: dict[str, Any]) -> None:
     """Raises ModelError unless each weight of the model has a value of the checkpoint, and each value is used."""
+    unexpected = [name for name in info["unexpected_keys"] if not _CACHE_SCALE.search(name)]
     faults = [
         (info["missing_keys"], "lacks", "these would be random numbers"),
         ([name for name, *_ in info["mismatched_keys"]], "has other shapes of", "config.json describes another model"),
-        (info["unexpected_keys"], "has weights that the model does not use", "config.json describes another model"),
+        (unexpected, "has weights that the model does not use", "config.json describes another model"),
     ]
     for names, fault, meaning in faults:
         if names:

@@ -15,11 +15,15 @@ _PIECE = 1 << 20
 
 def fingerprint(model: Model, files: ModelFiles, pools: KvPools) -> bytes:
     """SHA-256, 32 bytes, over configuration, identity of the weights, dtypes, scales, block size and layout."""
+    scales = [[pool.scales.k.tolist(), pool.scales.v.tolist()] for pool in pools.pools if pool.scales]
+    return model_digest(model, files, str(pools.dtype), scales, pools.block_size, LAYOUT_VERSION)
+
+
+def model_digest(model: Model, files: ModelFiles, *more: object) -> bytes:
+    """SHA-256, 32 bytes, over configuration, identity and dtype of the weights, and more that JSON can hold."""
     digest = hashlib.sha256()
     config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
-    scales = [[pool.scales.k.tolist(), pool.scales.v.tolist()] for pool in pools.pools if pool.scales]
-    kept = [str(pools.dtype), scales, pools.block_size, LAYOUT_VERSION]
-    parts = [json.dumps(config, sort_keys=True, default=str), str(model.dtype), *kept]
+    parts = [json.dumps(config, sort_keys=True, default=str), str(model.dtype), *more]
     digest.update(json.dumps(parts).encode())
     folder = Path(files.source)
     if not folder.exists():

@@ -66,6 +66,7 @@ def create_app(fleet: Fleet, monitor: Monitor) -> Starlette:
     reads: dict[str, Callable[[Cache], Read]] = {
         "pools": lambda cache: cache.pools,
         "blocks": lambda cache: cache.blocks,
+        "sequences": lambda cache: cache.sequences,
         "leases": lambda cache: cache.leases,
         "holds": lambda cache: cache.holds,
         "tenants": lambda cache: cache.tenants,

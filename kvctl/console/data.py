@@ -68,6 +68,21 @@ class Cache:
         names = [{"tenant": tenant, "salt": salt} for tenant, salt in owners]
         return {"rows": rows, "owners": names, "next": page.next_page_token}
 
+    async def sequences(self, query: Query, options: Options) -> Json:
+        """A page of an executor's live sequences, a row each.
+
+        A row: id, computed tokens, tokens that its blocks have slots for, blocks, whether it has evicted tokens.
+        """
+        request = pb.ListSequencesRequest(
+            executor_id=query.get("executor", ""), page_size=PAGE, page_token=query.get("page", "")
+        )
+        page = await self._admin.ListSequences(request, **options)
+        rows = [
+            (one.sequence_id, one.computed_tokens, one.capacity_tokens, one.num_blocks, one.evicting)
+            for one in page.sequences
+        ]
+        return {"rows": rows, "next": page.next_page_token}
+
     async def leases(self, query: Query, options: Options) -> Json:
         """A page of leases; those that differ in their block only are one, with the tier and slot of each block."""
         request = pb.ListLeasesRequest(pool_id=_pool(query), page_size=PAGE, page_token=query.get("page", ""))

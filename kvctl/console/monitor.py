@@ -110,7 +110,12 @@ class Monitor:
         found["rates"] = rates(readings[0], last) if len(readings) > 1 else {}
         found["history"] = {"seconds": HISTORY_SECONDS, **_history(samples, shard, pool)}
         if last.model is not None:
-            found["model"] = {"name": last.model.model, "dtype": last.model.dtype, "cache": last.model.kv_cache_dtype}
+            found["model"] = {
+                "name": last.model.model,
+                "dtype": last.model.dtype,
+                "cache": last.model.kv_cache_dtype,
+                "longest": last.model.max_model_tokens,
+            }
         if last.loads is not None:
             found["loads"] = {"running": last.loads.running_requests, "waiting": last.loads.waiting_requests}
         return found

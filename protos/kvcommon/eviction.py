@@ -67,8 +67,9 @@ _DEFAULTS: dict[Kind, tuple[int, int, int, int | None]] = {
     Kind.LAST: (0, 1, 64, 63),
     Kind.ADAPTIVE_WINDOW: (32, 128, 672, None),
 }
-# Of a window that evicts while the prompt is computed: one token at a time, a step would compute no more than that.
-_PREFILL_PERIOD = 64
+# Of a window that evicts while the prompt is computed: one token at a time, a step would compute no more than that. Of
+# one with compacted positions, too: each eviction rotates the kept keys and rounds them once more.
+_LONG_PERIOD = 64
 # Queries at a prompt's end by which an adaptive window is chosen.
 _WINDOW_ROWS = 16
 _MAX_TOKENS = 1 << 24
@@ -267,8 +268,8 @@ class _Reader:
             recent = message.score_window_tokens
         elif self._kind is Kind.LAST:
             period = self._maximum - 1
-        elif self._kind is Kind.SLIDING_WINDOW and message.during_prefill:
-            period = _PREFILL_PERIOD
+        elif self._kind is Kind.SLIDING_WINDOW and (message.during_prefill or message.positions == _COMPACTED):
+            period = _LONG_PERIOD
         self._start = self._given("start_tokens", start)
         self._recent = self._given("recent_tokens", recent)
         if self._kind is Kind.SLIDING_WINDOW:

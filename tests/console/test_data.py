@@ -31,7 +31,7 @@ from tests.support.patience import patience
 from tests.support.scheduler.fleet import run_fleet
 
 POOL = {"pool": "e/0"}
-PATHS = ("pools", "blocks", "leases", "holds", "tenants", "events", "ghosts", "stack")
+PATHS = ("pools", "blocks", "sequences", "leases", "holds", "tenants", "events", "ghosts", "stack")
 
 
 class Answer(NamedTuple):
@@ -95,6 +95,14 @@ async def test_leases_holds_tenants_and_ghosts(console: Console) -> None:
     assert tenants["quotas"][0]["quota"]["device_ceiling_blocks"] == 100
     ghosts = await get(console, "ghosts", executor="e")
     assert ghosts["tokens"]["queried_tokens"] == (await get(console, "pools"))["pools"][0]["queried_tokens"]
+
+
+async def test_sequences_have_their_tokens_and_slots(console: Console) -> None:
+    [live] = console.driver.manager.queries.sequences()
+    assert live.capacity > live.computed
+    page = await get(console, "sequences", executor="e")
+    assert page == {"rows": [["running", live.computed, live.capacity, live.blocks_held, False]], "next": ""}
+    assert (await get(console, "sequences", executor="other"))["rows"] == []
 
 
 async def test_only_the_newest_events_are_shown(console: Console) -> None:

@@ -97,6 +97,23 @@ async def test_the_page_shows_all_of_it(browser: Browser, console: Console) -> N
         assert str(SECRET)[:7] not in (await page.content()).replace(",", "")
 
 
+async def test_the_longest_sequences_are_shown_with_the_slots_that_they_waste(
+    browser: Browser, console: Console
+) -> None:
+    [live] = console.driver.manager.queries.sequences()
+    async with opened(browser, console) as page:
+        text = page.locator("#sequences-text")
+        await expect(text).to_have_text(
+            f"1 sequence has blocks for {live.capacity} tokens; {live.capacity - live.computed} of these slots have no "
+            "token."
+        )
+        await expect(page.locator("#sequences")).to_contain_text("running")
+        for number in range(25):
+            console.driver.admit(f"more {number}", range(5_000 + 100 * number, 5_040 + 100 * number))
+        await expect(text).to_contain_text("sequences have", timeout=patience(30) * 1000)
+        await expect(page.locator("#sequences tr")).to_have_count(1 + 20)
+
+
 async def test_the_map_is_coloured_and_walked_by_keyboard(browser: Browser, console: Console) -> None:
     async with opened(browser, console) as page:
         await expect(page.locator("body")).to_have_attribute("data-loaded", "yes")

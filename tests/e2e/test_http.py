@@ -183,6 +183,7 @@ async def test_retention_requests_get_receipts(client: openai.AsyncOpenAI) -> No
             "kind": "sliding_window",
             "start_tokens": 16,
             "recent_tokens": 16,
+            "period_tokens": 16,
             "positions": "compacted",
         },
         "kv_hints": {

@@ -148,7 +148,8 @@ async def test_ctrl_c_ends_it_and_keeps_the_rounds_so_far(tiny: Stack, tmp_path:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "kvctl", "limits", "--mode", "gen_length", "--scheduler", tiny.scheduler,
             "--server", tiny.admin, "--prompt-tokens", str(PROMPT), "--csv", str(target), "--yes",
-            "--policy", "sliding_window", "--recent", "64", "--compacted", stdout=PIPE, stderr=PIPE,
+            "--policy", "sliding_window", "--recent", "64", "--period", "1", "--compacted",
+            stdout=PIPE, stderr=PIPE,
         )  # fmt: skip
     assert process.stdout is not None
     for _ in range(3):

@@ -36,7 +36,7 @@ IMPORTS = {
         "executor.models.tokenizer",
         "executor.rpc.service",
         "executor.rpc.weights",
-        "executor.models.calibration",
+        "executor.models.scales",
         "transformers.models.llama.modeling_llama",
     ),
     "scheduler": ("scheduler.__main__", "scheduler.process", "protos.rpc.metrics_server"),

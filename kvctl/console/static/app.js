@@ -9,6 +9,8 @@ import { BlockMap } from "./map.js";
 import { PrefixTree } from "./tree.js";
 
 const MAX_ROWS = 500;
+// Rows of the table of sequences.
+const LONGEST = 20;
 // How long a round waits for one of several shards, in milliseconds.
 const PATIENCE = 2000;
 
@@ -205,6 +207,28 @@ async function loadLeases() {
   ], rows.sort((a, b) => rank(a) - rank(b) || left(a) - left(b)), "Nothing is kept.");
 }
 
+// The longest live sequences, and what contiguous memory would hold for all of them. In tokens.
+async function loadSequences() {
+  const rows = [];
+  for await (const page of pages("sequences", { ...state.pool.at, executor: state.pool.executor_id })) {
+    rows.push(...page.rows.map(([name, tokens, slots, blocks, evicts]) => (
+      // How many tokens are kept after an eviction is not known here.
+      { name, tokens, slots, blocks, empty: evicts ? null : slots - tokens })));
+  }
+  const sum = (key) => rows.reduce((total, row) => total + (row[key] ?? 0), 0);
+  const longest = stack.found?.model?.longest;
+  byId("sequences-text").textContent = rows.length ? [
+    `${count(rows.length)} ${rows.length === 1 ? "sequence has" : "sequences have"} blocks for ${count(sum("slots"))} tokens; `
+      + `${count(sum("empty"))} of these slots have no token.`,
+    longest ? `Contiguous memory for the longest output of each would hold ${count(rows.length * longest)} tokens.` : "",
+  ].filter(Boolean).join(" ") : "";
+  fill(byId("sequences"), [
+    ["sequence", (row) => row.name, "name"], ["tokens", (row) => count(row.tokens), "number"],
+    ["blocks", (row) => count(row.blocks), "number"],
+    ["slots without a token", (row) => (row.empty === null ? "evicts tokens" : count(row.empty)), "number"],
+  ], rows.sort((a, b) => b.tokens - a.tokens).slice(0, LONGEST), "No sequence is running.");
+}
+
 // What reads many blocks comes less often.
 const slow = { due: 0, async run() {
   await map.load();
@@ -212,6 +236,7 @@ const slow = { due: 0, async run() {
   await curve.load(state.pool);
   await loadTenants();
   await loadLeases();
+  await loadSequences();
 } };
 
 async function round() {

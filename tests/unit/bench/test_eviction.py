@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from bench import eval_eviction
 from bench.eviction import statistics, windows
 from bench.eviction.cache import Cache
 from bench.eviction.outputs import Outputs
@@ -125,3 +126,21 @@ def test_quality_lost_with_a_window(model: Model, folder: Path) -> None:
         assert record["error"] > 0.01
         assert record["kl"] > 0
         assert 0 <= record["top1"] < 1
+
+
+def test_policies_are_added_to_results_without_loss_of_the_others() -> None:
+    records = [{"policy": name, "right": True} for name in ("full cache", "H2O", "TOVA")]
+    for part in ("windows", "passkeys", "rouge"):
+        assert eval_eviction.untouched(part, records, ["TOVA"]) == [{"policy": "H2O", "right": True}]
+    assert eval_eviction.untouched("streams", [{"positions": "absolute"}], ["TOVA"]) == []
+    assert eval_eviction.untouched("adaptive", records, ["TOVA"]) == []
+
+
+def test_policies_are_added_to_results_of_the_same_settings_only() -> None:
+    before = {"dtype": "bfloat16", "windows": 20, "policies": {"H2O": "old", "TOVA": "old"}}
+    now = before | {"policies": {"H2O": "new", "TOVA": "new", "ROCO": "new"}}
+    merged = eval_eviction.merged_settings(before, now, ["TOVA", "ROCO"])
+    assert merged == before | {"policies": {"H2O": "old", "TOVA": "new", "ROCO": "new"}}
+    assert eval_eviction.merged_settings({}, now, ["ROCO"])["policies"] == {"ROCO": "new"}
+    with pytest.raises(ValueError, match="--add: the results have windows 20, not 10"):
+        eval_eviction.merged_settings(before, now | {"windows": 10}, ["ROCO"])

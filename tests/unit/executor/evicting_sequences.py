@@ -46,7 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one by one": small(Kind.TOVA) | {"period_tokens": 1},
     "window that may not shrink": small(Kind.ADAPTIVE_WINDOW) | {"attention_mass": 1.0},
     "compacted adaptive window": small(Kind.ADAPTIVE_WINDOW) | {"positions": 2, "attention_mass": 0.9},
-    "compacted window": small(Kind.SLIDING_WINDOW) | {"positions": 2},
+    "compacted window": small(Kind.SLIDING_WINDOW) | {"positions": 2, "period_tokens": 1},
     "compacted blocks": small(Kind.SUM) | {"positions": 2},
     "compacted heads": small(Kind.H2O) | {"positions": 2},
 }
@@ -103,9 +103,9 @@ class EvictingSequence:
         changes["looks"] = self.policy.looks(self.kept, self.computed, len(tokens))
         return changes
 
-    def step(self, driver: Driver) -> StepOutput:
-        """The next step of this sequence alone, whose prompt is PROMPT."""
-        changes = self.next(driver, PROMPT)
+    def step(self, driver: Driver, prompt: list[int] = PROMPT) -> StepOutput:
+        """The next step of this sequence alone."""
+        changes = self.next(driver, prompt)
         outcome = driver.step(**fields_of({self.handle: changes}))
         self.wanted = outcome.windows.get(self.handle, self.wanted)
         return outcome

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from executor.errors import CapacityExceededError, InvalidStepError, UnknownSequenceError
 from executor.models.forward import Model
+from executor.models.probe import deviation
 from executor.step import Evicted
 from protos.kvcommon.eviction import Kind
 from tests.unit.executor.conftest import BLOCK_SIZE, PATHS, Driver, load, save_model
@@ -122,9 +123,9 @@ def test_a_window_computes_what_a_mask_does(model: Model, model_folder: Callable
     assert logits.argmax(-1).tolist() == outputs[1]
 
 
-@pytest.mark.parametrize("name", ["compacted window", "compacted blocks"])
-def test_compacted_positions_are_those_of_the_kept_tokens_alone(tmp_path: Path, name: str) -> None:
-    config = LlamaConfig(
+def one_layer(max_position_embeddings: int = 256) -> LlamaConfig:
+    """A Llama in which a key depends on its token and its position only."""
+    return LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
@@ -132,9 +133,13 @@ def test_compacted_positions_are_those_of_the_kept_tokens_alone(tmp_path: Path, 
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=256,
+        max_position_embeddings=max_position_embeddings,
     )
-    model = load(save_model(config, tmp_path / "one layer"))
+
+
+@pytest.mark.parametrize("name", ["compacted window", "compacted blocks"])
+def test_compacted_positions_are_those_of_the_kept_tokens_alone(tmp_path: Path, name: str) -> None:
+    model = load(save_model(one_layer(), tmp_path / "one layer"))
     chosen = policy_of(model, VARIANTS[name])
     driver = Driver(model, num_blocks=400)
     client = EvictingSequence(1, chosen)
@@ -151,6 +156,36 @@ def test_compacted_positions_are_those_of_the_kept_tokens_alone(tmp_path: Path, 
         assert outcome.sampled[0].token_id == int(logits.argmax())
         outputs.append(outcome.sampled[0].token_id)
     assert client.evicted > 0
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.int8], ids=str)
+def test_turning_the_keys_of_a_long_window_again_and_again_rounds_them_little(
+    tmp_path: Path, cache: torch.dtype
+) -> None:
+    model = load(save_model(one_layer(max_position_embeddings=1024), tmp_path / "one layer"))
+    fields = {"kind": Kind.SLIDING_WINDOW.value, "start_tokens": 4, "recent_tokens": 256, "positions": 2}
+    prompt = torch.randint(VOCAB, (330,), generator=torch.Generator().manual_seed(6)).tolist()
+    driver = Driver(model, num_blocks=400, cache=cache)
+    client = EvictingSequence(1, policy_of(model, fields), chunk=len(prompt))
+    outputs: list[int] = []
+    while len(outputs) < 320:
+        outputs += [sampled.token_id for sampled in client.step(driver, prompt).sampled]
+    known = prompt + outputs
+    found = {}
+    for dtype in (torch.float32, cache):
+        fresh = Driver(model, cache=dtype)
+        kept = [known[place] for place in kept_positions(driver, client.kept)]
+        fresh.step(new_sequences=(fresh.new_sequence(1, kept),), chunks={1: len(kept)})
+        found[dtype] = keys_of(fresh)
+    rounding = deviation(found[cache], found[torch.float32])
+    assert deviation(keys_of(driver), found[torch.float32]) < 3 * rounding
+
+
+def keys_of(driver: Driver) -> torch.Tensor:
+    """The cached keys of the only sequence, whose policy is the same in all heads, in the order of its tokens."""
+    eviction, sequence = driver.runner._eviction, next(iter(driver.runner._sequences))
+    keys = eviction._keys(sequence)
+    return keys[:, :, eviction.positions(sequence)[0, 0].argsort()] if sequence.policy else keys
 
 
 def kept_positions(driver: Driver, kept: int) -> list[int]:

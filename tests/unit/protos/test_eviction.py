@@ -38,6 +38,12 @@ def test_a_window_passes_a_prompt_in_larger_pieces_than_tokens() -> None:
     assert policy(Kind.SLIDING_WINDOW, during_prefill=True, period_tokens=3).period == 3
 
 
+def test_a_window_turns_compacted_keys_in_larger_pieces_than_tokens() -> None:
+    compacted = {"positions": "EVICTION_POSITIONS_COMPACTED"}
+    assert policy(Kind.SLIDING_WINDOW, **compacted).period == 64
+    assert policy(Kind.SLIDING_WINDOW, **compacted, period_tokens=1).period == 1
+
+
 def test_none_keeps_everything() -> None:
     assert parse(common.EvictionPolicy(kind="EVICTION_KIND_NONE"), PLAIN) is None
 

@@ -321,8 +321,9 @@ def test_longer_windows_are_taken_back_before_any_sequence_is_preempted() -> Non
     stage.admit()
     stage.turn_until(lambda: stage.outputs.get(2) == 24)
     assert stage.preempted == 0
-    assert changes(stage)[WindowChange.TAKEN_BACK] > 0
-    assert changes(stage)[WindowChange.RETURNED] > 0
+    # Syncs repeat that a window is taken back until the sequence has shortened it.
+    counted = changes(stage)
+    assert 0 < counted[WindowChange.TAKEN_BACK] <= counted[WindowChange.RETURNED] <= counted[WindowChange.GRANTED]
 
 
 def test_longer_windows_are_taken_back_for_a_request_that_waits() -> None:

@@ -1,9 +1,12 @@
-"""Memory of a running stack in blocks, beside contiguous allocations for the longest output.
+"""Memory that blocks, windows, 8 bits and eviction save beside contiguous memory, on the same requests.
 
-Run it with `python -m bench paging`. Conversations of many lengths arrive at once, half of them behind a common
-message, and end where the model ends them or at their max_tokens. Meanwhile the cache manager is asked many times a
-second which sequences have how many tokens and blocks. A contiguous allocation would hold prompt and max_tokens of a
-request from its start to its end, or the model's longest sequence where it does not look at max_tokens.
+Run it with `python -m bench memory-saved`. Conversations of many lengths arrive at once, half of them with a common
+message before them, and end where the model ends them or at their max_tokens. Meanwhile the cache manager is asked many
+times a second which sequences have how many tokens and blocks. A contiguous allocation would hold prompt and max_tokens
+of a request from its start to its end, or the model's longest sequence where it does not look at max_tokens.
+
+Then the same prompts run again with as many output tokens as before: with a sliding window, an adaptive window, an
+eviction by scores, a cache in 8 bits, and the last two together.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.stack import Stack
 from tests.support.generation import Output, generate
 
@@ -49,13 +53,28 @@ QUESTIONS = (
     "Explain this to a child: ",
     "Answer yes or no: is this about numbers? ",
 )
-# Of the table, in its order.
+# Of the table of waste, in its order.
 FLAT_MODEL, FLAT_REQUEST, BLOCKS, NEEDED = (
     "contiguous, the model's longest sequence",
     "contiguous, prompt and max_tokens",
     "blocks, with those ahead of need",
     "blocks that tokens need",
 )
+# What a sequence keeps under each policy: 128 tokens, or up to 256 where the window adapts.
+WINDOW = common.EvictionPolicy(kind=common.EVICTION_KIND_SLIDING_WINDOW, start_tokens=16, recent_tokens=112)
+ADAPTIVE = common.EvictionPolicy(
+    kind=common.EVICTION_KIND_ADAPTIVE_WINDOW, start_tokens=16, recent_tokens=48, max_cache_tokens=256
+)
+SCORES = common.EvictionPolicy(kind=common.EVICTION_KIND_TOVA, max_cache_tokens=128)
+# Of the table of savings: by the type of the cache, each way and its policy.
+SAVINGS: dict[str, dict[str, common.EvictionPolicy | None]] = {
+    "auto": {"sliding window": WINDOW, "adaptive window": ADAPTIVE, "eviction by scores (tova)": SCORES},
+    "int8": {"8 bits (int8)": None, "8 bits and eviction by scores": SCORES},
+}
+
+
+class NothingSeenError(Exception):
+    """No look at the cache manager saw a sequence with computed tokens."""
 
 
 def requests(count: int, seed: int = 7) -> list[pb.StreamGenerateRequest]:
@@ -79,12 +98,51 @@ def requests(count: int, seed: int = 7) -> list[pb.StreamGenerateRequest]:
     return made
 
 
+def again(
+    asked: Sequence[pb.StreamGenerateRequest],
+    outputs: Sequence[Output],
+    salt: str,
+    policy: common.EvictionPolicy | None,
+) -> list[pb.StreamGenerateRequest]:
+    """The same prompts with outputs as long as before, under another policy. They find no blocks of an earlier run."""
+    made = []
+    for request, output in zip(asked, outputs, strict=True):
+        cache = pb.CacheOptions(salt=salt)
+        made.append(
+            pb.StreamGenerateRequest(
+                request_id=request.request_id,
+                chat=request.chat,
+                max_tokens=max(1, len(output.token_ids)),
+                ignore_eos=True,
+                cache=cache,
+                eviction_policy=policy,
+            )
+        )
+    return made
+
+
 @dataclass
 class Seen:
-    """Tokens and blocks of live sequences, each time that the cache manager was asked. Blocks in use of the pool."""
+    """Tokens and blocks of live sequences, each time that the cache manager was asked. Blocks in use of the pool.
+
+    block_bytes: of one block. The default model has one pool.
+    """
 
     # Seconds since the first look, sequences as (request, computed tokens, blocks), blocks of the pool in use.
     looks: list[tuple[float, list[tuple[str, int, int]], int]] = field(default_factory=list)
+    block_bytes: int = 0
+
+
+async def live_sequences(admin: kvcache_rpc.CacheAdminServiceAsyncStub) -> list[kv.Sequence]:
+    """All live sequences, page by page."""
+    found: list[kv.Sequence] = []
+    token = ""
+    while True:
+        page = await admin.ListSequences(kv.ListSequencesRequest(page_size=1000, page_token=token), timeout=30)
+        found += page.sequences
+        token = page.next_page_token
+        if not token:
+            return found
 
 
 @contextlib.asynccontextmanager
@@ -97,10 +155,13 @@ async def watched(stack: Stack) -> AsyncIterator[Seen]:
         async def look() -> None:
             begin = time.monotonic()
             while True:
-                found = await admin.ListSequences(kv.ListSequencesRequest(page_size=1000), timeout=30)
+                live = [
+                    (one.sequence_id.partition("#")[0], one.computed_tokens, one.num_blocks)
+                    for one in await live_sequences(admin)
+                ]
                 pools = (await admin.ListPools(kv.ListPoolsRequest(), timeout=30)).pools
-                live = [(s.sequence_id.partition("#")[0], s.computed_tokens, s.num_blocks) for s in found.sequences]
                 seen.looks.append((time.monotonic() - begin, live, sum(pool.used_blocks for pool in pools)))
+                seen.block_bytes = pools[0].spec.block_bytes
                 await asyncio.sleep(LOOK_SECONDS)
 
         async with in_background(look()):
@@ -110,7 +171,7 @@ async def watched(stack: Stack) -> AsyncIterator[Seen]:
 async def load(
     stack: Stack, asked: Sequence[pb.StreamGenerateRequest], concurrency: int
 ) -> tuple[Seen, list[Output], int]:
-    """Runs all requests, so many at once; also returns the model's longest sequence in tokens."""
+    """Runs all requests, `concurrency` at once; also returns the model's longest sequence in tokens."""
     free = asyncio.Semaphore(concurrency)
     async with grpc.aio.insecure_channel(stack.scheduler) as channel:
         stub: generation_rpc.GenerationServiceAsyncStub = generation_rpc.GenerationServiceStub(channel)
@@ -126,18 +187,23 @@ async def load(
 
 
 def needed(tokens: int) -> int:
-    """Slots of the blocks that so many tokens need."""
+    """Slots of the blocks that this many tokens need."""
     return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE
+
+
+def flat_tokens(asked: Sequence[pb.StreamGenerateRequest], outputs: Sequence[Output]) -> dict[str, int]:
+    """Tokens that a contiguous allocation holds for each request."""
+    return {
+        request.request_id: output.usage.prompt_tokens + request.max_tokens
+        for request, output in zip(asked, outputs, strict=True)
+    }
 
 
 def figures(
     seen: Seen, asked: Sequence[pb.StreamGenerateRequest], outputs: Sequence[Output], longest: int
 ) -> dict[str, Any]:
-    """The table's rows, what each sequence wasted, and the course of all in tokens."""
-    flat = {
-        request.request_id: output.usage.prompt_tokens + request.max_tokens
-        for request, output in zip(asked, outputs, strict=True)
-    }
+    """The table of waste, what each sequence wasted, and the course of all in tokens. Raises NothingSeenError."""
+    flat = flat_tokens(asked, outputs)
     held: dict[str, list[int]] = defaultdict(list)
     waste: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     course: list[dict[str, float]] = []
@@ -157,6 +223,8 @@ def figures(
                 waste[way][name].append(count - computed)
             held[name].append(computed)
         course.append({"at": round(at, 3), "sequences": len(begun), "pool": pool * BLOCK_SIZE, **totals})
+    if not held:
+        raise NothingSeenError
     rows = []
     for way in (FLAT_MODEL, FLAT_REQUEST, BLOCKS, NEEDED):
         each = [statistics.mean(values) for values in waste[way].values()]
@@ -194,6 +262,46 @@ def figures(
     }
 
 
+def bytes_held(seen: Seen) -> dict[str, float]:
+    """Bytes of the blocks that each sequence has, mean over its life. Raises NothingSeenError."""
+    blocks: dict[str, list[int]] = defaultdict(list)
+    for _, live, _ in seen.looks:
+        for name, computed, count in live:
+            if computed:
+                blocks[name].append(count)
+    if not blocks:
+        raise NothingSeenError
+    return {name: statistics.mean(counts) * seen.block_bytes for name, counts in blocks.items()}
+
+
+def savings(runs: Mapping[str, Seen], flat: Mapping[str, int], longest: int) -> list[dict[str, Any]]:
+    """The table of savings, in bytes, over the sequences that were seen in all runs. Raises NothingSeenError.
+
+    runs: by way; the first has blocks and nothing else. flat: tokens of each request's contiguous allocation.
+    """
+    plain = next(iter(runs.values()))
+    by_way = {way: bytes_held(seen) for way, seen in runs.items()}
+    names = set.intersection(*(set(held) for held in by_way.values()))
+    if not names:
+        raise NothingSeenError
+    token_bytes = plain.block_bytes / BLOCK_SIZE
+    means = {
+        FLAT_MODEL: longest * token_bytes,
+        FLAT_REQUEST: statistics.mean(flat[name] for name in names) * token_bytes,
+        **{way: statistics.mean(held[name] for name in names) for way, held in by_way.items()},
+    }
+    return [
+        {
+            "way": way,
+            "block_bytes": runs[way].block_bytes if way in runs else None,
+            "bytes": mean,
+            "most_in_pool": max(pool for *_, pool in runs[way].looks) * runs[way].block_bytes if way in runs else None,
+            "of_contiguous": mean / means[FLAT_REQUEST],
+        }
+        for way, mean in means.items()
+    ]
+
+
 def thinned(course: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     """Points as far apart as the picture shows."""
     kept = list(course[:1])
@@ -204,7 +312,7 @@ def thinned(course: Sequence[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def show(kept: Mapping[str, Any]) -> str:
-    """The table, and what stands beside it."""
+    """The tables, and what stands beside them."""
     rows = [
         [
             row["way"],
@@ -224,7 +332,46 @@ In tokens; waste is what is held without a token: a sequence's mean over its lif
 {len(kept["max_tokens"])} requests, at most {kept["most_at_once"]} at once with {kept["most_tokens"]:,} tokens; \
 outputs had {100 * used:.0f} % of their max_tokens.
 Sequences shared blocks: the pool had {kept["most_in_pool"]:,} tokens of blocks in use at most, over time \
-{100 * kept["shared"]:.0f} % less than the sequences' tables together."""
+{100 * kept["shared"]:.0f} % less than the sequences' tables together.
+
+{table(*_savings_table(kept["savings"]))}
+
+In MB; a sequence's mean over its life, and the mean of all sequences. A pool holds shared blocks once."""
+
+
+def _savings_table(found: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    header = ["", "held per\nsequence", "by contiguous\n%", "most in the\npool at once", "bytes of\na block"]
+    rows = [
+        [
+            row["way"],
+            f"{row['bytes'] / 1e6:,.2f}",
+            f"{100 * row['of_contiguous']:,.1f}",
+            "" if row["most_in_pool"] is None else f"{row['most_in_pool'] / 1e6:,.1f}",
+            "" if row["block_bytes"] is None else f"{row['block_bytes']:,}",
+        ]
+        for row in found
+    ]
+    return header, rows
+
+
+def measure(asked: Sequence[pb.StreamGenerateRequest], concurrency: int) -> tuple[dict[str, Any], int]:
+    """All figures, and the model's longest sequence in tokens. Raises NothingSeenError."""
+    kept: dict[str, Any] = {}
+    runs: dict[str, Seen] = {}
+    outputs: list[Output] = []
+    longest = 0
+    for dtype, ways in SAVINGS.items():
+        with Stack(executor_block_size=BLOCK_SIZE, executor_kv_cache_dtype=dtype) as stack:
+            note(f"cache in {dtype}: warming up")
+            asyncio.run(load(stack, requests(4, seed=1), 4))
+            if not kept:
+                note(f"{len(asked)} requests in blocks")
+                runs[BLOCKS], outputs, longest = asyncio.run(load(stack, asked, concurrency))
+                kept = figures(runs[BLOCKS], asked, outputs, longest)
+            for way, policy in ways.items():
+                note(way)
+                runs[way], *_ = asyncio.run(load(stack, again(asked, outputs, way, policy), concurrency))
+    return kept | {"savings": savings(runs, flat_tokens(asked, outputs), longest)}, longest
 
 
 def main() -> int:
@@ -236,22 +383,19 @@ def main() -> int:
     given = parser.parse_args()
     if given.requests < 1 or given.concurrency < 1:
         parser.error("--requests and --concurrency must be at least 1")
-    asked = requests(given.requests)
     try:
-        with Stack(executor_block_size=BLOCK_SIZE) as stack:
-            note("warming up")
-            asyncio.run(load(stack, requests(4, seed=1), 4))
-            note(f"{given.requests} requests")
-            seen, outputs, longest = asyncio.run(load(stack, asked, given.concurrency))
+        kept, longest = measure(requests(given.requests), given.concurrency)
     except KeyboardInterrupt:
         note("interrupted")
         return INTERRUPTED
-    kept = figures(seen, asked, outputs, longest)
+    except NothingSeenError:
+        note("no sequence was seen: the requests ended between two looks; give more --requests")
+        return RED
     print(show(kept))
     settings = {"requests": given.requests, "concurrency": given.concurrency, "block_size": BLOCK_SIZE}
-    keep(Result("paging", kept, settings | {"longest": longest}), given.json, plots.paging)
-    # A sequence that needs more than it has, or none at all, was not measured.
-    wrong = not kept["rows"] or any(each["tokens"] > each["flat"] for each in kept["sequences"].values())
+    keep(Result("memory_saved", kept, settings | {"longest": longest}), given.json, plots.memory_saved)
+    # A sequence that has more tokens than a contiguous allocation for it was not measured right.
+    wrong = any(each["tokens"] > each["flat"] for each in kept["sequences"].values())
     return RED if wrong else 0
 
 
