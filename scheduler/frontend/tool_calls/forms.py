@@ -36,8 +36,17 @@ def hermes(source: Source, calls: Calls) -> Steps[None]:
         yield from source.skip_space()
         yield from read_call(source, calls)
 
+    def further() -> Steps[None]:
+        yield from source.skip_space()
+        if (yield from source.take(",")):
+            yield from source.skip_space()
+        yield from read_call(source, calls)
+
     while (yield from source.read_until(_HERMES_BEGIN, calls.write)):
         if (yield from attempt(source, calls, tagged())):
+            # Some models write several calls into the tags of the first.
+            while (yield from attempt(source, calls, further())):
+                pass
             yield from source.skip_space()
             yield from source.take(_HERMES_END)
         else:
