@@ -4,11 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from protos.kvcommon.json_schema import rewritten
 from scheduler.frontend.tool_calls.definitions import Tool
-
-# Keywords whose values are no schemas, and those whose values are schemas by name.
-_VALUES = frozenset({"const", "enum", "default", "examples"})
-_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 
 
 def forced_calls_schema(tools: Sequence[Tool], name: str, *, single: bool) -> str:
@@ -46,17 +43,11 @@ def _of_object(tool: Tool) -> dict[str, Any]:
 
 def _moved(schema: Any, place: str) -> Any:
     """A schema whose references to itself lead to its place in another one."""
-    if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved: dict[str, Any] = {}
-    for keyword, value in schema.items():
-        if keyword in _BY_NAME and isinstance(value, dict):
-            moved[keyword] = {name: _moved(item, place) for name, item in value.items()}
-        else:
-            moved[keyword] = value if keyword in _VALUES else _moved(value, place)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
-        moved["$ref"] = place + reference[1:]
-    return moved
+
+    def change(found: dict[str, Any]) -> dict[str, Any]:
+        reference = found.get("$ref")
+        if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+            return found | {"$ref": place + reference[1:]}
+        return found
+
+    return rewritten(schema, change)
