@@ -370,7 +370,7 @@ class RequestValidator:
         sampling, size = message.sampling, self.model.vocab_size
         _check_count("sampling.logit_bias", sampling.logit_bias, MAX_BIASES)
         for token_id, bias in sampling.logit_bias.items():
-            field = f"sampling.logit_bias[{token_id}]"
+            field = f"sampling.logit_bias.{token_id}"
             if token_id >= size:
                 raise InvalidField(field, f"must name an id below {size}, the vocabulary's size")
             if not -MAX_BIAS <= bias <= MAX_BIAS:
