@@ -254,6 +254,19 @@ async def test_a_fleet_knows_the_responses_of_all_its_engines(tmp_path: Path) ->
         assert reports == [(pb.CACHE_OUTCOME_HIT, 0), (pb.CACHE_OUTCOME_MISS, 1)]
 
 
+async def test_a_fleet_knows_the_weights_of_its_engines(tmp_path: Path) -> None:
+    async with run_fleet(tmp_path, 1) as fleet:
+        await fleet.knows(1)
+        first = compared(prompt_of(40))
+        first.request_id = "first"
+        await generate(fleet.stub, first, patience(30))
+        await fleet.engines[0].manager.update_weights("v1")
+        await fleet.knows_weights("v1")
+        found = (await generate(fleet.stub, compared(prompt_of(40), "first"), patience(30))).usage.cache_diagnosis
+        assert (found.outcome, found.reason) == (pb.CACHE_OUTCOME_MISS, pb.CACHE_MISS_REASON_WEIGHTS_CHANGED)
+        assert (found.missed_tokens, found.common_tokens) == (40, 0)
+
+
 async def test_behind_a_router_the_request_that_evicted_a_prompt_has_its_callers_name(tmp_path: Path) -> None:
     async with run_fleet(tmp_path, 1) as fleet:
         await generate(fleet.stub, compared(prompt_of(40), explain_miss=True), patience(30))
@@ -290,18 +303,18 @@ def request(name: str, to: str = "") -> Request:
 
 def test_responses_are_forgotten_by_age_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    known = RecentResponses(BLOCK, lambda: "", lambda: now)
+    known = RecentResponses(BLOCK, lambda: now)
 
     def finds(name: str) -> bool:
-        found = known.diagnose(request("x", to=name), 0).outcome
+        found = known.diagnose(request("x", to=name), 0, "").outcome
         return found != pb.CACHE_OUTCOME_COMPARISON_NOT_FOUND
 
     monkeypatch.setattr(comparisons, "MAX_RESPONSES", 2)
     for name in ("a", "b", "b", "c"):
-        known.add(request(name))
+        known.add(request(name), "")
     assert [finds(name) for name in "abc"] == [False, True, True]
     monkeypatch.setattr(comparisons, "MAX_BLOCKS", 3)
-    known.add(request("d"))
+    known.add(request("d"), "")
     assert [finds(name) for name in "bcd"] == [False, False, True]
     now = comparisons.KEPT_SECONDS + 1
     assert not finds("d")
@@ -309,16 +322,16 @@ def test_responses_are_forgotten_by_age_and_number(monkeypatch: pytest.MonkeyPat
 
 
 def test_other_weights_are_what_has_changed() -> None:
-    version = "v1"
-    known = RecentResponses(BLOCK, lambda: version)
-    known.add(request("a"))
-    assert known.diagnose(request("x", to="a"), BLOCK).outcome == pb.CACHE_OUTCOME_HIT
-    version = "v2"
-    found = known.diagnose(request("x", to="a"), 0)
+    known = RecentResponses(BLOCK)
+    known.add(request("a"), "v1")
+    assert known.diagnose(request("x", to="a"), BLOCK, "v1").outcome == pb.CACHE_OUTCOME_HIT
+    found = known.diagnose(request("x", to="a"), 0, "v2")
     assert (found.outcome, found.reason) == (pb.CACHE_OUTCOME_MISS, pb.CACHE_MISS_REASON_WEIGHTS_CHANGED)
     assert (found.missed_tokens, found.common_tokens) == (2 * BLOCK, 0)
-    known.add(request("a"))
-    assert known.diagnose(request("x", to="a"), BLOCK).outcome == pb.CACHE_OUTCOME_HIT
+    # What is not known has not changed.
+    assert known.diagnose(request("x", to="a"), BLOCK, None).outcome == pb.CACHE_OUTCOME_HIT
+    known.add(request("a"), "v2")
+    assert known.diagnose(request("x", to="a"), BLOCK, "v2").outcome == pb.CACHE_OUTCOME_HIT
 
 
 def test_digests_are_of_what_is_rendered_and_not_of_where_it_is_kept() -> None:
