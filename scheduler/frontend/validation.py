@@ -152,8 +152,7 @@ class RequestValidator:
             onload_timeout=timeout,
             stop=stop,
             include_stop_text=message.include_stop_text,
-            keep_special_tokens=message.keep_special_tokens
-            or (self.model.marks_calls and bool(conversation and conversation.how.tools)),
+            keep_special_tokens=message.keep_special_tokens or self._marks_parts(conversation),
             tools=ToolUse() if conversation is None else conversation.use,
             priority=message.priority,
             cache=_marked(message.cache, _keeping(options, _breakpoint_ranges(breakpoints, ends)), ends),
@@ -165,6 +164,9 @@ class RequestValidator:
             response_id=message.cache.parts.request_id if message.cache.HasField("parts") else request_id,
         )
         return [first, *(self._sample(first, index) for index in range(1, samples))]
+
+    def _marks_parts(self, conversation: Conversation | None) -> bool:
+        return conversation is not None and self.model.marks_parts(has_tools=bool(conversation.how.tools))
 
     async def _compile(self, sampling: execution_pb2.SamplingParams, calls: str) -> None:
         """Has the form of the output compiled. calls: JSON Schema of calls of tools that are forced, empty for none."""

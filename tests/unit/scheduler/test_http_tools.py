@@ -275,9 +275,12 @@ THOUGHT = "<think>\nThe city is Köln.\n</think>\n\n"
 
 
 @pytest.mark.parametrize("opened", [False, True])
-async def test_reasoning_comes_apart_from_content_and_calls(run_stack: StackFactory, opened: bool) -> None:
+@pytest.mark.parametrize("special", [(), ("<think>", "</think>")], ids=["text", "special tokens"])
+async def test_reasoning_comes_apart_from_content_and_calls(
+    run_stack: StackFactory, special: tuple[str, ...], opened: bool
+) -> None:
     template = f"{THINKING}<think>\n" if opened else THINKING
-    async with talking(run_stack, template=template) as (stack, caller):
+    async with talking(run_stack, template=template, special_tokens=special) as (stack, caller):
         for text, content, calls in (("It rains.", "It rains.", 0), (ONE, "Let me see.", 1), ("", None, 0)):
             stack.executor.say((THOUGHT.removeprefix("<think>\n") if opened else THOUGHT) + text)
             [choice] = (await create(caller)).choices
@@ -287,6 +290,9 @@ async def test_reasoning_comes_apart_from_content_and_calls(run_stack: StackFact
             [said] = await streamed(caller)
             assert (said["reasoning"], said["content"]) == ("The city is Köln.", content or "")
             assert len(said["calls"]) == calls
+            [plain] = (await create(caller, tools=None)).choices
+            assert plain.message.model_extra["reasoning"] == "The city is Köln."
+            assert plain.message.content == (text or None)
         [choice] = (await create(caller, extra_body={"include_reasoning": False})).choices
         assert "reasoning" not in choice.message.model_extra
 
