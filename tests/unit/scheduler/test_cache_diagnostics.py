@@ -27,10 +27,13 @@ from tests.support.scheduler.fleet import run_fleet
 from tests.support.scheduler.http import Answer, ask, serve
 from tests.support.scheduler.process import scheduler
 from tests.support.scheduler.stack import Stack, StackFactory, prompt_of
+from tests.support.scheduler.tokenizers import CHAT_TEMPLATE
 
 SYSTEM = {"role": "system", "content": "the cat sat on the mat"}
 QUESTION = {"role": "user", "content": "and the dog sat on the cat"}
 FOLLOW_UP = {"role": "user", "content": "and the mat"}
+# It reads tools and a variable.
+TEMPLATE = "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{{ style }}" + CHAT_TEMPLATE
 BLOCK = 4
 
 
@@ -69,9 +72,12 @@ def words(answer: dict[str, Any]) -> tuple[str, str | None, str | None]:
 
 
 @contextlib.asynccontextmanager
-async def callers(run_stack: StackFactory, keyring: Keyring) -> AsyncIterator[tuple[Caller, Caller]]:
+async def callers(
+    run_stack: StackFactory, keyring: Keyring, template: str = CHAT_TEMPLATE
+) -> AsyncIterator[tuple[Caller, Caller]]:
     """Two tenants of one stack, which has an adapter."""
     executor = FakeExecutor()
+    executor.chat_template = template
     executor.adapters["sql"] = execution_pb2.Adapter(name="sql", adapter_id=7, rank=8)
     for tenant in ("acme", "globex"):
         keyring.add(Role.CALLER, tenant)
@@ -125,6 +131,37 @@ async def test_what_a_caller_has_changed_is_said(run_stack: StackFactory, keyrin
             if expected[1] != "unavailable":
                 anthropic["cache_missed_input_tokens"] = missed
             assert answer["diagnostics"] == {"cache_miss_reason": anthropic}
+
+
+async def test_other_tools_and_another_template_are_told_apart_in_both_shapes(
+    run_stack: StackFactory, keyring: Keyring
+) -> None:
+    def tools(name: str) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": name}}]
+
+    async with callers(run_stack, keyring, TEMPLATE) as (caller, _):
+        first = await caller.say(SYSTEM, QUESTION, tools=tools("f"))
+        name, whole = first["id"], first["usage"]["prompt_tokens"] // BLOCK * BLOCK
+        assert words(await caller.say(SYSTEM, QUESTION, tools=tools("f"), to=name)) == ("cache_hit", None, None)
+        for fields, expected in (
+            ({"tools": tools("other")}, ("tools_changed", "tools_changed", "tools_changed")),
+            ({"tools": tools("f"), "tool_choice": "none"}, ("tools_changed", "tools_changed", "tools_changed")),
+            (
+                {"tools": tools("f"), "chat_template_kwargs": {"style": "short"}},
+                ("input_changed", "unavailable", "template_changed"),
+            ),
+        ):
+            answer = await caller.say(SYSTEM, QUESTION, to=name, **fields)
+            assert words(answer) == expected
+            missed = whole - answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert answer["prompt_cache_diagnostics"] == {
+                "type": "cache_miss",
+                "reason": expected[0],
+                "cache_missed_tokens": missed,
+                "comparison_reusable_tokens": whole,
+            }
+            counted = {} if expected[1] == "unavailable" else {"cache_missed_input_tokens": missed}
+            assert answer["diagnostics"] == {"cache_miss_reason": {"type": expected[1]} | counted}
 
 
 async def test_only_the_asked_shape_is_in_the_answer_also_in_a_stream(
