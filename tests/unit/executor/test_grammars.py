@@ -231,6 +231,33 @@ def test_what_cannot_be_compiled_says_why(grammars: Grammars, grammar: Grammar, 
         assert "\n" not in refused.value.message
 
 
+# What docs/api.md says is refused.
+REFUSED: list[dict[str, object]] = [
+    {"not": {"type": "string"}},
+    {"if": {"type": "string"}},
+    {"type": "array", "contains": {}},
+    {"type": "object", "propertyNames": {"pattern": "a"}},
+    {"type": "array", "uniqueItems": True},
+    {"type": "object", "dependentRequired": {"a": ["b"]}},
+    {"type": "object", "dependentSchemas": {"a": {}}},
+    {"type": "object", "dependencies": {"a": ["b"]}},
+    {"type": "object", "unevaluatedProperties": False},
+    {"type": "array", "unevaluatedItems": False},
+    {"$dynamicRef": "#a"},
+    {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]},
+    *({"type": "string", "pattern": pattern} for pattern in ("(?=a)b", "(?!a)b", "(?<=a)b", r"(a)\1", r"\ba")),
+    {"$ref": "https://example.com/schema.json"},
+    {"type": "any"},
+]
+
+
+@pytest.mark.parametrize("schema", REFUSED, ids=json.dumps)
+def test_what_a_schema_cannot_ask_for_is_refused_also_within_it(grammars: Grammars, schema: dict[str, object]) -> None:
+    for whole in (schema, {"type": "object", "properties": {"a": schema}, "required": ["a"]}):
+        with pytest.raises(GrammarError):
+            grammars.matcher(of("json_schema", whole))
+
+
 def test_a_model_without_a_tokenizer_or_an_end_compiles_nothing() -> None:
     for tokenizer, eos, missing in ((b"", [0], "tokenizer"), (TOKENIZER.to_str().encode(), [], "end-of-sequence")):
         with pytest.raises(GrammarError, match=missing):
