@@ -157,7 +157,9 @@ class Scheduler:
                 max_prompt_bytes=settings.max_prompt_bytes,
                 onload_timeout=settings.onload_timeout_seconds,
             ),
-            LocalEngine(queue, self._commands, self.times, max_running=settings.max_running),
+            LocalEngine(
+                queue, self._commands, self.times, lambda: loader.weights.version, max_running=settings.max_running
+            ),
             self._metrics,
             self._health,
             loader,

@@ -109,14 +109,13 @@ class ToolUse:
     """How an output may call tools, by their names.
 
     is_required: the output is nothing but calls, of one tool where `name` says which. single: it ends behind its first
-    call. schema: of a required output, as JSON text; empty for free text.
+    call.
     """
 
     names: frozenset[str] = frozenset()
     is_required: bool = False
     name: str = ""
     single: bool = False
-    schema: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,6 +33,14 @@ DRAFTS: Mapping[str, Any] = {
     "draft2019-09": jsonschema.Draft201909Validator,
     "draft2020-12": jsonschema.Draft202012Validator,
 }
+# What names a draft in a schema.
+NAMES: Mapping[str, str] = {
+    "draft4": "http://json-schema.org/draft-04/schema#",
+    "draft6": "http://json-schema.org/draft-06/schema#",
+    "draft7": "http://json-schema.org/draft-07/schema#",
+    "draft2019-09": "https://json-schema.org/draft/2019-09/schema",
+    "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
+}
 # Random outputs of a schema, and tokens of each.
 WALKS, MAX_TOKENS = 3, 80
 
@@ -65,6 +73,9 @@ def cases(package: Path, draft: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             file = archive.extractfile(member)
             assert file is not None
             for case in json.load(file):
+                # Without a name a schema is of the newest draft, and some keywords have changed their meaning.
+                if isinstance(case["schema"], dict):
+                    case["schema"].setdefault("$schema", NAMES[draft])
                 yield f"{draft}/{parts[-1].removesuffix('.json')}: {case['description']}", case
 
 

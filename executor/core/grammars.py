@@ -7,16 +7,18 @@ parser. A mask has one bit per token, packed in little-endian 32-bit words.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from executor.errors import GrammarError
 from executor.step import Grammar, GrammarKind
+from protos.kvcommon.json_schema import rewritten
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 MAX_GRAMMARS = 256
 # JSON as models write it on one line; a model that may choose its spaces can write nothing else without end.
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Where a schema has the library's options.
+_OPTIONS = "x-guidance"
+# Formats of texts that the library enforces.
+_FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
 # Characters of a compiler's message that an error shows.
 _MAX_CAUSE = 500
 
@@ -77,6 +83,7 @@ class Grammars:
         self.eos_token_ids = frozenset(eos_token_ids)
         # The library's view of the vocabulary takes a moment: it is made for the first grammar.
         self._tokenizer: LLTokenizer | None = None
+        self._special: Mapping[str, int] = {}
         self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -116,11 +123,17 @@ class Grammars:
             missing = "end-of-sequence token" if self._tokenizer_json else "tokenizer"
             raise GrammarError(f"the model has no {missing}, which the form of an output needs")
         if self._tokenizer is None:
-            self._tokenizer = LLTokenizer(
+            tokenizer = LLTokenizer(
                 self._tokenizer_json.decode(), n_vocab=self._vocab_size, eos_token=sorted(self.eos_token_ids)
             )
+            self._special = self._special_tokens(tokenizer)
+            # Last: other threads compile once it is there.
+            self._tokenizer = tokenizer
         matcher = LLMatcher(
-            self._tokenizer, _library_grammar(grammar), log_level=0, limits=LLParserLimits(verbose_errors=False)
+            self._tokenizer,
+            _library_grammar(grammar, self._special),
+            log_level=0,
+            limits=LLParserLimits(verbose_errors=False),
         )
         if matcher.is_error():
             raise GrammarError(_cause(matcher.get_error()))
@@ -133,32 +146,95 @@ class Grammars:
             raise GrammarError(_cause(tried.get_error()))
         return matcher
 
+    def _special_tokens(self, tokenizer: LLTokenizer) -> dict[str, int]:
+        """Ids of the tokens that are no text for the library, by their texts, without those that end outputs."""
+        added = json.loads(self._tokenizer_json).get("added_tokens") or ()
+        found = {token["content"]: int(token["id"]) for token in added}
+        return {
+            text: token
+            for text, token in found.items()
+            if token not in self.eos_token_ids and token < self._vocab_size and tokenizer.is_special_token(token)
+        }
 
-def _library_grammar(grammar: Grammar) -> str:
-    """The grammar in the library's own form. Raises GrammarError."""
-    from llguidance import StructTag, grammar_from
+
+def _library_grammar(grammar: Grammar, special: Mapping[str, int]) -> str:
+    """The grammar in the library's own form. special: ids of special tokens by their texts. Raises GrammarError."""
+    from llguidance import grammar_from
 
     try:
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
-                return grammar_from("json_schema", json.dumps(_with_options(json.loads(grammar.text))))
+                return grammar_from("json_schema", json.dumps(_prepared(json.loads(grammar.text))))
             case GrammarKind.STRUCTURAL_TAGS:
-                tags = [
-                    StructTag(trigger=trigger, begin=begin, grammar=_with_options(json.loads(schema)), end=end)
-                    for trigger, begin, schema, end in json.loads(grammar.text)
-                ]
-                # A trigger may look like a special token and be none.
-                return StructTag.to_grammar(tags, assume_special=False)
+                return _of_tags([_Tag(*tag) for tag in json.loads(grammar.text)], special)
             case _:
                 return grammar_from(grammar.kind.value, grammar.text)
-    except (AssertionError, ValueError, RecursionError) as error:
-        # Some of what the library checks, it asserts.
+    except (ValueError, RecursionError) as error:
         raise GrammarError(_cause(str(error))) from error
 
 
-def _with_options(schema: Any) -> Any:
-    """A JSON Schema with the library's options, where it has none of its own."""
-    return {"x-guidance": _JSON_OPTIONS} | schema if isinstance(schema, dict) else schema
+class _Tag(NamedTuple):
+    """A part of a free text that has a form. trigger: the beginning of `begin`."""
+
+    trigger: str
+    begin: str
+    schema: str
+    end: str
+
+
+def _of_tags(tags: Sequence[_Tag], special: Mapping[str, int]) -> str:
+    """A free text, in which the rest of a tag follows each trigger. Raises GrammarError."""
+    triggers = list(dict.fromkeys(tag.trigger for tag in tags))
+    if not tags or not all(triggers):
+        raise GrammarError("tags must not be empty, and neither must a trigger")
+    free = ",".join(str(token) for text, token in special.items() if not any(one in text for one in triggers))
+    lines = [
+        "%llguidance {}",
+        f"start: ({' | '.join(f'tag_{number}' for number in range(len(tags)))})* text",
+        f"text: (TEXT{f' | <[{free}]>' if free else ''})*",
+        r"TEXT: /(.|\n)+/",
+        r"BEFORE: /(.|\n)*/",
+    ]
+    for number, trigger in enumerate(triggers):
+        token = f"<[{special[trigger]}]> | " if trigger in special else ""
+        lines.append(f"trigger_{number}: text ({token}written_{number})")
+        lines.append(f"written_{number}[lazy]: BEFORE {json.dumps(trigger)}")
+    for number, tag in enumerate(tags):
+        begin, end = (_literal(text, special) for text in (tag.begin.removeprefix(tag.trigger), tag.end))
+        schema = json.dumps(_prepared(json.loads(tag.schema)))
+        lines.append(f"tag_{number}: trigger_{triggers.index(tag.trigger)} {begin} %json {schema} {end}")
+    return "\n".join(lines)
+
+
+def _literal(text: str, special: Mapping[str, int]) -> str:
+    """A text as the library's grammars have it, with tokens where it has special ones."""
+    found = sorted((token for token in special if token in text), key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, found))})", text) if found else [text]
+    return " ".join(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part)
+
+
+def _prepared(schema: Any) -> Any:
+    """A JSON Schema as the library takes it, with its options. Raises GrammarError."""
+    if not isinstance(schema, dict):
+        return schema
+    # With these the library would pass over keywords that it does not know, or write other white space.
+    if _OPTIONS in schema:
+        raise GrammarError(f"{_OPTIONS} is not for callers: leave it out")
+    return {_OPTIONS: _JSON_OPTIONS} | rewritten(schema, _readable)
+
+
+def _readable(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same without keywords that say nothing and that the library refuses, and in an order that it reads right."""
+    kept = dict(schema)
+    # The drafts make every format an annotation; formats that are not known have to be passed over.
+    if isinstance(kept.get("format"), str) and kept["format"] not in _FORMATS:
+        del kept["format"]
+    if kept.get("uniqueItems") is False:
+        del kept["uniqueItems"]
+    # Behind allOf the library would count the items that others describe.
+    if "additionalItems" in kept and "allOf" in kept:
+        kept["allOf"] = kept.pop("allOf")
+    return kept
 
 
 def _cause(message: str) -> str:

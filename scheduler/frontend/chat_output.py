@@ -57,9 +57,13 @@ class OutputForms:
         """Whether calls are found in a free text."""
         return self.calls in FORMS
 
-    def are_marked_by(self, special_tokens: Iterable[str]) -> bool:
+    def marks_calls(self, special_tokens: Iterable[str]) -> bool:
         """Whether one of a model's special tokens marks calls."""
         return self.has_calls and not MARKERS.isdisjoint(special_tokens)
+
+    def marks_reasoning(self, special_tokens: Iterable[str]) -> bool:
+        """Whether one of them begins or ends the reasoning."""
+        return self.thinks and not {THINK_BEGIN, THINK_END}.isdisjoint(special_tokens)
 
 
 class OutputParser:

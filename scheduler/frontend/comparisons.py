@@ -28,7 +28,7 @@ class _Response(NamedTuple):
     salt: str | None
     adapter: str
     adapter_id: int | None
-    weight_version: str
+    weight_version: str | None
     parts: PromptParts
     blocks: array[int]
 
@@ -36,12 +36,8 @@ class _Response(NamedTuple):
 class RecentResponses:
     """The last responses. A caller finds only those of its own tenant, or without tenants of its salt."""
 
-    def __init__(
-        self, block_size: int, weight_version: Callable[[], str], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """weight_version: of the weights that requests are computed with at present."""
+    def __init__(self, block_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._block_size = block_size
-        self._weight_version = weight_version
         self._clock = clock
         # The oldest first.
         self._responses: dict[tuple[str, ...], _Response] = {}
@@ -50,8 +46,8 @@ class RecentResponses:
     def __len__(self) -> int:
         return len(self._responses)
 
-    def add(self, request: Request) -> None:
-        """Notes a request whose response is complete."""
+    def add(self, request: Request, weight_version: str | None) -> None:
+        """Notes a request whose response is complete. weight_version: of its weights; None if they are not known."""
         owner = _owner(request, request.response_id)
         self._drop(owner)
         response = _Response(
@@ -59,7 +55,7 @@ class RecentResponses:
             request.cache.salt,
             "" if request.adapter is None else request.adapter.name,
             request.adapter_id,
-            self._weight_version(),
+            weight_version,
             request.parts,
             self._hashes(request.prompt_ids),
         )
@@ -67,8 +63,11 @@ class RecentResponses:
         self._num_blocks += len(response.blocks)
         self._drop_old()
 
-    def diagnose(self, request: Request, cached_tokens: int) -> pb.CacheDiagnosis:
-        """Compares an admitted request, of whose prompt so many tokens were cached, with the response that it names."""
+    def diagnose(self, request: Request, cached_tokens: int, weight_version: str | None) -> pb.CacheDiagnosis:
+        """Compares an admitted request with the response that it names.
+
+        cached_tokens: of its prompt. weight_version: as of `add`.
+        """
         self._drop_old()
         earlier = self._responses.get(_owner(request, request.cache.comparison_id or ""))
         if earlier is None:
@@ -78,7 +77,7 @@ class RecentResponses:
         # The last token of a prompt is always computed.
         most = min(len(earlier.blocks), (len(request.prompt_ids) - 1) // size)
         common = next((index for index in range(most) if mine[index] != earlier.blocks[index]), most)
-        divided = _divided(request, earlier, self._weight_version())
+        divided = _divided(request, earlier, weight_version)
         changed = divided or (_changed(request.parts, earlier.parts) if common < most else None)
         reusable = (most if changed is None else len(earlier.blocks)) * size
         missed = max(0, reusable - cached_tokens)
@@ -120,13 +119,14 @@ def _owner(request: Request, name: str) -> tuple[str, ...]:
     return ("", name) if salt is None else ("salt", salt, name)
 
 
-def _divided(request: Request, earlier: _Response, weight_version: str) -> pb.CacheMissReason | None:
+def _divided(request: Request, earlier: _Response, weight_version: str | None) -> pb.CacheMissReason | None:
     """What has changed in the root of the keys: then no block is the same."""
     if request.adapter_id != earlier.adapter_id:
         name = "" if request.adapter is None else request.adapter.name
         is_same = name == earlier.adapter
         return pb.CACHE_MISS_REASON_WEIGHTS_CHANGED if is_same else pb.CACHE_MISS_REASON_MODEL_CHANGED
-    if weight_version != earlier.weight_version:
+    versions = {weight_version, earlier.weight_version}
+    if None not in versions and len(versions) > 1:
         return pb.CACHE_MISS_REASON_WEIGHTS_CHANGED
     return None if request.cache.salt == earlier.salt else pb.CACHE_MISS_REASON_SALT_CHANGED
 

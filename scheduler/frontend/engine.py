@@ -1,5 +1,6 @@
 """What runs the requests of the request table: an engine in this process, or several behind a router."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +32,9 @@ class Engine(Protocol):
     def cancel(self, arrival: int) -> None:
         """Frees what a sample holds; unknown ones have ended."""
 
+    def weight_version(self, arrival: int) -> str | None:
+        """Version of the weights that a sample is computed with; None if it is not known."""
+
 
 class EngineListener(AdmissionListener, Protocol):
     """Receives what becomes of samples, on the asyncio loop."""
@@ -42,10 +46,20 @@ class EngineListener(AdmissionListener, Protocol):
 class LocalEngine:
     """The engine in this process: its waiting queue, and the step loop behind its commands."""
 
-    def __init__(self, queue: AdmissionQueue, commands: CommandQueue, times: StepTimes, *, max_running: int) -> None:
+    def __init__(
+        self,
+        queue: AdmissionQueue,
+        commands: CommandQueue,
+        times: StepTimes,
+        weight_version: Callable[[], str],
+        *,
+        max_running: int,
+    ) -> None:
+        """weight_version: of the weights that samples are computed with at present."""
         self._queue = queue
         self._commands = commands
         self._times = times
+        self._weight_version = weight_version
         self._max_running = max_running
 
     @property
@@ -60,3 +74,6 @@ class LocalEngine:
     def cancel(self, arrival: int) -> None:
         if not self._queue.remove(arrival):
             self._commands.put(Cancel(arrival))
+
+    def weight_version(self, arrival: int) -> str:  # noqa: ARG002
+        return self._weight_version()

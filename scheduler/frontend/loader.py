@@ -29,10 +29,6 @@ log = structlog.get_logger()
 class ModelLoader(Protocol):
     """Loads and unloads adapters, and loads other weights, at run time."""
 
-    @property
-    def weight_version(self) -> str:
-        """Of the weights that requests are computed with, as far as this process knows it."""
-
     async def load(self, name: str, path: str) -> Adapter:
         """Raises ServiceError where that is not possible or not allowed."""
 
@@ -57,10 +53,6 @@ class ExecutorLoader:
         self._updating = asyncio.Lock()
         # Unloads that wait for running samples, and updates whose operators may not wait for them.
         self._tasks: set[asyncio.Task[Any]] = set()
-
-    @property
-    def weight_version(self) -> str:
-        return self.weights.version
 
     async def load(self, name: str, path: str) -> Adapter:
         if any(adapter.name == name and self._table.is_leaving(adapter) for adapter in self._table.all):
@@ -143,8 +135,6 @@ class ExecutorLoader:
 
 class LoaderElsewhere:
     """For a process that has no executor of its own."""
-
-    weight_version = ""
 
     def __init__(self, cause: str) -> None:
         """cause: why, and what to do instead."""

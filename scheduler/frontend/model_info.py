@@ -82,8 +82,9 @@ class ModelInfo:
         self.output_forms = OutputForms.of(model.chat_template, calls=tool_call_parser, reasoning=reasoning_parser)
         self._chat = _compiled(model, drops_reasoning=self.output_forms.thinks) if model.chat_template else None
         added = self.tokenizer.get_added_tokens_decoder().values()
-        # Whether the text of an output has to have special tokens, so that calls are found in it.
-        self.marks_calls = self.output_forms.are_marked_by(token.content for token in added if token.special)
+        special = {token.content for token in added if token.special}
+        self._marks_calls = self.output_forms.marks_calls(special)
+        self._marks_reasoning = self.output_forms.marks_reasoning(special)
 
     def called(self, name: str) -> ModelInfo:
         """The same under another name, such as that of an adapter."""
@@ -105,6 +106,10 @@ class ModelInfo:
     def reads_tools(self) -> bool:
         """Whether the chat template reads tools."""
         return self._chat is not None and self._chat.reads_tools
+
+    def marks_parts(self, *, has_tools: bool) -> bool:
+        """Whether the text of an answer has to have special tokens, so that calls and reasoning are found in it."""
+        return self._marks_reasoning or (self._marks_calls and has_tools)
 
     def reserves(self, variable: str) -> bool:
         """Whether a variable of the chat template is not for callers."""

@@ -51,6 +51,8 @@ class Generation:
         self.was_taken = True
         # Whether it has had blocks: what of its prompt is cached is known then.
         self.admitted = False
+        # Of the weights that it was admitted for; None if they are not known.
+        self.weight_version: str | None = None
         # Unspecified also after an error.
         self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
         # What is counted while it runs. The first sample alone counts the prompt.

@@ -104,9 +104,7 @@ class RequestTable:
         self._idle = asyncio.Event()
         self._idle.set()
         self._flusher = StreamFlusher(message_seconds)
-        self._responses = (
-            RecentResponses(self.model.layout.block_size, lambda: loader.weight_version) if compares else None
-        )
+        self._responses = RecentResponses(self.model.layout.block_size) if compares else None
         metrics.running.set_function(lambda: self.num_running)
         metrics.waiting.set_function(lambda: self.num_waiting)
 
@@ -267,7 +265,7 @@ class RequestTable:
                 with contextlib.nullcontext() if is_follower else self._counted(name[0]):
                     yield
                 if self._responses is not None and first.response_id and stream.is_complete:
-                    self._responses.add(first)
+                    self._responses.add(first, stream.generations[0].weight_version)
             finally:
                 self._request_ids.remove(name)
                 for abort_id in first.abort_ids:
@@ -421,6 +419,7 @@ class RequestTable:
     def admitted(self, attempt: AdmissionAttempt, admission: Admission) -> None:
         generation = self._live[attempt.request.arrival]
         generation.admitted = True
+        generation.weight_version = self._engine.weight_version(attempt.request.arrival)
         if admission.eviction_policy is not None:
             generation.policy = admission.eviction_policy
         if generation.started_at is None and not attempt.request.sample_index:
@@ -432,7 +431,7 @@ class RequestTable:
             counted.retention_receipts.extend(admission.receipts)
             counted.hint_answers.extend(admission.hint_answers)
             counted.cache_write_tokens = admission.written_tokens
-            self._explain(attempt.request, admission, counted)
+            self._explain(generation, admission)
         if attempt.preempted:
             if admission.has_onloads:
                 self.metrics.swaps.inc()
@@ -440,8 +439,9 @@ class RequestTable:
             elif admission.cached_tokens + self.model.layout.block_size < len(attempt.token_ids):
                 self.metrics.recomputations.inc()
 
-    def _explain(self, request: Request, admission: Admission, counted: pb.Usage) -> None:
+    def _explain(self, generation: Generation, admission: Admission) -> None:
         """Adds what was missing in the cache, and the comparison."""
+        request, counted = generation.request, generation.counted
         counted.ClearField("prefix_miss")
         counted.ClearField("cache_diagnosis")
         if admission.miss is not None:
@@ -449,7 +449,8 @@ class RequestTable:
         if admission.diagnosis is not None:
             counted.cache_diagnosis.CopyFrom(admission.diagnosis)
         elif request.cache.comparison_id is not None and self._responses is not None:
-            counted.cache_diagnosis.CopyFrom(self._responses.diagnose(request, admission.cached_tokens))
+            found = self._responses.diagnose(request, admission.cached_tokens, generation.weight_version)
+            counted.cache_diagnosis.CopyFrom(found)
 
     def refused(self, attempt: AdmissionAttempt, error: ServiceError, *, was_taken: bool = True) -> None:
         if generation := self._live.get(attempt.request.arrival):

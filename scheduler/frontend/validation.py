@@ -31,8 +31,16 @@ from scheduler.frontend.chat_template import ChatTemplateError, Rendering, Unrea
 from scheduler.frontend.comparisons import parts_of
 from scheduler.frontend.grammars import GrammarCompiler
 from scheduler.frontend.model_info import ModelInfo, TooLongError, pack
-from scheduler.frontend.tool_calls.definitions import check_choice, check_marks, name_answers, read_calls, read_tools
+from scheduler.frontend.tool_calls.definitions import (
+    Tool,
+    check_choice,
+    check_marks,
+    name_answers,
+    read_calls,
+    read_tools,
+)
 from scheduler.frontend.tool_calls.schema import forced_calls_schema
+from scheduler.frontend.tool_calls.tags import strict_calls
 from scheduler.request import Adapter, CacheOptions, Request, ToolUse
 
 MAX_REQUEST_ID_BYTES = 128
@@ -80,12 +88,16 @@ class Breakpoint(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """A conversation as templates read it, and how. use: of the tools by the output. size: bytes of all texts."""
+    """A conversation as templates read it, and how. use: of the tools by the output. size: bytes of all texts.
+
+    form: that calls of the tools force on the output, if any.
+    """
 
     messages: list[dict[str, Any]]
     how: Rendering
     use: ToolUse
     size: int
+    form: common.StructuredOutput | None = None
 
 
 class RequestValidator:
@@ -135,7 +147,7 @@ class RequestValidator:
             runs = await self.model.token_runs(message.sampling.bad_words)
             sampling.bad_token_ids.extend(execution_pb2.TokenSequence(token_ids=run) for run in runs)
         conversation = await self._conversation(message)
-        await self._compile(sampling, "" if conversation is None else conversation.use.schema)
+        await self._compile(sampling, conversation)
         kept = self._kept_tokens(message, policy)
         prompt_ids, ends = await self._prompt_ids(message, conversation, breakpoints, kept)
         request_id = message.request_id or secrets.token_hex(8)
@@ -152,8 +164,7 @@ class RequestValidator:
             onload_timeout=timeout,
             stop=stop,
             include_stop_text=message.include_stop_text,
-            keep_special_tokens=message.keep_special_tokens
-            or (self.model.marks_calls and bool(conversation and conversation.how.tools)),
+            keep_special_tokens=message.keep_special_tokens or self._marks_parts(conversation),
             tools=ToolUse() if conversation is None else conversation.use,
             priority=message.priority,
             cache=_marked(message.cache, _keeping(options, _breakpoint_ranges(breakpoints, ends)), ends),
@@ -166,15 +177,21 @@ class RequestValidator:
         )
         return [first, *(self._sample(first, index) for index in range(1, samples))]
 
-    async def _compile(self, sampling: execution_pb2.SamplingParams, calls: str) -> None:
-        """Has the form of the output compiled. calls: JSON Schema of calls of tools that are forced, empty for none."""
-        if calls:
-            if sampling.HasField("structured_output"):
-                raise InvalidField("structured_output", "cannot be given together with a tool_choice that forces calls")
-            sampling.structured_output.json_schema = calls
+    def _marks_parts(self, conversation: Conversation | None) -> bool:
+        return conversation is not None and self.model.marks_parts(has_tools=bool(conversation.how.tools))
+
+    async def _compile(self, sampling: execution_pb2.SamplingParams, conversation: Conversation | None) -> None:
+        """Has the form of the output compiled: that of the request, or of calls of tools."""
+        calls = None if conversation is None else conversation.form
+        is_own = sampling.HasField("structured_output")
+        if is_own and conversation is not None and conversation.use.is_required:
+            raise InvalidField("structured_output", "cannot be given together with a tool_choice that forces calls")
+        # Outputs with a form of their own have no calls.
+        if calls is not None and not is_own:
+            sampling.structured_output.CopyFrom(calls)
         if self._grammars is not None and sampling.HasField("structured_output"):
             form = sampling.structured_output
-            field = "chat.tools" if calls else f"structured_output.{form.WhichOneof('form')}"
+            field = f"structured_output.{form.WhichOneof('form')}" if is_own else "chat.tools"
             await self._grammars.compile(form, field)
 
     def forget_grammars(self) -> None:
@@ -305,9 +322,9 @@ class RequestValidator:
         how = self._rendering(chat)
         if chat.tools or any(said.tool_calls for said in chat.messages):
             # There may be megabytes of JSON to be read.
-            conversation = await asyncio.to_thread(_read_conversation, chat, how)
+            conversation = await asyncio.to_thread(_read_conversation, chat, how, self.model)
         else:
-            conversation = _read_conversation(chat, how)
+            conversation = _read_conversation(chat, how, self.model)
         self._check_bytes("chat.messages", conversation.size)
         use = conversation.use
         if use.names and not self.model.reads_tools:
@@ -370,7 +387,7 @@ class RequestValidator:
         sampling, size = message.sampling, self.model.vocab_size
         _check_count("sampling.logit_bias", sampling.logit_bias, MAX_BIASES)
         for token_id, bias in sampling.logit_bias.items():
-            field = f"sampling.logit_bias[{token_id}]"
+            field = f"sampling.logit_bias.{token_id}"
             if token_id >= size:
                 raise InvalidField(field, f"must name an id below {size}, the vocabulary's size")
             if not -MAX_BIAS <= bias <= MAX_BIAS:
@@ -465,7 +482,7 @@ def _check_size(message: pb.StreamGenerateRequest) -> None:
         raise InvalidField("chat.template_arguments", f"has more than {MAX_ARGUMENTS_BYTES} bytes")
 
 
-def _read_conversation(chat: pb.ChatInput, how: Rendering) -> Conversation:
+def _read_conversation(chat: pb.ChatInput, how: Rendering, model: ModelInfo) -> Conversation:
     messages = [_said(f"chat.messages[{index}]", message) for index, message in enumerate(chat.messages)]
     name_answers(messages)
     tools = read_tools(chat)
@@ -481,10 +498,19 @@ def _read_conversation(chat: pb.ChatInput, how: Rendering) -> Conversation:
         is_required=is_required,
         name=chat.tool_name,
         single=single,
-        schema=forced_calls_schema(tools, chat.tool_name, single=single) if is_required else "",
     )
     how = how._replace(tools=[tool.definition for tool in tools])
-    return Conversation(messages, how, use, sum(len(text.encode()) for text in texts))
+    return Conversation(
+        messages, how, use, sum(len(text.encode()) for text in texts), _form_of_calls(tools, use, model)
+    )
+
+
+def _form_of_calls(tools: Sequence[Tool], use: ToolUse, model: ModelInfo) -> common.StructuredOutput | None:
+    """What a choice of tools, or a strict one, forces on the output."""
+    if use.is_required:
+        return common.StructuredOutput(json_schema=forced_calls_schema(tools, use.name, single=use.single))
+    tags = strict_calls(tools, model.output_forms.calls, model.chat_template, single=use.single)
+    return None if tags is None else common.StructuredOutput(structural_tags=tags)
 
 
 def _said(field: str, message: pb.ChatMessage) -> dict[str, Any]:

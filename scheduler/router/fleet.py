@@ -319,6 +319,12 @@ class Fleet:
             routed.link.cancel(routed.name)
             self.end(routed)
 
+    def weight_version(self, arrival: int) -> str | None:
+        """As the cache manager of its engine has it."""
+        routed = self._by_arrival.get(arrival)
+        executor = None if routed is None else self._view.find(routed.link.owner)
+        return None if executor is None else executor.space.weight_version
+
     def note_computed(self, routed: Routed, now: float) -> None:
         """A sample has its first token: what its engine has cached is known from events soon."""
         self._leave_queue(routed)

@@ -89,6 +89,9 @@ def tooled_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tooled(tooled_model: Path) -> Iterator[Stack]:
-    """With that model and HTTP."""
-    with Stack(executor_model=tooled_model, executor_max_tokens=4096, scheduler_http_address=free_address()) as stack:
+    """The default model with that template from a setting, and HTTP."""
+    template = tooled_model / "chat_template.jinja"
+    with Stack(
+        executor_chat_template=template, executor_max_tokens=4096, scheduler_http_address=free_address()
+    ) as stack:
         yield stack

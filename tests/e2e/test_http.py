@@ -267,7 +267,7 @@ async def test_errors_are_openais_and_name_the_field(client: openai.AsyncOpenAI)
         ("response_format.json_schema.schema", {"response_format": {
             "type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}}),
         ("structured_outputs.regex", {"extra_body": {"structured_outputs": {"regex": "(a"}}}),
-        ("logit_bias[5]", {"logit_bias": {"5": 101}}),
+        ("logit_bias.5", {"logit_bias": {"5": 101}}),
         ("cache_slat", {"extra_body": {"cache_slat": "x"}}),
         ("cache_salt", {"extra_body": {"cache_salt": ""}}),
         ("prompt_cache_key", {"prompt_cache_key": "k" * 257}),

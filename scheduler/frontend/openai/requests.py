@@ -166,7 +166,13 @@ def _unknown(path: str, name: str, fields: Iterable[str], meant: Mapping[str, st
     return FieldError(f"{path}{shown}", "is not a field" + "".join(f": did you mean {field}?" for field in suggested))
 
 
+# Parts of an assistant's answer that are not for the next prompt.
+_OWN_PARTS = ("refusal", "thinking", "redacted_thinking", "reasoning")
+
+
 def _of_text(kind: object) -> object:
+    if kind in _OWN_PARTS:
+        raise ValueError("must be 'text': leave out the parts of an answer that are a refusal or reasoning")
     if isinstance(kind, str) and kind != "text":
         raise ValueError("must be 'text': images, audio, video and files are not supported")
     return kind
@@ -208,7 +214,7 @@ class ToolCall(LenientModel):
     """A call of a tool, as answers have it."""
 
     # Fields of answers that clients repeat in a history.
-    ignored: ClassVar = frozenset({"index", "provider_specific_fields"})
+    ignored: ClassVar = frozenset({"extra_content", "index", "provider_specific_fields"})
 
     id: Text = Field(json_schema_extra={"minLength": 1})
     type: Literal["function"] = "function"
@@ -226,7 +232,8 @@ class Message(LenientModel):
     }
     # Fields of answers that clients repeat in a history, and clients' own records.
     ignored: ClassVar = _names(
-        "annotations created_at finish_reason id message_id metadata opts provider_specific_fields timestamp usage"
+        "annotations created_at finish_reason id message_id metadata opts provider_specific_fields reasoning_details "
+        "timestamp usage"
     )
     meant: ClassVar = {"text": "content"}
 

@@ -322,9 +322,14 @@ class CompletionResponseBuilder(ResponseBuilder):
             "token_logprobs": [
                 None if item is None else max(item.logprob, responses.LEAST_LOGPROB) for _, item in pairs
             ],
-            "top_logprobs": [
-                None if item is None else {top["token"]: top["logprob"] for top in self._alternatives(item)}
-                for _, item in pairs
-            ],
+            "top_logprobs": [None if item is None else _by_text(self._alternatives(item)) for _, item in pairs],
             "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
         }
+
+
+def _by_text(alternatives: Iterable[responses.Alternative]) -> dict[str, float]:
+    """Log-probabilities by text. Several tokens may have one text, of which the likeliest counts."""
+    found: dict[str, float] = {}
+    for one in alternatives:
+        found[one["token"]] = max(one["logprob"], found.get(one["token"], one["logprob"]))
+    return found

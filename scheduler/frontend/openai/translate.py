@@ -154,8 +154,8 @@ def names(request: Generation) -> Names:
     if (form := form_of(request)) is not None:
         own.extend(_form_names(form))
     else:
-        # An engine behind a router compiles the form of calls that are required.
-        own.append(("structured_output.json_schema", "tools"))
+        # An engine behind a router compiles the form of calls.
+        own.extend((f"structured_output.{kind}", "tools") for kind in ("json_schema", "structural_tags"))
     if request.session_id is None:
         own.append(("cache.session_id", "prompt_cache_key"))
     if request.prompt_cache_retention is not None:

@@ -24,11 +24,15 @@ _MARKS = ",:[{"
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. definition: as templates read it. parameters: a JSON schema of an object."""
+    """A function that the model may call.
+
+    definition: as templates read it. parameters: a JSON schema of an object. strict: whether arguments have to fit it.
+    """
 
     name: str
     definition: dict[str, Any]
     parameters: dict[str, Any]
+    strict: bool = False
 
 
 def read_tools(chat: pb.ChatInput) -> list[Tool]:
@@ -121,7 +125,7 @@ def _tool(field: str, text: str) -> Tool:
         raise InvalidField(f"{field}.function.name", _NAME_RULE)
     description = _optional(function, f"{field}.function", "description", str, "a text")
     parameters = _optional(function, f"{field}.function", "parameters", dict, "an object")
-    _optional(function, f"{field}.function", "strict", bool, "true or false")
+    strict = _optional(function, f"{field}.function", "strict", bool, "true or false")
     for path, part, known in (
         (field, tool, ("type", "function")),
         (f"{field}.function", function, ("name", "description", "parameters", "strict", "return")),
@@ -137,7 +141,7 @@ def _tool(field: str, text: str) -> Tool:
     described["parameters"] = parameters
     if function.get("return") is not None:
         described["return"] = function["return"]
-    return Tool(name, {"type": "function", "function": described}, parameters)
+    return Tool(name, {"type": "function", "function": described}, parameters, strict=bool(strict))
 
 
 def _optional(parent: dict[str, Any], path: str, name: str, kind: type, said: str) -> Any:

@@ -7,21 +7,21 @@ from scheduler.frontend.tool_calls.parser import Calls, Form, attempt, read_argu
 from scheduler.frontend.tool_calls.python_call import read_python_call
 from scheduler.frontend.tool_calls.source import MismatchError, Source, Steps
 
-_HERMES_BEGIN, _HERMES_END = "<tool_call>", "</tool_call>"
+HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
 _LLAMA_TAG = "<|python_tag|>"
 _PYTHON_BEGIN, _PYTHON_END = "<|python_start|>", "<|python_end|>"
-_MISTRAL_BEGIN, _MISTRAL_ID, _MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+MISTRAL_BEGIN, _MISTRAL_ID, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 # Texts that mark calls, for which a tokenizer may have special tokens.
 MARKERS = frozenset(
     {
-        _HERMES_BEGIN,
-        _HERMES_END,
+        HERMES_BEGIN,
+        HERMES_END,
         _LLAMA_TAG,
         _PYTHON_BEGIN,
         _PYTHON_END,
-        _MISTRAL_BEGIN,
+        MISTRAL_BEGIN,
         _MISTRAL_ID,
-        _MISTRAL_ARGUMENTS,
+        MISTRAL_ARGUMENTS,
     }
 )
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -32,17 +32,26 @@ def hermes(source: Source, calls: Calls) -> Steps[None]:
     """Calls in tags, anywhere: <tool_call>{"name": "f", "arguments": {}}</tool_call>."""
 
     def tagged() -> Steps[None]:
-        yield from source.expect(_HERMES_BEGIN)
+        yield from source.expect(HERMES_BEGIN)
         yield from source.skip_space()
         yield from read_call(source, calls)
 
-    while (yield from source.read_until(_HERMES_BEGIN, calls.write)):
-        if (yield from attempt(source, calls, tagged())):
+    def further() -> Steps[None]:
+        yield from source.skip_space()
+        if (yield from source.take(",")):
             yield from source.skip_space()
-            yield from source.take(_HERMES_END)
+        yield from read_call(source, calls)
+
+    while (yield from source.read_until(HERMES_BEGIN, calls.write)):
+        if (yield from attempt(source, calls, tagged())):
+            # Some models write several calls into the tags of the first.
+            while (yield from attempt(source, calls, further())):
+                pass
+            yield from source.skip_space()
+            yield from source.take(HERMES_END)
         else:
-            yield from source.expect(_HERMES_BEGIN)
-            calls.write(_HERMES_BEGIN)
+            yield from source.expect(HERMES_BEGIN)
+            calls.write(HERMES_BEGIN)
 
 
 def llama3_json(source: Source, calls: Calls) -> Steps[None]:
@@ -84,7 +93,7 @@ def mistral(source: Source, calls: Calls) -> Steps[None]:
     """Calls behind a marker, anywhere: [TOOL_CALLS] [{"name": "f", "arguments": {}}] or [TOOL_CALLS]f[ARGS]{}."""
 
     def first() -> Steps[None]:
-        yield from source.expect(_MISTRAL_BEGIN)
+        yield from source.expect(MISTRAL_BEGIN)
         match (yield from source.skip_space()):
             case "[":
                 yield from source.expect("[")
@@ -101,15 +110,15 @@ def mistral(source: Source, calls: Calls) -> Steps[None]:
             raise MismatchError
         if (yield from source.take(_MISTRAL_ID)):
             yield from source.read(_NAME, _MAX_NAME)
-        yield from source.take(_MISTRAL_ARGUMENTS)
+        yield from source.take(MISTRAL_ARGUMENTS)
         yield from read_arguments(source, calls, name)
 
-    while (yield from source.read_until(_MISTRAL_BEGIN, calls.write)):
+    while (yield from source.read_until(MISTRAL_BEGIN, calls.write)):
         if (yield from attempt(source, calls, first())):
             yield from read_listed(source, calls, read_call)
         else:
-            yield from source.expect(_MISTRAL_BEGIN)
-            calls.write(_MISTRAL_BEGIN)
+            yield from source.expect(MISTRAL_BEGIN)
+            calls.write(MISTRAL_BEGIN)
 
 
 def required(source: Source, calls: Calls) -> Steps[None]:

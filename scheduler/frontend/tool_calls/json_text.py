@@ -12,6 +12,10 @@ _SPACE = re.compile(r"[ \t\r\n]+")
 _RUN = re.compile(r'[^"\\\x00-\x1f]+')
 _ESCAPED = re.compile(r'["\\/bfnrt]')
 _HEX = re.compile(r"[0-9a-fA-F]{4}")
+# Halves of a surrogate pair, as escapes.
+_FIRST_HALF, _SECOND_HALF = re.compile(r"\\u[dD][89abAB]"), re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+# In place of a half of a surrogate pair, which a caller could not send back.
+_REPLACEMENT = "\\ufffd"
 _WORD = re.compile(r"[-+.0-9A-Za-z]+")
 _SCALAR = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?|true|false|null")
 # Python reads no longer whole numbers.
@@ -39,6 +43,25 @@ def read_text(source: Source) -> Steps[str]:
     parts: list[str] = []
     yield from _read_string(source, parts.append)
     return str(json.loads("".join(parts)))
+
+
+def object_in(text: str) -> str:
+    """The object that a whole text is, as JSON text. Raises MismatchError for another text."""
+    source = Source()
+    source.push(text)
+    source.end()
+    parts: list[str] = []
+    for _ in _whole_object(source, parts.append):
+        pass
+    return "".join(parts)
+
+
+def _whole_object(source: Source, write: Write) -> Steps[None]:
+    if (yield from source.skip_space()) != "{":
+        raise MismatchError
+    yield from read_value(source, write)
+    if (yield from source.skip_space()):
+        raise MismatchError
 
 
 def _read_items(
@@ -74,18 +97,34 @@ def _read_string(source: Source, write: Write) -> Steps[None]:
     yield from _expect(source, write, '"')
     while (following := (yield from source.peek())) != '"':
         if following == "\\":
-            escape = yield from source.following(2)
-            if escape[1] == "u":
-                escape += yield from source.following(4)
-            if not (_HEX.fullmatch(escape[2:]) if len(escape) > 2 else _ESCAPED.fullmatch(escape[1])):
-                raise MismatchError
-            write(escape)
+            yield from _read_escape(source, write)
         elif run := source.match(_RUN):
             write(run)
         else:
             # Models write line breaks as they are, where JSON has escapes only.
             write(json.dumps((yield from source.following(1)))[1:-1])
     yield from _expect(source, write, '"')
+
+
+def _read_escape(source: Source, write: Write) -> Steps[None]:
+    """Reads an escape, or two for one character. A half of a surrogate pair becomes U+FFFD."""
+    escape = yield from source.following(2)
+    if escape[1] == "u":
+        escape += yield from source.following(4)
+    if not (_HEX.fullmatch(escape[2:]) if len(escape) > 2 else _ESCAPED.fullmatch(escape[1])):
+        raise MismatchError
+    while _FIRST_HALF.match(escape):
+        if not (yield from source.take("\\u")):
+            break
+        other = "\\u" + (yield from source.following(4))
+        if not _HEX.fullmatch(other[2:]):
+            raise MismatchError
+        if _SECOND_HALF.fullmatch(other):
+            write(escape + other)
+            return
+        write(_REPLACEMENT)
+        escape = other
+    write(_REPLACEMENT if _FIRST_HALF.match(escape) or _SECOND_HALF.fullmatch(escape) else escape)
 
 
 def _space(source: Source, write: Write) -> Steps[str]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from scheduler.frontend.tool_calls.json_text import read_text, read_value
+from scheduler.frontend.tool_calls.json_text import object_in, read_text, read_value
 from scheduler.frontend.tool_calls.source import MismatchError, Source, Steps
 
 # Names of the field with a call's arguments.
@@ -168,12 +168,8 @@ def read_call(source: Source, calls: Calls) -> Steps[None]:
                 _begin(source, calls, name)
                 calls.write_arguments("".join(held))
         elif key in _ARGUMENTS and not has_arguments:
-            if (yield from source.peek()) != "{":
-                raise MismatchError
             has_arguments = True
-            if name:
-                _begin(source, calls, name)
-            yield from read_value(source, calls.write_arguments if name else held.append)
+            yield from _read_field(source, calls, name, held)
         else:
             yield from read_value(source, _drop)
         following = yield from source.skip_space()
@@ -189,6 +185,26 @@ def read_call(source: Source, calls: Calls) -> Steps[None]:
         _begin(source, calls, name)
         calls.write_arguments("{}")
     calls.complete()
+
+
+def _read_field(source: Source, calls: Calls, name: str, held: list[str]) -> Steps[None]:
+    """Reads the value of the field with the arguments. held: gets them while the name is not known."""
+    whole = "" if (yield from source.peek()) == "{" else (yield from _unusual_arguments(source))
+    if name:
+        _begin(source, calls, name)
+    write = calls.write_arguments if name else held.append
+    if whole:
+        write(whole)
+    else:
+        yield from read_value(source, write)
+
+
+def _unusual_arguments(source: Source) -> Steps[str]:
+    """Arguments that are null, or an object in a string, as models write them, too. Raises MismatchError."""
+    if (yield from source.peek()) == '"':
+        return object_in((yield from read_text(source)))
+    yield from source.expect("null")
+    return "{}"
 
 
 def read_arguments(source: Source, calls: Calls, name: str) -> Steps[None]:
@@ -216,6 +232,8 @@ def _next(source: Source, calls: Calls, read: Callable[[Source, Calls], Steps[No
 
 def _close(source: Source) -> Steps[None]:
     yield from source.skip_space()
+    if (yield from source.take(",")):
+        yield from source.skip_space()
     yield from source.expect("]")
 
 

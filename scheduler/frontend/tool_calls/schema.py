@@ -1,41 +1,45 @@
-"""The JSON schema of an output that is nothing but calls."""
+"""JSON schemas of calls."""
 
 import json
 from collections.abc import Sequence
 from typing import Any
 
+from protos.kvcommon.json_schema import rewritten
 from scheduler.frontend.tool_calls.definitions import Tool
-
-# Keywords whose values are no schemas, and those whose values are schemas by name.
-_VALUES = frozenset({"const", "enum", "default", "examples"})
-_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 
 
 def forced_calls_schema(tools: Sequence[Tool], name: str, *, single: bool) -> str:
-    """JSON text of the schema: of the parameters of the tool with a name; of an array of calls where it is empty."""
-    schema = _parameters(tools, name) if name else _array(tools, single=single)
+    """JSON text of the schema of an output that is nothing but calls.
+
+    name: of the tool whose parameters the output is; where it is empty the output is an array of calls.
+    """
+    if name:
+        return arguments_schema(next(tool for tool in tools if tool.name == name))
+    return listed_calls_schema(tools, "parameters", single=single)
+
+
+def arguments_schema(tool: Tool) -> str:
+    """JSON text of the schema of a tool's arguments."""
+    return json.dumps(_of_object(tool), ensure_ascii=False)
+
+
+def listed_calls_schema(tools: Sequence[Tool], field: str, *, single: bool) -> str:
+    """JSON text of the schema of an array of calls. field: of a call, with its arguments."""
+    bounds = {"minItems": 1} | ({"maxItems": 1} if single else {})
+    schema = {
+        "type": "array",
+        **bounds,
+        "items": {"anyOf": [_call(tool.name, field) for tool in tools]},
+        "$defs": {tool.name: _moved(_of_object(tool), f"#/$defs/{tool.name}") for tool in tools},
+    }
     return json.dumps(schema, ensure_ascii=False)
 
 
-def _parameters(tools: Sequence[Tool], name: str) -> dict[str, Any]:
-    return next(_of_object(tool) for tool in tools if tool.name == name)
-
-
-def _array(tools: Sequence[Tool], *, single: bool) -> dict[str, Any]:
-    bounds = {"minItems": 1} | ({"maxItems": 1} if single else {})
-    return {
-        "type": "array",
-        **bounds,
-        "items": {"anyOf": [_call(tool.name) for tool in tools]},
-        "$defs": {tool.name: _moved(_of_object(tool), f"#/$defs/{tool.name}") for tool in tools},
-    }
-
-
-def _call(name: str) -> dict[str, Any]:
+def _call(name: str, field: str) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{name}"}},
-        "required": ["name", "parameters"],
+        "properties": {"name": {"const": name}, field: {"$ref": f"#/$defs/{name}"}},
+        "required": ["name", field],
         "additionalProperties": False,
     }
 
@@ -46,17 +50,11 @@ def _of_object(tool: Tool) -> dict[str, Any]:
 
 def _moved(schema: Any, place: str) -> Any:
     """A schema whose references to itself lead to its place in another one."""
-    if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved: dict[str, Any] = {}
-    for keyword, value in schema.items():
-        if keyword in _BY_NAME and isinstance(value, dict):
-            moved[keyword] = {name: _moved(item, place) for name, item in value.items()}
-        else:
-            moved[keyword] = value if keyword in _VALUES else _moved(value, place)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
-        moved["$ref"] = place + reference[1:]
-    return moved
+
+    def change(found: dict[str, Any]) -> dict[str, Any]:
+        reference = found.get("$ref")
+        if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+            return found | {"$ref": place + reference[1:]}
+        return found
+
+    return rewritten(schema, change)

@@ -99,6 +99,8 @@ class Source:
         """The next characters, which are passed over. Raises MismatchError if the text ends within them."""
         while len(self._text) - self._at < count:
             if self._has_ended:
+                # What is cut belongs to what was read before it.
+                self._at = len(self._text)
                 raise MismatchError
             yield
         self._at += count

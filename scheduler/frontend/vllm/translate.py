@@ -70,7 +70,7 @@ def request(asked: vllm.GenerateRequest) -> pb.StreamGenerateRequest:
 def _sampling(params: vllm.SamplingParams) -> pb.SamplingParams:
     for token_id in params.logit_bias:
         if token_id < 0:
-            raise InvalidField(f"sampling_params.logit_bias[{token_id}]", "must name an id, not a negative number")
+            raise InvalidField(f"sampling_params.logit_bias.{token_id}", "must name an id, not a negative number")
     return pb.SamplingParams(
         temperature=params.temperature if params.HasField("temperature") else 1.0,
         top_k=params.top_k,

@@ -63,6 +63,12 @@ class Fleet:
             while len(self.router.view.executors) != count:
                 await asyncio.sleep(0.01)
 
+    async def knows_weights(self, version: str) -> None:
+        """Waits until the router's view has these weights of every executor."""
+        async with asyncio.timeout(patience(20)):
+            while any(one.space.weight_version != version for one in self.router.view.executors.values()):
+                await asyncio.sleep(0.01)
+
     async def views(self, blocks: int) -> None:
         """Waits until the router's view has so many blocks."""
         async with asyncio.timeout(patience(60)):

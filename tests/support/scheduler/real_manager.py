@@ -102,6 +102,14 @@ class RealManager(rpc.CacheManagerServiceServicer):
                 )
             )
 
+    async def update_weights(self, version: str) -> None:
+        """What its executor says once it computes with other weights."""
+        executor = self._executor
+        request = pb.UpdateWeightsRequest(
+            executor_id=executor.executor_id, executor_epoch=executor.epoch, weight_version=version
+        )
+        await self._service.UpdateWeights(request)
+
     async def RegisterScheduler(self, request: pb.RegisterSchedulerRequest, context: object) -> Any:
         if self.refuses_schedulers:
             raise ForgottenError("no scheduler is taken")

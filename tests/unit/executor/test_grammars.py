@@ -87,6 +87,94 @@ def test_json_has_single_spaces_behind_commas_and_colons(grammars: Grammars) -> 
     assert allowed(matcher) == [{EOS, OTHER_EOS}]
 
 
+@pytest.mark.parametrize(
+    "format_", ["password", "binary", "byte", "int64", "path", "iri", "json-pointer", "uri-reference", "unknown"]
+)
+def test_a_format_that_is_not_known_is_an_annotation(grammars: Grammars, format_: str) -> None:
+    secret = {"type": "string", "format": format_, "maxLength": 2}
+    for schema in (
+        secret,
+        {"anyOf": [secret]},
+        {"$ref": "#/$defs/s", "$defs": {"s": secret}},
+        {"allOf": [{"format": format_}, secret]},
+    ):
+        matcher = grammars.matcher(of("json_schema", schema))
+        matcher.take(TOKENIZER.encode('"é!').ids)
+        assert allowed(matcher) == [{TOKENIZER.token_to_id('"')}]
+
+
+@pytest.mark.parametrize(
+    "format_", ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
+)
+def test_a_format_that_is_known_is_kept(grammars: Grammars, format_: str) -> None:
+    free, kept = (
+        grammars.matcher(of("json_schema", schema))
+        for schema in ({"type": "string"}, {"type": "string", "format": format_})
+    )
+    for matcher in (free, kept):
+        matcher.take(TOKENIZER.encode('"').ids)
+    assert allowed(kept)[0] < allowed(free)[0]
+
+
+def test_names_of_properties_and_given_values_are_no_keywords(grammars: Grammars) -> None:
+    value = {"format": "password", "uniqueItems": False, "x-guidance": 1}
+    schema = {
+        "type": "object",
+        "properties": {"format": {"const": value}, "uniqueItems": {"type": "array", "uniqueItems": False}},
+        "required": ["format", "uniqueItems"],
+        "additionalProperties": False,
+    }
+    matcher = grammars.matcher(of("json_schema", schema))
+    matcher.take(TOKENIZER.encode(json.dumps({"format": value, "uniqueItems": [1, 1]})).ids)
+    assert allowed(matcher) == [{EOS, OTHER_EOS}]
+
+
+def test_further_items_are_those_behind_the_items_of_the_same_schema(grammars: Grammars) -> None:
+    schema = {
+        "allOf": [{"items": [{"type": "integer"}, {"type": "string"}]}],
+        "items": [{"type": "integer"}],
+        "additionalItems": {"type": "boolean"},
+    }
+    matcher = grammars.matcher(of("json_schema", schema))
+    matcher.take(TOKENIZER.encode("[1, ").ids)
+    assert TOKENIZER.token_to_id('"') not in allowed(matcher)[0]
+
+
+def test_special_tokens_are_triggers_and_parts_of_tags_and_else_free() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens(["<call>", "</call>", "<think>", "<end>", "<call_2>"])
+    size = tokenizer.get_vocab_size()
+    end = tokenizer.token_to_id("<end>")
+    known = Grammars(tokenizer.to_str().encode(), size, [EOS, end])
+    tags = [
+        ["<call>", f'<call>{{"name": "{name}", "arguments": ', '{"type": "boolean"}', "}</call>"] for name in ("f", "g")
+    ]
+
+    def may_follow(text: str, *tokens: str) -> list[bool]:
+        matcher = known.matcher(of("structural_tags", tags))
+        masks = np.zeros((1, -(-size // 32)), dtype=np.uint32)
+        matcher.take(tokenizer.encode(text).ids)
+        matcher.fill(masks, ())
+        allowed = unpacked(masks[0], size)
+        return [bool(allowed[tokenizer.token_to_id(token)]) for token in tokens]
+
+    everything = ("<call>", "</call>", "<think>", "<call_2>", "a", "<", "<end>", "<eos>")
+    for free in ("", "so <think>I</call>", '<call>{"name": "f", "arguments": true}</call>\n and'):
+        assert may_follow(free, *everything) == [True] * len(everything)
+    for begun in ("<call>", "so <call>", '<call>{"name": "f", "arguments": true}</call><call>'):
+        assert may_follow(begun, "{", *everything) == [True] + [False] * len(everything)
+    for name in ("f", "g"):
+        assert may_follow(f'<call>{{"name": "{name}", "arguments": ', "t", "1", '"') == [True, False, False]
+    assert may_follow('<call>{"name": "', "f", "g", "h") == [True, True, False]
+    assert may_follow('<call>{"name": "f", "arguments": true}', "</call>", "<", "a") == [True, False, False]
+    # The same text of other tokens.
+    matcher = known.matcher(of("structural_tags", tags))
+    matcher.take([token for letter in "so <call>" for token in tokenizer.encode(letter).ids])
+    masks = np.zeros((1, -(-size // 32)), dtype=np.uint32)
+    matcher.fill(masks, ())
+    assert np.flatnonzero(unpacked(masks[0], size)).tolist() == [tokenizer.token_to_id("{")]
+
+
 def test_a_mask_behind_drafts_is_that_behind_their_tokens(grammars: Grammars) -> None:
     luck, grammar = random.Random(7), of("json_schema", SCHEMA)
     text = TOKENIZER.encode('{"a": 123, "b": "x"}').ids
@@ -121,12 +209,15 @@ BAD: dict[str, tuple[Grammar, str]] = {
     "a type that is none": (of("json_schema", {"type": "strin"}), "strin"),
     "a reference to nowhere": (of("json_schema", {"$ref": "#/x"}), "/x"),
     "no JSON": (of("json_schema", "{"), "column"),
+    "options of the compiler": (of("json_schema", {"x-guidance": {"lenient": True}, "not": {}}), "x-guidance"),
+    "options in a tag": (of("structural_tags", [["<", "<f>", '{"x-guidance": {}}', ""]]), "x-guidance"),
+    "unique items": (of("json_schema", {"uniqueItems": True}), "uniqueItems"),
     "regex": (of("regex", "(a"), "unclosed group"),
     "look-ahead": (of("regex", "(?=a)b"), "look-around"),
     "Lark": (of("grammar", "start: foo"), 'unknown name: "foo"'),
     "too complex": (of("regex", "a{1000000}"), "too many"),
     "no tags": (of("structural_tags", []), "tags must not be empty"),
-    "a tag without a beginning": (of("structural_tags", [["", "", "{}", ""]]), "trigger must not be empty"),
+    "a tag without a beginning": (of("structural_tags", [["", "", "{}", ""]]), "neither must a trigger"),
     "a schema of a tag": (of("structural_tags", [["<", "<f>", '{"type": 3}', ""]]), ""),
 }
 
@@ -138,6 +229,33 @@ def test_what_cannot_be_compiled_says_why(grammars: Grammars, grammar: Grammar, 
             grammars.matcher(grammar)
         assert cause in refused.value.message
         assert "\n" not in refused.value.message
+
+
+# What docs/api.md says is refused.
+REFUSED: list[dict[str, object]] = [
+    {"not": {"type": "string"}},
+    {"if": {"type": "string"}},
+    {"type": "array", "contains": {}},
+    {"type": "object", "propertyNames": {"pattern": "a"}},
+    {"type": "array", "uniqueItems": True},
+    {"type": "object", "dependentRequired": {"a": ["b"]}},
+    {"type": "object", "dependentSchemas": {"a": {}}},
+    {"type": "object", "dependencies": {"a": ["b"]}},
+    {"type": "object", "unevaluatedProperties": False},
+    {"type": "array", "unevaluatedItems": False},
+    {"$dynamicRef": "#a"},
+    {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]},
+    *({"type": "string", "pattern": pattern} for pattern in ("(?=a)b", "(?!a)b", "(?<=a)b", r"(a)\1", r"\ba")),
+    {"$ref": "https://example.com/schema.json"},
+    {"type": "any"},
+]
+
+
+@pytest.mark.parametrize("schema", REFUSED, ids=json.dumps)
+def test_what_a_schema_cannot_ask_for_is_refused_also_within_it(grammars: Grammars, schema: dict[str, object]) -> None:
+    for whole in (schema, {"type": "object", "properties": {"a": schema}, "required": ["a"]}):
+        with pytest.raises(GrammarError):
+            grammars.matcher(of("json_schema", whole))
 
 
 def test_a_model_without_a_tokenizer_or_an_end_compiles_nothing() -> None:

@@ -8,7 +8,11 @@ from typing import Any
 import openai
 import pytest
 
+from protos.execution.v1 import execution_pb2
 from protos.generation.v1 import generation_pb2 as pb
+from scheduler.frontend.model_info import ModelInfo
+from scheduler.frontend.openai.response_builder import CompletionResponseBuilder
+from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.http import HELLO, LEAST, ask
 from tests.support.scheduler.stack import Stack, prompt_of, run
 from tests.support.scheduler.tokenizers import EOS
@@ -164,3 +168,14 @@ async def test_special_tokens_can_be_left_out_of_tokens_and_texts(address: str) 
         counts.append(json.loads((await ask(address, "POST", "/tokenize", body)).body)["count"])
     # This tokenizer adds none.
     assert counts[0] == counts[1] > 0
+
+
+def test_of_alternatives_with_one_text_the_likeliest_counts() -> None:
+    executor = FakeExecutor()
+    # First bytes of two characters.
+    likely, other = (executor.tokenizer.token_to_id(byte) for byte in "ÃÂ")
+    model = ModelInfo(executor.model, execution_pb2.GetExecutorResponse(block_size=executor.block_size))
+    top = [pb.TokenLogprob(token_id=likely, logprob=-1), pb.TokenLogprob(token_id=other, logprob=-2)]
+    piece = pb.StreamGenerateResponse(token_ids=[likely], logprobs=[pb.TokenLogprobs(logprob=-1, top=top)])
+    builder = CompletionResponseBuilder(model, "cmpl-1", logprobs=True, include_usage=False)
+    assert builder.tokens(piece, 0)["top_logprobs"] == [{"\N{REPLACEMENT CHARACTER}": -1}]

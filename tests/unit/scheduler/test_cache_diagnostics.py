@@ -27,10 +27,13 @@ from tests.support.scheduler.fleet import run_fleet
 from tests.support.scheduler.http import Answer, ask, serve
 from tests.support.scheduler.process import scheduler
 from tests.support.scheduler.stack import Stack, StackFactory, prompt_of
+from tests.support.scheduler.tokenizers import CHAT_TEMPLATE
 
 SYSTEM = {"role": "system", "content": "the cat sat on the mat"}
 QUESTION = {"role": "user", "content": "and the dog sat on the cat"}
 FOLLOW_UP = {"role": "user", "content": "and the mat"}
+# It reads tools and a variable.
+TEMPLATE = "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{{ style }}" + CHAT_TEMPLATE
 BLOCK = 4
 
 
@@ -69,9 +72,12 @@ def words(answer: dict[str, Any]) -> tuple[str, str | None, str | None]:
 
 
 @contextlib.asynccontextmanager
-async def callers(run_stack: StackFactory, keyring: Keyring) -> AsyncIterator[tuple[Caller, Caller]]:
+async def callers(
+    run_stack: StackFactory, keyring: Keyring, template: str = CHAT_TEMPLATE
+) -> AsyncIterator[tuple[Caller, Caller]]:
     """Two tenants of one stack, which has an adapter."""
     executor = FakeExecutor()
+    executor.chat_template = template
     executor.adapters["sql"] = execution_pb2.Adapter(name="sql", adapter_id=7, rank=8)
     for tenant in ("acme", "globex"):
         keyring.add(Role.CALLER, tenant)
@@ -125,6 +131,37 @@ async def test_what_a_caller_has_changed_is_said(run_stack: StackFactory, keyrin
             if expected[1] != "unavailable":
                 anthropic["cache_missed_input_tokens"] = missed
             assert answer["diagnostics"] == {"cache_miss_reason": anthropic}
+
+
+async def test_other_tools_and_another_template_are_told_apart_in_both_shapes(
+    run_stack: StackFactory, keyring: Keyring
+) -> None:
+    def tools(name: str) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": name}}]
+
+    async with callers(run_stack, keyring, TEMPLATE) as (caller, _):
+        first = await caller.say(SYSTEM, QUESTION, tools=tools("f"))
+        name, whole = first["id"], first["usage"]["prompt_tokens"] // BLOCK * BLOCK
+        assert words(await caller.say(SYSTEM, QUESTION, tools=tools("f"), to=name)) == ("cache_hit", None, None)
+        for fields, expected in (
+            ({"tools": tools("other")}, ("tools_changed", "tools_changed", "tools_changed")),
+            ({"tools": tools("f"), "tool_choice": "none"}, ("tools_changed", "tools_changed", "tools_changed")),
+            (
+                {"tools": tools("f"), "chat_template_kwargs": {"style": "short"}},
+                ("input_changed", "unavailable", "template_changed"),
+            ),
+        ):
+            answer = await caller.say(SYSTEM, QUESTION, to=name, **fields)
+            assert words(answer) == expected
+            missed = whole - answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert answer["prompt_cache_diagnostics"] == {
+                "type": "cache_miss",
+                "reason": expected[0],
+                "cache_missed_tokens": missed,
+                "comparison_reusable_tokens": whole,
+            }
+            counted = {} if expected[1] == "unavailable" else {"cache_missed_input_tokens": missed}
+            assert answer["diagnostics"] == {"cache_miss_reason": {"type": expected[1]} | counted}
 
 
 async def test_only_the_asked_shape_is_in_the_answer_also_in_a_stream(
@@ -254,6 +291,19 @@ async def test_a_fleet_knows_the_responses_of_all_its_engines(tmp_path: Path) ->
         assert reports == [(pb.CACHE_OUTCOME_HIT, 0), (pb.CACHE_OUTCOME_MISS, 1)]
 
 
+async def test_a_fleet_knows_the_weights_of_its_engines(tmp_path: Path) -> None:
+    async with run_fleet(tmp_path, 1) as fleet:
+        await fleet.knows(1)
+        first = compared(prompt_of(40))
+        first.request_id = "first"
+        await generate(fleet.stub, first, patience(30))
+        await fleet.engines[0].manager.update_weights("v1")
+        await fleet.knows_weights("v1")
+        found = (await generate(fleet.stub, compared(prompt_of(40), "first"), patience(30))).usage.cache_diagnosis
+        assert (found.outcome, found.reason) == (pb.CACHE_OUTCOME_MISS, pb.CACHE_MISS_REASON_WEIGHTS_CHANGED)
+        assert (found.missed_tokens, found.common_tokens) == (40, 0)
+
+
 async def test_behind_a_router_the_request_that_evicted_a_prompt_has_its_callers_name(tmp_path: Path) -> None:
     async with run_fleet(tmp_path, 1) as fleet:
         await generate(fleet.stub, compared(prompt_of(40), explain_miss=True), patience(30))
@@ -290,18 +340,18 @@ def request(name: str, to: str = "") -> Request:
 
 def test_responses_are_forgotten_by_age_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    known = RecentResponses(BLOCK, lambda: "", lambda: now)
+    known = RecentResponses(BLOCK, lambda: now)
 
     def finds(name: str) -> bool:
-        found = known.diagnose(request("x", to=name), 0).outcome
+        found = known.diagnose(request("x", to=name), 0, "").outcome
         return found != pb.CACHE_OUTCOME_COMPARISON_NOT_FOUND
 
     monkeypatch.setattr(comparisons, "MAX_RESPONSES", 2)
     for name in ("a", "b", "b", "c"):
-        known.add(request(name))
+        known.add(request(name), "")
     assert [finds(name) for name in "abc"] == [False, True, True]
     monkeypatch.setattr(comparisons, "MAX_BLOCKS", 3)
-    known.add(request("d"))
+    known.add(request("d"), "")
     assert [finds(name) for name in "bcd"] == [False, False, True]
     now = comparisons.KEPT_SECONDS + 1
     assert not finds("d")
@@ -309,16 +359,16 @@ def test_responses_are_forgotten_by_age_and_number(monkeypatch: pytest.MonkeyPat
 
 
 def test_other_weights_are_what_has_changed() -> None:
-    version = "v1"
-    known = RecentResponses(BLOCK, lambda: version)
-    known.add(request("a"))
-    assert known.diagnose(request("x", to="a"), BLOCK).outcome == pb.CACHE_OUTCOME_HIT
-    version = "v2"
-    found = known.diagnose(request("x", to="a"), 0)
+    known = RecentResponses(BLOCK)
+    known.add(request("a"), "v1")
+    assert known.diagnose(request("x", to="a"), BLOCK, "v1").outcome == pb.CACHE_OUTCOME_HIT
+    found = known.diagnose(request("x", to="a"), 0, "v2")
     assert (found.outcome, found.reason) == (pb.CACHE_OUTCOME_MISS, pb.CACHE_MISS_REASON_WEIGHTS_CHANGED)
     assert (found.missed_tokens, found.common_tokens) == (2 * BLOCK, 0)
-    known.add(request("a"))
-    assert known.diagnose(request("x", to="a"), BLOCK).outcome == pb.CACHE_OUTCOME_HIT
+    # What is not known has not changed.
+    assert known.diagnose(request("x", to="a"), BLOCK, None).outcome == pb.CACHE_OUTCOME_HIT
+    known.add(request("a"), "v2")
+    assert known.diagnose(request("x", to="a"), BLOCK, "v2").outcome == pb.CACHE_OUTCOME_HIT
 
 
 def test_digests_are_of_what_is_rendered_and_not_of_where_it_is_kept() -> None:

@@ -197,6 +197,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 # Refused before it is translated.
 INVALID: list[tuple[dict[str, Any], str]] = [
     (said(content=[{"type": "image_url"}]), "images, audio, video and files are not supported"),
+    *(
+        (said(content=[{"type": kind, kind: "no"}]), "leave out the parts of an answer")
+        for kind in ("refusal", "thinking", "reasoning")
+    ),
     ({"extra_key": ["a", "b"]}, "extra_key"),
     ({"messages": HELLO * 4097}, "must have at most 4096 entries"),
     ({"messages": [{"role": "user", "content": [PART] * 1025}] * 4}, "must have at most 4096 entries"),
@@ -260,6 +264,11 @@ def test_a_field_that_asks_for_nothing_is_ignored() -> None:
     assert chat(user="u", metadata={"a": "b"}, tools=[], tool_choice="auto", response_format={"type": "text"}) == chat()
     assert chat(tool_choice="none") == chat()
     assert chat(top_logprobs=0) == chat()
+    details = {"reasoning_details": [{"type": "reasoning.text", "text": "x"}]}
+    assert chat(**said(**details)) == chat(**said())
+    call = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+    called = call | {"extra_content": {"google": {"thought_signature": "x"}}}
+    assert chat(**said(tool_calls=[called])) == chat(**said(tool_calls=[call]))
     assert chat(grammar=None, messages=[HELLO[0] | {"tool_calls": None, "mood": None}]) == chat()
 
 

@@ -144,7 +144,9 @@ async def test_openais_client_parses_calls_of_a_stream_itself(run_stack: StackFa
     class weather(pydantic.BaseModel):  # noqa: N801
         city: str
 
-    async with talking(run_stack, TWO) as (_, caller):
+    # Such a tool is strict, and this template has no line breaks in its tags.
+    text = TWO.replace("<tool_call>\n", "<tool_call>").replace("\n</tool_call>", "</tool_call>")
+    async with talking(run_stack, text) as (_, caller):
         asked = {"model": "", "messages": [HELLO], "tools": [openai.pydantic_function_tool(weather)]}
         async with caller.chat.completions.stream(**asked) as stream:
             events = [event.type async for event in stream]
@@ -275,9 +277,12 @@ THOUGHT = "<think>\nThe city is Köln.\n</think>\n\n"
 
 
 @pytest.mark.parametrize("opened", [False, True])
-async def test_reasoning_comes_apart_from_content_and_calls(run_stack: StackFactory, opened: bool) -> None:
+@pytest.mark.parametrize("special", [(), ("<think>", "</think>")], ids=["text", "special tokens"])
+async def test_reasoning_comes_apart_from_content_and_calls(
+    run_stack: StackFactory, special: tuple[str, ...], opened: bool
+) -> None:
     template = f"{THINKING}<think>\n" if opened else THINKING
-    async with talking(run_stack, template=template) as (stack, caller):
+    async with talking(run_stack, template=template, special_tokens=special) as (stack, caller):
         for text, content, calls in (("It rains.", "It rains.", 0), (ONE, "Let me see.", 1), ("", None, 0)):
             stack.executor.say((THOUGHT.removeprefix("<think>\n") if opened else THOUGHT) + text)
             [choice] = (await create(caller)).choices
@@ -287,6 +292,9 @@ async def test_reasoning_comes_apart_from_content_and_calls(run_stack: StackFact
             [said] = await streamed(caller)
             assert (said["reasoning"], said["content"]) == ("The city is Köln.", content or "")
             assert len(said["calls"]) == calls
+            [plain] = (await create(caller, tools=None)).choices
+            assert plain.message.model_extra["reasoning"] == "The city is Köln."
+            assert plain.message.content == (text or None)
         [choice] = (await create(caller, extra_body={"include_reasoning": False})).choices
         assert "reasoning" not in choice.message.model_extra
 
@@ -524,3 +532,81 @@ async def test_what_cannot_be_forced_is_named(run_stack: StackFactory) -> None:
             with pytest.raises(openai.BadRequestError) as caught:
                 await create(caller, **fields)
             assert caught.value.param == param
+
+
+CITIES: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+STRICT: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": CITIES, "strict": True}}
+LISTED = TEMPLATE.replace("<tool_call>", "[TOOL_CALLS] ")
+# A template, special tokens, and a call in its form with arguments that do not fit.
+FREE_CALLS: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "hermes": (TEMPLATE, (), '<tool_call>{"name": "weather", "arguments": {"town": 5}}</tool_call>'),
+    "hermes with line breaks": (
+        TEMPLATE.replace("<tool_call>", "<tool_call>\n"),
+        (),
+        '<tool_call>\n{"name": "weather", "arguments": {"town": 5}}\n</tool_call>',
+    ),
+    "hermes with special tokens": (
+        TEMPLATE,
+        ("<tool_call>", "</tool_call>"),
+        '<tool_call>{"name": "weather", "arguments": {"town": 5}}</tool_call>',
+    ),
+    "mistral, listed": (LISTED, ("[TOOL_CALLS]",), '[TOOL_CALLS] [{"name": "weather", "arguments": {"town": 5}}]'),
+    "mistral, by name": (
+        LISTED + "{# [ARGS] #}",
+        ("[TOOL_CALLS]", "[ARGS]"),
+        '[TOOL_CALLS]weather[ARGS]{"town": 5}',
+    ),
+}
+
+
+@pytest.mark.parametrize(("template", "special", "call"), FREE_CALLS.values(), ids=FREE_CALLS)
+async def test_a_strict_tool_gets_arguments_that_fit(
+    run_stack: StackFactory, template: str, special: tuple[str, ...], call: str
+) -> None:
+    loose = {"type": "function", "function": STRICT["function"] | {"strict": False}}
+    async with talking(run_stack, f"So. {call}", template, special) as (stack, caller):
+        [choice] = (await create(caller, tools=[loose, TIME])).choices
+        assert calls_of(choice) == [("weather", '{"town": 5}')]
+        for fields in ({"tools": [STRICT, TIME]}, {"tools": [TIME, STRICT], "parallel_tool_calls": False}):
+            [choice] = (await create(caller, **fields)).choices
+            assert choice.message.content.startswith("So.")
+            name, arguments = calls_of(choice)[0]
+            assert (name, json.loads(arguments)["city"] in ("Rome", "Oslo")) == ("weather", True)
+        # Other text, and calls of other tools, are as free as ever.
+        for text in ("So it is.", "So. " + call.replace("weather", "time")):
+            stack.executor.say(text)
+            [free], [bound] = [(await create(caller, tools=[one, TIME])).choices for one in (loose, STRICT)]
+            assert (bound.message.content, calls_of(bound)) == (free.message.content, calls_of(free))
+
+
+async def test_a_strict_tool_is_refused_where_its_arguments_cannot_be_made_to_fit(run_stack: StackFactory) -> None:
+    impossible = {"type": "object", "properties": {"x": {"type": "string", "pattern": "(?=a)"}}, "required": ["x"]}
+    tool = {"name": "weather", "parameters": impossible}
+    strict = {"type": "function", "function": tool | {"strict": True}}
+    async with talking(run_stack, "hello") as (_, caller):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await create(caller, tools=[strict, TIME])
+        assert caught.value.param == "tools"
+        assert "look-ahead" in caught.value.message
+        loose = {"type": "function", "function": tool}
+        for fields in ({"tools": [loose]}, {"tools": [strict], "tool_choice": "none"}):
+            assert (await create(caller, **fields)).choices[0].message.content == "hello"
+
+
+async def test_a_form_of_the_request_counts_for_more_than_a_strict_tool(run_stack: StackFactory) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": {"enum": [5]}}}
+    async with talking(run_stack, ONE) as (_, caller):
+        assert (await create(caller, tools=[STRICT], response_format=form)).choices[0].message.content == "5"
+
+
+async def test_in_forms_that_nothing_marks_a_strict_tool_is_as_any_other(run_stack: StackFactory) -> None:
+    text = '{"name": "weather", "parameters": {"town": 5}}'
+    async with talking(run_stack, text, tool_call_parser="llama3_json") as (stack, caller):
+        [choice] = (await create(caller, tools=[STRICT])).choices
+        assert calls_of(choice) == [("weather", '{"town": 5}')]
+        assert stack.executor.compiled == []

@@ -152,3 +152,10 @@ def test_an_error_of_the_compiler_names_the_field_of_the_request(
     error = from_service(InvalidField(f"structured_output.{ours}", "cannot be used: x"), translate.names(request))
     assert error.body["error"]["param"] == theirs
     assert error.body["error"]["message"] == f"{theirs} cannot be used: x"
+
+
+@pytest.mark.parametrize("form", ["json_schema", "structural_tags"])
+def test_an_error_about_the_form_of_calls_names_the_tools(form: str) -> None:
+    names = translate.names(ChatCompletionRequest(messages=HELLO))
+    error = from_service(InvalidField(f"structured_output.{form}", "cannot be used: x"), names).body["error"]
+    assert error["param"] == "tools"

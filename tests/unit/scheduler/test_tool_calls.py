@@ -54,6 +54,21 @@ FOUND: list[tuple[str, str, str, Calls]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}', "", [("f", '{"a": "x\\ny"}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\u00e9\\n\\"日本"}}</tool_call>', "",
      [("f", '{"a": "\\u00e9\\n\\"日本"}')]),
+    # Several calls in one pair of tags.
+    ("hermes", 'So: <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n{"name": "g", "arguments": {}}\n</tool_call>',
+     "So:", [("f", '{"a": 1}'), ("g", "{}")]),
+    ("hermes", '<tool_call>{"name": "f"}, {"name": "g"}</tool_call><tool_call>{"name": "f"}</tool_call>', "",
+     [("f", "{}"), ("g", "{}"), ("f", "{}")]),
+    # Arguments that are null, and an object in a string.
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"parameters": null, "name": "f"}</tool_call>', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\\\u00e9\\\\\\"\\"} "}</tool_call>', "",
+     [("f", '{"a": "\\u00e9\\""}')]),
+    ("hermes", '<tool_call>{"arguments": " {}", "name": "f"}</tool_call>', "", [("f", "{}")]),
+    # Halves of surrogate pairs.
+    ("hermes",
+     r'<tool_call>{"name": "f", "arguments": {"a": "\ud83d\uDE00 \ud83d \ude00\ud83d\ud83d\ude00\ud83d\u0041"}}', "",
+     [("f", r'{"a": "\ud83d\uDE00 \ufffd \ufffd\ufffd\ud83d\ude00\ufffd\u0041"}')]),
     ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
     ("llama3_json", ' <|python_tag|>{"type": 1, "name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
      "", [("f", "{}"), ("g", "{}")]),
@@ -62,8 +77,10 @@ FOUND: list[tuple[str, str, str, Calls]] = [
      [("f", '{"a": 1, "b": "x)]", "c": [-1, {"z": [true, null]}]}')]),
     ("pythonic", "<|python_start|>[get_weather(city='Köln', raw='it\\'s\\d'), g()]<|python_end|>", "",
      [("get_weather", '{"city": "Köln", "raw": "it\'s\\\\d"}'), ("g", "{}")]),
+    ("pythonic", "[f(a=1), g(), ]", "", [("f", '{"a": 1}'), ("g", "{}")]),
     ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]', "",
      [("f", '{"a": 1}'), ("g", "{}")]),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}},]', "", [("f", '{"a": 1}')]),
     ("mistral", 'One moment. [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]Ab3[ARGS]{}', "One moment.",
      [("f", '{"a": 1}'), ("g", "{}")]),
     ("mistral", '[TOOL_CALLS]f{"a": {"b": []}}', "", [("f", '{"a": {"b": []}}')]),
@@ -77,7 +94,10 @@ LIKE_CALLS: list[tuple[str, str]] = [
     ("hermes", "a <tool_cal"),
     ("hermes", "a <tool_call>"),
     ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "a"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{} {}"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": nil}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
     ("hermes", '<tool_call>{"name": 1, "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
@@ -138,6 +158,9 @@ def test_calls_are_looked_for_only_in_a_known_form_and_with_tools(form: str) -> 
 def test_a_call_that_ends_too_soon_keeps_what_there_is_of_it() -> None:
     assert read("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x') == ("", "", [("f", '{"a": "x')])
     assert read("mistral", '[TOOL_CALLS]f{"a": ') == ("", "", [("f", '{"a": ')])
+    # Half an escape is neither argument nor content.
+    for cut in ("\\", "\\u", "\\u00", "\\ud83d", "\\ud83d\\", "\\ud83d\\ude"):
+        assert read("hermes", f'<tool_call>{{"name": "f", "arguments": {{"a": "x{cut}')[1] == ""
     # Text that was sent as arguments stays so; the rest is content.
     broken = '<tool_call>{"name": "f", "arguments": {"a": 1} x}</tool_call>'
     assert read("hermes", broken) == ("", "x}</tool_call>", [("f", '{"a": 1}')])
