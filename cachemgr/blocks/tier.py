@@ -6,7 +6,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush, merge
+from heapq import heapify, heappop, heappush
 from itertools import islice
 
 from cachemgr.blocks.block import Account, Block, account_of
@@ -385,7 +385,3 @@ class Tier:
         yield self.order
         for share in self.shares.values():
             yield share.order
-
-    def in_order(self) -> Iterator[Block]:
-        """All evictable blocks in eviction order, quotas aside, sorted as they are read."""
-        return merge(*[order.in_order() for order in self.orders()], key=position)

@@ -23,13 +23,11 @@ from cachemgr.operators.state_dump import executor_state, line, rule_state, sche
 from cachemgr.retention.leases import leases_of
 from cachemgr.sequences import prefix_match
 from cachemgr.sequences.admission import Allocator, check_request
-from cachemgr.sequences.estimates import while_running
 from cachemgr.sequences.holds import Hold
 from cachemgr.sequences.sequence import Executor, Sequence
 from cachemgr.types import (
     AccountKey,
     AdmitRequest,
-    BlockEstimate,
     BlockFilter,
     BlockView,
     ExecutorSpec,
@@ -45,7 +43,6 @@ from cachemgr.types import (
     Preview,
     Quota,
     RetentionRule,
-    SchedulerEpoch,
     TierKind,
     Transfer,
     WindowChange,
@@ -314,20 +311,6 @@ class Queries:
         scheduler = self._state.scheduler(request.scheduler_id, request.scheduler_epoch)
         executor = self._state.executor(request.executor_id)
         return self._allocator.preview(request, tokens, scheduler, executor, max_new_tokens)
-
-    def estimate(
-        self, caller: SchedulerEpoch, sequence_id: str, step_tokens: int | None, max_new_tokens: int
-    ) -> list[BlockEstimate]:
-        """Blocks that a live sequence allocates from now on.
-
-        Raises UnknownSchedulerError, StaleSchedulerError, InvalidField, UnknownSequenceError, VoidSequenceError.
-        """
-        sequence = self._state.live_sequence(caller, sequence_id)
-        if step_tokens is not None and step_tokens < 1:
-            raise InvalidField("step_tokens", "must be at least 1")
-        if step_tokens is None:
-            step_tokens = len(sequence.tokens) - sequence.computed
-        return while_running(sequence, step_tokens, max_new_tokens)
 
     def executors(self) -> list[ExecutorSpec]:
         """All executors by name, without the contents of their memory."""

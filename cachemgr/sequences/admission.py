@@ -17,7 +17,6 @@ from cachemgr.retention.priority import REQUEST, SESSION
 from cachemgr.retention.rules import RuleBook
 from cachemgr.sequences import estimates, prefix_match
 from cachemgr.sequences.commit import publish_pending
-from cachemgr.sequences.estimates import evictions
 from cachemgr.sequences.miss import first_miss
 from cachemgr.sequences.prefix_match import Match, Partial
 from cachemgr.sequences.sequence import Executor, GroupTable, Scheduler, Sequence
@@ -266,18 +265,8 @@ class Allocator:
         sequence = self._draft(request, tokens, scheduler, executor)
         plan = self._plan(request, sequence, max_new_tokens)
         missing = 1 if scheduler.has_void_sequences_in(executor) else plan.missing_blocks
-        evicted = (
-            []
-            if missing
-            else evictions((group.pool, {*group.matched}, group.new_blocks + plan.ahead) for group in plan.groups)
-        )
-        return Preview(
-            not missing,
-            missing,
-            plan.match.tokens,
-            estimates.before_admission(sequence, plan.match.blocks, max_new_tokens),
-            evicted,
-        )
+        needed = estimates.before_admission(sequence, plan.match.blocks, max_new_tokens)
+        return Preview(not missing, missing, plan.match.tokens, needed)
 
     def _draft(self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor) -> Sequence:
         """The sequence for a request and its rules, without a number and without blocks."""

@@ -17,7 +17,6 @@ from cachemgr.types import (
     ForgetTarget,
     HintAction,
     Hints,
-    ManagerConfig,
     PoolSpec,
     Prefix,
     Quota,
@@ -148,16 +147,6 @@ def test_a_short_prefix_is_forgotten_with_all_that_begins_with_it(windows):
     world.check()
     assert {block.token_ids[:2] for block in world.queries.records("e") if not block.depth} == {(1, 9)}
     assert world.cached_tokens([1, 2, 3, 4, 5, 6, 7, 8, 9, 10]) <= 1
-
-
-def test_a_preview_counts_the_capacity_ahead():
-    world = World(4, config=ManagerConfig(free_watermark=0.0))
-    world.cache(list(range(16)))
-    request = world.request(list(range(100, 108)))
-    (said,) = world.queries.preview(request, 0).evictions
-    before = world.queries.pools()[0].evicted_blocks
-    world.manager.admit(request)
-    assert world.queries.pools()[0].evicted_blocks - before == said.num_blocks == 3
 
 
 def test_window_blocks_that_can_never_match_are_removed():
