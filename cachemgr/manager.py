@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from cachemgr import steps
+from cachemgr import slices
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.block_record import BlockRecord, IndexJournal, NoJournal
 from cachemgr.blocks.cache_scopes import CacheScopes
@@ -25,8 +25,7 @@ from cachemgr.operators.commands import OperatorCommands
 from cachemgr.operators.forget import ForgetHistory
 from cachemgr.operators.operator_journal import Kind as EntryKind
 from cachemgr.operators.operator_journal import NoOperatorJournal, OperatorJournal
-from cachemgr.operators.queries import Queries
-from cachemgr.operators.state import ManagerState
+from cachemgr.queries import Queries
 from cachemgr.retention.bounds import check_duration
 from cachemgr.sequences.admission import Allocator, check_length, check_request, content, grow, holder
 from cachemgr.sequences.fork import fork
@@ -56,7 +55,8 @@ from cachemgr.sequences.token_eviction import cached_before_eviction
 from cachemgr.sequences.token_eviction_state import blocks_for
 from cachemgr.sequences.transfers import PoolFollower, open_write_through_copies
 from cachemgr.sequences.weights import reorder_blocks
-from cachemgr.steps import Steps, at_once
+from cachemgr.slices import Steps, at_once
+from cachemgr.state import ManagerState
 from cachemgr.types import (
     Admission,
     AdmitRequest,
@@ -586,17 +586,17 @@ class CacheManager:
         # To free a million blocks in one call would stall all other calls.
         while sequences:
             sequence = sequences.pop()
-            if touched >= steps.LOOKS:
+            if touched >= slices.LOOKS:
                 touched = 0
                 yield
             touched += sequence.num_blocks
             release(sequence, self._state.leases.now)
         for executor in list(self._state.executors.values()):
             for ticket in tickets_of(executor, scheduler):
-                if touched >= steps.LOOKS:
+                if touched >= slices.LOOKS:
                     touched = 0
                     yield
-                touched += steps.LOOKS // steps.CHANGES
+                touched += slices.LOOKS // slices.CHANGES
                 end_ticket(executor, ticket)
 
 

@@ -29,7 +29,7 @@ from cachemgr.rpc.event_service import CacheEventService
 from cachemgr.rpc.mutations import EXPIRE_SECONDS, ManagerClock, Mutations, ServiceContext
 from cachemgr.rpc.zmq_events import ZmqEvents, ZmqSettings
 from cachemgr.settings import CachemgrSettings
-from cachemgr.steps import SLICE_SECONDS
+from cachemgr.slices import SLICE_SECONDS
 from cachemgr.telemetry.ghost_cache import ghosts_of
 from cachemgr.telemetry.prometheus import CacheCollector, Stalls
 from cachemgr.types import ManagerConfig

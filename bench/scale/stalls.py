@@ -19,7 +19,7 @@ from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
 from cachemgr.sequences.registration import MAX_SLOTS
 from cachemgr.sequences.release import MOST_CARRIED_OVER
-from cachemgr.steps import sliced, steady
+from cachemgr.slices import sliced, steady
 from cachemgr.types import (
     Admission,
     AdmitRequest,

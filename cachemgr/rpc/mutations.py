@@ -22,7 +22,7 @@ from cachemgr.manager import CacheManager
 from cachemgr.persistence.records import quota_of, rule_of, share_of
 from cachemgr.persistence.redis_index import IndexStore
 from cachemgr.rpc.event_feed import EventFeed
-from cachemgr.steps import SLICE_SECONDS, Steps
+from cachemgr.slices import SLICE_SECONDS, Steps
 from cachemgr.types import PinRecord, Restored
 from protos.errors import ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.extra_keys import extra_bytes, prefix_keys
-from cachemgr.blocks.radix_tree import children_of, closest_child, covering_child
+from cachemgr.blocks.prefix_tree import children_of, closest_child, covering_child
 from cachemgr.sequences.sequence import Sequence, first_needed
 from cachemgr.types import Prefix, TierKind
 from protos.kvcommon.block_keys import child_key, root_key

@@ -20,7 +20,7 @@ from cachemgr.blocks.extra_keys import extend_keys, extra_bytes
 from cachemgr.retention.plan import RetentionPlan
 from cachemgr.sequences.holds import Holds
 from cachemgr.sequences.token_eviction_state import TokenEvictionState, blocks_for
-from cachemgr.steps import Steps, looks
+from cachemgr.slices import Steps, read_batches
 from cachemgr.types import (
     AccountKey,
     Admission,
@@ -598,7 +598,7 @@ class Executor:
             pool.superseding.append(blocks)
         yield
         for pool, later in superseding:
-            for part in looks(range(len(pool.blocks))):
+            for part in read_batches(range(len(pool.blocks))):
                 self._rebook(pool, pool.blocks[part[0] : part[-1] + 1], scopes)
                 yield
             # The blocks that they replace may not have been looked at.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cachemgr.retention.leases import LeaseBook, leases_of
 from cachemgr.retention.priority import OTHER_WEIGHTS, WEIGHTS
-from cachemgr.steps import Steps, changes
+from cachemgr.slices import Steps, write_batches
 from cachemgr.types import RemovalCause
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def reorder_blocks(executor: Executor, leases: LeaseBook) -> Steps[int]:
     for pool in executor.pools:
         keys = list(pool.tree.by_key)
         yield
-        for part in changes(keys):
+        for part in write_batches(keys):
             for key in part:
                 block = pool.tree.by_key.get(key)
                 if block is not None:

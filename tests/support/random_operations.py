@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cachemgr import steps
+from cachemgr import slices
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.blocks.cache_scopes import account_for
 from cachemgr.errors import (
@@ -32,7 +32,7 @@ from cachemgr.errors import (
     WindowPassedError,
 )
 from cachemgr.retention.rules import FIELDS
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import (
     Admission,
     BlockFilter,
@@ -178,12 +178,12 @@ def live_long_as_twins(seed: int, operations: int) -> None:
 @contextlib.contextmanager
 def small_steps() -> Iterator[None]:
     """Long calls take a step for each block."""
-    before = steps.LOOKS, steps.CHANGES
-    steps.LOOKS = steps.CHANGES = 1
+    before = slices.LOOKS, slices.CHANGES
+    slices.LOOKS = slices.CHANGES = 1
     try:
         yield
     finally:
-        steps.LOOKS, steps.CHANGES = before
+        slices.LOOKS, slices.CHANGES = before
 
 
 class RandomLife:

@@ -13,7 +13,7 @@ from cachemgr.blocks.tier import Tier
 from cachemgr.manager import CacheManager
 from cachemgr.operators.removal_plan import RemovalPlan
 from cachemgr.sequences.sequence import OpenedCopies
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import (
     ExecutorSpec,
     ExtraKey,

@@ -8,7 +8,7 @@ from cachemgr.operators import hints as hint_runner
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.retention.bounds import MAX_SESSION_SECONDS
 from cachemgr.sequences.holds import MAX_PINS
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import HintAction, HintOutcome, Hints, Prefix
 from protos.kvcommon import block_keys
 from tests.support.in_process_manager import CONFIG, World, retain

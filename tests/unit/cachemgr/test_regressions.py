@@ -8,7 +8,7 @@ import pytest
 
 from cachemgr import manager
 from cachemgr.sequences import release
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import (
     AdmitRequest,
     BlockFilter,

@@ -6,7 +6,7 @@ import pytest
 
 from cachemgr.errors import PoolSpecError, RulePolicyError, SequenceTooLongError
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import ManagerConfig, RetentionRule, RuleAction, RuleMatch
 from protos.errors import InvalidField
 from protos.kvcommon.eviction import Kind

@@ -18,13 +18,13 @@ from cachemgr.operators.operator_journal import Entry
 from cachemgr.operators.operator_journal import Kind as EntryKind
 from cachemgr.operators.purge import matches
 from cachemgr.operators.snapshot import SnapshotReader
-from cachemgr.operators.state import ManagerState, pool_view
 from cachemgr.operators.state_dump import executor_state, line, rule_state, scheduler_state
 from cachemgr.retention.leases import leases_of
 from cachemgr.sequences import prefix_match
 from cachemgr.sequences.admission import Allocator, check_request
 from cachemgr.sequences.holds import Hold
 from cachemgr.sequences.sequence import Executor, Sequence
+from cachemgr.state import ManagerState, pool_view
 from cachemgr.types import (
     AccountKey,
     AdmitRequest,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.sequences.sequence import Executor, Scheduler, Sequence
-    from cachemgr.steps import Steps
+    from cachemgr.slices import Steps
     from cachemgr.types import BlockFilter, ExecutorSpec, ManagerConfig, PoolShare, Prefix, SchedulerEpoch, WindowChange
     from protos.kvcommon.eviction import Kind
 
