@@ -20,14 +20,17 @@ from cachemgr.errors import (
     StaleSchedulerError,
     SyncNumberError,
 )
-from cachemgr.operators import hints
 from cachemgr.operators.commands import OperatorCommands
 from cachemgr.operators.forget import ForgetHistory
+from cachemgr.operators.hints import HintRunner
 from cachemgr.operators.operator_journal import Kind as EntryKind
 from cachemgr.operators.operator_journal import NoOperatorJournal, OperatorJournal
 from cachemgr.queries import Queries
 from cachemgr.retention.bounds import check_duration
+from cachemgr.retention.hint_actions import with_retention
 from cachemgr.sequences.admission import Allocator, check_length, check_request, content, grow, holder
+from cachemgr.sequences.clients import Executor, GhostCaches, Scheduler
+from cachemgr.sequences.copies import Tickets
 from cachemgr.sequences.fork import fork
 from cachemgr.sequences.holds import Holds
 from cachemgr.sequences.registration import (
@@ -48,7 +51,6 @@ from cachemgr.sequences.release import (
     tickets_of,
     truncate,
 )
-from cachemgr.sequences.sequence import Executor, GhostCaches, Scheduler, Tickets
 from cachemgr.sequences.sequence import Sequence as LiveSequence
 from cachemgr.sequences.sync import Sync
 from cachemgr.sequences.token_eviction import cached_before_eviction
@@ -412,7 +414,7 @@ class CacheManager:
         """
         now = self._state.begin()
         tokens = check_request(request)
-        request = hints.with_retention(request)
+        request = with_retention(request)
         scheduler = self._state.scheduler(request.scheduler_id, request.scheduler_epoch)
         executor = self._state.executor(request.executor_id)
         existing = self._state.sequences.get(request.sequence_id)
@@ -424,7 +426,7 @@ class CacheManager:
         admission = self._enter(found)
         if not isinstance(found, Admission) and request.hints is not None:
             keys = [found.key(index) for index in range(len(tokens) // executor.block_size)]
-            runner = hints.HintRunner([(executor, keys)], holder(request), self.config, now, request.tenant_id)
+            runner = HintRunner([(executor, keys)], holder(request), self.config, now, request.tenant_id)
             answers = tuple(runner.run(request.hints, later=True))
             admission = found.admission = replace(admission, hint_answers=answers)
         return admission

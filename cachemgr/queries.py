@@ -12,18 +12,19 @@ from cachemgr.blocks.cache_scopes import account_for
 from cachemgr.blocks.events import Event
 from cachemgr.errors import UnknownSequenceError
 from cachemgr.operators.explain import explain
-from cachemgr.operators.hints import with_retention
 from cachemgr.operators.integrity import Part, parts
 from cachemgr.operators.operator_journal import Entry
 from cachemgr.operators.operator_journal import Kind as EntryKind
 from cachemgr.operators.purge import matches
 from cachemgr.operators.snapshot import SnapshotReader
 from cachemgr.operators.state_dump import executor_state, line, rule_state, scheduler_state
+from cachemgr.retention.hint_actions import with_retention
 from cachemgr.retention.leases import leases_of
 from cachemgr.sequences import prefix_match
 from cachemgr.sequences.admission import Allocator, check_request
+from cachemgr.sequences.clients import Executor
 from cachemgr.sequences.holds import Hold
-from cachemgr.sequences.sequence import Executor, Sequence
+from cachemgr.sequences.sequence import Sequence
 from cachemgr.state import ManagerState, pool_view
 from cachemgr.types import (
     AccountKey,

@@ -30,7 +30,8 @@ from protos.errors import InvalidField
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
-    from cachemgr.sequences.sequence import Executor, Scheduler, Sequence
+    from cachemgr.sequences.clients import Executor, Scheduler
+    from cachemgr.sequences.sequence import Sequence
     from cachemgr.slices import Steps
     from cachemgr.types import BlockFilter, ExecutorSpec, ManagerConfig, PoolShare, Prefix, SchedulerEpoch, WindowChange
     from protos.kvcommon.eviction import Kind

@@ -18,10 +18,10 @@ from cachemgr.errors import (
 )
 from cachemgr.operators.forget import ForgetHistory, Forgetting
 from cachemgr.operators.hints import HintRunner
-from cachemgr.operators.hints import check as check_hints
 from cachemgr.operators.operator_journal import Kind, OperatorJournal, entry_name
 from cachemgr.operators.purge import may_match_record, purge
 from cachemgr.retention.bounds import check_duration
+from cachemgr.retention.hint_actions import check as check_hints
 from cachemgr.retention.priority import HINT, SESSION
 from cachemgr.retention.rules import Rule
 from cachemgr.sequences.holds import Pinned, with_ancestors
@@ -53,7 +53,7 @@ from protos.kvcommon.tokens import TOKEN_BYTES, pack, packed_bytes
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block, Node
     from cachemgr.blocks.block_pool import BlockPool
-    from cachemgr.sequences.sequence import Executor
+    from cachemgr.sequences.clients import Executor
     from cachemgr.state import ManagerState
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cachemgr.blocks.block_pool import BlockPool
-    from cachemgr.sequences.sequence import Executor
+    from cachemgr.sequences.clients import Executor
     from cachemgr.types import ExtraKey
 
 # Roots of other weights, salts and adapters that are searched for a missing block.

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.blocks.block_record import BlockRecord
     from cachemgr.blocks.events import EventLog
+    from cachemgr.sequences.clients import Executor
     from cachemgr.sequences.holds import Hold
-    from cachemgr.sequences.sequence import Executor, Sequence
+    from cachemgr.sequences.sequence import Sequence
     from cachemgr.types import ExecutorSpec, Prefix
 
     IsMeant = Callable[[BlockRecord], bool]

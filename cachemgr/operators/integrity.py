@@ -13,7 +13,9 @@ from cachemgr.blocks.eviction_queue import position
 from cachemgr.blocks.prefix_tree import children_of
 from cachemgr.blocks.tier import Tier
 from cachemgr.retention.leases import MAX_LEASES, effective_priority, leases_of
-from cachemgr.sequences.sequence import Executor, Purpose, Sequence
+from cachemgr.sequences.clients import Executor
+from cachemgr.sequences.copies import Purpose
+from cachemgr.sequences.sequence import Sequence
 from cachemgr.slices import pop_batches
 from cachemgr.types import PoolViolation
 from protos.kvcommon.block_keys import child_key

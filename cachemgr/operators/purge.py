@@ -5,7 +5,7 @@ from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.errors import BlocksInUseError
 from cachemgr.operators.removal_plan import RemovalPlan
-from cachemgr.sequences.sequence import Executor
+from cachemgr.sequences.clients import Executor
 from cachemgr.slices import Steps, pop_batches, read_batches, write_batches
 from cachemgr.types import BlockFilter, Purged, RemovalCause
 

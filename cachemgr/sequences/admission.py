@@ -16,10 +16,11 @@ from cachemgr.retention.plan import RetentionPlan
 from cachemgr.retention.priority import REQUEST, SESSION
 from cachemgr.retention.rules import RuleBook
 from cachemgr.sequences import estimates, prefix_match
+from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.commit import publish_pending
 from cachemgr.sequences.miss import first_miss
 from cachemgr.sequences.prefix_match import Match, Partial
-from cachemgr.sequences.sequence import Executor, GroupTable, Scheduler, Sequence
+from cachemgr.sequences.sequence import GroupTable, Sequence
 from cachemgr.sequences.token_eviction import resolve
 from cachemgr.sequences.token_eviction_state import TokenEvictionState, blocks_for
 from cachemgr.sequences.transfers import onload

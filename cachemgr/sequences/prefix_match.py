@@ -22,7 +22,7 @@ from protos.kvcommon.tokens import TOKEN_BYTES, pack, packed_bytes, unpack
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
-    from cachemgr.sequences.sequence import Executor
+    from cachemgr.sequences.clients import Executor
     from cachemgr.types import ExecutorSpec
 
 

@@ -9,18 +9,11 @@ from cachemgr.blocks.extra_keys import cut_extra_keys
 from cachemgr.blocks.leftovers import Leftovers
 from cachemgr.blocks.recovery import restart
 from cachemgr.errors import SharedBlockError, VoidSequenceError, WindowPassedError
+from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.commit import commit_computed_blocks, commit_last_block, retract_pending, void
+from cachemgr.sequences.copies import Outcome, Purpose, Ticket
 from cachemgr.sequences.holds import with_ancestors
-from cachemgr.sequences.sequence import (
-    Executor,
-    GroupTable,
-    Outcome,
-    Purpose,
-    Scheduler,
-    Sequence,
-    Ticket,
-    first_needed,
-)
+from cachemgr.sequences.sequence import GroupTable, Sequence, first_needed
 from cachemgr.sequences.token_eviction import cached_before_eviction, check_in_place, zero_on_free_of
 from cachemgr.sequences.token_eviction_state import blocks_for
 from cachemgr.types import EventKind, ExecutorSpec, Freed, RemovalCause, Slot, TierKind

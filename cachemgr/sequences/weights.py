@@ -12,7 +12,7 @@ from cachemgr.types import RemovalCause
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
-    from cachemgr.sequences.sequence import Executor
+    from cachemgr.sequences.clients import Executor
 
 
 def reorder_blocks(executor: Executor, leases: LeaseBook) -> Steps[int]:
