@@ -119,9 +119,9 @@ class CacheManager:
         return self._state.begun
 
     @property
-    def leftovers(self) -> int:
+    def lost_blocks(self) -> int:
         """Entries of lost executors that later calls of `expire` free."""
-        return len(self._state.leftovers)
+        return len(self._state.lost_blocks)
 
     @property
     def is_behind(self) -> bool:
@@ -316,7 +316,7 @@ class CacheManager:
         else:
             self._forgotten.lost_in_recovery(executor.executor_id, executor.recovery.purged)
         self._forgotten.not_zeroed(executor.executor_id, slots_to_zero(executor))
-        end_executor(executor, self._state.events, self._state.leftovers)
+        end_executor(executor, self._state.events, self._state.lost_blocks)
 
     def renew_executor(self, executor_id: str, executor_epoch: int, manager_epoch: int) -> None:
         """Renews the lease, and begins write-through copies.
@@ -560,7 +560,7 @@ class CacheManager:
             if executor.deadline < now:
                 self._end_executor(executor)
                 del self._state.executors[executor_id]
-        self._state.leftovers.let_go(FREED_AT_A_TIME)
+        self._state.lost_blocks.free_some(FREED_AT_A_TIME)
         for pool in self._state.pools():
             if pool.can_withhold:
                 pool.withhold_part()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cachemgr.blocks.block import Accounts
 from cachemgr.blocks.events import EventLog
-from cachemgr.blocks.leftovers import Leftovers
+from cachemgr.blocks.lost_blocks import LostBlocks
 from cachemgr.errors import (
     StaleSchedulerError,
     UnknownExecutorError,
@@ -64,7 +64,7 @@ class ManagerState:
         self.evicted: Counter[Kind] = Counter()
         # Changes of adaptive windows.
         self.windows: Counter[WindowChange] = Counter()
-        self.leftovers = Leftovers(self.leases)
+        self.lost_blocks = LostBlocks(self.leases)
         # Calls that have not ended: each call of `expire` runs a slice.
         self.unfinished_slices: deque[Steps[None]] = deque()
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block import CacheScope, Writer
     from cachemgr.blocks.block_record import IndexJournal
     from cachemgr.blocks.events import EventLog
-    from cachemgr.blocks.leftovers import Leftovers
+    from cachemgr.blocks.lost_blocks import LostBlocks
     from cachemgr.blocks.offload import OffloadingWriter
     from cachemgr.retention.leases import LeaseBook
     from cachemgr.retention.priority import RetentionRequest
@@ -744,10 +744,10 @@ class BlockPool:
             self.lose(block)
         self.start_empty(self.spec, self._listener)
 
-    def abandon(self, leftovers: Leftovers) -> None:
+    def abandon(self, lost_blocks: LostBlocks) -> None:
         """As `lose_all`, in constant time and without an event for each block."""
         self.is_lost = True
-        leftovers.add(self.blocks, self.tree.by_key)
+        lost_blocks.add(self.blocks, self.tree.by_key)
         self.blocks, self.tree = [], PrefixTree()
         self.start_empty(self.spec, self._listener)
 

@@ -196,7 +196,7 @@ def test_an_executor_that_is_lost_while_a_rule_changes_disturbs_nothing(change, 
             world.expire_executor()
             while not ended:
                 ended = _has_ended(steps)
-        while world.manager.leftovers:
+        while world.manager.lost_blocks:
             world.manager.expire()
         world.check()
 
