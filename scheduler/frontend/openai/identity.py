@@ -41,7 +41,7 @@ class Caller:
     @contextlib.contextmanager
     def authorized(self) -> Iterator[None]:
         """Around the work, which ends with UnauthenticatedError when the token is revoked. Audits refusals."""
-        with self._audited(), self._guard.holding(self._authorization, self._identity):
+        with self._audited(), self._guard.cancel_if_revoked(self._authorization, self._identity):
             yield
 
     @contextlib.contextmanager
