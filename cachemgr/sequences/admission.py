@@ -12,7 +12,7 @@ from cachemgr.blocks.block import Account, Block, account_of
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.errors import SequenceTooLongError
 from cachemgr.retention.bounds import check_retention
-from cachemgr.retention.plan import RetentionPlan
+from cachemgr.retention.plan import BlockRetention
 from cachemgr.retention.priority import REQUEST, SESSION
 from cachemgr.retention.rules import RuleBook
 from cachemgr.sequences import estimates, prefix_match
@@ -276,7 +276,7 @@ class Allocator:
         no_store = request.no_store or any(rule.spec.action.no_store for rule in rules)
         policy = resolve(request, rules, executor)
         prompt = request.num_prompt_tokens or len(tokens)
-        retention = RetentionPlan(request.retention, prompt, holder(request), rules, self._config)
+        retention = BlockRetention(request.retention, prompt, holder(request), rules, self._config)
         sequence = Sequence(
             request.sequence_id,
             0,
