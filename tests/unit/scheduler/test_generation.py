@@ -79,7 +79,7 @@ async def test_a_follower_whose_writer_is_cancelled_computes_the_prefix_itself(r
 
 
 async def test_very_many_streams_get_several_tokens_in_a_message(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.05)
+    monkeypatch.setattr(output, "MESSAGE_SECONDS", 5.0)
     messages: list[list[list[int]]] = [[] for _ in range(5)]
 
     async def read(stack: Stack, at: int) -> None:
