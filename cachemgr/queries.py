@@ -278,7 +278,7 @@ class Queries:
                     raise InvalidField("group", f"must be less than {len(executor.pools)}")
                 continue
             sequence = Sequence.probe(executor, prefix)
-            cached = prefix_match.find_longest_prefix(sequence, prefix_match.Partial.COPY).tokens
+            cached = prefix_match.PrefixMatcher(sequence).longest(prefix_match.Partial.COPY).tokens
             found.append(explain(executor, executor.pools[group], prefix, cached, self._state.leases))
         if group and not found:
             raise InvalidField("group", "is in no executor")

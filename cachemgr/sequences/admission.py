@@ -320,9 +320,10 @@ class Allocator:
         ways = [Partial.TAKE_OVER, Partial.NONE] if self._config.partial_reuse else [Partial.NONE]
         if self._config.copy_on_partial_reuse:
             ways.insert(0, Partial.COPY if self._config.partial_reuse else Partial.EXACT)
+        matcher = prefix_match.PrefixMatcher(sequence, lowest)
         for way in ways:
             # A copy needs its source and its target: without free blocks for both the source itself is used.
-            plan = Plan(sequence, prefix_match.find_longest_prefix(sequence, way, lowest), needed, ahead, self._config)
+            plan = Plan(sequence, matcher.longest(way), needed, ahead, self._config)
             if not plan.missing_blocks or (way is Partial.COPY and not plan.match.num_copied):
                 break
         return plan
