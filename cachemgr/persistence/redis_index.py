@@ -179,11 +179,14 @@ class IndexStore:
             await self._operators.read()
             await self._operators.write(pins=False)
             while (taken := self._queue.blocks.take(self._readings)) is not None:
+                # What is taken waits until it is written, and a slow Redis takes long.
+                PENDING.set(self.pending + len(taken[1].blocks))
                 try:
                     await self._write(*taken)
                 except BaseException:
                     self._queue.blocks.requeue(*taken)
                     raise
+                PENDING.set(self.pending)
             await self._operators.write(pins=True, unread=self._readings)
             await self._forget_absent()
         except UNAVAILABLE as error:
