@@ -49,6 +49,12 @@ class Client:
             sequence_id=name, scheduler_id="s", scheduler_epoch=1, executor_id="e", token_ids=tokens
         )
 
+    def admit(self, name: str, tokens: Sequence[int]) -> pb.AdmitSequenceResponse:
+        """Admits one sequence."""
+        request = pb.AdmitSequencesRequest(admissions=[self.admission(name, tokens)])
+        [answer] = self.stub.AdmitSequences(request, timeout=10).answers
+        return answer
+
     def progress(self, step: int, **columns: object) -> pb.SyncSequencesRequest:
         """The next sync."""
         return pb.SyncSequencesRequest(
@@ -101,7 +107,7 @@ def _rows(
 
 def _measure(client: Client, server: Server, runs: int) -> Iterator[Measured]:
     tokens = prompt(0, PROMPT_TOKENS)
-    first = client.stub.AdmitSequence(client.admission("first", tokens), timeout=10)
+    first = client.admit("first", tokens)
     client.stub.SyncSequences(
         client.progress(1, handles=[first.sequence_handle], computed_tokens=[len(tokens)], new_token_counts=[0]),
         timeout=10,
@@ -110,9 +116,9 @@ def _measure(client: Client, server: Server, runs: int) -> Iterator[Measured]:
 
     def admit() -> float:
         name = next(names)
-        request = client.admission(name, tokens)
+        request = pb.AdmitSequencesRequest(admissions=[client.admission(name, tokens)])
         begin = time.perf_counter()
-        answer = client.stub.AdmitSequence(request, timeout=10)
+        [answer] = client.stub.AdmitSequences(request, timeout=10).answers
         taken = time.perf_counter() - begin
         assert answer.cached_tokens == PROMPT_TOKENS - 1
         tickets = [copy.ticket for copy in answer.transfers]
@@ -124,12 +130,11 @@ def _measure(client: Client, server: Server, runs: int) -> Iterator[Measured]:
         )
         return taken
 
-    yield from _rows(server, "admission of 8,192 cached tokens", "AdmitSequence", 3, runs, admit)
+    yield from _rows(server, "admission of 8,192 cached tokens", "AdmitSequences", 3, runs, admit)
 
     handles, lengths = [], [512 + number for number in range(SEQUENCES)]
     for number, length in enumerate(lengths, 1):
-        request = client.admission(f"r{number}", prompt(number, 1_024)[:length])
-        handles.append(client.stub.AdmitSequence(request, timeout=10).sequence_handle)
+        handles.append(client.admit(f"r{number}", prompt(number, 1_024)[:length]).sequence_handle)
     steps = itertools.count(2)
 
     def sync() -> float:

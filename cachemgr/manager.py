@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from cachemgr import steps
+from cachemgr import slices
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.block_record import BlockRecord, IndexJournal, NoJournal
 from cachemgr.blocks.cache_scopes import CacheScopes
@@ -20,15 +20,17 @@ from cachemgr.errors import (
     StaleSchedulerError,
     SyncNumberError,
 )
-from cachemgr.operators import hints
 from cachemgr.operators.commands import OperatorCommands
 from cachemgr.operators.forget import ForgetHistory
+from cachemgr.operators.hints import HintRunner
 from cachemgr.operators.operator_journal import Kind as EntryKind
 from cachemgr.operators.operator_journal import NoOperatorJournal, OperatorJournal
-from cachemgr.operators.queries import Queries
-from cachemgr.operators.state import ManagerState
+from cachemgr.queries import Queries
 from cachemgr.retention.bounds import check_duration
+from cachemgr.retention.hint_actions import with_retention
 from cachemgr.sequences.admission import Allocator, check_length, check_request, content, grow, holder
+from cachemgr.sequences.clients import Executor, GhostCaches, Scheduler
+from cachemgr.sequences.copies import Tickets
 from cachemgr.sequences.fork import fork
 from cachemgr.sequences.holds import Holds
 from cachemgr.sequences.registration import (
@@ -49,14 +51,14 @@ from cachemgr.sequences.release import (
     tickets_of,
     truncate,
 )
-from cachemgr.sequences.sequence import Executor, GhostCaches, Scheduler, Tickets
 from cachemgr.sequences.sequence import Sequence as LiveSequence
 from cachemgr.sequences.sync import Sync
 from cachemgr.sequences.token_eviction import cached_before_eviction
 from cachemgr.sequences.token_eviction_state import blocks_for
 from cachemgr.sequences.transfers import PoolFollower, open_write_through_copies
 from cachemgr.sequences.weights import reorder_blocks
-from cachemgr.steps import Steps, at_once
+from cachemgr.slices import Steps, at_once
+from cachemgr.state import ManagerState
 from cachemgr.types import (
     Admission,
     AdmitRequest,
@@ -117,9 +119,9 @@ class CacheManager:
         return self._state.begun
 
     @property
-    def leftovers(self) -> int:
+    def lost_blocks(self) -> int:
         """Entries of lost executors that later calls of `expire` free."""
-        return len(self._state.leftovers)
+        return len(self._state.lost_blocks)
 
     @property
     def is_behind(self) -> bool:
@@ -314,7 +316,7 @@ class CacheManager:
         else:
             self._forgotten.lost_in_recovery(executor.executor_id, executor.recovery.purged)
         self._forgotten.not_zeroed(executor.executor_id, slots_to_zero(executor))
-        end_executor(executor, self._state.events, self._state.leftovers)
+        end_executor(executor, self._state.events, self._state.lost_blocks)
 
     def renew_executor(self, executor_id: str, executor_epoch: int, manager_epoch: int) -> None:
         """Renews the lease, and begins write-through copies.
@@ -412,7 +414,7 @@ class CacheManager:
         """
         now = self._state.begin()
         tokens = check_request(request)
-        request = hints.with_retention(request)
+        request = with_retention(request)
         scheduler = self._state.scheduler(request.scheduler_id, request.scheduler_epoch)
         executor = self._state.executor(request.executor_id)
         existing = self._state.sequences.get(request.sequence_id)
@@ -424,7 +426,7 @@ class CacheManager:
         admission = self._enter(found)
         if not isinstance(found, Admission) and request.hints is not None:
             keys = [found.key(index) for index in range(len(tokens) // executor.block_size)]
-            runner = hints.HintRunner([(executor, keys)], holder(request), self.config, now, request.tenant_id)
+            runner = HintRunner([(executor, keys)], holder(request), self.config, now, request.tenant_id)
             answers = tuple(runner.run(request.hints, later=True))
             admission = found.admission = replace(admission, hint_answers=answers)
         return admission
@@ -558,7 +560,7 @@ class CacheManager:
             if executor.deadline < now:
                 self._end_executor(executor)
                 del self._state.executors[executor_id]
-        self._state.leftovers.let_go(FREED_AT_A_TIME)
+        self._state.lost_blocks.free_some(FREED_AT_A_TIME)
         for pool in self._state.pools():
             if pool.can_withhold:
                 pool.withhold_part()
@@ -586,17 +588,17 @@ class CacheManager:
         # To free a million blocks in one call would stall all other calls.
         while sequences:
             sequence = sequences.pop()
-            if touched >= steps.LOOKS:
+            if touched >= slices.LOOKS:
                 touched = 0
                 yield
             touched += sequence.num_blocks
             release(sequence, self._state.leases.now)
         for executor in list(self._state.executors.values()):
             for ticket in tickets_of(executor, scheduler):
-                if touched >= steps.LOOKS:
+                if touched >= slices.LOOKS:
                     touched = 0
                     yield
-                touched += steps.LOOKS // steps.CHANGES
+                touched += slices.LOOKS // slices.CHANGES
                 end_ticket(executor, ticket)
 
 

@@ -19,8 +19,8 @@ from prometheus_client import REGISTRY
 from cachemgr.manager import CacheManager
 from cachemgr.oplog.writer import OperationLog, OperationLogError
 from cachemgr.persistence.key_index import KeyIndex
+from cachemgr.persistence.pending_changes import PendingChanges
 from cachemgr.persistence.redis_index import UP, IndexStore
-from cachemgr.persistence.write_queue import WriteQueue
 from cachemgr.rpc import tenancy
 from cachemgr.rpc.admin_service import CacheAdminService
 from cachemgr.rpc.data_service import CacheManagerService
@@ -29,7 +29,7 @@ from cachemgr.rpc.event_service import CacheEventService
 from cachemgr.rpc.mutations import EXPIRE_SECONDS, ManagerClock, Mutations, ServiceContext
 from cachemgr.rpc.zmq_events import ZmqEvents, ZmqSettings
 from cachemgr.settings import CachemgrSettings
-from cachemgr.steps import SLICE_SECONDS
+from cachemgr.slices import SLICE_SECONDS
 from cachemgr.telemetry.ghost_cache import ghosts_of
 from cachemgr.telemetry.prometheus import CacheCollector, Stalls
 from cachemgr.types import ManagerConfig
@@ -74,7 +74,7 @@ class CacheManagerProcess:
             ghost_sample=settings.ghost_sample,
         )
         managed = ManagerClock(clock)
-        queue = WriteQueue(settings.redis_max_pending) if settings.redis_url else None
+        queue = PendingChanges(settings.redis_max_pending) if settings.redis_url else None
         # Nanoseconds since 1970 are newer at every start.
         self._manager = CacheManager(time.time_ns(), managed, config, queue, queue, ghosts_of)
         self._log: OperationLog | None = None

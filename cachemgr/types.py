@@ -618,15 +618,6 @@ class BlockEstimate(NamedTuple):
     completion: int
 
 
-class PredictedEviction(NamedTuple):
-    """Cached blocks of one priority that would leave the device, and how many are offloaded; quotas aside."""
-
-    group: int
-    priority: int
-    num_blocks: int
-    offloaded: int
-
-
 @dataclass(frozen=True, slots=True)
 class Preview:
     """The outcome that an admission would have."""
@@ -635,7 +626,6 @@ class Preview:
     missing_blocks: int
     cached_tokens: int
     estimates: list[BlockEstimate]
-    evictions: list[PredictedEviction]
 
 
 @dataclass(frozen=True, slots=True)

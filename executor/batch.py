@@ -16,6 +16,7 @@ from kernels.paged_attention.batch import PagedBatch
 from kernels.scores import ScoreAccumulator
 from protos.kvcommon.eviction import Policy
 from protos.rpc import tracing
+from protos.rpc.spans import Span
 
 Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 Int64s = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -64,7 +65,7 @@ class SequenceState:
     stopped: bool = False
     cached: int = 0
     continuation: tuple[int, ...] = ()
-    span: tracing.Span = tracing.OFF
+    span: Span = tracing.OFF
 
     @classmethod
     def of(cls, new: NewSequence, row: int, adapter: Any = None) -> SequenceState:

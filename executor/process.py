@@ -229,7 +229,7 @@ async def _serve(settings: ExecutorSettings) -> int:
     outbox = Outbox(transfers, tiers.block_times)
     drafter = Drafter(settings.max_drafts, model=ahead) if drafting else None
     grammars = Grammars(tokenizer.json, model.vocab_size, model.eos_token_ids)
-    runner = Runner(model, pools, tiers, outbox, drafter, grammars)
+    runner = Runner(model, pools, tiers, outbox.copy_ended, drafter, grammars)
     if isinstance(model.forward, CpuModel):
         decoder = model.forward.decoder
         KindSeconds(partial(_kind_seconds, runner))

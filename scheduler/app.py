@@ -24,7 +24,7 @@ from protos.rpc.guard import Guard
 from protos.rpc.http_server import HttpServer
 from protos.rpc.logs import FileLog
 from protos.vllm import engine_pb2_grpc as vllm_rpc
-from scheduler.bridge import CacheUpdate, CommandQueue, Stop, TokenBatch
+from scheduler.bridge import CacheUpdate, CommandQueue, RequestUpdates, Stop
 from scheduler.cache.client import CacheClient
 from scheduler.cache.waiting_queue import WaitingQueue
 from scheduler.core import executor_client
@@ -313,10 +313,10 @@ class _Updates:
         self._cache = cache
         self._loop = asyncio.get_running_loop()
 
-    def publish(self, tokens: TokenBatch | None, cache: CacheUpdate | None) -> None:
+    def publish(self, tokens: RequestUpdates | None, cache: CacheUpdate | None) -> None:
         self._loop.call_soon_threadsafe(self._deliver, tokens, cache)
 
-    def _deliver(self, tokens: TokenBatch | None, cache: CacheUpdate | None) -> None:
+    def _deliver(self, tokens: RequestUpdates | None, cache: CacheUpdate | None) -> None:
         if tokens is not None:
             self._requests.receive(tokens)
         if cache is not None:

@@ -125,7 +125,7 @@ Output = tuple[int, int, TokenMeta | None]
 
 
 @dataclass(slots=True)
-class TokenBatch:
+class RequestUpdates:
     """What answered steps mean for requests, named by their arrival. Published once per step at most."""
 
     # Answered steps.
@@ -226,7 +226,7 @@ class CacheUpdate:
 class UpdateListener(Protocol):
     """Receives the step loop's updates, on its thread."""
 
-    def publish(self, tokens: TokenBatch | None, cache: CacheUpdate | None) -> None:
+    def publish(self, tokens: RequestUpdates | None, cache: CacheUpdate | None) -> None:
         """None stands for an empty update. Must not block."""
 
 

@@ -71,14 +71,14 @@ class Generation:
             made = Step(
                 handle + 1, new_sequences=(joining,), chunks={handle: prompt - known}, idle=frozenset(range(handle))
             )
-            outputs[handle] = [sampled.token_id for sampled in runner.launch(made).result().sampled]
+            outputs[handle] = [sampled.token_id for sampled in runner.launch(runner.prepare(made)).result().sampled]
             if chosen is not None:
                 first = len(whole) + 1 + (handle - 1) * len(private)
                 blocks = tuple(block + first for block in private)
                 sequences[handle] = _Sequence(chosen, prompt, blocks, prompt, prompt)
         for number in range(1, OUTPUT):
             moving = {handle: table for handle, one in sequences.items() if (table := one.next()) is not None}
-            for sampled in runner.launch(Step(len(names) + number, evicting=moving)).result().sampled:
+            for sampled in runner.launch(runner.prepare(Step(len(names) + number, evicting=moving))).result().sampled:
                 outputs[sampled.sequence].append(sampled.token_id)
         return {name: outputs[handle] for handle, name in enumerate(names)}
 

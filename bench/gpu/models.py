@@ -162,7 +162,7 @@ class Loop:
 
     def step(self, **changes: Any) -> None:
         """Launches one, then waits for the one before."""
-        launched = self._runner.launch(Step(self._runner.last_step + 1, **changes))
+        launched = self._runner.launch(self._runner.prepare(Step(self._runner.last_step + 1, **changes)))
         self.finish()
         self._pending = launched
         if not self._runner.overlaps:
@@ -334,10 +334,10 @@ def _step_seconds(runner: Runner, decodes: int, chunk: int) -> float:
     """Time of a step of sequences that decode behind CONTEXT tokens, and of the first tokens of one more prompt."""
     runner.clear()
     joining = _decoding(runner, decodes + 1)
-    runner.launch(Step(runner.last_step + 1, new_sequences=joining[:-1])).result()
+    runner.launch(runner.prepare(Step(runner.last_step + 1, new_sequences=joining[:-1]))).result()
     prompt = replace(joining[-1], num_computed_tokens=0)
     changes = {"new_sequences": (prompt,), "chunks": {prompt.sequence: chunk}} if chunk else {}
-    return runner.launch(Step(runner.last_step + 1, **changes)).result().compute_time
+    return runner.launch(runner.prepare(Step(runner.last_step + 1, **changes))).result().compute_time
 
 
 def through_the_worker(bench: Bench) -> Sequence[Figure]:

@@ -57,7 +57,8 @@ class CachingManager:
             executor_id=self._names[number % len(self._names)],
             token_ids=token_ids,
         )
-        admitted = self._stub.AdmitSequence(admission, timeout=60)
+        request = pb.AdmitSequencesRequest(admissions=[admission])
+        [admitted] = self._stub.AdmitSequences(request, timeout=60).answers
         assert admitted.admitted
         sync = pb.SyncSequencesRequest(
             scheduler_id=SCHEDULER,

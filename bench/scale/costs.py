@@ -14,7 +14,7 @@ from statistics import median
 from bench.scale.row import Row
 from cachemgr.manager import CacheManager
 from cachemgr.sequences.holds import MAX_PINS
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import (
     AdmitRequest,
     ExecutorSpec,

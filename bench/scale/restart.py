@@ -18,8 +18,8 @@ from typing import Any
 
 from bench.scale.row import Row
 from cachemgr.manager import CacheManager
+from cachemgr.persistence.pending_changes import PendingChanges
 from cachemgr.persistence.redis_index import IndexStore
-from cachemgr.persistence.write_queue import WriteQueue
 from cachemgr.rpc.data_service import CacheManagerService
 from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
@@ -42,7 +42,7 @@ class Life:
 
     def __init__(self, epoch: int, url: str) -> None:
         self.clock = clock = ManagerClock(time.monotonic)
-        queue = WriteQueue()
+        queue = PendingChanges()
         config = ManagerConfig(capacity_ahead_tokens=0, free_watermark=0.0, lease_seconds=1e6)
         self.manager = CacheManager(epoch, clock, config, queue, queue)
         mutations = Mutations(self.manager, clock)

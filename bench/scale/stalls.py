@@ -19,7 +19,7 @@ from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
 from cachemgr.sequences.registration import MAX_SLOTS
 from cachemgr.sequences.release import MOST_CARRIED_OVER
-from cachemgr.steps import sliced, steady
+from cachemgr.slices import sliced, steady
 from cachemgr.types import (
     Admission,
     AdmitRequest,
@@ -153,7 +153,7 @@ def losses(blocks: int) -> Iterator[Row]:
     cache.clock.advance()
     yield Row(f"loss of an executor with {blocks:,} blocks", _timed(cache.manager.expire), "ms", 50)
     freeing = []
-    while cache.manager.leftovers:
+    while cache.manager.lost_blocks:
         freeing.append(_timed(cache.manager.expire))
     yield Row("expire, which frees lost blocks: longest", max(freeing), "ms", 50)
     yield Row("expire, which frees lost blocks: in all", sum(freeing), "ms")
@@ -233,7 +233,7 @@ def restarts(blocks: int) -> Iterator[Row]:
             yield Row(f"the end of an epoch with {size:,} blocks", _timed(partial(manager.end_epoch, "e", 1)), "ms", 50)
         call = partial(manager.register_executor, again, later=is_large)
         yield Row(f"RegisterExecutor again, with {size:,} blocks of before", _timed(call), "ms", 50)
-        while manager.leftovers:
+        while manager.lost_blocks:
             manager.expire()
 
 

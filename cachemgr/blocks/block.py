@@ -118,7 +118,7 @@ class Writer(Protocol):
 class Node:
     """A node of the prefix tree: a block, the root of a chain, or the tombstone of a removed block.
 
-    `children` is None, the only child, or a list sorted by tokens, as the functions of `radix_tree` keep it.
+    `children` is None, the only child, or a list sorted by tokens, as the functions of `prefix_tree` keep it.
     """
 
     __slots__ = ("children", "key")

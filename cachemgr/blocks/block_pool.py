@@ -7,17 +7,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from cachemgr import steps
+from cachemgr import slices
 from cachemgr.blocks.block import Block, account_of
 from cachemgr.blocks.block_record import USED_LAST, BlockRecord, CopyRecord, LeaseRecord
 from cachemgr.blocks.hit_counters import TokenMeter
 from cachemgr.blocks.offload import Eviction, Offloader, OffloadListener, WriteThrough
-from cachemgr.blocks.radix_tree import RadixTree, children_of, covered_children, longer_sibling
+from cachemgr.blocks.prefix_tree import PrefixTree, children_of, covered_children, longer_sibling
 from cachemgr.blocks.removal_history import NO_OWNER, RemovalHistory, UseTimes
 from cachemgr.blocks.tier import Tier
 from cachemgr.retention.leases import effective_priority, leases_of, offload_floor
 from cachemgr.retention.priority import DEFAULT_PRIORITY
-from cachemgr.steps import drained
+from cachemgr.slices import pop_batches
 from cachemgr.types import BlockView, EventKind, LeftBlocks, PoolSpec, RemovalCause, TierKind
 from protos.kvcommon.tokens import TOKEN_BYTES
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block import CacheScope, Writer
     from cachemgr.blocks.block_record import IndexJournal
     from cachemgr.blocks.events import EventLog
-    from cachemgr.blocks.leftovers import Leftovers
+    from cachemgr.blocks.lost_blocks import LostBlocks
     from cachemgr.blocks.offload import OffloadingWriter
     from cachemgr.retention.leases import LeaseBook
     from cachemgr.retention.priority import RetentionRequest
-    from cachemgr.steps import Steps
+    from cachemgr.slices import Steps
 
 # Looked up once, not for each block: that takes as long as putting a block into the eviction order.
 _DROPPED, _OFFLOADED = Eviction.DROPPED, Eviction.OFFLOADED
@@ -86,7 +86,7 @@ class BlockPool:
         self.window = spec.attention_window
         self.block_size = block_size
         self.offload_min_priority = offload_min_priority
-        self.tree = RadixTree()
+        self.tree = PrefixTree()
         # Blocks that running sequences fill, by the keys that they will have.
         self.pending: dict[bytes, Block] = {}
         # Used blocks whose slots are overwritten before they are empty.
@@ -366,7 +366,7 @@ class BlockPool:
         if not count or not lower:
             return LeftBlocks(0, {TierKind.DEVICE: count} if count else {})
         unwanted, room = 0, copies + sum(tier.num_empty for tier in lower)
-        for keys in drained(list(self.tree.by_key)):
+        for keys in pop_batches(list(self.tree.by_key)):
             unwanted += sum(self._is_unwanted_below(key) for key in keys)
             yield
         # Blocks of a low priority leave first.
@@ -408,9 +408,9 @@ class BlockPool:
     def withhold_part(self) -> None:
         """Withholds a part of the slots that are to be withheld and not in use."""
         device = self.device
-        most = steps.CHANGES if self.spec.share_blocks else steps.LOOKS
+        most = slices.CHANGES if self.spec.share_blocks else slices.LOOKS
         self._withhold(min(device.num_empty, device.to_withhold, most))
-        for _ in range(steps.CHANGES):
+        for _ in range(slices.CHANGES):
             if device.num_empty or not self.can_withhold:
                 break
             victim = device.victim(None)
@@ -744,11 +744,11 @@ class BlockPool:
             self.lose(block)
         self.start_empty(self.spec, self._listener)
 
-    def abandon(self, leftovers: Leftovers) -> None:
+    def abandon(self, lost_blocks: LostBlocks) -> None:
         """As `lose_all`, in constant time and without an event for each block."""
         self.is_lost = True
-        leftovers.add(self.blocks, self.tree.by_key)
-        self.blocks, self.tree = [], RadixTree()
+        lost_blocks.add(self.blocks, self.tree.by_key)
+        self.blocks, self.tree = [], PrefixTree()
         self.start_empty(self.spec, self._listener)
 
     def lose(self, block: Block) -> None:
@@ -766,7 +766,7 @@ class BlockPool:
             # Shared before it was computed: its leases were granted already.
             if block is not None and block.parent is None and block.lease is not None:
                 self._leases.forget(block)
-        self.tree = RadixTree()
+        self.tree = PrefixTree()
         self.pending.clear()
         self.zero_on_free.clear()
         self._set_up(spec, listener)

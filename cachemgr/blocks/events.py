@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from cachemgr import steps
+from cachemgr import slices
 from cachemgr.errors import EventsGoneError
-from cachemgr.steps import Steps
+from cachemgr.slices import Steps
 from cachemgr.types import BlockView, EventKind, ExecutorSpec, LeaseView, RemovalCause
 
 _new = tuple.__new__
@@ -87,7 +87,7 @@ class EventLog:
         # In the order of time, in which parents come first; also events that come meanwhile.
         while number < self.last:
             begin = max(number, self.last - len(self._ring))
-            number = min(self.last, begin + steps.LOOKS)
+            number = min(self.last, begin + slices.LOOKS)
             for at in range(begin, number):
                 event = self._ring[at % self._capacity]
                 block = event.block

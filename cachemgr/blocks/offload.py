@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from cachemgr.blocks.block import Account, Block, Node, Writer, account_of
 from cachemgr.blocks.eviction_queue import precedes
-from cachemgr.blocks.radix_tree import children_of
+from cachemgr.blocks.prefix_tree import children_of
 from cachemgr.blocks.tier import Tier
 from cachemgr.retention.leases import offload_floor
 from cachemgr.types import PoolSpec, RemovalCause

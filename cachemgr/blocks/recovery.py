@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from cachemgr.blocks.block import Block, account_of
 from cachemgr.blocks.block_record import USED_LAST
-from cachemgr.blocks.radix_tree import children_of, covering_child
+from cachemgr.blocks.prefix_tree import children_of, covering_child
 from cachemgr.retention.bounds import MAX_PRIORITY
 from cachemgr.retention.leases import leases_of
 from cachemgr.retention.priority import NO_PRIORITY, OTHER_WEIGHTS, WEIGHTS, RetentionRequest

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cachemgr import steps
+from cachemgr import slices
 from cachemgr.blocks.block import Account
-from cachemgr.blocks.radix_tree import children_of
+from cachemgr.blocks.prefix_tree import children_of
 from cachemgr.errors import (
     PoolInUseError,
     QuotaTooLargeError,
@@ -18,17 +18,17 @@ from cachemgr.errors import (
 )
 from cachemgr.operators.forget import ForgetHistory, Forgetting
 from cachemgr.operators.hints import HintRunner
-from cachemgr.operators.hints import check as check_hints
 from cachemgr.operators.operator_journal import Kind, OperatorJournal, entry_name
 from cachemgr.operators.purge import may_match_record, purge
-from cachemgr.operators.state import pool_view
 from cachemgr.retention.bounds import check_duration
+from cachemgr.retention.hint_actions import check as check_hints
 from cachemgr.retention.priority import HINT, SESSION
 from cachemgr.retention.rules import Rule
 from cachemgr.sequences.holds import Pinned, with_ancestors
 from cachemgr.sequences.prefix_match import cached_chain, keys_of
 from cachemgr.sequences.registration import fits
-from cachemgr.steps import Steps, changes, looks
+from cachemgr.slices import Steps, read_batches, write_batches
+from cachemgr.state import pool_view
 from cachemgr.types import (
     AccountKey,
     BlockFilter,
@@ -53,8 +53,8 @@ from protos.kvcommon.tokens import TOKEN_BYTES, pack, packed_bytes
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block, Node
     from cachemgr.blocks.block_pool import BlockPool
-    from cachemgr.operators.state import ManagerState
-    from cachemgr.sequences.sequence import Executor
+    from cachemgr.sequences.clients import Executor
+    from cachemgr.state import ManagerState
 
 
 _KINDS = {RetentionRule: Kind.RULE, Quota: Kind.QUOTA, PoolShare: Kind.SHARE}
@@ -212,7 +212,7 @@ class OperatorCommands:
         if validate_only:
             return changed, len(leased), len(matching)
         request = Rule(changed).request()
-        for part in changes(leased):
+        for part in write_batches(leased):
             for lease in part:
                 block = lease.block
                 # The executor may have been lost since the last step.
@@ -236,7 +236,7 @@ class OperatorCommands:
             self._state.rules.remove(rule)
             self._report(rule.spec)
         leased = self._state.leases.of_rule(rule.holder)
-        for part in changes(() if validate_only else leased):
+        for part in write_batches(() if validate_only else leased):
             for lease in part:
                 if lease.block is not None and not lease.pool.is_lost:
                     self._state.leases.revoke(lease.pool, lease.block, rule.holder, RemovalCause.RULE_CHANGED)
@@ -256,7 +256,7 @@ class OperatorCommands:
                     keys = list(pool.tree.by_key)
                     yield
                     meant = (block for key in keys if (block := pool.tree.by_key.get(key)) is not None)
-                for part in looks(meant):
+                for part in read_batches(meant):
                     for block in part:
                         scope = block.scope
                         if (
@@ -410,7 +410,7 @@ def _blocks_of_prefix(pool: BlockPool, packed: bytes) -> Steps[list[Block]]:
     nodes: list[Node] = list(pool.tree.tombstones.values())
     while nodes:
         seen = 0
-        while nodes and seen < steps.LOOKS:
+        while nodes and seen < slices.LOOKS:
             for block in children_of(nodes.pop()):
                 seen += 1
                 start = block.depth * pool.block_size * TOKEN_BYTES

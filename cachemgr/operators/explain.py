@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cachemgr.blocks.extra_keys import extra_bytes, prefix_keys
-from cachemgr.blocks.radix_tree import covering_child
+from cachemgr.blocks.prefix_tree import covering_child
 from cachemgr.retention.leases import LeaseBook, leases_of
 from cachemgr.sequences.prefix_match import keys_of
 from cachemgr.types import Explanation, MissReason, Prefix
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cachemgr.blocks.block_pool import BlockPool
-    from cachemgr.sequences.sequence import Executor
+    from cachemgr.sequences.clients import Executor
     from cachemgr.types import ExtraKey
 
 # Roots of other weights, salts and adapters that are searched for a missing block.

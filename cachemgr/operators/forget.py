@@ -9,10 +9,10 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from cachemgr.blocks.block import Block
-from cachemgr.blocks.radix_tree import children_of
+from cachemgr.blocks.prefix_tree import children_of
 from cachemgr.operators.removal_plan import RemovalPlan, with_descendants
 from cachemgr.sequences.prefix_match import keys_of, partial_blocks
-from cachemgr.steps import Steps, changes, looks
+from cachemgr.slices import Steps, read_batches, write_batches
 from cachemgr.types import ForgetTarget, Forgotten, RemovalCause, Scope, Slot
 from protos.kvcommon.tokens import pack, packed_bytes
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.blocks.block_record import BlockRecord
     from cachemgr.blocks.events import EventLog
+    from cachemgr.sequences.clients import Executor
     from cachemgr.sequences.holds import Hold
-    from cachemgr.sequences.sequence import Executor, Sequence
+    from cachemgr.sequences.sequence import Sequence
     from cachemgr.types import ExecutorSpec, Prefix
 
     IsMeant = Callable[[BlockRecord], bool]
@@ -81,7 +82,7 @@ class Forgetting:
             holds = yield from _holds_of(executor, plan)
             held = Counter(block for hold in holds for _, block in hold.blocks)
             if validate_only:
-                for part in looks(plan.blocks()):
+                for part in read_batches(plan.blocks()):
                     for pool, block in part:
                         _count(receipt, pool, block, held)
                     yield
@@ -105,7 +106,7 @@ class Forgetting:
         lost: set[bytes] = set()
         for pool, keys in sorted(indexed, key=lambda one: one[0].window is not None):
             found = yield from self._find(executor, pool, keys, lost)
-            for part in changes(found.items()):
+            for part in write_batches(found.items()):
                 for block, key in part:
                     # Its slot may have been taken meanwhile, and hold what nobody asked to forget.
                     if block.parent is not None and block.key == key:
@@ -125,7 +126,7 @@ class Forgetting:
                 if sequence not in self._came or self.target.session_id is None:
                     self._mark(sequence)
                 yield
-        for keyed in changes(plan.deepest_first()):
+        for keyed in write_batches(plan.deepest_first()):
             for key, pools in keyed:
                 self._take_out(key, pools, held)
             yield
@@ -150,7 +151,7 @@ class Forgetting:
                 blocks += [block for key in lost if (block := pool.tree.by_key.get(key)) is not None]
             return (yield from with_descendants([(block, block.key) for block in blocks]))
         mine: dict[Block, bytes] = {}
-        for part in looks(keys):
+        for part in read_batches(keys):
             for key in part:
                 block = pool.tree.by_key.get(key)
                 if block is not None and _stored(block.scope, target):
@@ -160,7 +161,7 @@ class Forgetting:
             return mine
         theirs = yield from self._of_other_sessions(executor, pool, mine, lost)
         found: dict[Block, bytes] = {}
-        for some in looks(mine):
+        for some in read_batches(mine):
             found.update((block, mine[block]) for block in some if block not in theirs)
             yield
         self._receipt.shared_blocks += len(mine) - len(found)
@@ -176,19 +177,19 @@ class Forgetting:
         """
         found: set[Block] = set()
         by_depth: dict[int, list[Block]] = {}
-        for some in looks(mine):
+        for some in read_batches(mine):
             for block in some:
                 by_depth.setdefault(block.depth, []).append(block)
             yield
         for depth in sorted(by_depth, reverse=True):
-            for part in looks(by_depth[depth]):
+            for part in read_batches(by_depth[depth]):
                 for block in part:
                     children = children_of(block) if block.key not in lost else ()
                     if any(child in found or (child not in mine and child.key not in lost) for child in children):
                         found.add(block)
                 yield
         yield from self._note_other_sessions(executor, pool)
-        for some in looks(mine):
+        for some in read_batches(mine):
             found.update(block for block in some if block in self._used)
             yield
         return found
@@ -258,7 +259,7 @@ class Forgetting:
         # Another executor may register between two steps.
         while left := [executor_id for executor_id in self._gone if executor_id not in done]:
             for executor_id in left:
-                for part in looks(self._gone[executor_id]):
+                for part in read_batches(self._gone[executor_id]):
                     lost.update(key for key in part if not stays(key))
                     yield
             done.update(left)

@@ -1,79 +1,32 @@
-"""Hints of agent frameworks about cached blocks: an envelope of actions, each carried out and answered.
-
-The envelope is that of vLLM and Dynamo: protocol_version "0.1", message_id, and actions with action_id,
-action_type, action_version and a payload.
-"""
+"""Hints of agent frameworks about cached blocks: each action of an envelope is carried out and answered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cachemgr.retention.bounds import MAX_DURATION, MAX_PRIORITY, bounded
+from cachemgr.retention.bounds import MAX_PRIORITY, bounded
+from cachemgr.retention.hint_actions import ACTION_VERSION, PayloadError, gives_retention, priority_of, seconds_of
 from cachemgr.retention.priority import HINT, RetentionRequest
 from cachemgr.sequences.holds import with_ancestors
 from cachemgr.sequences.prefix_match import cached_chain
 from cachemgr.sequences.transfers import prefetch
-from cachemgr.types import HintAction, HintAnswer, HintOutcome, Hints, Outcome, Retention, RetentionRange, Transfer
-from cachemgr.validation import MAX_ID_BYTES, check_id
-from protos.errors import InvalidField
+from cachemgr.types import HintAction, HintAnswer, HintOutcome, Hints, Outcome, Transfer
+from cachemgr.validation import MAX_ID_BYTES
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
-    from cachemgr.sequences.sequence import Executor
-    from cachemgr.types import AdmitRequest, ManagerConfig
+    from cachemgr.sequences.clients import Executor
+    from cachemgr.types import ManagerConfig
 
     Blocks = list[tuple[BlockPool, Block]]
 
 # Outcome, detail and blocks of an action.
 Result = tuple[HintOutcome, str, int]
 
-PROTOCOL_VERSION = ACTION_VERSION = "0.1"
-MAX_ACTIONS = 64
 # Blocks of all pins of one envelope together, beyond which it makes no more pins: some 30 ms of work.
 MAX_PINNED_BLOCKS = 1 << 15
-
-
-def check(path: str, hints: Hints) -> None:
-    """Raises InvalidField for an envelope that cannot be read; each action is answered by itself."""
-    if hints.protocol_version != PROTOCOL_VERSION:
-        raise InvalidField(f"{path}.protocol_version", f'must be "{PROTOCOL_VERSION}"')
-    if not hints.actions:
-        raise InvalidField(f"{path}.actions", "must not be empty")
-    if len(hints.actions) > MAX_ACTIONS:
-        raise InvalidField(f"{path}.actions", f"must be at most {MAX_ACTIONS}")
-    for index, action in enumerate(hints.actions):
-        check_id(f"{path}.actions[{index}].action_id", action.action_id)
-
-
-def with_retention(request: AdmitRequest) -> AdmitRequest:
-    """The request with the retention that its hints ask for, unless it has a retention. Raises InvalidField."""
-    if request.hints is None:
-        return request
-    check("hints", request.hints)
-    return replace(request, retention=_retention(request.hints)) if request.retention == Retention() else request
-
-
-def _retention(hints: Hints) -> Retention:
-    """The retention that the first Retain asks for, also for blocks that are still to be computed."""
-    for action in hints.actions:
-        if action.action_type == "Retain" and action.action_version == ACTION_VERSION:
-            try:
-                priority, seconds = (
-                    _priority(action.payload, "priority", None),
-                    _seconds(action.payload, required=False),
-                )
-            except PayloadError:
-                continue
-            if priority is not None:
-                return Retention((RetentionRange(0, None, priority, seconds),), priority, seconds)
-    return Retention()
-
-
-class PayloadError(ValueError):
-    """A payload lacks a value that its action needs, or has an invalid one."""
 
 
 class HintRunner:
@@ -108,7 +61,7 @@ class HintRunner:
 
     def run(self, hints: Hints, *, later: bool = False) -> list[HintAnswer]:
         """One answer per action, in order. `later`: blocks that are retained and missing are about to be computed."""
-        requests = [index for index, action in enumerate(hints.actions) if _is_request(action)]
+        requests = [index for index, action in enumerate(hints.actions) if gives_retention(action)]
         answers = []
         for index, action in enumerate(hints.actions):
             # Each request replaces the one before: only the last one is granted on every block.
@@ -166,7 +119,7 @@ class HintRunner:
         return self._futile[kind]
 
     def _retain(self, payload: Mapping[str, Any], blocks: Blocks) -> Result:
-        asked = _priority(payload, "priority", None), _seconds(payload, required=False)
+        asked = priority_of(payload, "priority", None), seconds_of(payload, required=False)
         if asked[0] is None:
             raise PayloadError("priority must be given")
         if not blocks:
@@ -190,7 +143,7 @@ class HintRunner:
         return sum(pool.grant(block, request) for pool, block in blocks)
 
     def _pin(self, payload: Mapping[str, Any], blocks: Blocks) -> Result:
-        owner, seconds = payload.get("owner"), _seconds(payload, required=True)
+        owner, seconds = payload.get("owner"), seconds_of(payload, required=True)
         if not isinstance(owner, str) or not 1 <= len(owner.encode()) <= MAX_ID_BYTES:
             raise PayloadError(f"owner must be a text of 1 to {MAX_ID_BYTES} bytes")
         assert seconds is not None
@@ -223,7 +176,7 @@ class HintRunner:
         return (HintOutcome.CLIPPED if clipped else HintOutcome.ACCEPTED), detail, count
 
     def _demote(self, payload: Mapping[str, Any], blocks: Blocks) -> Result:
-        priority = _priority(payload, "priority", 0)
+        priority = priority_of(payload, "priority", 0)
         assert priority is not None
         tier = payload.get("tier")
         if tier not in (None, "host"):
@@ -271,39 +224,3 @@ class HintRunner:
         if not blocks:
             return HintOutcome.MISSING, "", 0
         return HintOutcome.ACCEPTED, "requests with its salt share it", len(blocks)
-
-
-def _is_request(action: HintAction) -> bool:
-    """Whether an action can be carried out and gives the retention request of the holder."""
-    payload = action.payload
-    try:
-        if action.action_version != ACTION_VERSION:
-            return False
-        if action.action_type == "Retain":
-            _seconds(payload, required=False)
-            return _priority(payload, "priority", None) is not None
-        return (
-            action.action_type == "Demote" and "tier" not in payload and _priority(payload, "priority", 0) is not None
-        )
-    except PayloadError:
-        return False
-
-
-def _priority(payload: Mapping[str, Any], field: str, default: int | None) -> int | None:
-    value = payload.get(field, default)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer():
-        raise PayloadError(f"{field} must be a whole number")
-    if not 0 <= value <= MAX_PRIORITY:
-        raise PayloadError(f"{field} must be between 0 and {MAX_PRIORITY}")
-    return int(value)
-
-
-def _seconds(payload: Mapping[str, Any], *, required: bool) -> float | None:
-    value = payload.get("duration_seconds")
-    if value is None and not required:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_DURATION:
-        raise PayloadError("duration_seconds must be greater than zero")
-    return float(value)

@@ -10,11 +10,13 @@ from functools import partial
 from cachemgr.blocks.block import Block, Node, account_of
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.eviction_queue import position
-from cachemgr.blocks.radix_tree import children_of
+from cachemgr.blocks.prefix_tree import children_of
 from cachemgr.blocks.tier import Tier
 from cachemgr.retention.leases import MAX_LEASES, effective_priority, leases_of
-from cachemgr.sequences.sequence import Executor, Purpose, Sequence
-from cachemgr.steps import drained
+from cachemgr.sequences.clients import Executor
+from cachemgr.sequences.copies import Purpose
+from cachemgr.sequences.sequence import Sequence
+from cachemgr.slices import pop_batches
 from cachemgr.types import PoolViolation
 from protos.kvcommon.block_keys import child_key
 
@@ -61,7 +63,7 @@ class _Check:
             yield None
         yield from self._violations
         # A few at a time, part by part: to free very many at once takes long.
-        for _ in drained(self._blocks):
+        for _ in pop_batches(self._blocks):
             yield None
 
     def _report(self, condition: bool, slot: int, message: str) -> None:

@@ -5,8 +5,8 @@ from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.errors import BlocksInUseError
 from cachemgr.operators.removal_plan import RemovalPlan
-from cachemgr.sequences.sequence import Executor
-from cachemgr.steps import Steps, changes, drained, looks
+from cachemgr.sequences.clients import Executor
+from cachemgr.slices import Steps, pop_batches, read_batches, write_batches
 from cachemgr.types import BlockFilter, Purged, RemovalCause
 
 
@@ -55,7 +55,7 @@ def purge(
     if validate_only or (used and not skip_used):
         purged = 0
         for plan in plans:
-            for blocks in looks(plan.blocks()):
+            for blocks in read_batches(plan.blocks()):
                 purged += len(blocks)
                 yield
         if used and not validate_only:
@@ -63,7 +63,7 @@ def purge(
         return Purged(purged, used)
     purged = 0
     for plan in plans:
-        for keyed in changes(plan.deepest_first()):
+        for keyed in write_batches(plan.deepest_first()):
             for key, holders in keyed:
                 found = [(pool, pool.tree.by_key[key]) for pool in holders if key in pool.tree.by_key]
                 free = [(pool, block) for pool, block in found if _is_free(pool, block)]
@@ -100,7 +100,7 @@ def _is_free(pool: BlockPool, block: Block) -> bool:
 
 def _add_useless(plan: RemovalPlan, pool: BlockPool) -> Steps[None]:
     """Adds the blocks of a window whose keys groups of full attention lose."""
-    for keys in looks(plan.of_full_attention()):
+    for keys in read_batches(plan.of_full_attention()):
         for key in keys:
             useless = pool.tree.by_key.get(key)
             if useless is not None and not useless.refs:
@@ -115,7 +115,7 @@ def _select(
     meant: list[Block] = []
     # Blocks in use, and with full attention their ancestors. Sources and targets of copies are in use, too.
     stay: set[Block] = set()
-    for part in drained(keys):
+    for part in pop_batches(keys):
         for key in part:
             block = pool.tree.by_key.get(key)
             if block is None:
@@ -129,7 +129,7 @@ def _select(
                 meant.append(block)
         yield
     count, going = len(meant), list[Block]()
-    for some in drained(meant):
+    for some in pop_batches(meant):
         going += [block for block in some if block not in stay]
         yield
     return going, count - len(going)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from cachemgr.blocks.block import Block
 from cachemgr.blocks.block_pool import BlockPool
-from cachemgr.blocks.radix_tree import children_of
-from cachemgr.steps import LOOKS, Steps
+from cachemgr.blocks.prefix_tree import children_of
+from cachemgr.slices import LOOKS, Steps
 
 
 class RemovalPlan:

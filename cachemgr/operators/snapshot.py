@@ -12,7 +12,7 @@ from cachemgr.types import BlockView, EventKind, LeaseView
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
-    from cachemgr.sequences.sequence import Executor
+    from cachemgr.sequences.clients import Executor
     from cachemgr.types import ExecutorSpec
 
 

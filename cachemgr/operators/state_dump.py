@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.blocks.offload import WriteThrough
-    from cachemgr.sequences.sequence import Executor, GroupTable, Scheduler, Sequence, Ticket
+    from cachemgr.sequences.clients import Executor, Scheduler
+    from cachemgr.sequences.copies import Ticket
+    from cachemgr.sequences.sequence import GroupTable, Sequence
     from cachemgr.sequences.token_eviction_state import TokenEvictionState
     from cachemgr.types import RetentionRule
 

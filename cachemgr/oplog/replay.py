@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from google.protobuf.message import DecodeError, Message
-from google.protobuf.message_factory import GetMessageClass
 
 from cachemgr.manager import CacheManager
 from cachemgr.operators.state_dump import state_hash
@@ -67,11 +66,6 @@ class _Calls:
         self._mutations = context.mutations
         self._data = CacheManagerService(context)
         self._handlers = handlers(self._data) | handlers(CacheAdminService(context))
-        self._requests = {
-            method.name: GetMessageClass(method.input_type)
-            for service in pb.DESCRIPTOR.services_by_name.values()
-            for method in service.methods
-        }
 
     def run(self, entry: pb.LoggedOperation) -> None:
         """Carries out a call. Raises what it raises, and OperationLogError."""
@@ -105,7 +99,7 @@ class _Calls:
         handler = self._handlers.get(entry.method)
         if handler is None:
             raise OperationLogError(f"the operation log has an unknown call, {entry.method}")
-        call = partial(handler, _request(self._requests[entry.method], entry))
+        call = partial(handler, _request(getattr(pb, f"{entry.method}Request"), entry))
         if isgeneratorfunction(handler):
             self._mutations.begin(entry.method, call.args[0], call)
         else:

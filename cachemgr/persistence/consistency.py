@@ -6,7 +6,7 @@ from typing import NamedTuple
 from cachemgr.blocks.block_record import BlockRecord, LeaseRecord
 from cachemgr.operators.operator_journal import Entry, entry_name
 from cachemgr.persistence.records import RecordError, decode_block, encode_slot
-from cachemgr.steps import sliced
+from cachemgr.slices import sliced
 from cachemgr.types import PinRecord, Slot
 
 # Seconds: times are sums of others.

@@ -20,8 +20,8 @@ from redis.asyncio.client import Pipeline
 
 from cachemgr.blocks.events import Event
 from cachemgr.errors import EventsGoneError
-from cachemgr.operators.queries import Queries
-from cachemgr.steps import sliced
+from cachemgr.queries import Queries
+from cachemgr.slices import sliced
 from cachemgr.types import BlockView, EventKind, ExecutorSpec, TierKind
 from protos.kvcommon.key_index import Entry, FormatError, IndexedExecutor, Position, block_name, executor_name
 from protos.rpc.redis_client import UNAVAILABLE, reason

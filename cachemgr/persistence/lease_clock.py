@@ -5,6 +5,7 @@ so that nothing need be written as time passes but the clock, and no two hosts' 
 """
 
 from collections.abc import Iterator
+from math import isfinite
 
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.persistence.ports import Source
@@ -36,8 +37,8 @@ class StoreClocks:
         return self._source.now - self._zero[executor_id]
 
 
-def at_rest(record: BlockRecord, time: float) -> BlockRecord:
-    """The record with the ends of its leases instead of the time that is left of them."""
+def with_end_times(record: BlockRecord, time: float) -> BlockRecord:
+    """The record with the end of each lease instead of the remaining time."""
     if not record.leases:
         return record
     leases = (
@@ -47,8 +48,8 @@ def at_rest(record: BlockRecord, time: float) -> BlockRecord:
     return record._replace(leases=tuple(leases))
 
 
-def awake(record: BlockRecord, time: float) -> BlockRecord:
-    """The reverse; a lease that should have ended is about to."""
+def with_remaining_times(record: BlockRecord, time: float) -> BlockRecord:
+    """The record with the remaining time of each lease, 0 for a lease that should have ended, instead of its end."""
     if not record.leases:
         return record
     leases = (
@@ -58,11 +59,20 @@ def awake(record: BlockRecord, time: float) -> BlockRecord:
     return record._replace(leases=tuple(leases))
 
 
-def pin_at_rest(pin: PinRecord, time: float) -> PinRecord:
-    """As `at_rest`, for a pin."""
+def pin_with_end_time(pin: PinRecord, time: float) -> PinRecord:
+    """As `with_end_times`, for a pin."""
     return pin._replace(remaining=pin.remaining + time)
 
 
-def pin_awake(pin: PinRecord, time: float) -> PinRecord:
-    """As `awake`, for a pin."""
+def pin_with_remaining_time(pin: PinRecord, time: float) -> PinRecord:
+    """As `with_remaining_times`, for a pin."""
     return pin._replace(remaining=max(0.0, pin.remaining - time))
+
+
+def parse_time(value: bytes | str | None) -> float | None:
+    """A time that a manager wrote, None for any other value."""
+    try:
+        time = float(value or b"")
+    except ValueError:
+        return None
+    return time if isfinite(time) else None

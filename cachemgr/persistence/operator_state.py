@@ -11,12 +11,12 @@ from redis.asyncio.client import Pipeline
 
 from cachemgr.operators.operator_journal import Entry, Kind, entry_name
 from cachemgr.persistence.consistency import Difference, compare_entries
-from cachemgr.persistence.lease_clock import StoreClocks, pin_at_rest
+from cachemgr.persistence.lease_clock import StoreClocks, pin_with_end_time
 from cachemgr.persistence.loss_detection import MarkedWrites
+from cachemgr.persistence.pending_changes import Hash, PendingEntries
 from cachemgr.persistence.ports import Restoring, Source
 from cachemgr.persistence.records import RecordError, decode_entry, encode_entry, to_message
 from cachemgr.persistence.redis_keys import Keys
-from cachemgr.persistence.write_queue import EntryQueue, Hash
 from cachemgr.types import PinRecord
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
@@ -39,7 +39,7 @@ class OperatorStore:
         keys: Keys,
         clocks: StoreClocks,
         writes: MarkedWrites,
-        queue: EntryQueue,
+        queue: PendingEntries,
         source: Source,
         calls: Restoring,
     ) -> None:
@@ -107,7 +107,7 @@ class OperatorStore:
         for kind, executor_id in [*((kind, "") for kind in _SHARED), *((Kind.PIN, one) for one in executor_ids)]:
             stored = await self.stored(kind, executor_id)
             entries = self._source.entries(kind, executor_id)
-            present = [self._at_rest(entry, executor_id) for entry in entries]
+            present = [self._with_end_time(entry, executor_id) for entry in entries]
             is_pending = partial(self._queue.is_pending, kind, executor_id=executor_id)
             found += compare_entries(kind.value, stored, present, is_pending, executor_id)
         return found
@@ -151,12 +151,12 @@ class OperatorStore:
                 if entry is None:
                     pipeline.hdel(key, name)
                 else:
-                    pipeline.hset(key, name, encode_entry(self._at_rest(entry, executor_id)))
+                    pipeline.hset(key, name, encode_entry(self._with_end_time(entry, executor_id)))
 
         await self._writes.write([executor_id], fill)
 
-    def _at_rest(self, entry: Entry, executor_id: str) -> Entry:
-        return pin_at_rest(entry, self._clocks.time(executor_id)) if isinstance(entry, PinRecord) else entry
+    def _with_end_time(self, entry: Entry, executor_id: str) -> Entry:
+        return pin_with_end_time(entry, self._clocks.time(executor_id)) if isinstance(entry, PinRecord) else entry
 
     def _key(self, kind: Kind, executor_id: str) -> str:
         return self._keys.executor(executor_id, kind.value) if kind is Kind.PIN else self._keys.operators(kind.value)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from functools import partial
-from math import isfinite
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -19,20 +18,21 @@ import structlog
 from prometheus_client import Counter, Gauge, Histogram
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
-from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.operators.operator_journal import Kind
+from cachemgr.persistence.claims import Absences, Claim
 from cachemgr.persistence.consistency import Difference, compare_blocks
-from cachemgr.persistence.lease_clock import StoreClocks, at_rest, awake, pin_awake
+from cachemgr.persistence.lease_clock import StoreClocks, parse_time, pin_with_remaining_time, with_end_times
 from cachemgr.persistence.loss_detection import MarkedWrites
 from cachemgr.persistence.operator_state import OperatorStore
+from cachemgr.persistence.pending_changes import Changes, Current, PendingChanges
 from cachemgr.persistence.ports import Restoring, Source
-from cachemgr.persistence.records import RecordError, decode_block, depth_of, encode_block, encode_slot
+from cachemgr.persistence.reading import Reading
+from cachemgr.persistence.records import encode_block, encode_slot
 from cachemgr.persistence.redis_keys import OPERATORS, Keys
-from cachemgr.persistence.write_queue import Changes, Current, WriteQueue
-from cachemgr.types import PinRecord, Slot
+from cachemgr.types import Slot
 from protos.rpc.redis_client import UNAVAILABLE, reason
 
 UP = Gauge("kvkeep_redis_up", "Whether the last exchange with Redis succeeded.")
@@ -52,12 +52,6 @@ BEAT_SECONDS = 1.0
 _SETTLE_SECONDS = 1.0
 # Blocks that are written, and read, at a time.
 _CHUNK, _READ = 256, 1024
-# Blocks that are restored at a time: a fraction of the time that the event loop may be kept.
-_PART = 256
-# How long the copy of an absent executor is kept, while a manager runs.
-KEPT_SECONDS = 24 * 3600.0
-# How often it is noted which executors are here. A new manager gives all of them this time to register.
-LOOK_SECONDS = 3600.0
 
 T = TypeVar("T")
 # Slots with their blocks.
@@ -71,7 +65,7 @@ class IndexStore:
     def __init__(
         self,
         redis: Redis,
-        queue: WriteQueue,
+        queue: PendingChanges,
         source: Source,
         calls: Restoring,
         *,
@@ -185,11 +179,14 @@ class IndexStore:
             await self._operators.read()
             await self._operators.write(pins=False)
             while (taken := self._queue.blocks.take(self._readings)) is not None:
+                # What is taken waits until it is written, and a slow Redis takes long.
+                PENDING.set(self.pending + len(taken[1].blocks))
                 try:
                     await self._write(*taken)
                 except BaseException:
                     self._queue.blocks.requeue(*taken)
                     raise
+                PENDING.set(self.pending)
             await self._operators.write(pins=True, unread=self._readings)
             await self._forget_absent()
         except UNAVAILABLE as error:
@@ -244,7 +241,7 @@ class IndexStore:
             RESYNCS.inc()
             now = self._clocks.time(executor_id)
             # So are these.
-            blocks = ((block.tier_slot, at_rest(block, now)) for block in self._source.records(executor_id))
+            blocks = ((block.tier_slot, with_end_times(block, now)) for block in self._source.records(executor_id))
             log.info("writing the whole index again", executor=executor_id)
         key = self._keys.executor(executor_id, "blocks")
         for number, chunk in enumerate(_chunks(blocks)):
@@ -261,7 +258,7 @@ class IndexStore:
 
     def _current(self, executor_id: str, current: Current | None) -> BlockRecord | None:
         block = None if current is None else current()
-        return None if block is None else at_rest(block, self._clocks.time(executor_id))
+        return None if block is None else with_end_times(block, self._clocks.time(executor_id))
 
     async def recall(self, executor_id: str, seconds: float = WAIT_SECONDS) -> Reading:
         """Begins to read the copy that Redis has of an executor, and waits for it for this time at most.
@@ -315,7 +312,7 @@ class IndexStore:
                 reading.add(field, value)
             reading.pins = await self._operators.stored_pins(executor_id)
             reading.epoch = int(epoch) if epoch.isdigit() else 0
-        reading.time = _time(clock) or 0.0
+        reading.time = parse_time(clock) or 0.0
         self._writes.found(executor_id, clock if isinstance(clock, bytes) else None)
 
     def registered(self, executor_id: str, epoch: int) -> None:
@@ -361,7 +358,7 @@ class IndexStore:
             return
         now = self._clocks.time(executor_id)
         restored = calls.end_recovery(
-            executor_id, self.epoch_of(executor_id), [pin_awake(pin, now) for pin in reading.pins]
+            executor_id, self.epoch_of(executor_id), [pin_with_remaining_time(pin, now) for pin in reading.pins]
         )
         self._restored(reading)
         log.info(
@@ -420,7 +417,7 @@ class IndexStore:
                         continue
                     now = self._clocks.time(executor_id)
                     # What changes meanwhile is pending when it is compared.
-                    indexed = (at_rest(block, now) for block in self._source.records(executor_id))
+                    indexed = (with_end_times(block, now) for block in self._source.records(executor_id))
                     stored = self._redis.hscan_iter(self._keys.executor(executor_id, "blocks"), count=_READ)
                     is_pending = partial(self._queue.blocks.is_pending, executor_id)
                     found += await compare_blocks(executor_id, stored, indexed, is_pending)
@@ -466,155 +463,3 @@ def _add(pipeline: Pipeline, key: str, chunk: Chunk) -> None:
         pipeline.hset(key, mapping=stored)
     if removed:
         pipeline.hdel(key, *removed)
-
-
-class SupersededError(RedisError):
-    """Another cache manager keeps its records under the same names."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "a cache manager that started later keeps its records under the same names: "
-            "end one of them, or give each a name of its own with KVKEEP_CACHEMGR_SHARD"
-        )
-
-
-class Claim:
-    """Of several managers with the same keys, the last one that started writes; the others change nothing in Redis.
-
-    Its epoch lies in Redis. Each manager writes it once, and again when Redis has lost it.
-    """
-
-    def __init__(self, redis: Redis, keys: Keys, epoch: int) -> None:
-        self._redis = redis
-        self._key = keys.operators("manager")
-        self._epoch = epoch
-        self._is_made = False
-
-    async def check(self) -> None:
-        """Raises SupersededError where a later manager has claimed the keys, and UNAVAILABLE."""
-        value = await self._redis.get(self._key)
-        found = int(value) if value is not None and value.isdigit() else 0
-        # A manager that begins takes over, also from one whose clock was ahead.
-        if self._is_made and found > self._epoch:
-            raise SupersededError
-        if found != self._epoch:
-            await self._redis.set(self._key, self._epoch)
-        self._is_made = True
-
-
-class Absences:
-    """Notes in Redis when each executor was last here, on the operators' clock, which continues where it stopped.
-
-    Names lie in a hash of their own: a manager that starts finds those that an earlier one knew.
-    """
-
-    def __init__(self, redis: Redis, keys: Keys, clocks: StoreClocks, is_here: Callable[[str], bool]) -> None:
-        """`is_here` says whether an executor is registered or about to be."""
-        self._redis = redis
-        self._keys = keys
-        self._clocks = clocks
-        self.is_here = is_here
-        self._next_look = 0.0
-
-    async def begin(self) -> None:
-        """Reads the time of the manager before, if that is not known yet. Raises UNAVAILABLE."""
-        if OPERATORS in self._clocks:
-            return
-        time = _time(await self._redis.get(self._keys.operators("time"))) or 0.0
-        self._clocks.start(OPERATORS, time)
-        self._next_look = time + LOOK_SECONDS
-
-    async def look(self) -> list[str]:
-        """Notes registered executors when that is due, and returns those absent for too long. Raises UNAVAILABLE."""
-        now = self._clocks.time(OPERATORS)
-        if now < self._next_look:
-            return []
-        here = [one for one in self._clocks if one != OPERATORS and self.is_here(one)]
-        gone = []
-        async for field, value in self._redis.hscan_iter(self._keys.operators("executors")):
-            executor_id, time = field.decode(errors="replace"), _time(value)
-            # A time that cannot be right begins anew.
-            if self.is_here(executor_id) or time is None or time > now:
-                here.append(executor_id)
-            elif now - time > KEPT_SECONDS:
-                gone.append(executor_id)
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            self.note(pipeline, here)
-            await pipeline.execute()
-        self._next_look = now + LOOK_SECONDS
-        return gone
-
-    async def forget(self, executor_id: str) -> None:
-        """Its copy is deleted; so is the note. Raises UNAVAILABLE."""
-        await self._redis.hdel(self._keys.operators("executors"), executor_id)
-
-    def note(self, pipeline: Pipeline, executor_ids: Collection[str]) -> None:
-        """Writes that these executors are registered now."""
-        if executor_ids:
-            time = repr(self._clocks.time(OPERATORS))
-            pipeline.hset(self._keys.operators("executors"), mapping=dict.fromkeys(executor_ids, time))
-
-
-class Reading:
-    """The copy of one executor. Blocks stay encoded until they are restored: a million are in memory at once."""
-
-    def __init__(self, executor_id: str, *, is_stale: bool) -> None:
-        """`is_stale` says that changes which Redis lacks are not known any more."""
-        self.executor_id = executor_id
-        self.is_stale = is_stale
-        # Whether parts were handed out, or are not wanted any more.
-        self.is_spent = False
-        self.is_complete = asyncio.Event()
-        self.has_been_restored = asyncio.Event()
-        self.clear()
-
-    def clear(self) -> None:
-        """Begins again."""
-        self.epoch: int | None = None
-        self.time = 0.0
-        self.pins: list[PinRecord] = []
-        self.num_blocks = 0
-        self._by_depth: dict[int, list[tuple[bytes, bytes]]] = {}
-
-    def add(self, field: bytes, value: bytes) -> None:
-        """Adds a field of the hash of blocks; a field may come twice."""
-        self._by_depth.setdefault(depth_of(value), []).append((field, value))
-        self.num_blocks += 1
-
-    def is_of(self, epoch: int) -> bool:
-        """Whether the device's blocks were written in this epoch."""
-        return self.epoch == epoch
-
-    def parts(self, epoch: Callable[[], int], time: Callable[[], float]) -> Iterator[list[BlockRecord]]:
-        """Blocks, parents before children, with the time that remains of their leases; each part is handed out once.
-
-        Both callables are asked at each part. For another epoch only blocks of lower tiers are handed out.
-        """
-        self.is_spent = True
-        unreadable = 0
-        for depth in sorted(self._by_depth):
-            packed = self._by_depth.pop(depth)
-            while packed:
-                records, is_current, now = [], self.is_of(epoch()), time()
-                for field, value in packed[-_PART:]:
-                    try:
-                        record = decode_block(field, value)
-                    except RecordError:
-                        unreadable += 1
-                        continue
-                    below = record if is_current else record.below()
-                    if below is not None:
-                        records.append(awake(below, now))
-                del packed[-_PART:]
-                yield records
-        if unreadable:
-            log.warning("blocks of another version are ignored", executor=self.executor_id, blocks=unreadable)
-
-
-def _time(value: bytes | str | None) -> float | None:
-    """A time that a manager wrote, None for any other value."""
-    try:
-        time = float(value or b"")
-    except ValueError:
-        return None
-    return time if isfinite(time) else None

@@ -11,7 +11,7 @@ from cachemgr.retention.rules import Rule
 from cachemgr.types import ManagerConfig, Outcome, Receipt, Retention
 
 
-class RetentionPlan:
+class BlockRetention:
     """The retention requests of a sequence, else those of rules, by position of a block's first token."""
 
     __slots__ = (

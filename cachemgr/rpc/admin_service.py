@@ -15,7 +15,7 @@ from cachemgr.operators.state_dump import hashed
 from cachemgr.persistence.records import quota_message, quota_of, rule_message, rule_of
 from cachemgr.rpc import convert, convert_admin, paging, tenancy
 from cachemgr.rpc.mutations import ServiceContext, kept, long_mutation, mutation
-from cachemgr.steps import Steps, sliced, steady
+from cachemgr.slices import Steps, sliced, steady
 from cachemgr.types import BlockFilter, BlockView, HoldView, PoolViolation, Quota, RetentionRule
 from cachemgr.validation import check_id
 from protos.errors import InvalidField

@@ -208,20 +208,11 @@ def preview(found: types.Preview) -> pb.PreviewAdmissionResponse:
         admitted=found.admitted,
         missing_blocks=found.missing_blocks,
         cached_tokens=found.cached_tokens,
-        estimates=[estimate(one) for one in found.estimates],
-        evictions=[
-            pb.PredictedEviction(
-                group=one.group,
-                retention_priority=one.priority,
-                num_blocks=one.num_blocks,
-                offloaded_blocks=one.offloaded,
-            )
-            for one in found.evictions
-        ],
+        estimates=[_estimate(one) for one in found.estimates],
     )
 
 
-def estimate(found: types.BlockEstimate) -> pb.BlockEstimate:
+def _estimate(found: types.BlockEstimate) -> pb.BlockEstimate:
     return pb.BlockEstimate(
         group=found.group,
         reusable_blocks=found.reusable,

@@ -7,9 +7,9 @@ from typing import Any
 from cachemgr.errors import SchedulerFirstError
 from cachemgr.persistence.redis_index import WAIT_SECONDS, IndexStore
 from cachemgr.rpc import convert, convert_admin
-from cachemgr.rpc.mutations import ServiceContext, long_mutation, mutation
+from cachemgr.rpc.mutations import ServiceContext, logged, long_mutation, mutation
 from cachemgr.sequences.registration import check_spec
-from cachemgr.steps import SLICE_SECONDS, Steps
+from cachemgr.slices import SLICE_SECONDS, Steps
 from cachemgr.types import AccountKey, ExecutorSpec, SchedulerEpoch
 from protos.errors import InvalidField, ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -126,30 +126,21 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
             manager_epoch=manager.epoch, lease_duration=duration(manager.config.lease_seconds)
         )
 
-    @mutation
-    def AdmitSequence(self, request: pb.AdmitSequenceRequest) -> pb.AdmitSequenceResponse:
-        """Admits a sequence. A request that polls for blocks has one span: for the call that allocates them."""
-        span = tracing.join("kvcache.v1.CacheManagerService/AdmitSequence", request.traceparent)
-        admission = self._manager.admit(convert.admit_request(request))
-        if admission.admitted and span is not tracing.OFF:
-            span.end({"kvkeep.tokens": len(request.token_ids), "kvkeep.cached_tokens": admission.cached_tokens})
-        return convert.admit_response(self._manager.epoch, admission)
-
     async def AdmitSequences(self, request: pb.AdmitSequencesRequest, context: Any) -> pb.AdmitSequencesResponse:
-        """Admits as many as it can; the first one's error is the call's. Others may be answered between two of them."""
+        """Admits as many sequences as fit. Other calls may be answered between two. Raises the first one's error."""
         if not 1 <= len(request.admissions) <= MAX_ADMISSIONS:
             raise InvalidField("admissions", f"must have 1 to {MAX_ADMISSIONS} entries")
         answers: list[pb.AdmitSequenceResponse] = []
-        # By executor and account: the answer to the first admission that waits for its quota, for those behind it.
+        # By executor and account: the answer to the first admission that waits for its quota, for those after it.
         full: dict[tuple[str, AccountKey | None], pb.AdmitSequenceResponse] = {}
         end = perf_counter() + SLICE_SECONDS
         for admission in request.admissions:
             if perf_counter() >= end:
                 await asyncio.sleep(0)
                 end = perf_counter() + SLICE_SECONDS
-            spender = (admission.executor_id, self._account(admission))
+            answer = full.get(self._spender(admission)) if full else None
             try:
-                answer = full[spender] if spender in full else await self.AdmitSequence(admission, context)
+                answer = answer or self._AdmitSequence(admission)
             except ServiceError as error:
                 if answers:
                     break
@@ -157,14 +148,25 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
                 raise
             answers.append(answer)
             if answer.HasField("full_account"):
-                full[spender] = answer
+                full[self._spender(admission)] = answer
             elif not answer.admitted:
                 break
         return pb.AdmitSequencesResponse(answers=answers)
 
-    def _account(self, admission: pb.AdmitSequenceRequest) -> AccountKey | None:
+    @logged
+    def _AdmitSequence(self, request: pb.AdmitSequenceRequest) -> pb.AdmitSequenceResponse:
+        """Admits a sequence. A request that polls for blocks has one span: for the call that allocates them."""
+        span = tracing.join("kvcache.v1.CacheManagerService/AdmitSequences", request.traceparent)
+        admission = self._manager.admit(convert.admit_request(request))
+        if admission.admitted and span is not tracing.OFF:
+            span.end({"kvkeep.tokens": len(request.token_ids), "kvkeep.cached_tokens": admission.cached_tokens})
+        return convert.admit_response(self._manager.epoch, admission)
+
+    def _spender(self, admission: pb.AdmitSequenceRequest) -> tuple[str, AccountKey | None]:
+        """The executor and the account of an admission."""
         tenant_id = admission.tenant_id if admission.HasField("tenant_id") else None
-        return self._manager.queries.account_of(tenant_id, admission.salt if admission.HasField("salt") else None)
+        salt = admission.salt if admission.HasField("salt") else None
+        return admission.executor_id, self._manager.queries.account_of(tenant_id, salt)
 
     @mutation
     def SyncSequences(self, request: pb.SyncSequencesRequest) -> pb.SyncSequencesResponse:
@@ -232,11 +234,6 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
             }
             raise
         return convert_admin.preview(found)
-
-    async def EstimateSequence(self, request: pb.EstimateSequenceRequest, context: Any) -> pb.EstimateSequenceResponse:
-        step = request.step_tokens if request.HasField("step_tokens") else None
-        found = self._manager.queries.estimate(_caller(request), request.sequence_id, step, request.max_new_tokens)
-        return pb.EstimateSequenceResponse(estimates=[convert_admin.estimate(one) for one in found])
 
 
 def _caller(request: Any) -> SchedulerEpoch:

@@ -4,7 +4,7 @@ import asyncio
 
 import grpc
 
-from cachemgr.operators.queries import Queries
+from cachemgr.queries import Queries
 from protos.errors import ServiceError
 
 

@@ -13,7 +13,7 @@ from cachemgr.errors import EventsGoneError
 from cachemgr.manager import CacheManager
 from cachemgr.rpc import convert, key_events, tenancy
 from cachemgr.rpc.mutations import ServiceContext
-from cachemgr.steps import sliced
+from cachemgr.slices import sliced
 from cachemgr.types import EventKind, ExecutorSpec, Scope
 from cachemgr.validation import check_id
 from protos.errors import InvalidField

@@ -22,7 +22,7 @@ from cachemgr.manager import CacheManager
 from cachemgr.persistence.records import quota_of, rule_of, share_of
 from cachemgr.persistence.redis_index import IndexStore
 from cachemgr.rpc.event_feed import EventFeed
-from cachemgr.steps import SLICE_SECONDS, Steps
+from cachemgr.slices import SLICE_SECONDS, Steps
 from cachemgr.types import PinRecord, Restored
 from protos.errors import ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -280,15 +280,26 @@ class Method(Protocol[Asked, Answered]):
     def __call__(self, request: Asked, context: Any = None) -> Coroutine[Any, Any, Answered]: ...
 
 
-def mutation(handler: Callable[[Service, Request], Answer]) -> Method[Request, Answer]:
-    """A method that changes the manager. Its name in the log is that of the method, without underscores before it."""
+def logged(handler: Callable[[Service, Request], Answer]) -> Callable[[Service, Request], Answer]:
+    """A change of the manager with an entry of its own in the log, under its name without leading underscores."""
     name = handler.__name__.lstrip("_")
 
     @functools.wraps(handler)
-    async def call(self: Service, request: Request, context: object = None) -> Answer:  # noqa: ARG001
+    def change(self: Service, request: Request) -> Answer:
         answer = self.context.mutations.run(name, request, lambda: handler(self, request))
         self.context.feed.notify()
         return answer
+
+    return change
+
+
+def mutation(handler: Callable[[Service, Request], Answer]) -> Method[Request, Answer]:
+    """A method of a service that changes the manager at once."""
+    change = logged(handler)
+
+    @functools.wraps(handler)
+    async def call(self: Service, request: Request, context: object = None) -> Answer:  # noqa: ARG001
+        return change(self, request)
 
     return cast("Method[Request, Answer]", call)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, TypeVar
 
-from cachemgr.steps import sliced
+from cachemgr.slices import sliced
 from protos.errors import InvalidField
 
 DEFAULT_SIZE = 50

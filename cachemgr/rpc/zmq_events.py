@@ -22,10 +22,10 @@ from prometheus_client import Counter
 
 from cachemgr.blocks.events import Event
 from cachemgr.errors import EventsGoneError
-from cachemgr.operators.queries import Queries
+from cachemgr.queries import Queries
 from cachemgr.rpc.event_feed import EventFeed, ShuttingDownError
 from cachemgr.rpc.vllm_events import Batch
-from cachemgr.steps import sliced
+from cachemgr.slices import sliced
 from cachemgr.types import EventKind, ExecutorSpec, TierKind
 from protos.rpc import addresses
 

@@ -12,15 +12,15 @@ from cachemgr.blocks.block import Account, Block, account_of
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.errors import SequenceTooLongError
 from cachemgr.retention.bounds import check_retention
-from cachemgr.retention.plan import RetentionPlan
+from cachemgr.retention.plan import BlockRetention
 from cachemgr.retention.priority import REQUEST, SESSION
 from cachemgr.retention.rules import RuleBook
 from cachemgr.sequences import estimates, prefix_match
+from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.commit import publish_pending
-from cachemgr.sequences.estimates import evictions
 from cachemgr.sequences.miss import first_miss
 from cachemgr.sequences.prefix_match import Match, Partial
-from cachemgr.sequences.sequence import Executor, GroupTable, Scheduler, Sequence
+from cachemgr.sequences.sequence import GroupTable, Sequence
 from cachemgr.sequences.token_eviction import resolve
 from cachemgr.sequences.token_eviction_state import TokenEvictionState, blocks_for
 from cachemgr.sequences.transfers import onload
@@ -266,18 +266,8 @@ class Allocator:
         sequence = self._draft(request, tokens, scheduler, executor)
         plan = self._plan(request, sequence, max_new_tokens)
         missing = 1 if scheduler.has_void_sequences_in(executor) else plan.missing_blocks
-        evicted = (
-            []
-            if missing
-            else evictions((group.pool, {*group.matched}, group.new_blocks + plan.ahead) for group in plan.groups)
-        )
-        return Preview(
-            not missing,
-            missing,
-            plan.match.tokens,
-            estimates.before_admission(sequence, plan.match.blocks, max_new_tokens),
-            evicted,
-        )
+        needed = estimates.before_admission(sequence, plan.match.blocks, max_new_tokens)
+        return Preview(not missing, missing, plan.match.tokens, needed)
 
     def _draft(self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor) -> Sequence:
         """The sequence for a request and its rules, without a number and without blocks."""
@@ -286,7 +276,7 @@ class Allocator:
         no_store = request.no_store or any(rule.spec.action.no_store for rule in rules)
         policy = resolve(request, rules, executor)
         prompt = request.num_prompt_tokens or len(tokens)
-        retention = RetentionPlan(request.retention, prompt, holder(request), rules, self._config)
+        retention = BlockRetention(request.retention, prompt, holder(request), rules, self._config)
         sequence = Sequence(
             request.sequence_id,
             0,
@@ -330,9 +320,10 @@ class Allocator:
         ways = [Partial.TAKE_OVER, Partial.NONE] if self._config.partial_reuse else [Partial.NONE]
         if self._config.copy_on_partial_reuse:
             ways.insert(0, Partial.COPY if self._config.partial_reuse else Partial.EXACT)
+        matcher = prefix_match.PrefixMatcher(sequence, lowest)
         for way in ways:
             # A copy needs its source and its target: without free blocks for both the source itself is used.
-            plan = Plan(sequence, prefix_match.find_longest_prefix(sequence, way, lowest), needed, ahead, self._config)
+            plan = Plan(sequence, matcher.longest(way), needed, ahead, self._config)
             if not plan.missing_blocks or (way is Partial.COPY and not plan.match.num_copied):
                 break
         return plan

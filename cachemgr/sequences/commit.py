@@ -1,6 +1,6 @@
 """Publishing pending blocks, committing computed blocks to the index, and retracting pending ones."""
 
-from cachemgr.blocks.radix_tree import covering_child
+from cachemgr.blocks.prefix_tree import covering_child
 from cachemgr.retention.priority import OTHER_WEIGHTS, RetentionRequest
 from cachemgr.sequences.sequence import GroupTable, Sequence, first_needed
 from protos.kvcommon.block_keys import child_key

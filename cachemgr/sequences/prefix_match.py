@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.extra_keys import extra_bytes, prefix_keys
-from cachemgr.blocks.radix_tree import children_of, closest_child, covering_child
+from cachemgr.blocks.prefix_tree import children_of, closest_child, covering_child
 from cachemgr.sequences.sequence import Sequence, first_needed
 from cachemgr.types import Prefix, TierKind
 from protos.kvcommon.block_keys import child_key, root_key
@@ -22,7 +22,7 @@ from protos.kvcommon.tokens import TOKEN_BYTES, pack, packed_bytes, unpack
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
-    from cachemgr.sequences.sequence import Executor
+    from cachemgr.sequences.clients import Executor
     from cachemgr.types import ExecutorSpec
 
 
@@ -59,18 +59,6 @@ class Match:
     writer: Sequence | None = None
 
 
-def find_longest_prefix(sequence: Sequence, partial: Partial, lowest: TierKind = TierKind.DISK) -> Match:
-    """The longest match in a tier and those above.
-
-    It leaves at least the last token to compute, and all tokens whose scores count.
-    """
-    match = _Matcher(sequence, partial, lowest, pending=True).find()
-    if match.writer is not None and not _single_writer_covers(match):
-        match = _Matcher(sequence, partial, lowest, pending=False).find()
-    match.in_place = partial is Partial.TAKE_OVER and match.num_copied > 0
-    return match
-
-
 def find_continuation(sequence: Sequence, most: int) -> tuple[int, ...]:
     """At most so many tokens that stand behind a sequence's tokens in cached blocks of its scope.
 
@@ -96,53 +84,93 @@ def no_match(sequence: Sequence) -> Match:
     return Match(blocks=[[] for _ in sequence.tables])
 
 
-class _Matcher:
-    def __init__(self, sequence: Sequence, partial: Partial, lowest: TierKind, *, pending: bool) -> None:
+class _Walk(NamedTuple):
+    """What the groups have of a prompt. found: of each group, its blocks up to the first that full attention misses.
+
+    runs: of each group with a window, for each index where the run of blocks begins that ends there.
+    """
+
+    top: int
+    found: list[list[Block | None]]
+    runs: list[list[int] | None]
+
+
+class PrefixMatcher:
+    """Finds the longest match of a sequence in a tier and those above: one walk for all ways to use a part of a block.
+
+    A match leaves at least the last token to compute, and all tokens whose scores count.
+    """
+
+    def __init__(self, sequence: Sequence, lowest: TierKind = TierKind.DISK) -> None:
         self._sequence = sequence
         self._lowest = lowest
-        self._partly = partial
-        self._pending = pending
         self._size = sequence.block_size
         self._limit = len(sequence.tokens) - 1
         if sequence.eviction is not None:
             eviction = sequence.eviction
             self._limit = min(self._limit, eviction.policy.reusable(len(sequence.tokens), eviction.prompt))
         self._pools = [table.pool for table in sequence.tables]
-        # Per group: the indexed or pending blocks, up to the first that full attention misses.
-        self._found: list[list[Block | None]] = []
-        # Per group with a window: for each index the begin of the run of blocks that ends there.
-        self._runs: list[list[int] | None] = []
-        self._top = self._limit // self._size
+        # By whether blocks count that another sequence has yet to compute.
+        self._walks: dict[bool, _Walk] = {}
 
-    def find(self) -> Match:
-        for pool in self._pools:
-            if pool.window is None:
-                self._top = min(self._top, self._leading(pool))
-        self._look_up()
-        for block_index in range(self._top, -1, -1):
+    def longest(self, partial: Partial) -> Match:
+        """The longest match, with this use of a block of which only the beginning matches."""
+        match = self._find(partial, pending=True)
+        if match.writer is not None and not _single_writer_covers(match):
+            match = self._find(partial, pending=False)
+        match.in_place = partial is Partial.TAKE_OVER and match.num_copied > 0
+        return match
+
+    def _find(self, partial: Partial, *, pending: bool) -> Match:
+        if pending not in self._walks:
+            self._walks[pending] = self._walk(pending=pending)
+        walk = self._walks[pending]
+        for block_index in range(walk.top, -1, -1):
             start = block_index * self._size
-            if self._partly is not Partial.NONE:
+            if partial is not Partial.NONE:
                 sources, copied = (
-                    self._exact(block_index) if self._partly is Partial.EXACT else self._partial(block_index)
+                    self._exact(block_index) if partial is Partial.EXACT else self._partial(block_index, partial)
                 )
-                if copied and self._is_covered(block_index, start + copied):
-                    return self._match(block_index, start + copied, sources)
-            if self._is_covered(block_index, start):
-                return self._match(block_index, start, [])
+                if copied and self._is_covered(walk, block_index, start + copied):
+                    return self._match(walk, block_index, start + copied, sources)
+            if self._is_covered(walk, block_index, start):
+                return self._match(walk, block_index, start, [])
         raise AssertionError("nothing is always covered")
 
-    def _leading(self, pool: BlockPool) -> int:
-        for block_index in range(self._top):
-            if self._block(pool, block_index) is None:
-                return block_index
-        return self._top
+    def _walk(self, *, pending: bool) -> _Walk:
+        """Looks every key up once in each group, up to the first block that a group with full attention misses."""
+        top = self._limit // self._size
+        found: list[list[Block | None]] = [[] for _ in self._pools]
+        for pool, blocks in zip(self._pools, found, strict=True):
+            if pool.window is None:
+                for block_index in range(top):
+                    block = self._block(pool, block_index, pending=pending)
+                    if block is None:
+                        break
+                    blocks.append(block)
+                top = len(blocks)
+        runs: list[list[int] | None] = []
+        for pool, blocks in zip(self._pools, found, strict=True):
+            if pool.window is None:
+                del blocks[top:]
+                runs.append(None)
+                continue
+            ends, begin = [0], 0
+            for block_index in range(top):
+                block = self._block(pool, block_index, pending=pending)
+                blocks.append(block)
+                if block is None:
+                    begin = block_index + 1
+                ends.append(begin)
+            runs.append(ends)
+        return _Walk(top, found, runs)
 
-    def _block(self, pool: BlockPool, block_index: int) -> Block | None:
+    def _block(self, pool: BlockPool, block_index: int, *, pending: bool) -> Block | None:
         key = self._sequence.key(block_index)
         block = pool.tree.by_key.get(key)
         if block is not None:
             return block if self._is_usable(pool, block) else None
-        if self._pending:
+        if pending:
             block = pool.pending.get(key)
             if block is not None:
                 assert isinstance(block.writer, Sequence)
@@ -156,28 +184,14 @@ class _Matcher:
             return True
         return block not in pool.offloader.offloading and pool.tier_of(block).kind <= self._lowest
 
-    def _look_up(self) -> None:
-        for pool in self._pools:
-            found = [self._block(pool, block_index) for block_index in range(self._top)]
-            self._found.append(found)
-            if pool.window is None:
-                self._runs.append(None)
-                continue
-            runs, begin = [0], 0
-            for block_index, block in enumerate(found):
-                if block is None:
-                    begin = block_index + 1
-                runs.append(begin)
-            self._runs.append(runs)
-
-    def _is_covered(self, block_index: int, tokens: int) -> bool:
+    def _is_covered(self, walk: _Walk, block_index: int, tokens: int) -> bool:
         """Whether every group with a window has the blocks that the next token attends to."""
-        for pool, runs in zip(self._pools, self._runs, strict=True):
+        for pool, runs in zip(self._pools, walk.runs, strict=True):
             if runs is not None and runs[block_index] > first_needed(tokens, pool.window, self._size):
                 return False
         return True
 
-    def _partial(self, block_index: int) -> tuple[list[Block], int]:
+    def _partial(self, block_index: int, partial: Partial) -> tuple[list[Block], int]:
         """The blocks with the longest common beginning that is in every group, and its tokens."""
         start = block_index * self._size
         end = min(start + self._size, self._limit)
@@ -187,7 +201,7 @@ class _Matcher:
         for stop, extra in self._beginnings(start, end):
             wanted = self._sequence.packed(start, stop)
             found = [
-                (None, 0) if node is None else self._closest(pool, node, wanted, extra)
+                (None, 0) if node is None else self._closest(pool, node, wanted, extra, partial)
                 for pool, node in zip(self._pools, parents, strict=True)
             ]
             sources = [source for source, _ in found if source is not None]
@@ -231,21 +245,23 @@ class _Matcher:
             sources.append(block)
         return sources, end - start
 
-    def _closest(self, pool: BlockPool, node: Node, wanted: bytes, extra: bytes) -> tuple[Block | None, int]:
-        if self._partly is Partial.COPY and not pool.offloader.offloading and self._lowest is TierKind.DISK:
+    def _closest(
+        self, pool: BlockPool, node: Node, wanted: bytes, extra: bytes, partial: Partial
+    ) -> tuple[Block | None, int]:
+        if partial is Partial.COPY and not pool.offloader.offloading and self._lowest is TierKind.DISK:
             return closest_child(node, wanted, extra)
 
         def is_usable(block: Block) -> bool:
-            if self._partly is Partial.COPY and self._is_usable(pool, block):
+            if partial is Partial.COPY and self._is_usable(pool, block):
                 return True
             return not block.refs and block.children is None and pool.is_on_device(block)
 
         return closest_child(node, wanted, extra, is_usable)
 
-    def _match(self, block_index: int, tokens: int, sources: list[Block]) -> Match:
+    def _match(self, walk: _Walk, block_index: int, tokens: int, sources: list[Block]) -> Match:
         match = Match(tokens, sources=sources, num_copied=tokens - block_index * self._size)
         last = -1
-        for pool, found in zip(self._pools, self._found, strict=True):
+        for pool, found in zip(self._pools, walk.found, strict=True):
             needed = min(block_index, first_needed(tokens, pool.window, self._size))
             blocks: list[Block | None] = [None for _ in range(needed)]
             blocks += found[needed:block_index]

@@ -6,21 +6,14 @@ from cachemgr.blocks.block import Block
 from cachemgr.blocks.block_pool import BlockPool, PoolListener
 from cachemgr.blocks.events import NO_BLOCK, EventLog
 from cachemgr.blocks.extra_keys import cut_extra_keys
-from cachemgr.blocks.leftovers import Leftovers
+from cachemgr.blocks.lost_blocks import LostBlocks
 from cachemgr.blocks.recovery import restart
 from cachemgr.errors import SharedBlockError, VoidSequenceError, WindowPassedError
+from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.commit import commit_computed_blocks, commit_last_block, retract_pending, void
+from cachemgr.sequences.copies import Outcome, Purpose, Ticket
 from cachemgr.sequences.holds import with_ancestors
-from cachemgr.sequences.sequence import (
-    Executor,
-    GroupTable,
-    Outcome,
-    Purpose,
-    Scheduler,
-    Sequence,
-    Ticket,
-    first_needed,
-)
+from cachemgr.sequences.sequence import GroupTable, Sequence, first_needed
 from cachemgr.sequences.token_eviction import cached_before_eviction, check_in_place, zero_on_free_of
 from cachemgr.sequences.token_eviction_state import blocks_for
 from cachemgr.types import EventKind, ExecutorSpec, Freed, RemovalCause, Slot, TierKind
@@ -158,7 +151,7 @@ def slots_to_zero(executor: Executor) -> Iterator[Slot]:
     yield from on_device
 
 
-def end_executor(executor: Executor, events: EventLog, leftovers: Leftovers) -> None:
+def end_executor(executor: Executor, events: EventLog, lost_blocks: LostBlocks) -> None:
     """Ends an executor: its sequences are void, and its blocks can be neither found nor freed any more.
 
     Each block has an event of its own, unless there are too many; the last event is that of the executor.
@@ -168,7 +161,7 @@ def end_executor(executor: Executor, events: EventLog, leftovers: Leftovers) -> 
     count = sum(len(pool.tree.by_key) for pool in executor.pools)
     for pool in executor.pools:
         if count > MOST_REPORTED:
-            pool.abandon(leftovers)
+            pool.abandon(lost_blocks)
         else:
             pool.lose_all()
     events.add(EventKind.EXECUTOR_LOST, NO_BLOCK, executor=executor.spec)

@@ -5,9 +5,11 @@ from collections.abc import Sequence as Seq
 
 from cachemgr.sequences import token_eviction
 from cachemgr.sequences.admission import grow, watermark
+from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.commit import commit_computed_blocks, commit_last_block, retract_pending
+from cachemgr.sequences.copies import Outcome
 from cachemgr.sequences.release import end_copy, release
-from cachemgr.sequences.sequence import Executor, Outcome, Scheduler, Sequence
+from cachemgr.sequences.sequence import Sequence
 from cachemgr.sequences.token_eviction_state import blocks_for
 from cachemgr.types import ManagerConfig, SyncAnswer, SyncRequest, WindowChange
 from protos.errors import InvalidField

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.retention.rules import Rule
-    from cachemgr.sequences.sequence import Executor, Sequence
+    from cachemgr.sequences.clients import Executor
+    from cachemgr.sequences.sequence import Sequence
     from cachemgr.types import AdmitRequest, SyncRequest
 
 

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, cast
 
 from cachemgr.blocks.block import Block, Writer
 from cachemgr.blocks.block_pool import BlockPool
+from cachemgr.sequences.clients import Executor
+from cachemgr.sequences.copies import Prefetch, Purpose, Ticket, Tickets
 from cachemgr.sequences.holds import Holds
-from cachemgr.sequences.sequence import Executor, Prefetch, Purpose, Sequence, Ticket, Tickets
+from cachemgr.sequences.sequence import Sequence
 from cachemgr.types import Transfer
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from cachemgr.retention.leases import LeaseBook, leases_of
 from cachemgr.retention.priority import OTHER_WEIGHTS, WEIGHTS
-from cachemgr.steps import Steps, changes
+from cachemgr.slices import Steps, write_batches
 from cachemgr.types import RemovalCause
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
-    from cachemgr.sequences.sequence import Executor
+    from cachemgr.sequences.clients import Executor
 
 
 def reorder_blocks(executor: Executor, leases: LeaseBook) -> Steps[int]:
@@ -24,7 +24,7 @@ def reorder_blocks(executor: Executor, leases: LeaseBook) -> Steps[int]:
     for pool in executor.pools:
         keys = list(pool.tree.by_key)
         yield
-        for part in changes(keys):
+        for part in write_batches(keys):
             for key in part:
                 block = pool.tree.by_key.get(key)
                 if block is not None:

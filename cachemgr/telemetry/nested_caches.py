@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.events import EventLog
 from cachemgr.blocks.eviction_queue import EvictionQueue
-from cachemgr.blocks.radix_tree import add_child, closest_child, covered_children, covering_child, remove_child
+from cachemgr.blocks.prefix_tree import add_child, closest_child, covered_children, covering_child, remove_child
 from cachemgr.retention.leases import LeaseBook, effective_priority
 from cachemgr.retention.priority import RetentionRequest
 from cachemgr.types import BlockView

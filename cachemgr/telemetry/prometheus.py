@@ -18,7 +18,7 @@ from protos.rpc.logs import short_hash
 if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.blocks.tier import Tier
-    from cachemgr.operators.queries import Queries
+    from cachemgr.queries import Queries
 
 LONGEST_STALL = Gauge(
     "kvkeep_cachemgr_longest_stall_seconds", "Longest time of the last minute without an answer to any call."

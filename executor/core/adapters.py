@@ -102,13 +102,19 @@ class Adapters:
             found[adapter.adapter_id] = model.forward.adapter(adapter.modules)
         return found
 
-    async def unload(self, name: str) -> None:
-        """No sequence joins with it any more; its memory is free when the last one has left. Raises as `load`."""
+    async def unload(self, name: str, *, validate_only: bool = False) -> None:
+        """No sequence joins with it any more; its memory is free when the last one has left. Raises as `load`.
+
+        validate_only: only raises.
+        """
         if self._folder is None:
             raise AdaptersFixedError("no adapters are unloaded at run time here: KVKEEP_EXECUTOR_ADAPTER_DIR is empty")
-        adapter = self._by_name.pop(name, None)
+        adapter = self._by_name.get(name)
         if adapter is None:
             raise UnknownAdapterError(f"no adapter is loaded as {name}", fields={"name": "names no loaded adapter"})
+        if validate_only:
+            return
+        del self._by_name[name]
         log.info("adapter unloaded", name=name)
         asyncio.get_running_loop().call_later(KEEP_SECONDS, self._forget, adapter.adapter_id)
 

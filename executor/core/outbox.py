@@ -78,10 +78,7 @@ class Confirmations(Protocol):
 
 
 class Outbox:
-    """Holds the last step output back until the device computes again, and reports every copy that has ended.
-
-    To deliver an output takes the interpreter, which prepares the next step until then.
-    """
+    """Holds the last step output back until the worker has it delivered, and reports every copy that has ended."""
 
     def __init__(self, confirmations: Confirmations, block_times: Mapping[Tier, float]) -> None:
         """block_times: seconds that a block takes from a lower tier to the device; changes over time."""
@@ -107,7 +104,7 @@ class Outbox:
         assert self._held is None
         self._held = session, output
 
-    def on_idle(self) -> None:
+    def deliver(self) -> None:
         """Delivers the held output, if there is one."""
         if self._held is None:
             return

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import structlog
@@ -38,28 +38,6 @@ log = structlog.get_logger()
 Restricted = Callable[[], Mapping[int, Sequence[RowRestrictions | None]]]
 
 
-class StepEvents(Protocol):
-    """What a runner reports beside the outputs of its steps."""
-
-    def on_idle(self) -> None:
-        """The runner's thread is about to wait for copies or for the model."""
-        ...
-
-    def copy_ended(self, copy: Copy, good: bool) -> None:
-        """A copy has ended: called once per copy that a step does not run within the device, in any thread."""
-        ...
-
-
-class NoEvents:
-    """Reports nothing."""
-
-    def on_idle(self) -> None:
-        """Does nothing."""
-
-    def copy_ended(self, copy: Copy, good: bool) -> None:
-        """Does nothing."""
-
-
 @dataclass(frozen=True)
 class ScheduledStep:
     """A step that was applied: counts[i] tokens of sequences[i] are computed. waited: seconds, for copies.
@@ -80,6 +58,15 @@ class ScheduledStep:
     def num_drafts(self) -> int:
         """Drafted tokens of all sequences."""
         return sum(map(len, self.drafts.values()))
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """A step that is ready for the device. run: computes it; None where it computes no token."""
+
+    scheduled: ScheduledStep
+    restricted: Restricted
+    run: Callable[[], ForwardOutput] | None
 
 
 @dataclass(frozen=True)
@@ -138,18 +125,19 @@ class LaunchedStep:
 
 
 class Runner:
-    """Not thread-safe: one thread launches and collects."""
+    """Not thread-safe: one thread prepares, launches and collects."""
 
     def __init__(
         self,
         model: Model,
         pools: KvPools,
         tiers: Tiers | None = None,
-        events: StepEvents | None = None,
+        copy_ended: Callable[[Copy, bool], object] = lambda _copy, _good: None,
         drafter: Drafter | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """tiers: below the device, None for none. events: where to report, None for nowhere.
+        """tiers: below the device, None for none. copy_ended: called once for each copy that a step does not run within
+        the device, and whether it went well; in any thread.
 
         drafter: None for no drafts. It needs each token before the next step is launched, so a device that runs ahead
         can have none. grammars: of the model's tokenizer, None for a model without one.
@@ -158,7 +146,9 @@ class Runner:
         self.pools = pools
         self.tiers = tiers or Tiers(pools)
         self.last_step = 0
-        self._events = events or NoEvents()
+        self._copy_ended = copy_ended
+        # Called before this thread waits for copies.
+        self._before_waiting: Callable[[], None] = lambda: None
         # What the model has made of each loaded adapter, by its id.
         self.adapters: dict[int, Any] = {}
         self._sequences = SequenceTable()
@@ -236,16 +226,24 @@ class Runner:
         self._clock.clear()
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> LaunchedStep:
-        """Applies a step and starts its work. Raises ExecutorError, with nothing changed, when it is not valid.
+    def prepare(self, step: Step, before_waiting: Callable[[], None] = lambda: None) -> PreparedStep:
+        """Applies a step and packs what the device needs. Raises ExecutorError, with nothing changed, if it is not valid.
 
-        Where another error is raised, each copy that is not within the device has been reported or will be.
+        before_waiting: called before this thread waits for copies. Where another error is raised, each copy that is not
+        within the device has been reported or will be.
         """
         restrictions = self._check(step)
+        self._before_waiting = before_waiting
         scheduled = self._schedule(step, restrictions)
-        restricted = self._restrict(scheduled)
-        output = self._forward(scheduled.batch)
-        return self._sample(scheduled, output, restricted)
+        restricted, batch = self._restrict(scheduled), scheduled.batch
+        run = self.model.forward.prepare(batch, self.pools) if batch.num_sequences else None
+        return PreparedStep(scheduled, restricted, run)
+
+    @torch.inference_mode()
+    def launch(self, prepared: PreparedStep) -> LaunchedStep:
+        """Starts the work of the step that was prepared last."""
+        output = None if prepared.run is None else prepared.run()
+        return self._sample(prepared.scheduled, output, prepared.restricted)
 
     def _check(self, step: Step) -> dict[int, Restrictions]:
         """Returns the restrictions of sequences that join."""
@@ -349,13 +347,6 @@ class Runner:
             return compute()
 
         return settle_and_compute
-
-    def _forward(self, batch: HostBatch) -> ForwardOutput | None:
-        if not batch.num_sequences:
-            return None
-        run = self.model.forward.prepare(batch, self.pools)
-        self._events.on_idle()
-        return run()
 
     def _sample(self, scheduled: ScheduledStep, output: ForwardOutput | None, restricted: Restricted) -> LaunchedStep:
         """Samples the next tokens; they can be read when the step is over."""
@@ -471,7 +462,7 @@ class Runner:
                 possible.append(copy)
             except InvalidStepError as error:
                 log.warning("a copy is not possible here", cause=str(error))
-                self._events.copy_ended(copy, False)
+                self._copy_ended(copy, False)
         within = [copy for copy in possible if copy.within_device]
         good = False
         try:
@@ -480,7 +471,7 @@ class Runner:
             good = True
         finally:
             for copy in within:
-                self._events.copy_ended(copy, good)
+                self._copy_ended(copy, good)
 
     def _apply(self, step: Step, restrictions: Mapping[int, Restrictions]) -> None:
         self.last_step = step.number
@@ -523,17 +514,17 @@ class Runner:
                     for copy in run:
                         if copy.target_tier is Tier.DEVICE:
                             self.pools.mark_written(copy.group, [copy.target], step)
-                    self.tiers.begin(run, self._events.copy_ended)
+                    self.tiers.begin(run, self._copy_ended)
                 begun += len(run)
         except Exception:
             for copy in copies[begun:]:
                 if not copy.within_device:
-                    self._events.copy_ended(copy, False)
+                    self._copy_ended(copy, False)
             raise
         return waited
 
     def _wait(self, reads: Iterable[SlotRef], writes: Iterable[SlotRef]) -> float:
-        self._events.on_idle()
+        self._before_waiting()
         return self.tiers.wait(reads, writes)
 
     def _copy(self, copies: Sequence[Copy], step: int) -> None:

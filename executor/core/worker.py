@@ -80,11 +80,11 @@ class Worker:
 
     Its thread waits for a message or for the device, whichever comes first: a step that arrives while the one before
     computes is launched behind it at once.
-    On other devices the output of step n is delivered when step n+1 begins to compute, or at once without a next step.
+    On other devices the output of step n is delivered once step n+1 is prepared, or at once without a next step.
     """
 
     def __init__(self, runner: Runner, outbox: Outbox, device_lost: Callable[[], None]) -> None:
-        """outbox: also takes the runner's events. device_lost: called when the device can run nothing any more."""
+        """outbox: also takes the runner's ended copies. device_lost: called when the device can run nothing any more."""
         self.runner = runner
         self._outbox = outbox
         self._device_lost = device_lost
@@ -231,7 +231,10 @@ class Worker:
             return
         self._outbox.expect(session, step.copies)
         try:
-            launched = self.runner.launch(step)
+            prepared = self.runner.prepare(step, before_waiting=self._outbox.deliver)
+            # Held back until here: delivering an output takes the interpreter, which preparing a step needs first.
+            self._outbox.deliver()
+            launched = self.runner.launch(prepared)
         except ExecutorError as error:
             self._finish()
             session.end(error)
@@ -268,7 +271,7 @@ class Worker:
     def _finish(self) -> None:
         """Waits for the launched step and delivers its output."""
         self._collect()
-        self._outbox.on_idle()
+        self._outbox.deliver()
 
     def _collect(self) -> None:
         if self._launched is None:

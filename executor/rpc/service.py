@@ -108,7 +108,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
     async def UnloadAdapter(  # noqa: N802
         self, request: pb.UnloadAdapterRequest, _context: Any
     ) -> pb.UnloadAdapterResponse:
-        await self._adapters.unload(request.name)
+        await self._adapters.unload(request.name, validate_only=request.validate_only)
         return pb.UnloadAdapterResponse()
 
     async def UpdateWeights(  # noqa: N802

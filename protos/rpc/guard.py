@@ -24,7 +24,7 @@ class Guard:
 
     def __init__(self, tokens_file: Path | None, audit_file: Path | None) -> None:
         self._tokens = None if tokens_file is None else Tokens(tokens_file)
-        self._holders = _Holders(self._tokens.identify) if self._tokens is not None else None
+        self._running = _RunningCalls(self._tokens.identify) if self._tokens is not None else None
         self._audits = tokens_file is not None or audit_file is not None
         self.audit = Audit(audit_file)
 
@@ -45,11 +45,11 @@ class Guard:
         if identity.tenant and all(map(is_whole, allowed)):
             raise PermissionDeniedError("this method is about all tenants, and the token about one")
 
-    def holding(self, authorization: str, identity: Identity | None) -> AbstractContextManager[None]:
+    def cancel_if_revoked(self, authorization: str, identity: Identity | None) -> AbstractContextManager[None]:
         """A block of a task that works for a token: UnauthenticatedError leaves it when the token is revoked."""
-        if self._holders is None or identity is None:
+        if self._running is None or identity is None:
             return contextlib.nullcontext()
-        return self._holders.holding(authorization, identity)
+        return self._running.cancel_if_revoked(authorization, identity)
 
     def audits(self, method: str) -> bool:
         """Whether calls of a method leave a line."""
@@ -70,7 +70,7 @@ class _Call:
         self.is_revoked = False
 
 
-class _Holders:
+class _RunningCalls:
     """Running calls by their tokens; ends those whose token is removed, changed or expired."""
 
     def __init__(self, identify: Callable[[str], Identity]) -> None:
@@ -80,7 +80,7 @@ class _Holders:
         self._timer: asyncio.TimerHandle | None = None
 
     @contextlib.contextmanager
-    def holding(self, authorization: str, identity: Identity) -> Iterator[None]:
+    def cancel_if_revoked(self, authorization: str, identity: Identity) -> Iterator[None]:
         """Cancels the task in the block when the header has another identity or none.
 
         Then UnauthenticatedError leaves the block.
@@ -91,7 +91,7 @@ class _Holders:
         calls = self._calls.setdefault((authorization, identity), set())
         calls.add(call)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+            self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._check)
         try:
             yield
         except asyncio.CancelledError:
@@ -104,18 +104,18 @@ class _Holders:
             if not calls:
                 self._calls.pop((authorization, identity), None)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         for (authorization, identity), calls in self._calls.items():
-            if not self._still(authorization, identity):
+            if not self._is_valid(authorization, identity):
                 for call in calls:
                     if not call.is_revoked:
                         call.is_revoked = True
                         call.task.cancel()
         if self._calls:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+            self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._check)
 
-    def _still(self, authorization: str, identity: Identity) -> bool:
+    def _is_valid(self, authorization: str, identity: Identity) -> bool:
         try:
             return self._identify(authorization) == identity
         except UnauthenticatedError:

@@ -143,7 +143,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                 with (
                     self._connections.calling(context.peer()),
                     _observed(method, context, self._recorder(method, context, request)),
-                    self._holding(context)(),
+                    self._cancel_if_revoked(context)(),
                 ):
                     return await behavior(self._checked(method, request), context)
             except ServiceError as error:
@@ -168,11 +168,11 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                     _observed(method, context, record),
                     self._watching(method),
                 ):
-                    holding = self._holding(context)
+                    cancel_if_revoked = self._cancel_if_revoked(context)
                     async with contextlib.aclosing(behavior(self._checked(method, request), context)) as responses:
                         while True:
                             # Not around the yield: there the task waits for the caller, in gRPC's own code.
-                            with holding():
+                            with cancel_if_revoked():
                                 response = await _next(responses, until)
                             if response is _END:
                                 return
@@ -217,10 +217,10 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
         return refused
 
-    def _holding(self, context: Any) -> Callable[[], AbstractContextManager[None]]:
+    def _cancel_if_revoked(self, context: Any) -> Callable[[], AbstractContextManager[None]]:
         """Ends a call whose token is revoked."""
         authorization = header(context.invocation_metadata() or ())
-        return functools.partial(self._guard.holding, authorization, current())
+        return functools.partial(self._guard.cancel_if_revoked, authorization, current())
 
     def _checked(self, method: str, request: Any) -> Any:
         if isinstance(request, MalformedMessageError):

@@ -10,7 +10,7 @@ from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-from protos.rpc.tracing import Attribute, Context, Span
+from protos.rpc.spans import Attribute, Context, Span
 
 # How long the end of a process waits for a receiver that does not answer.
 STOP_SECONDS = 2.0

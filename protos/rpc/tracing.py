@@ -5,57 +5,20 @@ the context in its metadata, a message about many requests carries that of each 
 from OTEL_ variables (sampler, headers, certificates, sizes of its queue) holds here too.
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import Protocol
 
 import structlog
+
+from protos.rpc.spans import Context, Span, Tracer
 
 TRACEPARENT = "traceparent"
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-# Version, trace, span and flags. Versions to come may add something behind them, and there is none called ff.
-_CONTEXT = re.compile(r"(?!ff)([0-9a-f]{2})-((?!0{32})[0-9a-f]{32})-((?!0{16})[0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-
-Attribute = str | bool | int | float | Sequence[str]
 
 log = structlog.get_logger()
 
-
-class Context:
-    """The request that something belongs to, as its caller named it. Raises ValueError for what is no context."""
-
-    def __init__(self, traceparent: str) -> None:
-        found = _CONTEXT.fullmatch(traceparent)
-        if found is None or (found[1] == "00" and found[5]):
-            raise ValueError("is no W3C trace context")
-        self.trace_id = found[2]
-        self.span_id = found[3]
-        self.flags = int(found[4], 16)
-
-
-class Span:
-    """A service's part in a request, from when it is made to its end; this one is sent nowhere."""
-
-    traceparent = ""
-
-    def end(self, attributes: Mapping[str, Attribute], *, error: str = "") -> None:
-        """Ends it; never blocks. error: for programs, empty when all went well."""
-
-
 OFF = Span()
-
-
-class Tracer(Protocol):
-    """Makes spans."""
-
-    def begin(self, name: str, parent: Context | None) -> Span:
-        """A span of its own trace, or below a parent."""
-
-    def stop(self) -> None:
-        """Sends what is left; blocks for a bounded time."""
-
 
 _tracer: Tracer | None = None
 _current: ContextVar[str] = ContextVar("traceparent", default="")

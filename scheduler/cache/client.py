@@ -269,10 +269,7 @@ class CacheClient:
     async def _admit(self, attempts: Seq[AdmissionAttempt]) -> None:
         session, first = self._session, attempts[0]
         try:
-            answered = await self._fork(first)
-            if not answered:
-                message = pb.AdmitSequencesRequest(admissions=map(self._admission, attempts))
-                answered = (await self._call(self._stub.AdmitSequences, message)).answers
+            answered = await self._ask_for_blocks(attempts)
         except RemoteError as error:
             if error.reason in _FORGOTTEN:
                 raise ManagerLostError(str(error)) from error
@@ -289,6 +286,13 @@ class CacheClient:
         # Attempts without an answer are still in the queue.
         for attempt, answer in zip(attempts, answered, strict=False):
             self._answered(attempt, answer, session)
+
+    async def _ask_for_blocks(self, attempts: Seq[AdmissionAttempt]) -> Seq[pb.AdmitSequenceResponse]:
+        """The answers for the first attempts. A sample with a parent is alone, and shares the parent's blocks."""
+        if attempts[0].parent and (forked := await self._fork(attempts[0])):
+            return [forked]
+        message = pb.AdmitSequencesRequest(admissions=map(self._admission, attempts))
+        return (await self._call(self._stub.AdmitSequences, message)).answers
 
     def _answered(self, attempt: AdmissionAttempt, answer: pb.AdmitSequenceResponse, session: int) -> None:
         if answer.HasField("full_account"):
@@ -320,13 +324,13 @@ class CacheClient:
             # Its caller left meanwhile; sequences that share its blocks must see the admission and the end.
             self._commands.put(Cancel(attempt.request.arrival))
 
-    async def _fork(self, attempt: AdmissionAttempt) -> Seq[pb.AdmitSequenceResponse]:
-        """Shares the parent's blocks. Empty when that is impossible: then the attempt is admitted like any other."""
+    async def _fork(self, attempt: AdmissionAttempt) -> pb.AdmitSequenceResponse | None:
+        """Shares the parent's blocks. None when that is impossible: then the attempt is admitted like any other."""
         if attempt.parent in self._update.progress:
             # Only blocks that the manager knows to be computed are shared.
             await self._sync()
         if attempt.parent not in self._live:
-            return ()
+            return None
         message = pb.ForkSequenceRequest(
             parent_sequence_id=self._live[attempt.parent],
             sequence_id=attempt.sequence_id(self._tag),
@@ -338,8 +342,8 @@ class CacheClient:
             answer = await self._call(self._stub.ForkSequence, message)
         except RemoteError as error:
             log.info("a sample is not forked", cause=str(error))
-            return ()
-        forked = pb.AdmitSequenceResponse(
+            return None
+        return pb.AdmitSequenceResponse(
             # Only the manager that admitted the parent can fork it.
             manager_epoch=self._manager_epoch,
             admitted=answer.admitted,
@@ -349,7 +353,6 @@ class CacheClient:
             transfers=answer.transfers,
             full_account=answer.full_account if answer.HasField("full_account") else None,
         )
-        return (forked,)
 
     def _refuse(self, attempt: AdmissionAttempt) -> None:
         self._refused = attempt

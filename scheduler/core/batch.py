@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from protos.execution.v1 import execution_pb2
-from scheduler.bridge import CacheUpdate, SyncAnswer, TokenBatch, TokenMeta
+from scheduler.bridge import CacheUpdate, RequestUpdates, SyncAnswer, TokenMeta
 from scheduler.core.onloading import CopyTracker
 from scheduler.core.planner import Plan, choose_victim, plan_step, trimmable
 from scheduler.core.prefill_budget import PrefillBudget
@@ -17,7 +17,7 @@ from scheduler.sequence import Eviction, LeaveReason, Sequence
 # Progress that is not urgent is reported once in so many steps: the cache manager allocates ahead, and a call per step
 # would cost more than all its other work.
 GATHER_STEPS = 8
-_NO_TOKENS, _NO_UPDATE = TokenBatch(), CacheUpdate()
+_NO_TOKENS, _NO_UPDATE = RequestUpdates(), CacheUpdate()
 
 
 class RunningBatch:
@@ -28,7 +28,7 @@ class RunningBatch:
 
     def __init__(self) -> None:
         # Updates that are not published yet.
-        self.tokens = TokenBatch()
+        self.tokens = RequestUpdates()
         self.update = CacheUpdate()
         # Handles that the next step removes from the executor.
         self.removed: list[int] = []
@@ -67,7 +67,7 @@ class RunningBatch:
         """Prompt tokens that are still to be computed."""
         return sum(sequence.remaining for sequence in self.ranked if sequence.remaining > 1)
 
-    def take_updates(self, *, everything: bool = True) -> tuple[TokenBatch | None, CacheUpdate | None]:
+    def take_updates(self, *, everything: bool = True) -> tuple[RequestUpdates | None, CacheUpdate | None]:
         """The updates since the last call, None for an empty one.
 
         everything: with the progress of all sequences, which else comes with other news or every GATHER_STEPS.
@@ -79,7 +79,7 @@ class RunningBatch:
                 self._report_progress(sequence)
         tokens = update = None
         if self.tokens != _NO_TOKENS:
-            tokens, self.tokens = self.tokens, TokenBatch()
+            tokens, self.tokens = self.tokens, RequestUpdates()
         if self.update != _NO_UPDATE:
             update, self.update = self.update, CacheUpdate()
             update.step = self._answered

@@ -118,7 +118,7 @@ class StepLoop:
         plan = self._plan()
         if plan is not None:
             self._send(plan)
-        self._commit(sent=plan is not None)
+        self._wait_for_answer(sent=plan is not None)
         self._publish()
 
     def _read(self, commands: list[Command]) -> None:
@@ -197,7 +197,7 @@ class StepLoop:
         self._in_flight.append(step)
         self._timing.sending += time.perf_counter() - started
 
-    def _commit(self, *, sent: bool) -> None:
+    def _wait_for_answer(self, *, sent: bool) -> None:
         """Waits for the oldest answer unless more steps are to be sent; with none in flight, for a command."""
         if self._in_flight and not (sent and self._wants_more()):
             self._receive()

@@ -18,6 +18,7 @@ from protos.rpc import tracing
 from protos.rpc.errors import ServiceError, UnexpectedError
 from protos.rpc.identity import current
 from protos.rpc.logs import short_hash
+from protos.rpc.spans import Attribute
 from scheduler.frontend.output import Stream
 from scheduler.metrics import RequestMetrics
 
@@ -112,7 +113,7 @@ class GenerationRecord:
     def end(self, error: str) -> None:
         """Ends the span and adds to the line. error: why the output broke off, empty when it did not."""
         fields: dict[str, Any] = {"generation": self._message.request_id[:128]}
-        attributes: dict[str, tracing.Attribute] = {}
+        attributes: dict[str, Attribute] = {}
         if self.stream is not None and self.stream.was_taken:
             fields = self._accepted(self.stream, error)
             attributes = _usage(fields)
@@ -150,9 +151,9 @@ class GenerationRecord:
             fields["salt_sha256"] = short_hash(request.cache.salt)
         return fields
 
-    def _asked(self) -> dict[str, tracing.Attribute]:
+    def _asked(self) -> dict[str, Attribute]:
         message, sampling = self._message, self._message.sampling
-        attributes: dict[str, tracing.Attribute] = {
+        attributes: dict[str, Attribute] = {
             "gen_ai.operation.name": self._operation,
             "gen_ai.provider.name": "kvkeep",
             "gen_ai.request.model": self._model,
@@ -168,9 +169,9 @@ class GenerationRecord:
         return attributes
 
 
-def _usage(fields: dict[str, Any]) -> dict[str, tracing.Attribute]:
+def _usage(fields: dict[str, Any]) -> dict[str, Attribute]:
     """The fields of a line under the names of OpenTelemetry, where it has one."""
-    attributes: dict[str, tracing.Attribute] = {
+    attributes: dict[str, Attribute] = {
         "gen_ai.response.id": fields["generation"],
         "gen_ai.response.finish_reasons": [fields["finish_reason"]],
         "gen_ai.usage.input_tokens": fields["prompt_tokens"],

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from scheduler.bridge import AdmissionListener, AdmissionQueue, Cancel, CommandQueue, TokenBatch
+from scheduler.bridge import AdmissionListener, AdmissionQueue, Cancel, CommandQueue, RequestUpdates
 from scheduler.metrics import StepLoad, StepTimes
 from scheduler.request import AdmissionAttempt
 
@@ -39,7 +39,7 @@ class Engine(Protocol):
 class EngineListener(AdmissionListener, Protocol):
     """Receives what becomes of samples, on the asyncio loop."""
 
-    def receive(self, batch: TokenBatch) -> None:
+    def receive(self, batch: RequestUpdates) -> None:
         """Takes what answered steps brought: one call for all samples."""
 
 

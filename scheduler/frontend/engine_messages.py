@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from protos.execution.v1 import execution_pb2
 from protos.generation.v1 import generation_pb2 as pb
-from scheduler.bridge import Admission, TokenBatch, TokenMeta
+from scheduler.bridge import Admission, RequestUpdates, TokenMeta
 from scheduler.frontend.engine import EngineListener
 from scheduler.request import AdmissionAttempt, CacheOptions
 
@@ -36,7 +36,7 @@ class SentSample:
         """Whether this attempt has brought output."""
         return len(self.token_ids) > len(self.attempt.token_ids)
 
-    def take(self, chunk: pb.StreamGenerateResponse, batch: TokenBatch, listener: EngineListener) -> None:
+    def take(self, chunk: pb.StreamGenerateResponse, batch: RequestUpdates, listener: EngineListener) -> None:
         """Adds its new output to a batch; the listener hears at once how the sample was admitted."""
         # A sample that is aborted before its first token was never admitted, as far as is known.
         if chunk.HasField("usage") and (chunk.token_ids or self.introduced):
@@ -59,7 +59,7 @@ class SentSample:
             self.token_ids.append(token_id)
             batch.outputs.append((self.arrival, token_id, meta))
 
-    def _take_usage(self, usage: pb.Usage, batch: TokenBatch, listener: EngineListener) -> None:
+    def _take_usage(self, usage: pb.Usage, batch: RequestUpdates, listener: EngineListener) -> None:
         """The first usage says how the sample was admitted, the last one what it has cost."""
         before, self.usage = self.usage or pb.Usage(), usage
         if not self.introduced:
@@ -78,7 +78,7 @@ class SentSample:
             listener.admitted(self.attempt, admission)
             # Its first step was so long before its first token.
             prefill = usage.time_to_first_token.ToNanoseconds() - usage.queue_time.ToNanoseconds()
-            listener.receive(TokenBatch(started=[self.arrival], at=batch.at - prefill / 1e9))
+            listener.receive(RequestUpdates(started=[self.arrival], at=batch.at - prefill / 1e9))
         batch.preempted.extend([self.arrival] * (usage.preemptions - before.preemptions))
         host, disk = usage.host_tokens - before.host_tokens, usage.disk_tokens - before.disk_tokens
         if host or disk:

@@ -73,15 +73,15 @@ class ExecutorLoader:
     async def unload(self, name: str) -> int:
         adapter = self._table.leave(name)
         running = self._table.uses(adapter)
-        if running:
-            self._run(self._unload_later(adapter))
-            return running
         try:
-            await self._unload(adapter)
+            # An adapter in use leaves later: an executor that does not unload it must say so now.
+            await self._unload(adapter, validate_only=bool(running))
         except RemoteError as error:
             self._table.stay(adapter)
             raise PassedOnError(error) from error
-        return 0
+        if running:
+            self._run(self._unload_later(adapter))
+        return running
 
     async def update_weights(self, version: str, path: str) -> int:
         # The executor goes on without its caller, and this side has to know how it ends.
@@ -124,13 +124,15 @@ class ExecutorLoader:
                     return None
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _unload(self, adapter: Adapter) -> None:
+    async def _unload(self, adapter: Adapter, *, validate_only: bool = False) -> None:
         """Raises RemoteError."""
+        message = execution_pb2.UnloadAdapterRequest(name=adapter.name, validate_only=validate_only)
         try:
-            await self._stub.UnloadAdapter(execution_pb2.UnloadAdapterRequest(name=adapter.name), timeout=CALL_SECONDS)
+            await self._stub.UnloadAdapter(message, timeout=CALL_SECONDS)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
-        self._table.remove(adapter)
+        if not validate_only:
+            self._table.remove(adapter)
 
 
 class LoaderElsewhere:

@@ -13,7 +13,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import PassedOnError, from_status
 from protos.rpc.logs import FileLog
 from protos.rpc.startup import collect_rarely
-from scheduler.bridge import TokenBatch
+from scheduler.bridge import RequestUpdates
 from scheduler.errors import DrainingError, NotReadyError
 from scheduler.frontend.access_log import AccessLog
 from scheduler.frontend.engine import EngineListener, Loads
@@ -81,7 +81,7 @@ class RemoteEngine:
 
     def received(self, response: pb.StreamRequestsResponse, listener: EngineListener) -> None:
         """Takes news of its samples."""
-        batch = TokenBatch(steps=int(bool(response.outputs)), at=time.monotonic())
+        batch = RequestUpdates(steps=int(bool(response.outputs)), at=time.monotonic())
         for chunk in response.outputs:
             if (sample := self._by_name.get(chunk.request_id)) is not None:
                 sample.take(chunk, batch, listener)

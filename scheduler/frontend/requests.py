@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from protos.errors import InvalidField
 from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import ServiceError
-from scheduler.bridge import Admission, TokenBatch, TokenMeta
+from scheduler.bridge import Admission, RequestUpdates, TokenMeta
 from scheduler.errors import (
     AdapterLostError,
     DrainingError,
@@ -302,7 +302,7 @@ class RequestTable:
                 # At once: it must not be admitted in the session that is open now.
                 self._engine.cancel(arrival)
 
-    def receive(self, batch: TokenBatch) -> None:
+    def receive(self, batch: RequestUpdates) -> None:
         """Takes what answered steps brought: one call for all requests."""
         self.steps += batch.steps
         if batch.adapters:
@@ -323,7 +323,7 @@ class RequestTable:
             if generation := self._live.get(arrival):
                 generation.fail(ExecutorFailsError(f"the executor failed {MAX_FAILURES} times over this request"))
 
-    def _take_outputs(self, batch: TokenBatch) -> None:
+    def _take_outputs(self, batch: RequestUpdates) -> None:
         for arrival, logprobs in batch.prompt_logprobs:
             if generation := self._live.get(arrival):
                 generation.score_prompt(logprobs)
@@ -349,7 +349,7 @@ class RequestTable:
             self.metrics.inter_token.observe(batch.at - at, tokens)
         self._flusher.flush()
 
-    def _note(self, batch: TokenBatch) -> None:
+    def _note(self, batch: RequestUpdates) -> None:
         """Counts what callers hear of at the end."""
         for arrival in batch.started:
             if (generation := self._live.get(arrival)) and generation.started_at is None:

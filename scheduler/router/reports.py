@@ -11,7 +11,7 @@ from google.rpc import status_pb2
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import PassedOnError, from_status
-from scheduler.bridge import TokenBatch
+from scheduler.bridge import RequestUpdates
 from scheduler.errors import AdapterLostError, QueueFullError
 from scheduler.frontend.adapters import AdapterTable
 from scheduler.frontend.engine import EngineListener
@@ -35,7 +35,7 @@ class EngineReports:
 
     def received(self, link: EngineLink, response: pb.StreamRequestsResponse) -> None:
         """An engine has sent output, failures or its load."""
-        batch = TokenBatch(steps=int(bool(response.outputs)), at=time.monotonic())
+        batch = RequestUpdates(steps=int(bool(response.outputs)), at=time.monotonic())
         try:
             for chunk in response.outputs:
                 if routed := self._fleet.find(chunk.request_id):
@@ -56,7 +56,7 @@ class EngineReports:
 
     def lost(self, link: EngineLink, *, was_silent: bool) -> None:
         """An engine is lost: its samples go on elsewhere. None of them is at fault where it only says nothing."""
-        batch = TokenBatch(at=time.monotonic())
+        batch = RequestUpdates(at=time.monotonic())
         running = self._fleet.lost(link)
         log.warning("engine lost", address=link.address, executor=link.executor_id, requests=len(running))
         for routed in running:
@@ -72,11 +72,11 @@ class EngineReports:
     def look_at(self, links: Iterable[EngineLink]) -> None:
         """Moves the samples of engines that say nothing."""
         for link in links:
-            batch = TokenBatch(at=time.monotonic())
+            batch = RequestUpdates(at=time.monotonic())
             self._leave(link, batch)
             self._listener.receive(batch)
 
-    def _leave(self, link: EngineLink, batch: TokenBatch) -> None:
+    def _leave(self, link: EngineLink, batch: RequestUpdates) -> None:
         """Samples that make no progress at an engine, as it or a neighbour of it is silent, go on elsewhere."""
         stranded = self._fleet.stranded(link)
         if stranded:
@@ -87,14 +87,14 @@ class EngineReports:
             # Requests may be why an executor is silent, and never why a cache manager is.
             self._move(routed, batch, lost=link.executor_silent)
 
-    def _move(self, routed: Routed, batch: TokenBatch, *, lost: bool) -> None:
+    def _move(self, routed: Routed, batch: RequestUpdates, *, lost: bool) -> None:
         attempt = self._fleet.next_attempt(routed, lost=lost)
         if attempt.failures < MAX_FAILURES:
             batch.retried.append(attempt)
         else:
             batch.given_up.append(routed.arrival)
 
-    def _fail(self, link: EngineLink, routed: Routed, failure: pb.RequestFailure, batch: TokenBatch) -> None:
+    def _fail(self, link: EngineLink, routed: Routed, failure: pb.RequestFailure, batch: RequestUpdates) -> None:
         error = from_status(status_pb2.Status.FromString(failure.status))
         # A sample that comes from another engine was taken once. What an engine says of its queue is a little old, and
         # other routers send to it too.
@@ -109,7 +109,7 @@ class EngineReports:
             self._fleet.end(routed)
             self._listener.refused(routed.attempt, PassedOnError(error), was_taken=not failure.is_refused)
 
-    def _take(self, routed: Routed, chunk: pb.StreamGenerateResponse, batch: TokenBatch) -> None:
+    def _take(self, routed: Routed, chunk: pb.StreamGenerateResponse, batch: RequestUpdates) -> None:
         was_introduced = routed.introduced
         routed.heard_at = batch.at
         routed.take(chunk, batch, self._listener)

@@ -35,7 +35,7 @@ def fill_history(address: str) -> None:
     try:
         for number in range(EVENTS // (2 * PROMPT_BLOCKS) + 3):
             tokens = prompt(number, PROMPT_BLOCKS * BLOCK)
-            admitted = client.stub.AdmitSequence(client.admission(f"filler-{number}", tokens), timeout=CALL_SECONDS)
+            admitted = client.admit(f"filler-{number}", tokens)
             handles = [admitted.sequence_handle]
             columns = {"computed_tokens": [len(tokens)], "new_token_counts": [0], "released_handles": handles}
             client.stub.SyncSequences(client.progress(number + 1, handles=handles, **columns), timeout=CALL_SECONDS)

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
-from tests.conformance.backends import Backend
+from tests.conformance.backends import Backend, Refused
 from tests.support.device import Content, Device, contents
 
 EXECUTOR, SCHEDULER = "gpu", "front"
@@ -78,13 +78,22 @@ class Player:
 
     def add(self, name: str, token_ids: list[int], **options: Any) -> pb.AdmitSequenceResponse:
         """Admits a sequence and runs its copies; computes nothing."""
-        answer = self.backend.call("AdmitSequence", self.admission(name, token_ids, **options))
+        answer = self._admit(self.admission(name, token_ids, **options))
         if answer.admitted:
             scope = (options.get("salt"), options.get("adapter_id"))
             self._enter(name, answer, token_ids, scope, options.get("extra_keys", []))
             self.sequences[name].wait_for = answer.wait_for_handle
             self.sequences[name].cached = answer.cached_tokens
             self.sequences[name].computed = self.sequences[name].reported = answer.cached_tokens
+        return answer
+
+    def _admit(self, admission: pb.AdmitSequenceRequest) -> pb.AdmitSequenceResponse:
+        """The answer to an admission. Raises Refused with the fields of the admission."""
+        try:
+            [answer] = self.backend.call("AdmitSequences", pb.AdmitSequencesRequest(admissions=[admission])).answers
+        except Refused as error:
+            error.fields = {field.removeprefix("admissions[0]."): text for field, text in error.fields.items()}
+            raise
         return answer
 
     def fork(self, parent_name: str, name: str) -> pb.ForkSequenceResponse:

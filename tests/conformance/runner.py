@@ -12,9 +12,9 @@ from tests.conformance import notation, scheduling
 from tests.conformance.backends import BACKENDS, Backend, Refused
 from tests.conformance.cases import Part
 from tests.conformance.observer import Observer
-from tests.conformance.player import EXECUTOR, SCHEDULED, Player
+from tests.conformance.player import EXECUTOR, Player
 
-WORDS = {"add", "fork", "compute", "append", "truncate", "release", "advance", "preview", "estimate", "follow"}
+WORDS = {"add", "fork", "compute", "append", "truncate", "release", "advance", "preview", "follow"}
 WORDS |= {"pin", "unpin", "schedule", "read_events", "expect"}
 
 
@@ -167,25 +167,11 @@ class Runner:
         answer = self._backend.call("PreviewAdmission", request)
         return {"cached": answer.cached_tokens, **scheduling.blocks_of(answer)}
 
-    def _estimate(self, name: str, step: dict[str, Any]) -> dict[str, Any]:
-        return scheduling.blocks_of(self._ask(name, step["to"], step.get("max_new", 0)))
-
-    def _ask(self, name: str, to: int, max_new: int) -> pb.EstimateSequenceResponse:
-        """About the step that computes the tokens before `to`."""
-        steps = to - self.player.sequences[name].reported
-        request = pb.EstimateSequenceRequest(sequence_id=name, step_tokens=steps, max_new_tokens=max_new, **SCHEDULED)
-        return self._backend.call("EstimateSequence", request)
-
     def _follow(self, name: str, step: dict[str, Any]) -> None:
-        """Generates tokens; before each the estimates must be what the sequence then really takes."""
-        total, used = step["completion"], self.observer.used()
-        for left in range(step["new"], 0, -1):
-            live = self.player.sequences[name]
-            estimate = scheduling.blocks_of(self._ask(name, len(live.tokens) + 1, left))
-            assert self.observer.used() + estimate["completion"] == total + used - step["taken"]
-            before = self.observer.used()
-            self.player.append(name, [7])
-            assert self.observer.used() - before == estimate["next_step"]
+        """Generates tokens; in the end the sequence must have taken what the preview said for its completion."""
+        used = self.observer.used()
+        self.player.append(name, [7] * step["new"])
+        assert self.observer.used() == used + step["completion"] - step["taken"]
 
     def _schedule(self, policy: str, step: dict[str, Any]) -> dict[str, Any]:
         return scheduling.simulate(self._backend, self.player, policy, step["requests"], step.get("chunk"))

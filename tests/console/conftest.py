@@ -14,7 +14,7 @@ from cachemgr.rpc.admin_service import CacheAdminService
 from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.event_service import CacheEventService
 from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import Prefix, Quota, Retention, RetentionRange
 from kvctl.console.app import create_app
 from kvctl.console.fleet import Fleet

@@ -169,8 +169,9 @@ def _others(
 ) -> Iterator[tuple[str, Probe]]:
     """What a caller's token is not for."""
     admission = kv.AdmitSequenceRequest(sequence_id="x", salt=stage.bound_salt, token_ids=PROMPT)
+    admissions = kv.AdmitSequencesRequest(admissions=[admission])
     forget = kv.ForgetBlocksRequest(salt=stage.bound_salt)
-    yield "admit as a caller", lambda: _one(manager.AdmitSequence(admission, timeout=CALL_SECONDS))
+    yield "admit as a caller", lambda: _one(manager.AdmitSequences(admissions, timeout=CALL_SECONDS))
     yield "forget as a caller", lambda: _one(admin.ForgetBlocks(forget, timeout=CALL_SECONDS))
 
 

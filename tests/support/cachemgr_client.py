@@ -103,7 +103,9 @@ class Client:
         return await self.manager.RegisterExecutor(registration, timeout=patience(5))
 
     async def admit(self, sequence_id: str, tokens: int | list[int], **values: object) -> pb.AdmitSequenceResponse:
-        return await self.manager.AdmitSequence(self.admission(sequence_id, tokens, **values), timeout=patience(5))
+        request = pb.AdmitSequencesRequest(admissions=[self.admission(sequence_id, tokens, **values)])
+        [answer] = (await self.manager.AdmitSequences(request, timeout=patience(5))).answers
+        return answer
 
     async def sync(self, step: int, **columns: object) -> pb.SyncSequencesResponse:
         request = pb.SyncSequencesRequest(

@@ -18,11 +18,11 @@ from cachemgr.errors import EventsGoneError
 from cachemgr.manager import CacheManager
 from cachemgr.operators.commands import OperatorCommands
 from cachemgr.operators.operator_journal import Kind
-from cachemgr.operators.queries import Queries
+from cachemgr.queries import Queries
 from cachemgr.retention.leases import leases_of
 from cachemgr.retention.priority import RULE
 from cachemgr.sequences.holds import Holds
-from cachemgr.steps import Steps
+from cachemgr.slices import Steps
 from cachemgr.types import (
     Admission,
     AdmitRequest,

@@ -8,8 +8,9 @@ from redis.asyncio import Redis
 
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.operators.operator_journal import Entry, Kind
-from cachemgr.persistence.redis_index import IndexStore, Reading
-from cachemgr.persistence.write_queue import WriteQueue
+from cachemgr.persistence.pending_changes import PendingChanges
+from cachemgr.persistence.reading import Reading
+from cachemgr.persistence.redis_index import IndexStore
 from cachemgr.types import PinRecord, Restored, Slot
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
@@ -61,7 +62,7 @@ class CopiedStore:
 
     def __init__(self, redis: Redis, copied: Copied | None = None, *, max_pending: int = 50, interval: float = 0.01):
         self.copied = copied or Copied()
-        self.queue = WriteQueue(max_pending)
+        self.queue = PendingChanges(max_pending)
         self.store = IndexStore(redis, self.queue, self.copied, self.copied, epoch=next(_epochs), interval=interval)
 
     def note(self, executor_id: str, record: BlockRecord) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cachemgr import steps
+from cachemgr import slices
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.blocks.cache_scopes import account_for
 from cachemgr.errors import (
@@ -32,11 +32,10 @@ from cachemgr.errors import (
     WindowPassedError,
 )
 from cachemgr.retention.rules import FIELDS
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import (
     Admission,
     BlockFilter,
-    EventKind,
     ForgetTarget,
     HintAction,
     Hints,
@@ -179,12 +178,12 @@ def live_long_as_twins(seed: int, operations: int) -> None:
 @contextlib.contextmanager
 def small_steps() -> Iterator[None]:
     """Long calls take a step for each block."""
-    before = steps.LOOKS, steps.CHANGES
-    steps.LOOKS = steps.CHANGES = 1
+    before = slices.LOOKS, slices.CHANGES
+    slices.LOOKS = slices.CHANGES = 1
     try:
         yield
     finally:
-        steps.LOOKS, steps.CHANGES = before
+        slices.LOOKS, slices.CHANGES = before
 
 
 class RandomLife:
@@ -817,13 +816,9 @@ def _common(one: list[int], other: list[int]) -> int:
 
 
 def admit_as_previewed(world: World, tokens: list[int], **options: Any) -> Admission:
-    """Admits a sequence if and only if its preview says so, and takes and evicts just what that says."""
+    """Admits a sequence if and only if its preview says so, and takes just what the preview says."""
     request, manager = world.request(tokens, **options), world.manager
     number = manager.queries.last_event
-    on_device = {block.key for block in manager.queries.records(world.executor_id) if block.tier is TierKind.DEVICE}
-    # Beside other groups a block may be offloaded and evicted with its key, and quotas are left aside.
-    tiers = [tier for pool in world.executor().pools for tier in pool.tiers]
-    is_exact = len(world.windows) == 1 and not any(tier.shares for tier in tiers) and not any(manager.queries.quotas())
     preview = manager.queries.preview(request, 0)
     used = [pool.used_blocks for pool in world.pools()]
     assert manager.queries.last_event == number
@@ -835,8 +830,6 @@ def admit_as_previewed(world: World, tokens: list[int], **options: Any) -> Admis
         return admission
     live = world.enter(request, admission, list(tokens))
     assert admission.cached_tokens == preview.cached_tokens
-    if is_exact:
-        assert [tuple(one) for one in preview.evictions] == evicted(world, number, on_device)
     copied = Counter(copy.group for copy in admission.transfers if copy.source_tier is copy.target_tier)
     for group, estimate in enumerate(preview.estimates):
         slots = len(tokens) if live.policy is None else live.policy.clean_tokens(len(tokens), len(tokens))
@@ -845,17 +838,3 @@ def admit_as_previewed(world: World, tokens: list[int], **options: Any) -> Admis
         # The source of a copy is kept, too, until the copy has ended.
         assert 0 <= taken - ahead <= copied[group], f"{taken} blocks beyond the estimate, {ahead} ahead"
     return admission
-
-
-def evicted(world: World, number: int, on_device: set[bytes]) -> list[tuple[int, int, int, int]]:
-    """Of the only group: priority, blocks that have left the device since an event, and how many of them moved down."""
-    left: dict[bytes, tuple[int, bool]] = {}
-    for event in world.queries.events_after(number):
-        block, key = event.block, event.block.key
-        lost = event.kind is EventKind.REMOVED and block.tier is TierKind.DEVICE
-        moved = event.kind is EventKind.UPDATED and block.tier is not TierKind.DEVICE
-        if key in on_device and key not in left and (moved or (lost and event.cause is not RemovalCause.OVERWRITTEN)):
-            left[key] = block.priority, moved
-    counts = Counter(priority for priority, _ in left.values())
-    down = Counter(priority for priority, moved in left.values() if moved)
-    return [(0, priority, counts[priority], down[priority]) for priority in sorted(counts)]

@@ -1,7 +1,7 @@
 """A runner whose device is simulated: it ends a step once the step after it has been launched."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -40,6 +40,9 @@ class SimulatedRunner:
         self.last_step = 0
         self._steps = steps
         self._computing: SimulatedStep | None = None
+
+    def prepare(self, step: Step, before_waiting: Callable[[], None]) -> Step:
+        return step
 
     def launch(self, step: Step) -> SimulatedStep:
         self.last_step = step.number

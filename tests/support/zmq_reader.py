@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from cachemgr.manager import CacheManager
-from cachemgr.operators.queries import Queries
+from cachemgr.queries import Queries
 from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.zmq_events import ZmqEvents, ZmqSettings
 from cachemgr.types import TierKind

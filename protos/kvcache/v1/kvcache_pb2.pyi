@@ -599,18 +599,16 @@ class PreviewAdmissionRequest(_message.Message):
     def __init__(self, admission: _Optional[_Union[AdmitSequenceRequest, _Mapping]] = ..., max_new_tokens: _Optional[int] = ...) -> None: ...
 
 class PreviewAdmissionResponse(_message.Message):
-    __slots__ = ("admitted", "missing_blocks", "cached_tokens", "estimates", "evictions")
+    __slots__ = ("admitted", "missing_blocks", "cached_tokens", "estimates")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     MISSING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ESTIMATES_FIELD_NUMBER: _ClassVar[int]
-    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
     admitted: bool
     missing_blocks: int
     cached_tokens: int
     estimates: _containers.RepeatedCompositeFieldContainer[BlockEstimate]
-    evictions: _containers.RepeatedCompositeFieldContainer[PredictedEviction]
-    def __init__(self, admitted: _Optional[bool] = ..., missing_blocks: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., estimates: _Optional[_Iterable[_Union[BlockEstimate, _Mapping]]] = ..., evictions: _Optional[_Iterable[_Union[PredictedEviction, _Mapping]]] = ...) -> None: ...
+    def __init__(self, admitted: _Optional[bool] = ..., missing_blocks: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., estimates: _Optional[_Iterable[_Union[BlockEstimate, _Mapping]]] = ...) -> None: ...
 
 class BlockEstimate(_message.Message):
     __slots__ = ("group", "reusable_blocks", "next_step_blocks", "completion_blocks")
@@ -623,38 +621,6 @@ class BlockEstimate(_message.Message):
     next_step_blocks: int
     completion_blocks: int
     def __init__(self, group: _Optional[int] = ..., reusable_blocks: _Optional[int] = ..., next_step_blocks: _Optional[int] = ..., completion_blocks: _Optional[int] = ...) -> None: ...
-
-class PredictedEviction(_message.Message):
-    __slots__ = ("group", "retention_priority", "num_blocks", "offloaded_blocks")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    OFFLOADED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    group: int
-    retention_priority: int
-    num_blocks: int
-    offloaded_blocks: int
-    def __init__(self, group: _Optional[int] = ..., retention_priority: _Optional[int] = ..., num_blocks: _Optional[int] = ..., offloaded_blocks: _Optional[int] = ...) -> None: ...
-
-class EstimateSequenceRequest(_message.Message):
-    __slots__ = ("sequence_id", "step_tokens", "max_new_tokens", "scheduler_id", "scheduler_epoch")
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
-    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
-    SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    sequence_id: str
-    step_tokens: int
-    max_new_tokens: int
-    scheduler_id: str
-    scheduler_epoch: int
-    def __init__(self, sequence_id: _Optional[str] = ..., step_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ...) -> None: ...
-
-class EstimateSequenceResponse(_message.Message):
-    __slots__ = ("estimates",)
-    ESTIMATES_FIELD_NUMBER: _ClassVar[int]
-    estimates: _containers.RepeatedCompositeFieldContainer[BlockEstimate]
-    def __init__(self, estimates: _Optional[_Iterable[_Union[BlockEstimate, _Mapping]]] = ...) -> None: ...
 
 class SendHintsRequest(_message.Message):
     __slots__ = ("prefix", "hints", "session_id")

@@ -55,11 +55,6 @@ class CacheManagerServiceStub:
                 request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.RegisterSchedulerRequest.SerializeToString,
                 response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.RegisterSchedulerResponse.FromString,
                 _registered_method=True)
-        self.AdmitSequence = channel.unary_unary(
-                '/kvcache.v1.CacheManagerService/AdmitSequence',
-                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.AdmitSequenceRequest.SerializeToString,
-                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.AdmitSequenceResponse.FromString,
-                _registered_method=True)
         self.AdmitSequences = channel.unary_unary(
                 '/kvcache.v1.CacheManagerService/AdmitSequences',
                 request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.AdmitSequencesRequest.SerializeToString,
@@ -105,11 +100,6 @@ class CacheManagerServiceStub:
                 request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionRequest.SerializeToString,
                 response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionResponse.FromString,
                 _registered_method=True)
-        self.EstimateSequence = channel.unary_unary(
-                '/kvcache.v1.CacheManagerService/EstimateSequence',
-                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.EstimateSequenceRequest.SerializeToString,
-                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.EstimateSequenceResponse.FromString,
-                _registered_method=True)
         self.SendHints = channel.unary_unary(
                 '/kvcache.v1.CacheManagerService/SendHints',
                 request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.SendHintsRequest.SerializeToString,
@@ -152,16 +142,9 @@ class CacheManagerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def AdmitSequence(self, request, context):
-        """Matches, claims and allocates for one sequence: all or nothing, and the same answer when repeated.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def AdmitSequences(self, request, context):
-        """Admits several sequences one after the other, up to the first that cannot be admitted now. Other calls may be
-        answered between two of them.
+        """Admits sequences one after the other, up to the first that cannot be admitted now: matches, claims and allocates,
+        all or nothing for each sequence, and the same answer when repeated. Other calls may be answered between two.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -217,14 +200,7 @@ class CacheManagerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PreviewAdmission(self, request, context):
-        """Predicts the blocks that an admission would reuse, allocate and evict; changes nothing.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def EstimateSequence(self, request, context):
-        """Estimates the blocks that a live sequence will allocate.
+        """Predicts the blocks that an admission would reuse and allocate; changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -259,11 +235,6 @@ def add_CacheManagerServiceServicer_to_server(servicer, server):
                     servicer.RegisterScheduler,
                     request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.RegisterSchedulerRequest.FromString,
                     response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.RegisterSchedulerResponse.SerializeToString,
-            ),
-            'AdmitSequence': grpc.unary_unary_rpc_method_handler(
-                    servicer.AdmitSequence,
-                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.AdmitSequenceRequest.FromString,
-                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.AdmitSequenceResponse.SerializeToString,
             ),
             'AdmitSequences': grpc.unary_unary_rpc_method_handler(
                     servicer.AdmitSequences,
@@ -309,11 +280,6 @@ def add_CacheManagerServiceServicer_to_server(servicer, server):
                     servicer.PreviewAdmission,
                     request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionRequest.FromString,
                     response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionResponse.SerializeToString,
-            ),
-            'EstimateSequence': grpc.unary_unary_rpc_method_handler(
-                    servicer.EstimateSequence,
-                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.EstimateSequenceRequest.FromString,
-                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.EstimateSequenceResponse.SerializeToString,
             ),
             'SendHints': grpc.unary_unary_rpc_method_handler(
                     servicer.SendHints,
@@ -430,33 +396,6 @@ class CacheManagerService:
             '/kvcache.v1.CacheManagerService/RegisterScheduler',
             protos_dot_kvcache_dot_v1_dot_kvcache__pb2.RegisterSchedulerRequest.SerializeToString,
             protos_dot_kvcache_dot_v1_dot_kvcache__pb2.RegisterSchedulerResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def AdmitSequence(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvcache.v1.CacheManagerService/AdmitSequence',
-            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.AdmitSequenceRequest.SerializeToString,
-            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.AdmitSequenceResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -700,33 +639,6 @@ class CacheManagerService:
             '/kvcache.v1.CacheManagerService/PreviewAdmission',
             protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionRequest.SerializeToString,
             protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def EstimateSequence(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvcache.v1.CacheManagerService/EstimateSequence',
-            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.EstimateSequenceRequest.SerializeToString,
-            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.EstimateSequenceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,11 +46,9 @@ class CacheManagerServiceStub:
     """
     RegisterScheduler: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.RegisterSchedulerRequest, _kvcache_pb2.RegisterSchedulerResponse]
     """Announces a scheduler. A newer epoch of the same scheduler frees the blocks of the older one."""
-    AdmitSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.AdmitSequenceRequest, _kvcache_pb2.AdmitSequenceResponse]
-    """Matches, claims and allocates for one sequence: all or nothing, and the same answer when repeated."""
     AdmitSequences: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.AdmitSequencesRequest, _kvcache_pb2.AdmitSequencesResponse]
-    """Admits several sequences one after the other, up to the first that cannot be admitted now. Other calls may be
-    answered between two of them.
+    """Admits sequences one after the other, up to the first that cannot be admitted now: matches, claims and allocates,
+    all or nothing for each sequence, and the same answer when repeated. Other calls may be answered between two.
     """
     SyncSequences: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.SyncSequencesRequest, _kvcache_pb2.SyncSequencesResponse]
     """Reports progress of all running sequences in columns and answers with new capacity; renews the scheduler's lease."""
@@ -67,9 +65,7 @@ class CacheManagerServiceStub:
     ConfirmTransfers: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ConfirmTransfersRequest, _kvcache_pb2.ConfirmTransfersResponse]
     """Reports copies that an executor has finished or failed; frees the slots that the tickets reserved."""
     PreviewAdmission: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.PreviewAdmissionRequest, _kvcache_pb2.PreviewAdmissionResponse]
-    """Predicts the blocks that an admission would reuse, allocate and evict; changes nothing."""
-    EstimateSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.EstimateSequenceRequest, _kvcache_pb2.EstimateSequenceResponse]
-    """Estimates the blocks that a live sequence will allocate."""
+    """Predicts the blocks that an admission would reuse and allocate; changes nothing."""
     SendHints: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.SendHintsRequest, _kvcache_pb2.SendHintsResponse]
     """Carries out hints about cached blocks and answers each."""
 
@@ -91,11 +87,9 @@ class CacheManagerServiceAsyncStub(CacheManagerServiceStub):
     """
     RegisterScheduler: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.RegisterSchedulerRequest, _kvcache_pb2.RegisterSchedulerResponse]  # type: ignore[assignment]
     """Announces a scheduler. A newer epoch of the same scheduler frees the blocks of the older one."""
-    AdmitSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.AdmitSequenceRequest, _kvcache_pb2.AdmitSequenceResponse]  # type: ignore[assignment]
-    """Matches, claims and allocates for one sequence: all or nothing, and the same answer when repeated."""
     AdmitSequences: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.AdmitSequencesRequest, _kvcache_pb2.AdmitSequencesResponse]  # type: ignore[assignment]
-    """Admits several sequences one after the other, up to the first that cannot be admitted now. Other calls may be
-    answered between two of them.
+    """Admits sequences one after the other, up to the first that cannot be admitted now: matches, claims and allocates,
+    all or nothing for each sequence, and the same answer when repeated. Other calls may be answered between two.
     """
     SyncSequences: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.SyncSequencesRequest, _kvcache_pb2.SyncSequencesResponse]  # type: ignore[assignment]
     """Reports progress of all running sequences in columns and answers with new capacity; renews the scheduler's lease."""
@@ -112,9 +106,7 @@ class CacheManagerServiceAsyncStub(CacheManagerServiceStub):
     ConfirmTransfers: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ConfirmTransfersRequest, _kvcache_pb2.ConfirmTransfersResponse]  # type: ignore[assignment]
     """Reports copies that an executor has finished or failed; frees the slots that the tickets reserved."""
     PreviewAdmission: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.PreviewAdmissionRequest, _kvcache_pb2.PreviewAdmissionResponse]  # type: ignore[assignment]
-    """Predicts the blocks that an admission would reuse, allocate and evict; changes nothing."""
-    EstimateSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.EstimateSequenceRequest, _kvcache_pb2.EstimateSequenceResponse]  # type: ignore[assignment]
-    """Estimates the blocks that a live sequence will allocate."""
+    """Predicts the blocks that an admission would reuse and allocate; changes nothing."""
     SendHints: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.SendHintsRequest, _kvcache_pb2.SendHintsResponse]  # type: ignore[assignment]
     """Carries out hints about cached blocks and answers each."""
 
@@ -159,21 +151,13 @@ class CacheManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Announces a scheduler. A newer epoch of the same scheduler frees the blocks of the older one."""
 
     @_abc_1.abstractmethod
-    def AdmitSequence(
-        self,
-        request: _kvcache_pb2.AdmitSequenceRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_kvcache_pb2.AdmitSequenceResponse, _abc.Awaitable[_kvcache_pb2.AdmitSequenceResponse]]:
-        """Matches, claims and allocates for one sequence: all or nothing, and the same answer when repeated."""
-
-    @_abc_1.abstractmethod
     def AdmitSequences(
         self,
         request: _kvcache_pb2.AdmitSequencesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.AdmitSequencesResponse, _abc.Awaitable[_kvcache_pb2.AdmitSequencesResponse]]:
-        """Admits several sequences one after the other, up to the first that cannot be admitted now. Other calls may be
-        answered between two of them.
+        """Admits sequences one after the other, up to the first that cannot be admitted now: matches, claims and allocates,
+        all or nothing for each sequence, and the same answer when repeated. Other calls may be answered between two.
         """
 
     @_abc_1.abstractmethod
@@ -238,15 +222,7 @@ class CacheManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.PreviewAdmissionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.PreviewAdmissionResponse, _abc.Awaitable[_kvcache_pb2.PreviewAdmissionResponse]]:
-        """Predicts the blocks that an admission would reuse, allocate and evict; changes nothing."""
-
-    @_abc_1.abstractmethod
-    def EstimateSequence(
-        self,
-        request: _kvcache_pb2.EstimateSequenceRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_kvcache_pb2.EstimateSequenceResponse, _abc.Awaitable[_kvcache_pb2.EstimateSequenceResponse]]:
-        """Estimates the blocks that a live sequence will allocate."""
+        """Predicts the blocks that an admission would reuse and allocate; changes nothing."""
 
     @_abc_1.abstractmethod
     def SendHints(

@@ -244,26 +244,29 @@ def _describing(service: GenerationService, guard: Guard, bodies: BodyLimits) ->
 
 def _managing(admin: SchedulerAdminService, guard: Guard, bodies: BodyLimits) -> Iterable[APIRouter]:
     """For operators: adapters, with the bodies that other servers take."""
-    loading, unloading = (
-        _router(guard, f"{ADMIN_SERVICE}/{method}", bodies=bodies) for method in ("LoadAdapter", "UnloadAdapter")
-    )
+    loads, unloads = f"{ADMIN_SERVICE}/LoadAdapter", f"{ADMIN_SERVICE}/UnloadAdapter"
+    loading, unloading = (_router(guard, method, bodies=bodies) for method in (loads, unloads))
 
     @loading.post("/v1/load_lora_adapter", response_class=Response, responses=_TEXT)
-    async def load_lora_adapter(request: LoadAdapterRequest) -> Response:
+    async def load_lora_adapter(request: LoadAdapterRequest, caller: Called) -> Response:
         """Loads a LoRA adapter, where KVKEEP_EXECUTOR_ADAPTER_DIR allows that."""
         request.check()
+        message = pb.LoadAdapterRequest(name=request.lora_name, path=request.lora_path)
         try:
-            await admin.LoadAdapter(pb.LoadAdapterRequest(name=request.lora_name, path=request.lora_path))
+            with caller.operating(loads, message):
+                await admin.LoadAdapter(message)
         except ServiceError as error:
             raise errors.from_service(error, _ADAPTER_NAMES) from error
         return PlainTextResponse(f"Success: the adapter {request.lora_name!r} is loaded.")
 
     @unloading.post("/v1/unload_lora_adapter", response_class=Response, responses=_TEXT)
-    async def unload_lora_adapter(request: UnloadAdapterRequest) -> Response:
+    async def unload_lora_adapter(request: UnloadAdapterRequest, caller: Called) -> Response:
         """Refuses new requests for an adapter; its memory is freed when running ones have ended."""
         request.check()
+        message = pb.UnloadAdapterRequest(name=request.lora_name)
         try:
-            answer = await admin.UnloadAdapter(pb.UnloadAdapterRequest(name=request.lora_name))
+            with caller.operating(unloads, message):
+                answer = await admin.UnloadAdapter(message)
         except ServiceError as error:
             raise errors.from_service(error, _ADAPTER_NAMES) from error
         left = f"; {answer.running_requests} running requests finish with it" if answer.running_requests else ""
@@ -282,19 +285,21 @@ def _aborting(service: GenerationService, guard: Guard, bodies: BodyLimits) -> A
     async def abort(request: AbortRequest, caller: Called) -> responses.Aborted:
         """Ends running requests: their answers end with what there is of them, and with the finish reason "abort"."""
         request.check()
+        async def operate(message: pb.AbortRequestsRequest) -> int:
+            with caller.operating(operators, message):
+                return (await service.admin.AbortRequests(message)).aborted_requests
+
         with caller.authorized():
             operates, aborted = caller.may(operators), 0
             if request.abort_all:
                 if not operates:
                     raise PermissionDeniedError("only an operator may abort all requests")
-                aborted = (await service.admin.AbortRequests(pb.AbortRequestsRequest(all=True))).aborted_requests
-                return {"aborted_requests": aborted}
+                return {"aborted_requests": await operate(pb.AbortRequestsRequest(all=True))}
             ids = request.request_ids or [request.rid or ""]
             for request_id in ids:
                 with contextlib.suppress(UnknownRequestError):
                     if operates:
-                        message = pb.AbortRequestsRequest(request_id=request_id)
-                        aborted += (await service.admin.AbortRequests(message)).aborted_requests
+                        aborted += await operate(pb.AbortRequestsRequest(request_id=request_id))
                     else:
                         await service.abort(request_id)
                         aborted += 1

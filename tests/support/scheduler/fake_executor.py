@@ -236,6 +236,8 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
     async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: object) -> pb.UnloadAdapterResponse:
         if not self.loads_adapters:
             raise AdaptersFixedError("no adapters are unloaded at run time here")
+        if request.validate_only:
+            return pb.UnloadAdapterResponse()
         used = [one for one in self.running.values() if one.adapter_id == self.adapters[request.name].adapter_id]
         if any(not one.stopped and len(one.token_ids) - one.computed > 1 for one in used):
             self._fault(f"{request.name} is unloaded while a sequence computes with it")

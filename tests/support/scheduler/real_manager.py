@@ -12,7 +12,7 @@ from cachemgr.rpc.data_service import CacheManagerService
 from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.event_service import CacheEventService
 from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import ExecutorSpec, ManagerConfig, PoolSpec, Quota, RetentionRule, RuleAction, RuleMatch
 from protos.errors import ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from hypothesis import strategies as st
 
 from protos.execution.v1 import execution_pb2 as pb
-from scheduler.bridge import CacheUpdate, SyncAnswer, TokenBatch
+from scheduler.bridge import CacheUpdate, RequestUpdates, SyncAnswer
 from scheduler.core.batch import RunningBatch
 from scheduler.core.loop import MOST_AHEAD
 from scheduler.core.planner import Plan
@@ -55,20 +55,20 @@ def batch_of(*sequences: Sequence) -> RunningBatch:
     return batch
 
 
-def updates(batch: RunningBatch, *, everything: bool = True) -> tuple[TokenBatch, CacheUpdate]:
+def updates(batch: RunningBatch, *, everything: bool = True) -> tuple[RequestUpdates, CacheUpdate]:
     """Takes the batch's updates."""
     tokens, update = batch.take_updates(everything=everything)
-    return tokens or TokenBatch(), update or CacheUpdate()
+    return tokens or RequestUpdates(), update or CacheUpdate()
 
 
 class Updates:
     """A listener that keeps everything."""
 
     def __init__(self) -> None:
-        self.tokens: list[TokenBatch] = []
+        self.tokens: list[RequestUpdates] = []
         self.cache: list[CacheUpdate] = []
 
-    def publish(self, tokens: TokenBatch | None, cache: CacheUpdate | None) -> None:
+    def publish(self, tokens: RequestUpdates | None, cache: CacheUpdate | None) -> None:
         self.tokens += [tokens] if tokens else []
         self.cache += [cache] if cache else []
 

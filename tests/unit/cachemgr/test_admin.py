@@ -4,7 +4,7 @@ import pytest
 
 from cachemgr.blocks.block import Block
 from cachemgr.errors import BlocksInUseError, UnknownPoolError
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import BlockFilter, Purged
 from tests.support.in_process_manager import World, retain
 from tests.support.random_operations import small_steps

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import ExtraKey, ForgetTarget
 from protos.errors import InvalidField
 from tests.support.in_process_manager import CONFIG, World

@@ -12,8 +12,8 @@ from cachemgr.blocks.block import Account, Block, account_of
 from cachemgr.blocks.tier import Tier
 from cachemgr.manager import CacheManager
 from cachemgr.operators.removal_plan import RemovalPlan
-from cachemgr.sequences.sequence import OpenedCopies
-from cachemgr.steps import at_once
+from cachemgr.sequences.copies import OpenedCopies
+from cachemgr.slices import at_once
 from cachemgr.types import (
     ExecutorSpec,
     ExtraKey,

@@ -36,16 +36,3 @@ def test_blocks_held_by_others_cost_nothing_and_cached_blocks_cost_their_slot():
     (estimate,) = world.queries.preview(request, 0).estimates
     assert world.manager.admit(request).admitted
     assert (tuple(estimate), before - world.free) == ((0, 3, 2, 2), 2)
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_the_next_step_allocates_the_estimate(window):
-    world = World(20, windows=(window,))
-    world.run(list(range(7)), "a", no_store=True)
-    for _ in range(20):
-        live = world.live["a"]
-        (estimate,) = world.queries.estimate(world.caller, "a", 1, 0)
-        assert estimate.next_step == max(0, -(-(live.computed + 1) // BLOCK) - len(live.tables[0]))
-        world.step()
-        world.sync()
-        world.check()

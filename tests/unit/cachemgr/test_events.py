@@ -3,7 +3,7 @@
 import pytest
 
 from cachemgr.errors import EventsGoneError
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import BlockFilter, EventKind, ManagerConfig, RemovalCause
 from tests.support.in_process_manager import World
 

@@ -4,7 +4,7 @@ import pytest
 
 from cachemgr.errors import UnknownSequenceError
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import BlockFilter, ForgetTarget, MissReason, Prefix, RemovalCause, TierKind
 from tests.support.in_process_manager import World, retain
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import BlockFilter, ForgetTarget, Miss, MissCause, TierKind
 from tests.support.in_process_manager import World, retain
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import EventKind, ForgetTarget, HintAction, Hints, Prefix, RemovalCause, TierKind
 from tests.support.in_process_manager import CONFIG, World
 

@@ -3,7 +3,7 @@
 import pytest
 
 from cachemgr.operators import forget
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import BlockFilter, ForgetTarget, HintAction, Hints, Prefix, Transfer
 from tests.support.in_process_manager import World
 from tests.support.random_operations import small_steps

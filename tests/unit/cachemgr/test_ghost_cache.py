@@ -11,7 +11,7 @@ from bench.trace import no_retention
 from bench.trace_file import BLOCK_TOKENS, Conversations, Request
 from cachemgr.errors import UnknownExecutorError
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import GhostPolicy, Retention, RetentionRange
 
 BLOCKS = 400

@@ -7,7 +7,7 @@ from cachemgr.blocks.block import Block
 from cachemgr.retention import leases
 from cachemgr.retention.leases import Deadlines, Lease
 from cachemgr.retention.priority import RetentionRequest
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import BlockFilter, EventKind, RemovalCause, Retention, RetentionRange
 from tests.support.in_process_manager import CONFIG, World, retain
 

@@ -11,7 +11,7 @@ from cachemgr.blocks.block_record import LeaseRecord
 from cachemgr.retention.bounds import MAX_SESSION_SECONDS
 from cachemgr.retention.leases import MAX_LEASES, leases_of, offload_floor
 from cachemgr.retention.priority import DEFAULT_PRIORITY, RetentionRequest
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.telemetry.nested_caches import NestedCaches
 from cachemgr.types import (
     EventKind,

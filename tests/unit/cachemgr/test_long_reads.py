@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from cachemgr import manager as manager_module
-from cachemgr import steps
+from cachemgr import slices
 from cachemgr.blocks.events import Event
 from cachemgr.errors import EventsGoneError, StateChangesError
 from cachemgr.manager import CacheManager
 from cachemgr.operators.snapshot import SnapshotReader
 from cachemgr.sequences import release
-from cachemgr.steps import sliced, steady
+from cachemgr.slices import sliced, steady
 from cachemgr.types import BlockFilter, EventKind, PoolViolation
 from tests.support.in_process_manager import CONFIG, World, snapshot
 from tests.support.random_operations import RandomLife
@@ -101,7 +101,7 @@ def test_a_snapshot_gives_up_when_more_has_changed_than_is_kept():
 
 
 async def test_requests_run_between_slices_and_items_stay_in_order(monkeypatch):
-    monkeypatch.setattr(steps, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
     turns = 0
 
     async def count() -> None:
@@ -118,8 +118,8 @@ async def test_requests_run_between_slices_and_items_stay_in_order(monkeypatch):
 
 
 async def test_a_steady_read_begins_again_when_the_state_has_changed(monkeypatch):
-    monkeypatch.setattr(steps, "SLICE_SECONDS", 0.0)
-    monkeypatch.setattr(steps, "LONGEST_SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(slices, "LONGEST_SLICE_SECONDS", 0.0)
     state, reads = [0], 0
 
     def read() -> Iterator[int]:
@@ -136,8 +136,8 @@ async def test_a_steady_read_begins_again_when_the_state_has_changed(monkeypatch
 
 
 async def test_a_steady_read_does_not_go_on_after_a_change(monkeypatch):
-    monkeypatch.setattr(steps, "SLICE_SECONDS", 0.0)
-    monkeypatch.setattr(steps, "LONGEST_SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(slices, "LONGEST_SLICE_SECONDS", 0.0)
     state = dict.fromkeys(range(100))
 
     async def add() -> None:
@@ -163,9 +163,9 @@ def test_a_token_within_the_last_block_leaves_the_fingerprint_as_it_is():
 
 
 async def test_a_steady_read_gives_up_where_the_state_never_stands_still(monkeypatch):
-    monkeypatch.setattr(steps, "SLICE_SECONDS", 0.0)
-    monkeypatch.setattr(steps, "LONGEST_SLICE_SECONDS", 0.0)
-    monkeypatch.setattr(steps, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(slices, "LONGEST_SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(slices, "PATIENCE_SECONDS", 0.0)
     state = [0]
 
     def read() -> Iterator[int]:
@@ -226,7 +226,7 @@ async def checked(manager: CacheManager) -> list[PoolViolation]:
 
 
 async def test_a_check_reports_a_fault_and_nothing_else_while_requests_are_served(monkeypatch):
-    monkeypatch.setattr(steps, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
     world = cached_world(40)
     manager = world.manager
     turns = 0

@@ -208,7 +208,7 @@ def test_the_memory_of_lost_blocks_is_freed(monkeypatch):
     gc.disable()
     try:
         lose(world)
-        while world.manager.leftovers:
+        while world.manager.lost_blocks:
             world.manager.expire()
         assert number_of_blocks() < before - 180
     finally:

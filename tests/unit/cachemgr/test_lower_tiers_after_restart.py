@@ -6,7 +6,7 @@ import pytest
 
 from cachemgr.manager import CacheManager
 from cachemgr.operators.operator_journal import Kind
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import EventKind, ForgetTarget, Prefix, Quota, RemovalCause, TierKind
 from tests.support.in_process_manager import CONFIG, World, retain
 

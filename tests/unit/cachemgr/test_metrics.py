@@ -4,7 +4,7 @@ import dataclasses
 import random
 
 from cachemgr.blocks.hit_counters import HALF_LIFE_SECONDS, MAX_SALTS, TokenCount, TokenMeter
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.telemetry.prometheus import LONGEST_STALL, Stalls, families
 from cachemgr.types import BlockFilter, RemovalCause
 from protos.rpc.logs import short_hash

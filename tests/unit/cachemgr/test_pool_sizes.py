@@ -8,7 +8,7 @@ from cachemgr.errors import PoolInUseError, SequenceTooLongError
 from cachemgr.manager import CacheManager
 from cachemgr.operators.operator_journal import Kind
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.steps import Steps, at_once
+from cachemgr.slices import Steps, at_once
 from cachemgr.types import EventKind, ForgetTarget, LeftBlocks, Prefix, Quota, RemovalCause, Resized, TierKind
 from protos.errors import InvalidField
 from tests.support.in_process_manager import CONFIG, World, retain

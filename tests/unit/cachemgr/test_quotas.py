@@ -9,7 +9,7 @@ from cachemgr.blocks.eviction_queue import position
 from cachemgr.blocks.tier import Tier
 from cachemgr.errors import QuotaTooLargeError, SequenceTooLongError, UnknownQuotaError
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import ForgetTarget, Quota, TierKind
 from tests.support.in_process_manager import World
 from tests.support.random_operations import small_steps

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachemgr.blocks.block import Block, CacheScope, Node
-from cachemgr.blocks.radix_tree import (
+from cachemgr.blocks.prefix_tree import (
     add_child,
     children_of,
     closest_child,

@@ -8,7 +8,7 @@ import pytest
 
 from cachemgr import manager
 from cachemgr.sequences import release
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import (
     AdmitRequest,
     BlockFilter,
@@ -17,7 +17,6 @@ from cachemgr.types import (
     ForgetTarget,
     HintAction,
     Hints,
-    ManagerConfig,
     PoolSpec,
     Prefix,
     Quota,
@@ -150,16 +149,6 @@ def test_a_short_prefix_is_forgotten_with_all_that_begins_with_it(windows):
     assert world.cached_tokens([1, 2, 3, 4, 5, 6, 7, 8, 9, 10]) <= 1
 
 
-def test_a_preview_counts_the_capacity_ahead():
-    world = World(4, config=ManagerConfig(free_watermark=0.0))
-    world.cache(list(range(16)))
-    request = world.request(list(range(100, 108)))
-    (said,) = world.queries.preview(request, 0).evictions
-    before = world.queries.pools()[0].evicted_blocks
-    world.manager.admit(request)
-    assert world.queries.pools()[0].evicted_blocks - before == said.num_blocks == 3
-
-
 def test_window_blocks_that_can_never_match_are_removed():
     world = World(12, windows=(None, 4))
     world.cache(list(range(8)), retention=retain(90))
@@ -207,7 +196,7 @@ def test_an_executor_that_is_lost_while_a_rule_changes_disturbs_nothing(change, 
             world.expire_executor()
             while not ended:
                 ended = _has_ended(steps)
-        while world.manager.leftovers:
+        while world.manager.lost_blocks:
             world.manager.expire()
         world.check()
 

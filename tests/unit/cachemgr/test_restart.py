@@ -6,7 +6,7 @@ import pytest
 
 from cachemgr.blocks.block_record import LeaseRecord
 from cachemgr.manager import CacheManager
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import ForgetTarget, Prefix, TierKind
 from protos.kvcommon.tokens import pack
 from tests.support.in_process_manager import CONFIG, World, retain

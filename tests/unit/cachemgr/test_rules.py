@@ -4,7 +4,7 @@ import pytest
 
 from cachemgr.errors import StaleRuleError
 from cachemgr.retention.rules import FIELDS
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import (
     EventKind,
     Prefix,

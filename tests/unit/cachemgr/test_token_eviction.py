@@ -6,7 +6,7 @@ import pytest
 
 from cachemgr.errors import SequenceEvictsError
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import ForgetTarget, ManagerConfig, Quota
 from protos.errors import InvalidField
 from tests.support.in_process_manager import POLICIES, Live, World, asked

@@ -4,7 +4,7 @@ import pytest
 
 from cachemgr.errors import StaleExecutorError, UnknownExecutorError
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import EventKind, ForgetTarget, MissReason, Prefix, RemovalCause
 from protos.errors import InvalidField
 from tests.support.in_process_manager import World, retain

@@ -3,7 +3,7 @@
 import dataclasses
 
 from cachemgr.sequences.transfers import MAX_WRITE_THROUGH_COPIES
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import (
     EventKind,
     ForgetTarget,

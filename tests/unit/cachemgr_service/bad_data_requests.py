@@ -161,17 +161,16 @@ DATA_METHODS: dict[str, tuple[dict[str, Any], list[Case]]] = {
             ({"scheduler_id": "twice", "scheduler_epoch": 1}, "STALE_SCHEDULER", "scheduler_epoch"),
         ],
     ),
-    "AdmitSequence": (
-        ADMISSION,
-        [*ADMISSIONS, ({"sequence_id": "live", "token_ids": [9]}, "SEQUENCE_EXISTS", "sequence_id")],
-    ),
     "AdmitSequences": (
         {"admissions": [ADMISSION]},
         [
             *invalid("admissions", [], [ADMISSION] * 257),
             *(
                 ({"admissions": [ADMISSION | changes]}, reason, f"admissions[0].{field}" if field else "")
-                for changes, reason, field in ADMISSIONS
+                for changes, reason, field in (
+                    *ADMISSIONS,
+                    ({"sequence_id": "live", "token_ids": [9]}, "SEQUENCE_EXISTS", "sequence_id"),
+                )
             ),
         ],
     ),
@@ -264,10 +263,6 @@ DATA_METHODS: dict[str, tuple[dict[str, Any], list[Case]]] = {
             ({"max_new_tokens": TOO_MANY}, "SEQUENCE_TOO_LONG", "max_new_tokens"),
             ({"max_new_tokens": HUGE}, "SEQUENCE_TOO_LONG", "max_new_tokens"),
         ],
-    ),
-    "EstimateSequence": (
-        SCHEDULED | {"sequence_id": "live"},
-        [*SCHEDULERS, *unknown_sequence(), *invalid("step_tokens", 0)],
     ),
     "SendHints": (
         {"prefix": PREFIX, "hints": envelope(action())},

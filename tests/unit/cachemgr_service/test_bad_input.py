@@ -170,7 +170,6 @@ async def test_a_sequence_that_the_caller_does_not_have_is_no_error(
         ("TruncateSequence", "sequence_id"),
         ("ForkSequence", "parent_sequence_id"),
         ("HoldSequence", "sequence_id"),
-        ("EstimateSequence", "sequence_id"),
     ],
 )
 async def test_a_sequence_that_lost_its_blocks_is_named(target: Target, method: str, field: str) -> None:
@@ -186,8 +185,8 @@ async def test_a_truncation_into_a_block_of_others_is_named(target: Target) -> N
 
 async def test_what_has_evicted_tokens_is_named_where_it_cannot_be_used(target: Target) -> None:
     window = {"kind": "EVICTION_KIND_SLIDING_WINDOW", "recent_tokens": 4}
-    evicting = await target.call("AdmitSequence", ADMISSION | {"eviction_policy": window})
-    handle = evicting.sequence_handle
+    answered = await target.call("AdmitSequences", {"admissions": [ADMISSION | {"eviction_policy": window}]})
+    handle = answered.answers[0].sequence_handle
     progress = {"handles": [handle], "computed_tokens": [10], "new_token_counts": [0], "new_token_ids": []}
     await target.call("SyncSequences", SYNC | progress | {"evicting_handles": [handle]})
     for low in (7, 11):
@@ -208,7 +207,7 @@ async def test_what_has_evicted_tokens_is_named_where_it_cannot_be_used(target: 
 async def test_a_rule_that_the_executor_cannot_carry_is_no_fault_of_any_field(target: Target) -> None:
     action = {"eviction_policy": {"kind": "EVICTION_KIND_SUM", "start_tokens": 6}}
     await target.call("CreateRetentionRule", {"rule": {"name": "six", "action": action}})
-    assert await wrong(target, "AdmitSequence", ADMISSION, ({}, "RULE_POLICY", "")) == ""
+    assert await wrong(target, "AdmitSequences", {"admissions": [ADMISSION]}, ({}, "RULE_POLICY", "")) == ""
 
 
 async def test_the_dump_shows_a_change_of_rules_and_quotas_and_no_tokens(target: Target) -> None:

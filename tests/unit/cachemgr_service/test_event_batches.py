@@ -11,7 +11,7 @@ from cachemgr.blocks.events import Event
 from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.event_service import MAX_BYTES, MAX_EVENTS, CacheEventService, Wanted, pack
 from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import BlockFilter, BlockView, EventKind
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.tokens import pack as packed

@@ -45,6 +45,7 @@ async def test_a_call_that_fails_inside_ends_the_process_with_its_state_in_a_fil
 
 async def test_a_request_that_cannot_be_read_does_not_end_the_process(client: Client) -> None:
     await client.register()
+    request = pb.AdmitSequencesRequest(admissions=[pb.AdmitSequenceRequest()])
     with pytest.raises(grpc.aio.AioRpcError):
-        await client.manager.AdmitSequence(pb.AdmitSequenceRequest(), timeout=patience(5))
+        await client.manager.AdmitSequences(request, timeout=patience(5))
     assert (await client.admit("first", PROMPT)).admitted

@@ -11,7 +11,7 @@ from cachemgr.rpc import event_service
 from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.event_service import CacheEventService
 from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import BlockFilter
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.block_keys import low_keys

@@ -15,7 +15,7 @@ from cachemgr.blocks.events import Event
 from cachemgr.manager import CacheManager
 from cachemgr.persistence import key_index
 from cachemgr.persistence.key_index import IndexedPool, KeyIndex, Place
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import BlockFilter, BlockView, EventKind, ForgetTarget, ManagerConfig, Prefix, TierKind
 from protos.kvcommon.block_keys import child_key, root_key
 from protos.kvcommon.key_index import Entry, IndexedExecutor, block_name, executor_name

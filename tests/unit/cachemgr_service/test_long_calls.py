@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 
-from cachemgr import steps
+from cachemgr import slices
 from cachemgr.errors import ManagerFailedError
 from cachemgr.manager import CacheManager
 from cachemgr.operators.state_dump import state_hash
@@ -92,8 +92,8 @@ class Caller:
 
 @pytest.fixture
 def one_block_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "LOOKS", 1)
-    monkeypatch.setattr(steps, "CHANGES", 1)
+    monkeypatch.setattr(slices, "LOOKS", 1)
+    monkeypatch.setattr(slices, "CHANGES", 1)
     monkeypatch.setattr(mutations, "SLICE_SECONDS", 0.0)
 
 
@@ -111,8 +111,8 @@ def test_without_calls_in_between_steps_come_to_what_the_call_comes_to_at_once(
     method, request = LONG_CALLS[name]
     at_once, in_steps = filled(), filled()
     answer = at_once.calls.run(method, request)
-    monkeypatch.setattr(steps, "LOOKS", 1)
-    monkeypatch.setattr(steps, "CHANGES", 1)
+    monkeypatch.setattr(slices, "LOOKS", 1)
+    monkeypatch.setattr(slices, "CHANGES", 1)
     assert in_steps.calls.run(method, request) == answer
     # The clocks differ, as each step has its own time.
     without_time = [

@@ -232,7 +232,8 @@ def fill_the_log_of(process: "subprocess.Popen[bytes]", folder: Path, room: int)
         stub, health = pb_grpc.CacheManagerServiceStub(data), health_pb2_grpc.HealthStub(admin)
         register(Calls(stub))
         for name in map(str, range(100)):
-            assert stub.AdmitSequence(admission(name), timeout=patience(10)).admitted
+            request = pb.AdmitSequencesRequest(admissions=[admission(name)])
+            assert stub.AdmitSequences(request, timeout=patience(10)).answers[0].admitted
             stub.ReleaseSequence(release(name), timeout=patience(10))
         states = health.Watch(health_pb2.HealthCheckRequest(service=OPERATION_LOG_HEALTH), timeout=patience(10))
         assert any(state.status == health_pb2.HealthCheckResponse.NOT_SERVING for state in states)

@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cachemgr.persistence.redis_index import WAIT_SECONDS, IndexStore, Reading
+from cachemgr.persistence.reading import Reading
+from cachemgr.persistence.redis_index import WAIT_SECONDS, IndexStore
 from executor.rpc.manager_client import CALL_SECONDS
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.support import redis_servers

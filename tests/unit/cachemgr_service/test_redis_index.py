@@ -8,6 +8,8 @@ import pytest
 from redis.asyncio import Redis
 
 from cachemgr.blocks.block_record import BlockRecord, CopyRecord
+from cachemgr.persistence.pending_changes import Changes
+from cachemgr.persistence.redis_index import PENDING
 from cachemgr.types import TierKind
 from protos.rpc.redis_client import open_redis
 from tests.support.index_copy import Copied, CopiedStore, block
@@ -100,6 +102,27 @@ async def test_too_many_changes_become_a_copy_of_everything(life: CopiedStore, a
     any_server.start()
     assert await life.store.flush()
     assert {one.slot for one in await loaded(life)} == set(range(1, 701))
+
+
+async def test_the_gauge_counts_what_a_slow_redis_has_not_taken_yet(
+    life: CopiedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end, write = asyncio.Event(), asyncio.Event(), life.store._write
+
+    async def slowly(executor_id: str, changes: Changes) -> None:
+        begun.set()
+        await may_end.wait()
+        await write(executor_id, changes)
+
+    monkeypatch.setattr(life.store, "_write", slowly)
+    for slot in range(1, 10):
+        life.note(EXECUTOR, block(slot))
+    flushing = asyncio.create_task(life.store.flush())
+    await begun.wait()
+    assert PENDING._value.get() == 9
+    may_end.set()
+    assert await flushing
+    assert PENDING._value.get() == 0
 
 
 async def test_a_registration_while_redis_is_away_deletes_nothing_that_is_not_read(

@@ -13,7 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.oplog.replay import replay
-from cachemgr.persistence import redis_index
+from cachemgr.persistence import reading
 from cachemgr.persistence.redis_index import RECOVERING
 from cachemgr.rpc.mutations import Mutations
 from cachemgr.sequences import release as lifecycle
@@ -116,7 +116,7 @@ async def test_an_executor_that_is_lost_in_its_recovery_finds_its_blocks_when_it
             self.manager._state.executors[executor_id].deadline = 0.0
             self.manager.expire()
 
-    monkeypatch.setattr(redis_index, "_PART", 1)
+    monkeypatch.setattr(reading, "_PART", 1)
     monkeypatch.setattr(Mutations, "restore_blocks", and_lose_it)
     async with managers.run(epoch=8) as client:
         assert (await client.register(host_blocks=4, host_generations=generations)).restored_lower_blocks == 0

@@ -22,7 +22,7 @@ from cachemgr.rpc.vllm_events import salt_name
 from cachemgr.rpc.zmq_events import ZmqSettings
 from cachemgr.sequences import release
 from cachemgr.settings import CachemgrSettings
-from cachemgr.steps import at_once
+from cachemgr.slices import at_once
 from cachemgr.types import EventKind, ExecutorSpec, ExtraKey, ForgetTarget, ManagerConfig, PoolSpec, TierKind
 from protos.rpc.settings import SettingsError, load
 from tests.support.cachemgr_client import BLOCK_SIZE, Client, settings_for

@@ -15,7 +15,7 @@ from executor.cache.tiers.tiers import Tiers
 from executor.core.draft_model import Draft, DraftModel
 from executor.core.drafts import DraftCosts, Drafter
 from executor.core.grammars import Grammars
-from executor.core.runner import NoEvents, Runner, StepEvents
+from executor.core.runner import Runner
 from executor.models.attention import NAME
 from executor.models.calibration import calibrate
 from executor.models.cuda import CudaGraphRunner
@@ -25,7 +25,7 @@ from executor.models.llama import with_fallback
 from executor.models.load import load_model
 from executor.models.tokenizer import TokenizerFiles
 from executor.models.torch import TorchForward
-from executor.step import NewSequence, SampledToken, Sampling, Step, StepOutput
+from executor.step import Copy, NewSequence, SampledToken, Sampling, Step, StepOutput
 from tests.kernels.conftest import interpreter
 from tests.stack import model_cache
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS
@@ -124,7 +124,7 @@ class Driver:
     block_size: int = BLOCK_SIZE
     cache: torch.dtype = torch.float32
     tiers: Callable[[KvPools], Tiers] = Tiers
-    events: StepEvents = field(default_factory=NoEvents)
+    copy_ended: Callable[[Copy, bool], object] = lambda _copy, _good: None
     drafter: Drafter | None = None
     draft: Model | None = None
     grammars: Grammars | None = None
@@ -146,7 +146,7 @@ class Driver:
             # Bytes that were never written must not matter.
             for cache in pool.caches:
                 cache[:, 1:].fill_(torch.nan if cache.is_floating_point() else 127)
-        self.runner = Runner(self.model, pools, self.tiers(pools), self.events, self.drafter, self.grammars)
+        self.runner = Runner(self.model, pools, self.tiers(pools), self.copy_ended, self.drafter, self.grammars)
         # Out of order, so that slot and position differ.
         self.free = [[1 + (slot * 77) % slots for slot in range(slots)] for slots in pools.shares.slots]
 
@@ -169,7 +169,11 @@ class Driver:
 
     def step(self, **changes: object) -> StepOutput:
         """Runs the next step."""
-        return self.runner.launch(Step(self.runner.last_step + 1, **changes)).result()  # type: ignore[arg-type]
+        return self.run(Step(self.runner.last_step + 1, **changes))  # type: ignore[arg-type]
+
+    def run(self, step: Step, before_waiting: Callable[[], None] = lambda: None) -> StepOutput:
+        """Runs a step to its end."""
+        return self.runner.launch(self.runner.prepare(step, before_waiting)).result()
 
     def generate(
         self, sequence: int, tokens: list[int], count: int, sampling: Sampling = GREEDY, chunk: int = 1000

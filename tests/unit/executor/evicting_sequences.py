@@ -156,7 +156,7 @@ def run(
                     changes[handle]["joining"] = driver.new_sequence(handle, tokens, room=OUTPUT)
                 plain[handle] -= changes[handle]["chunk"]
         step += 1
-        outcome = driver.runner.launch(Step(step, idle=frozenset(idle), **fields_of(changes))).result()
+        outcome = driver.run(Step(step, idle=frozenset(idle), **fields_of(changes)))
         for handle, tokens_wanted in outcome.windows.items():
             by_handle[handle].wanted = tokens_wanted
         evicted += outcome.evicted

@@ -270,7 +270,7 @@ async def running(
     loop, made = asyncio.get_running_loop(), tiers(pools)
     transfers = TransferLog(loop)
     outbox = Outbox(transfers, made.block_times)
-    runner = Runner(model, pools, made, outbox)
+    runner = Runner(model, pools, made, outbox.copy_ended)
     server = Server("executor", drain_seconds=0)
     worker = Worker(runner, outbox, lambda: None)
     given_up = asyncio.Event()

@@ -59,11 +59,12 @@ class Engine:
             chunks = {handle: min(chunk, count) for handle, count in left.items() if count > 0}
             idle = frozenset(i for i, output in enumerate(outputs) if len(output) == OUTPUT)
             step = Step(self._runner.last_step + 1, new_sequences=joining, chunks=chunks, idle=idle)
-            for sampled in self._runner.launch(step).result().sampled:
+            for sampled in self._runner.launch(self._runner.prepare(step)).result().sampled:
                 outputs[sampled.sequence].append((sampled.token_id, sampled.logprobs))
             joining = ()
             left = {handle: count - chunk for handle, count in left.items()}
-        self._runner.launch(Step(self._runner.last_step + 1, removed=tuple(range(len(prompts))))).result()
+        removal = Step(self._runner.last_step + 1, removed=tuple(range(len(prompts))))
+        self._runner.launch(self._runner.prepare(removal)).result()
         return outputs
 
 

@@ -292,7 +292,7 @@ async def test_stopping_ends_the_session_behind_the_steps_that_were_submitted(st
     failed: list[int] = []
     # Not started before all is submitted.
     outbox = Outbox(Failed(failed), {})
-    worker = Worker(Runner(stack.runner.model, stack.runner.pools, events=outbox), outbox, lambda: None)
+    worker = Worker(Runner(stack.runner.model, stack.runner.pools, copy_ended=outbox.copy_ended), outbox, lambda: None)
     session = Session(told.append)
     worker.open(session)
     worker.submit(session, parse_step(pb.Step(step=1, **join(1)), stack.runner.layout))

@@ -94,7 +94,7 @@ def test_a_bad_step_is_refused_whole(
 def test_steps_are_consecutive(number: int, driver: Driver) -> None:
     driver.step()
     with pytest.raises(StepOutOfOrderError, match="after step 1"):
-        driver.runner.launch(Step(number))
+        driver.runner.prepare(Step(number))
 
 
 def test_a_silent_sequence_without_slots_is_refused_and_an_idle_one_is_not(driver: Driver) -> None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from protos.rpc import tracing
-from protos.rpc.tracing import Context
+from protos.rpc.spans import Context
 from tests.support.ports import free_address
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

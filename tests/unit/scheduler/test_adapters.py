@@ -212,6 +212,22 @@ async def test_only_an_executor_that_allows_it_loads_at_run_time(stack: Stack, a
     ] == "adapters_fixed"
 
 
+async def test_an_adapter_in_use_stays_where_the_executor_does_not_unload_it(stack: Stack, address: str) -> None:
+    await load(stack, "sql")
+    stack.executor.loads_adapters = False
+    stack.executor.gate.clear()
+    running = asyncio.ensure_future(generate(stack.stub, asking("sql", prompt_of(8), 20)))
+    async with asyncio.timeout(patience(20)):
+        while not stack.executor.running:
+            await asyncio.sleep(0.01)
+    answer = await ask(address, "POST", "/v1/unload_lora_adapter", '{"lora_name": "sql"}')
+    assert (answer.status, answer.error["code"]) == (400, "adapters_fixed")
+    stack.executor.gate.set()
+    await running
+    assert (await generate(stack.stub, asking("sql", prompt_of(8)))).token_ids
+    assert list(await listed(stack)) == ["sql"]
+
+
 async def test_only_operators_of_all_tenants_load_and_unload(stack: Stack, keyring: Keyring, tmp_path: Path) -> None:
     roles = ((Role.CALLER, ""), (Role.VIEWER, ""), (Role.OPERATOR, "acme"), (Role.OPERATOR, ""))
     for role, tenant in roles:
@@ -226,6 +242,12 @@ async def test_only_operators_of_all_tenants_load_and_unload(stack: Stack, keyri
         assert nobody.status == 401
     audited = [json.loads(line) for line in (tmp_path / "audit").read_text().splitlines()]
     assert {line["method"].rpartition("/")[2] for line in audited} == {"LoadAdapter", "UnloadAdapter"}
+    # What the operator has done, too, and not only what others were refused.
+    done = [line for line in audited if line["event"] == "audit"]
+    assert [(line["method"].rpartition("/")[2], line["request"], line["outcome"]) for line in done] == [
+        ("LoadAdapter", {"name": "x", "path": "y"}, "OK"),
+        ("UnloadAdapter", {"name": "x"}, "OK"),
+    ]
 
 
 async def test_endpoint_pickers_read_which_adapters_run_and_wait(run_stack: StackFactory) -> None:

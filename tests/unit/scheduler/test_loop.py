@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from protos.execution.v1 import execution_pb2 as pb
-from scheduler.bridge import Admitted, CommandQueue, SessionEnded, Stop, TokenBatch
+from scheduler.bridge import Admitted, CommandQueue, RequestUpdates, SessionEnded, Stop
 from scheduler.core.loop import StepLoop
 from scheduler.core.prefill_budget import PrefillBudget
 from scheduler.errors import ExecutorLostError
@@ -139,7 +139,7 @@ class Timed(OneStep):
         return result
 
 
-def run(commands: CommandQueue, executor: Timed) -> list[TokenBatch]:
+def run(commands: CommandQueue, executor: Timed) -> list[RequestUpdates]:
     updates = Updates()
     step_loop(executor, commands, updates).run()
     return updates.tokens

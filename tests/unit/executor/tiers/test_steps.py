@@ -29,18 +29,6 @@ def tiny(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) ->
     return PATHS[request.param](model_folder("llama, compiled"))
 
 
-class Events(Ends):
-    """How copies ended; may do something while the device computes."""
-
-    idle: Callable[[], object] = staticmethod(lambda: None)
-
-    def on_idle(self) -> None:
-        self.idle()
-
-    def copy_ended(self, copy: Copy, good: bool) -> None:
-        self(copy, good)
-
-
 @pytest.fixture
 def gate() -> Gate:
     return Gate()
@@ -49,7 +37,7 @@ def gate() -> Gate:
 @pytest.fixture
 def slow(tiny: Model, gate: Gate, tmp_path: Path) -> Iterator[Driver]:
     """A driver whose host tier has a gate."""
-    driver = Driver(tiny, tiers=lambda pools: gate.tiers(pools, tmp_path), events=Events())
+    driver = Driver(tiny, tiers=lambda pools: gate.tiers(pools, tmp_path), copy_ended=Ends())
     yield driver
     gate.open.set()
     shut(driver.runner.tiers)
@@ -57,8 +45,8 @@ def slow(tiny: Model, gate: Gate, tmp_path: Path) -> Iterator[Driver]:
 
 def ends_of(driver: Driver) -> dict[int, bool]:
     """How copies ended, by their tickets."""
-    assert isinstance(driver.events, Events)
-    return driver.events.of
+    assert isinstance(driver.copy_ended, Ends)
+    return driver.copy_ended.of
 
 
 def offloaded(driver: Driver, prompt: list[int] = PROMPT) -> tuple[NewSequence, list[int]]:
@@ -81,7 +69,7 @@ def test_a_block_that_went_down_and_came_up_continues_to_the_same_tokens(
     name: str, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = load(model_folder(name))
-    driver = Driver(model, tiers=lambda pools: make_tiers(pools, tmp_path, host=6, disk=6), events=Events())
+    driver = Driver(model, tiers=lambda pools: make_tiers(pools, tmp_path, host=6, disk=6), copy_ended=Ends())
     joining, expected = offloaded(driver)
     groups = range(len(model.groups))
     # The first block is offloaded to the host, the second to the disk; the same step overwrites both on the device.
@@ -93,7 +81,7 @@ def test_a_block_that_went_down_and_came_up_continues_to_the_same_tokens(
     tables = tuple(table[:2] + new for table, new in zip(joining.tables, driver.blocks(40), strict=True))
     other = NewSequence(2, tuple(OTHER), len(OTHER), 0, tables)
     step = Step(driver.runner.last_step + 1, new_sequences=(other,), chunks={2: 9}, copies=tuple(copies))
-    driver.runner.launch(step).result()
+    driver.run(step)
     fresh = driver.blocks(60)
     copies = [
         up(100 + copy.ticket, copy.target, fresh[copy.group][copy.target - 1], copy.target_tier, copy.group)
@@ -112,7 +100,7 @@ def test_steps_go_on_while_copies_of_other_slots_run(slow: Driver, gate: Gate) -
     joining, expected = offloaded(slow)
     gate.open.clear()
     step = Step(slow.runner.last_step + 1, copies=(down(1, joining.tables[0][0], 1),))
-    slow.runner.launch(step).result()
+    slow.run(step)
     # It reads the slot that is being copied, and writes others.
     table = joining.tables[0][:2] + slow.blocks(60)[0]
     outcome = slow.step(new_sequences=(NewSequence(2, tuple(PROMPT), 9, 8, (table,)),))
@@ -249,7 +237,7 @@ BAD_COPIES: dict[str, tuple[Copy, str]] = {
 def test_a_copy_that_is_not_possible_names_its_field_and_changes_nothing(name: str, slow: Driver) -> None:
     copy, field = BAD_COPIES[name]
     with pytest.raises(InvalidStepError) as caught:
-        slow.runner.launch(Step(1, copies=(down(9, 1, 1), copy)))
+        slow.run(Step(1, copies=(down(9, 1, 1), copy)))
     assert list(caught.value.fields) == [field]
     assert (slow.runner.last_step, slow.runner.tiers.busy, ends_of(slow)) == (0, False, {})
 
@@ -262,7 +250,7 @@ def test_every_copy_is_reported_when_the_step_fails(slow: Driver, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr("executor.core.runner.copy_blocks", broken)
         with pytest.raises(RuntimeError):
-            slow.runner.launch(Step(1, copies=copies))
+            slow.run(Step(1, copies=copies))
     until_idle(slow.runner.tiers)
     # The second is within the device: the launching thread knows of it.
     assert ends_of(slow) == {1: True, 3: False}
@@ -275,8 +263,6 @@ def test_tokens_of_a_step_are_reported_before_it_waits(slow: Driver, gate: Gate)
     step = Step(
         slow.runner.last_step + 1, copies=(down(1, joining.tables[0][0], 1),), new_sequences=(other,), chunks={2: 9}
     )
-    assert isinstance(slow.events, Events)
-    slow.events.idle = gate.open.set
     # A step that waited first would never end.
-    slow.runner.launch(step).result()
+    slow.run(step, before_waiting=gate.open.set)
     assert gate.open.is_set()

@@ -17,7 +17,7 @@ _ORDER = attrgetter("scope.extra", "tokens")
 _MOST_LOOKED_AT = 32
 
 
-class RadixTree:
+class PrefixTree:
     """The indexed blocks of a pool by key, and as a tree.
 
     A tombstone stands for a block that has left and whose children stay: with a window, or in lower tiers. Roots are

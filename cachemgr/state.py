@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cachemgr.blocks.block import Accounts
 from cachemgr.blocks.events import EventLog
-from cachemgr.blocks.leftovers import Leftovers
+from cachemgr.blocks.lost_blocks import LostBlocks
 from cachemgr.errors import (
     StaleSchedulerError,
     UnknownExecutorError,
@@ -30,8 +30,9 @@ from protos.errors import InvalidField
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
-    from cachemgr.sequences.sequence import Executor, Scheduler, Sequence
-    from cachemgr.steps import Steps
+    from cachemgr.sequences.clients import Executor, Scheduler
+    from cachemgr.sequences.sequence import Sequence
+    from cachemgr.slices import Steps
     from cachemgr.types import BlockFilter, ExecutorSpec, ManagerConfig, PoolShare, Prefix, SchedulerEpoch, WindowChange
     from protos.kvcommon.eviction import Kind
 
@@ -63,7 +64,7 @@ class ManagerState:
         self.evicted: Counter[Kind] = Counter()
         # Changes of adaptive windows.
         self.windows: Counter[WindowChange] = Counter()
-        self.leftovers = Leftovers(self.leases)
+        self.lost_blocks = LostBlocks(self.leases)
         # Calls that have not ended: each call of `expire` runs a slice.
         self.unfinished_slices: deque[Steps[None]] = deque()
 

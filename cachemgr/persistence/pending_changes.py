@@ -30,7 +30,7 @@ class Changes:
     blocks: dict[Slot, Current | None] = field(default_factory=dict)
 
 
-class BlockQueue:
+class PendingBlocks:
     """Collects changes of `bound` blocks at most: beyond it an executor is marked for a resync."""
 
     def __init__(self, bound: int) -> None:
@@ -105,7 +105,7 @@ class BlockQueue:
             self._pending -= len(dropped.blocks)
 
 
-class EntryQueue:
+class PendingEntries:
     """Collects names of operators' entries that have changed. Beyond `bound` of them a hash is written as a whole."""
 
     def __init__(self, bound: int) -> None:
@@ -151,13 +151,13 @@ class EntryQueue:
         self._changed[hash_] = {**dict.fromkeys(names), **self._changed.get(hash_, {})}
 
 
-class WriteQueue:
+class PendingChanges:
     """The journal that a manager reports to. Nothing here blocks or fails."""
 
     def __init__(self, max_pending: int = 200_000, flush_at: int = FLUSH_AT) -> None:
         """`max_pending` bounds blocks and entries, each; at `flush_at` blocks `is_large` is set."""
-        self.blocks = BlockQueue(max_pending)
-        self.entries = EntryQueue(max_pending)
+        self.blocks = PendingBlocks(max_pending)
+        self.entries = PendingEntries(max_pending)
         # The epoch of each executor that the manager has accepted last.
         self.epochs: dict[str, int] = {}
         # Executors that have registered since that was written.

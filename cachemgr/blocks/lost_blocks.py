@@ -6,7 +6,7 @@ from cachemgr.blocks.block import Block
 from cachemgr.retention.leases import LeaseBook
 
 
-class Leftovers:
+class LostBlocks:
     """Blocks of lost executors that only running leases refer to.
 
     They are freed in parts: freeing a million blocks at once would take too long.
@@ -23,8 +23,8 @@ class Leftovers:
         """`blocks` and `index` of a pool that no longer uses them."""
         self._rest.append((blocks, index))
 
-    def let_go(self, count: int) -> None:
-        """Frees about so many."""
+    def free_some(self, count: int) -> None:
+        """Frees about `count` entries."""
         while self._rest and count > 0:
             blocks, index = self._rest[-1]
             part = blocks[-count:]

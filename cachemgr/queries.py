@@ -12,24 +12,23 @@ from cachemgr.blocks.cache_scopes import account_for
 from cachemgr.blocks.events import Event
 from cachemgr.errors import UnknownSequenceError
 from cachemgr.operators.explain import explain
-from cachemgr.operators.hints import with_retention
 from cachemgr.operators.integrity import Part, parts
 from cachemgr.operators.operator_journal import Entry
 from cachemgr.operators.operator_journal import Kind as EntryKind
 from cachemgr.operators.purge import matches
 from cachemgr.operators.snapshot import SnapshotReader
-from cachemgr.operators.state import ManagerState, pool_view
 from cachemgr.operators.state_dump import executor_state, line, rule_state, scheduler_state
+from cachemgr.retention.hint_actions import with_retention
 from cachemgr.retention.leases import leases_of
 from cachemgr.sequences import prefix_match
 from cachemgr.sequences.admission import Allocator, check_request
-from cachemgr.sequences.estimates import while_running
+from cachemgr.sequences.clients import Executor
 from cachemgr.sequences.holds import Hold
-from cachemgr.sequences.sequence import Executor, Sequence
+from cachemgr.sequences.sequence import Sequence
+from cachemgr.state import ManagerState, pool_view
 from cachemgr.types import (
     AccountKey,
     AdmitRequest,
-    BlockEstimate,
     BlockFilter,
     BlockView,
     ExecutorSpec,
@@ -45,7 +44,6 @@ from cachemgr.types import (
     Preview,
     Quota,
     RetentionRule,
-    SchedulerEpoch,
     TierKind,
     Transfer,
     WindowChange,
@@ -280,7 +278,7 @@ class Queries:
                     raise InvalidField("group", f"must be less than {len(executor.pools)}")
                 continue
             sequence = Sequence.probe(executor, prefix)
-            cached = prefix_match.find_longest_prefix(sequence, prefix_match.Partial.COPY).tokens
+            cached = prefix_match.PrefixMatcher(sequence).longest(prefix_match.Partial.COPY).tokens
             found.append(explain(executor, executor.pools[group], prefix, cached, self._state.leases))
         if group and not found:
             raise InvalidField("group", "is in no executor")
@@ -314,20 +312,6 @@ class Queries:
         scheduler = self._state.scheduler(request.scheduler_id, request.scheduler_epoch)
         executor = self._state.executor(request.executor_id)
         return self._allocator.preview(request, tokens, scheduler, executor, max_new_tokens)
-
-    def estimate(
-        self, caller: SchedulerEpoch, sequence_id: str, step_tokens: int | None, max_new_tokens: int
-    ) -> list[BlockEstimate]:
-        """Blocks that a live sequence allocates from now on.
-
-        Raises UnknownSchedulerError, StaleSchedulerError, InvalidField, UnknownSequenceError, VoidSequenceError.
-        """
-        sequence = self._state.live_sequence(caller, sequence_id)
-        if step_tokens is not None and step_tokens < 1:
-            raise InvalidField("step_tokens", "must be at least 1")
-        if step_tokens is None:
-            step_tokens = len(sequence.tokens) - sequence.computed
-        return while_running(sequence, step_tokens, max_new_tokens)
 
     def executors(self) -> list[ExecutorSpec]:
         """All executors by name, without the contents of their memory."""

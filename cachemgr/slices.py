@@ -37,20 +37,20 @@ def at_once(steps: Steps[T]) -> T:
             return found
 
 
-def looks(items: Iterable[T]) -> Iterator[list[T]]:
+def read_batches(items: Iterable[T]) -> Iterator[list[T]]:
     """The items in parts of as many as one step looks at."""
     return _parted(items, LOOKS)
 
 
-def drained(items: list[T]) -> Iterator[list[T]]:
-    """As `looks`, from the end, and nothing stays: a garbage collection walks all of a list that is young."""
+def pop_batches(items: list[T]) -> Iterator[list[T]]:
+    """As `read_batches`, from the end, and nothing stays: a garbage collection walks all of a list that is young."""
     while items:
         part = items[-LOOKS:]
         del items[-LOOKS:]
         yield part
 
 
-def changes(items: Iterable[T]) -> Iterator[list[T]]:
+def write_batches(items: Iterable[T]) -> Iterator[list[T]]:
     """As many as one step changes, at a time."""
     return _parted(items, CHANGES)
 

@@ -3,7 +3,7 @@
 from functools import partial
 
 from cachemgr.blocks.block_record import BlockRecord
-from cachemgr.persistence.write_queue import BlockQueue, Changes
+from cachemgr.persistence.pending_changes import Changes, PendingBlocks
 from cachemgr.types import Slot, TierKind
 
 DEVICE = TierKind.DEVICE
@@ -13,13 +13,13 @@ def block(slot: int, step: int = 0) -> BlockRecord:
     return BlockRecord(0, slot, bytes(32), None, 0, bytes(8), None, None, step)
 
 
-def put(queue: BlockQueue, *slots: int, executor_id: str = "e", epoch: int = 7, step: int = 0) -> None:
+def put(queue: PendingBlocks, *slots: int, executor_id: str = "e", epoch: int = 7, step: int = 0) -> None:
     """A change of a block in each of the slots."""
     for slot in slots:
         queue.put(executor_id, epoch, (0, DEVICE, slot), partial(block, slot, step))
 
 
-def take(queue: BlockQueue) -> tuple[str, Changes]:
+def take(queue: PendingBlocks) -> tuple[str, Changes]:
     taken = queue.take()
     assert taken is not None
     return taken
@@ -31,7 +31,7 @@ def current(changes: Changes) -> dict[Slot, BlockRecord | None]:
 
 
 def test_changes_of_one_slot_become_one() -> None:
-    queue = BlockQueue(10)
+    queue = PendingBlocks(10)
     for step in range(5):
         put(queue, 1, step=step)
     put(queue, 2)
@@ -45,7 +45,7 @@ def test_changes_of_one_slot_become_one() -> None:
 
 
 def test_clearing_drops_what_was_pending() -> None:
-    queue = BlockQueue(10)
+    queue = PendingBlocks(10)
     put(queue, 1)
     queue.clear("e", 8)
     put(queue, 2, epoch=8)
@@ -54,7 +54,7 @@ def test_clearing_drops_what_was_pending() -> None:
 
 
 def test_beyond_the_bound_everything_is_written_again_later() -> None:
-    queue = BlockQueue(3)
+    queue = PendingBlocks(3)
     put(queue, 1, 2, 3, 4, 5)
     assert queue.pending == 0
     _, changes = take(queue)
@@ -62,14 +62,14 @@ def test_beyond_the_bound_everything_is_written_again_later() -> None:
 
 
 def test_one_executors_overflow_leaves_another_alone() -> None:
-    queue = BlockQueue(3)
+    queue = PendingBlocks(3)
     put(queue, 1, executor_id="a")
     put(queue, 1, 2, 3, 4, executor_id="b")
     assert {name: changes.resync for name, changes in (take(queue), take(queue))} == {"a": False, "b": True}
 
 
 def test_failed_changes_are_queued_again_below_newer_ones() -> None:
-    queue = BlockQueue(10)
+    queue = PendingBlocks(10)
     put(queue, 1, 2)
     failed = take(queue)
     queue.put("e", 7, (0, DEVICE, 2), None)
@@ -79,7 +79,7 @@ def test_failed_changes_are_queued_again_below_newer_ones() -> None:
 
 
 def test_what_failed_is_void_after_a_newer_epoch() -> None:
-    queue = BlockQueue(10)
+    queue = PendingBlocks(10)
     put(queue, 1)
     failed = take(queue)
     queue.clear("e", 8)
@@ -89,7 +89,7 @@ def test_what_failed_is_void_after_a_newer_epoch() -> None:
 
 
 def test_what_failed_counts_against_the_bound() -> None:
-    queue = BlockQueue(3)
+    queue = PendingBlocks(3)
     put(queue, 1, 2)
     failed = take(queue)
     put(queue, 3, 4)

@@ -1,0 +1,74 @@
+"""What Redis has of one executor, as it is read and handed out to be restored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import structlog
+
+from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.persistence.lease_clock import with_remaining_times
+from cachemgr.persistence.records import RecordError, decode_block, depth_of
+from cachemgr.types import PinRecord
+
+# Blocks that are restored at a time: a fraction of the time that the event loop may be kept.
+_PART = 256
+
+log = structlog.get_logger()
+
+
+class Reading:
+    """The copy of one executor. Blocks stay encoded until they are restored: a million are in memory at once."""
+
+    def __init__(self, executor_id: str, *, is_stale: bool) -> None:
+        """`is_stale` says that changes which Redis lacks are not known any more."""
+        self.executor_id = executor_id
+        self.is_stale = is_stale
+        # Whether parts were handed out, or are not wanted any more.
+        self.is_spent = False
+        self.is_complete = asyncio.Event()
+        self.has_been_restored = asyncio.Event()
+        self.clear()
+
+    def clear(self) -> None:
+        """Begins again."""
+        self.epoch: int | None = None
+        self.time = 0.0
+        self.pins: list[PinRecord] = []
+        self.num_blocks = 0
+        self._by_depth: dict[int, list[tuple[bytes, bytes]]] = {}
+
+    def add(self, field: bytes, value: bytes) -> None:
+        """Adds a field of the hash of blocks; a field may come twice."""
+        self._by_depth.setdefault(depth_of(value), []).append((field, value))
+        self.num_blocks += 1
+
+    def is_of(self, epoch: int) -> bool:
+        """Whether the device's blocks were written in this epoch."""
+        return self.epoch == epoch
+
+    def parts(self, epoch: Callable[[], int], time: Callable[[], float]) -> Iterator[list[BlockRecord]]:
+        """Blocks, parents before children, with the time that remains of their leases; each part is handed out once.
+
+        Both callables are asked at each part. For another epoch only blocks of lower tiers are handed out.
+        """
+        self.is_spent = True
+        unreadable = 0
+        for depth in sorted(self._by_depth):
+            packed = self._by_depth.pop(depth)
+            while packed:
+                records, is_current, now = [], self.is_of(epoch()), time()
+                for field, value in packed[-_PART:]:
+                    try:
+                        record = decode_block(field, value)
+                    except RecordError:
+                        unreadable += 1
+                        continue
+                    below = record if is_current else record.below()
+                    if below is not None:
+                        records.append(with_remaining_times(below, now))
+                del packed[-_PART:]
+                yield records
+        if unreadable:
+            log.warning("blocks of another version are ignored", executor=self.executor_id, blocks=unreadable)

@@ -1,0 +1,41 @@
+"""A service's part in a request, and the request that the part belongs to, as a caller names it."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+# Version, trace, span and flags. Later versions may add something after them, and no version is called ff.
+_CONTEXT = re.compile(r"(?!ff)([0-9a-f]{2})-((?!0{32})[0-9a-f]{32})-((?!0{16})[0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+Attribute = str | bool | int | float | Sequence[str]
+
+
+class Context:
+    """The request that something belongs to, as its caller named it. Raises ValueError for what is no context."""
+
+    def __init__(self, traceparent: str) -> None:
+        found = _CONTEXT.fullmatch(traceparent)
+        if found is None or (found[1] == "00" and found[5]):
+            raise ValueError("is no W3C trace context")
+        self.trace_id = found[2]
+        self.span_id = found[3]
+        self.flags = int(found[4], 16)
+
+
+class Span:
+    """A service's part in a request, from when it is made to its end; this one is sent nowhere."""
+
+    traceparent = ""
+
+    def end(self, attributes: Mapping[str, Attribute], *, error: str = "") -> None:
+        """Ends it; never blocks. error: for programs, empty when all went well."""
+
+
+class Tracer(Protocol):
+    """Makes spans."""
+
+    def begin(self, name: str, parent: Context | None) -> Span:
+        """A span of its own trace, or below a parent."""
+
+    def stop(self) -> None:
+        """Sends what is left; blocks for a bounded time."""
