@@ -8,6 +8,7 @@ from pathlib import Path
 from executor.cache.tiers.files import FileSettings, check_space
 from executor.errors import ModelError
 from executor.models import files
+from executor.models.chat_template import read_template
 from executor.settings import ExecutorSettings
 from protos.rpc.settings import variable
 
@@ -27,6 +28,11 @@ def check(settings: ExecutorSettings, environ: Mapping[str, str]) -> None:
             files.check(model)
         except ModelError as error:
             raise ModelError(f"{variable(ExecutorSettings, field)}: {error}") from error
+    if settings.chat_template is not None:
+        try:
+            read_template(settings.chat_template)
+        except ModelError as error:
+            raise ModelError(f"{variable(ExecutorSettings, 'chat_template')}: {error}") from error
     for name, folder in settings.given_adapters.items():
         if not Path(folder).expanduser().is_dir():
             raise ModelError(

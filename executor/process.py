@@ -67,7 +67,7 @@ def _load(
     files = find(source, settings.cache_dir, lambda line: log.info(line))
     log.info("loading", model=files.name, device=str(device))
     model = load_model(files, device, settings.dtype, compiled_folder=settings.compiled_dir)
-    return files, model, load_tokenizer(files)
+    return files, model, load_tokenizer(files, settings.chat_template)
 
 
 def _load_draft(

@@ -22,6 +22,9 @@ class ExecutorSettings(ProcessSettings):
 
     executor_id: str = Field("executor-0", min_length=1, max_length=256, description="Stable name of this executor.")
     model: str = Field("", description="Folder, GGUF file or hub id; empty is SmolLM2-135M-Instruct.")
+    chat_template: Path | None = Field(
+        None, description="File with a chat template in Jinja; empty is the one of the model."
+    )
     device: str = Field("auto", description='"auto", "cpu", "cuda" or "cuda:N".')
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
@@ -143,7 +146,7 @@ class ExecutorSettings(ProcessSettings):
             raise ValueError("must be numbers above zero with commas between them")
         return value
 
-    @field_validator("disk_cache_dir", "adapter_dir", "weights_dir", mode="before")
+    @field_validator("chat_template", "disk_cache_dir", "adapter_dir", "weights_dir", mode="before")
     @classmethod
     def _empty_is_none(cls, value: object) -> object:
         return value or None

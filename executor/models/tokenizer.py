@@ -1,7 +1,7 @@
 """The tokenizer as other processes need it: files and strings, no library of this process."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import structlog
 from transformers import AutoTokenizer
 
 from executor.errors import ModelError, first_line
+from executor.models.chat_template import read_template
 from executor.models.files import ModelFiles
 from executor.models.gguf.file import GgufFile
 from executor.models.gguf.tokenizer import build_tokenizer, special_tokens
@@ -27,10 +28,16 @@ class TokenizerFiles:
     special_tokens: Mapping[str, str] | None = None
 
 
-def load_tokenizer(files: ModelFiles) -> TokenizerFiles:
-    """Without a tokenizer the model can still be used with token ids. Raises ModelError for one that is damaged."""
-    if files.is_gguf:
-        return _of_gguf(GgufFile(Path(files.source)))
+def load_tokenizer(files: ModelFiles, template: Path | None = None) -> TokenizerFiles:
+    """Without a tokenizer the model can still be used with token ids. Raises ModelError for one that is damaged.
+
+    template: the file of a chat template in place of the one of the model.
+    """
+    found = _of_gguf(GgufFile(Path(files.source))) if files.is_gguf else _of_folder(files)
+    return found if template is None else replace(found, chat_template=read_template(template))
+
+
+def _of_folder(files: ModelFiles) -> TokenizerFiles:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(files.source, trust_remote_code=False)
     # Any exception: the library that reads the file raises nothing narrower.

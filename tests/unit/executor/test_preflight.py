@@ -42,6 +42,35 @@ def test_a_model_that_does_not_exist_is_named_with_its_variable(tmp_path: Path) 
         assert said.startswith(f"KVKEEP_EXECUTOR_{field.upper()}: the model {nothing} does not exist: choose a folder")
 
 
+BAD_TEMPLATES: dict[str, tuple[bytes | None, str]] = {
+    "missing": (None, "cannot read the chat template"),
+    "no text": (b"\xff", "cannot read the chat template"),
+    "cut": (b"{% for message in messages %}", "is no template of Jinja: TemplateSyntaxError: Unexpected end"),
+    "an unknown filter": (b"{{ messages | nope }}", "is no template of Jinja: TemplateAssertionError: No filter named"),
+    "a break outside of a loop": (b"{% break %}", "is no template of Jinja: SyntaxError: 'break' outside loop"),
+}
+
+
+@pytest.mark.parametrize(("content", "words"), BAD_TEMPLATES.values(), ids=BAD_TEMPLATES)
+def test_a_chat_template_that_is_none_is_named_with_its_variable(
+    content: bytes | None, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "chat.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    said = refused(chat_template=path)
+    assert said.startswith("KVKEEP_EXECUTOR_CHAT_TEMPLATE: ")
+    assert words in said
+    assert str(path) in said
+
+
+def test_a_chat_template_that_can_be_compiled_is_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text("{% for m in messages %}{{ m | tojson }}{% break %}{% endfor %}")
+    check(settings_from({"KVKEEP_EXECUTOR_CHAT_TEMPLATE": str(path)}), {})
+    check(settings_from({"KVKEEP_EXECUTOR_CHAT_TEMPLATE": ""}), {})
+
+
 def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
     said = refused(model=tmp_path)
     assert said.startswith(f"KVKEEP_EXECUTOR_MODEL: cannot load the model {tmp_path}: it has no config.json; choose")

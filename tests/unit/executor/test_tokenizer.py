@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,13 @@ def test_a_whole_tokenizer_is_handed_on(tmp_path: Path) -> None:
     files = load_tokenizer(model(tmp_path))
     assert json.loads(files.json)["model"]["type"] == "BPE"
     assert files.chat_template == CHAT_TEMPLATE
+
+
+def test_a_template_that_is_given_takes_the_place_of_the_one_of_the_model(tmp_path: Path) -> None:
+    given = tmp_path / "chat.jinja"
+    given.write_text("{{ messages }}ü")
+    files = model(tmp_path)
+    assert load_tokenizer(files, given) == replace(load_tokenizer(files), chat_template="{{ messages }}ü")
 
 
 DAMAGED: dict[str, tuple[str, Callable[[str], str]]] = {
