@@ -203,7 +203,7 @@ def measure_itl(stack: Stack, asked: Sequence[Schema], tokens: int, repeats: int
 
 
 def main() -> None:
-    """Runs the parts; the status is 1 after an output that is not valid."""
+    """Runs the parts; the status is 1 after an instance or an output that is allowed and is not valid."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--schemas", type=int, default=300)
@@ -229,7 +229,8 @@ def main() -> None:
                 figures["outputs"] = check_outputs(stack, asked, arguments.outputs, arguments.output_tokens)
     given = {name: value for name, value in vars(arguments).items() if name != "json"}
     Result("structured", figures, given).write(arguments.json)
-    raise SystemExit(bool(figures.get("outputs", {}).get("faults")))
+    faults = [fault for draft in figures.get("suite", {}).values() for fault in draft["faults"]]
+    raise SystemExit(bool(faults or figures.get("outputs", {}).get("faults")))
 
 
 if __name__ == "__main__":
