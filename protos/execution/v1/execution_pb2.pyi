@@ -49,10 +49,12 @@ class LoadAdapterResponse(_message.Message):
     def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
 
 class UnloadAdapterRequest(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "validate_only")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    validate_only: bool
+    def __init__(self, name: _Optional[str] = ..., validate_only: _Optional[bool] = ...) -> None: ...
 
 class UnloadAdapterResponse(_message.Message):
     __slots__ = ()
