@@ -132,7 +132,7 @@ class Runner:
         model: Model,
         pools: KvPools,
         tiers: Tiers | None = None,
-        copy_ended: Callable[[Copy, bool], object] = lambda _copy, _good: None,
+        copy_ended: Callable[[Copy, bool], None] = lambda _copy, _good: None,
         drafter: Drafter | None = None,
         grammars: Grammars | None = None,
     ) -> None:
@@ -227,7 +227,7 @@ class Runner:
 
     @torch.inference_mode()
     def prepare(self, step: Step, before_waiting: Callable[[], None] = lambda: None) -> PreparedStep:
-        """Applies a step and packs what the device needs. Raises ExecutorError, with nothing changed, if it is not valid.
+        """Applies a step and packs what the device needs. Raises ExecutorError, with nothing changed, if not valid.
 
         before_waiting: called before this thread waits for copies. Where another error is raised, each copy that is not
         within the device has been reported or will be.

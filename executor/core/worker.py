@@ -84,7 +84,7 @@ class Worker:
     """
 
     def __init__(self, runner: Runner, outbox: Outbox, device_lost: Callable[[], None]) -> None:
-        """outbox: also takes the runner's ended copies. device_lost: called when the device can run nothing any more."""
+        """outbox: also takes the runner's ended copies. device_lost: called when the device can run nothing more."""
         self.runner = runner
         self._outbox = outbox
         self._device_lost = device_lost

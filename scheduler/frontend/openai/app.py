@@ -285,6 +285,7 @@ def _aborting(service: GenerationService, guard: Guard, bodies: BodyLimits) -> A
     async def abort(request: AbortRequest, caller: Called) -> responses.Aborted:
         """Ends running requests: their answers end with what there is of them, and with the finish reason "abort"."""
         request.check()
+
         async def operate(message: pb.AbortRequestsRequest) -> int:
             with caller.operating(operators, message):
                 return (await service.admin.AbortRequests(message)).aborted_requests

@@ -1,5 +1,6 @@
 """Turns HTTP's Authorization header into an identity, and checks its role."""
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.errors import ServiceError
+from protos.rpc.errors import status_code
 from protos.rpc.guard import Guard
 from protos.rpc.http_server import peer_of
 from protos.rpc.identity import Identity, PermissionDeniedError, UnauthenticatedError, assume
@@ -48,15 +50,18 @@ class Caller:
 
     @contextlib.contextmanager
     def operating(self, method: str, request: Message) -> Iterator[None]:
-        """As `authorized`, around what an operator does, which leaves a line in the audit log as the gRPC method does."""
+        """As `authorized`, around what an operator does: it leaves a line in the audit log as the gRPC method does."""
         outcome = "OK"
         try:
             with self.authorized():
                 yield
         except ServiceError as error:
-            outcome = error.code.name
+            outcome = status_code(error).name
             raise
-        except BaseException:
+        except asyncio.CancelledError:
+            outcome = "CANCELLED"
+            raise
+        except Exception:
             outcome = "INTERNAL"
             raise
         finally:
