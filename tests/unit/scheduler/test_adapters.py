@@ -217,9 +217,7 @@ async def test_an_adapter_in_use_stays_where_the_executor_does_not_unload_it(sta
     stack.executor.loads_adapters = False
     stack.executor.gate.clear()
     running = asyncio.ensure_future(generate(stack.stub, asking("sql", prompt_of(8), 20)))
-    async with asyncio.timeout(patience(20)):
-        while not stack.executor.running:
-            await asyncio.sleep(0.01)
+    await stack.manager.admitted(1)
     answer = await ask(address, "POST", "/v1/unload_lora_adapter", '{"lora_name": "sql"}')
     assert (answer.status, answer.error["code"]) == (400, "adapters_fixed")
     stack.executor.gate.set()
@@ -238,6 +236,8 @@ async def test_only_operators_of_all_tenants_load_and_unload(stack: Stack, keyri
             for path, body in (("load", {"lora_name": "x", "lora_path": "y"}), ("unload", {"lora_name": "x"})):
                 answer = await ask(address, "POST", f"/v1/{path}_lora_adapter", json.dumps(body), headers)
                 assert answer.status == expected, (path, token)
+        again = await ask(address, "POST", "/v1/unload_lora_adapter", '{"lora_name": "x"}', headers)
+        assert again.status == 404
         nobody = await ask(address, "POST", "/v1/unload_lora_adapter", '{"lora_name": "x"}')
         assert nobody.status == 401
     audited = [json.loads(line) for line in (tmp_path / "audit").read_text().splitlines()]
@@ -247,6 +247,7 @@ async def test_only_operators_of_all_tenants_load_and_unload(stack: Stack, keyri
     assert [(line["method"].rpartition("/")[2], line["request"], line["outcome"]) for line in done] == [
         ("LoadAdapter", {"name": "x", "path": "y"}, "OK"),
         ("UnloadAdapter", {"name": "x"}, "OK"),
+        ("UnloadAdapter", {"name": "x"}, "NOT_FOUND"),
     ]
 
 
