@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush, merge
-from operator import attrgetter
+from heapq import heapify, heappop, heappush
 
 from cachemgr.blocks.block import Block
 
 # Bits of an index in the position of a block among those of its priority.
 _SLOT_BITS = 40
-_RECENCY = attrgetter("recency")
 
 
 class EvictionQueue:
@@ -62,11 +60,6 @@ class EvictionQueue:
     @property
     def size(self) -> int:
         return sum(ring.size for ring in self._rings.values())
-
-    def in_order(self) -> Iterator[Block]:
-        """All blocks in eviction order."""
-        for _, ring in sorted(self._rings.items()):
-            yield from ring.in_order()
 
     def walk(self) -> Iterator[tuple[int, bool, Iterator[tuple[Block, bool]]]]:
         """Priority, its bit and its blocks for checks: each with whether it is linked, those oldest first."""
@@ -148,10 +141,6 @@ class _LruList:
     def _sort(self) -> None:
         self._heap = list(self._reinserted)
         heapify(self._heap)
-
-    def in_order(self) -> Iterator[Block]:
-        late = [self._reinserted[position] for position in sorted(self._reinserted)]
-        return merge((block for block, is_linked in self.walk() if is_linked), late, key=_RECENCY)
 
     def walk(self) -> Iterator[tuple[Block, bool]]:
         block = self._end.lru_next
