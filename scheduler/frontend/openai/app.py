@@ -253,7 +253,7 @@ def _managing(admin: SchedulerAdminService, guard: Guard, bodies: BodyLimits) ->
         request.check()
         message = pb.LoadAdapterRequest(name=request.lora_name, path=request.lora_path)
         try:
-            with caller.operating(loads, message):
+            with caller.authorized(), caller.operating(loads, message):
                 await admin.LoadAdapter(message)
         except ServiceError as error:
             raise errors.from_service(error, _ADAPTER_NAMES) from error
@@ -265,7 +265,7 @@ def _managing(admin: SchedulerAdminService, guard: Guard, bodies: BodyLimits) ->
         request.check()
         message = pb.UnloadAdapterRequest(name=request.lora_name)
         try:
-            with caller.operating(unloads, message):
+            with caller.authorized(), caller.operating(unloads, message):
                 answer = await admin.UnloadAdapter(message)
         except ServiceError as error:
             raise errors.from_service(error, _ADAPTER_NAMES) from error
