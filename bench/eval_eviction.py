@@ -35,7 +35,7 @@ PROMPT, FOLLOWING = 1792, 256
 PASSKEY_BUDGETS = (256, 512)
 GENERATION_BUDGET = 512
 _STRIDE = 5
-# Parts whose records are of the policies that were asked for; another part is measured as a whole.
+# Parts with records for each policy; any other part is measured as a whole.
 _BY_POLICY = ("windows", "passkeys", "rouge")
 
 
@@ -144,7 +144,7 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def untouched(part: str, records: Iterable[Mapping[str, Any]], policies: Collection[str]) -> list[Mapping[str, Any]]:
-    """Of earlier records of a part, those that stay when these policies are measured."""
+    """Earlier records of a part that remain when these policies are measured."""
     if part not in _BY_POLICY:
         return []
     return [record for record in records if record["policy"] not in (FULL, *policies)]

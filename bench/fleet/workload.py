@@ -67,7 +67,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Groups:
-    """So many groups with a prefix of their own, and users of each that send a new prompt every time.
+    """Groups that each have a prefix, and users of each group who send a new prompt every time.
 
     burst: requests of one more group, new in each stage, that come within a second in its middle, each of another user.
     """

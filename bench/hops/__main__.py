@@ -58,7 +58,7 @@ class Step(NamedTuple):
 
 
 class Route(NamedTuple):
-    """A path's name, and the functions with whose calls it begins and ends."""
+    """A path's name, and the functions whose calls begin and end the path."""
 
     name: str
     begin: str
@@ -93,7 +93,7 @@ def is_property(file: str, function: str) -> bool:
 
 
 def without_beside(calls: Iterable[Call]) -> Iterator[Call]:
-    """The calls of one thread, without those that are left out."""
+    """The calls of one thread that are on a path."""
     left_out: int | None = None
     for call in calls:
         if left_out is not None and call.depth > left_out:

@@ -54,7 +54,7 @@ class Costs:
 
     copies: engines that have a block, on average. decision_engine: of a whole decision, by engine. decision_block and
     hashing: of a decision, for each block of the prompt. snapshot_block: of a snapshot, for each engine that has the
-    block. commands: of Redis for an event, and indexed: those that the index by key adds.
+    block. commands: Redis commands for an event; indexed: those that the index by key adds.
     """
 
     block_bytes: float
@@ -135,7 +135,7 @@ def view(size: Size) -> Generator[Row, None, dict[str, float]]:
         "block_bytes": resident / different,
         "copies": copies,
         "decision_engine": short / size.engines * 1e6,
-        # The last case is the one that takes longest.
+        # The last case takes longest.
         "decision_block": (percentile(found, 0.5) - short) / LONG_PROMPT_BLOCKS * 1e6,
         "hashing": percentile(hashed, 0.5) / LONG_PROMPT_BLOCKS * 1e6,
     }

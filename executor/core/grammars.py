@@ -231,7 +231,7 @@ def _readable(schema: dict[str, Any]) -> dict[str, Any]:
         del kept["format"]
     if kept.get("uniqueItems") is False:
         del kept["uniqueItems"]
-    # Behind allOf the library would count the items that others describe.
+    # After allOf the library would count the items that others describe.
     if "additionalItems" in kept and "allOf" in kept:
         kept["allOf"] = kept.pop("allOf")
     return kept
