@@ -37,7 +37,7 @@ from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc import logs, tracing
 from protos.rpc.addresses import AddressError
 from protos.rpc.redis_client import open_redis
-from protos.rpc.server import Server
+from protos.rpc.server import Server, StopSignals
 from protos.rpc.settings import SettingsError, load, variable
 from protos.rpc.startup import collect_rarely
 
@@ -166,9 +166,9 @@ class CacheManagerProcess:
         if self._store is not None:
             self._server.set_serving(self._store.up, REDIS_HEALTH)
 
-    async def run_until_stopped(self) -> None:
+    async def run_until_stopped(self, signals: StopSignals) -> None:
         """Serves until a signal; a background task that fails ends the process with its error."""
-        serving: asyncio.Future[Any] = asyncio.create_task(self._server.run_until_stopped(self._drain))
+        serving: asyncio.Future[Any] = asyncio.create_task(self._server.run_until_stopped(signals, self._drain))
         done, _ = await asyncio.wait({serving, *self._background}, return_when=asyncio.FIRST_COMPLETED)
         if serving not in done:
             serving.cancel()
@@ -279,6 +279,7 @@ def run() -> None:
 
 async def _run(settings: CachemgrSettings) -> None:
     process = CacheManagerProcess(settings)
+    signals = StopSignals()
     await process.start()
     collect_rarely()
-    await process.run_until_stopped()
+    await process.run_until_stopped(signals)

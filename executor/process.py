@@ -153,7 +153,7 @@ async def _serve(settings: ExecutorSettings) -> int:
     from executor.rpc.weights import WeightUpdates
     from protos.execution.v1 import execution_pb2_grpc as rpc
     from protos.rpc.channel import open_channel
-    from protos.rpc.server import Server
+    from protos.rpc.server import Server, StopSignals
 
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     device = choose_device(settings.device)
@@ -279,6 +279,7 @@ async def _serve(settings: ExecutorSettings) -> int:
         {SERVICE: lambda grpc_server: rpc.add_ExecutorServiceServicer_to_server(servicer, grpc_server)},
         setting="KVKEEP_EXECUTOR_ADDRESS",
     )
+    signals = StopSignals()
     await server.start()
     worker.start()
     registration = asyncio.create_task(client.run())
@@ -286,7 +287,7 @@ async def _serve(settings: ExecutorSettings) -> int:
     # They end by themselves only on a bug; then the process must end too.
     for task in (registration, watching):
         task.add_done_callback(_end_unless_cancelled)
-    await server.run_until_stopped(drain)
+    await server.run_until_stopped(signals, drain)
     ended = await asyncio.to_thread(worker.stop)
     await client.confirmed(CONFIRM_SECONDS)
     for task in (registration, watching):

@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 
 from protos.rpc import logs, tracing
 from protos.rpc.addresses import AddressError
-from protos.rpc.server import Server
+from protos.rpc.server import Server, StopSignals
 from protos.rpc.settings import load, variable
 from protos.rpc.startup import collect_rarely
 from scheduler.app import Scheduler
@@ -49,6 +49,7 @@ async def serve(settings: SchedulerSettings, environ: Mapping[str, str]) -> int:
         if counted
         else scheduler.http_server(server.guard)
     )
+    signals = StopSignals()
     try:
         if http is not None:
             await http.start()
@@ -73,7 +74,7 @@ async def serve(settings: SchedulerSettings, environ: Mapping[str, str]) -> int:
         os.kill(os.getpid(), signal.SIGTERM)
 
     ready = asyncio.create_task(become_ready())
-    drained = await server.run_until_stopped(scheduler.drain)
+    drained = await server.run_until_stopped(signals, scheduler.drain)
     ready.cancel()
     await asyncio.wait({ready})
     if http is not None:

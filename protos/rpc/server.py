@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,27 @@ class _Listener:
     server: grpc.aio.Server
     health: Health
     connections: Connections
+
+
+class StopSignals:
+    """SIGTERM and SIGINT to this process, from its construction, on its loop.
+
+    Make one before a server starts: a process that is asked to stop after callers can reach it must drain.
+    """
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._note)
+
+    def _note(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+    def close(self) -> None:
+        """Gives both signals their usual effect again."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.remove_signal_handler(number)
 
 
 class Server:
@@ -140,19 +161,20 @@ class Server:
                 self._keeping_room.append(asyncio.create_task(listener.connections.keep_room(port)))
             log.info("listening", server=self._name, address=listener.address)
 
-    async def run_until_stopped(self, on_drain: Callable[[], Awaitable[None]] | None = None) -> bool:
+    async def run_until_stopped(
+        self, signals: StopSignals, on_drain: Callable[[], Awaitable[None]] | None = None
+    ) -> bool:
         """Serves until SIGTERM or SIGINT, then drains: NOT_SERVING, `on_drain`, and a grace for running calls.
 
         A second signal stops at once; returns whether there was none.
         """
-        asked, hurried = asyncio.Event(), asyncio.Event()
-        with _signals(lambda: (hurried if asked.is_set() else asked).set()):
-            await asked.wait()
+        with contextlib.closing(signals):
+            await signals.first.wait()
             log.info("draining", server=self._name)
             self._draining = True
             self.set_serving(False)
             drain = asyncio.ensure_future(self._drain(on_drain))
-            hurry = asyncio.ensure_future(hurried.wait())
+            hurry = asyncio.ensure_future(signals.second.wait())
             await asyncio.wait({drain, hurry}, return_when=asyncio.FIRST_COMPLETED)
             hurry.cancel()
             if not drain.done():
@@ -162,7 +184,7 @@ class Server:
         if not drain.cancelled():
             drain.result()
         log.info("stopped", server=self._name)
-        return not hurried.is_set()
+        return not signals.second.is_set()
 
     async def stop(self) -> None:
         """Stops with the usual grace for running calls."""
@@ -231,15 +253,3 @@ def _add_reflection(server: grpc.aio.Server, services: tuple[str, ...]) -> None:
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(REFLECTION_SERVICES[1], {"ServerReflectionInfo": handler}),)
     )
-
-
-@contextlib.contextmanager
-def _signals(handle: Callable[[], None]) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, handle)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)

@@ -22,7 +22,7 @@ from protos.rpc.errors import from_rpc_error
 from protos.rpc.guard import Guard
 from protos.rpc.http_server import HttpServer
 from protos.rpc.logs import FileLog
-from protos.rpc.server import Server
+from protos.rpc.server import Server, StopSignals
 from protos.rpc.settings import SettingsError, load, variable
 from protos.rpc.startup import collect_rarely
 from protos.vllm import engine_pb2_grpc as vllm_rpc
@@ -269,6 +269,7 @@ async def serve(settings: RouterSettings) -> int:
         return 1
     server.listen(settings.address, router.services, setting=variable(RouterSettings, "address"))
     http = router.http_server(server.guard)
+    signals = StopSignals()
     try:
         if http is not None:
             await http.start()
@@ -293,7 +294,7 @@ async def serve(settings: RouterSettings) -> int:
         os.kill(os.getpid(), signal.SIGTERM)
 
     ready = asyncio.create_task(become_ready())
-    drained = await server.run_until_stopped(router.drain)
+    drained = await server.run_until_stopped(signals, router.drain)
     ready.cancel()
     await asyncio.wait({ready})
     if http is not None:

@@ -24,7 +24,7 @@ from protos.execution.v1 import execution_pb2_grpc as rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.rpc import logs
 from protos.rpc.channel import open_channel
-from protos.rpc.server import Server
+from protos.rpc.server import Server, StopSignals
 from protos.rpc.settings import load
 from scheduler import sequence
 from scheduler.request import Tier as SchedulerTier
@@ -121,6 +121,7 @@ async def serve(settings: StubSettings) -> None:
     server = Server("executor", drain_seconds=0)
     add = partial(rpc.add_ExecutorServiceServicer_to_server, executor)
     server.listen(settings.executor_address, {SERVICE: add})
+    signals = StopSignals()
     await server.start()
     async with open_channel(settings.cachemgr_address) as channel:
         announcement = Announcement(settings, executor)
@@ -132,7 +133,7 @@ async def serve(settings: StubSettings) -> None:
         async def drain() -> None:
             executor.break_session()
 
-        await server.run_until_stopped(drain)
+        await server.run_until_stopped(signals, drain)
         registration.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await registration

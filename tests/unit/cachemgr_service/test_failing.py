@@ -2,13 +2,17 @@
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 
 import grpc
 import pytest
 
+import cachemgr.process
 from cachemgr.process import CacheManagerProcess, failed_state
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.rpc.server import StopSignals
 from tests.support.cachemgr_client import BLOCK_SIZE, EXECUTOR, NUM_BLOCKS, Client, settings_for
 from tests.support.patience import patience
 
@@ -19,7 +23,7 @@ async def test_a_call_that_fails_inside_ends_the_process_with_its_state_in_a_fil
     settings = settings_for(tmp_path).model_copy(update={"state_dir": tmp_path / "state"})
     process = CacheManagerProcess(settings)
     await process.start()
-    serving = asyncio.create_task(process.run_until_stopped())
+    serving = asyncio.create_task(process.run_until_stopped(StopSignals()))
     client = Client(settings)
     await client.register()
     assert (await client.admit("first", PROMPT)).admitted
@@ -49,3 +53,9 @@ async def test_a_request_that_cannot_be_read_does_not_end_the_process(client: Cl
     with pytest.raises(grpc.aio.AioRpcError):
         await client.manager.AdmitSequences(request, timeout=patience(5))
     assert (await client.admit("first", PROMPT)).admitted
+
+
+async def test_a_signal_right_after_the_start_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It takes long enough that a supervisor's signal can come in it: callers reach the process by then.
+    monkeypatch.setattr(cachemgr.process, "collect_rarely", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    await asyncio.wait_for(cachemgr.process._run(settings_for(tmp_path)), patience(20))

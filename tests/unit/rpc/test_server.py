@@ -27,7 +27,7 @@ from protos.rpc import server as server_module
 from protos.rpc.addresses import AddressError
 from protos.rpc.channel import open_channel
 from protos.rpc.security import Security
-from protos.rpc.server import Server
+from protos.rpc.server import Server, StopSignals
 from protos.rpc.startup import raise_file_limit
 from protos.rpc.version import VERSION_KEY, program_version
 from tests.support.patience import patience
@@ -284,7 +284,7 @@ async def test_sigterm_says_not_serving_then_drains_then_stops(tmp_path: Path) -
         async with open_channel(address) as channel:
             seen.append(await health(channel, ""))
 
-    running = asyncio.create_task(server.run_until_stopped(drain))
+    running = asyncio.create_task(server.run_until_stopped(StopSignals(), drain))
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGTERM)
     assert await asyncio.wait_for(running, patience(5))
@@ -301,7 +301,7 @@ async def test_a_second_signal_does_not_wait_for_the_drain(tmp_path: Path) -> No
         draining.set()
         await asyncio.Event().wait()
 
-    running = asyncio.create_task(server.run_until_stopped(drain))
+    running = asyncio.create_task(server.run_until_stopped(StopSignals(), drain))
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGINT)
     await asyncio.wait_for(draining.wait(), patience(5))
