@@ -238,7 +238,8 @@ def _read(model: execution_pb2.GetModelResponse) -> tuple[Tokenizer, int | None]
 def _compiled(model: execution_pb2.GetModelResponse, *, drops_reasoning: bool) -> ChatTemplate:
     try:
         return ChatTemplate(model.chat_template, model.special_tokens, drops_reasoning=drops_reasoning)
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, SyntaxError) as error:
+        # The second is of a template such as `{% break %}` outside a loop: Jinja does not check it before Python does.
         raise UnusableModelError(f"the chat template of the model {model.model} is no template: {error}") from error
 
 

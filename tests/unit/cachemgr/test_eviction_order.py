@@ -57,10 +57,9 @@ def test_a_block_that_has_changed_over_to_another_order_has_left_the_first(older
     for use, block in enumerate(blocks, 1):
         block.recency = use
         here.insert(block)
-    for block in (blocks[older], blocks[newer]):
-        if block.lru_prev is not None:
-            here.remove(block)
-            there.insert(block)
+    for slot in {older, newer}:
+        here.remove(blocks[slot])
+        there.insert(blocks[slot])
     listed = [[block.recency for block in in_order(order)] for order in (here, there)]
     moved = sorted({older + 1, newer + 1})
     assert listed == [[0, *sorted({1, 2, 3, 4, 5, 6} - set(moved)), 100], [0, *moved, 100]]

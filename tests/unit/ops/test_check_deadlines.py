@@ -88,6 +88,7 @@ def test_a_mark_without_a_reason_allows_nothing() -> None:
 def test_each_line_is_named_with_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("sys.argv", ["check_deadlines.py"])
     monkeypatch.setattr(check_deadlines, "ROOT", tmp_path)
     monkeypatch.setattr(check_deadlines, "TESTS", tmp_path / "tests")
     (tmp_path / "tests").mkdir()

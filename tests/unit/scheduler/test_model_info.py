@@ -34,6 +34,7 @@ def model(tokenizer_json: str | None = None) -> ModelInfo:
         ({"tokenizer_json": b"{}"}, "the tokenizer of the model m cannot be read"),
         ({"tokenizer_json": b"\xff"}, "the tokenizer of the model m cannot be read"),
         ({"chat_template": "{% for one in messages %}"}, "the chat template of the model m is no template"),
+        ({"chat_template": "{% break %}"}, "the chat template of the model m is no template: 'break' outside loop"),
     ],
 )
 def test_a_model_that_cannot_be_served_is_refused_in_a_sentence(fields: dict[str, Any], words: str) -> None:
