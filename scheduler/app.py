@@ -313,12 +313,12 @@ class _Updates:
         self._cache = cache
         self._loop = asyncio.get_running_loop()
 
-    def publish(self, tokens: RequestUpdates | None, cache: CacheUpdate | None) -> None:
-        self._loop.call_soon_threadsafe(self._deliver, tokens, cache)
+    def publish(self, updates: RequestUpdates | None, cache: CacheUpdate | None) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, updates, cache)
 
-    def _deliver(self, tokens: RequestUpdates | None, cache: CacheUpdate | None) -> None:
-        if tokens is not None:
-            self._requests.receive(tokens)
+    def _deliver(self, updates: RequestUpdates | None, cache: CacheUpdate | None) -> None:
+        if updates is not None:
+            self._requests.receive(updates)
         if cache is not None:
             self._cache.receive(cache)
 

@@ -226,7 +226,7 @@ class CacheUpdate:
 class UpdateListener(Protocol):
     """Receives the step loop's updates, on its thread."""
 
-    def publish(self, tokens: RequestUpdates | None, cache: CacheUpdate | None) -> None:
+    def publish(self, updates: RequestUpdates | None, cache: CacheUpdate | None) -> None:
         """None stands for an empty update. Must not block."""
 
 

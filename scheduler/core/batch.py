@@ -17,7 +17,7 @@ from scheduler.sequence import Eviction, LeaveReason, Sequence
 # Progress that is not urgent is reported once in so many steps: the cache manager allocates ahead, and a call per step
 # would cost more than all its other work.
 GATHER_STEPS = 8
-_NO_TOKENS, _NO_UPDATE = RequestUpdates(), CacheUpdate()
+_NO_UPDATES, _NO_CACHE_UPDATE = RequestUpdates(), CacheUpdate()
 
 
 class RunningBatch:
@@ -28,8 +28,8 @@ class RunningBatch:
 
     def __init__(self) -> None:
         # Updates that are not published yet.
-        self.tokens = RequestUpdates()
-        self.update = CacheUpdate()
+        self.updates = RequestUpdates()
+        self.cache_update = CacheUpdate()
         # Handles that the next step removes from the executor.
         self.removed: list[int] = []
         # Copies that the next step brings to the executor, and the onloads in flight.
@@ -72,22 +72,22 @@ class RunningBatch:
 
         everything: with the progress of all sequences, which else comes with other news or every GATHER_STEPS.
         """
-        urgent = everything or self._urgent or self.update != _NO_UPDATE
+        urgent = everything or self._urgent or self.cache_update != _NO_CACHE_UPDATE
         if urgent or self._answered >= self._reported_step + GATHER_STEPS:
             self._reported_step, self._urgent = self._answered, False
             for sequence in self.ranked:
                 self._report_progress(sequence)
-        tokens = update = None
-        if self.tokens != _NO_TOKENS:
-            tokens, self.tokens = self.tokens, RequestUpdates()
-        if self.update != _NO_UPDATE:
-            update, self.update = self.update, CacheUpdate()
-            update.step = self._answered
-        return tokens, update
+        updates = cache = None
+        if self.updates != _NO_UPDATES:
+            updates, self.updates = self.updates, RequestUpdates()
+        if self.cache_update != _NO_CACHE_UPDATE:
+            cache, self.cache_update = self.cache_update, CacheUpdate()
+            cache.step = self._answered
+        return updates, cache
 
     def _report_progress(self, sequence: Sequence) -> None:
         if sequence.computed > sequence.synced:
-            self.update.progress[sequence.handle] = sequence.take_progress()
+            self.cache_update.progress[sequence.handle] = sequence.take_progress()
 
     def admit(self, sequence: Sequence, *, valid: bool = True) -> None:
         """Adds an admitted sequence. valid: whether its blocks are; else it is admitted again."""
@@ -101,7 +101,7 @@ class RunningBatch:
         if valid:
             self.copies.add(sequence)
         else:
-            self.update.cancelled_tickets.extend(copy.ticket for copy in sequence.copies)
+            self.cache_update.cancelled_tickets.extend(copy.ticket for copy in sequence.copies)
         promised = sequence.cached_tokens
         writer = sequence.wait_for
         if writer in self._by_handle:
@@ -120,7 +120,7 @@ class RunningBatch:
         if valid:
             self.copies.unsent += answer.copies
         else:
-            self.update.cancelled_tickets.extend(copy.ticket for copy in answer.copies)
+            self.cache_update.cancelled_tickets.extend(copy.ticket for copy in answer.copies)
         for handle in answer.released:
             self._released.pop(handle, None)
         for handle in answer.trimmed:
@@ -161,9 +161,9 @@ class RunningBatch:
         """The next step, of at most `max_tokens` tokens; reclaims blocks for sequences that are out of them."""
         for sequence, eviction in self._evicting.values():
             if sequence.leave_reason is None and sequence.evict_tokens():
-                self.update.evicting[sequence.handle] = not eviction.requested
+                self.cache_update.evicting[sequence.handle] = not eviction.requested
                 if eviction.wanted_window is not None:
-                    self.update.evicting_windows[sequence.handle] = eviction.wanted_window
+                    self.cache_update.evicting_windows[sequence.handle] = eviction.wanted_window
                 eviction.requested = True
         self._suspects = {handle: suspect for handle, suspect in self._suspects.items() if suspect.is_suspect}
         # A single prefill per step shows which sequence the executor fails over.
@@ -196,7 +196,7 @@ class RunningBatch:
     def _reclaim_blocks(self, plan: Plan) -> bool:
         """Trims sequences with spare blocks and, if that was not enough, preempts one; returns whether it preempted."""
         for sequence in plan.out_of_blocks:
-            self.update.starving[sequence.handle] = sequence.computed
+            self.cache_update.starving[sequence.handle] = sequence.computed
         if not plan.out_of_blocks:
             self._trimmed_last = False
         if not plan.out_of_blocks or not self.missing_blocks or self._pending_reclaims or self.copies.will_free_blocks:
@@ -204,13 +204,13 @@ class RunningBatch:
         spare = [] if self._trimmed_last else trimmable(self.ranked, plan.out_of_blocks)
         self._trimmed_last = bool(spare)
         for sequence in spare:
-            self.update.trimmed[sequence.handle] = sequence.trim()
+            self.cache_update.trimmed[sequence.handle] = sequence.trim()
             self._pending_reclaims.add(sequence.handle)
         victim = None if spare else choose_victim(self.ranked)
         if victim is None:
             return False
         self._pending_reclaims.add(victim.handle)
-        self.tokens.preempted.append(victim.request.arrival)
+        self.updates.preempted.append(victim.request.arrival)
         self.leave(victim, LeaveReason.PREEMPTED)
         return True
 
@@ -220,7 +220,7 @@ class RunningBatch:
         Raises ExecutorLostError when the answer does not match the step.
         """
         self._answered = step.number
-        self.tokens.steps += 1
+        self.updates.steps += 1
         if self.copies.waiting:
             self._commit_copies(result)
         if self._evicting:
@@ -236,7 +236,7 @@ class RunningBatch:
             if samples:
                 sampling[sequence.handle] = sequence
         for sequence, eviction in self._evicting.values():
-            self.tokens.most_kept[sequence.request.arrival] = eviction.keep(sequence.computed)
+            self.updates.most_kept[sequence.request.arrival] = eviction.keep(sequence.computed)
         accepted = self._commit_drafts(step, result)
         if (
             result.step != step.number
@@ -246,7 +246,7 @@ class RunningBatch:
             raise ExecutorLostError(f"step {step.number} was answered with other sequences than it sampled")
         for scored in result.prompt_logprobs:
             if (found := self._by_handle.get(scored.sequence)) is not None:
-                self.tokens.prompt_logprobs.append((found.request.arrival, scored.logprobs))
+                self.updates.prompt_logprobs.append((found.request.arrival, scored.logprobs))
         self._commit_tokens(sampling, result, now)
         self._detach_leaving()
 
@@ -266,8 +266,8 @@ class RunningBatch:
                 sequence.computed += more
                 sequence.planned -= allowed - more
                 sequence.known -= allowed - more
-            self.tokens.drafted += result.num_drafts
-            self.tokens.accepted += accepted
+            self.updates.drafted += result.num_drafts
+            self.updates.accepted += accepted
         if result.draft_sequences or self._has_drafts:
             self._has_drafts = len(result.draft_sequences) > 0
             wanted = dict(zip(result.draft_sequences, result.draft_tokens, strict=True))
@@ -278,7 +278,7 @@ class RunningBatch:
 
     def _commit_tokens(self, sampling: dict[int, Sequence], result: execution_pb2.StepResult, now: float) -> None:
         logprobs = {entry.index: entry for entry in result.logprobs}
-        outputs = self.tokens.outputs
+        outputs = self.updates.outputs
         columns = zip(result.sequences, result.token_ids, result.stopped, strict=True)
         for index, (handle, token_id, stopped) in enumerate(columns):
             sequence = sampling[handle]
@@ -310,7 +310,7 @@ class RunningBatch:
                 continue
             if sequence.leave_reason is None:
                 host, disk = sequence.onloaded_tokens(Tier.HOST), sequence.onloaded_tokens(Tier.DISK)
-                self.tokens.onloaded.append((sequence.request.arrival, host, disk))
+                self.updates.onloaded.append((sequence.request.arrival, host, disk))
             else:
                 # Its blocks are free now: the next sync says how many are still missing.
                 self.missing_blocks = 0
@@ -322,7 +322,7 @@ class RunningBatch:
         """
         for sequence in self.copies.take_late(now):
             if sequence.leave_reason is None:
-                self.tokens.late.append(sequence.request.arrival)
+                self.updates.late.append(sequence.request.arrival)
                 sequence.retry_tier = Tier.DEVICE
                 self.leave(sequence, LeaveReason.RESTARTED)
 
@@ -330,19 +330,19 @@ class RunningBatch:
         for sequence, computed in step.relocated:
             # A sequence that has stopped before computes nothing more and has not moved.
             if not sequence.stopped:
-                self.update.relocated[sequence.handle] = computed
+                self.cache_update.relocated[sequence.handle] = computed
         columns = zip(result.evicted_sequences, result.evicted_tokens, result.kept_masses, strict=True)
         for handle, tokens, mass in columns:
             if handle in self._evicting:
                 sequence, eviction = self._evicting[handle]
                 eviction.evict(tokens, sequence.computed)
-                self.tokens.evicted.append((sequence.request.arrival, tokens, mass))
+                self.updates.evicted.append((sequence.request.arrival, tokens, mass))
         for sequence, tokens in step.shortened:
             if sequence.leave_reason is None:
-                self.update.windows[sequence.handle] = tokens
+                self.cache_update.windows[sequence.handle] = tokens
         for handle, tokens in zip(result.window_sequences, result.window_tokens, strict=True):
             if handle in self._evicting and self._evicting[handle][1].wants_window(tokens):
-                self.update.windows[handle] = tokens
+                self.cache_update.windows[handle] = tokens
 
     def leave(self, sequence: Sequence, reason: LeaveReason) -> None:
         """A sequence leaves: at once, or once no step in flight touches its blocks."""
@@ -368,7 +368,7 @@ class RunningBatch:
         """
         steps = list(in_flight)
         sent = (copy.ticket for step in steps for copy in step.copies)
-        self.update.cancelled_tickets += [*sent, *self.copies.clear()]
+        self.cache_update.cancelled_tickets += [*sent, *self.copies.clear()]
         # Steps are answered in order: the executor was lost over the first of them.
         lost_over = steps[0].compute if executor_lost and steps and not is_planned else ()
         accused = [sequence for sequence, _, _ in lost_over if not sequence.has_new_tokens]
@@ -409,14 +409,14 @@ class RunningBatch:
         reliable = sequence.shareable_tokens
         self._released[sequence.handle] = reliable
         self._report_progress(sequence)
-        self.update.released.append(sequence.handle)
-        self.update.cancelled_tickets += self.copies.cancel(sequence)
+        self.cache_update.released.append(sequence.handle)
+        self.cache_update.cancelled_tickets += self.copies.cancel(sequence)
         if sequence.leave_reason.is_admitted_again:
             attempt = sequence.next_attempt()
             if attempt.failures < MAX_FAILURES:
-                self.tokens.retried.append(attempt)
+                self.updates.retried.append(attempt)
             else:
-                self.tokens.given_up.append(sequence.request.arrival)
+                self.updates.given_up.append(sequence.request.arrival)
         for other in self._followers.pop(sequence.handle, ()):
             if not other.started and other.cached_tokens > reliable:
                 self.leave(other, LeaveReason.RESTARTED)

@@ -144,7 +144,7 @@ class StepLoop:
                     assert_never(command)
         if self._giving_up and not self._in_flight:
             self._batch.restart_all(executor_lost=False)
-            self._batch.update.all_given_up = True
+            self._batch.cache_update.all_given_up = True
             self._giving_up = False
 
     def _plan(self) -> Plan | None:
@@ -183,7 +183,7 @@ class StepLoop:
     def _send(self, plan: Plan) -> None:
         started = time.perf_counter()
         copies = self._batch.copies
-        self._batch.tokens.started.extend(s.request.arrival for s, _ in plan.prefills if not s.started)
+        self._batch.updates.started.extend(s.request.arrival for s, _ in plan.prefills if not s.started)
         message, step = build_step(
             self._next_step,
             plan,
@@ -225,7 +225,7 @@ class StepLoop:
             self._budget.observe(len(step.decodes), step.prefill_tokens, result.compute_time.ToNanoseconds() / 1e9)
         speed = _speed(result, self._budget)
         if onloaded:
-            self._batch.update.speed = speed
+            self._batch.cache_update.speed = speed
         self._times.load = StepLoad(
             self._batch.prefill_tokens,
             self._budget.decode_step_seconds,
@@ -250,7 +250,7 @@ class StepLoop:
                 self._silence = self._hesitation = self._times.executor_silence = 0.0
                 if self._silent:
                     self._silent = False
-                    self._batch.tokens.executor_answers = True
+                    self._batch.updates.executor_answers = True
                     log.info("the executor answers again")
                 return answer
             waited += self._count_silence(time.monotonic() - begun, expected)
@@ -272,7 +272,7 @@ class StepLoop:
         self._silence += seconds
         if self._silence >= bound and not self._silent:
             self._silent = True
-            self._batch.tokens.executor_answers = False
+            self._batch.updates.executor_answers = False
             log.warning("the executor does not answer", seconds=round(self._silence, 1), sequences=len(self._batch))
         return seconds
 
@@ -287,11 +287,11 @@ class StepLoop:
         self._read(commands)
 
     def _publish(self, *, everything: bool = False) -> None:
-        tokens, update = self._batch.take_updates(everything=everything)
-        if tokens is not None:
-            tokens.at = time.monotonic()
-        if tokens is not None or update is not None:
-            self._listener.publish(tokens, update)
+        updates, cache = self._batch.take_updates(everything=everything)
+        if updates is not None:
+            updates.at = time.monotonic()
+        if updates is not None or cache is not None:
+            self._listener.publish(updates, cache)
 
     def _connect(self) -> None:
         """Opens a session; until then the loop only reads commands."""
@@ -315,7 +315,7 @@ class StepLoop:
                     return
                 self._next_step = answer.opened.first_step
                 log.info("session with the executor opened", first_step=self._next_step)
-                self._batch.tokens.adapters += self._executor.adapter_changes
+                self._batch.updates.adapters += self._executor.adapter_changes
                 self._report_session(1 - self._session)
                 self._publish()
                 return
@@ -329,13 +329,13 @@ class StepLoop:
             self._publish()
 
     def _report_session(self, session: int) -> None:
-        self._session = self._batch.update.session = session
+        self._session = self._batch.cache_update.session = session
 
     def _restart(self, *, is_planned: bool) -> None:
         if not is_planned:
             # Known at once here: a router sends the requests to another engine now, rather than when it is silent.
             self._silent = True
-            self._batch.tokens.executor_answers = False
+            self._batch.updates.executor_answers = False
             # A session that ends with no step in flight predicts nothing about the next one.
             self._failed_sessions += bool(self._in_flight)
         self._executor.close()

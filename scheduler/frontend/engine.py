@@ -39,7 +39,7 @@ class Engine(Protocol):
 class EngineListener(AdmissionListener, Protocol):
     """Receives what becomes of samples, on the asyncio loop."""
 
-    def receive(self, batch: RequestUpdates) -> None:
+    def receive(self, updates: RequestUpdates) -> None:
         """Takes what answered steps brought: one call for all samples."""
 
 

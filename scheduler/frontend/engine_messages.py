@@ -36,17 +36,17 @@ class SentSample:
         """Whether this attempt has brought output."""
         return len(self.token_ids) > len(self.attempt.token_ids)
 
-    def take(self, chunk: pb.StreamGenerateResponse, batch: RequestUpdates, listener: EngineListener) -> None:
-        """Adds its new output to a batch; the listener hears at once how the sample was admitted."""
+    def take(self, chunk: pb.StreamGenerateResponse, updates: RequestUpdates, listener: EngineListener) -> None:
+        """Adds its new output to the updates; the listener hears at once how the sample was admitted."""
         # A sample that is aborted before its first token was never admitted, as far as is known.
         if chunk.HasField("usage") and (chunk.token_ids or self.introduced):
-            self._take_usage(chunk.usage, batch, listener)
+            self._take_usage(chunk.usage, updates, listener)
         if chunk.prompt_logprobs:
             scored = [_logprobs(one, position) for position, one in enumerate(chunk.prompt_logprobs, 1)]
-            batch.prompt_logprobs.append((self.arrival, scored))
+            updates.prompt_logprobs.append((self.arrival, scored))
         is_aborted = chunk.finish_reason == pb.FINISH_REASON_ABORT
         if is_aborted:
-            batch.aborted.append(self.arrival)
+            updates.aborted.append(self.arrival)
         last = len(chunk.token_ids) - 1
         for index, token_id in enumerate(chunk.token_ids):
             finished = index == last and not is_aborted and chunk.finish_reason != pb.FINISH_REASON_UNSPECIFIED
@@ -57,9 +57,9 @@ class SentSample:
                 stopped = finished and chunk.finish_reason == pb.FINISH_REASON_STOP
                 meta = TokenMeta(0, stopped, finished, logprobs)
             self.token_ids.append(token_id)
-            batch.outputs.append((self.arrival, token_id, meta))
+            updates.outputs.append((self.arrival, token_id, meta))
 
-    def _take_usage(self, usage: pb.Usage, batch: RequestUpdates, listener: EngineListener) -> None:
+    def _take_usage(self, usage: pb.Usage, updates: RequestUpdates, listener: EngineListener) -> None:
         """The first usage says how the sample was admitted, the last one what it has cost."""
         before, self.usage = self.usage or pb.Usage(), usage
         if not self.introduced:
@@ -78,16 +78,16 @@ class SentSample:
             listener.admitted(self.attempt, admission)
             # Its first step was so long before its first token.
             prefill = usage.time_to_first_token.ToNanoseconds() - usage.queue_time.ToNanoseconds()
-            listener.receive(RequestUpdates(started=[self.arrival], at=batch.at - prefill / 1e9))
-        batch.preempted.extend([self.arrival] * (usage.preemptions - before.preemptions))
+            listener.receive(RequestUpdates(started=[self.arrival], at=updates.at - prefill / 1e9))
+        updates.preempted.extend([self.arrival] * (usage.preemptions - before.preemptions))
         host, disk = usage.host_tokens - before.host_tokens, usage.disk_tokens - before.disk_tokens
         if host or disk:
-            batch.onloaded.append((self.arrival, host, disk))
+            updates.onloaded.append((self.arrival, host, disk))
         if evicted := usage.eviction.evicted_tokens - before.eviction.evicted_tokens:
             mass = usage.eviction.kept_mass if usage.eviction.HasField("kept_mass") else -1.0
-            batch.evicted.append((self.arrival, evicted, mass))
+            updates.evicted.append((self.arrival, evicted, mass))
         if usage.eviction.peak_cache_tokens:
-            batch.most_kept[self.arrival] = usage.eviction.peak_cache_tokens
+            updates.most_kept[self.arrival] = usage.eviction.peak_cache_tokens
 
 
 def _logprobs(logprobs: pb.TokenLogprobs, position: int = 0) -> execution_pb2.TokenLogprobs:

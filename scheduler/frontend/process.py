@@ -81,10 +81,10 @@ class RemoteEngine:
 
     def received(self, response: pb.StreamRequestsResponse, listener: EngineListener) -> None:
         """Takes news of its samples."""
-        batch = RequestUpdates(steps=int(bool(response.outputs)), at=time.monotonic())
+        updates = RequestUpdates(steps=int(bool(response.outputs)), at=time.monotonic())
         for chunk in response.outputs:
             if (sample := self._by_name.get(chunk.request_id)) is not None:
-                sample.take(chunk, batch, listener)
+                sample.take(chunk, updates, listener)
                 if chunk.finish_reason:
                     self._forget(sample)
         for failure in response.failures:
@@ -93,7 +93,7 @@ class RemoteEngine:
                 status = status_pb2.Status.FromString(failure.status)
                 error = PassedOnError(from_status(status))
                 listener.refused(sample.attempt, error, was_taken=not failure.is_refused)
-        listener.receive(batch)
+        listener.receive(updates)
 
 
 class FrontEnd:

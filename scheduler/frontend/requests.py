@@ -302,81 +302,81 @@ class RequestTable:
                 # At once: it must not be admitted in the session that is open now.
                 self._engine.cancel(arrival)
 
-    def receive(self, batch: RequestUpdates) -> None:
+    def receive(self, updates: RequestUpdates) -> None:
         """Takes what answered steps brought: one call for all requests."""
-        self.steps += batch.steps
-        if batch.adapters:
-            self._change_adapters(batch.adapters)
-        self._note(batch)
-        if batch.outputs or batch.prompt_logprobs:
-            self._take_outputs(batch)
-        if batch.executor_answers is not None:
-            self.set_obstacle(EXECUTOR_SILENT, not batch.executor_answers)
-            if not batch.executor_answers:
+        self.steps += updates.steps
+        if updates.adapters:
+            self._change_adapters(updates.adapters)
+        self._note(updates)
+        if updates.outputs or updates.prompt_logprobs:
+            self._take_outputs(updates)
+        if updates.executor_answers is not None:
+            self.set_obstacle(EXECUTOR_SILENT, not updates.executor_answers)
+            if not updates.executor_answers:
                 self.validator.forget_grammars()
-        for attempt in batch.retried:
+        for attempt in updates.retried:
             if (generation := self._live.get(attempt.request.arrival)) and not generation.finished:
                 self._engine.start(attempt)
-        for arrival in batch.aborted:
+        for arrival in updates.aborted:
             self._aborted_elsewhere(arrival)
-        for arrival in batch.given_up:
+        for arrival in updates.given_up:
             if generation := self._live.get(arrival):
                 generation.fail(ExecutorFailsError(f"the executor failed {MAX_FAILURES} times over this request"))
 
-    def _take_outputs(self, batch: RequestUpdates) -> None:
-        for arrival, logprobs in batch.prompt_logprobs:
+    def _take_outputs(self, updates: RequestUpdates) -> None:
+        for arrival, logprobs in updates.prompt_logprobs:
             if generation := self._live.get(arrival):
                 generation.score_prompt(logprobs)
         published = 0
         # By the time of the token before: how many tokens came after it.
         earlier: Counter[float] = Counter()
-        for arrival, token_id, meta in batch.outputs:
+        for arrival, token_id, meta in updates.outputs:
             generation = self._live.get(arrival)
             if generation is None or generation.finished:
                 continue
             if generation.first_token_at is not None:
                 earlier[generation.last_token_at] += 1
             if meta is None and not generation.has_stop_strings:
-                generation.feed(token_id, batch.at)
+                generation.feed(token_id, updates.at)
                 if generation.is_gathered:
                     generation.notify()
             else:
-                self._publish(generation, token_id, meta, batch.at)
+                self._publish(generation, token_id, meta, updates.at)
             published += not generation.request.is_prewarm
         # Without the tokens that a step computed after the end of an output.
         self.metrics.output_tokens.inc(published)
         for at, tokens in earlier.items():
-            self.metrics.inter_token.observe(batch.at - at, tokens)
+            self.metrics.inter_token.observe(updates.at - at, tokens)
         self._flusher.flush()
 
-    def _note(self, batch: RequestUpdates) -> None:
+    def _note(self, updates: RequestUpdates) -> None:
         """Counts what callers hear of at the end."""
-        for arrival in batch.started:
+        for arrival in updates.started:
             if (generation := self._live.get(arrival)) and generation.started_at is None:
-                generation.started_at = batch.at
+                generation.started_at = updates.at
                 if not generation.request.sample_index:
-                    self.metrics.queue.observe(batch.at - generation.request.arrived_at)
+                    self.metrics.queue.observe(updates.at - generation.request.arrived_at)
                     self.metrics.prompt_tokens.inc(len(generation.request.prompt_ids))
                     self.metrics.cached_tokens.inc(generation.counted.cached_tokens)
-        for arrival, host_tokens, disk_tokens in batch.onloaded:
+        for arrival, host_tokens, disk_tokens in updates.onloaded:
             self.metrics.onloaded_tokens.labels("host").inc(host_tokens)
             self.metrics.onloaded_tokens.labels("disk").inc(disk_tokens)
             if generation := self._live.get(arrival):
                 generation.counted.host_tokens += host_tokens
                 generation.counted.disk_tokens += disk_tokens
-        self.metrics.onload_timeouts.inc(len(batch.late))
-        self.metrics.draft_tokens.inc(batch.drafted)
-        self.metrics.accepted_draft_tokens.inc(batch.accepted)
-        self.preemptions += len(batch.preempted)
-        self.metrics.preemptions.inc(len(batch.preempted))
-        for arrival in batch.preempted:
+        self.metrics.onload_timeouts.inc(len(updates.late))
+        self.metrics.draft_tokens.inc(updates.drafted)
+        self.metrics.accepted_draft_tokens.inc(updates.accepted)
+        self.preemptions += len(updates.preempted)
+        self.metrics.preemptions.inc(len(updates.preempted))
+        for arrival in updates.preempted:
             if generation := self._live.get(arrival):
                 generation.counted.preemptions += 1
-        for arrival, tokens, mass in batch.evicted:
+        for arrival, tokens, mass in updates.evicted:
             self.metrics.evicted_tokens.inc(tokens)
             if generation := self._live.get(arrival):
                 generation.evict(tokens, mass)
-        for arrival, tokens in batch.most_kept.items():
+        for arrival, tokens in updates.most_kept.items():
             if generation := self._live.get(arrival):
                 generation.most_kept = max(generation.most_kept, tokens)
 

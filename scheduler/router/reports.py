@@ -35,33 +35,33 @@ class EngineReports:
 
     def received(self, link: EngineLink, response: pb.StreamRequestsResponse) -> None:
         """An engine has sent output, failures or its load."""
-        batch = RequestUpdates(steps=int(bool(response.outputs)), at=time.monotonic())
+        updates = RequestUpdates(steps=int(bool(response.outputs)), at=time.monotonic())
         try:
             for chunk in response.outputs:
                 if routed := self._fleet.find(chunk.request_id):
-                    self._take(routed, chunk, batch)
+                    self._take(routed, chunk, updates)
             for failure in response.failures:
                 if routed := self._fleet.find(failure.request_id):
-                    self._fail(link, routed, failure, batch)
+                    self._fail(link, routed, failure, updates)
             # After the ends that it no longer counts, and before anything is sent because of them.
             if response.HasField("loads"):
                 link.take_loads(response)
                 self._take_adapters()
                 if not link.obstacle:
                     self._fleet.start_waiting()
-            self._leave(link, batch)
+            self._leave(link, updates)
         finally:
             # Also before an error: samples go on elsewhere behind the tokens that were taken.
-            self._listener.receive(batch)
+            self._listener.receive(updates)
 
     def lost(self, link: EngineLink, *, was_silent: bool) -> None:
         """An engine is lost: its samples go on elsewhere. None of them is at fault where it only says nothing."""
-        batch = RequestUpdates(at=time.monotonic())
+        updates = RequestUpdates(at=time.monotonic())
         running = self._fleet.lost(link)
         log.warning("engine lost", address=link.address, executor=link.executor_id, requests=len(running))
         for routed in running:
-            self._move(routed, batch, lost=not was_silent)
-        self._listener.receive(batch)
+            self._move(routed, updates, lost=not was_silent)
+        self._listener.receive(updates)
 
     def _take_adapters(self) -> None:
         """Requests may name what an engine serves; those whose adapter none has any more end."""
@@ -72,11 +72,11 @@ class EngineReports:
     def look_at(self, links: Iterable[EngineLink]) -> None:
         """Moves the samples of engines that say nothing."""
         for link in links:
-            batch = RequestUpdates(at=time.monotonic())
-            self._leave(link, batch)
-            self._listener.receive(batch)
+            updates = RequestUpdates(at=time.monotonic())
+            self._leave(link, updates)
+            self._listener.receive(updates)
 
-    def _leave(self, link: EngineLink, batch: RequestUpdates) -> None:
+    def _leave(self, link: EngineLink, updates: RequestUpdates) -> None:
         """Samples that make no progress at an engine, as it or a neighbour of it is silent, go on elsewhere."""
         stranded = self._fleet.stranded(link)
         if stranded:
@@ -85,16 +85,16 @@ class EngineReports:
         for routed in stranded:
             link.cancel(routed.name)
             # Requests may be why an executor is silent, and never why a cache manager is.
-            self._move(routed, batch, lost=link.executor_silent)
+            self._move(routed, updates, lost=link.executor_silent)
 
-    def _move(self, routed: Routed, batch: RequestUpdates, *, lost: bool) -> None:
+    def _move(self, routed: Routed, updates: RequestUpdates, *, lost: bool) -> None:
         attempt = self._fleet.next_attempt(routed, lost=lost)
         if attempt.failures < MAX_FAILURES:
-            batch.retried.append(attempt)
+            updates.retried.append(attempt)
         else:
-            batch.given_up.append(routed.arrival)
+            updates.given_up.append(routed.arrival)
 
-    def _fail(self, link: EngineLink, routed: Routed, failure: pb.RequestFailure, batch: RequestUpdates) -> None:
+    def _fail(self, link: EngineLink, routed: Routed, failure: pb.RequestFailure, updates: RequestUpdates) -> None:
         error = from_status(status_pb2.Status.FromString(failure.status))
         # A sample that comes from another engine was taken once. What an engine says of its queue is a little old, and
         # other routers send to it too.
@@ -104,19 +104,19 @@ class EngineReports:
             or (error.reason == QueueFullError.reason and self._fleet.has_room_beside(link, routed))
         ):
             link.avoid(time.monotonic())
-            self._move(routed, batch, lost=False)
+            self._move(routed, updates, lost=False)
         else:
             self._fleet.end(routed)
             self._listener.refused(routed.attempt, PassedOnError(error), was_taken=not failure.is_refused)
 
-    def _take(self, routed: Routed, chunk: pb.StreamGenerateResponse, batch: RequestUpdates) -> None:
+    def _take(self, routed: Routed, chunk: pb.StreamGenerateResponse, updates: RequestUpdates) -> None:
         was_introduced = routed.introduced
-        routed.heard_at = batch.at
-        routed.take(chunk, batch, self._listener)
+        routed.heard_at = updates.at
+        routed.take(chunk, updates, self._listener)
         if routed.introduced and not was_introduced:
-            self._fleet.note_computed(routed, batch.at)
+            self._fleet.note_computed(routed, updates.at)
             self._metrics.regret_tokens.inc(max(0, routed.expected - chunk.usage.cached_tokens))
         if chunk.finish_reason:
-            routed.link.ended(batch.at - routed.started_at)
+            routed.link.ended(updates.at - routed.started_at)
             self._fleet.note_output(len(routed.token_ids) - len(routed.attempt.request.prompt_ids))
             self._fleet.end(routed)

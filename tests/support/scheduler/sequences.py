@@ -57,19 +57,19 @@ def batch_of(*sequences: Sequence) -> RunningBatch:
 
 def updates(batch: RunningBatch, *, everything: bool = True) -> tuple[RequestUpdates, CacheUpdate]:
     """Takes the batch's updates."""
-    tokens, update = batch.take_updates(everything=everything)
-    return tokens or RequestUpdates(), update or CacheUpdate()
+    taken, cache = batch.take_updates(everything=everything)
+    return taken or RequestUpdates(), cache or CacheUpdate()
 
 
 class Updates:
     """A listener that keeps everything."""
 
     def __init__(self) -> None:
-        self.tokens: list[RequestUpdates] = []
+        self.requests: list[RequestUpdates] = []
         self.cache: list[CacheUpdate] = []
 
-    def publish(self, tokens: RequestUpdates | None, cache: CacheUpdate | None) -> None:
-        self.tokens += [tokens] if tokens else []
+    def publish(self, updates: RequestUpdates | None, cache: CacheUpdate | None) -> None:
+        self.requests += [updates] if updates else []
         self.cache += [cache] if cache else []
 
 

@@ -75,7 +75,7 @@ def test_blocks_of_another_session_are_not_used(session: int) -> None:
     commands.put(Admitted(sequence(1, 3), session=session))
     step_loop(executor, commands, updates).run()
     assert [len(step.new_sequences) for step in executor.steps] == [0]
-    assert [attempt.request.arrival for item in updates.tokens for attempt in item.retried] == [1]
+    assert [attempt.request.arrival for item in updates.requests for attempt in item.retried] == [1]
 
 
 class Leaving(OneStep):
@@ -142,7 +142,7 @@ class Timed(OneStep):
 def run(commands: CommandQueue, executor: Timed) -> list[RequestUpdates]:
     updates = Updates()
     step_loop(executor, commands, updates).run()
-    return updates.tokens
+    return updates.requests
 
 
 def test_more_short_steps_are_sent_ahead() -> None:

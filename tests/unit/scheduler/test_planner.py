@@ -159,4 +159,4 @@ def test_no_sequence_starts_on_blocks_of_the_same_steps_victim() -> None:
     answer(batch, second)
     answer(batch, third)
     assert reader.leave_reason is LeaveReason.RESTARTED
-    assert reader.request.arrival not in {arrival for arrival, _, _ in batch.tokens.outputs}
+    assert reader.request.arrival not in {arrival for arrival, _, _ in batch.updates.outputs}
