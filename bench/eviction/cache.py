@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -41,7 +42,7 @@ class Cache:
         self.private = tuple(range(blocks + 1, 2 * blocks + 1))
         self._last_tokens = torch.zeros(1, dtype=torch.int64, device=model.device)
         self._prompt: list[int] = []
-        self._attention: dict[int, SequenceScores] = {}
+        self._attention: dict[tuple[int, int], SequenceScores] = {}
         self._step = 0
 
     @property
@@ -79,12 +80,15 @@ class Cache:
         """Computes a prompt, counting the attention of all its queries; returns the likeliest next token."""
         self._prompt = list(tokens)
         self._attention.clear()
-        sequence = self.sequence(self._prompt)
+        self._attention[0, len(tokens)], logits = self._count(self.sequence(self._prompt), tokens)
+        return int(logits.argmax())
+
+    def _count(self, sequence: SequenceState, tokens: Sequence[int]) -> tuple[SequenceScores, Tensor]:
+        """The attention of all these queries, and the logits of the last one, [V]."""
         work = self.work(sequence, tokens, [ScoredSequence(0, len(tokens), squares=True)])
         # All the logits of a long prompt would take long.
         output = self.model.forward.prepare(replace(work, rows=work.rows[-1:]), self.pools)()
-        self._attention[len(tokens)] = output.scores[0]
-        return int(output.logits[0].argmax())
+        return output.scores[0], output.logits[0]
 
     def whole_prompt(self) -> SequenceState:
         """The prompt with nothing evicted, ready to compute more."""
@@ -96,13 +100,20 @@ class Cache:
         """What a policy that watched the prompt leaves of it, ready to compute more."""
         prompt = len(self._prompt)
         sequence = self.sequence(self._prompt, policy)
-        counted = self.engine.scored([sequence], [prompt])
-        attention = [self._last_rows(entry) for entry in counted]
+        steps: list[tuple[int, list[ScoredSequence]]] = []
+        while sequence.computed < prompt:
+            count = policy.room(sequence.kept, sequence.computed, prompt) or prompt
+            steps.append((count, self.engine.scored([sequence], [count])))
+            sequence.computed = sequence.kept = sequence.computed + count
+        ends = itertools.accumulate(count for count, _ in steps)
+        attention = [
+            [self._rows(end, entry) for entry in counted] for end, (_, counted) in zip(ends, steps, strict=True)
+        ]
         # That may have been another sequence of the engine; this one starts anew.
         self.engine.clear()
         self.engine.add(sequence)
-        self.engine.observe([sequence], [prompt], attention)
-        sequence.computed = sequence.kept = prompt
+        for (count, _), scores in zip(steps, attention, strict=True):
+            self.engine.observe([sequence], [count], scores)
         if policy.bounds is not None:
             self.engine.set_window(sequence, int(self.engine.wanted_window(sequence)))
         self.evict(sequence, self.private)
@@ -118,14 +129,12 @@ class Cache:
         self._step += 1
         self.engine.evict(sequence, table, self._step)
 
-    def _last_rows(self, counted: ScoredSequence) -> SequenceScores:
-        """Of the prompt's last queries, computed once more for that: keys and values stay, but for rounding."""
-        if counted.rows not in self._attention:
+    def _rows(self, end: int, counted: ScoredSequence) -> SequenceScores:
+        """Of the last queries before `end`, computed once more for that: keys and values stay, but for rounding."""
+        first = end - counted.rows
+        if (first, end) not in self._attention:
             sequence = self.sequence(self._prompt)
-            sequence.computed = sequence.kept = len(self._prompt) - counted.rows
-            last = self._prompt[-counted.rows :]
-            attention = self.compute(sequence, last, [replace(counted, squares=True, accumulator=None)]).attention
-            assert attention is not None
-            self._attention[counted.rows] = attention
-        attention = self._attention[counted.rows]
+            sequence.computed = sequence.kept = first
+            self._attention[first, end], _ = self._count(sequence, self._prompt[first:end])
+        attention = self._attention[first, end]
         return attention if counted.squares else replace(attention, squares=None)

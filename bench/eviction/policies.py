@@ -94,6 +94,7 @@ POLICIES: dict[str, Callable[[int], dict[str, Any]]] = {
     "H2O": _heavy,
     "TOVA": _between(Kind.TOVA),
     "ROCO": _between(Kind.ROCO),
+    "H2O_TOVA": _between(Kind.H2O_TOVA),
     "AVERAGE": _average,
     "KEYDIFF": _between(Kind.KEYDIFF),
     "KNORM": _between(Kind.KNORM),

@@ -18,6 +18,7 @@ from executor.eviction.policies import (
     H2O,
     AdaptiveWindow,
     AverageAttention,
+    H2OTova,
     KeyDiff,
     Knorm,
     Last,
@@ -49,6 +50,7 @@ EVICTORS: dict[Kind, type[Evictor]] = {
     Kind.LAST: Last,
     Kind.RANDOM: RandomTokens,
     Kind.ADAPTIVE_WINDOW: AdaptiveWindow,
+    Kind.H2O_TOVA: H2OTova,
 }
 
 

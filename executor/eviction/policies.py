@@ -189,6 +189,40 @@ class Tova(Ranked):
         return self._weights.share(index)
 
 
+class H2OTova(AttentionRanked):
+    """Keeps the tokens that the last query attends to most, as TOVA, and beside them those that H2O would keep.
+
+    A quarter of the tokens that the protected ones leave room for is chosen by the queries of the latest step: by the
+    last query when a sequence decodes. Other than in TOVA, each KV head chooses on its own. The sum over all queries
+    predicts best what a text that goes on attends to; the last query attends to what the text is about to use.
+    """
+
+    def __init__(self, policy: Policy, shape: KvShape) -> None:
+        super().__init__(policy, shape)
+        self._last = SlotScores(shape, shape.kv_heads)
+
+    def accumulator(self, slots: int) -> ScoreAccumulator | None:
+        """None: the weights of each step are needed by themselves."""
+        del slots
+        return None
+
+    def observe(self, scores: SequenceScores | None, new: int) -> None:
+        """Adds the weights, and forgets the queries of the step before."""
+        super().observe(scores, new)
+        self._last.clear()
+        if scores is not None:
+            self._last.add(scores.weights)
+
+    def worth(self, view: KvView, scores: Tensor, protected: Tensor, evicted: int) -> Tensor:
+        """[L, Hkv, T] float32: infinite for TOVA's tokens, too."""
+        slots = scores.shape[-1]
+        last = self._last.values(slots).masked_fill(protected, torch.inf)
+        always = int(protected[0, 0].sum())
+        quarter = (slots - evicted - always) // 4
+        spared = complement(lowest(last, view.positions, slots - always - quarter), slots)
+        return scores.scatter(-1, spared, torch.inf)
+
+
 class RoCo(AttentionRanked):
     """Evicts, of the tokens whose attention varies least over the queries that saw them, those with the lowest mean.
 

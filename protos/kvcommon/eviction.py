@@ -36,6 +36,7 @@ class Kind(enum.IntEnum):
     LAST = 13
     RANDOM = 14
     ADAPTIVE_WINDOW = 15
+    H2O_TOVA = 16
 
 
 class Anchor(enum.IntEnum):
@@ -54,6 +55,8 @@ AREAS = (Kind.SUM, Kind.NORM_SUM, Kind.ADAPTIVE_RKV)
 WITH_SCORE_WINDOW = (*AREAS, Kind.SNAPKV, Kind.ADAPTIVE_WINDOW)
 # Keep the first and the last tokens.
 WINDOWS = (Kind.SLIDING_WINDOW, Kind.ADAPTIVE_WINDOW)
+# Wait for the end of the prompt.
+AFTER_PREFILL = (*AREAS, Kind.SNAPKV, Kind.LAST, Kind.ADAPTIVE_WINDOW, Kind.H2O_TOVA)
 # Never look at attention.
 SCORELESS = (Kind.SLIDING_WINDOW, Kind.KEYDIFF, Kind.KNORM, Kind.LAST, Kind.RANDOM)
 # (start, recent, maximum, period); a period of None is a block. A window of 512 tokens has no maximum of its own.
@@ -62,7 +65,7 @@ _DEFAULTS: dict[Kind, tuple[int, int, int, int | None]] = {
     **dict.fromkeys(AREAS, (32, 128, 672, None)),
     Kind.SNAPKV: (0, 8, 672, 1),
     Kind.H2O: (0, 336, 672, 16),
-    **dict.fromkeys((Kind.TOVA, Kind.ROCO, Kind.KEYDIFF, Kind.KNORM, Kind.RANDOM), (4, 32, 672, 16)),
+    **dict.fromkeys((Kind.TOVA, Kind.ROCO, Kind.KEYDIFF, Kind.KNORM, Kind.RANDOM, Kind.H2O_TOVA), (4, 32, 672, 16)),
     Kind.AVERAGE: (0, 0, 672, 64),
     Kind.LAST: (0, 1, 64, 63),
     Kind.ADAPTIVE_WINDOW: (32, 128, 672, None),
@@ -211,7 +214,9 @@ class Policy:
     def room(self, kept: int, computed: int, prompt: int) -> int | None:
         """Tokens that may be computed before the policy must be asked again; None for no bound."""
         if computed < prompt and not self.during_prefill:
-            return prompt - computed
+            left = prompt - computed
+            # The prompt's last query counts by itself, so it has a step of its own.
+            return left - 1 if self.kind is Kind.H2O_TOVA and left > 1 else left
         if self._look is not None and kept < self._look:
             return self._look - kept
         return None if self.most_kept is None else self.most_kept - kept
@@ -377,8 +382,7 @@ class _Reader:
 
     def _check_uses(self) -> None:
         """Fields that the kind has no use for."""
-        waits = (*AREAS, Kind.SNAPKV, Kind.LAST, Kind.ADAPTIVE_WINDOW)
-        if self._message.during_prefill and self._kind in waits:
+        if self._message.during_prefill and self._kind in AFTER_PREFILL:
             raise self._invalid("during_prefill", "cannot be used with this kind, which waits for the prompt")
         if self._kind in AREAS and self._message.HasField("period_tokens"):
             raise self._invalid("period_tokens", "cannot be used with this kind, which evicts whole blocks")

@@ -48,6 +48,7 @@ class EvictionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EVICTION_KIND_LAST: _ClassVar[EvictionKind]
     EVICTION_KIND_RANDOM: _ClassVar[EvictionKind]
     EVICTION_KIND_ADAPTIVE_WINDOW: _ClassVar[EvictionKind]
+    EVICTION_KIND_H2O_TOVA: _ClassVar[EvictionKind]
 
 class EvictionPositions(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -101,6 +102,7 @@ EVICTION_KIND_KNORM: EvictionKind
 EVICTION_KIND_LAST: EvictionKind
 EVICTION_KIND_RANDOM: EvictionKind
 EVICTION_KIND_ADAPTIVE_WINDOW: EvictionKind
+EVICTION_KIND_H2O_TOVA: EvictionKind
 EVICTION_POSITIONS_UNSPECIFIED: EvictionPositions
 EVICTION_POSITIONS_ABSOLUTE: EvictionPositions
 EVICTION_POSITIONS_COMPACTED: EvictionPositions

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.kvcommon.eviction import AREAS, Kind, Layout, Policy, parse
+from protos.kvcommon.eviction import AFTER_PREFILL, AREAS, Kind, Layout, Policy, parse
 from protos.kvcommon.eviction_message import message_of
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import InvalidField
@@ -80,6 +80,7 @@ def test_none_keeps_everything() -> None:
         ({"kind": "EVICTION_KIND_LAST", "recent_tokens": 2}, "kind"),
         ({"kind": "EVICTION_KIND_LAST", "max_cache_tokens": 1}, "max_cache_tokens"),
         ({"kind": "EVICTION_KIND_LAST", "during_prefill": True}, "during_prefill"),
+        ({"kind": "EVICTION_KIND_H2O_TOVA", "during_prefill": True}, "during_prefill"),
         ({"kind": "EVICTION_KIND_SNAPKV", "score_window_tokens": 0}, "score_window_tokens"),
         ({"kind": "EVICTION_KIND_SUM", "positions": 7}, "positions"),
         ({"kind": "EVICTION_KIND_ADAPTIVE_RKV", "kvcrush": common.KvCrush(budget_blocks=1)}, "kvcrush"),
@@ -144,7 +145,7 @@ def test_a_sequence_never_uses_more_slots_than_its_policy_says(
         fields["start_tokens"] = 16
     if crush and kind in (Kind.SUM, Kind.NORM_SUM):
         fields["kvcrush"] = common.KvCrush(budget_blocks=crush)
-    if during_prefill and kind not in (*AREAS, Kind.SNAPKV, Kind.LAST, Kind.ADAPTIVE_WINDOW):
+    if during_prefill and kind not in AFTER_PREFILL:
         fields["during_prefill"] = True
     chosen = policy(kind, **fields)
     used = run(chosen, prompt, output)
@@ -155,6 +156,13 @@ def test_a_sequence_never_uses_more_slots_than_its_policy_says(
         assert used[-1] <= max(chosen.most_kept, prompt)
         assert output < 2 or used[-1] <= chosen.most_kept
     assert chosen.reusable(prompt, prompt) <= min(prompt, chosen.clean_tokens(prompt, prompt))
+
+
+def test_the_last_query_of_a_prompt_has_a_step_of_its_own_where_it_counts_by_itself() -> None:
+    chosen = policy(Kind.H2O_TOVA, max_cache_tokens=128)
+    assert [chosen.room(computed, computed, 300) for computed in (0, 298, 299)] == [299, 1, 1]
+    assert chosen.room(1, 0, 1) == 1
+    assert policy(Kind.H2O, max_cache_tokens=128).room(0, 0, 300) == 300
 
 
 def test_an_adaptive_window_is_admitted_with_its_least_length() -> None:

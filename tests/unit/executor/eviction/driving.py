@@ -28,6 +28,7 @@ SMALL: dict[Kind, dict[str, Any]] = {
     Kind.H2O: {"max_cache_tokens": 12, "period_tokens": 3},
     Kind.TOVA: _TOKENS,
     Kind.ROCO: _TOKENS,
+    Kind.H2O_TOVA: _TOKENS,
     Kind.AVERAGE: {"max_cache_tokens": 14, "period_tokens": 4},
     Kind.KEYDIFF: _TOKENS,
     Kind.KNORM: _TOKENS,
