@@ -192,9 +192,9 @@ class Tova(Ranked):
 class H2OTova(AttentionRanked):
     """Keeps the tokens that the last query attends to most, as TOVA, and beside them those that H2O would keep.
 
-    A quarter of the tokens that the protected ones leave room for is chosen by the queries of the latest step: by the
-    last query when a sequence decodes. Other than in TOVA, each KV head chooses on its own. The sum over all queries
-    predicts best what a text that goes on attends to; the last query attends to what the text is about to use.
+    Half of the tokens that the protected ones leave room for is TOVA's. The sum over all queries predicts best what a
+    text that goes on attends to; the last query attends to what the text is about to use. In a step with several
+    tokens, all its queries count as the last one.
     """
 
     def __init__(self, policy: Policy, shape: KvShape) -> None:
@@ -216,11 +216,17 @@ class H2OTova(AttentionRanked):
     def worth(self, view: KvView, scores: Tensor, protected: Tensor, evicted: int) -> Tensor:
         """[L, Hkv, T] float32: infinite for TOVA's tokens, too."""
         slots = scores.shape[-1]
-        last = self._last.values(slots).masked_fill(protected, torch.inf)
+        last = self._by_layer(view, self._last.values(slots)).masked_fill(protected, torch.inf)
         always = int(protected[0, 0].sum())
-        quarter = (slots - evicted - always) // 4
-        spared = complement(lowest(last, view.positions, slots - always - quarter), slots)
+        half = (slots - evicted - always) // 2
+        spared = complement(lowest(last, view.positions, slots - always - half), slots)
         return scores.scatter(-1, spared, torch.inf)
+
+    def _by_layer(self, view: KvView, values: Tensor) -> Tensor:
+        """[L, Hkv, T] float32: a token's sum over the heads of its layer, whose slots hold different tokens."""
+        positions = view.positions.flatten(1)
+        sums = values.new_zeros(values.shape[0], view.computed).scatter_add_(-1, positions, values.flatten(1))
+        return sums.gather(-1, positions).view_as(values)
 
 
 class RoCo(AttentionRanked):

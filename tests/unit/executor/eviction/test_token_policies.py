@@ -28,6 +28,8 @@ class Slow:
         self.all = weights
         self.keys = world.keys[layer, head].double()
         self.computed = 0
+        # The tokens of each KV head of the layer.
+        self.held: list[list[int]] = []
 
     def seen(self, token: int, first: int = 0) -> torch.Tensor:
         """Weights that computed queries of the group had for a token, the queries from `first` on."""
@@ -104,11 +106,20 @@ def reduced_by_variation(chosen: Policy, slow: Slow, tokens: list[int], count: i
 
 
 def reduced_by_two(chosen: Policy, slow: Slow, tokens: list[int], count: int) -> list[int]:
-    """A quarter of what is free stays for the last query, then the lowest sums go."""
+    """Half of what is free stays for the last query, by the heads that hold a token; then the lowest sums go."""
     going = free(chosen, slow.computed, tokens)
-    quarter = (count - (len(tokens) - len(going))) // 4
-    by_last = sorted(going, key=lambda token: (float(slow.group[:, slow.computed - 1, token].sum()), token))
-    going = sorted(by_last[: len(by_last) - quarter], key=lambda token: (h2o(slow, token, tokens, chosen), token))
+    half = (count - (len(tokens) - len(going))) // 2
+    heads = [slice(head * slow.world.group, (head + 1) * slow.world.group) for head in range(len(slow.held))]
+
+    def last(token: int) -> float:
+        return sum(
+            float(slow.all[rows, slow.computed - 1, token].sum())
+            for rows, held in zip(heads, slow.held, strict=True)
+            if token in held
+        )
+
+    by_last = sorted(going, key=lambda token: (last(token), token))
+    going = sorted(by_last[: len(by_last) - half], key=lambda token: (h2o(slow, token, tokens, chosen), token))
     return sorted(set(tokens) - set(going[: len(tokens) - count]))
 
 
@@ -126,8 +137,10 @@ def check(chosen: Policy, chunk: int, seed: int = 0) -> None:
         slots = driven.positions.shape[-1]
         count = chosen.kept_after(slots, driven.computed, PROMPT)
         driven.evict()
-        for place, one in slow.items():
+        for (layer, _), one in slow.items():
             one.computed = driven.computed
+            one.held = [tokens[layer, head] for head in range(2)]
+        for place, one in slow.items():
             if count < slots:
                 tokens[place] = keep(chosen, one, tokens[place], count)
                 assert sorted(driven.positions[place].tolist()) == tokens[place], f"{place} at {driven.computed}"
