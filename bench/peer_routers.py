@@ -25,6 +25,7 @@ from bench.peers.set_up import DYNAMO, SMG, default_folder
 from bench.result import Result, add_json_argument
 from bench.tables import table
 from tests.stack import Stack, metrics
+from tests.support.patience import patience
 from tests.support.ports import free_address
 
 ENGINES, AT_ONCE, OF_EACH_ENGINE = 2, 24, 12
@@ -34,7 +35,7 @@ PROMPT_WORDS, ANSWER_TOKENS = (40, 240), 24
 MODEL, BLOCK = "m", 16
 # Behind it nothing is found that the engines' own answers have left.
 OWN = "an engine by itself"
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = patience(10)
 
 
 class Answer(NamedTuple):
