@@ -182,7 +182,7 @@ POLICIES: list[Case] = [
     (change, INVALID, f"eviction_policy.{field}")
     for change, field in (
         ({"eviction_policy": {}}, "kind"),
-        ({"eviction_policy": {"kind": 16}}, "kind"),
+        ({"eviction_policy": {"kind": 99}}, "kind"),
         ({"eviction_policy": {"kind": -1}}, "kind"),
         (policy("LAST", start_tokens=1), "kind"),
         (policy("SUM", start_tokens=0), "start_tokens"),
