@@ -217,7 +217,8 @@ class H2OTova(AttentionRanked):
         """[L, Hkv, T] float32: infinite for TOVA's tokens, too."""
         slots = scores.shape[-1]
         last = self._by_layer(view, self._last.values(slots)).masked_fill(protected, torch.inf)
-        always = int(protected[0, 0].sum())
+        # As many as are protected, without waiting for the device.
+        always = min(slots, self.policy.start + self.policy.recent)
         half = (slots - evicted - always) // 2
         spared = complement(lowest(last, view.positions, slots - always - half), slots)
         return scores.scatter(-1, spared, torch.inf)

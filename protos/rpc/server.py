@@ -166,7 +166,7 @@ class Server:
     ) -> bool:
         """Serves until SIGTERM or SIGINT, then drains: NOT_SERVING, `on_drain`, and a grace for running calls.
 
-        A second signal stops at once; returns whether there was none.
+        A second signal stops at once; returns whether there was none. It closes `signals`.
         """
         with contextlib.closing(signals):
             await signals.first.wait()
