@@ -58,7 +58,7 @@ class Step(NamedTuple):
 
 
 class Route(NamedTuple):
-    """A path's name, and the functions whose calls begin and end the path."""
+    """The name of a path, and the functions at whose calls the path begins and ends."""
 
     name: str
     begin: str

@@ -54,7 +54,8 @@ class Costs:
 
     copies: engines that have a block, on average. decision_engine: of a whole decision, by engine. decision_block and
     hashing: of a decision, for each block of the prompt. snapshot_block: of a snapshot, for each engine that has the
-    block. commands: Redis commands for an event; indexed: those that the index by key adds.
+    block. commands: Redis commands for an event. indexed: further commands for an event with the
+    index by key.
     """
 
     block_bytes: float

@@ -23,7 +23,7 @@ class Share:
         self.order = EvictionQueue()
 
     def protected(self, claimed: int = 0) -> int:
-        """Cached blocks that only the account itself may evict, once so many of its cached ones are in use."""
+        """Cached blocks that only the account may evict, after sequences have claimed N = `claimed` of them."""
         return max(0, min(self.count, self.floor) - self.used - claimed)
 
     @property
@@ -33,7 +33,7 @@ class Share:
 
 
 class Shares:
-    """Finds the share, of very many, whose block is evicted next: of those above their floor, or of all.
+    """Finds the share whose block is evicted next, of the shares above their floor or of all. There may be thousands.
 
     A heap in which a share has the position of its first block or an earlier one, which is corrected when it is found.
     """

@@ -28,9 +28,9 @@ class SupersededError(RedisError):
 
 
 class Claim:
-    """Of several managers with the same keys, the last one that started writes; the others change nothing in Redis.
+    """Of several managers with the same keys, the manager that started last writes to Redis; the others do not.
 
-    Its epoch lies in Redis. Each manager writes it once, and again when Redis has lost it.
+    The epoch of that manager is in Redis. Each manager writes its epoch once, and again after Redis has lost it.
     """
 
     def __init__(self, redis: Redis, keys: Keys, epoch: int) -> None:
@@ -43,7 +43,7 @@ class Claim:
         """Raises SupersededError where a later manager has claimed the keys, and UNAVAILABLE."""
         value = await self._redis.get(self._key)
         found = int(value) if value is not None and value.isdigit() else 0
-        # A manager that begins takes over, also from one whose clock was ahead.
+        # A manager that starts takes over, also from a manager whose clock was ahead.
         if self._is_made and found > self._epoch:
             raise SupersededError
         if found != self._epoch:
@@ -54,7 +54,7 @@ class Claim:
 class Absences:
     """Notes in Redis when each executor was last here, on the operators' clock, which continues where it stopped.
 
-    Names lie in a hash of their own: a manager that starts finds those that an earlier one knew.
+    The names of executors are in a hash of their own: a new manager finds the executors of the manager before.
     """
 
     def __init__(self, redis: Redis, keys: Keys, clocks: StoreClocks, is_here: Callable[[str], bool]) -> None:
@@ -82,7 +82,7 @@ class Absences:
         gone = []
         async for field, value in self._redis.hscan_iter(self._keys.operators("executors")):
             executor_id, time = field.decode(errors="replace"), parse_time(value)
-            # A time that cannot be right begins anew.
+            # A time that cannot be right is replaced by the present time.
             if self.is_here(executor_id) or time is None or time > now:
                 here.append(executor_id)
             elif now - time > KEPT_SECONDS:

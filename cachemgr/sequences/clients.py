@@ -34,14 +34,14 @@ class GhostCaches(Protocol):
     def admitted(self, sequence: Sequence, now: float, *, is_read: bool, source: bytes) -> None:
         """A sequence was admitted; `is_read` if it has looked for cached blocks.
 
-        `source` is the key of the block whose beginning it copies or takes over, empty for none.
+        `source` is the key of the block whose first tokens the sequence copies or takes over, empty for none.
         """
 
     def stored(self, sequence: Sequence) -> int:
         """Leading blocks of a sequence that hold the tokens of their keys."""
 
     def released(self, sequence: Sequence, stored: int) -> None:
-        """A sequence has released its blocks, of which so many were stored."""
+        """A sequence has released its blocks, of which N = `stored` leading blocks were stored."""
 
     def report(self, since: float | None) -> GhostReport:
         """The hits of the caches since about a time, or since the beginning."""

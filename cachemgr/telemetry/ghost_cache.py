@@ -126,7 +126,7 @@ class Ghosts:
     def admitted(self, sequence: LiveSequence, now: float, *, is_read: bool, source: bytes = b"") -> None:
         """A sequence was admitted; `is_read` if it has looked for cached blocks.
 
-        `source` is the key of the block whose beginning it copies or takes over, empty for none.
+        `source` is the key of the block whose first tokens the sequence copies or takes over, empty for none.
         """
         if self.pool.device.total != self._total:
             self._resize()
@@ -268,7 +268,7 @@ class Ghosts:
         return blocks if sequence.store_limit is None else min(blocks, sequence.store_limit // self._size)
 
     def released(self, sequence: LiveSequence, stored: int) -> None:
-        """A sequence has released its blocks, of which so many were stored."""
+        """A sequence has released its blocks, of which N = `stored` leading blocks were stored."""
         size, bound = self._size, self._bound
         in_use = self.pool.device.used * self.rate
         keys = sequence.keys[:stored]
