@@ -214,6 +214,9 @@ async def test_only_an_executor_that_allows_it_loads_at_run_time(stack: Stack, a
 
 async def test_an_adapter_in_use_stays_where_the_executor_does_not_unload_it(stack: Stack, address: str) -> None:
     await load(stack, "sql")
+    # The scheduler loads adapters again when it opens its session, which it has when a request has ended.
+    assert (await generate(stack.stub, asking("sql", prompt_of(8)))).token_ids
+    await stack.manager.released()
     stack.executor.loads_adapters = False
     stack.executor.gate.clear()
     running = asyncio.ensure_future(generate(stack.stub, asking("sql", prompt_of(8), 20)))
