@@ -1,5 +1,6 @@
 """All calls that read a manager."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -22,7 +23,7 @@ from cachemgr.retention.hint_actions import with_retention
 from cachemgr.retention.leases import leases_of
 from cachemgr.sequences import prefix_match
 from cachemgr.sequences.admission import Allocator, check_request
-from cachemgr.sequences.clients import Executor
+from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.holds import Hold
 from cachemgr.sequences.sequence import Sequence
 from cachemgr.state import ManagerState, pool_view
@@ -306,10 +307,16 @@ class Queries:
         return {change: self._state.windows[change] for change in WindowChange}
 
     def preview(self, request: AdmitRequest, max_new_tokens: int) -> Preview:
-        """The outcome of an admission; changes nothing. Raises as `admit`, but for sequences that exist."""
+        """The outcome of an admission; changes nothing. Raises as `admit`, but for sequences that exist.
+
+        A request without a scheduler_id is of no scheduler.
+        """
         tokens = check_request(request)
         request = with_retention(request)
-        scheduler = self._state.scheduler(request.scheduler_id, request.scheduler_epoch)
+        if request.scheduler_id:
+            scheduler = self._state.scheduler(request.scheduler_id, request.scheduler_epoch)
+        else:
+            scheduler = Scheduler("", 0, math.inf)
         executor = self._state.executor(request.executor_id)
         return self._allocator.preview(request, tokens, scheduler, executor, max_new_tokens)
 

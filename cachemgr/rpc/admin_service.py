@@ -18,7 +18,7 @@ from cachemgr.rpc.mutations import ServiceContext, kept, long_mutation, mutation
 from cachemgr.slices import Steps, sliced, steady
 from cachemgr.types import BlockFilter, BlockView, HoldView, PoolViolation, Quota, RetentionRule
 from cachemgr.validation import check_id
-from protos.errors import InvalidField
+from protos.errors import InvalidField, ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.kvcommon.v1 import kvcommon_pb2 as common
@@ -163,6 +163,19 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         return pb.ExplainPrefixResponse(
             explanations=[convert_admin.explanation(tenancy.redact_explanation(one)) for one in found]
         )
+
+    async def PreviewAdmission(self, request: pb.PreviewAdmissionRequest, context: Any) -> pb.PreviewAdmissionResponse:
+        """The outcome of an admission, which changes nothing."""
+        try:
+            admission = convert.admit_request(request.admission)
+            found = self._manager.queries.preview(admission, request.max_new_tokens)
+        except ServiceError as error:
+            error.fields = {
+                field if field == "max_new_tokens" else f"admission.{field}": text
+                for field, text in error.fields.items()
+            }
+            raise
+        return convert_admin.preview(found)
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         pool_id = _required_pool(request.pool_id)

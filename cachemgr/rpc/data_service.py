@@ -222,19 +222,6 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
             answers=[convert.hint_answer(answer) for answer in answers], transfers=convert.transfers(begun)
         )
 
-    async def PreviewAdmission(self, request: pb.PreviewAdmissionRequest, context: Any) -> pb.PreviewAdmissionResponse:
-        """The outcome of an admission, which changes nothing."""
-        try:
-            admission = convert.admit_request(request.admission)
-            found = self._manager.queries.preview(admission, request.max_new_tokens)
-        except ServiceError as error:
-            error.fields = {
-                field if field == "max_new_tokens" else f"admission.{field}": text
-                for field, text in error.fields.items()
-            }
-            raise
-        return convert_admin.preview(found)
-
 
 def _caller(request: Any) -> SchedulerEpoch:
     return SchedulerEpoch(request.scheduler_id, request.scheduler_epoch)

@@ -48,8 +48,6 @@ def check_ids(_method: str, request: Any) -> None:
 def _named(request: Any) -> Iterable[tuple[str, Any]]:
     """The messages of a request that may say whose call it is, with their paths."""
     yield "", request
-    if isinstance(request, pb.PreviewAdmissionRequest):
-        yield "admission.", request.admission
     if isinstance(request, pb.AdmitSequencesRequest):
         yield from ((f"admissions[{index}].", admission) for index, admission in enumerate(request.admissions))
 

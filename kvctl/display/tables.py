@@ -1,6 +1,6 @@
 """Tables and lines of each kind of message."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvctl.display.output import Column, key, lasting, number, optional, printable, share, size, span, table, word
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -185,6 +185,32 @@ def _missing(item: pb.Explanation) -> str:
 
 def _cause(cause: pb.RemovalCause) -> str:
     return pb.RemovalCause.Name(cause).removeprefix("REMOVAL_CAUSE_").lower().replace("_", " ")
+
+
+_ESTIMATED: Sequence[Column[pb.BlockEstimate]] = (
+    Column("GROUP", lambda item: item.group),
+    Column("CACHED", lambda item: item.reusable_blocks),
+    Column("ALLOCATED", lambda item: item.next_step_blocks),
+    Column("TO-THE-END", lambda item: item.completion_blocks),
+)
+
+
+def previews(
+    answers: Mapping[str, pb.PreviewAdmissionResponse], num_tokens: int, *, wide: bool, shard: str = ""
+) -> str:
+    """What an admission would find and take, executor by executor, with the blocks of each layer group.
+
+    shard: said in front of each executor.
+    """
+    parts = []
+    for executor_id, answer in answers.items():
+        missing = number(answer.missing_blocks, "block")
+        outcome = "would be admitted" if answer.admitted else f"would wait: {missing} missing"
+        head = f"{shard and f'{shard}: '}{printable(executor_id)}: {outcome}"
+        lines = [f"{head}, {answer.cached_tokens} of {number(num_tokens, 'token')} cached"]
+        lines.append(table(_ESTIMATED, answer.estimates, wide=wide))
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) or f"{shard and f'{shard}: '}no executor is registered"
 
 
 def check(answer: pb.CheckPoolResponse, *, store: bool) -> str:

@@ -19,6 +19,7 @@ from kvctl.options import (
     Prompt,
     Salt,
     Selection,
+    required,
 )
 from kvctl.remote import Remote
 from kvctl.session import CACHEMGR, EXECUTOR, Session, addresses_of, verb
@@ -258,6 +259,48 @@ def explain(
         found,
         lambda wide: "\n\n".join(
             tables.explanations(answer, wide=wide, shard=address if found.several else "")
+            for address, answer in found.by_shard.items()
+        ),
+    )
+
+
+@verb(app, "preview", "kvctl preview --tokens 1,2,3 --max-new-tokens 200")
+def preview(
+    session: Session,
+    *,
+    prompt: Prompt,
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="Tokens that the request may generate.")] = 0,
+    salt: Salt = None,
+    adapter: Adapter = None,
+    tenant: Annotated[str | None, typer.Option(help="As a request of this tenant.")] = None,
+    session_id: Annotated[str | None, typer.Option("--session", help="As a request of this session.")] = None,
+    executor: Executor = "",
+) -> None:
+    """Say whether a request with this prompt would be admitted now, and how many blocks it needs. Changes nothing."""
+    token_ids = required(prompt.prefix(session, salt, adapter, executor)).token_ids
+    admission = pb.AdmitSequenceRequest(
+        # No sequence gets the name.
+        sequence_id="preview",
+        token_ids=token_ids,
+        salt=salt,
+        adapter_id=adapter,
+        tenant_id=tenant,
+        session_id=session_id,
+    )
+
+    def previewed(shard: Shard) -> dict[str, pb.PreviewAdmissionResponse]:
+        names = [executor] if executor else sorted({pool.pool_id.rpartition("/")[0] for pool in shard.pools()})
+        answers = {}
+        for admission.executor_id in names:
+            request = pb.PreviewAdmissionRequest(admission=admission, max_new_tokens=max_new_tokens)
+            answers[admission.executor_id] = shard.admin.call(shard.admin.stub.PreviewAdmission, request)
+        return answers
+
+    found = session.ask(previewed, executor=executor).leave_out_missing()
+    session.show_all(
+        found,
+        lambda wide: "\n\n".join(
+            tables.previews(answer, len(token_ids), wide=wide, shard=address if found.several else "")
             for address, answer in found.by_shard.items()
         ),
     )

@@ -7,7 +7,7 @@ from protos.rpc.identity import Role
 # Health and reflection have no data of callers; probes and tools have no token.
 _OPEN = ("grpc.health.v1.", "grpc.reflection.")
 
-_READING = ("Check", "Explain", "Get", "List", "Watch")
+_READING = ("Check", "Explain", "Get", "List", "Preview", "Watch")
 
 # By service, then by the beginning of the method's name; the first that fits decides.
 _TABLE: Mapping[str, tuple[tuple[tuple[str, ...], frozenset[Role]], ...]] = {

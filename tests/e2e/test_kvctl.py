@@ -153,6 +153,23 @@ def test_a_prompt_is_named_by_its_tokens_a_file_or_what_a_user_says(own: Stack, 
     assert kvctl.data("explain", "--chat", text, "--salt", "why")["explanations"][0]["cached_tokens"] > 2 * BLOCK
 
 
+def test_a_preview_is_what_a_request_then_finds_and_changes_nothing(own: Stack, kvctl: Kvctl) -> None:
+    prompt = remember(own, 3, "seen before")
+    until_released(kvctl, "seen before")
+    line = ("preview", "--tokens", listed(prompt), "--salt", "seen before", "--max-new-tokens", 2 * BLOCK)
+    before = kvctl.text("state", "--hash")
+    [(executor, found)] = kvctl.data(*line).items()
+    assert (executor, found["admitted"]) == ("executor-0", True)
+    [estimate] = found["estimates"]
+    assert estimate["completion_blocks"] == estimate["next_step_blocks"] + 2
+    assert kvctl.text(*line).startswith(f"executor-0: would be admitted, {found['cached_tokens']} of ")
+    assert kvctl.text("state", "--hash") == before
+    usage = generate(own, token_ids=pb.TokenIds(token_ids=prompt), cache=pb.CacheOptions(salt="seen before"))
+    assert usage.cached_tokens == found["cached_tokens"] > 0
+    [foreign] = kvctl.data("preview", "--tokens", listed(prompt)).values()
+    assert foreign["cached_tokens"] == 0
+
+
 def test_a_dry_run_says_what_would_happen_and_changes_nothing(own: Stack, kvctl: Kvctl) -> None:
     prompt = ("--tokens", listed(remember(own, 4, "kept")), "--salt", "kept")
     until_released(kvctl, "kept")

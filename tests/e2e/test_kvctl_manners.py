@@ -23,6 +23,7 @@ LINES: dict[str, tuple[str, ...]] = {
     "leases": (),
     "holds": (),
     "explain": PROMPT,
+    "preview": PROMPT,
     "describe": (),
     "ghosts": (),
     "state": (),

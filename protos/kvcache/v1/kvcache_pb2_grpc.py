@@ -95,11 +95,6 @@ class CacheManagerServiceStub:
                 request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ConfirmTransfersRequest.SerializeToString,
                 response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ConfirmTransfersResponse.FromString,
                 _registered_method=True)
-        self.PreviewAdmission = channel.unary_unary(
-                '/kvcache.v1.CacheManagerService/PreviewAdmission',
-                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionRequest.SerializeToString,
-                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionResponse.FromString,
-                _registered_method=True)
         self.SendHints = channel.unary_unary(
                 '/kvcache.v1.CacheManagerService/SendHints',
                 request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.SendHintsRequest.SerializeToString,
@@ -199,13 +194,6 @@ class CacheManagerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def PreviewAdmission(self, request, context):
-        """Predicts the blocks that an admission would reuse and allocate; changes nothing.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def SendHints(self, request, context):
         """Carries out hints about cached blocks and answers each.
         """
@@ -275,11 +263,6 @@ def add_CacheManagerServiceServicer_to_server(servicer, server):
                     servicer.ConfirmTransfers,
                     request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ConfirmTransfersRequest.FromString,
                     response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ConfirmTransfersResponse.SerializeToString,
-            ),
-            'PreviewAdmission': grpc.unary_unary_rpc_method_handler(
-                    servicer.PreviewAdmission,
-                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionRequest.FromString,
-                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionResponse.SerializeToString,
             ),
             'SendHints': grpc.unary_unary_rpc_method_handler(
                     servicer.SendHints,
@@ -623,33 +606,6 @@ class CacheManagerService:
             _registered_method=True)
 
     @staticmethod
-    def PreviewAdmission(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvcache.v1.CacheManagerService/PreviewAdmission',
-            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionRequest.SerializeToString,
-            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def SendHints(request,
             target,
             options=(),
@@ -756,6 +712,11 @@ class CacheAdminServiceStub:
                 '/kvcache.v1.CacheAdminService/ExplainPrefix',
                 request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ExplainPrefixRequest.SerializeToString,
                 response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ExplainPrefixResponse.FromString,
+                _registered_method=True)
+        self.PreviewAdmission = channel.unary_unary(
+                '/kvcache.v1.CacheAdminService/PreviewAdmission',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionResponse.FromString,
                 _registered_method=True)
         self.PurgeBlocks = channel.unary_unary(
                 '/kvcache.v1.CacheAdminService/PurgeBlocks',
@@ -918,6 +879,13 @@ class CacheAdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PreviewAdmission(self, request, context):
+        """Predicts the blocks that an admission would reuse and allocate; changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PurgeBlocks(self, request, context):
         """Drops cached blocks that no sequence uses. Other calls are answered meanwhile: of the blocks that are cached when it
         begins, it drops and counts those that are not in use when their turn comes.
@@ -1071,6 +1039,11 @@ def add_CacheAdminServiceServicer_to_server(servicer, server):
                     servicer.ExplainPrefix,
                     request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ExplainPrefixRequest.FromString,
                     response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ExplainPrefixResponse.SerializeToString,
+            ),
+            'PreviewAdmission': grpc.unary_unary_rpc_method_handler(
+                    servicer.PreviewAdmission,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionResponse.SerializeToString,
             ),
             'PurgeBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.PurgeBlocks,
@@ -1507,6 +1480,33 @@ class CacheAdminService:
             '/kvcache.v1.CacheAdminService/ExplainPrefix',
             protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ExplainPrefixRequest.SerializeToString,
             protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ExplainPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PreviewAdmission(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheAdminService/PreviewAdmission',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -64,8 +64,6 @@ class CacheManagerServiceStub:
     """Releases a sequence's blocks; full ones stay cached."""
     ConfirmTransfers: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ConfirmTransfersRequest, _kvcache_pb2.ConfirmTransfersResponse]
     """Reports copies that an executor has finished or failed; frees the slots that the tickets reserved."""
-    PreviewAdmission: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.PreviewAdmissionRequest, _kvcache_pb2.PreviewAdmissionResponse]
-    """Predicts the blocks that an admission would reuse and allocate; changes nothing."""
     SendHints: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.SendHintsRequest, _kvcache_pb2.SendHintsResponse]
     """Carries out hints about cached blocks and answers each."""
 
@@ -105,8 +103,6 @@ class CacheManagerServiceAsyncStub(CacheManagerServiceStub):
     """Releases a sequence's blocks; full ones stay cached."""
     ConfirmTransfers: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ConfirmTransfersRequest, _kvcache_pb2.ConfirmTransfersResponse]  # type: ignore[assignment]
     """Reports copies that an executor has finished or failed; frees the slots that the tickets reserved."""
-    PreviewAdmission: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.PreviewAdmissionRequest, _kvcache_pb2.PreviewAdmissionResponse]  # type: ignore[assignment]
-    """Predicts the blocks that an admission would reuse and allocate; changes nothing."""
     SendHints: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.SendHintsRequest, _kvcache_pb2.SendHintsResponse]  # type: ignore[assignment]
     """Carries out hints about cached blocks and answers each."""
 
@@ -217,14 +213,6 @@ class CacheManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Reports copies that an executor has finished or failed; frees the slots that the tickets reserved."""
 
     @_abc_1.abstractmethod
-    def PreviewAdmission(
-        self,
-        request: _kvcache_pb2.PreviewAdmissionRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_kvcache_pb2.PreviewAdmissionResponse, _abc.Awaitable[_kvcache_pb2.PreviewAdmissionResponse]]:
-        """Predicts the blocks that an admission would reuse and allocate; changes nothing."""
-
-    @_abc_1.abstractmethod
     def SendHints(
         self,
         request: _kvcache_pb2.SendHintsRequest,
@@ -272,6 +260,8 @@ class CacheAdminServiceStub:
     """Keeps a cached prefix in place for an owner and a time, within the budget for pins."""
     ExplainPrefix: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ExplainPrefixRequest, _kvcache_pb2.ExplainPrefixResponse]
     """Lists the cached blocks of a prompt with their tiers, and the reason why the next block is missing."""
+    PreviewAdmission: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.PreviewAdmissionRequest, _kvcache_pb2.PreviewAdmissionResponse]
+    """Predicts the blocks that an admission would reuse and allocate; changes nothing."""
     PurgeBlocks: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.PurgeBlocksRequest, _kvcache_pb2.PurgeBlocksResponse]
     """Drops cached blocks that no sequence uses. Other calls are answered meanwhile: of the blocks that are cached when it
     begins, it drops and counts those that are not in use when their turn comes.
@@ -337,6 +327,8 @@ class CacheAdminServiceAsyncStub(CacheAdminServiceStub):
     """Keeps a cached prefix in place for an owner and a time, within the budget for pins."""
     ExplainPrefix: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ExplainPrefixRequest, _kvcache_pb2.ExplainPrefixResponse]  # type: ignore[assignment]
     """Lists the cached blocks of a prompt with their tiers, and the reason why the next block is missing."""
+    PreviewAdmission: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.PreviewAdmissionRequest, _kvcache_pb2.PreviewAdmissionResponse]  # type: ignore[assignment]
+    """Predicts the blocks that an admission would reuse and allocate; changes nothing."""
     PurgeBlocks: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.PurgeBlocksRequest, _kvcache_pb2.PurgeBlocksResponse]  # type: ignore[assignment]
     """Drops cached blocks that no sequence uses. Other calls are answered meanwhile: of the blocks that are cached when it
     begins, it drops and counts those that are not in use when their turn comes.
@@ -483,6 +475,14 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.ExplainPrefixResponse, _abc.Awaitable[_kvcache_pb2.ExplainPrefixResponse]]:
         """Lists the cached blocks of a prompt with their tiers, and the reason why the next block is missing."""
+
+    @_abc_1.abstractmethod
+    def PreviewAdmission(
+        self,
+        request: _kvcache_pb2.PreviewAdmissionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.PreviewAdmissionResponse, _abc.Awaitable[_kvcache_pb2.PreviewAdmissionResponse]]:
+        """Predicts the blocks that an admission would reuse and allocate; changes nothing."""
 
     @_abc_1.abstractmethod
     def PurgeBlocks(

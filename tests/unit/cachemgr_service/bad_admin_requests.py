@@ -3,6 +3,7 @@
 from typing import Any
 
 from tests.support.cachemgr_client import NUM_BLOCKS
+from tests.unit.cachemgr_service.bad_data_requests import ADMISSION, ADMISSIONS, TOO_MANY
 from tests.unit.cachemgr_service.bad_requests import (
     ACCOUNTS,
     CACHED_TOKENS,
@@ -115,6 +116,16 @@ ADMIN_METHODS: dict[str, tuple[dict[str, Any], list[Case]]] = {
             ({"prefix": None, "sequence_id": "live", "group": 1}, INVALID, "group"),
             ({"prefix": {"token_ids": CACHED_TOKENS}, "group": 1}, INVALID, "group"),
             ({"group": HUGE}, INVALID, "group"),
+        ],
+    ),
+    "PreviewAdmission": (
+        {"admission": ADMISSION, "max_new_tokens": 5},
+        [
+            # A preview needs no scheduler.
+            *at("admission", ADMISSION, [case for case in ADMISSIONS if case[0] != {"scheduler_id": ""}]),
+            ({"admission": None}, INVALID, "admission.sequence_id"),
+            ({"max_new_tokens": TOO_MANY}, "SEQUENCE_TOO_LONG", "max_new_tokens"),
+            ({"max_new_tokens": HUGE}, "SEQUENCE_TOO_LONG", "max_new_tokens"),
         ],
     ),
     "PurgeBlocks": (

@@ -255,15 +255,6 @@ DATA_METHODS: dict[str, tuple[dict[str, Any], list[Case]]] = {
             ({"executor_epoch": EPOCH - 1, "tickets": [1]}, "STALE_EXECUTOR", "executor_epoch"),
         ],
     ),
-    "PreviewAdmission": (
-        {"admission": ADMISSION, "max_new_tokens": 5},
-        [
-            *at("admission", ADMISSION, ADMISSIONS),
-            ({"admission": None}, INVALID, "admission.sequence_id"),
-            ({"max_new_tokens": TOO_MANY}, "SEQUENCE_TOO_LONG", "max_new_tokens"),
-            ({"max_new_tokens": HUGE}, "SEQUENCE_TOO_LONG", "max_new_tokens"),
-        ],
-    ),
     "SendHints": (
         {"prefix": PREFIX, "hints": envelope(action())},
         [

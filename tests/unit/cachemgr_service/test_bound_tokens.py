@@ -67,9 +67,7 @@ async def test_a_stranger_locks_no_scheduler_out_and_frees_nothing_of_its_own(ke
     assert await own.call(address, "ReleaseSequence", released) == ""
     admission = pb.AdmitSequenceRequest(sequence_id="a", executor_id=EXECUTOR, token_ids=[1], **SCHEDULED)
     several = pb.AdmitSequencesRequest(admissions=[pb.AdmitSequenceRequest(scheduler_id="other"), admission])
-    preview = pb.PreviewAdmissionRequest(admission=admission)
     assert await stranger.call(address, "AdmitSequences", several) == "PERMISSION_DENIED admissions[1].scheduler_id"
-    assert await stranger.call(address, "PreviewAdmission", preview) == "PERMISSION_DENIED admission.scheduler_id"
 
 
 async def test_a_stranger_voids_no_executor(keys: Keyring, address: str) -> None:

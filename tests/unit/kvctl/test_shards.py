@@ -179,6 +179,9 @@ async def test_a_named_pool_or_executor_is_that_of_one_shard(two: Two) -> None:
     assert await two.text("evict", "--pool", "gpu-1/0", "--yes") == "evicted 2 blocks\n"
     assert len((await two.rows("blocks"))[1:]) == 2
     assert (await two.text("explain", "--tokens", TOKENS, "--executor", "gpu-0")).startswith("gpu-0: 8 cached tokens")
+    assert (await two.text("preview", "--tokens", TOKENS, "--executor", "gpu-0")).startswith("gpu-0: would be admitted")
+    both = await two.data("preview", "--tokens", TOKENS)
+    assert {found for shard in both["shards"].values() for found in shard} == {"gpu-0", "gpu-1"}
     assert "pool_id: gpu-1/0" in await two.text("describe", "pool", "gpu-1/0")
     assert (await two.data("ghosts", "--executor", "gpu-1"))["ghosts"].keys() == {"gpu-1"}
     done = await two.run("pool", "set", "gpu-7/0", "--blocks", 30)

@@ -3,7 +3,7 @@
 import pytest
 
 from kvctl.display.output import names, plain, table
-from kvctl.display.tables import BLOCKS, HOLDS, POOLS, explanations
+from kvctl.display.tables import BLOCKS, HOLDS, POOLS, explanations, previews
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
 
@@ -66,3 +66,19 @@ def test_names_are_those_that_other_verbs_take() -> None:
 def test_an_explanation_has_a_reason(one: pb.Explanation, said: str) -> None:
     one.executor_id = "e"
     assert explanations(pb.ExplainPrefixResponse(explanations=[one]), wide=False).startswith(said)
+
+
+def test_a_preview_says_whether_a_request_would_wait_and_for_what() -> None:
+    estimate = pb.BlockEstimate(group=0, reusable_blocks=2, next_step_blocks=1, completion_blocks=7)
+    waits = pb.PreviewAdmissionResponse(missing_blocks=1, cached_tokens=32, estimates=[estimate])
+    found = previews({"e": pb.PreviewAdmissionResponse(admitted=True, cached_tokens=1), "f": waits}, 40, wide=False)
+    admitted, waiting = found.split("\n\n")
+    assert admitted.startswith("e: would be admitted, 1 of 40 tokens cached\n")
+    head, columns, row = waiting.splitlines()
+    assert head == "f: would wait: 1 block missing, 32 of 40 tokens cached"
+    assert dict(zip(columns.split(), row.split(), strict=True)) == {
+        "GROUP": "0",
+        "CACHED": "2",
+        "ALLOCATED": "1",
+        "TO-THE-END": "7",
+    }
