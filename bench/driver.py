@@ -7,6 +7,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from cachemgr.manager import CacheManager
+from cachemgr.sequences.admission import grow
+from cachemgr.sequences.token_eviction_state import blocks_for
 from cachemgr.telemetry.ghost_cache import ghosts_of
 from cachemgr.types import (
     Admission,
@@ -69,6 +71,11 @@ class Driver:
                 released_handles=list(released),
             )
         )
+
+    def reserve(self, handle: int, capacity_tokens: int) -> None:
+        """Allocates all blocks of a sequence now, which a scheduler is given with each sync."""
+        sequence = next(self.manager.queries.sequences(handle - 1))
+        grow(sequence, blocks_for(capacity_tokens, sequence.block_size))
 
     def confirm(self, admission: Admission) -> None:
         """The device has run the copies of an admission."""

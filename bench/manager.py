@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bench import manager_rpc
-from bench.driver import CALLER, CONFIG, Driver, prompt
+from bench.driver import CONFIG, Driver, prompt
 from bench.result import Result, add_json_argument
 from cachemgr.retention.leases import ENDED_AT_A_TIME
 from cachemgr.types import Retention, RetentionRange
@@ -113,7 +113,7 @@ class FullPool:
         self.driver.cache(name, tokens)
         taken, admission = timed(self.driver.admit, name, tokens)
         self.driver.confirm(admission)
-        self.driver.manager.release(CALLER, name)
+        self.driver.sync(released=[admission.sequence_handle])
         return taken
 
     def admit_unseen(self) -> tuple[float, float]:
@@ -121,17 +121,17 @@ class FullPool:
         name, tokens = self._prompt()
         taken, admission = timed(self.driver.admit, name, tokens)
         stored, _ = timed(self.driver.sync, {admission.sequence_handle: len(tokens)})
-        self.driver.manager.release(CALLER, name)
+        self.driver.sync(released=[admission.sequence_handle])
         return taken, stored
 
     def extend(self) -> float:
         """An extension by a chain's blocks, which must be evicted, in seconds. The pool is filled again behind it."""
-        self.driver.admit("long", [1])
+        handle = self.driver.admit("long", [1]).sequence_handle
         capacity = (self.chain + 1) * BLOCK
         evicted = self.driver.pool.evicted_blocks
-        taken, _ = timed(self.driver.manager.extend, CALLER, "long", capacity)
+        taken, _ = timed(self.driver.reserve, handle, capacity)
         assert self.driver.pool.evicted_blocks - evicted >= self.chain - 1
-        self.driver.manager.release(CALLER, "long")
+        self.driver.sync(released=[handle])
         self.cache()
         return taken
 
@@ -192,8 +192,8 @@ def _judged(
 def extension(runs: int) -> Row:
     """Blocks taken from an empty pool."""
     driver = Driver((runs + 1) * CHAIN)
-    driver.admit("a", [1])
-    taken = [timed(driver.manager.extend, CALLER, "a", run * PROMPT_TOKENS)[0] for run in range(1, runs + 1)]
+    handle = driver.admit("a", [1]).sequence_handle
+    taken = [timed(driver.reserve, handle, run * PROMPT_TOKENS)[0] for run in range(1, runs + 1)]
     return Row("extension into an empty pool", "us per block", [value * 1e6 / CHAIN for value in taken], 2)
 
 

@@ -115,8 +115,7 @@ def _measure(client: Client, server: Server, runs: int) -> Iterator[Measured]:
     names = (f"a{number}" for number in itertools.count())
 
     def admit() -> float:
-        name = next(names)
-        request = pb.AdmitSequencesRequest(admissions=[client.admission(name, tokens)])
+        request = pb.AdmitSequencesRequest(admissions=[client.admission(next(names), tokens)])
         begin = time.perf_counter()
         [answer] = client.stub.AdmitSequences(request, timeout=10).answers
         taken = time.perf_counter() - begin
@@ -125,9 +124,7 @@ def _measure(client: Client, server: Server, runs: int) -> Iterator[Measured]:
         client.stub.ConfirmTransfers(
             pb.ConfirmTransfersRequest(executor_id="e", executor_epoch=1, tickets=tickets), timeout=10
         )
-        client.stub.ReleaseSequence(
-            pb.ReleaseSequenceRequest(sequence_id=name, scheduler_id="s", scheduler_epoch=1), timeout=10
-        )
+        client.stub.SyncSequences(client.progress(1, released_handles=[answer.sequence_handle]), timeout=10)
         return taken
 
     yield from _rows(server, "admission of 8,192 cached tokens", "AdmitSequences", 3, runs, admit)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from time import thread_time
 
-from bench.driver import CALLER, CONFIG, Driver
+from bench.driver import CONFIG, Driver
 from bench.trace_file import BLOCK_TOKENS, Request
 from cachemgr.blocks.events import Event
 from cachemgr.types import EventKind, GhostReport, RemovalCause, Retention
@@ -231,8 +231,7 @@ class Replay:
         admission = driver.admit(name, request.tokens(), **options)
         assert admission.admitted
         driver.confirm(admission)
-        extension = driver.manager.extend(CALLER, name, _capacity(request))
-        assert extension.extended
+        driver.reserve(admission.sequence_handle, _capacity(request))
         driver.sync({admission.sequence_handle: request.input_length})
         heapq.heappush(self._running, (driver.now + service_seconds(request), admission.sequence_handle))
         self._requests[admission.sequence_handle] = request

@@ -28,7 +28,7 @@ from cachemgr.operators.operator_journal import NoOperatorJournal, OperatorJourn
 from cachemgr.queries import Queries
 from cachemgr.retention.bounds import check_duration
 from cachemgr.retention.hint_actions import with_retention
-from cachemgr.sequences.admission import Allocator, check_length, check_request, content, grow, holder
+from cachemgr.sequences.admission import Allocator, check_request, content, holder
 from cachemgr.sequences.clients import Executor, GhostCaches, Scheduler
 from cachemgr.sequences.copies import Tickets
 from cachemgr.sequences.fork import fork
@@ -54,7 +54,6 @@ from cachemgr.sequences.release import (
 from cachemgr.sequences.sequence import Sequence as LiveSequence
 from cachemgr.sequences.sync import Sync
 from cachemgr.sequences.token_eviction import cached_before_eviction
-from cachemgr.sequences.token_eviction_state import blocks_for
 from cachemgr.sequences.transfers import PoolFollower, open_write_through_copies
 from cachemgr.sequences.weights import reorder_blocks
 from cachemgr.slices import Steps, at_once
@@ -64,7 +63,6 @@ from cachemgr.types import (
     AdmitRequest,
     EventKind,
     ExecutorSpec,
-    Extension,
     Freed,
     ManagerConfig,
     PinRecord,
@@ -464,28 +462,6 @@ class CacheManager:
         scheduler.sync_number, scheduler.sync_answer = request.sync_number, answer
         return answer
 
-    def extend(self, caller: SchedulerEpoch, sequence_id: str, capacity_tokens: int) -> Extension:
-        """Allocates blocks for a sequence, up to the bound of its eviction policy.
-
-        As all calls that name a sequence, it is for the scheduler that admitted it, under its newest epoch. Raises
-        UnknownSchedulerError, StaleSchedulerError, UnknownSequenceError, VoidSequenceError, SequenceTooLongError.
-        """
-        self._state.begin()
-        sequence = self._state.live_sequence(caller, sequence_id)
-        executor = sequence.executor
-        usable = capacity_tokens if sequence.eviction is None else sequence.eviction.usable(capacity_tokens)
-        check_length(executor, usable, "capacity_tokens")
-        start = sequence.num_blocks
-        wanted = max(start, blocks_for(usable, executor.block_size))
-        account = sequence.scope.account
-        # A running sequence may exceed its ceiling; cached blocks of its account are evicted first.
-        free = [pool.device.free_for(account, within_ceiling=False) for pool in executor.pools]
-        missing = sum(max(0, wanted - start - spare) for spare in free)
-        if missing:
-            return Extension(False, missing, (), sequence.capacity)
-        grow(sequence, wanted)
-        return Extension(True, 0, sequence.slots(start), sequence.capacity, sequence.opened.take())
-
     def truncate(self, caller: SchedulerEpoch, sequence_id: str, num_tokens: int) -> Freed:
         """Drops the tokens of a sequence from a length on. All computed tokens must have been reported before.
 
@@ -529,15 +505,6 @@ class CacheManager:
         if sequence.has_evicted_tokens:
             return sum(1 for _ in cached_before_eviction(sequence))
         return sum(block is not None for table in sequence.tables for block in table.blocks)
-
-    def release(self, caller: SchedulerEpoch, sequence_id: str) -> Freed:
-        """Releases the blocks of a sequence. Raises UnknownSchedulerError, StaleSchedulerError."""
-        now = self._state.begin()
-        sequence = self._state.own_sequence(caller, sequence_id)
-        if sequence is None:
-            return Freed(False)
-        del self._state.sequences[sequence_id]
-        return release(sequence, now)
 
     def expire(self, late: float = 0.0) -> None:
         """Ends leases and holds whose time is over. Call it a few times per lease.

@@ -314,17 +314,6 @@ class SyncAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class Extension:
-    """The answer to an extension; not extended: nothing was allocated."""
-
-    extended: bool
-    missing_blocks: int
-    new_blocks: tuple[Table, ...]
-    capacity_tokens: int
-    transfers: tuple[Transfer, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Freed:
     """The answer to a truncation or release. `freed_blocks`: blocks that became free or evictable."""
 

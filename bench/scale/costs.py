@@ -28,7 +28,6 @@ from cachemgr.types import (
     RetentionRule,
     RuleAction,
     RuleMatch,
-    SchedulerEpoch,
     SyncRequest,
 )
 from protos.errors import InvalidField
@@ -96,7 +95,9 @@ class Costs:
             return (time.process_time() - begun) * 1e3
 
         found = median(refuse() for _ in range(RUNS))
-        self.manager.release(SchedulerEpoch("s", 1), "hog")
+        self._runs += 1
+        number, handles = self._runs, [admission.sequence_handle]
+        self.manager.sync(SyncRequest("s", 1, 1, number, number, released_handles=handles))
         return found
 
 

@@ -167,16 +167,6 @@ def fork_response(admission: types.Admission) -> pb.ForkSequenceResponse:
     )
 
 
-def extend_response(extension: types.Extension) -> pb.ExtendSequenceResponse:
-    return pb.ExtendSequenceResponse(
-        extended=extension.extended,
-        missing_blocks=extension.missing_blocks,
-        new_blocks=_tables(extension.new_blocks),
-        transfers=transfers(extension.transfers),
-        capacity_tokens=extension.capacity_tokens,
-    )
-
-
 def _tables(tables: Iterable[types.Table]) -> list[pb.BlockTable]:
     return [pb.BlockTable(group=table.group, slots=table.slots) for table in tables]
 

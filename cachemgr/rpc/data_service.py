@@ -175,12 +175,6 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         return convert.sync_response(manager.epoch, answer, duration(manager.config.lease_seconds))
 
     @mutation
-    def ExtendSequence(self, request: pb.ExtendSequenceRequest) -> pb.ExtendSequenceResponse:
-        return convert.extend_response(
-            self._manager.extend(_caller(request), request.sequence_id, request.capacity_tokens)
-        )
-
-    @mutation
     def TruncateSequence(self, request: pb.TruncateSequenceRequest) -> pb.TruncateSequenceResponse:
         """Drops tokens from the end of a sequence."""
         freed = self._manager.truncate(_caller(request), request.sequence_id, request.num_tokens)
@@ -199,11 +193,6 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         """Keeps blocks beyond their sequence."""
         held = self._manager.hold(_caller(request), request.sequence_id, request.owner, seconds(request.duration))
         return pb.HoldSequenceResponse(held_blocks=held)
-
-    @mutation
-    def ReleaseSequence(self, request: pb.ReleaseSequenceRequest) -> pb.ReleaseSequenceResponse:
-        freed = self._manager.release(_caller(request), request.sequence_id)
-        return pb.ReleaseSequenceResponse(found=freed.found, freed_blocks=freed.freed_blocks)
 
     @mutation
     def ConfirmTransfers(self, request: pb.ConfirmTransfersRequest) -> pb.ConfirmTransfersResponse:

@@ -30,10 +30,9 @@ def free_blocks(executor: Executor) -> int:
     return sum(pool.device.free for pool in executor.pools)
 
 
-def release(sequence: Sequence, now: float) -> Freed:
+def release(sequence: Sequence, now: float) -> None:
     """Commits the last blocks and releases all, or hands them to a hold."""
     executor = sequence.executor
-    before = free_blocks(executor)
     commit_computed_blocks(sequence, leaves=True)
     # Before the last block is committed: sequences that share it pending get less.
     retract_pending(sequence)
@@ -56,7 +55,6 @@ def release(sequence: Sequence, now: float) -> Freed:
     sequence.scheduler.void.discard(sequence.handle)
     if executor.ghosts is not None:
         executor.ghosts.released(sequence, stored)
-    return Freed(True, free_blocks(executor) - before)
 
 
 def tickets_of(executor: Executor, scheduler: Scheduler) -> list[Ticket]:

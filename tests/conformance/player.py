@@ -118,6 +118,14 @@ class Player:
         self._compute(live, len(live.tokens) - 1 if length is None else length)
         self._report(live)
 
+    def ask_again(self, name: str) -> int:
+        """Asks for the blocks that were missing, with nothing new to report; returns how many are missing now."""
+        live = self.sequences[name]
+        needed = self._blocks_for(len(live.tokens))
+        if len(live.tables[0]) < needed:
+            self._sync(live, handles=[live.handle], computed_tokens=[live.reported], new_token_counts=[0])
+        return max(0, needed - len(live.tables[0]))
+
     def append(self, name: str, token_ids: list[int]) -> int:
         """Generates these tokens one by one; returns the missing blocks of the last of them."""
         live = self.sequences[name]
@@ -147,7 +155,7 @@ class Player:
         live = self.sequences[name]
         live.ended = True
         if not stored:
-            self.backend.call("ReleaseSequence", pb.ReleaseSequenceRequest(sequence_id=name, **SCHEDULED))
+            self._sync(live, released_handles=[live.handle])
             return
         self._compute(live, len(live.tokens) - 1)
         self.device.read(live.tables, live.contents, live.computed, live.computed)

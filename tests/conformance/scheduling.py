@@ -7,7 +7,7 @@ from typing import Any
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.conformance.backends import Backend
-from tests.conformance.player import SCHEDULED, Player
+from tests.conformance.player import Player
 
 
 def blocks_of(answer: Any) -> dict[str, int]:
@@ -103,7 +103,7 @@ def _extend_or_preempt(backend: Backend, player: Player, running: list[Job], wai
     todo = list(running)
     while todo:
         job = todo.pop(0)
-        while not _fits(backend, player, job):
+        while not _fits(player, job):
             latest = todo.pop() if todo else job
             _preempt(player, latest, waiting)
             if latest is job:
@@ -113,15 +113,9 @@ def _extend_or_preempt(backend: Backend, player: Player, running: list[Job], wai
     return kept
 
 
-def _fits(backend: Backend, player: Player, job: Job) -> bool:
-    live = player.sequences[job.name]
-    if len(live.tables[0]) * player.block_size >= len(live.tokens):
-        return True
-    request = pb.ExtendSequenceRequest(sequence_id=job.name, capacity_tokens=len(live.tokens), **SCHEDULED)
-    answer = backend.call("ExtendSequence", request)
-    for table in answer.new_blocks:
-        live.tables[table.group] += table.slots
-    return answer.extended
+def _fits(player: Player, job: Job) -> bool:
+    """Whether it has blocks for the tokens that it knows, after it has asked again."""
+    return not player.ask_again(job.name)
 
 
 def _preempt(player: Player, job: Job, waiting: list[Job]) -> None:

@@ -628,10 +628,12 @@ class World:
         self.live[name].cut(length)
         return freed
 
-    def release(self, name: str) -> Freed:
-        """Releases a sequence by a call, with nothing reported."""
-        self.forget(self.live[name])
-        return self.manager.release(self.caller, name)
+    def release(self, name: str) -> SyncAnswer:
+        """Releases a sequence, with nothing reported."""
+        live = self.live[name]
+        self.forget(live)
+        self.released.append(live.handle)
+        return self.sync(set())
 
     def leave(self, live: Live) -> None:
         """Names the sequence in the next sync as released, and its copies as never sent when it has not started."""

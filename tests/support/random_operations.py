@@ -93,7 +93,6 @@ WEIGHTS = {
     "truncate": 5,
     "fork": 5,
     "trim": 3,
-    "extend": 3,
     "hold": 2,
     "wait": 2,
     # Operators and agents.
@@ -139,7 +138,6 @@ OF_TWINS = {
         "truncate",
         "fork",
         "trim",
-        "extend",
         "hold",
         "wait",
         "executor_copies",
@@ -150,7 +148,7 @@ OF_TWINS = {
         "lose_executor",
     )
 } | {"restart_manager": 4.0}
-OF_A_SEQUENCE = {"leave", "release", "truncate", "fork", "trim", "extend", "hold"}
+OF_A_SEQUENCE = {"leave", "release", "truncate", "fork", "trim", "hold"}
 
 
 def live_long(seed: int, operations: int, *, moves: float = WEIGHTS["update_pool"], **fixed: Any) -> dict[str, Any]:
@@ -353,8 +351,7 @@ class RandomLife:
         cancelled = [] if live.started else [copy.ticket for copy in live.copies]
         if live.has_news:
             world.leave_untold(live)
-        assert world.release(live.request.sequence_id).found
-        assert not world.manager.release(world.caller, live.request.sequence_id).found
+        world.release(live.request.sequence_id)
         world.cancelled += cancelled
 
     def trim(self, live: Live) -> None:
@@ -365,24 +362,6 @@ class RandomLife:
             del table[capacity // BLOCK :]
         self.world.trimmed[live.handle] = capacity
         self.world.sync()
-
-    def extend(self, live: Live) -> None:
-        world = self.world
-        # The manager has not heard yet that it has moved, or that its window is shorter.
-        if live.clean is not None or live.returned is not None:
-            return
-        wanted = min(live.capacity + self.random.randrange(9), world.longest)
-        try:
-            extension = world.manager.extend(world.caller, live.request.sequence_id, wanted)
-        except VoidSequenceError:
-            return
-        for copy in extension.transfers:
-            world.copy(copy)
-        for table in extension.new_blocks:
-            live.tables[table.group].extend(table.slots)
-        assert extension.capacity_tokens == live.capacity
-        # With a policy it gets no more than it will ever use.
-        assert extension.extended == (live.capacity >= wanted) or live.policy is not None
 
     def truncate(self, live: Live) -> None:
         world = self.world

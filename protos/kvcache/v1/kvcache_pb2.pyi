@@ -454,32 +454,6 @@ class SyncSequencesResponse(_message.Message):
     window_tokens: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, manager_epoch: _Optional[int] = ..., extended_handles: _Optional[_Iterable[int]] = ..., extended_groups: _Optional[_Iterable[int]] = ..., extended_counts: _Optional[_Iterable[int]] = ..., extended_slots: _Optional[_Iterable[int]] = ..., void_handles: _Optional[_Iterable[int]] = ..., unknown_handles: _Optional[_Iterable[int]] = ..., missing_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., evicting_handles: _Optional[_Iterable[int]] = ..., evicting_counts: _Optional[_Iterable[int]] = ..., evicting_slots: _Optional[_Iterable[int]] = ..., total_blocks: _Optional[int] = ..., evicting_window_tokens: _Optional[_Iterable[int]] = ..., window_handles: _Optional[_Iterable[int]] = ..., window_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class ExtendSequenceRequest(_message.Message):
-    __slots__ = ("sequence_id", "capacity_tokens", "scheduler_id", "scheduler_epoch")
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
-    CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
-    SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    sequence_id: str
-    capacity_tokens: int
-    scheduler_id: str
-    scheduler_epoch: int
-    def __init__(self, sequence_id: _Optional[str] = ..., capacity_tokens: _Optional[int] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ...) -> None: ...
-
-class ExtendSequenceResponse(_message.Message):
-    __slots__ = ("extended", "missing_blocks", "new_blocks", "capacity_tokens", "transfers")
-    EXTENDED_FIELD_NUMBER: _ClassVar[int]
-    MISSING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NEW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
-    extended: bool
-    missing_blocks: int
-    new_blocks: _containers.RepeatedCompositeFieldContainer[BlockTable]
-    capacity_tokens: int
-    transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
-    def __init__(self, extended: _Optional[bool] = ..., missing_blocks: _Optional[int] = ..., new_blocks: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., capacity_tokens: _Optional[int] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ...) -> None: ...
-
 class TruncateSequenceRequest(_message.Message):
     __slots__ = ("sequence_id", "num_tokens", "scheduler_id", "scheduler_epoch")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -551,24 +525,6 @@ class HoldSequenceResponse(_message.Message):
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     held_blocks: int
     def __init__(self, held_blocks: _Optional[int] = ...) -> None: ...
-
-class ReleaseSequenceRequest(_message.Message):
-    __slots__ = ("sequence_id", "scheduler_id", "scheduler_epoch")
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
-    SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
-    SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    sequence_id: str
-    scheduler_id: str
-    scheduler_epoch: int
-    def __init__(self, sequence_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ...) -> None: ...
-
-class ReleaseSequenceResponse(_message.Message):
-    __slots__ = ("found", "freed_blocks")
-    FOUND_FIELD_NUMBER: _ClassVar[int]
-    FREED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    found: bool
-    freed_blocks: int
-    def __init__(self, found: _Optional[bool] = ..., freed_blocks: _Optional[int] = ...) -> None: ...
 
 class ConfirmTransfersRequest(_message.Message):
     __slots__ = ("executor_id", "executor_epoch", "tickets", "failed_tickets", "step")

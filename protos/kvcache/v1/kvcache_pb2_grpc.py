@@ -65,11 +65,6 @@ class CacheManagerServiceStub:
                 request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.SyncSequencesRequest.SerializeToString,
                 response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.SyncSequencesResponse.FromString,
                 _registered_method=True)
-        self.ExtendSequence = channel.unary_unary(
-                '/kvcache.v1.CacheManagerService/ExtendSequence',
-                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ExtendSequenceRequest.SerializeToString,
-                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ExtendSequenceResponse.FromString,
-                _registered_method=True)
         self.TruncateSequence = channel.unary_unary(
                 '/kvcache.v1.CacheManagerService/TruncateSequence',
                 request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.TruncateSequenceRequest.SerializeToString,
@@ -84,11 +79,6 @@ class CacheManagerServiceStub:
                 '/kvcache.v1.CacheManagerService/HoldSequence',
                 request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.HoldSequenceRequest.SerializeToString,
                 response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.HoldSequenceResponse.FromString,
-                _registered_method=True)
-        self.ReleaseSequence = channel.unary_unary(
-                '/kvcache.v1.CacheManagerService/ReleaseSequence',
-                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseSequenceRequest.SerializeToString,
-                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseSequenceResponse.FromString,
                 _registered_method=True)
         self.ConfirmTransfers = channel.unary_unary(
                 '/kvcache.v1.CacheManagerService/ConfirmTransfers',
@@ -152,13 +142,6 @@ class CacheManagerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ExtendSequence(self, request, context):
-        """Grows one sequence's capacity: all or nothing.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def TruncateSequence(self, request, context):
         """Forgets the tokens of a sequence from a length on, as rejected speculation needs.
         """
@@ -175,13 +158,6 @@ class CacheManagerServiceServicer:
 
     def HoldSequence(self, request, context):
         """Keeps a sequence's blocks in place after its release, for an owner and a time.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ReleaseSequence(self, request, context):
-        """Releases a sequence's blocks; full ones stay cached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -234,11 +210,6 @@ def add_CacheManagerServiceServicer_to_server(servicer, server):
                     request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.SyncSequencesRequest.FromString,
                     response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.SyncSequencesResponse.SerializeToString,
             ),
-            'ExtendSequence': grpc.unary_unary_rpc_method_handler(
-                    servicer.ExtendSequence,
-                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ExtendSequenceRequest.FromString,
-                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ExtendSequenceResponse.SerializeToString,
-            ),
             'TruncateSequence': grpc.unary_unary_rpc_method_handler(
                     servicer.TruncateSequence,
                     request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.TruncateSequenceRequest.FromString,
@@ -253,11 +224,6 @@ def add_CacheManagerServiceServicer_to_server(servicer, server):
                     servicer.HoldSequence,
                     request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.HoldSequenceRequest.FromString,
                     response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.HoldSequenceResponse.SerializeToString,
-            ),
-            'ReleaseSequence': grpc.unary_unary_rpc_method_handler(
-                    servicer.ReleaseSequence,
-                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseSequenceRequest.FromString,
-                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseSequenceResponse.SerializeToString,
             ),
             'ConfirmTransfers': grpc.unary_unary_rpc_method_handler(
                     servicer.ConfirmTransfers,
@@ -444,33 +410,6 @@ class CacheManagerService:
             _registered_method=True)
 
     @staticmethod
-    def ExtendSequence(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvcache.v1.CacheManagerService/ExtendSequence',
-            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ExtendSequenceRequest.SerializeToString,
-            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ExtendSequenceResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def TruncateSequence(request,
             target,
             options=(),
@@ -541,33 +480,6 @@ class CacheManagerService:
             '/kvcache.v1.CacheManagerService/HoldSequence',
             protos_dot_kvcache_dot_v1_dot_kvcache__pb2.HoldSequenceRequest.SerializeToString,
             protos_dot_kvcache_dot_v1_dot_kvcache__pb2.HoldSequenceResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ReleaseSequence(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvcache.v1.CacheManagerService/ReleaseSequence',
-            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseSequenceRequest.SerializeToString,
-            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseSequenceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,16 +52,12 @@ class CacheManagerServiceStub:
     """
     SyncSequences: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.SyncSequencesRequest, _kvcache_pb2.SyncSequencesResponse]
     """Reports progress of all running sequences in columns and answers with new capacity; renews the scheduler's lease."""
-    ExtendSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ExtendSequenceRequest, _kvcache_pb2.ExtendSequenceResponse]
-    """Grows one sequence's capacity: all or nothing."""
     TruncateSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.TruncateSequenceRequest, _kvcache_pb2.TruncateSequenceResponse]
     """Forgets the tokens of a sequence from a length on, as rejected speculation needs."""
     ForkSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ForkSequenceRequest, _kvcache_pb2.ForkSequenceResponse]
     """Starts a second sequence that shares a first one's full blocks; a partly filled last block is copied."""
     HoldSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.HoldSequenceRequest, _kvcache_pb2.HoldSequenceResponse]
     """Keeps a sequence's blocks in place after its release, for an owner and a time."""
-    ReleaseSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ReleaseSequenceRequest, _kvcache_pb2.ReleaseSequenceResponse]
-    """Releases a sequence's blocks; full ones stay cached."""
     ConfirmTransfers: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ConfirmTransfersRequest, _kvcache_pb2.ConfirmTransfersResponse]
     """Reports copies that an executor has finished or failed; frees the slots that the tickets reserved."""
     SendHints: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.SendHintsRequest, _kvcache_pb2.SendHintsResponse]
@@ -91,16 +87,12 @@ class CacheManagerServiceAsyncStub(CacheManagerServiceStub):
     """
     SyncSequences: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.SyncSequencesRequest, _kvcache_pb2.SyncSequencesResponse]  # type: ignore[assignment]
     """Reports progress of all running sequences in columns and answers with new capacity; renews the scheduler's lease."""
-    ExtendSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ExtendSequenceRequest, _kvcache_pb2.ExtendSequenceResponse]  # type: ignore[assignment]
-    """Grows one sequence's capacity: all or nothing."""
     TruncateSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.TruncateSequenceRequest, _kvcache_pb2.TruncateSequenceResponse]  # type: ignore[assignment]
     """Forgets the tokens of a sequence from a length on, as rejected speculation needs."""
     ForkSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ForkSequenceRequest, _kvcache_pb2.ForkSequenceResponse]  # type: ignore[assignment]
     """Starts a second sequence that shares a first one's full blocks; a partly filled last block is copied."""
     HoldSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.HoldSequenceRequest, _kvcache_pb2.HoldSequenceResponse]  # type: ignore[assignment]
     """Keeps a sequence's blocks in place after its release, for an owner and a time."""
-    ReleaseSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ReleaseSequenceRequest, _kvcache_pb2.ReleaseSequenceResponse]  # type: ignore[assignment]
-    """Releases a sequence's blocks; full ones stay cached."""
     ConfirmTransfers: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ConfirmTransfersRequest, _kvcache_pb2.ConfirmTransfersResponse]  # type: ignore[assignment]
     """Reports copies that an executor has finished or failed; frees the slots that the tickets reserved."""
     SendHints: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.SendHintsRequest, _kvcache_pb2.SendHintsResponse]  # type: ignore[assignment]
@@ -165,14 +157,6 @@ class CacheManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Reports progress of all running sequences in columns and answers with new capacity; renews the scheduler's lease."""
 
     @_abc_1.abstractmethod
-    def ExtendSequence(
-        self,
-        request: _kvcache_pb2.ExtendSequenceRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_kvcache_pb2.ExtendSequenceResponse, _abc.Awaitable[_kvcache_pb2.ExtendSequenceResponse]]:
-        """Grows one sequence's capacity: all or nothing."""
-
-    @_abc_1.abstractmethod
     def TruncateSequence(
         self,
         request: _kvcache_pb2.TruncateSequenceRequest,
@@ -195,14 +179,6 @@ class CacheManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.HoldSequenceResponse, _abc.Awaitable[_kvcache_pb2.HoldSequenceResponse]]:
         """Keeps a sequence's blocks in place after its release, for an owner and a time."""
-
-    @_abc_1.abstractmethod
-    def ReleaseSequence(
-        self,
-        request: _kvcache_pb2.ReleaseSequenceRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_kvcache_pb2.ReleaseSequenceResponse, _abc.Awaitable[_kvcache_pb2.ReleaseSequenceResponse]]:
-        """Releases a sequence's blocks; full ones stay cached."""
 
     @_abc_1.abstractmethod
     def ConfirmTransfers(

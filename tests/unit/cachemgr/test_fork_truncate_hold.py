@@ -1,4 +1,4 @@
-"""Extensions, truncations, forks and holds of sequences."""
+"""Truncations, forks and holds of sequences."""
 
 import pytest
 
@@ -8,15 +8,6 @@ from cachemgr.errors import (
     WindowPassedError,
 )
 from tests.support.in_process_manager import World
-
-
-def test_an_extension_with_too_few_free_blocks_allocates_none():
-    world = World(4)
-    world.admit([1, 2], "a")
-    world.admit([3, 4], "b")
-    answer = world.manager.extend(world.caller, "a", 16)
-    assert (answer.extended, answer.missing_blocks, answer.new_blocks, answer.capacity_tokens) == (False, 1, (), 4)
-    assert world.free == 2
 
 
 def test_a_truncation_before_a_released_window_is_refused():

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.driver import CALLER, CONFIG, Driver, prompt
+from bench.driver import CONFIG, Driver, prompt
 from bench.replay import Replay
 from bench.trace import no_retention
 from bench.trace_file import BLOCK_TOKENS, Conversations, Request
@@ -148,8 +148,7 @@ def test_reused_blocks_outlast_others_in_a_ghost_cache():
 
 def test_only_computed_blocks_stay_in_a_ghost_cache():
     driver = Driver(16, config=replace(CONFIG, ghost_sample=16))
-    driver.admit("gives up", prompt(0, 64))
-    driver.manager.release(CALLER, "gives up")
+    driver.sync(released=[driver.admit("gives up", prompt(0, 64)).sequence_handle])
     driver.cache("leaves nothing", prompt(1, 64), no_store=True)
     driver.cache("looks for nothing", prompt(2, 64), no_read=True)
     for number in range(3):

@@ -59,7 +59,7 @@ def test_the_end_of_a_lease_keeps_the_time_of_last_use():
     lost = []
     for count in (8, 12, 16):
         world.admit([99] * count, f"n{count}", no_store=True)
-        world.manager.release(world.caller, f"n{count}")
+        world.release(f"n{count}")
         lost.append(world.first_tokens())
     assert lost == [{20, 30}, {30}, set()]
 
@@ -113,8 +113,9 @@ def test_leases_of_a_promised_block_that_is_never_computed_end_with_it():
     world.admit([1, 2, 3, 4, 5, 6, 7, 8, 9], "writer")
     world.admit([1, 2, 3, 4, 5, 6, 7, 8, 9], "reader", retention=retain(80, 5.0))
     before = world.queries.last_event
-    world.manager.release(world.caller, "writer")
-    world.manager.release(world.caller, "reader")
+    world.release("writer")
+    # The reader is void, and is released.
+    world.sync()
     assert world.free == 8
     assert world.queries.events_after(before) == []
     world.now = 10.0

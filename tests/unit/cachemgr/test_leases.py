@@ -305,7 +305,7 @@ def test_the_cost_of_an_admission_is_independent_of_requests_for_its_prefix(opti
         for count in range(first, last):
             world.now += 0.01
             assert world.admit(prompt, f"a{count}", **options(count)).admitted
-            world.manager.release(world.caller, f"a{count}")
+            world.release(f"a{count}")
 
     admit(0, 200)
     few = work_of(lambda: admit(200, 220))

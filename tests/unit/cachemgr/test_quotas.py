@@ -70,11 +70,7 @@ def test_a_ceiling_limits_admissions_and_not_running_sequences():
     world.check()
     assert counts(world)["t"] >= 4
     assert not world.admit([1], tenant_id="t").admitted
-    assert world.manager.extend(world.caller, "a", 24).extended
-    assert world.manager.extend(world.caller, "a", 4).extended
-    world.check()
-    world.live["a"].tables = [[*range(1, 9)]]
-    world.manager.release(world.caller, "a")
+    world.release("a")
     world.check()
     assert world.admit([1], tenant_id="t").admitted
 

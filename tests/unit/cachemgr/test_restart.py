@@ -50,7 +50,7 @@ def test_a_block_taken_over_by_a_sequence_that_computes_nothing_is_restored():
     world = cached(config=dataclasses.replace(CONFIG, copy_on_partial_reuse=False))
     before = {block.tier_slot for block in world.queries.records("e")}
     assert world.admit([*PROMPT, 7], "b", salt="x", adapter_id=3).cached_tokens == 10
-    world.manager.release(world.caller, "b")
+    world.release("b")
     assert restart(world) == 3
     assert {block.tier_slot for block in world.queries.records("e")} == before
 

@@ -31,11 +31,8 @@ def test_a_writer_that_ends_early_voids_its_readers():
     _, reader = two(world)
     world.step(most=5, names={"writer"})
     world.sync()
-    live = world.live["writer"]
-    world.forget(live)
-    world.manager.release(world.caller, "writer")
+    answer = world.release("writer")
     world.check()
-    answer = world.sync()
     assert answer.void_handles == [reader.sequence_handle]
     # The scheduler has released it.
     assert world.sync().void_handles == []

@@ -164,7 +164,6 @@ def test_with_an_unbounded_policy_the_second_table_grows_with_the_kept_tokens(op
         # Fourteen tokens went.
         assert live.evicted == 14
         assert live.capacity == -(-max(computed + 2 - 14, 7) // 4) * 4
-    assert world.manager.extend(world.caller, "a", live.capacity + 4).capacity_tokens == live.capacity + 4
 
 
 def test_a_sequence_that_waits_gets_no_second_table():
@@ -248,8 +247,7 @@ def test_a_sequence_that_evicts_before_its_promised_blocks_are_computed_voids_it
 
 def away(world: World, live: Live, how: str) -> None:
     if how == "release":
-        world.forget(live)
-        world.manager.release(world.caller, "a")
+        world.release("a")
     elif how == "sync":
         world.finish("a")
     elif how == "scheduler":

@@ -151,7 +151,6 @@ def test_capacity_ahead_stops_where_it_first_evicts():
     world.step()
     world.sync()
     assert world.live["a"].capacity == 8
-    assert world.manager.extend(world.caller, "a", 30).capacity_tokens == 8
     # It waits for the end of a prompt, and evicts there.
     world.admit(PROMPT, "b", eviction_policy=asked("LAST", max_cache_tokens=30))
     world.step(20, names={"b"})

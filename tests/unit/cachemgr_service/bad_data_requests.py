@@ -219,20 +219,10 @@ DATA_METHODS: dict[str, tuple[dict[str, Any], list[Case]]] = {
             ),
         ],
     ),
-    "ExtendSequence": (
-        SCHEDULED | {"sequence_id": "live", "capacity_tokens": 20},
-        [
-            *SCHEDULERS,
-            *unknown_sequence(),
-            ({"capacity_tokens": TOO_MANY}, "SEQUENCE_TOO_LONG", "capacity_tokens"),
-            ({"capacity_tokens": HUGE}, "SEQUENCE_TOO_LONG", "capacity_tokens"),
-        ],
-    ),
     "TruncateSequence": (
         SCHEDULED | {"sequence_id": "live", "num_tokens": 9},
         [*SCHEDULERS, *invalid("num_tokens", 0, 11, HUGE)],
     ),
-    "ReleaseSequence": (SCHEDULED | {"sequence_id": "live"}, SCHEDULERS),
     "ForkSequence": (
         SCHEDULED | {"parent_sequence_id": "live", "sequence_id": "new"},
         [

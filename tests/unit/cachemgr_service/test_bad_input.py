@@ -149,8 +149,6 @@ def test_every_listing_is_given_a_foreign_token() -> None:
 @pytest.mark.parametrize(
     ("method", "fields"),
     [
-        ("ReleaseSequence", SCHEDULED | {"sequence_id": "nobody"}),
-        ("ReleaseSequence", ANOTHER_SCHEDULER | {"sequence_id": "live"}),
         ("TruncateSequence", SCHEDULED | {"sequence_id": "nobody", "num_tokens": 1}),
         ("TruncateSequence", ANOTHER_SCHEDULER | {"sequence_id": "live", "num_tokens": 9}),
     ],
@@ -166,7 +164,6 @@ async def test_a_sequence_that_the_caller_does_not_have_is_no_error(
 @pytest.mark.parametrize(
     ("method", "field"),
     [
-        ("ExtendSequence", "sequence_id"),
         ("TruncateSequence", "sequence_id"),
         ("ForkSequence", "parent_sequence_id"),
         ("HoldSequence", "sequence_id"),

@@ -62,9 +62,9 @@ async def test_a_stranger_locks_no_scheduler_out_and_frees_nothing_of_its_own(ke
     assert await stranger.call(address, "RegisterScheduler", taken) == denied
     mine = pb.RegisterSchedulerRequest(scheduler_id=SCHEDULER, scheduler_epoch=1)
     assert await own.call(address, "RegisterScheduler", mine) == ""
-    released = pb.ReleaseSequenceRequest(sequence_id="a", **SCHEDULED)
-    assert await stranger.call(address, "ReleaseSequence", released) == denied
-    assert await own.call(address, "ReleaseSequence", released) == ""
+    cut = pb.TruncateSequenceRequest(sequence_id="a", num_tokens=1, **SCHEDULED)
+    assert await stranger.call(address, "TruncateSequence", cut) == denied
+    assert await own.call(address, "TruncateSequence", cut) == ""
     admission = pb.AdmitSequenceRequest(sequence_id="a", executor_id=EXECUTOR, token_ids=[1], **SCHEDULED)
     several = pb.AdmitSequencesRequest(admissions=[pb.AdmitSequenceRequest(scheduler_id="other"), admission])
     assert await stranger.call(address, "AdmitSequences", several) == "PERMISSION_DENIED admissions[1].scheduler_id"

@@ -127,8 +127,14 @@ def admission(name: str) -> pb.AdmitSequenceRequest:
     )
 
 
-def release(name: str) -> pb.ReleaseSequenceRequest:
-    return pb.ReleaseSequenceRequest(sequence_id=name, scheduler_id="s", scheduler_epoch=1)
+def release(answer: pb.AdmitSequenceResponse, number: int) -> pb.SyncSequencesRequest:
+    return pb.SyncSequencesRequest(
+        scheduler_id="s",
+        scheduler_epoch=1,
+        manager_epoch=answer.manager_epoch,
+        sync_number=number,
+        released_handles=[answer.sequence_handle],
+    )
 
 
 def test_stored_blocks_are_in_the_log() -> None:
@@ -213,11 +219,12 @@ def test_a_full_disk_ends_the_log_and_no_call(room: int) -> None:
         file.room = room
         operations = DirectCalls(CacheManager(3, clock, CONFIG), clock, file)
         register(operations)
-        for name in map(str, range(10)):
-            assert operations.run("AdmitSequence", admission(name)).admitted
+        for number in range(1, 11):
+            admitted = operations.run("AdmitSequence", admission(str(number)))
+            assert admitted.admitted
             # Space that is freed later makes no log whole again.
             file.room = 1 << 20 if len(file.getvalue()) > len(begun) else file.room
-            operations.run("ReleaseSequence", release(name))
+            operations.run("SyncSequences", release(admitted, number))
     assert [record["log_level"] for record in records] == ["error"]
     assert REGISTRY.get_sample_value("kvkeep_operation_log_ended") == 1
     # It ends behind a whole entry.
@@ -231,10 +238,11 @@ def fill_the_log_of(process: "subprocess.Popen[bytes]", folder: Path, room: int)
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (room, room))
         stub, health = pb_grpc.CacheManagerServiceStub(data), health_pb2_grpc.HealthStub(admin)
         register(Calls(stub))
-        for name in map(str, range(100)):
-            request = pb.AdmitSequencesRequest(admissions=[admission(name)])
-            assert stub.AdmitSequences(request, timeout=patience(10)).answers[0].admitted
-            stub.ReleaseSequence(release(name), timeout=patience(10))
+        for number in range(1, 101):
+            request = pb.AdmitSequencesRequest(admissions=[admission(str(number))])
+            [admitted] = stub.AdmitSequences(request, timeout=patience(10)).answers
+            assert admitted.admitted
+            stub.SyncSequences(release(admitted, number), timeout=patience(10))
         states = health.Watch(health_pb2.HealthCheckRequest(service=OPERATION_LOG_HEALTH), timeout=patience(10))
         assert any(state.status == health_pb2.HealthCheckResponse.NOT_SERVING for state in states)
         states.cancel()

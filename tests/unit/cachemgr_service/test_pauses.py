@@ -1,6 +1,7 @@
 """A cache manager that has not run for a while: it blames no process for renewals that it could not receive."""
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -44,7 +45,8 @@ class Life:
         admission = pb.AdmitSequenceRequest(
             sequence_id="a", scheduler_id="s", scheduler_epoch=1, executor_id="e", token_ids=range(9)
         )
-        assert self.calls.run("AdmitSequence", admission).admitted
+        self.admitted = self.calls.run("AdmitSequence", admission)
+        assert self.admitted.admitted
 
     def pass_time(self, seconds: float) -> None:
         """The manager runs, and there are no calls."""
@@ -62,9 +64,14 @@ class Life:
         request = pb.RenewExecutorRequest(executor_id="e", executor_epoch=1, manager_epoch=3)
         self.calls.run("RenewExecutor", request)
 
-    def sync(self, number: int) -> pb.SyncSequencesResponse:
+    def sync(self, number: int, released: Sequence[int] = ()) -> pb.SyncSequencesResponse:
         request = pb.SyncSequencesRequest(
-            scheduler_id="s", scheduler_epoch=1, manager_epoch=3, sync_number=number, step=number
+            scheduler_id="s",
+            scheduler_epoch=1,
+            manager_epoch=3,
+            sync_number=number,
+            step=number,
+            released_handles=released,
         )
         answer: pb.SyncSequencesResponse = self.calls.run("SyncSequences", request)
         return answer
@@ -108,11 +115,10 @@ def test_silence_while_the_manager_runs_ends_leases_also_behind_a_pause() -> Non
 
 def test_a_hold_counts_a_pause_as_time() -> None:
     life = Life()
-    mine = {"scheduler_id": "s", "scheduler_epoch": 1, "sequence_id": "a"}
-    hold = pb.HoldSequenceRequest(**mine, owner="o")
+    hold = pb.HoldSequenceRequest(scheduler_id="s", scheduler_epoch=1, sequence_id="a", owner="o")
     hold.duration.FromSeconds(30)
     life.calls.run("HoldSequence", hold)
-    life.calls.run("ReleaseSequence", pb.ReleaseSequenceRequest(**mine))
+    life.sync(1, released=[life.admitted.sequence_handle])
     assert len(list(life.manager.queries.holds())) == 1
     life.pause(60.0)
     assert not list(life.manager.queries.holds())

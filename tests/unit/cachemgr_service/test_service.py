@@ -5,7 +5,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
-from tests.support.cachemgr_client import EXECUTOR, NUM_BLOCKS, SCHEDULED, Client
+from tests.support.cachemgr_client import EXECUTOR, NUM_BLOCKS, Client
 from tests.support.patience import patience
 
 
@@ -58,16 +58,9 @@ async def test_several_admissions_end_with_the_first_that_must_wait(client: Clie
 async def test_a_released_sequence_is_unknown_to_the_next_sync(client: Client) -> None:
     await client.register()
     admitted = await client.admit("a", 10)
-    released = await client.manager.ReleaseSequence(
-        pb.ReleaseSequenceRequest(sequence_id="a", **SCHEDULED), timeout=patience(5)
-    )
-    assert released.found
-    assert released.freed_blocks > 0
-    again = await client.manager.ReleaseSequence(
-        pb.ReleaseSequenceRequest(sequence_id="a", **SCHEDULED), timeout=patience(5)
-    )
-    assert not again.found
-    answer = await client.sync(1, handles=[admitted.sequence_handle], computed_tokens=[4], new_token_counts=[0])
+    released = await client.sync(1, released_handles=[admitted.sequence_handle])
+    assert released.free_blocks == NUM_BLOCKS
+    answer = await client.sync(2, handles=[admitted.sequence_handle], computed_tokens=[4], new_token_counts=[0])
     assert list(answer.unknown_handles) == [admitted.sequence_handle]
     assert answer.free_blocks == answer.total_blocks == NUM_BLOCKS
 
@@ -131,7 +124,6 @@ async def test_leases_are_events_for_watchers(client: Client) -> None:
     kept = common.RetentionRange(retention_priority=80, retention_duration=Duration(seconds=3600))
     admission = await client.admit("a", 8, session_id="chat", retention=pb.RetentionConfig(ranges=[kept]))
     await client.compute(admission, 8)
-    await client.manager.ReleaseSequence(pb.ReleaseSequenceRequest(sequence_id="a", **SCHEDULED), timeout=patience(5))
     watch = client.events.WatchEvents(pb.WatchEventsRequest(), timeout=patience(10))
     shown = await read_events(watch, 6)
     assert all(event.snapshot for event in shown)
