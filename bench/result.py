@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Ignored by git. Chosen results are kept below bench/results, in a folder for each machine.
 _SHORT = "build/bench"
 RESULTS = ROOT / _SHORT
+COLUMNS, SHORT = 120, 40
 PACKAGES = ("torch", "triton", "transformers", "grpcio", "protobuf", "redis", "uvloop")
 
 
@@ -69,8 +70,34 @@ class Result:
         """Writes JSON to this file, by default to RESULTS; returns where."""
         target = target or RESULTS / f"{self.name}.json"
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(self.values(), indent=1, default=str) + "\n")
+        target.write_text(pretty(self.values()) + "\n")
         return target
+
+
+def pretty(value: Any, indent: str = "") -> str:
+    """JSON in few lines of at most 120 columns: short values share a line."""
+    flat = json.dumps(value, default=str)
+    if len(indent) + len(flat) <= COLUMNS or not isinstance(value, (Mapping, list, tuple)):
+        return flat
+    inner = indent + " "
+    if isinstance(value, Mapping):
+        # The names as JSON has them: strings.
+        names = json.loads(json.dumps(dict.fromkeys(value)))
+        parts = [f"{json.dumps(name)}: {pretty(one, inner)}" for name, one in zip(names, value.values(), strict=True)]
+        begin, end = "{}"
+    else:
+        parts = [pretty(one, inner) for one in value]
+        begin, end = "[]"
+    lines: list[str] = []
+    was_short = False
+    for part in parts:
+        is_short = len(part) <= SHORT
+        if is_short and was_short and len(inner) + len(lines[-1]) + len(part) + 3 <= COLUMNS:
+            lines[-1] += f", {part}"
+        else:
+            lines.append(part)
+        was_short = is_short
+    return f"{begin}\n" + ",\n".join(inner + line for line in lines) + f"\n{indent}{end}"
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from bench import trace
 from bench.__main__ import benchmarks
-from bench.result import Result
+from bench.result import COLUMNS, Result, pretty
 
 BENCHMARKS = benchmarks()
 # "  NAME             " and the description.
@@ -39,3 +39,14 @@ def test_a_replayed_trace_leaves_its_figures_beside_machine_commit_and_versions(
     assert found["settings"] == {"block_size": 16, "ghosts": None, "requests": None, "trace": "trace.jsonl"}
     assert {one["hit_tokens"] for one in found["sizes"]["replays"]} == {2 * 512}
     assert {one["leases"]["granted"] > 0 for one in found["agents"]["replays"]} == {True, False}
+
+
+def test_a_result_is_written_in_few_lines_without_loss() -> None:
+    row = {"name": "a, b: [c", "values": [number / 7 for number in range(30)], "of": None, "is": True}
+    values = {"rows": [row, row], 3: {}, "empty": [], "deep": {"one": {"two": [[1, 2], [3, 4]] * 30}}}
+    written = pretty(values)
+    assert json.loads(written) == json.loads(json.dumps(values))
+    lines = written.splitlines()
+    assert max(map(len, lines)) <= COLUMNS
+    assert len(lines) < 60
+    assert pretty([1, {"a": 2}]) == '[1, {"a": 2}]'
