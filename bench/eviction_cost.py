@@ -40,6 +40,7 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     "window 4 + 124": {"kind": "EVICTION_KIND_SLIDING_WINDOW", "start_tokens": 4, "recent_tokens": 124},
     "h2o 128": {"kind": "EVICTION_KIND_H2O", "max_cache_tokens": 128},
     "tova 128": {"kind": "EVICTION_KIND_TOVA", "max_cache_tokens": 128},
+    "h2o and tova 128": {"kind": "EVICTION_KIND_H2O_TOVA", "max_cache_tokens": 128},
     "snapkv 128": {"kind": "EVICTION_KIND_SNAPKV", "max_cache_tokens": 128},
     "batch-max 128": {"kind": "EVICTION_KIND_AVERAGE", "max_cache_tokens": 128, "during_prefill": True},
     "key difference 128": {"kind": "EVICTION_KIND_KEYDIFF", "max_cache_tokens": 128},
