@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import grpc
+from children import Child
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.rpc.channel import open_sync_channel
@@ -19,23 +19,12 @@ RESTART_WINDOW_SECONDS = 60.0
 BACKOFF_SECONDS = (0.2, 1.0, 3.0)
 
 
-class Process(Protocol):
-    """What the supervisor needs of a process; `children.Child` says what each means."""
-
-    def start(self) -> None: ...
-    def ended(self) -> str: ...
-    def terminate(self) -> None: ...
-    def kill(self) -> None: ...
-    def wait(self) -> bool: ...
-    def tail(self) -> list[str]: ...
-
-
 @dataclass
 class Service:
     """A process and the addresses at which grpc.health.v1 says that it is ready; without addresses it is at once."""
 
     name: str
-    process: Process
+    process: Child
     addresses: Sequence[str] = ()
     security: Security = PLAIN
     ready: bool = False

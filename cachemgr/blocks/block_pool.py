@@ -11,7 +11,7 @@ from cachemgr import slices
 from cachemgr.blocks.block import Block, account_of
 from cachemgr.blocks.block_record import USED_LAST, BlockRecord, CopyRecord, LeaseRecord
 from cachemgr.blocks.hit_counters import TokenMeter
-from cachemgr.blocks.offload import Eviction, Offloader, OffloadListener, WriteThrough
+from cachemgr.blocks.offload import Eviction, Offloader, WriteThrough
 from cachemgr.blocks.prefix_tree import PrefixTree, children_of, covered_children, longer_sibling
 from cachemgr.blocks.removal_history import NO_OWNER, RemovalHistory, UseTimes
 from cachemgr.blocks.tier import Tier
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block_record import IndexJournal
     from cachemgr.blocks.events import EventLog
     from cachemgr.blocks.lost_blocks import LostBlocks
-    from cachemgr.blocks.offload import OffloadingWriter
+    from cachemgr.blocks.offload import CopyTicket, OffloadingWriter
     from cachemgr.retention.leases import LeaseBook
     from cachemgr.retention.priority import RetentionRequest
     from cachemgr.slices import Steps
@@ -43,8 +43,17 @@ _LOST = RemovalCause.EXECUTOR_LOST
 _EVICTABLE = "every block without references is evictable: the ancestors of a referenced block are referenced, too"
 
 
-class PoolListener(OffloadListener, Protocol):
-    """The executor's side of a pool: opens copies, and follows blocks that others refer to."""
+class PoolListener(Protocol):
+    """The executor's side of a pool: opens copies and calls them off, and follows blocks that others refer to."""
+
+    def offloading(self, pool: BlockPool, block: Block, occupant: Block, writer: OffloadingWriter | None) -> CopyTicket:
+        """A block moves to a lower tier: opens its copy, which has the block's reference from now on.
+
+        `occupant` has the slot that the block leaves, for the sake of `writer`.
+        """
+
+    def offload_recalled(self, ticket: CopyTicket, writer: OffloadingWriter) -> None:
+        """A copy to a lower tier is called off before a scheduler knows of it."""
 
     def superseded(self, pool: BlockPool, old: Block, block: Block) -> None:
         """A device block has replaced an equal block in the prefix tree."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cachemgr.blocks.block import Account, Block, Node, Writer, account_of
 from cachemgr.blocks.eviction_queue import precedes
 from cachemgr.blocks.prefix_tree import children_of
 from cachemgr.blocks.tier import Tier
 from cachemgr.retention.leases import offload_floor
-from cachemgr.types import PoolSpec, RemovalCause
+from cachemgr.types import RemovalCause
+
+if TYPE_CHECKING:
+    from cachemgr.blocks.block_pool import BlockPool, PoolListener
 
 
 class Eviction(enum.Enum):
@@ -59,46 +62,6 @@ class CopyTicket(Protocol):
         """The priority or the children of the target have changed: as long as the copy can be recalled, that counts."""
 
 
-class OffloadListener(Protocol):
-    """The executor's side of offloads: opens their copies, and calls them off."""
-
-    def offloading(self, pool: Any, block: Block, occupant: Block, writer: OffloadingWriter | None) -> CopyTicket:
-        """A block of this pool moves to a lower tier: opens its copy, which has the block's reference from now on.
-
-        `occupant` has the slot that the block leaves, for the sake of `writer`.
-        """
-
-    def offload_recalled(self, ticket: CopyTicket, writer: OffloadingWriter) -> None:
-        """A copy to a lower tier is called off before a scheduler knows of it."""
-
-
-class TieredPool(Protocol):
-    """The pool as its lower tiers see it."""
-
-    blocks: list[Block | None]
-    zero_on_free: set[Block]
-    window: int | None
-    offload_min_priority: int
-
-    @property
-    def spec(self) -> PoolSpec: ...
-    @property
-    def device(self) -> Tier: ...
-    def tier_of(self, block: Block) -> Tier: ...
-    def is_on_device(self, block: Block) -> bool: ...
-    def is_evictable(self, block: Block) -> bool: ...
-    def evict(self, tier: Tier, victim: Block, writer: OffloadingWriter | None) -> Eviction: ...
-    def release(self, block: Block) -> None: ...
-    def zero(self, block: Block) -> None: ...
-    def unlink(self, block: Block, cause: RemovalCause, writer: Writer | None) -> None: ...
-    def lose_children(self, block: Block) -> None: ...
-    def count_children_in_tier(self, block: Block) -> None: ...
-    def child_left(self, parent: Block, tier: Tier) -> None: ...
-    def report_updated(self, block: Block) -> None: ...
-    def report_stored(self, block: Block) -> None: ...
-    def report_removed(self, tier: Tier, block: Block) -> None: ...
-
-
 class WriteThrough:
     """Copies of device blocks in the next tier that has slots, ahead of their eviction and of the loss of the device.
 
@@ -106,7 +69,7 @@ class WriteThrough:
     its own before its descendants do.
     """
 
-    def __init__(self, pool: TieredPool, *, enabled: bool) -> None:
+    def __init__(self, pool: BlockPool, *, enabled: bool) -> None:
         """Where it is not enabled no copy begins, and replaced blocks below become copies all the same."""
         self._pool = pool
         self.tier = pool.device.below
@@ -256,7 +219,7 @@ class WriteThrough:
 class Offloader:
     """Moves evictable blocks of a pool to the next lower tier, and tracks the copies in flight."""
 
-    def __init__(self, pool: TieredPool, write_through: WriteThrough, listener: OffloadListener) -> None:
+    def __init__(self, pool: BlockPool, write_through: WriteThrough, listener: PoolListener) -> None:
         self._pool = pool
         self._write_through = write_through
         self._listener = listener

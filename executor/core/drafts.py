@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from statistics import median
-from typing import Protocol
 
 from executor.batch import SequenceState
 from executor.core.draft_model import Claim, DraftModel
@@ -48,23 +47,6 @@ def count_accepted(token_ids: Sequence[int], drafts: Sequence[int], stop_token_i
         if token_id != draft or token_id in stop_token_ids:
             return index + 1
     return len(token_ids)
-
-
-class Proposer(Protocol):
-    """What a sequence may say next."""
-
-    @property
-    def chance(self) -> float:
-        """The chance that the first proposed token is the next one, in [0, 1)."""
-        ...
-
-    def append(self, token_id: int) -> None:
-        """The sequence has one token more."""
-        ...
-
-    def propose(self, most: int) -> list[int]:
-        """At most so many tokens that may follow."""
-        ...
 
 
 class NgramProposer:
@@ -182,7 +164,7 @@ class Drafter:
     def __init__(
         self,
         most: int,
-        proposer: Callable[[Sequence[int], Sequence[int]], Proposer] = NgramProposer,
+        proposer: Callable[[Sequence[int], Sequence[int]], NgramProposer] = NgramProposer,
         costs: Callable[[float], DraftCosts] = DraftCosts,
         model: DraftModel | None = None,
     ) -> None:
@@ -192,7 +174,7 @@ class Drafter:
         """
         self._most = most
         self._proposer = proposer
-        self._proposers: dict[int, Proposer] = {}
+        self._proposers: dict[int, NgramProposer] = {}
         self._wanted: dict[int, int] = {}
         self._costs, self._model_costs = costs(_FORGETTING), costs(_MODEL_FORGETTING)
         self._decodes = 0

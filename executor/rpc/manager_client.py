@@ -10,6 +10,7 @@ import grpc
 import structlog
 
 from executor.cache.tiers.hazards import SlotRef
+from executor.rpc.sessions import SchedulerLeases
 from executor.step import Copy, Tier
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kv_rpc
@@ -84,14 +85,6 @@ class Fence(Protocol):
         ...
 
 
-class Leases(Protocol):
-    """Is told which schedulers the manager has."""
-
-    def update(self, scheduler_ids: Iterable[str]) -> None:
-        """The manager has these now."""
-        ...
-
-
 class TransferLog:
     """Copies on their way to being confirmed. Only `confirm` may be called outside the asyncio loop."""
 
@@ -134,7 +127,7 @@ class ManagerClient:
         worker: TransferWorker,
         transfers: TransferLog,
         set_registered: Callable[[bool], None],
-        leases: Leases,
+        leases: SchedulerLeases,
         fence: Fence,
     ) -> None:
         """transfers: gets the tickets of ended copies. set_registered: called when a registration is won or lost."""

@@ -1,9 +1,11 @@
 """The sessions of schedulers: one at a time, fenced by scheduler, by epoch, and by the cache manager's epoch."""
 
+from __future__ import annotations
+
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -16,6 +18,10 @@ from executor.errors import (
     WrongExecutorEpochError,
 )
 from protos.rpc.errors import ServiceError
+
+# The worker needs torch, which a process that only follows leases does without.
+if TYPE_CHECKING:
+    from executor.core.worker import Worker
 
 # The epoch of a manager that a session has not named: no manager has it.
 UNKNOWN = (1 << 64) - 1
@@ -51,21 +57,13 @@ class SchedulerLeases:
         return self._left[scheduler_id]
 
 
-class Steps(Protocol):
-    """Runs the steps of sessions in their order."""
-
-    def after(self, callback: Callable[[], object]) -> None:
-        """Calls back, from any thread, once nothing runs any more that was submitted before."""
-        ...
-
-
 class Sessions:
     """Fences sessions by scheduler and epoch. On the asyncio loop."""
 
-    def __init__(self, executor_epoch: int, leases: SchedulerLeases, steps: Steps) -> None:
+    def __init__(self, executor_epoch: int, leases: SchedulerLeases, worker: Worker) -> None:
         self._executor_epoch = executor_epoch
         self._leases = leases
-        self._steps = steps
+        self._worker = worker
         # Of the last session.
         self._scheduler_id = ""
         self._scheduler_epoch = 0
@@ -135,7 +133,7 @@ class Sessions:
             if session is self._current:
                 self._manager_epoch = manager_epoch or UNKNOWN
 
-        self._steps.after(lambda: loop.call_soon_threadsafe(note))
+        self._worker.after(lambda: loop.call_soon_threadsafe(note))
 
     async def cut_off(self) -> None:
         """Ends the session and refuses others until `admit_again`; returns when no step runs any more."""
@@ -148,7 +146,7 @@ class Sessions:
             session.end(self._cut_off)
         self._current = None
         loop, idle = asyncio.get_running_loop(), asyncio.Event()
-        self._steps.after(lambda: loop.call_soon_threadsafe(idle.set))
+        self._worker.after(lambda: loop.call_soon_threadsafe(idle.set))
         await idle.wait()
         self._manager_epoch = 0
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 # Version, trace, span and flags. Later versions may add something after them, and no version is called ff.
 _CONTEXT = re.compile(r"(?!ff)([0-9a-f]{2})-((?!0{32})[0-9a-f]{32})-((?!0{16})[0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -29,13 +28,3 @@ class Span:
 
     def end(self, attributes: Mapping[str, Attribute], *, error: str = "") -> None:
         """Ends it; never blocks. error: for programs, empty when all went well."""
-
-
-class Tracer(Protocol):
-    """Makes spans."""
-
-    def begin(self, name: str, parent: Context | None) -> Span:
-        """A span of its own trace, or below a parent."""
-
-    def stop(self) -> None:
-        """Sends what is left; blocks for a bounded time."""

@@ -7,10 +7,14 @@ from OTEL_ variables (sampler, headers, certificates, sizes of its queue) holds 
 
 from collections.abc import Mapping
 from contextvars import ContextVar
+from typing import TYPE_CHECKING
 
 import structlog
 
-from protos.rpc.spans import Context, Span, Tracer
+from protos.rpc.spans import Context, Span
+
+if TYPE_CHECKING:
+    from protos.rpc.otlp import OtlpTracer
 
 TRACEPARENT = "traceparent"
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -20,7 +24,7 @@ log = structlog.get_logger()
 
 OFF = Span()
 
-_tracer: Tracer | None = None
+_tracer: "OtlpTracer | None" = None
 _current: ContextVar[str] = ContextVar("traceparent", default="")
 
 

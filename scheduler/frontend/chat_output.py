@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from scheduler.frontend.tool_calls.forms import FORMS, MARKERS, form_of, named, required
-from scheduler.frontend.tool_calls.parser import CallPiece, FormParser, ToolCallParser
+from scheduler.frontend.tool_calls.parser import CallPiece, FormParser
 from scheduler.frontend.tool_calls.source import Source, Steps
 from scheduler.request import ToolUse
 
@@ -94,7 +94,7 @@ class OutputParser:
         return piece
 
 
-def _tool_parser(forms: OutputForms, use: ToolUse, *, is_forced: bool) -> ToolCallParser | None:
+def _tool_parser(forms: OutputForms, use: ToolUse, *, is_forced: bool) -> FormParser | None:
     if use.is_required:
         return FormParser(named, [use.name]) if use.name else FormParser(required, use.names, single=use.single)
     has_calls = use.names and forms.has_calls and not is_forced

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from scheduler.bridge import AdmissionListener, AdmissionQueue, Cancel, CommandQueue, RequestUpdates
+from scheduler.bridge import AdmissionQueue, Cancel, CommandQueue
 from scheduler.metrics import StepLoad, StepTimes
 from scheduler.request import AdmissionAttempt
 
@@ -20,7 +20,7 @@ class Loads:
 
 
 class Engine(Protocol):
-    """Runs samples, and reports what becomes of them to an EngineListener. On the asyncio loop."""
+    """Runs samples, and reports what becomes of them to the RequestTable. On the asyncio loop."""
 
     @property
     def loads(self) -> Loads:
@@ -34,13 +34,6 @@ class Engine(Protocol):
 
     def weight_version(self, arrival: int) -> str | None:
         """Version of the weights that a sample is computed with; None if it is not known."""
-
-
-class EngineListener(AdmissionListener, Protocol):
-    """Receives what becomes of samples, on the asyncio loop."""
-
-    def receive(self, updates: RequestUpdates) -> None:
-        """Takes what answered steps brought: one call for all samples."""
 
 
 class LocalEngine:

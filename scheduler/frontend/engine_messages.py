@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from protos.execution.v1 import execution_pb2
 from protos.generation.v1 import generation_pb2 as pb
 from scheduler.bridge import Admission, RequestUpdates, TokenMeta
-from scheduler.frontend.engine import EngineListener
+from scheduler.frontend.requests import RequestTable
 from scheduler.request import AdmissionAttempt, CacheOptions
 
 
@@ -36,11 +36,11 @@ class SentSample:
         """Whether this attempt has brought output."""
         return len(self.token_ids) > len(self.attempt.token_ids)
 
-    def take(self, chunk: pb.StreamGenerateResponse, updates: RequestUpdates, listener: EngineListener) -> None:
-        """Adds its new output to the updates; the listener hears at once how the sample was admitted."""
+    def take(self, chunk: pb.StreamGenerateResponse, updates: RequestUpdates, requests: RequestTable) -> None:
+        """Adds its new output to the updates; the table hears at once how the sample was admitted."""
         # A sample that is aborted before its first token was never admitted, as far as is known.
         if chunk.HasField("usage") and (chunk.token_ids or self.introduced):
-            self._take_usage(chunk.usage, updates, listener)
+            self._take_usage(chunk.usage, updates, requests)
         if chunk.prompt_logprobs:
             scored = [_logprobs(one, position) for position, one in enumerate(chunk.prompt_logprobs, 1)]
             updates.prompt_logprobs.append((self.arrival, scored))
@@ -59,7 +59,7 @@ class SentSample:
             self.token_ids.append(token_id)
             updates.outputs.append((self.arrival, token_id, meta))
 
-    def _take_usage(self, usage: pb.Usage, updates: RequestUpdates, listener: EngineListener) -> None:
+    def _take_usage(self, usage: pb.Usage, updates: RequestUpdates, requests: RequestTable) -> None:
         """The first usage says how the sample was admitted, the last one what it has cost."""
         before, self.usage = self.usage or pb.Usage(), usage
         if not self.introduced:
@@ -75,10 +75,10 @@ class SentSample:
                 miss=usage.prefix_miss if usage.HasField("prefix_miss") else None,
                 diagnosis=usage.cache_diagnosis if usage.HasField("cache_diagnosis") else None,
             )
-            listener.admitted(self.attempt, admission)
+            requests.admitted(self.attempt, admission)
             # Its first step was so long before its first token.
             prefill = usage.time_to_first_token.ToNanoseconds() - usage.queue_time.ToNanoseconds()
-            listener.receive(RequestUpdates(started=[self.arrival], at=updates.at - prefill / 1e9))
+            requests.receive(RequestUpdates(started=[self.arrival], at=updates.at - prefill / 1e9))
         updates.preempted.extend([self.arrival] * (usage.preemptions - before.preemptions))
         host, disk = usage.host_tokens - before.host_tokens, usage.disk_tokens - before.disk_tokens
         if host or disk:

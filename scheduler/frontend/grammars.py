@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from hashlib import sha256
-from typing import Protocol
 
 import grpc
 import structlog
@@ -24,18 +23,11 @@ RETRY_SECONDS = 0.5
 log = structlog.get_logger()
 
 
-class GrammarCompiler(Protocol):
-    """Compiles forms of outputs, so that an error is the request's own, and no step waits."""
-
-    async def compile(self, form: common.StructuredOutput, field: str) -> None:
-        """Returns once the form is compiled. Raises InvalidField with the field's name for one that cannot be."""
-
-    def forget(self) -> None:
-        """The executor has lost what it had compiled."""
-
-
 class ExecutorGrammars:
-    """The executor compiles, and waits are as long as it is away. It is not asked again for what it still has."""
+    """Has the executor compile forms, so that an error is the request's own, and no step waits.
+
+    Waits are as long as the executor is away. It is not asked again for what it still has.
+    """
 
     def __init__(self, stub: execution_rpc.ExecutorServiceAsyncStub) -> None:
         self._stub = stub
@@ -43,10 +35,12 @@ class ExecutorGrammars:
         self._compiled: OrderedDict[bytes, None] = OrderedDict()
 
     def forget(self) -> None:
+        """The executor has lost what it had compiled."""
         # Calls under way write to the one of before.
         self._compiled = OrderedDict()
 
     async def compile(self, form: common.StructuredOutput, field: str) -> None:
+        """Returns once the form is compiled. Raises InvalidField with the field's name for one that cannot be."""
         digest = sha256(form.SerializeToString(deterministic=True)).digest()
         if digest in self._compiled:
             self._compiled.move_to_end(digest)

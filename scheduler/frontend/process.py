@@ -16,7 +16,7 @@ from protos.rpc.startup import collect_rarely
 from scheduler.bridge import RequestUpdates
 from scheduler.errors import DrainingError, NotReadyError
 from scheduler.frontend.access_log import AccessLog
-from scheduler.frontend.engine import EngineListener, Loads
+from scheduler.frontend.engine import Loads
 from scheduler.frontend.engine_messages import SentSample, start_request
 from scheduler.frontend.grpc_service import GenerationService
 from scheduler.frontend.loader import LoaderElsewhere
@@ -79,12 +79,12 @@ class RemoteEngine:
     def _send(self, command: pb.StreamRequestsRequest) -> None:
         self._pipe.put(Frame.REQUESTS, command.SerializeToString())
 
-    def received(self, response: pb.StreamRequestsResponse, listener: EngineListener) -> None:
+    def received(self, response: pb.StreamRequestsResponse, requests: RequestTable) -> None:
         """Takes news of its samples."""
         updates = RequestUpdates(steps=int(bool(response.outputs)), at=time.monotonic())
         for chunk in response.outputs:
             if (sample := self._by_name.get(chunk.request_id)) is not None:
-                sample.take(chunk, updates, listener)
+                sample.take(chunk, updates, requests)
                 if chunk.finish_reason:
                     self._forget(sample)
         for failure in response.failures:
@@ -92,8 +92,8 @@ class RemoteEngine:
                 self._forget(sample)
                 status = status_pb2.Status.FromString(failure.status)
                 error = PassedOnError(from_status(status))
-                listener.refused(sample.attempt, error, was_taken=not failure.is_refused)
-        listener.receive(updates)
+                requests.refused(sample.attempt, error, was_taken=not failure.is_refused)
+        requests.receive(updates)
 
 
 class FrontEnd:

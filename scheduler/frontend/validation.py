@@ -29,7 +29,7 @@ from scheduler.errors import ContextLengthError, ModelNotFoundError
 from scheduler.frontend.adapters import AdapterTable
 from scheduler.frontend.chat_template import ChatTemplateError, Rendering, UnreadFieldError
 from scheduler.frontend.comparisons import parts_of
-from scheduler.frontend.grammars import GrammarCompiler
+from scheduler.frontend.grammars import ExecutorGrammars
 from scheduler.frontend.model_info import ModelInfo, TooLongError, pack
 from scheduler.frontend.tool_calls.definitions import (
     Tool,
@@ -107,7 +107,7 @@ class RequestValidator:
         self,
         model: ModelInfo,
         adapters: AdapterTable | None = None,
-        grammars: GrammarCompiler | None = None,
+        grammars: ExecutorGrammars | None = None,
         *,
         max_prompt_bytes: int,
         onload_timeout: float,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
 import structlog
@@ -18,6 +18,9 @@ from protos.rpc.security import Security
 from scheduler.request import Adapter
 from scheduler.router.score import Rates
 from scheduler.router.view import Owner
+
+if TYPE_CHECKING:
+    from scheduler.router.reports import EngineReports
 
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 0.3
@@ -39,16 +42,6 @@ _WEIGHT = 0.1
 Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.StreamRequestsRequest, pb.StreamRequestsResponse]"
 
 log = structlog.get_logger()
-
-
-class LinkListener(Protocol):
-    """Receives what comes from engines, on the asyncio loop."""
-
-    def received(self, link: EngineLink, response: pb.StreamRequestsResponse) -> None:
-        """The engine has sent outputs and failures, which come first, and perhaps its load (`take_loads`)."""
-
-    def lost(self, link: EngineLink, *, was_silent: bool) -> None:
-        """The stream is over: the engine has dropped all requests of it, or has said nothing for too long."""
 
 
 async def describe(address: str, security: Security) -> pb.GetEngineResponse:
@@ -199,7 +192,7 @@ class EngineLink:
         mean = self.rates.request
         self.rates = self.rates._replace(request=seconds if mean is None else mean + _WEIGHT * (seconds - mean))
 
-    async def run(self, listener: LinkListener) -> None:
+    async def run(self, reports: EngineReports) -> None:
         """Keeps the stream open until cancelled."""
         said = ""
         async with open_channel(self.address, self._security) as channel:
@@ -210,7 +203,7 @@ class EngineLink:
                     self.engine = await stub.GetEngine(pb.GetEngineRequest(), timeout=CALL_SECONDS)
                     self.has_other_model = self.engine.executor.model_digest != self._model_digest
                     if not self.has_other_model:
-                        await self._converse(stub, listener)
+                        await self._converse(stub, reports)
                         cause = "it ended the stream"
                     else:
                         model = self.engine.model.model
@@ -226,14 +219,14 @@ class EngineLink:
                     cause = f"the router cannot take in what it sends: {type(error).__name__}"
                 was_open, self.is_open, self.obstacle = self.is_open, False, cause
                 if was_open:
-                    listener.lost(self, was_silent=was_silent)
+                    reports.lost(self, was_silent=was_silent)
                 if was_open or cause != said:
                     said = cause
                     say = log.warning if self.has_other_model else log.info
                     say("waiting for an engine", address=self.address, cause=cause)
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def _converse(self, stub: rpc.EngineServiceAsyncStub, listener: LinkListener) -> None:
+    async def _converse(self, stub: rpc.EngineServiceAsyncStub, reports: EngineReports) -> None:
         commands: asyncio.Queue[pb.StreamRequestsRequest | None] = asyncio.Queue()
         self._commands = commands
         self._silence = self._executor_silence = self._cachemgr_silence = 0.0
@@ -242,7 +235,7 @@ class EngineLink:
             async with asyncio.timeout(None) as bound:
                 watching = asyncio.create_task(self._watch(bound))
                 try:
-                    await self._read(call, listener)
+                    await self._read(call, reports)
                 finally:
                     watching.cancel()
         finally:
@@ -250,13 +243,13 @@ class EngineLink:
             # Of a call that has ended by itself gRPC would wait for commands for ever.
             commands.put_nowait(None)
 
-    async def _read(self, call: Call, listener: LinkListener) -> None:
+    async def _read(self, call: Call, reports: EngineReports) -> None:
         while True:
             response = await call.read()
             if not isinstance(response, pb.StreamRequestsResponse):
                 return
             self.heard_at, self._silence = time.monotonic(), 0.0
-            listener.received(self, response)
+            reports.received(self, response)
 
     async def _watch(self, bound: asyncio.Timeout) -> None:
         """Ends the conversation once the engine has been silent for too long."""

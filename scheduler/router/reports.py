@@ -14,7 +14,7 @@ from protos.rpc.errors import PassedOnError, from_status
 from scheduler.bridge import RequestUpdates
 from scheduler.errors import AdapterLostError, QueueFullError
 from scheduler.frontend.adapters import AdapterTable
-from scheduler.frontend.engine import EngineListener
+from scheduler.frontend.requests import RequestTable
 from scheduler.request import MAX_FAILURES
 from scheduler.router.engine_link import EngineLink
 from scheduler.router.fleet import Fleet, Routed
@@ -26,11 +26,11 @@ log = structlog.get_logger()
 class EngineReports:
     """Listens to engines, and tells the request table."""
 
-    def __init__(self, fleet: Fleet, listener: EngineListener, metrics: RouterMetrics, adapters: AdapterTable) -> None:
+    def __init__(self, fleet: Fleet, requests: RequestTable, metrics: RouterMetrics, adapters: AdapterTable) -> None:
         """adapters: get those of all engines."""
         self._fleet = fleet
         self._adapters = adapters
-        self._listener = listener
+        self._requests = requests
         self._metrics = metrics
 
     def received(self, link: EngineLink, response: pb.StreamRequestsResponse) -> None:
@@ -52,7 +52,7 @@ class EngineReports:
             self._leave(link, updates)
         finally:
             # Also before an error: samples go on elsewhere behind the tokens that were taken.
-            self._listener.receive(updates)
+            self._requests.receive(updates)
 
     def lost(self, link: EngineLink, *, was_silent: bool) -> None:
         """An engine is lost: its samples go on elsewhere. None of them is at fault where it only says nothing."""
@@ -61,20 +61,20 @@ class EngineReports:
         log.warning("engine lost", address=link.address, executor=link.executor_id, requests=len(running))
         for routed in running:
             self._move(routed, updates, lost=not was_silent)
-        self._listener.receive(updates)
+        self._requests.receive(updates)
 
     def _take_adapters(self) -> None:
         """Requests may name what an engine serves; those whose adapter none has any more end."""
         self._adapters.replace(self._fleet.adapters)
         for attempt in self._fleet.without_engine():
-            self._listener.refused(attempt, AdapterLostError("no engine has the adapter of the request any more"))
+            self._requests.refused(attempt, AdapterLostError("no engine has the adapter of the request any more"))
 
     def look_at(self, links: Iterable[EngineLink]) -> None:
         """Moves the samples of engines that say nothing."""
         for link in links:
             updates = RequestUpdates(at=time.monotonic())
             self._leave(link, updates)
-            self._listener.receive(updates)
+            self._requests.receive(updates)
 
     def _leave(self, link: EngineLink, updates: RequestUpdates) -> None:
         """Samples that make no progress at an engine, as it or a neighbour of it is silent, go on elsewhere."""
@@ -107,12 +107,12 @@ class EngineReports:
             self._move(routed, updates, lost=False)
         else:
             self._fleet.end(routed)
-            self._listener.refused(routed.attempt, PassedOnError(error), was_taken=not failure.is_refused)
+            self._requests.refused(routed.attempt, PassedOnError(error), was_taken=not failure.is_refused)
 
     def _take(self, routed: Routed, chunk: pb.StreamGenerateResponse, updates: RequestUpdates) -> None:
         was_introduced = routed.introduced
         routed.heard_at = updates.at
-        routed.take(chunk, updates, self._listener)
+        routed.take(chunk, updates, self._requests)
         if routed.introduced and not was_introduced:
             self._fleet.note_computed(routed, updates.at)
             self._metrics.regret_tokens.inc(max(0, routed.expected - chunk.usage.cached_tokens))

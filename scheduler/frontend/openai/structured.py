@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from scheduler.frontend.openai.errors import FieldError
 from scheduler.frontend.openai.extensions import Items, StrictModel, Text, is_encodable
+
+if TYPE_CHECKING:
+    from scheduler.frontend.openai.requests import Generation
 
 # JSON Schema of any object.
 ANY_OBJECT = '{"type": "object"}'
@@ -135,21 +138,7 @@ class StructuredOutputs(StrictModel):
             yield path + ".structural_tag", self.structural_tag.form()
 
 
-class Structured(Protocol):
-    """A request with all fields that ask for a form."""
-
-    response_format: ResponseFormat | None
-    structured_outputs: StructuredOutputs | None
-    guided_json: str | None
-    guided_regex: str | None
-    guided_choice: list[str] | None
-    guided_grammar: str | None
-    regex: str | None
-    ebnf: str | None
-    json_schema: str | None
-
-
-def form_of(request: Structured) -> Form | None:
+def form_of(request: "Generation") -> Form | None:
     """The form that a request asks for, if any. Raises FieldError for several."""
     forms = list(_forms(request))
     if len(forms) > 1:
@@ -159,7 +148,7 @@ def form_of(request: Structured) -> Form | None:
     return forms[0] if forms else None
 
 
-def _forms(request: Structured) -> Iterator[Form]:
+def _forms(request: "Generation") -> Iterator[Form]:
     if request.response_format is not None and (form := request.response_format.form("response_format")):
         yield form
     if request.structured_outputs is not None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
 
 from scheduler.frontend.tool_calls.json_text import object_in, read_text, read_value
 from scheduler.frontend.tool_calls.source import MismatchError, Source, Steps
@@ -18,20 +17,6 @@ class CallPiece:
     index: int
     name: str
     arguments: str
-
-
-class ToolCallParser(Protocol):
-    """Finds calls in text that comes in pieces. Any split of a text gives the same content and calls."""
-
-    @property
-    def num_complete(self) -> int:
-        """Calls that have ended."""
-
-    def push(self, text: str) -> list[str | CallPiece]:
-        """Content and pieces of calls, in order."""
-
-    def flush(self) -> list[str | CallPiece]:
-        """What was held back, at the end of the text."""
 
 
 class Calls:
@@ -108,7 +93,7 @@ Form = Callable[[Source, Calls], Steps[None]]
 
 
 class FormParser:
-    """The ToolCallParser of a form."""
+    """Finds calls of a form in text that comes in pieces. Any split of a text gives the same content and calls."""
 
     def __init__(self, form: Form, names: Collection[str], *, single: bool = False) -> None:
         """As of Calls."""
@@ -118,9 +103,11 @@ class FormParser:
 
     @property
     def num_complete(self) -> int:
+        """Calls that have ended."""
         return self._calls.num_complete
 
     def push(self, text: str) -> list[str | CallPiece]:
+        """Content and pieces of calls, in order."""
         if self._calls.is_closed:
             return []
         self._source.push(text)
@@ -128,6 +115,7 @@ class FormParser:
         return self._calls.take()
 
     def flush(self) -> list[str | CallPiece]:
+        """What was held back, at the end of the text."""
         if not self._calls.is_closed:
             self._source.end()
             next(self._steps, None)

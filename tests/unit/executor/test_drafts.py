@@ -39,11 +39,13 @@ SAMPLINGS = {
 }
 
 
-class Hinted:
+class Hinted(NgramProposer):
     """Proposes an output that is known before, and is wrong after a random number of tokens."""
 
+    chance = 0.99
+
     def __init__(self, expected: Sequence[int], luck: random.Random) -> None:
-        self.chance = 0.99
+        super().__init__(())
         self._left = list(expected)
         self._luck = luck
 

@@ -1,8 +1,10 @@
 """Restarts, failures for good and the order of stopping, with a clock that tests turn."""
 
 import threading
+from pathlib import Path
 
 import pytest
+from children import Child
 from supervisor import RESTARTS, Service, ServiceFailedError, Supervisor
 
 from tests.support.patience import patience
@@ -16,10 +18,11 @@ class FakeClock:
         return self.now
 
 
-class FakeProcess:
+class FakeProcess(Child):
     """Runs until `how` says how it ended; notes its stop in a list that all share."""
 
     def __init__(self, name: str, stopped: list[str]) -> None:
+        super().__init__([], {}, folder=Path(), log=Path(), stop_seconds=0)
         self.name = name
         self.how = ""
         self.starts = 0
