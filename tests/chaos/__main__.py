@@ -8,6 +8,7 @@ promised.
 
 With --fleet the same happens to engines, shards and routers, one disturbance after the other, and the report says how
 soon requests succeed again. Its executors compute tokens without a model, each from all that its blocks hold.
+With --ray a fleet on a Ray cluster of this machine loses processes, actors and nodes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,14 @@ import asyncio
 import sys
 import time
 from functools import partial
+from typing import TYPE_CHECKING
 
 from bench.result import Result
 from tests.chaos import run
+from tests.chaos.report import Report
+
+if TYPE_CHECKING:
+    from tests.chaos.on_ray import Report as RayReport
 
 
 def main() -> int:
@@ -27,10 +33,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--soak", action="store_true", help="disturb nothing, and watch the memory of each process")
     parser.add_argument("--fleet", action="store_true", help="engines, shards and routers, without a model")
+    parser.add_argument("--ray", action="store_true", help="a fleet on a Ray cluster, without a model")
     parser.add_argument("--real", action="store_true", help="with --fleet: executors that run the default model")
     parser.add_argument("--seconds", type=float, help="length of the run, about: 600, or 1800 for a soak")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
+    if given.ray + given.fleet + given.soak > 1:
+        parser.error("arguments --soak, --fleet and --ray: only one of them")
     if given.real and not given.fleet:
         parser.error("argument --real: only with --fleet")
     seconds = given.seconds or (1800.0 if given.soak else 600.0)
@@ -39,10 +48,17 @@ def main() -> int:
     def tell(line: str) -> None:
         print(f"[{time.monotonic() - begin:6.1f}] {line}", file=sys.stderr, flush=True)
 
-    kind = partial(run.fleet, real=given.real) if given.fleet else run.soak if given.soak else run.mixed
-    report = asyncio.run(kind(given.seed, seconds, tell))
+    report: Report | RayReport
+    if given.ray:
+        # Ray changes the environment of the processes that are started after its import.
+        from tests.chaos import on_ray
+
+        report = on_ray.lose_all(given.seed, seconds, tell)
+    else:
+        kind = partial(run.fleet, real=given.real) if given.fleet else run.soak if given.soak else run.mixed
+        report = asyncio.run(kind(given.seed, seconds, tell))
     print(report.text())
-    name = "chaos_fleet" if given.fleet else "chaos"
+    name = "chaos_ray" if given.ray else "chaos_fleet" if given.fleet else "chaos"
     Result(name, report.values(), {"seed": given.seed, "seconds": seconds, "real": given.real}).write()
     return 1 if report.faults or report.slow else 0
 

@@ -8,13 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from operator import sub
 from pathlib import Path
 
-import grpc
 import psutil
 import pytest
 import ray
@@ -22,23 +19,16 @@ import ray_fleet
 import ray_member
 from layout import LayoutError
 
-from protos.generation.v1 import generation_pb2 as pb
-from protos.generation.v1 import generation_pb2_grpc as rpc
 from tests.stack import ROOT, metrics
-from tests.support.exact_stub import expected_tokens
-from tests.support.generation import Output, generate, generate_all, greedy_request
+from tests.support.generation import generate_all, greedy_request
 from tests.support.kvctl import command as kvctl_command
 from tests.support.patience import patience
 from tests.support.ports import free_address
-from tests.support.ray_cluster import HOSTS, RAY, STUB, RayFleet, StubMember, command, ray_cluster
+from tests.support.ray_cluster import HOSTS, LOSSES, RAY, STUB, RayFleet, StubMember, command, ray_cluster
+from tests.support.ray_load import EXPECTED, PROMPTS, STREAMS, ask_while, request
 
 pytestmark = pytest.mark.timeout(600)
 
-PROMPTS = [[1000 + 7 * number + step for step in range(40)] for number in range(20)]
-# With steps of 20 ms a request takes two seconds.
-TOKENS, STEP_MICROSECONDS = 100, 20_000
-EXPECTED = [expected_tokens(prompt, TOKENS) for prompt in PROMPTS]
-STREAMS = 16
 SECONDS = patience(60)
 
 
@@ -54,43 +44,15 @@ def fleet() -> Iterator[RayFleet]:
         yield running
 
 
-def request(number: int) -> pb.StreamGenerateRequest:
-    return greedy_request(PROMPTS[number], TOKENS, sampling=pb.SamplingParams(seed=STEP_MICROSECONDS))
-
-
-async def _ask_while(router: str, work: Callable[[], None]) -> tuple[list[tuple[int, Output]], float]:
-    """Prompts by number with their outputs, and the seconds of the work."""
-    answers: list[tuple[int, Output]] = []
-    begun, done = [asyncio.Event() for _ in range(STREAMS)], asyncio.Event()
-
-    async def ask(stub: rpc.GenerationServiceAsyncStub, number: int) -> None:
-        while not done.is_set():
-            answers.append((number, await generate(stub, request(number), SECONDS, begun[number])))
-
-    async with grpc.aio.insecure_channel(router) as channel:
-        stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
-        tasks = [asyncio.create_task(ask(stub, number)) for number in range(STREAMS)]
-        await asyncio.gather(*(event.wait() for event in begun))
-        begin = time.monotonic()
-        try:
-            await asyncio.to_thread(work)
-        finally:
-            seconds = time.monotonic() - begin
-            done.set()
-        await asyncio.gather(*tasks)
-    return answers, seconds
-
-
 def check_while(fleet: RayFleet, what: str, work: Callable[[], None]) -> None:
     """Requests that run from before some work until after it get all their tokens, and the right ones.
 
     Prints a row of the table in docs/ray.md. what: its first column. The work ends when the fleet is whole.
     """
-    answers, seconds = asyncio.run(_ask_while(fleet.router, work))
-    pauses = (max(map(sub, output.token_times[1:], output.token_times)) for _, output in answers)
-    print(f"| {what} | {max(pauses):.1f} s | {seconds:.1f} s |")
-    assert len(answers) >= STREAMS
-    assert [number for number, output in answers if output.token_ids != EXPECTED[number]] == []
+    answers = ask_while(fleet.router, work)
+    print(f"| {what} | {answers.pause:.1f} s | {answers.seconds:.1f} s |")
+    assert answers.requests >= STREAMS
+    assert (answers.wrong, answers.lost) == ([], [])
 
 
 def continued(fleet: RayFleet) -> float:
@@ -156,44 +118,9 @@ def test_kvctl_and_the_console_see_all_of_the_fleet(fleet: RayFleet) -> None:
             console.kill()
 
 
-@pytest.mark.parametrize(
-    ("what", "module", "settings"),
-    [
-        ("executor", STUB, {"executor_executor_id": "executor-1"}),
-        ("scheduler", "scheduler", {"scheduler_scheduler_id": "scheduler-0"}),
-        ("cache manager", "cachemgr", {}),
-    ],
-)
-def test_a_killed_process_is_started_again(fleet: RayFleet, what: str, module: str, settings: dict[str, str]) -> None:
-    def kill() -> None:
-        before = fleet.process(module, **settings)
-        assert before is not None
-        before.kill()
-        fleet.wait_until(lambda: fleet.process(module, **settings) not in (None, before), "there is no new one")
-        fleet.wait_until_whole(2)
-
-    check_while(fleet, f"{what}, `kill -9`", kill)
-
-
-@pytest.mark.parametrize(
-    ("what", "module", "settings"),
-    [
-        ("an engine's actor", STUB, {"executor_executor_id": "executor-0"}),
-        ("the cache manager's actor", "cachemgr", {}),
-    ],
-)
-def test_a_killed_actor_takes_its_processes_along_and_is_started_anew(
-    fleet: RayFleet, what: str, module: str, settings: dict[str, str]
-) -> None:
-    def kill() -> None:
-        before = fleet.process(module, **settings)
-        assert before is not None
-        before.parent().kill()
-        before.wait(SECONDS)
-        fleet.wait_until(lambda: fleet.process(module, **settings), "there is no new one")
-        fleet.wait_until_whole(2)
-
-    check_while(fleet, f"{what}, `kill -9`", kill)
+@pytest.mark.parametrize("what", LOSSES)
+def test_a_killed_process_or_actor_is_started_again(fleet: RayFleet, what: str) -> None:
+    check_while(fleet, what, lambda: LOSSES[what](fleet))
 
 
 def test_engines_come_and_go(fleet: RayFleet) -> None:

@@ -180,3 +180,36 @@ class RayFleet:
                     if environ.get("KVKEEP_STATE_DIR", "").startswith(folder) and wanted.items() <= environ.items():
                         return process
         return None
+
+    def kill_process(self, module: str, engines: int = 2, **settings: str) -> None:
+        """Kills a process, and waits until all is there again."""
+        before = self._running(module, **settings)
+        before.kill()
+        self._wait_for_another(before, module, engines, **settings)
+
+    def kill_actor(self, module: str, engines: int = 2, **settings: str) -> None:
+        """Kills the actor that has started a process, and waits until all is there again."""
+        before = self._running(module, **settings)
+        before.parent().kill()
+        # Its processes end with the actor.
+        before.wait(SECONDS)
+        self._wait_for_another(before, module, engines, **settings)
+
+    def _running(self, module: str, **settings: str) -> psutil.Process:
+        found = self.process(module, **settings)
+        assert found is not None
+        return found
+
+    def _wait_for_another(self, before: psutil.Process, module: str, engines: int, **settings: str) -> None:
+        self.wait_until(lambda: self.process(module, **settings) not in (None, before), "there is no new one")
+        self.wait_until_whole(engines)
+
+
+# What a fleet loses: each call returns when the fleet is complete again.
+LOSSES: dict[str, Callable[[RayFleet], None]] = {
+    "executor, `kill -9`": lambda fleet: fleet.kill_process(STUB, executor_executor_id="executor-1"),
+    "scheduler, `kill -9`": lambda fleet: fleet.kill_process("scheduler", scheduler_scheduler_id="scheduler-0"),
+    "cache manager, `kill -9`": lambda fleet: fleet.kill_process("cachemgr"),
+    "engine's actor, `kill -9`": lambda fleet: fleet.kill_actor(STUB, executor_executor_id="executor-0"),
+    "cache manager's actor, `kill -9`": lambda fleet: fleet.kill_actor("cachemgr"),
+}

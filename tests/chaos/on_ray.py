@@ -1,0 +1,141 @@
+"""Processes, actors and nodes of a fleet on a Ray cluster are lost under load, in an order that follows from the seed.
+
+The cluster has a head and two nodes on this machine, the fleet has two engines and a router, and the executors compute
+tokens without a model. Sixteen streams run all the time. The router's node stays, as its streams would end with it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from statistics import median
+
+import pytest
+
+from bench.tables import table
+from tests.support.ray_cluster import HOSTS, LOSSES, RayFleet, StubMember, ray_cluster
+from tests.support.ray_load import STREAMS, Answers, ask_while
+
+ENGINES, MORE_ENGINES = 2, 4
+NODE = "node"
+
+Tell = Callable[[str], None]
+
+
+@dataclass
+class Report:
+    """What happened, with the answers meanwhile. faults: wrong tokens, lost requests, a fleet not complete in time."""
+
+    seed: int
+    answers: list[tuple[str, Answers]] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    # Promises about time; there are none.
+    slow: tuple[str, ...] = ()
+
+    def values(self) -> dict[str, object]:
+        """For a Result."""
+        return {"faults": self.faults, "answers": [{"what": what, **asdict(one)} for what, one in self.answers]}
+
+    def text(self) -> str:
+        """A table with a row for each kind of loss."""
+        kinds: dict[str, list[Answers]] = defaultdict(list)
+        for what, one in self.answers:
+            kinds[what].append(one)
+        rows = [
+            (
+                what,
+                str(len(found)),
+                str(sum(one.requests for one in found)),
+                str(sum(len(one.wrong) for one in found)),
+                str(sum(len(one.lost) for one in found)),
+                _spread([one.pause for one in found]),
+                _spread([one.seconds for one in found]),
+            )
+            for what, found in sorted(kinds.items())
+        ]
+        heads = (
+            f"on Ray, seed {self.seed}",
+            "times",
+            "requests",
+            "wrong",
+            "lost",
+            "longest pause, s:\nmedian / max",
+            "complete again, s:\nmedian / max",
+        )
+        return table(heads, rows) + "".join(f"\n\nFAULT {fault}" for fault in self.faults)
+
+
+def _spread(values: list[float]) -> str:
+    return f"{median(values):.1f} / {max(values):.1f}"
+
+
+def lose_all(seed: int, seconds: float, tell: Tell) -> Report:
+    """Loses one after the other for about so many seconds, and each at least once."""
+    report = Report(seed)
+    with pytest.MonkeyPatch.context() as patch, ray_cluster(executor_max_tokens=16_384) as fleet:
+        patch.setattr("ray_fleet.Member", StubMember)
+        fleet.scale(ENGINES)
+        fleet.wait_until_whole(ENGINES)
+        end = time.monotonic() + seconds
+        for number, what in enumerate(_order(seed)):
+            if number >= len(LOSSES) + 2 and time.monotonic() > end:
+                break
+            if not _lose(fleet, what, report, tell):
+                break
+    return report
+
+
+def _order(seed: int) -> Iterator[str]:
+    """Kinds of loss in rounds, each with all of them."""
+    rng, kinds = random.Random(f"ray {seed}"), [*LOSSES, "engines", NODE]
+    while True:
+        yield from rng.sample(kinds, len(kinds))
+
+
+def _lose(fleet: RayFleet, what: str, report: Report, tell: Tell) -> bool:
+    """Whether the fleet was complete again in time."""
+    host = ""
+    if what == "engines":
+        what, work = f"{MORE_ENGINES} engines, then {ENGINES} again", lambda: _scale(fleet)
+    elif what == NODE:
+        router = fleet.router.partition(":")[0]
+        [host] = set(HOSTS) - {router}
+        there = sorted(name for name, said in fleet.say().items() if host in str(said.addresses))
+        what, work = f"node with {', '.join(there) or 'nothing'}", lambda: _lose_node(fleet, host)
+    else:
+        loss = LOSSES[what]
+        work = lambda: loss(fleet)  # noqa: E731
+    tell(what)
+    try:
+        answers = ask_while(fleet.router, work)
+    except AssertionError as error:
+        report.faults.append(f"{what}: {error}")
+        return False
+    finally:
+        if host:
+            # The node comes back empty. Only the main thread may start a node.
+            fleet.add(host)
+    report.answers.append((what, answers))
+    faults = [f"{what}: {error}" for error in answers.lost]
+    faults += [f"{what}: wrong tokens for prompt {number}" for number in answers.wrong]
+    if answers.requests < STREAMS:
+        faults.append(f"{what}: only {answers.requests} requests were answered")
+    report.faults += faults
+    tell("\n".join([f"complete after {answers.seconds:.1f} s, longest pause {answers.pause:.1f} s", *faults]))
+    return True
+
+
+def _scale(fleet: RayFleet) -> None:
+    for engines in (MORE_ENGINES, ENGINES):
+        fleet.scale(engines)
+        fleet.wait_until_whole(engines)
+
+
+def _lose_node(fleet: RayFleet, host: str) -> None:
+    """Returns when the fleet is complete without the node."""
+    fleet.lose(host)
+    fleet.wait_until(lambda: host not in str(fleet.say()), "members are there still")
+    fleet.wait_until_whole(ENGINES)
