@@ -1,4 +1,4 @@
 """What the stack costs and gains, measured."""
 
-# Before grpc.
+# This import comes before the import of grpc.
 import protos  # noqa: F401

@@ -1,4 +1,4 @@
-"""Runs a benchmark: `python -m bench NAME [ARGUMENT ...]`. Without a name it lists all."""
+"""Runs a benchmark: `python -m bench NAME [ARGUMENT ...]`. Without a name it lists all benchmarks."""
 
 import ast
 import runpy
@@ -18,7 +18,7 @@ def benchmarks() -> dict[str, Path]:
 
 
 def main() -> None:
-    """Runs one, or lists all."""
+    """Runs one benchmark, or lists all of them."""
     _, *arguments = sys.argv
     known = benchmarks()
     name = arguments[0].replace("-", "_") if arguments else ""
@@ -26,7 +26,7 @@ def main() -> None:
         sys.argv = [f"bench {arguments[0]}", *arguments[1:]]
         runpy.run_module(f"bench.{name}", run_name="__main__")
         return
-    print("python -m bench NAME [ARGUMENT ...]; --help behind a name shows its arguments\n")
+    print("python -m bench NAME [ARGUMENT ...]; --help after a name shows its arguments\n")
     for one, path in known.items():
         print(f"  {one.replace('_', '-'):<16} {(ast.get_docstring(ast.parse(path.read_text())) or '').splitlines()[0]}")
     sys.exit(2 if name else 0)

@@ -1,6 +1,6 @@
-"""What LoRA adapters cost: throughput with many of them beside the base model's, in turns.
+"""What LoRA adapters cost: throughput with many adapters beside the base model's, in turns.
 
-Run it with `python -m bench adapters`. The adapters are random, of one rank, on all linear layers.
+Run it with `python -m bench adapters`. The adapters are random, have one rank, and are on all linear layers.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def write_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]], rank: int
 
 
 def turn(stack: Stack, names: Sequence[str], prompts: Sequence[Sequence[int]], tokens: int) -> float:
-    """Output tokens per second of streams that all begin at once; names: their models, in turn."""
+    """Output tokens per second of streams that all begin at once. names: the streams' models, in turn."""
     requests = [
         greedy_request(prompt, tokens, reuse=False, model=names[number % len(names)])
         for number, prompt in enumerate(prompts)
@@ -73,7 +73,7 @@ def turn(stack: Stack, names: Sequence[str], prompts: Sequence[Sequence[int]], t
 
 
 def measure(stack: Stack, names: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Throughput with adapters and without, in turns behind one of each that warms up."""
+    """Throughput with adapters and without, in turns, after one run of each kind to warm up."""
     rng = random.Random(7)
     prompts = [[rng.randrange(1000, 40_000) for _ in range(arguments.prompt_tokens)] for _ in range(arguments.streams)]
     kinds: dict[str, Sequence[str]] = {"base": [""], "adapters": names, "one_adapter": names[:1]}

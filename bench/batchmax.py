@@ -1,10 +1,10 @@
-"""Batch size, speed and quality with eviction in the prompt, behind it, and without eviction.
+"""Batch size, speed and quality with eviction in the prompt, after the prompt, and without eviction.
 
-Run it with `make bench-batchmax`. BM evicts in the prompt and behind it, ED behind it only, FKV never. Batch-Max
+Run it with `make bench-batchmax`. BM evicts in the prompt and after it, ED only after it, FKV never. Batch-Max
 (Metel, Chen, Rezagholizadeh, ES-FoMo III 2025) evicts by average attention while the prompt is computed, so that no
-sequence ever has more than its budget; evicting behind the prompt alone still needs blocks for a whole prompt. Prompts
-are 700 to 1,000 tokens of prose. They come in two ways: all together, and continuously, each once the one before is
-computed.
+sequence ever has more than its budget. Evicting only after the prompt still needs blocks for a whole prompt. Prompts
+are 700 to 1,000 tokens of prose. They come in two ways: all together, and continuously, each after the prompt before
+is computed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Method:
     budget: int | None = None
 
     def peak_tokens(self, prompt: int, output: int) -> int:
-        """Tokens that a sequence has at once at most, as the formula counts them."""
+        """The most tokens that a sequence has at once, as the formula counts them."""
         if self.policy is None:
             return prompt + output
         if self.policy.during_prefill:
@@ -83,7 +83,7 @@ def methods(budgets: Iterable[int]) -> list[Method]:
 
 
 def formula(pool_blocks: int, peaks: Sequence[int]) -> int:
-    """How many of the sequences, in order, fit into a pool at their peaks, in tokens: the largest batch."""
+    """How many of the sequences, in order, fit into a pool at their peaks: the largest batch. peaks: in tokens."""
     used = 0
     for count, peak in enumerate(peaks):
         used += -(-peak // BLOCK_SIZE)
@@ -107,20 +107,20 @@ class Run:
 
     @property
     def batch(self) -> int:
-        """Requests that had blocks last before one of them ended: behind its prefill, they are at their longest."""
+        """Requests that had blocks just before the first of them ended: after prefill, they are at their longest."""
         end = self._first_end()
         return next((count for time, count in reversed(self.running) if time < end), 0)
 
     @property
     def rate(self) -> float:
-        """Output tokens per second over all."""
+        """Output tokens per second of the whole run."""
         begin = min(output.started for output in self.outputs)
         end = max(output.token_times[-1] for output in self.outputs)
         return sum(len(output.token_ids) for output in self.outputs) / (end - begin)
 
     @property
     def decode_rate(self) -> float:
-        """Output tokens per second while the first batch decodes: from its last first token to its first end."""
+        """Output tokens per second while the first batch decodes: from the last first token to the first end."""
         end = self._first_end()
         begin = max(output.token_times[0] for output in self.outputs if output.token_times[0] < end)
         count = sum(begin < time <= end for output in self.outputs for time in output.token_times)
@@ -128,7 +128,7 @@ class Run:
 
     @property
     def preemptions(self) -> int:
-        """Of all requests."""
+        """The preemptions of all requests."""
         return sum(output.usage.preemptions for output in self.outputs)
 
     def _first_end(self) -> float:
@@ -179,7 +179,7 @@ def describe(method: Method, made: Run, prompts: Sequence[Sequence[int]], output
 
 
 def quality(method: Method, made: Run, whole: Run) -> dict[str, Any]:
-    """How near the output is to that of the full cache."""
+    """How near the output is to the output with the full cache."""
     pairs = list(zip(whole.outputs, made.outputs, strict=True))
     return {
         "method": method.name,
@@ -193,12 +193,12 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Every method in both schedules, on one stack."""
     tokenizer = Tokenizer.from_file(str(resolve("") / "tokenizer.json"))
     low, high = LENGTHS
-    # Long and short ones in turns, so that every batch has both.
+    # Long and short prompts in turns, so that every batch has both.
     lengths = [low + (high - low) * (number * 7 % given.requests) // given.requests for number in range(given.requests)]
     prompts = pieces(lambda text: tokenizer.encode(text, add_special_tokens=False).ids, lengths, 2)
     kept: dict[str, Any] = {"together": [], "continuous": [], "quality": []}
     settings: dict[str, object] = {"executor_max_tokens": given.pool_tokens, "executor_dtype": given.dtype}
-    # The formula knows of no blocks that admissions leave free, and prompts are not to wait for streams here.
+    # The formula counts no blocks that admissions leave free. Prompts must not wait for streams here.
     settings |= {"cachemgr_free_watermark": 0, "scheduler_target_itl_seconds": NO_TARGET}
     with Stack(executor_block_size=BLOCK_SIZE, **settings) as stack:
         asyncio.run(run(stack, methods([])[0], prompts[:2], 4, together=True))
@@ -216,7 +216,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def smallest_budget(rows: Sequence[dict[str, Any]]) -> int | None:
-    """The least budget of BM with which, and with all larger ones, output loses little."""
+    """The smallest budget of BM at which output loses little, as it does at all larger budgets."""
     found = None
     for row in sorted((row for row in rows if row["method"].startswith("BM")), key=lambda row: -row["budget"]):
         if row["rouge_2"] < 1 - SMALL_LOSS:
@@ -271,12 +271,12 @@ def show(kept: dict[str, Any]) -> str:
 
 
 NOTE = """
-Batch: requests that had blocks just before the first of them ended; prompts at once: before the first token came. The
-formula divides the pool by what each sequence needs at its peak, FKV prompt and output, ED the prompt and a token, BM
-its budget, and holds for requests that reach their peaks together. ED's do so before the first token only: behind it
-their blocks are free for more, so that its batch is larger than its prompts at once. Decode: from the last first token
-before the first end, to that end. Prompts that come one after the other are computed one at a time, BM's in pieces of a
-period each: by the time that more have come, the first have ended."""
+Batch: requests that had blocks just before the first of them ended. Prompts at once: requests that had blocks before
+the first token came. The formula divides the pool by what each sequence needs at its peak: FKV needs prompt and output,
+ED the prompt and a token, BM its budget. It holds for requests that reach their peaks together. ED's requests do so
+only before the first token: after it their blocks are free for more requests, so ED's batch is larger than its prompts
+at once. Decode: from the last first token before the first end to the first end. Prompts that come one after the other
+are computed one at a time, BM's in pieces of a period each: by the time that more have come, the first have ended."""
 
 
 def main() -> int:

@@ -23,20 +23,20 @@ from protos.rpc.errors import from_rpc_error
 from scheduler.frontend.openai import translate
 from scheduler.frontend.openai.requests import ChatCompletionRequest, CompletionRequest
 
-# English technical prose that every Python carries.
+# English technical prose that comes with every Python.
 TEXT = "\n\n".join(text for _, text in sorted(topics.items()))
-# Half of all conversations begin with one of a few long messages that others have, too.
+# Half of all conversations begin with one of a few long messages, which other conversations share.
 SHARED_SHARE, SHARED_MESSAGES, SHARED_CHARACTERS = 0.5, 8, 600
-# What each has of its own, and its output: as many short ones as long ones on a logarithmic scale.
+# Lengths of each conversation's own text and of its output, evenly distributed on a logarithmic scale.
 OWN_CHARACTERS, OUTPUT_TOKENS = (20, 800), (16, 128)
 LEAVING_SHARE = 0.1
-# A stream that brings nothing for so long hangs; before its first piece it may have to wait for many others.
+# A stream without a piece for this time hangs. Before its first piece a stream may have to wait for many others.
 SILENT_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of OpenAI's, a conversation or a plain text, and after how many pieces its caller leaves, if at all.
+    """One request of OpenAI's API, a chat or a plain text, and after how many pieces its caller leaves, if at all.
 
     A caller that disconnects has a salt of its own, so that its sequence can be found.
     """
@@ -51,11 +51,11 @@ class Ask:
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is a conversation."""
+        """Whether the request is a conversation."""
         return "messages" in self.body
 
     def message(self) -> pb.StreamGenerateRequest:
-        """The same over gRPC."""
+        """The same request over gRPC."""
         if self.is_chat:
             return translate.chat(ChatCompletionRequest.model_validate(self.body))
         [message] = translate.completion(CompletionRequest.model_validate(self.body))
@@ -70,7 +70,7 @@ Freed = Callable[[str, float], Awaitable[float]]
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of an answer that came to its end."""
+    """Tokens of an answer that is complete."""
 
     prompt: int
     cached: int
@@ -78,7 +78,7 @@ class Usage:
 
 
 class RefusedError(Exception):
-    """Too many wait already."""
+    """Too many requests wait already."""
 
     def __init__(self, retry_after: float) -> None:
         super().__init__("refused")
@@ -86,11 +86,11 @@ class RefusedError(Exception):
 
 
 class FailedError(Exception):
-    """Any other answer than the one that was asked for, in words."""
+    """An answer other than the requested answer; the message has it in words."""
 
 
 def ask(content: str, output_tokens: int, *, system: str = "", salt: str = "", leaves: int | None, step: Step) -> Ask:
-    """A greedy stream of exactly so many tokens; a stub's is no conversation, as it has no template."""
+    """A greedy stream of exactly `output_tokens` tokens; a plain text for a stub, which has no chat template."""
     messages = [{"role": "system", "content": system}] if system else []
     body = {
         "model": "",
@@ -138,7 +138,7 @@ class Way(Protocol):
 
 
 class Http:
-    """A new connection for each. Written out, as reading must cost little; usual clients take longer than servers."""
+    """A new connection for each request. Written by hand to be cheap: usual clients take longer than servers."""
 
     def __init__(self, address: str) -> None:
         self._host, _, self._port = address.rpartition(":")
@@ -226,7 +226,7 @@ class Grpc:
 
 @dataclass
 class Tally:
-    """What came of all requests; times in seconds. refused counts attempts, each of which is made again.
+    """The outcomes of all requests; times in seconds. refused counts attempts, each of which is repeated.
 
     freed: from leaving until the blocks were free.
     """
@@ -244,7 +244,7 @@ class Tally:
 
 
 class Load:
-    """So many callers at a time, each with one conversation after the other. Use it in an async with statement."""
+    """`streams` callers at a time, each with one conversation after the other. Use it in an async with statement."""
 
     def __init__(self, way: Way, freed: Freed, *, streams: int, seed: int, step: Step) -> None:
         self.tally = Tally()
@@ -260,7 +260,7 @@ class Load:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """All leave at once, whatever they were reading. Raises what no caller should meet."""
+        """All callers leave at once, whatever they were reading. Raises errors that no caller should meet."""
         for task in self._tasks:
             task.cancel()
         for outcome in await asyncio.gather(*self._tasks, return_exceptions=True):
@@ -273,7 +273,7 @@ class Load:
             await self._ask(draw(rng, self._step))
 
     async def _ask(self, ask: Ask) -> None:
-        """Again whenever it is answered to retry."""
+        """Sends the request again whenever the answer says to retry."""
         while True:
             try:
                 return await self._read(ask)

@@ -1,8 +1,8 @@
 """Cost of a step that computes several tokens of one sequence, beside a step of one token.
 
 It says how many drafted tokens a step can verify. Both decoders of a CPU compute six layers of SmolLM2-135M's sizes
-with random weights and a fifth of its vocabulary, which keeps what each part of the model takes of a step as it is with
-thirty layers. It is measured in processor time of one thread, the least of many turns, so that other work on the
+with random weights and a fifth of its vocabulary, so that each part of the model takes the same share of a step as with
+thirty layers. The cost is processor time of one thread, the least of many turns, so that other work on the
 machine counts little.
 """
 
@@ -56,7 +56,7 @@ def load(decoder: str, dtype: torch.dtype) -> Model:
 
 @torch.inference_mode()
 def seconds(model: Model, rows: Sequence[int], turns: int) -> list[float]:
-    """Of a step of so many tokens of a sequence that has LENGTH tokens afterwards."""
+    """Processor seconds of a step with each number of tokens, of a sequence that has LENGTH tokens after the step."""
     blocks = -(-LENGTH // BLOCK_SIZE)
     pools = KvPools(model.groups, blocks, BLOCK_SIZE, model.dtype, model.device)
     ids = torch.randint(model.vocab_size, (LENGTH,)).tolist()
@@ -78,7 +78,7 @@ def seconds(model: Model, rows: Sequence[int], turns: int) -> list[float]:
     for turn in range(-1, turns):
         for index, count in enumerate(rows):
             taken = step(LENGTH - count)
-            # In the first turn memory is taken.
+            # The first turn allocates memory.
             if turn >= 0:
                 least[index] = min(least[index], taken)
     return least

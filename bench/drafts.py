@@ -1,6 +1,6 @@
-"""What drafts gain: milliseconds per token with and without them, and the share that is accepted.
+"""What drafts gain: milliseconds per token with and without drafts, and the share of accepted drafts.
 
-Two stacks that differ in KVKEEP_EXECUTOR_MAX_DRAFTS alone run the same greedy requests in turns, with text of this
+Two stacks that differ only in KVKEEP_EXECUTOR_MAX_DRAFTS run the same greedy requests in turns, with text of this
 project:
 
 | workload | requests, one after the other | output tokens each |
@@ -8,12 +8,12 @@ project:
 | chat | short questions | 192 |
 | edits | a file is given, and returned with one name changed | 256 |
 | quotes | a page is given, and quoted | 256 |
-| agent | turns with the output of a tool that repeats most of an earlier one, which is repeated | 256 |
-| again | the edits, which have been asked for before | 256 |
-| 32 streams | questions, all at once: no drafts are worth their computation, and none may cost anything | 96 |
+| agent | turns with a tool's output, most of which repeats an earlier output, and which the answer repeats | 256 |
+| again | the same edits as before | 256 |
+| 32 streams | questions, all at once: no draft is worth its computation, and no draft may cost anything | 96 |
 
-A repeat has a salt of its own, so that nothing is cached but in "again". Outputs are compared: in float32 they must be
-equal. In bfloat16 sums that are rounded in another order may differ where two tokens are about equally likely.
+A repeat has a salt of its own, so that only "again" finds cached blocks. Outputs are compared: in float32 they must be
+equal. In bfloat16 they may differ where two tokens are about equally likely, as sums are rounded in another order.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Side:
         return [int(values.get(f"kvkeep_executor_{name}", 0)) for name in _COUNTERS]
 
     def run(self, workload: str, inputs: Sequence[Sequence[int]], salt: str) -> Run:
-        """Runs all requests: of 32 streams at once, else one after the other."""
+        """Runs all requests: at once for the 32 streams, else one after the other."""
         requests = []
         for ids in inputs:
             requests.append(greedy_request(ids, TOKENS.get(workload, 256)))
@@ -135,7 +135,7 @@ class Side:
 
 
 def _token_ms(outputs: Sequence[Output], *, at_once: bool) -> float:
-    """Behind the first token; of streams at once, the time of all by the tokens of all."""
+    """Milliseconds per token after the first token; of streams at once, the time of all by the tokens of all."""
     if at_once:
         seconds = max(output.token_times[-1] for output in outputs) - min(output.started for output in outputs)
         return 1e3 * seconds / sum(len(output.token_ids) for output in outputs)
@@ -144,7 +144,7 @@ def _token_ms(outputs: Sequence[Output], *, at_once: bool) -> float:
 
 
 def measure(sides: Sequence[Side], workload: str, inputs: Sequence[Sequence[int]], repeat: int) -> list[Run]:
-    """A run without and one with drafts; which is first changes from repeat to repeat."""
+    """A run without drafts and a run with drafts; which of the two is first changes from repeat to repeat."""
     salt = f"{workload}-{repeat}"
     found: dict[int, Run] = {}
     for index in (0, 1) if repeat % 2 else (1, 0):
@@ -198,7 +198,7 @@ def main(arguments: list[str]) -> int:
 
 
 def is_wrong(figures: Mapping[str, Any]) -> bool:
-    """Whether outputs differ more than rounding explains: any in float32, all of a workload in bfloat16."""
+    """Whether outputs differ more than rounding explains: any output in float32, all of a workload in bfloat16."""
     different: int = figures["different_outputs"]
     return different > 0 if figures["dtype"] == "float32" else different == figures["outputs"]
 

@@ -22,7 +22,7 @@ from cachemgr.types import (
 )
 from cachemgr.types import SyncRequest as Request
 
-# No lease is renewed here: neither executor nor scheduler ever counts as lost.
+# No lease is renewed here, so neither the executor nor the scheduler may ever count as lost.
 CONFIG = ManagerConfig(lease_seconds=math.inf)
 # The one scheduler.
 CALLER = SchedulerEpoch("s", 1)
@@ -53,7 +53,7 @@ class Driver:
         new_tokens: Sequence[Sequence[int]] | None = None,
         released: Iterable[int] = (),
     ) -> SyncAnswer:
-        """Reports computed tokens by handle, the tokens that each of these generated, and ended sequences."""
+        """Reports computed tokens by handle, the tokens that each sequence generated, and ended sequences."""
         computed = computed or {}
         new_tokens = new_tokens or [()] * len(computed)
         self._syncs += 1
@@ -73,7 +73,7 @@ class Driver:
         )
 
     def reserve(self, handle: int, capacity_tokens: int) -> None:
-        """Allocates all blocks of a sequence now, which a scheduler is given with each sync."""
+        """Allocates now all blocks of a sequence, which a scheduler otherwise gets sync by sync."""
         sequence = next(self.manager.queries.sequences(handle - 1))
         grow(sequence, blocks_for(capacity_tokens, sequence.block_size))
 
@@ -91,5 +91,5 @@ class Driver:
 
 
 def prompt(number: int, length: int) -> array[int]:
-    """Tokens that no prompt of another number has."""
+    """Tokens that no prompt with another number has."""
     return array("I", range(number * length, (number + 1) * length))

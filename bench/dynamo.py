@@ -1,8 +1,8 @@
-"""Whether a router that others wrote knows what each cache manager has, by the events that it follows.
+"""Whether a router that others wrote knows from cache managers' events which blocks each manager has.
 
 `make peers ARGS=dynamo` installs it first. Two cache managers live random lives, in which executors, schedulers and
-they themselves die, and publish their blocks over ZeroMQ. dynamo's indexer follows both, misses batches now and then,
-and is asked for random prompts: for each cache and tier it must find as many tokens as are there. Exits with 1 if an
+the managers themselves die, and publish their blocks over ZeroMQ. dynamo's indexer follows both and misses batches now
+and then. For random prompts it must find as many tokens as each cache and tier has. Exits with 1 if an
 answer stays wrong for ten seconds.
 """
 
@@ -38,16 +38,16 @@ from tests.support.random_operations import SALTS, RandomLife
 from tests.support.zmq_reader import Publishing, truth
 
 CACHES = 2
-# Prompts between two parts of the lives, and operations in each of these.
+# Prompts between two parts of the lives, and operations in each part.
 PROMPTS, OPERATIONS = 1000, 150
 PROBES = 100
 # Each tier has room for some of the longest prompts.
 SIZES: dict[str, Any] = {"windows": (None,), "num_blocks": 60, "host": 60, "disk": 60}
 LONGEST = 16 * BLOCK
 BEGINNINGS = 6
-# Beside what a random life does anyway: caches that are mostly full.
+# Weights that replace a random life's usual weights, so that caches are mostly full.
 WEIGHTS = {"work": 100, "begin_long_call": 0.5, "purge": 0.2, "forget": 0.2, "make_rule": 0.2, "set_quota": 0.2}
-# How often a part of a life is missed by the indexer, and how often only the newest batches are kept for it.
+# How often the indexer misses a part of a life, and how often only the newest batches are kept for a replay.
 MISSED, FEW_KEPT = 0.3, 0.5
 PATIENCE_SECONDS = 10.0
 MODEL = "model"
@@ -60,7 +60,7 @@ class Prompt(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Tokens from the beginning of a prompt on the device, with those behind them in host memory, and with the disk."""
+    """Leading tokens of a prompt that are found on the device, with host memory too, and with the disk too."""
 
     device: int = 0
     host: int = 0
@@ -68,7 +68,7 @@ class Found(NamedTuple):
 
 
 def tokens_of(random: Random) -> list[int]:
-    """A prompt: few beginnings, which many have in common, and little more."""
+    """A prompt: one of few beginnings, which many prompts share, and a few more tokens."""
     base = Random(random.randrange(BEGINNINGS)).choices(range(1000), k=LONGEST)
     return base[: random.randint(1, LONGEST - BLOCK)] + random.choices(range(3), k=random.randrange(BLOCK))
 
@@ -85,7 +85,7 @@ class Life(RandomLife):
 
 
 class Cache:
-    """One cache manager with its executor, and what is published of it."""
+    """One cache manager with its executor, and what it publishes."""
 
     def __init__(self, seed: int) -> None:
         self._life = Life(seed)
@@ -96,7 +96,7 @@ class Cache:
         self._manager: CacheManager | None = None
 
     async def start(self) -> None:
-        """Begins to publish, again when the manager is another one."""
+        """Begins to publish, anew if there is another manager."""
         manager = self._life.world.manager
         if manager is self._manager:
             return
@@ -118,7 +118,7 @@ class Cache:
             await asyncio.sleep(0)
 
     def expected(self, prompts: Sequence[Prompt]) -> list[Found]:
-        """What is there of each prompt."""
+        """The tokens of each prompt that are cached."""
         media = {block_hash: known.medium for block_hash, known in truth(self._life.world.manager).items()}
         return [_runs([media.get(one) for one in _hashes(prompt)]) for prompt in prompts]
 
@@ -129,7 +129,7 @@ def _hashes(prompt: Prompt) -> list[int]:
 
 
 def _runs(media: list[str | None]) -> Found:
-    """Each tier goes on where the one above ends."""
+    """Each tier continues where the tier above ends."""
     found, at = [], 0
     for medium in ("GPU", "CPU", "STORAGE"):
         while at < len(media) and media[at] == medium:
@@ -139,7 +139,7 @@ def _runs(media: list[str | None]) -> Found:
 
 
 class Indexer(RouterProcess):
-    """The indexer's process, and questions to it. It listens on all addresses of this machine."""
+    """The indexer's process, and questions to the indexer. It listens on all addresses of this machine."""
 
     def __init__(self, python: Path, log: Path) -> None:
         address = free_address()
@@ -147,7 +147,7 @@ class Indexer(RouterProcess):
         super().__init__([str(python), "-m", "dynamo.indexer", "--port", port, "--threads", "1"], address, log)
 
     def find(self, prompts: Sequence[Prompt]) -> list[list[Found]]:
-        """What each cache has of each prompt."""
+        """The tokens that each cache has of each prompt."""
         return [self._find(prompt) for prompt in prompts]
 
     def _find(self, prompt: Prompt) -> list[Found]:
@@ -166,10 +166,10 @@ class Figures:
 
     def __init__(self) -> None:
         self.prompts = 0
-        # Times that answers were not right yet.
+        # How often answers were not right yet.
         self.late = 0
         self.wrong: list[tuple[Prompt, int, Found, Found]] = []
-        # Of the answers for each cache: in how many of them a tier had something, and tokens.
+        # By tier: the number of answers in which the tier had tokens, and the number of these tokens.
         self.hits: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
 
@@ -191,7 +191,7 @@ async def compare(indexer: Indexer, caches: Sequence[Cache], prompts: Sequence[P
     for row in expected:
         figures.add(row)
     end = time.monotonic() + PATIENCE_SECONDS
-    # A few first, until what has happened last is known.
+    # A few prompts first, until the indexer knows the latest events.
     left, is_asked = list(range(min(PROBES, len(prompts)))), False
     while True:
         answers = await asyncio.to_thread(indexer.find, [prompts[at] for at in left])
@@ -205,14 +205,14 @@ async def compare(indexer: Indexer, caches: Sequence[Cache], prompts: Sequence[P
         else:
             left, is_asked = list(range(len(prompts))), True
     for at, answer in answered:
-        # Those that are right are among the last answers, too.
+        # The last answers include right answers, too.
         for number, (right, given) in enumerate(zip(expected[at], answer, strict=True)):
             if right != given:
                 figures.wrong.append((prompts[at], number, right, given))
 
 
 async def run(indexer: Indexer, count: int, seed: int) -> tuple[Figures, dict[str, float]]:
-    """Asks for so many prompts; returns figures, and how often batches were missed and replayed."""
+    """Asks for `count` prompts; returns figures, and how often batches were missed and replayed."""
     random, figures = Random(seed), Figures()
     caches = [Cache(seed + number) for number in range(CACHES)]
     before = list(_replays())
@@ -266,7 +266,7 @@ def main() -> int:
     if reason := DYNAMO.missing(given.folder):
         print(f"dynamo: {reason}", file=sys.stderr)
         return 2
-    # Of each of very many publishers, where it listens.
+    # Without the line that each of very many publishers logs about where it listens.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     indexer = Indexer(DYNAMO.python(given.folder), given.folder / "cache/dynamo.log")
     begun = time.monotonic()

@@ -52,7 +52,7 @@ class Evaluation:
         self._text = self._tokenizer(novel(), add_special_tokens=False, verbose=False)["input_ids"]
         # The last token is only predicted.
         ordered = spread(self._text, arguments.windows, PROMPT + FOLLOWING + 1)
-        # So that those measured before an interruption lie in all parts of the text.
+        # So that the windows that are measured before an interruption lie in all parts of the text.
         self._windows = [ordered[at] for first in range(_STRIDE) for at in range(first, len(ordered), _STRIDE)]
         self.parts: dict[str, Callable[[], Iterable[Mapping[str, Any]]]] = {
             "windows": self._measure_windows,
@@ -121,9 +121,9 @@ def follow(part: str, records: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[
 
 
 def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures, and keeps what there is, also when it is interrupted.
+    """Measures, and keeps the records so far, also after an interruption.
 
-    Other results stay where that is asked for. Raises ValueError for settings that would not compare with theirs.
+    With --add, other results stay. Raises ValueError for settings that cannot be compared with theirs.
     """
     results: dict[str, Any] = {}
     if arguments.add and arguments.json.exists():
@@ -151,7 +151,7 @@ def untouched(part: str, records: Iterable[Mapping[str, Any]], policies: Collect
 
 
 def merged_settings(before: Mapping[str, Any], now: Mapping[str, Any], policies: Collection[str]) -> dict[str, Any]:
-    """Settings of earlier results to which these policies are added. Raises ValueError where others differ."""
+    """Settings of the earlier results to which these policies are added. Raises ValueError where settings differ."""
     for name, value in now.items():
         if name != "policies" and before.get(name, value) != value:
             raise ValueError(f"--add: the results have {name} {before[name]}, not {value}: measure with the same")
@@ -159,7 +159,7 @@ def merged_settings(before: Mapping[str, Any], now: Mapping[str, Any], policies:
 
 
 def draw(results: Mapping[str, Any], folder: Path) -> None:
-    """Pictures of what there is."""
+    """Draws the results that there are."""
     drawn = True
     if results.get("windows"):
         drawn = pictures.budgets(results["windows"], folder / "eviction-budgets.png")

@@ -1,7 +1,7 @@
 """Speed of token eviction: the same requests with policies and without, in turns.
 
 Run it with `make bench-eviction-cost`. "scores alone" counts attention in every step and never evicts: its budget is
-above every length. Prompts are computed one after the other, for one token each, by turns with a policy and without.
+above every length. Prompts are computed one after the other, for one token each, in turns with a policy and without.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     "key difference 128": {"kind": "EVICTION_KIND_KEYDIFF", "max_cache_tokens": 128},
     "key norm 128": {"kind": "EVICTION_KIND_KNORM", "max_cache_tokens": 128},
 }
-# What leaves its prompt to others moves to blocks of its own; all others leave nothing behind.
+# A sequence that caches its prompt for others moves to blocks of its own; all others cache nothing.
 CACHED = "norm sum, prompts cached"
 DECODE = next(case for case in CASES if case.name == "W3")
 PROMPTS = Case("prompts", "prompts alone", (2048,) * 6, 1)
 
 
 def _requests(case: Case, corpus: Corpus, variant: int, name: str) -> list[pb.StreamGenerateRequest]:
-    """Of one policy."""
+    """The requests of a case under one policy."""
     requests = [greedy_request(prompt, case.output_tokens, reuse=False) for prompt in corpus.prompts(case, variant)]
     fields = POLICIES[name]
     for request in requests:
@@ -64,7 +64,7 @@ def _requests(case: Case, corpus: Corpus, variant: int, name: str) -> list[pb.St
 
 
 async def _decode(stack: Stack, requests: list[pb.StreamGenerateRequest]) -> dict[str, float]:
-    """All at once: tokens per second behind the first tokens, and blocks."""
+    """All requests at once: tokens per second after the first tokens, and blocks."""
     async with watched(stack) as usage:
         outputs = await generate_all(stack.scheduler, requests, concurrency=len(requests))
     begin, end = max(one.token_times[0] for one in outputs), max(one.token_times[-1] for one in outputs)
@@ -77,7 +77,7 @@ async def _decode(stack: Stack, requests: list[pb.StreamGenerateRequest]) -> dic
 
 
 async def _prefill(stack: Stack, corpus: Corpus, variant: int, name: str) -> dict[str, float]:
-    """Prompt tokens per second, and beside those of the same prompts without a policy, each right after the other."""
+    """Prompt tokens per second, and their ratio to the rate without a policy; each prompt runs both ways in a row."""
     seconds = {True: 0.0, False: 0.0}
     pairs = zip(_requests(PROMPTS, corpus, variant, name), _requests(PROMPTS, corpus, variant, "none"), strict=True)
     async with grpc.aio.insecure_channel(stack.scheduler) as channel:
@@ -110,7 +110,7 @@ async def measure(stack: Stack, corpus: Corpus, names: list[str], repeats: int) 
 
 
 def report(found: dict[str, dict[str, list[float]]]) -> str:
-    """Medians, and ratios to none of the same repeat."""
+    """Medians, and ratios to "none" in the same repeat."""
     rows = []
     for name, figures in found.items():
         ratios = {

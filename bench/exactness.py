@@ -1,6 +1,6 @@
 """Greedy output of the whole stack against transformers' generate(), with all settings.
 
-Run it with `make exactness`. Prints one line per combination and exits with 1 when a token differs that is no tie.
+Run it with `make exactness`. Prints one line per combination. Exits with 1 when a token differs without a tie.
 """
 
 import argparse
@@ -27,7 +27,7 @@ COUNT = 32
 OUTPUT_TOKENS = 32
 BATCHES = (1, 8, 32)
 # Settings of the stack. In the tight pool the longest prompt with its output just fits, and no sequence gets blocks
-# before it needs them: of several requests at a time some are preempted.
+# before it needs them: when several requests run, some of them are preempted.
 POOLS: dict[str, dict[str, object]] = {
     "roomy": {"executor_max_tokens": 65_536},
     "tight": {"executor_max_tokens": 1_552, "cachemgr_capacity_ahead_tokens": 0},

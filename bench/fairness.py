@@ -1,6 +1,6 @@
 """Inter-token latency of running streams before, during and after a long prompt.
 
-Run it with `make bench-fairness`. Streams decode; a prompt arrives; the streams go on until they were left alone again.
+Run it with `make bench-fairness`. Streams decode, a prompt arrives and ends, and the streams go on undisturbed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from tests.stack import Stack
 from tests.support.generation import generate, greedy_request
 
 STREAM_PROMPT = 256
-# Tokens that every stream brings undisturbed, before the prompt and again behind it.
+# Tokens that every stream generates undisturbed, before the prompt and again after it.
 QUIET_TOKENS = 100
-# So long a target that every step takes all the prompt tokens it may.
+# A target so long that every step takes all prompt tokens that fit into it.
 NO_TARGET = 1_000
 
 
 @dataclass
 class Turn:
-    """Seconds between tokens, of all streams together; `first` is the prompt's time to its first token."""
+    """Seconds between tokens, of all streams together. first: the prompt's time to first token."""
 
     quiet: list[float] = field(default_factory=list)
     disturbed: list[float] = field(default_factory=list)
@@ -47,7 +47,7 @@ async def follow(stub: rpc.GenerationServiceAsyncStub, request: pb.StreamGenerat
 
 
 async def reach(streams: Sequence[list[float]], more: int) -> None:
-    """Waits until every stream has so many tokens more."""
+    """Waits until every stream has `more` tokens more."""
     goals = [len(times) + more for times in streams]
     while any(len(times) < goal for times, goal in zip(streams, goals, strict=True)):
         await asyncio.sleep(0.05)

@@ -39,10 +39,10 @@ CHUNK, OUTPUT = 5, 16
 # Two ids whose logits are nearer than this may come in either order.
 TIE = 1e-3
 LIMIT_SECONDS = 120
-# Larger tiny models show nothing more.
+# Larger models would show nothing more.
 MOST_WEIGHTS = 80_000_000
 
-# Wherever a configuration has a field of that name.
+# These values are set wherever a configuration has a field of the name.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -102,7 +102,7 @@ SIZES: dict[str, Any] = {
     "use_cache": True,
 }
 SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-# What a family needs beside the sizes, or shows another side of it: name -> fields.
+# Fields that a family needs in addition to the sizes, or that make another variant of it: name -> fields.
 VARIANTS: dict[str, dict[str, Any]] = {
     "falcon/alibi": {"alibi": True},
     "falcon/new": {"new_decoder_architecture": True},
@@ -129,7 +129,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "mpt": {"n_heads": 4},
-    # These want ids of special tokens, or one kind of layer.
+    # These families need ids of special tokens, or one kind of layer.
     "cwm": SPECIAL_TOKENS,
     "glm": SPECIAL_TOKENS,
     "glm4": SPECIAL_TOKENS,
@@ -141,7 +141,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a family. detail: the refusal, or where it differs; tokens: distinct ones of the output."""
+    """The result of a family. detail: the refusal, or where it differs. tokens: distinct tokens of the output."""
 
     name: str
     outcome: str
@@ -150,7 +150,7 @@ class Result:
 
 
 def names() -> list[str]:
-    """Every family; those with a window once more without; and the variants."""
+    """Every family, families with a window once more without it, and the variants."""
     listed = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         with contextlib.suppress(Exception):
@@ -175,7 +175,7 @@ def sized(kind: Any) -> dict[str, Any]:
     known = set(kind().to_dict()) | set(aliases)
     fields = {aliases.get(field, field): value for field, value in SIZES.items() if field in known}
     if "qk_rope_head_dim" in known:
-        # Heads of these have parts instead of a size.
+        # Heads of these families have parts instead of one size.
         fields.pop(aliases.get("head_dim", "head_dim"), None)
         fields["qk_rope_head_dim"] = SIZES["qk_rope_head_dim"]
         fields["num_key_value_heads"] = SIZES["num_attention_heads"]
@@ -192,7 +192,7 @@ def prompts() -> list[list[int]]:
 
 
 def expected(folder: Path) -> list[tuple[list[int], list[float]]]:
-    """For each prompt generate()'s greedy tokens, and how far the second choice was behind each."""
+    """For each prompt, the greedy tokens of generate(), and the margin of each token over the second choice."""
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     found = []
     for prompt in prompts():
@@ -212,7 +212,7 @@ def expected(folder: Path) -> list[tuple[list[int], list[float]]]:
 
 
 def served(folder: Path) -> list[list[int]]:
-    """The same by the executor: all prompts in one running set, in chunks. Raises ModelError where it refuses."""
+    """The executor's tokens: all prompts in one running set, in chunks. Raises ModelError if the executor refuses."""
     driver = Driver(on_torch(folder))
     asked = prompts()
     left, outputs = [len(prompt) for prompt in asked], [list[int]() for _ in asked]
@@ -248,7 +248,7 @@ def try_family(name: str, folder: Path) -> Result:
     except ModelError as error:
         if "\n" in str(error):
             return Result(name, TRACEBACK, str(error))
-        # A configuration with which transformers itself cannot go on proves nothing about the family.
+        # If transformers itself fails with a configuration, this proves nothing about the family.
         return Result(name, UNTRIED if reference is None else REFUSED, str(error))
     except Exception:
         return Result(name, TRACEBACK, traceback.format_exc(limit=-4))
@@ -280,7 +280,7 @@ def _child(name: str, answers: Connection) -> None:
 
 
 def tried(name: str) -> Result:
-    """In a process of its own, with a limit."""
+    """Checks a family in a process of its own, with a time limit."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(name, send))

@@ -2,10 +2,10 @@
 
 In float32 every token must be the reference's, but for the ties of tests.support.reference. In bfloat16 rounding moves
 the logits and so may exchange two tokens whose logits are close. How close is measured, not guessed: transformers' own
-bfloat16 model reads the reference's tokens, and the most that it moves a difference between two logits, over all of
-them, is the error that a right bfloat16 computation has. An output may leave its float32 reference only where the
-reference's margin is smaller than that. A wrong computation moves logits by whole units, and fails at the first token
-that has a clear winner.
+bfloat16 model reads the reference's tokens. The most by which it moves a difference between two logits, over all
+tokens, is the error of a correct bfloat16 computation. An output may leave its float32 reference only where the
+reference's margin is smaller than this error. A wrong computation moves logits by whole units, and fails at the first
+token that has a clear winner.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from tests.support.reference import Reference, first_mismatch, references
 
 SAMPLE = 4
 TOKENS = 64
-# Candidates whose logits are watched: others are never near the best one.
+# Number of candidates whose logits are compared: logits of others are never near the best.
 CANDIDATES = 8
 
 Answer = TypeVar("Answer")
 
 
 def apart(call: Callable[..., Answer], *arguments: Any) -> Answer:
-    """Calls a function in a process of its own: what torch allocates and starts has ended when measuring begins."""
+    """Calls a function in a process of its own, so that torch's memory and threads are gone before measuring."""
     context = multiprocessing.get_context("spawn")
-    # Ctrl-C ends the child without a trace of its own.
+    # Ctrl-C ends the child without a traceback of its own.
     with ProcessPoolExecutor(1, context, signal.signal, (signal.SIGINT, signal.SIG_DFL)) as pool:
         return pool.submit(call, *arguments).result()
 
@@ -44,7 +44,7 @@ def sample(case: Case) -> list[int]:
 
 
 def tokens_compared(case: Case) -> int:
-    """How many output tokens of each of these."""
+    """How many output tokens of each of these requests are compared."""
     return min(case.output_tokens, TOKENS)
 
 
@@ -79,7 +79,7 @@ def allowed_margin(model: Path, prompts: Sequence[Sequence[int]], count: int, ca
 def differences(
     label: str, answers: Sequence[Reference], outputs: Sequence[Sequence[int]], margin: float
 ) -> tuple[list[str], list[float]]:
-    """What is wrong, in words, and the margins where outputs differ though they may."""
+    """Errors in words, and the margins at positions where outputs differ as they may."""
     wrong: list[str] = []
     near: list[float] = []
     for index, (answer, output) in enumerate(zip(answers, outputs, strict=True)):

@@ -1,4 +1,4 @@
-"""Writes the default model, or that of a GGUF file, as a GGUF file of another type.
+"""Writes the default model, or the model of a GGUF file, as a GGUF file of another type.
 
 `python -m bench.gguf_file --type Q4_0 --out q4_0.gguf`, then `python -m bench serving --model q4_0.gguf`. Norms stay in
 F32. In files of four bits the output matrix is in Q8_0, as llama.cpp's quantizer leaves it for widths that are no
@@ -22,12 +22,12 @@ from executor.errors import ModelError
 from executor.models.files import made_whole, packaged_gguf
 
 TYPES = ("Q4_0", "Q4_1", "Q8_0", "F16", "BF16", "F32")
-# A tensor that is quantised, and its type.
+# A tensor to be quantised, and its type.
 Values = tuple[NDArray[Any], str]
 
 
 def write(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Values]) -> None:
-    """metadata: by llama.cpp's names. tensors: what is stored already, as bytes, or floats to be quantised."""
+    """metadata: by llama.cpp's names. tensors: bytes that are stored as they are, or floats to be quantised."""
     writer = GGUFWriter(path, metadata["general.architecture"])
     kinds = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
     for name, value in metadata.items():
@@ -48,7 +48,7 @@ def write(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Values]
 
 
 def requantised(source: Path, target: Path, kind: str) -> None:
-    """The model of a file in another type, from what its own codes mean. Raises ModelError."""
+    """The model of a file in another type, from the values of the file's own codes. Raises ModelError."""
     # Imported here and below: a benchmark that only measures needs no torch.
     import torch
 

@@ -1,4 +1,4 @@
-"""What front ends in processes of their own change for many long streams over HTTP.
+"""The effect of front ends in processes of their own on many long streams over HTTP.
 
 Run it with `make bench-http-frontends`. The executor is a stub whose steps take a fixed time, so that only kvkeep has
 work. For each number of streams and of front ends it prints the messages that a stream gets per second, the time
@@ -30,7 +30,7 @@ from tests.stack import MODULES, Stack, metrics
 from tests.support.ports import free_address
 
 OUTPUT_TOKENS = "kvkeep_scheduler_output_tokens_total"
-# Until every stream runs and every process is warm, and for requests to begin, in seconds.
+# Seconds until every stream runs and every process is warm, and for requests to begin.
 WARM_SECONDS, BEGIN_SECONDS = 5.0, 60.0
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 EVENT = b"data: {"
@@ -41,20 +41,20 @@ Processes = Mapping[str, list[psutil.Process]]
 
 @dataclass
 class Tally:
-    """Events since it was made, and the seconds between those of a stream."""
+    """Events since its creation, and the seconds between events of one stream."""
 
     events: int = 0
     gaps: array[float] = field(default_factory=lambda: array("d"))
 
     def count(self, events: int, gap: float) -> None:
-        """Events that came together, so long after those before."""
+        """Events that came together, with the time since the events before."""
         self.events += events
         self.gaps.append(gap)
         self.gaps.extend(itertools.repeat(0.0, events - 1))
 
 
 class Caller(asyncio.Protocol):
-    """Sends one request and counts the events of its answer: a client that reads more would take what is measured."""
+    """Sends a request and counts the events of its answer: a client that read more would disturb the measurement."""
 
     def __init__(self, request: bytes) -> None:
         self.tally = Tally()
@@ -80,13 +80,13 @@ class Caller(asyncio.Protocol):
 
 
 def processes(stack: Stack) -> Processes:
-    """Those of a stack, by what they are."""
+    """The processes of a stack, by kind."""
     found = {name: [psutil.Process(stack.pid(name))] for name in (*stack.modules, "redis")}
     return {**found, "front ends": found["scheduler"][0].children(), "client": [psutil.Process()]}
 
 
 def cpu_seconds(running: Processes) -> dict[str, float]:
-    """Processor seconds so far, those of the scheduler also by thread."""
+    """Processor seconds so far, for the scheduler also by thread."""
     found = {name: sum(sum(one.cpu_times()[:2]) for one in those) for name, those in running.items()}
     [scheduler] = running["scheduler"]
     main = sum(one.user_time + one.system_time for one in scheduler.threads() if one.id == scheduler.pid)
@@ -94,12 +94,12 @@ def cpu_seconds(running: Processes) -> dict[str, float]:
 
 
 def output_tokens(stack: Stack) -> float:
-    """Tokens that the scheduler has had from the executor."""
+    """Tokens that the scheduler has received from the executor."""
     return sum(value for name, _, value in metrics(stack.http) if name == OUTPUT_TOKENS)
 
 
 async def measure(stack: Stack, streams: int, seconds: float, step_seconds: float) -> dict[str, Any]:
-    """So many streams, for a time."""
+    """`streams` streams, for a time."""
     tokens = round(2 * (BEGIN_SECONDS + WARM_SECONDS + seconds) / step_seconds)
     host, _, port = stack.http.rpartition(":")
     loop, callers, transports = asyncio.get_running_loop(), [], []

@@ -2,9 +2,9 @@
 
 Run it with `make bench-http-load`, for example ARGS="--seconds 60 --streams 64". It prints what callers saw, what each
 process took per output token, how much of that is HTTP (the same load over gRPC, for a shorter time), memory over time,
-and how soon the blocks of a disconnected caller are free, under the load and without it. What grows up to a bound, the
-pool and the cache manager's history of events, is filled first. The status is 1 when anything but 429 went wrong,
-memory grew, blocks stayed, or a leaver's blocks took longer than they may.
+and how soon the blocks of a disconnected caller are free, under the load and without it. The pool and the cache
+manager's history of events, which grow up to a bound, are filled first. The status is 1 when anything but 429 went
+wrong, memory grew, blocks stayed in use, or a disconnected caller's blocks were freed too late.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from tests.support.idle import until_idle
 from tests.support.ports import free_address
 
 SAMPLE_SECONDS = 10.0
-# Behind it allocators have what they need.
+# After this time allocators have all the memory that they need.
 WARM_SECONDS = 60.0
 POLL_SECONDS = 0.02
-# Of a caller that disconnects while there is no other, and how often that is done.
+# Tokens and pieces of a caller that disconnects while there is no other caller, and number of such callers.
 ALONE_TOKENS, ALONE_PIECES, ALONE_TIMES = 4_000, 3, 20
 # Stands for a model that takes a fixed time for a step and no processor; it takes prompts of any length.
 STUB = "bench.stub_executor"
@@ -60,14 +60,14 @@ class Watch:
     samples: list[dict[str, Any]] = field(default_factory=list)
 
     async def watch(self) -> None:
-        """Looks for ever."""
+        """Takes samples for ever."""
         begin = time.monotonic()
         while True:
             self.samples.append({"second": round(time.monotonic() - begin, 1), **self.look()})
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def look(self) -> dict[str, Any]:
-        """How it is now."""
+        """The present state."""
         serving = [process for name, process in self.running.items() if name.startswith(("scheduler", "frontend"))]
         connections = [one for process in serving for one in process.net_connections("tcp")]
         return {
@@ -77,7 +77,7 @@ class Watch:
         }
 
     def drift(self) -> dict[str, tuple[float, float]]:
-        """Megabytes once it was warm and at the end, each the median of three looks."""
+        """Megabytes after the warm-up and at the end, each the median of three samples."""
         warm = [sample["mb"] for sample in self.samples if sample["second"] >= WARM_SECONDS]
         first, last = warm[:3], warm[-3:]
         return {
@@ -88,7 +88,7 @@ class Watch:
 
 
 class Bench:
-    """A stack, and how to ask it."""
+    """A stack, and the ways to send requests to it."""
 
     def __init__(self, stack: Stack, given: argparse.Namespace) -> None:
         self._stack = stack
@@ -103,7 +103,7 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def admin(self) -> AsyncIterator[kvcache_rpc.CacheAdminServiceAsyncStub]:
-        """The cache manager's operators' side."""
+        """The cache manager's service for operators."""
         async with grpc.aio.insecure_channel(self._stack.admin) as channel:
             yield kvcache_rpc.CacheAdminServiceStub(channel)
 
@@ -114,9 +114,9 @@ class Bench:
             yield Grpc(channel)
 
     async def fill(self) -> None:
-        """Fills what grows up to a bound: the pool, and the cache manager's history of events.
+        """Fills the pool and the cache manager's history of events, which grow up to a bound.
 
-        For the latter a rule changes again and again, each time with all leases that it gave.
+        To fill the history, a rule changes again and again, each time with all leases from the rule.
         """
         async with grpc.aio.insecure_channel(self._stack.scheduler) as channel, self.admin() as admin:
             rule = kv.RetentionRule(name="history", match=kv.RuleMatch(salt="history"))
@@ -164,7 +164,7 @@ class Bench:
             return await _until_released(admin, begin, salt=salt)
 
     async def phase(self, way: Way, seconds: float, seed: int) -> Phase:
-        """The load, for a time; at the end all leave at once."""
+        """The load, for a time; at the end all callers leave at once."""
         begin, cpu, counters, main = time.monotonic(), cpu_seconds(self.running), self.counters(), self.main_thread()
         others = Others(self.running.values())
         async with self.admin() as admin:
@@ -199,7 +199,7 @@ def _difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict
 
 
 async def measure(stack: Stack, given: argparse.Namespace) -> Found:
-    """Everything, one after the other."""
+    """All measurements, one after the other."""
     bench, by_http = Bench(stack, given), Http(stack.http)
     # The first requests of a process also import and compile.
     await bench.leave(by_http, "first")
@@ -231,12 +231,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--grpc-seconds", type=float, default=60)
-    parser.add_argument("--max-running", type=int, default=64, help="of these, how many have blocks at a time")
+    parser.add_argument("--max-running", type=int, default=64, help="how many streams have blocks at a time")
     parser.add_argument("--max-waiting", type=int, default=192, help="beyond it requests are refused with 429")
     parser.add_argument("--frontends", type=int, default=0, help="KVKEEP_SCHEDULER_FRONTENDS")
     parser.add_argument("--dtype", default="auto", help="of weights and cache, as the executor's setting")
     parser.add_argument("--pool-tokens", type=int, default=16_384, help="few enough to be full after a minute")
-    parser.add_argument("--step-ms", type=float, help="no model, but steps of so long, so that only kvkeep has work")
+    parser.add_argument("--step-ms", type=float, help="no model, but steps of this length: only kvkeep has work")
     add_json_argument(parser)
     given = parser.parse_args()
     stub = {} if given.step_ms is None else STUB_SETTINGS

@@ -1,4 +1,4 @@
-"""What http_load.py found: what must not be, and tables."""
+"""The findings of http_load.py: faults, and tables."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from bench.callers import Tally
 from bench.result import percentile
 from bench.tables import table
 
-# Of what a process held once it was warm: what allocators and measuring make of it.
+# Growth that allocators and measuring cause, as a share of a process's memory after the warm-up.
 GROWTH_SHARE, GROWTH_MB = 0.02, 4
-# Blocks of a caller that has left are free by then.
+# Blocks of a caller that has left are free after this time.
 FREE_SECONDS = 1.0
 
-# By name, without the scheduler's prefix.
+# Metrics by name, without the scheduler's prefix.
 Counters = dict[str, float]
 
 
 @dataclass
 class Phase:
-    """What one load took and gave."""
+    """Cost and outcome of one load."""
 
     seconds: float
     tally: Tally
-    # By process; of the scheduler also that of its main thread, where it speaks with callers.
+    # By process, and for the scheduler's main thread, which talks to callers.
     cpu: dict[str, float]
     main_thread: float
     others: float
@@ -90,7 +90,7 @@ class Found:
     used_blocks: int
 
     def faults(self) -> Iterator[str]:
-        """What must not be."""
+        """The faults."""
         for name, phase in (("HTTP", self.http), ("gRPC", self.grpc)):
             yield from (f"{name}: {count} x {error}" for error, count in phase.tally.errors.items())
             if phase.all_left >= FREE_SECONDS:

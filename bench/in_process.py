@@ -1,7 +1,7 @@
-"""The scheduler with an allocator in its own process, `python -m bench.in_process`: what kvkeep is compared with.
+"""The scheduler with an allocator in its own process, `python -m bench.in_process`, for comparison with kvkeep.
 
-The same classes decide about the same blocks; what is missing is the process between them: no call leaves the process,
-nothing is copied to Redis. Only executors come over gRPC, to register.
+The same classes decide about the same blocks, but there is no second process: no call leaves the process, and
+nothing is copied to Redis. Only executors use gRPC, to register.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ LEASE_SECONDS = 36_000.0
 
 
 class LocalStub:
-    """The calls of the scheduler's cache client, answered where they are made."""
+    """The calls of the scheduler's cache client, answered in the same process."""
 
     def __init__(self, service: CacheManagerService) -> None:
         self._service = service
 
     def __getattr__(self, method: str) -> Any:
         async def call(request: Any, **_: object) -> Any:
-            # Others on the loop get their turn, as they do while a call is on its way.
+            # Other tasks on the loop get their turn, as they do while a real call is in flight.
             await asyncio.sleep(0)
             answer = await getattr(self._service, method)(request, None)
             if method == "SyncSequences":

@@ -1,9 +1,9 @@
 """Cost of batch-invariant computation: steps with it and without it, in turns.
 
 Run it with `make bench-invariance`. The compiled decoder computes six layers of SmolLM2-135M's sizes with random
-weights and a fifth of its vocabulary, which keeps what each part of the model takes of a step as it is with thirty
-layers. It is measured in processor time of one thread, the least of many turns, so that other work on the machine
-counts little. What more threads would divide of a single long context is not seen so.
+weights and a fifth of its vocabulary, so that each part of the model takes the same share of a step as with thirty
+layers. The cost is processor time of one thread, the least of many turns, so that other work on the machine
+counts little. This does not show how several threads would divide a single long context.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kernels.cpu_decoder.launch import DTYPES, Decoder
 from tests.kernels.decoder_cases import Case, build_world
 from tests.stack import model_cache
 
-# Tokens that each sequence computes, how long each then is, and blocks of 16 tokens that all share.
+# Tokens that each sequence computes, its length afterwards, and blocks of 16 tokens that all sequences share.
 STEPS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "a prompt of 512 tokens": ((512,), (512,), 0),
     "256 tokens behind 2,048": ((256,), (2304,), 0),
@@ -37,7 +37,7 @@ STEPS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
 
 
 def seconds(folder: Path, name: str, dtype: torch.dtype, turns: int) -> tuple[float, float]:
-    """Of a step without batch-invariant computation, and with it."""
+    """Processor seconds of a step without batch-invariant computation, and of a step with it."""
     queries, lengths, shared = STEPS[name]
     case = Case(
         queries,
@@ -60,7 +60,7 @@ def seconds(folder: Path, name: str, dtype: torch.dtype, turns: int) -> tuple[fl
             decoder.invariant = invariant
             begin = time.process_time()
             decoder.step(*world.arguments)
-            # In the first turn memory is taken.
+            # The first turn allocates memory.
             if turn >= 0:
                 least[invariant] = min(least[invariant], time.process_time() - begin)
     return least[0], least[1]

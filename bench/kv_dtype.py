@@ -1,9 +1,10 @@
 """Caches of 8 bits beside bfloat16: perplexity, equal greedy output, memory, and long decoding.
 
-Run it with `python -m bench kv_dtype`. Perplexity is of Python's language reference, in windows that are evenly spread
-over it, each computed in chunks that read what came before from the cache, as prompts are. Greedy output of the whole
-stack is compared with that over a cache of the weights' type, token by token until the first that differs; the same
-type in another batch shows what rounding alone does. Ends with status 1 when perplexity is above its bound.
+Run it with `python -m bench kv_dtype`. Perplexity is measured on Python's language reference, in windows that are
+spread evenly over the text. Each window is computed in chunks that read earlier tokens from the cache, as prompts are.
+Greedy output of the whole stack is compared with greedy output over a cache of the weights' type, up to the first
+token that differs. The same type in another batch shows the effect of rounding alone. Ends with status 1 when
+perplexity is above its bound.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from tests.support.generation import generate_all, greedy_request
 from tests.support.ports import free_address
 
 DTYPES = ("auto", "int8", "fp8")
-# Most that perplexity may grow beside a cache in the weights' type.
+# The most that perplexity may grow in comparison with a cache in the weights' type.
 BOUNDS = {"int8": 0.005, "fp8": 0.01}
 WINDOW, CHUNK, BLOCK = 1024, 256, 16
 PROMPTS, OUTPUT = 100, 64
@@ -74,7 +75,7 @@ def losses(model: Model, pools: KvPools, windows: Sequence[Sequence[int]]) -> Te
 
 
 def perplexities(dtype: str, tokens: int, corpus: Sequence[int]) -> dict[str, Any]:
-    """Of each cache, with how much it grows and the standard error of that, over windows."""
+    """The perplexity of each cache, with its growth and the standard error of the growth over windows."""
     files = find("", model_cache())
     model = load_model(files, torch.device("cpu"), dtype, compiled_folder=model_cache() / "compiled")
     tokenizer = load_tokenizer(files)
@@ -105,12 +106,12 @@ def prompts_of(corpus: Sequence[int]) -> list[list[int]]:
 
 
 def common(expected: Sequence[int], found: Sequence[int]) -> int:
-    """Tokens before the first that differs."""
+    """Tokens before the first token that differs."""
     return next((i for i, (one, other) in enumerate(zip(expected, found, strict=True)) if one != other), len(expected))
 
 
 def agreement(expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> dict[str, float]:
-    """How far outputs are those that are expected."""
+    """How far outputs agree with the expected outputs."""
     lengths = [common(one, other) for one, other in zip(expected, found, strict=True)]
     return {
         "equal_outputs": sum(length == OUTPUT for length in lengths),
@@ -128,20 +129,20 @@ async def pool_of(stack: Stack) -> kv.Pool:
 
 
 def outputs_of(stack: Stack, prompts: Sequence[Sequence[int]], concurrency: int) -> list[list[int]]:
-    """Greedy, and no prompt finds another one's blocks."""
+    """Greedy requests; no prompt finds the blocks of another prompt."""
     requests = [greedy_request(prompt, OUTPUT, reuse=False) for prompt in prompts]
     made = asyncio.run(generate_all(stack.scheduler, requests, concurrency=concurrency, seconds=3600))
     return [output.token_ids for output in made]
 
 
 def stack_of(dtype: str, name: str) -> Stack:
-    """With a cache of this setting."""
+    """A stack with a cache of this setting."""
     settings = {"executor_dtype": dtype, "executor_kv_cache_dtype": name, "executor_max_tokens": POOL_TOKENS}
     return Stack(**settings, executor_metrics_address=free_address())
 
 
 def agreements(dtype: str, text: Sequence[int]) -> dict[str, Any]:
-    """Memory, and how far greedy output is that over a cache of the weights' type."""
+    """Memory, and how far greedy output agrees with greedy output over a cache of the weights' type."""
     found: dict[str, Any] = {}
     expected: list[list[int]] = []
     for name in DTYPES:
@@ -163,14 +164,14 @@ def agreements(dtype: str, text: Sequence[int]) -> dict[str, Any]:
 
 
 def speeds(dtype: str, repeats: int, corpus: Corpus) -> dict[str, Any]:
-    """Output tokens per second of long decoding, and what of the time attention took; all caches in turns."""
+    """Output tokens per second of long decoding, and attention's share of the time; all caches in turns."""
     [case] = chosen(["W3"])
     found: dict[str, Any] = {name: {"tokens_per_s": [], "attention_share": [], "others_cpu": []} for name in DTYPES}
     with contextlib.ExitStack() as opened:
         stacks = {name: opened.enter_context(stack_of(dtype, name)) for name in DTYPES}
         for repeat in range(repeats + 1):
             for name, stack in stacks.items():
-                # The first warms up.
+                # The first repeat warms up.
                 one = asyncio.run(run(stack, case, corpus.prompts(case, repeat), None if repeat else 64))
                 if repeat:
                     kinds = one.usage.kind_seconds
@@ -184,7 +185,7 @@ def speeds(dtype: str, repeats: int, corpus: Corpus) -> dict[str, Any]:
 def main() -> int:
     """Measures and judges."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", default="bfloat16", help="of the weights, and of the cache that is compared with")
+    parser.add_argument("--dtype", default="bfloat16", help="of the weights, and of the cache to compare with")
     parser.add_argument("--tokens", type=int, default=50_000, help="whose perplexity is measured")
     parser.add_argument("--repeats", type=int, default=3, help="of the speed")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)

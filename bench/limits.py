@@ -1,11 +1,11 @@
 """What a machine could do at most: the work of a case, and the speed of multiplying matrices and reading memory.
 
-A case cannot end sooner than its arithmetic takes at the speed of large matrix products, nor sooner than its weights
-and its K and V take to be read at the memory's speed; the limit is the larger of the two. Weights count once per step
-and there are as many steps as a request has output tokens; of K and V, what a step attends to counts once, a common
-prefix once for all requests where it is reused. Norms, rotations, activations and all writes count nothing, so that
-nothing can be faster that reads weights in their dtype, 4 or 2 bytes each; kvkeep's compiled code keeps them in fewer
-where it loses nothing. For dense models with the matrices of Llama.
+A case takes at least the time of its arithmetic at the speed of large matrix products, and at least the time to read
+its weights and its K and V at the memory's speed; the limit is the larger of the two. Weights count once per step, and
+there are as many steps as a request has output tokens. K and V that a step attends to count once per step; a reused
+common prefix counts once for all requests. Norms, rotations, activations and all writes count nothing. So no engine
+that reads weights in their dtype, 4 or 2 bytes each, can be faster. kvkeep's compiled code keeps weights in fewer bytes
+where nothing is lost. The limits are for dense models with the matrices of Llama.
 """
 
 from __future__ import annotations
@@ -105,11 +105,11 @@ class Work:
 
 
 def work(shape: ModelShape, case: Case, dtype: str, weight_bytes: float | None = None) -> Work:
-    """What a case takes at least, with all weights in the dtype or in so many bytes."""
+    """The least work of a case, with all weights in the dtype or in `weight_bytes` bytes."""
     size = ELEMENT_BYTES[dtype]
     weights = size * shape.weights if weight_bytes is None else weight_bytes
     shared = case.shared if case.reuse else 0
-    # The last token of an output is sampled but never fed.
+    # The last token of an output is sampled but never computed.
     fed = [prompt + case.output_tokens - 1 for prompt in case.prompt_tokens]
     tokens = shared + sum(length - shared for length in fed)
     attended = _triangle(shared) + sum(_triangle(length) - _triangle(shared) for length in fed)
@@ -120,7 +120,7 @@ def work(shape: ModelShape, case: Case, dtype: str, weight_bytes: float | None =
         + shape.attention_flops * attended
     )
     decoding_steps = case.output_tokens - 1
-    # Step k of these attends to each prompt, the k tokens behind it, and reads a common prefix once.
+    # Step k of these attends to each prompt and the k tokens after it, and reads a common prefix once.
     context = sum(case.prompt_tokens) + case.requests * case.output_tokens / 2
     step_bytes = weights + size * shape.kv_elements * (context - shared * (case.requests - 1))
     return Work(
@@ -138,7 +138,7 @@ def _triangle(length: int) -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the machine was able to do, in GFLOP/s and GB/s."""
+    """The highest rates of the machine, in GFLOP/s and GB/s."""
 
     threads: int
     matrix_gflops: float
@@ -175,7 +175,7 @@ class Limits:
 
 
 def measure(shape: ModelShape, dtype: str) -> Limits:
-    """Measures in this process, which should be one of its own: it allocates the model's weights."""
+    """Measures in this process, which should have no other work: it allocates the model's weights."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
@@ -184,7 +184,7 @@ def measure(shape: ModelShape, dtype: str) -> Limits:
     element = getattr(torch, dtype)
 
     def matrix(rows: int, columns: int) -> Any:
-        # Numbers, not zeros: untouched pages would all be one and the same.
+        # Numbers, not zeros: untouched pages would all be the same physical page.
         return torch.rand(rows, columns).to(element)
 
     # Some processors multiply bfloat16 more slowly than floats, and an engine may widen it.
@@ -195,15 +195,15 @@ def measure(shape: ModelShape, dtype: str) -> Limits:
     output, row = matrix(shape.vocabulary, shape.hidden), matrix(1, shape.hidden)
     output_seconds = min(_fastest(lambda way=way: way(row)) for way in _ways(output))
     output_gflops = 2 * shape.output_weights / output_seconds / 1e9
-    # The larger product is not always the faster one.
+    # The larger product is not always faster.
     return Limits(threads, max(large, *rates.values()), rates, output_gflops, _read_gbs())
 
 
 def _ways(weight: Any) -> list[Callable[[Any], Any]]:
     """Ways to multiply rows by a matrix [outputs, inputs].
 
-    The product that torch chooses comes from a library that leaves half of some processors' float32 unused; the
-    other one is oneDNN's, with weights in the order that it likes.
+    The library that torch chooses uses only half of the float32 speed of some processors. The other way is oneDNN's
+    product, with weights in oneDNN's preferred order.
     """
     import torch
 
@@ -236,7 +236,7 @@ def _layer_rates(shape: ModelShape, matrix: Callable[[int, int], Any]) -> dict[i
 
 
 def _fastest(call: Callable[[], object]) -> float:
-    """Seconds of the fastest of several calls, after one that warms up."""
+    """Seconds of the fastest of several calls, after one call to warm up."""
     call()
     times = []
     for _ in range(RUNS):
@@ -247,9 +247,9 @@ def _fastest(call: Callable[[], object]) -> float:
 
 
 def _read_gbs() -> float:
-    """Sums more than any cache holds; of torch's and numpy's ways to read with threads this is the fastest.
+    """Sums more bytes than any cache holds, which is the fastest way to read with threads in torch and numpy.
 
-    In large pages where there are some: one thread reads 40 GB/s of these where it reads 37 of small ones.
+    In large pages where there are some: one thread reads 40 GB/s of large pages, but 37 GB/s of small pages.
     """
     import torch
 

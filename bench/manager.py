@@ -59,7 +59,7 @@ def header(title: str) -> None:
 
 
 def timed(call: Callable[..., Any], *arguments: object) -> tuple[float, Any]:
-    """How long a call takes in seconds, and what it answers."""
+    """The time of a call in seconds, and its result."""
     begin = time.perf_counter()
     answer = call(*arguments)
     return time.perf_counter() - begin, answer
@@ -82,7 +82,7 @@ class Pauses:
             self.full.append((time.perf_counter() - self._begin) * 1e3)
 
     def show(self) -> None:
-        """Prints a line about those since the last time."""
+        """Prints a line about the collections since the last line."""
         print(f"full collections meanwhile: {len(self.full)}, {sum(self.full):.0f} ms in all, ", end="")
         print(f"the longest {max(self.full, default=0.0):.0f} ms", flush=True)
         self.full = []
@@ -104,7 +104,7 @@ class FullPool:
         return f"p{number}", prompt(number, self.chain * BLOCK).tolist()
 
     def cache(self) -> None:
-        """Caches a prompt that was never seen."""
+        """Caches a new prompt."""
         self.driver.cache(*self._prompt())
 
     def admit_cached(self) -> float:
@@ -117,7 +117,7 @@ class FullPool:
         return taken
 
     def admit_unseen(self) -> tuple[float, float]:
-        """Admission of a new prompt, whose blocks must be evicted; then what it takes to store it. In seconds."""
+        """Seconds to admit a new prompt, for which blocks must be evicted, and seconds to store the prompt."""
         name, tokens = self._prompt()
         taken, admission = timed(self.driver.admit, name, tokens)
         stored, _ = timed(self.driver.sync, {admission.sequence_handle: len(tokens)})
@@ -125,7 +125,7 @@ class FullPool:
         return taken, stored
 
     def extend(self) -> float:
-        """An extension by a chain's blocks, which must be evicted, in seconds. The pool is filled again behind it."""
+        """Seconds to extend by a chain's blocks, for which blocks must be evicted. Then the pool is filled again."""
         handle = self.driver.admit("long", [1]).sequence_handle
         capacity = (self.chain + 1) * BLOCK
         evicted = self.driver.pool.evicted_blocks
@@ -139,7 +139,7 @@ class FullPool:
 def grow(sizes: Sequence[int], runs: int, pauses: Pauses) -> tuple[list[dict[str, Any]], list[Row]]:
     """The curve over the number of cached blocks, and the rows that have targets.
 
-    The pools take turns, so that the sizes compare also on a machine whose speed changes.
+    The pools take turns, so that the sizes can be compared even on a machine whose speed changes.
     """
     pools = [FullPool(size) for size in sizes]
     extensions: dict[int, list[float]] = {size: [] for size in sizes}
@@ -147,7 +147,7 @@ def grow(sizes: Sequence[int], runs: int, pauses: Pauses) -> tuple[list[dict[str
     stored: dict[int, list[float]] = {size: [] for size in sizes}
     cached: dict[int, list[float]] = {size: [] for size in sizes}
     order = list(zip(sizes, pools, strict=True)) * runs
-    # Without a rhythm in which the same call would meet every garbage collection.
+    # In random order: in a fixed order the same call might meet every garbage collection.
     random.Random(1).shuffle(order)
     for size, pool in order:
         per_block = 1e6 / pool.chain
@@ -198,14 +198,14 @@ def extension(runs: int) -> Row:
 
 
 def expiry(runs: int) -> Row:
-    """All leases of a pool end at one moment: a call ends so many of them at most."""
+    """All leases of a pool end at one moment; a call ends at most N = `ENDED_AT_A_TIME` leases."""
     calls = -(-LEASES // ENDED_AT_A_TIME)
     prompts = [prompt(number, PROMPT_TOKENS).tolist() for number in range(-(-LEASES // CHAIN))]
     driver = Driver((len(prompts) + 1) * CHAIN)
     values = []
     for run in range(runs):
         for number, tokens in enumerate(prompts):
-            # The last prompt asks for what is left to the number of leases.
+            # The last prompt asks for the rest of the leases.
             left = min(PROMPT_TOKENS, LEASES * BLOCK - number * PROMPT_TOKENS)
             retention = Retention((RetentionRange(0, left, 60, 10.0),))
             driver.cache(f"{run}/{number}", tokens, session_id=f"session {number}", retention=retention)
@@ -218,7 +218,7 @@ def expiry(runs: int) -> Row:
 
 
 def synchronisation(runs: int) -> Row:
-    """Running sequences that each have one more token; one in sixteen fills a block."""
+    """Running sequences that each have one more token; one sequence in sixteen fills a block."""
     driver = Driver(100_000)
     computed = {}
     for number in range(SEQUENCES):
@@ -234,7 +234,7 @@ def synchronisation(runs: int) -> Row:
 
 
 def memory(num_blocks: int = 100_000) -> Row:
-    """Bytes that Python allocates from before the pool is made, without the history of events, per cached block."""
+    """Bytes per cached block that Python allocates since before the pool is made, without the history of events."""
     rng = random.Random(3)
     gc.collect()
     tracemalloc.start()
@@ -242,7 +242,7 @@ def memory(num_blocks: int = 100_000) -> Row:
     driver = Driver(num_blocks, config=replace(CONFIG, event_history=1))
     trunk = prompt(0, PROMPT_TOKENS)
     for number in itertools.count(1):
-        # Every second prompt leaves the one before it at a random position.
+        # Every second prompt branches off from the prompt before it at a random position.
         common = rng.randrange(PROMPT_TOKENS) if number % 2 else 0
         trunk = trunk[:common] + prompt(number, PROMPT_TOKENS)[common:]
         if driver.pool.cached_blocks + CHAIN > num_blocks:

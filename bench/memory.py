@@ -1,10 +1,10 @@
 """Resident memory of every process: at the start, with a full pool, and over many requests.
 
-Run it with `make bench-memory`. Requests with text of their own fill the pool and evict from it; a process that keeps
-something of each would grow with them. What is kept of the past within bounds, the cache manager's last 100,000 events
-above all, is filled first: blocks are small, so that a request makes many. It ends with status 1 when the executor
-holds more beside its weights and its pool, the cache manager begins with more, or any process grows more than the
-bounds say.
+Run it with `make bench-memory`. Requests with text of their own fill the pool and evict from it. A process that keeps
+something of each request would grow. Histories with a bound, above all the cache manager's last 100,000 events, are
+filled first: blocks are small, so that a request makes many events. It ends with status 1 when the executor's memory
+beside weights and pool, the cache manager's memory at the start, or the growth of any process is above its
+bound.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.ports import free_address
 MB = 1e6
 EXECUTOR_BESIDE_MB = 600
 CACHEMGR_START_MB = 120
-# Of what a process held after the warm-up: what allocators and measuring make of it.
+# Growth that allocators and measuring cause, as a share of a process's memory after the warm-up.
 GROWTH_SHARE, GROWTH_MB = 0.02, 4
 WARM_UP = 6_000
 BATCH = 1_000
@@ -48,20 +48,20 @@ async def pool_tokens(stack: Stack) -> int:
 
 
 def weight_bytes(stack: Stack) -> float:
-    """What the model's matrices take, which compiled code keeps in fewer bytes than their dtype has."""
+    """Bytes of the model's matrices, which compiled code keeps in fewer bytes than their dtype has."""
     found = {name: value for name, _, value in metrics(stack.executor_metrics)}
     if not found["kvkeep_executor_weight_bytes"]:
-        sys.exit("the model does not run in compiled code here: its log says why, and what weights take is not known")
+        sys.exit("the model does not run in compiled code here: its log says why; the weights' memory is not known")
     return found["kvkeep_executor_weight_bytes"]
 
 
 def batch(rng: random.Random, vocabulary: int, count: int) -> list[list[int]]:
-    """Prompts that no other one begins like."""
+    """Prompts whose beginning no other prompt has."""
     return [[rng.randrange(vocabulary) for _ in range(rng.randint(*PROMPT_TOKENS))] for _ in range(count)]
 
 
 def resident(running: dict[str, psutil.Process]) -> dict[str, float]:
-    """Megabytes of each process, the client left out."""
+    """Megabytes of each process except the client."""
     return {name: process.memory_info().rss / MB for name, process in running.items() if name != "client"}
 
 

@@ -1,9 +1,9 @@
 """Memory that blocks, windows, 8 bits and eviction save beside contiguous memory, on the same requests.
 
 Run it with `python -m bench memory-saved`. Conversations of many lengths arrive at once, half of them with a common
-message before them, and end where the model ends them or at their max_tokens. Meanwhile the cache manager is asked many
-times a second which sequences have how many tokens and blocks. A contiguous allocation would hold prompt and max_tokens
-of a request from its start to its end, or the model's longest sequence where it does not look at max_tokens.
+first message, and end where the model ends them or at their max_tokens. Meanwhile the cache manager is asked many times
+a second for the tokens and blocks of each sequence. A contiguous allocation would hold prompt and max_tokens of a
+request from its start to its end, or the model's longest sequence if the allocation does not look at max_tokens.
 
 Then the same prompts run again with as many output tokens as before: with a sliding window, an adaptive window, an
 eviction by scores, a cache in 8 bits, and the last two together.
@@ -41,9 +41,9 @@ from tests.support.generation import Output, generate
 
 BLOCK_SIZE = 16
 LOOK_SECONDS = 0.02
-# Between two points of the course that are kept.
+# Seconds between two points of the course that are kept.
 COURSE_SECONDS = 0.25
-# What callers allow for, and what a message may have of the text; most answers end sooner.
+# Ranges of max_tokens and of the text in a message; most answers end before max_tokens.
 MAX_TOKENS = (64, 128, 256, 512)
 CHARACTERS = (40, 1600)
 COMMON = "You are a patient teacher of programming. Answer in a few plain sentences, and give no code unless asked to. "
@@ -53,7 +53,7 @@ QUESTIONS = (
     "Explain this to a child: ",
     "Answer yes or no: is this about numbers? ",
 )
-# Of the table of waste, in its order.
+# The rows of the table of waste, in order.
 FLAT_MODEL, FLAT_REQUEST, BLOCKS, NEEDED = (
     "contiguous, the model's longest sequence",
     "contiguous, prompt and max_tokens",
@@ -66,7 +66,7 @@ ADAPTIVE = common.EvictionPolicy(
     kind=common.EVICTION_KIND_ADAPTIVE_WINDOW, start_tokens=16, recent_tokens=48, max_cache_tokens=256
 )
 SCORES = common.EvictionPolicy(kind=common.EVICTION_KIND_TOVA, max_cache_tokens=128)
-# Of the table of savings: by the type of the cache, each way and its policy.
+# The rows of the table of savings: by the type of the cache, each way and its policy.
 SAVINGS: dict[str, dict[str, common.EvictionPolicy | None]] = {
     "auto": {"sliding window": WINDOW, "adaptive window": ADAPTIVE, "eviction by scores (tova)": SCORES},
     "int8": {"8 bits (int8)": None, "8 bits and eviction by scores": SCORES},
@@ -123,9 +123,9 @@ def again(
 
 @dataclass
 class Seen:
-    """Tokens and blocks of live sequences, each time that the cache manager was asked. Blocks in use of the pool.
+    """Tokens and blocks of live sequences, and blocks in use of the pool, at each look at the cache manager.
 
-    block_bytes: of one block. The default model has one pool.
+    block_bytes: bytes of one block. The default model has one pool.
     """
 
     # Seconds since the first look, sequences as (request, computed tokens, blocks), blocks of the pool in use.
@@ -303,7 +303,7 @@ def savings(runs: Mapping[str, Seen], flat: Mapping[str, int], longest: int) -> 
 
 
 def thinned(course: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """Points as far apart as the picture shows."""
+    """The points that the picture shows, with a distance between them."""
     kept = list(course[:1])
     for point in course:
         if point["at"] >= kept[-1]["at"] + COURSE_SECONDS:
@@ -312,7 +312,7 @@ def thinned(course: Sequence[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def show(kept: Mapping[str, Any]) -> str:
-    """The tables, and what stands beside them."""
+    """The tables, and the text beside them."""
     rows = [
         [
             row["way"],

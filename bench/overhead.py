@@ -1,7 +1,7 @@
 """Cost of a cache manager in its own process, beside an allocator in the scheduler.
 
-Run it with `make bench-overhead`. The executor is a stub whose steps take a fixed time, so that nothing but the control
-plane makes a difference; both wirings run side by side and take turns. With `--model` the real executor runs.
+Run it with `make bench-overhead`. The executor is a stub whose steps take a fixed time, so that only the control
+plane makes a difference. Both wirings run side by side and take turns. With `--model` the real executor runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WIRINGS = {
     INSIDE: {"executor": STUB, "scheduler": "bench.in_process"},
 }
 PROMPT_TOKENS = 64
-# A step counts as one of a full load when it samples for this share of the most that any step does.
+# A step counts as full load when it samples at least this share of the most sequences of any step.
 FULL = 0.9
 PROCESSES = ("scheduler", "cachemgr", "redis", "executor", "client")
 
@@ -98,7 +98,7 @@ def bucket(before: Histogram, after: Histogram, share: float) -> float:
 
 
 def request(number: int, output_tokens: int, seed: int, vocabulary: int) -> bytes:
-    """A prompt that shares not even its first token with those of other numbers."""
+    """A prompt that does not share even its first token with prompts of other numbers."""
     first = number * PROMPT_TOKENS
     return pb.StreamGenerateRequest(
         token_ids=pb.TokenIds(token_ids=[token % vocabulary for token in range(first, first + PROMPT_TOKENS)]),
@@ -160,7 +160,7 @@ async def run(
 
 
 def describe(records: Sequence[Record]) -> dict[str, Any]:
-    """What the stub saw of the steps in which about all sequences decoded; times in milliseconds."""
+    """The stub's records of the steps in which almost all sequences decoded; times in milliseconds."""
     full = FULL * max(record.sampled for record in records)
     pairs = [pair for pair in itertools.pairwise(records) if min(one.sampled for one in pair) >= full]
     idle = [after.idle * 1e3 for _, after in pairs]
@@ -176,7 +176,7 @@ def describe(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def middle(values: Sequence[Any]) -> Any:
-    """The median, of each entry where there are several."""
+    """The median; of each entry where a value has several entries."""
     if isinstance(values[0], dict):
         return {key: middle([value[key] for value in values]) for key in values[0]}
     if isinstance(values[0], list):
@@ -240,11 +240,11 @@ async def measure(wirings: Sequence[Wiring], arguments: argparse.Namespace) -> l
         for sequences, step in itertools.product(arguments.sequences, arguments.step_ms):
             results: dict[str, list[dict[str, Any]]] = {name: [] for name in WIRINGS}
             for repeat in range(arguments.repeats):
-                # The order changes, so that a drift meets both alike.
+                # The order changes, so that a drift affects both wirings equally.
                 for wiring in wirings[:: -1 if repeat % 2 else 1]:
                     if not arguments.model:
                         wiring.new_records()
-                    # Long enough that all run together for the most part, however long they take to arrive.
+                    # Long enough that all sequences run together most of the time, however long they take to arrive.
                     tokens = arguments.output_tokens or max(256, 2 * sequences)
                     work = messages(sequences, step, tokens)
                     result = await run(wiring, channels[wiring.name], work, tokens)

@@ -1,9 +1,9 @@
 """Whether routers that others wrote serve requests with two real engines behind them.
 
 `make peers ARGS="dynamo smg"` installs them first. smg sends 24 requests that come at once, and then the same prompts
-one after the other. dynamo's indexer and its selection service follow the events of both engines; for each prompt that
-one engine has, that engine must be selected, and it then answers. Each answer must be what an engine answers when it is
-asked by itself, in float32, with as many cached tokens. Exits with 1 if anything is not so.
+one after the other. dynamo's indexer and its selection service follow the events of both engines. For each prompt that
+one engine has cached, this engine must be selected, and then answers. Each answer must equal an engine's answer to the
+same request without a router, in float32, with as many cached tokens. Exits with 1 if any of this fails.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tests.support.ports import free_address
 ENGINES, AT_ONCE, OF_EACH_ENGINE = 2, 24, 12
 WORDS = ("the", "a", "river", "stone", "bird", "house", "walks", "sees", "under", "old", "green", "and", "where", "far")
 PROMPT_WORDS, ANSWER_TOKENS = (40, 240), 24
-# A router's name of the model, which need not be the engines'.
+# A router's name of the model, which may differ from the engines' name.
 MODEL, BLOCK = "m", 16
-# Behind it nothing is found that the engines' own answers have left.
+# The salt of the engines' own answers, so that no other request finds their blocks.
 OWN = "an engine by itself"
 PATIENCE_SECONDS = patience(10)
 
@@ -51,7 +51,7 @@ class Answer(NamedTuple):
 
 
 class Engine:
-    """A stack of its own, which publishes its events."""
+    """An engine: a stack of its own, which publishes its events."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -71,7 +71,7 @@ class Engine:
         return f"http://{self.http}"
 
     def model(self) -> str:
-        """The model's name here."""
+        """The model's name at this engine."""
         with Connection(self.http) as connection:
             return connection.get("/v1/models")["data"][0]["id"]
 
@@ -81,15 +81,15 @@ class Engine:
             return connection.post("/tokenize", prompt=prompt, model=model)["tokens"]
 
     def requests(self) -> int:
-        """Requests that have ended here."""
+        """Requests that have ended at this engine."""
         return int(sum(value for name, _, value in metrics(self._metrics) if name == "kvkeep_scheduler_requests_total"))
 
 
 class Found(NamedTuple):
-    """Of a kind of request: how many were sent, and how many were answered as they must be."""
+    """Counts of one kind of request: how many were sent, and how many got the answer that they must get."""
 
     sent: int
-    # With an answer at all; with an engine's own answer; with its cached tokens.
+    # Requests with any answer, with an engine's own answer, and with the engine's own number of cached tokens.
     answered: int
     equal: int
     cached: int
@@ -126,13 +126,13 @@ def ask(address: str, model: str, text: str, **fields: object) -> Answer:
 
 
 def own_answers(engine: Engine, model: str, prompts: Sequence[str]) -> tuple[list[Answer], list[Answer]]:
-    """What the engine answers by itself, first and when it has the prompt. Its usual cache learns nothing of them."""
+    """The engine's own answers, without and with the prompt in its cache. Other requests do not find these blocks."""
     first, second = ([ask(engine.http, model, text, cache_salt=OWN) for text in prompts] for _ in range(2))
     return first, second
 
 
 def compared(answers: Sequence[Answer | str], own: Sequence[Answer], engines: list[int]) -> Found:
-    """Answers, or errors in words, beside an engine's own."""
+    """Compares answers, or errors in words, with an engine's own answers."""
     pairs = [(answer, right) for answer, right in zip(answers, own, strict=True) if isinstance(answer, Answer)]
     for answer in answers:
         if isinstance(answer, str):
@@ -157,7 +157,7 @@ def attempt(address: str, model: str, text: str) -> Answer | str:
 
 @contextlib.contextmanager
 def counted(engines: Sequence[Engine]) -> Iterator[list[int]]:
-    """Has at the end how many requests each engine has answered meanwhile."""
+    """Yields a list that has, after the with statement, how many requests each engine has answered within it."""
     before, found = [engine.requests() for engine in engines], list[int]()
     yield found
     found += [engine.requests() - first for engine, first in zip(engines, before, strict=True)]
@@ -191,7 +191,7 @@ def healthy(router: Connection) -> int:
 
 
 def wait_for(what: str, is_so: Callable[[], bool]) -> None:
-    """Waits until it is so. Raises RouterError."""
+    """Waits until the condition holds. Raises RouterError."""
     end = time.monotonic() + PATIENCE_SECONDS
     while not is_so():
         if time.monotonic() > end:
@@ -200,7 +200,7 @@ def wait_for(what: str, is_so: Callable[[], bool]) -> None:
 
 
 def dynamo(folder: Path, engines: Sequence[Engine], model: str) -> tuple[dict[str, Found], dict[str, int]]:
-    """Requests to the engines that dynamo selects, and how often these were the right ones."""
+    """Requests to the engines that dynamo selects, and how often the selected engine was right."""
     prompts = [prompt(AT_ONCE + number) for number in range(ENGINES * OF_EACH_ENGINE)]
     _, own = own_answers(engines[0], model, prompts)
     homes = [number % ENGINES for number in range(len(prompts))]
@@ -208,7 +208,7 @@ def dynamo(folder: Path, engines: Sequence[Engine], model: str) -> tuple[dict[st
         indexer, selecting = (exits.enter_context(started(folder, name)) for name in ("indexer", "select_service"))
         for engine in engines:
             register(indexer, selecting, engine)
-        # The routers follow the engines while these compute the prompts.
+        # The routers follow the engines while the engines compute the prompts.
         for home, text in zip(homes, prompts, strict=True):
             ask(engines[home].http, model, text)
         ids = [engines[0].tokens(text, model) for text in prompts]
@@ -264,13 +264,13 @@ def register(indexer: Connection, selecting: Connection, engine: Engine) -> None
 
 
 def held(indexer: Connection, tokens: list[int]) -> dict[int, int]:
-    """How many tokens of the prompt each engine has on its device, of those that have some."""
+    """How many tokens of the prompt each engine has on its device, without engines that have none."""
     found = indexer.post("/query", model_name=MODEL, token_ids=tokens)["instances"]
     return {int(number): tiers["gpu"] for number, tiers in found.items() if tiers.get("gpu")}
 
 
 def scored(selecting: Connection, tokens: list[int]) -> dict[int, int]:
-    """The same, of the selection service."""
+    """The same, from the selection service."""
     workers = selecting.post("/overlap_scores", model_name=MODEL, token_ids=tokens)["workers"]
     return {one["worker_id"]: one["device_blocks"] * BLOCK for one in workers if one["device_blocks"]}
 

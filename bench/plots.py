@@ -1,4 +1,4 @@
-"""Pictures of what the speed benchmarks kept. Without matplotlib there are none, and nothing else is missing."""
+"""Pictures of the results of the speed benchmarks. Without matplotlib only the pictures are missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _figure(panels: int, title: str) -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         return None
-    # Without pyplot: no window system is asked for, and nothing has to be closed.
+    # Without pyplot: no window system is needed, and nothing has to be closed.
     figure = Figure(figsize=(10, 1 + 3.4 * panels), dpi=110, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     figure.subplots(panels, 1)
@@ -45,7 +45,7 @@ def _median(records: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def serving(kept: Mapping[str, Any], target: Path) -> bool:
-    """How near each case comes to its limit, and whose CPU time an output token takes. False without matplotlib."""
+    """How near each case is to its limit, and the CPU time of an output token by process. False without matplotlib."""
     figure = _figure(2, f"kvkeep on {kept['machine']['cores']} cores, {kept['machine']['processor']}")
     if figure is None:
         return False
@@ -104,7 +104,7 @@ def peers(kept: Mapping[str, Any], target: Path) -> bool:
 
 
 def _share(runs: Sequence[Mapping[str, Any]], case: str, engine: str) -> tuple[float, str]:
-    """Height and words of a bar; none where nothing was measured."""
+    """Height and words of a bar; no bar where nothing was measured."""
     group = [run for run in runs if (run["case"], run["engine"]) == (case, engine)]
     if not group:
         return 0.0, ""
@@ -113,7 +113,7 @@ def _share(runs: Sequence[Mapping[str, Any]], case: str, engine: str) -> tuple[f
 
 
 def window(kept: Mapping[str, Any], target: Path) -> bool:
-    """What all requests keep over time, and how much of the output a window leaves as it is. False if not drawn."""
+    """Tokens that all requests keep over time, and the share of equal output with a window. False if not drawn."""
     figure = _figure(1 + len(kept["models"]), "A sliding window beside the full cache")
     if figure is None:
         return False
@@ -143,7 +143,7 @@ def window(kept: Mapping[str, Any], target: Path) -> bool:
 
 
 def memory_saved(kept: Mapping[str, Any], target: Path) -> bool:
-    """What is held over time, what each sequence wastes, and what each way saves. False without matplotlib."""
+    """Memory held over time, waste of each sequence, and savings of each way. False without matplotlib."""
     figure = _figure(3, f"Memory of {len(kept['max_tokens'])} conversations, in blocks and contiguous")
     if figure is None:
         return False
@@ -183,8 +183,8 @@ def memory_saved(kept: Mapping[str, Any], target: Path) -> bool:
 
 
 def batchmax(kept: Mapping[str, Any], target: Path) -> bool:
-    """Speed by method in both schedules, and what output keeps. False without matplotlib."""
-    figure = _figure(3, "Eviction in the prompt (BM), behind it (ED) and none (FKV)")
+    """Speed by method in both schedules, and similarity of output. False without matplotlib."""
+    figure = _figure(3, "Eviction in the prompt (BM), after it (ED) and none (FKV)")
     if figure is None:
         return False
     decode, whole, quality = figure.axes
@@ -211,14 +211,14 @@ def batchmax(kept: Mapping[str, Any], target: Path) -> bool:
     return True
 
 
-# Of a logarithmic axis.
+# The ticks of a logarithmic axis.
 TICKS_SECONDS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
 def fleet(kept: Mapping[str, Any], target: Path) -> bool:
     """Throughput, time to first token and hit rate over the rate, a line for each policy. False without matplotlib.
 
-    Simulated ones are dotted, in the colour of their policy.
+    Simulated policies are dotted, in the colour of the real policy.
     """
     figure = _figure(4, f"A fleet of {kept['engines']} engines under each policy (dotted: simulated)")
     if figure is None:

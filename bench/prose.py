@@ -1,4 +1,4 @@
-"""A long novel in the public domain, fetched once and kept beside the models, and positions in it."""
+"""A long novel in the public domain, fetched once and kept beside the models, and pieces of the novel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FETCH_SECONDS = 120
 
 
 class NoTextError(Exception):
-    """The text is not here and cannot be fetched; the message says why."""
+    """The text is not on this machine and cannot be fetched; the message says why."""
 
 
 def novel(folder: Path | None = None) -> str:
@@ -35,7 +35,7 @@ def novel(folder: Path | None = None) -> str:
                 f"Put any long English text into {kept} instead."
             ) from error
         kept.parent.mkdir(parents=True, exist_ok=True)
-        # Under its name only when it is whole.
+        # The file gets its name only when it is complete.
         partial = kept.with_suffix(".partial")
         partial.write_text(text, encoding="utf-8")
         partial.rename(kept)
@@ -66,11 +66,11 @@ def _member(members: tarfile.TarFile, name: str) -> str:
 
 
 def pieces(encode: Callable[[str], list[int]], lengths: list[int], seed: int) -> list[list[int]]:
-    """Token ids of pieces of the text that begin with a sentence; as many tokens each as `lengths` says."""
+    """Token ids of pieces of the text, each of which begins with a sentence and has one of these lengths."""
     text, rng = novel(), random.Random(seed)
     found = []
     for length in lengths:
-        # Longer than any token is on average, so that there are always enough.
+        # More characters per token than tokens have on average, so that there are always enough tokens.
         while True:
             begin = text.find(". ", rng.randrange(len(text))) + 2
             ids = encode(text[begin : begin + 8 * length + 64])

@@ -1,4 +1,4 @@
-"""How near a text is to another."""
+"""How near a text is to another text."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 
 def rouge_2(expected: str, found: str) -> float:
-    """ROUGE-2 of words without punctuation; 1 for two texts without any pairs: they do not differ."""
+    """ROUGE-2 of words without punctuation; 1 for two texts without any pairs, as they do not differ."""
     return pairs_f1(_words(expected), _words(found), neither=1.0)
 
 
 def pairs_f1(ours: Sequence[str], theirs: Sequence[str], *, neither: float) -> float:
-    """F1 of pairs of neighbouring words, each as often as both have it; `neither` where neither has any."""
+    """F1 of pairs of neighbouring words, each counted as often as both have it; `neither` if neither has any."""
     one, other = Counter(itertools.pairwise(ours)), Counter(itertools.pairwise(theirs))
     total = one.total() + other.total()
     return 2 * (one & other).total() / total if total else neither

@@ -1,4 +1,4 @@
-"""Replays requests through a cache manager with a virtual clock, and counts hits and what became of leases."""
+"""Replays requests through a cache manager with a virtual clock, and counts hits and outcomes of leases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.trace_file import BLOCK_TOKENS, Request
 from cachemgr.blocks.events import Event
 from cachemgr.types import EventKind, GhostReport, RemovalCause, Retention
 
-# A request keeps its blocks so long: prompts take no time, as that depends on the hits.
+# Seconds that a request keeps its blocks. Prompts take no time, as the time would depend on hits.
 START_SECONDS, SECONDS_PER_TOKEN = 0.2, 0.01
 # Generated tokens are unlike all others; see the ids of a trace.
 _FIRST_GENERATED = 1 << 31
@@ -41,7 +41,7 @@ def pause(rng: random.Random) -> float:
 
 
 def with_pauses(requests: Sequence[Request], seed: int) -> list[Request]:
-    """The same requests, but each that follows another one of its conversation comes a pause after that one's end."""
+    """The same requests, but a follow-up comes a pause after the end of its conversation's previous request."""
     rng = random.Random(seed)
     ends: dict[int, float] = {}
     moved = []
@@ -54,7 +54,7 @@ def with_pauses(requests: Sequence[Request], seed: int) -> list[Request]:
 
 
 def upper_bound(requests: Iterable[Request]) -> int:
-    """Tokens that a cache which never loses anything would find."""
+    """Tokens that a cache without evictions would find."""
     longest: dict[int, int] = {}
     found = 0
     for request in requests:
@@ -96,10 +96,10 @@ def demand(requests: Sequence[Request], keep_seconds: float) -> tuple[float, flo
 
 @dataclass
 class LeaseCount:
-    """What became of leases, from the manager's events.
+    """The outcomes of leases, from the manager's events.
 
     Honoured: the block was cached until the lease's own end, or until a retention request of the same holder or a
-    longer block with the same tokens replaced it. Broken: the block was removed before. The rest has not ended.
+    longer block with the same tokens replaced it. Broken: the block was removed earlier. Other leases have not ended.
     """
 
     granted: int = 0
@@ -129,32 +129,32 @@ class LeaseCount:
 
 @dataclass
 class Outcome:
-    """Tokens asked for and found, of all requests and of those that follow another one of their conversation."""
+    """Queried and found tokens, of all requests and of follow-ups in a conversation."""
 
     asked: int = 0
     found: int = 0
     asked_following: int = 0
     found_following: int = 0
-    # Requests that found too few free blocks when they came.
+    # Requests that found too few free blocks on arrival.
     waited: int = 0
     leases: LeaseCount = field(default_factory=LeaseCount)
 
     @property
     def hit_rate(self) -> float:
-        """Of all prompt tokens."""
+        """The share of all prompt tokens."""
         return self.found / self.asked
 
     @property
     def following_hit_rate(self) -> float:
-        """Of the prompt tokens of requests that follow another one."""
+        """The share of the prompt tokens of follow-ups."""
         return self.found_following / max(1, self.asked_following)
 
 
 class Replay:
-    """One pool. A request begins when all blocks that it may need are free; until then it and those behind it wait."""
+    """One pool. A request begins when all blocks that it may need are free; until then it and all later ones wait."""
 
     def __init__(self, num_blocks: int, block_size: int, ghost_sample: int = 0) -> None:
-        # Blocks are allocated for the whole output at once, and none ahead of that.
+        # Blocks are allocated for the whole output at once, and none beyond it.
         config = replace(CONFIG, capacity_ahead_tokens=0, ghost_sample=ghost_sample)
         self._driver = Driver(num_blocks, block_size=block_size, config=config)
         # Admissions leave some blocks free; a copy needs its source besides its target.
@@ -164,7 +164,7 @@ class Replay:
         self._names = 0
         self._seen = self._driver.manager.queries.last_event
         self._waiting: deque[tuple[Request, Retention | None]] = deque()
-        # (end, handle) of those that run.
+        # (end, handle) of running requests.
         self._running: list[tuple[float, int]] = []
         self._requests: dict[int, Request] = {}
         self.outcome = Outcome()
@@ -226,7 +226,7 @@ class Replay:
         name = str(self._names)
         options: dict[str, object] = {} if retention is None else {"retention": retention}
         if retention is not None and any(part.duration is not None for part in retention.ranges):
-            # A request with an end is one of the conversation: the retention of its next request replaces it.
+            # A retention with an end belongs to the conversation: the retention of the next request replaces it.
             options["session_id"] = f"c{request.conversation}"
         admission = driver.admit(name, request.tokens(), **options)
         assert admission.admitted
@@ -259,5 +259,5 @@ def _timed(call: Callable[..., None], seconds: list[float]) -> Callable[..., Non
 
 
 def _capacity(request: Request) -> int:
-    """Tokens that it needs blocks for; a sync extends by two more than are computed."""
+    """Tokens that the request needs blocks for; a sync extends to two more tokens than are computed."""
     return request.input_length + max(2, request.output_length)

@@ -1,4 +1,4 @@
-"""Runs a case through the real stack and keeps what was seen: times of tokens, blocks, CPU and memory of processes."""
+"""Runs a case through the real stack and keeps times of tokens, blocks, and CPU and memory of processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEADLINE_SECONDS = 3600
 
 
 class WrongCountError(Exception):
-    """A request did not get exactly the tokens it asked for."""
+    """A request did not get exactly the tokens that it asked for."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,15 @@ class Times:
 
 @dataclass
 class Usage:
-    """What the stack took while a case ran: CPU seconds and most resident bytes by process, most KV blocks."""
+    """Resources of the stack during a case: CPU seconds and peak resident bytes by process, peak KV blocks."""
 
-    # What ran beside it, as a share of all cores: above a few percent the run says little.
+    # Use by other processes as a share of all cores: above a few percent the run says little.
     others: float = 0.0
     cpu_seconds: dict[str, float] = field(default_factory=dict)
     resident_bytes: dict[str, int] = field(default_factory=dict)
     kv_blocks: int = 0
     total_blocks: int = 0
-    # What the executor's steps spent their time on, where its compiled code says.
+    # Time of the executor's steps by kind of work, where its compiled code measures it.
     kind_seconds: dict[str, float] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
@@ -91,14 +91,14 @@ class Usage:
 
 
 def processes(stack: Stack) -> dict[str, psutil.Process]:
-    """Every process of a stack, Redis among them, and this one, the client."""
+    """Every process of a stack, including Redis, and this process, the client."""
     found = {name: psutil.Process(stack.pid(name)) for name in MODULES}
     found["redis"] = psutil.Process(stack.pid("redis"))
     return {**found, "client": psutil.Process()}
 
 
 class Others:
-    """What processes other than `own` take of all cores, since it was made."""
+    """The share of all cores that processes other than `own` have taken since the creation."""
 
     def __init__(self, own: Iterable[psutil.Process]) -> None:
         self._own = list(own)
@@ -110,7 +110,7 @@ class Others:
         return max(0.0, busy - own) / max(seconds, 1e-9)
 
     def _times(self) -> tuple[float, float, float]:
-        """Seconds of all cores together, those in which one was busy, and those of our own processes."""
+        """Seconds of all cores together, busy seconds of all cores, and seconds of our own processes."""
         times = psutil.cpu_times()
         total, own = sum(times), sum(sum(process.cpu_times()[:2]) for process in self._own)
         return total, total - times.idle - times.iowait, own
@@ -118,7 +118,7 @@ class Others:
 
 @contextlib.asynccontextmanager
 async def in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs `work`, which goes on without end, until the block ends; raises what ended it before."""
+    """Runs `work`, which has no end, until the with statement ends; raises an error that ended `work` earlier."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -130,7 +130,7 @@ async def in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def watched(stack: Stack) -> AsyncIterator[Usage]:
-    """Usage between begin and end; memory and blocks are looked at a few times a second."""
+    """Usage between begin and end; memory and blocks are sampled a few times a second."""
     usage, running = Usage(), processes(stack)
     async with grpc.aio.insecure_channel(stack.admin) as channel:
         admin: kvcache_rpc.CacheAdminServiceAsyncStub = kvcache_rpc.CacheAdminServiceStub(channel)
@@ -158,7 +158,7 @@ async def watched(stack: Stack) -> AsyncIterator[Usage]:
 
 
 def kind_seconds(stack: Stack) -> dict[str, float]:
-    """What the executor's steps have spent their time on so far; empty where the stack has no metrics of it."""
+    """Time of the executor's steps so far by kind of work; empty where the stack has no metrics of it."""
     if not stack.executor_metrics:
         return {}
     name = "kvkeep_executor_kind_seconds_total"

@@ -1,10 +1,10 @@
 """Speed of the whole stack on four workloads, beside the machine's limits.
 
 Run it with `make bench-serving`, for example ARGS="--workloads W1 W4 --dtypes bfloat16 --repeats 1". Each data type has
-a stack of its own; its greedy output is checked first, which also warms it up, and a red check ends the run without a
-speed. Each repeat measures the machine and then each case once, with text that no cache has seen. Tables show medians;
-"of limit" compares with the least time that bench.limits computes from the best rates of the same run. Every
-run is kept in a JSON file, with a picture of the same name beside it.
+a stack of its own. Its greedy output is checked first, which also warms up the stack; a failed check ends the run
+without a speed. Each repeat measures the machine and then each case once, with text that no cache has seen. Tables
+show medians; "of limit" compares with the least time that bench.limits computes from the best rates of the same
+run. Every run is kept in a JSON file, with a picture of the same name beside it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Runs = Callable[[Case, Sequence[Sequence[int]], int], Run]
 
 
 class WrongOutputError(Exception):
-    """Greedy output that is not what it must be."""
+    """Greedy output that differs from the expected output."""
 
 
 def note(line: str) -> None:
@@ -51,9 +51,9 @@ def note(line: str) -> None:
 
 @dataclass
 class Bench:
-    """What a run needs and what it has found.
+    """The inputs and results of a run.
 
-    model: the folder of what transformers reads. gguf: the file that is served in its place, which it was made of.
+    model: the folder that transformers reads. gguf: the file that the folder was made from, which is served instead.
     """
 
     model: Path
@@ -86,12 +86,12 @@ class Bench:
         return found, margin
 
     def check(self, name: str, runs: Runs, expected: dict[str, list[Reference]], margin: float, *, whole: bool) -> None:
-        """Runs variant 0 of every case, or of its sample alone; raises WrongOutputError. Ready for measuring then."""
+        """Runs variant 0 of every case, or only of its sample, and so warms up the stack. Raises WrongOutputError."""
         wrong: list[str] = []
         for case in self.cases:
             prompts, picked = self.corpus.prompts(case, 0), gate.sample(case)
             if not (whole and case.reuse):
-                # Without reuse the whole batch takes long, and shows nothing that the sample does not.
+                # Without reuse the whole batch takes long, and shows no more than the sample.
                 prompts, picked = [prompts[index] for index in picked], list(range(len(picked)))
             outputs = runs(case, prompts, gate.tokens_compared(case)).outputs
             label = f"{name} {case.name}"
@@ -103,7 +103,7 @@ class Bench:
             raise WrongOutputError("\n".join(wrong))
 
     def machine(self, dtype: str) -> Limits:
-        """What the machine can do at this moment."""
+        """The limits of the machine at this moment."""
         note(f"{dtype}: the machine's limits")
         return gate.apart(limits.measure, self.shape, dtype)
 
@@ -118,7 +118,7 @@ class Report:
 
     @property
     def best_limits(self) -> Limits:
-        """The best rates that the machine showed meanwhile."""
+        """The machine's best rates in the same run."""
         return reduce(Limits.best, self.limits)
 
     def records(self, shape: ModelShape) -> list[dict[str, Any]]:
@@ -139,7 +139,7 @@ class Report:
 
 
 def show(records: Sequence[dict[str, Any]], lines: Sequence[str]) -> str:
-    """The tables of one data type: speed and limits, what each process took, what the executor's steps went to."""
+    """The tables of one data type: speed and limits, use of each process, and time of the executor's steps."""
     names = list(dict.fromkeys(record["case"] for record in records))
     speed, cost, kinds = [], [], []
     processes, names_of_kinds = list(records[0]["cpu_s"]), list(records[0]["kind_s"])
@@ -248,7 +248,7 @@ def parse(made: argparse.ArgumentParser) -> tuple[argparse.Namespace, Bench]:
 
 
 def keep(result: Result, target: Path | None, plot: Callable[[dict[str, Any], Path], bool]) -> None:
-    """Writes what was measured, and its picture."""
+    """Writes the results and their picture."""
     written = result.write(target)
     note(f"every run is in {written}")
     picture = written.with_suffix(".png")

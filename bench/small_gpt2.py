@@ -15,12 +15,12 @@ from tests.stack import model_cache
 VOCABULARY, POSITIONS, WIDTH = 1024, 64, 128
 STEPS, BATCH = 2_000, 8
 END = "<|endoftext|>"
-# Raise when the training changes, so that an older model is not used.
+# Raise this number when the training changes, so that an older model is not used.
 _TRAINING = 2
 
 
 def small_gpt2() -> Path:
-    """Folder of the model; trains it where that was not done yet. Raises NoTextError."""
+    """Folder of the model, which is trained if there is none yet. Raises NoTextError."""
     target = model_cache() / "models" / f"prose-gpt2-{_TRAINING}"
     if not target.is_dir():
         text = novel()
@@ -41,7 +41,7 @@ def _train(text: str, target: Path) -> None:
     tokenizer.train_from_iterator(text.split("\n\n"), vocab_size=VOCABULARY, special_tokens=[END], show_progress=False)
     ids = torch.tensor(tokenizer.encode(text).ids)
     torch.manual_seed(0)
-    # So small a step gains nothing from a second thread, and loses much where the cores are busy.
+    # Such a small step gains nothing from a second thread, and loses much where the cores are busy.
     torch.set_num_threads(1)
     model = GPT2LMHeadModel(
         GPT2Config(

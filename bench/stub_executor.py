@@ -1,11 +1,11 @@
-"""An executor without a model, `python -m bench.stub_executor`: time passes as on a device, and no token is computed.
+"""An executor without a model, `python -m bench.stub_executor`: time passes as on a device, but nothing is computed.
 
-A device that runs beside its process, as a GPU does: it begins a step when the one before has ended and the step is
-there, and needs no processor. A step takes the time of its decodes or that of its prompt tokens, whichever is longer;
-cached tokens take none. Copies between tiers run one after the other beside the steps. The pools are those of a model
-of 8 billion parameters, as far as the cache manager can see, and registered, renewed and confirmed as a real
-executor's. The settings are KVKEEP_EXECUTOR_STUB_<NAME>; without a step time, the seed of the sequence that joined
-last is that time in microseconds, so that one process serves runs of any step time.
+The device runs beside its process, as a GPU does. It begins a step as soon as the step has arrived and the step before
+has ended, and needs no processor. A step takes the time of its decodes or the time of its prompt tokens, whichever is
+longer; cached tokens take no time. Copies between tiers run one after the other beside the steps. To the cache manager,
+the pools look like pools of a model of 8 billion parameters, and are registered, renewed and confirmed like a real
+executor's. The settings are KVKEEP_EXECUTOR_STUB_<NAME>. Without a step time, the seed of the sequence that joined
+last is the step time in microseconds, so that one process serves runs of any step time.
 """
 
 import asyncio
@@ -40,23 +40,23 @@ from protos.rpc.settings import load
 from tests.support.scheduler.tokenizers import EOS, byte_level_tokenizer
 
 SERVICE = "execution.v1.ExecutorService"
-# So many ids that prompts begin with one of their own each, and never match by chance.
+# Enough ids that each prompt begins with an id of its own, and prompts never match by chance.
 VOCABULARY = 1 << 20
 # Ids from 1 on that are characters of ASCII.
 _CHARACTERS = 94
-# What the model would have: K and V in bfloat16.
+# Sizes of the model's K and V, in bfloat16.
 LAYERS, KV_HEADS, HEAD_DIM, ELEMENT_BYTES = 32, 8, 128, 2
 TOKEN_BYTES = 2 * LAYERS * KV_HEADS * HEAD_DIM * ELEMENT_BYTES
 # A registration with this number of a step says that a slot's contents are lost.
 _NEVER = (1 << 64) - 1
-# Copies that end together, so that few of them wake the process.
+# Copies that end together, so that they wake the process seldom.
 _COPIES_AT_ONCE = 16
 # How long a step that only waits for onloads may take.
 _AWAIT_SECONDS = 0.02
 
 
 class StubSettings(ExecutorSettings):
-    """How long its work takes."""
+    """Settings of the time that work takes."""
 
     stub_step_seconds: float = Field(0.0, ge=0, description="Shortest step that computes; 0: as the seed says.")
     stub_sequence_seconds: float = Field(0.0, ge=0, description="What each sequence that decodes adds to a step.")
@@ -74,7 +74,7 @@ class StubSettings(ExecutorSettings):
         return self.block_bytes / self.stub_copy_rate
 
     def seconds(self, prompt_tokens: int, num_tokens: int, seed: int) -> float:
-        """What a step takes with `num_tokens`, of which `prompt_tokens` are of prompts; nothing without any."""
+        """Seconds of a step of `num_tokens` tokens, of which `prompt_tokens` are of prompts; 0 without any tokens."""
         if not num_tokens:
             return 0.0
         prefill = prompt_tokens / self.stub_prefill_rate if self.stub_prefill_rate else 0.0
@@ -82,7 +82,7 @@ class StubSettings(ExecutorSettings):
         return max(self.stub_step_seconds or seed / 1e6, prefill) + decoding
 
     def slots(self, tier: Tier) -> int:
-        """Blocks of a tier; nothing of them takes memory."""
+        """Blocks of a tier, which take no memory."""
         sizes = {Tier.HOST: self.host_cache_size, Tier.DISK: self.disk_cache_size}
         return self.max_tokens // self.block_size if tier is Tier.DEVICE else sizes[tier] // self.block_bytes
 
@@ -107,7 +107,7 @@ def records_file(folder: Path, executor_id: str) -> Path:
 
 
 def read_records(folder: Path, skip: int = 0, executor_id: str = "executor-0") -> list[Record]:
-    """All steps so far but the first ones."""
+    """All steps so far, except the first N = `skip` steps."""
     with records_file(folder, executor_id).open("rb") as file:
         file.seek(skip * _RECORD.size)
         return [Record(*values) for values in _RECORD.iter_unpack(file.read())]
@@ -152,7 +152,7 @@ class RunningSet:
             if not self.remaining[handle]:
                 sampled.append(handle)
             if self.remaining[handle] <= 1:
-                # One token left to compute is what decoding means, also when it is the prompt's.
+                # A sequence with one token left to compute decodes, even if this token is the last of its prompt.
                 del self.remaining[handle]
                 self.decoding[handle] = None
         return pb.StepResult(
@@ -174,7 +174,7 @@ def copies_of(step: pb.Step) -> list[Copy]:
 
 
 class CopyLine:
-    """Runs copies between tiers one after the other, and says when they have ended."""
+    """Runs copies between tiers one after the other, and reports when they have ended."""
 
     def __init__(self, copy_seconds: float, transfers: TransferLog) -> None:
         self._copy_seconds = copy_seconds
@@ -185,7 +185,7 @@ class CopyLine:
     def begin(self, copies: Iterable[Copy], onloads: OnloadTracker | None = None) -> list[int]:
         """Begins copies; returns the tickets of those within the device, which take no time.
 
-        onloads: of the session that asks for them; None for the cache manager.
+        onloads: of the session that asks for the copies; None for the cache manager.
         """
         within = []
         for copy in copies:
@@ -231,7 +231,7 @@ class StubExecutor(rpc.ExecutorServiceServicer):
         self.last_step = 0
 
     def transfer(self, copies: tuple[Copy, ...]) -> None:
-        """Begins copies that the cache manager itself asks for."""
+        """Begins copies for the cache manager."""
         if within := self._copies.begin(copies):
             self._transfers.confirm(tuple(within), ())
 
@@ -257,7 +257,7 @@ class StubExecutor(rpc.ExecutorServiceServicer):
         )
 
     def StreamSteps(self, requests: Iterator[pb.StreamStepsRequest], context: Any) -> Iterator[pb.StreamStepsResponse]:
-        """The device: a thread takes the steps in, this one lets time pass."""
+        """The device: another thread takes the steps in, this thread lets time pass."""
         assert next(requests).HasField("open")
         yield pb.StreamStepsResponse(opened=pb.SessionOpened(first_step=self.last_step + 1))
         arrived: queue.SimpleQueue[tuple[float, pb.Step] | None] = queue.SimpleQueue()
@@ -310,7 +310,7 @@ def _take(
 
 
 class StubAnnouncement:
-    """How a stub registers: one pool. It does not know what was written where: a new manager finds it empty."""
+    """A stub's registration, of one pool. A stub does not know its slots' contents: a new manager finds it empty."""
 
     def __init__(self, settings: StubSettings, epoch: int) -> None:
         self._settings = settings
@@ -346,7 +346,7 @@ class StubAnnouncement:
 
 
 class NoFence:
-    """Nothing is ever restored: steps may write wherever they like."""
+    """Nothing is ever restored, so steps may write everywhere."""
 
     manager_epoch = 0
 
@@ -354,14 +354,14 @@ class NoFence:
         """Never asked for."""
 
     def admit_again(self) -> None:
-        """Nobody was cut off."""
+        """No session was cut off."""
 
 
 async def serve(settings: StubSettings, running_set: type[RunningSet]) -> None:
     """Serves until SIGTERM."""
     loop, stopped, epoch = asyncio.get_running_loop(), asyncio.Event(), time.time_ns()
     loop.add_signal_handler(signal.SIGTERM, stopped.set)
-    # Threads wake on time where an asyncio loop counts whole milliseconds.
+    # Threads wake on time; an asyncio loop counts whole milliseconds.
     server, status = grpc.server(ThreadPoolExecutor(8)), health.HealthServicer()
 
     def set_serving(registered: bool) -> None:

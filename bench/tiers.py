@@ -1,8 +1,8 @@
 """Gain of the host and disk tiers for prompts that return after their blocks were evicted.
 
-Run it with `make bench-tiers`. A working set of four times the device's pool is asked for round after round, one
-prompt at a time: without lower tiers no prompt is ever found. Outputs must be those of the first round, and what comes
-up must agree with its checksum. Before each round the disk tier's file leaves the system's cache of files.
+Run it with `make bench-tiers`. Each round requests the same prompts, four times as many as fit into the device's pool,
+one at a time: without lower tiers no prompt is ever found. Outputs must equal those of the first round, and onloaded
+blocks must agree with their checksums. Before each round the disk tier's file leaves the system's page cache.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from tests.support.generation import Output, generate_all, greedy_request
 from tests.support.ports import free_address
 
 PROMPT, OUTPUT_TOKENS = 1024, 8
-# Prompts that fit on the device, and how many times as many there are.
+# Prompts that fit on the device, and the number of prompts as a multiple of these.
 FITTING, TIMES = 6, 4
-# What they need beside their prompts, in tokens.
+# Tokens that a request needs beside its prompt.
 SPARE = 256
-# Of the default model a token takes 46 kB in float32.
+# A token of the default model takes 46 kB in float32.
 TIER_BYTES = FITTING * TIMES * (PROMPT + SPARE) * 46_080
-# What is asked for, as shares of the time without tiers.
+# Targets, as shares of the time without tiers.
 ASKED = {"host": 0.4, "disk": 0.7}
 
 
 @dataclass
 class Figures:
-    """Of one stack: seconds to the first token of every prompt in the rounds behind the first, and where from."""
+    """Results of one stack: seconds to the first token of every prompt after the first round, and tokens by tier."""
 
     seconds: list[float] = field(default_factory=list)
     from_host: int = 0
@@ -50,7 +50,7 @@ class Figures:
 
 
 def settings(name: str, folder: Path, dtype: str) -> dict[str, object]:
-    """A stack with this tier, or none."""
+    """Settings of a stack with this tier, or without lower tiers."""
     return {
         "executor_max_tokens": FITTING * (PROMPT + SPARE),
         "executor_dtype": dtype,
@@ -63,7 +63,7 @@ def settings(name: str, folder: Path, dtype: str) -> dict[str, object]:
 
 
 def forget_files(folder: Path) -> None:
-    """Reading them needs the disk again."""
+    """Drops the files from the page cache: reading them needs the disk again."""
     for path in folder.glob("disk/*"):
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -74,21 +74,21 @@ def forget_files(folder: Path) -> None:
 
 
 def mismatches(stack: Stack) -> float:
-    """Blocks that came up and did not agree with their checksums."""
+    """Onloaded blocks that did not agree with their checksums."""
     (counter,) = CHECKSUM_MISMATCHES.describe()
     return sum(value for name, _, value in metrics(stack.executor_metrics) if name == f"{counter.name}_total")
 
 
 async def ask(stack: Stack, prompt: list[int]) -> Output:
-    """One prompt by itself."""
+    """Sends one prompt by itself."""
     [output] = await generate_all(stack.scheduler, [greedy_request(prompt, OUTPUT_TOKENS)], concurrency=1)
     return output
 
 
 async def measure(stack: Stack, folder: Path, prompts: list[list[int]], rounds: int) -> Figures:
-    """Asks round after round. Raises when an output is another one than at first.
+    """Sends the prompts round after round. Raises when an output differs from the first round.
 
-    Computed alone, behind a cached prompt, the last token may round otherwise than computed with it: both are right.
+    The last token may round differently after a cached prompt than when computed with the prompt: both are right.
     """
     figures = Figures()
     known = [[(await ask(stack, prompt)).token_ids for _ in range(2)] for prompt in prompts]
@@ -108,9 +108,9 @@ async def measure(stack: Stack, folder: Path, prompts: list[list[int]], rounds: 
 
 
 def main() -> int:
-    """Measures stacks without and with each tier; status 1 when a figure that is asked for is missed."""
+    """Measures stacks without and with each tier; status 1 when a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2, help="rounds behind the first, which are measured")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds after the first, which are measured")
     parser.add_argument("--dtype", nargs="+", default=["auto"], help="of weights and cache, as the executor's setting")
     add_json_argument(parser)
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What requests keep in the cache together, worked out from when their tokens came."""
+"""The tokens that all requests keep in the cache together, computed from the times of their tokens."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-# Tokens kept of a sequence that has computed so many.
+# Tokens kept of a sequence, by the number of its computed tokens.
 Kept = Callable[[int], int]
 
 
 @dataclass(frozen=True)
 class Course:
-    """One request: the length of its prompt, when each token of its output came, how often it began again."""
+    """One request: the length of its prompt, when each token of its output came, how often it was preempted."""
 
     prompt: int
     times: Sequence[float]
     preemptions: int = 0
 
     def waits(self) -> set[int]:
-        """Tokens behind which it was preempted: those with the longest waits, as many as it was preempted."""
+        """Tokens after which the request was preempted: the tokens with the longest waits, one for each preemption."""
         gaps = [after - before for before, after in itertools.pairwise(self.times)]
         return set(sorted(range(len(gaps)), key=gaps.__getitem__, reverse=True)[: self.preemptions])
 
@@ -30,8 +30,8 @@ def totals(courses: Sequence[Course], kept: Kept) -> list[tuple[float, int]]:
     """Tokens that all requests keep together, after each change: (time, tokens), in order of time.
 
     With its n-th token of output, a request has computed its prompt and n - 1 tokens more. A request that ends or is
-    preempted keeps them for half of a usual time between tokens: sequences that computed in the same step get their
-    tokens one after the other, and have them in the cache together.
+    preempted keeps these tokens for half of a usual time between tokens, because sequences that computed in the same
+    step get their tokens one after the other, but have them in the cache together.
     """
     gaps = [after - before for course in courses for before, after in itertools.pairwise(course.times)]
     hold = statistics.median(gaps) / 2 if gaps else 0.0

@@ -24,7 +24,7 @@ SIZES = (0.5, 1.0, 2.0, 4.0)
 PRESSURES = (1.2, 2.0)
 WINDOW_SECONDS = 300.0
 KEEP_SECONDS = 600.0
-# Conversations that a block must have been in to count as shared by all.
+# A block that this many conversations have had counts as shared by all.
 SHARED_BY = 4
 LEASE_SECONDS = 10.0
 SEED = 7
@@ -38,7 +38,7 @@ def no_retention(requests: Sequence[Request]) -> list[Retention | None]:
 
 
 def retention_by_history(requests: Sequence[Request]) -> list[Retention | None]:
-    """The retention that a router could request that knows earlier requests only.
+    """The retention that a router could request if it knows only earlier requests.
 
     The first request of a conversation asks to keep the leading blocks that many conversations have had, without an
     end; a request that follows asks to keep the rest of its conversation.
@@ -65,12 +65,12 @@ KEEP = Retention((RetentionRange(0, None, 60, LEASE_SECONDS),), 60, LEASE_SECOND
 
 
 def every_request(requests: Sequence[Request]) -> list[Retention | None]:
-    """Each request asks to keep its conversation."""
+    """Retention in which each request asks to keep its conversation."""
     return [KEEP] * len(requests)
 
 
 def all_but_last_requests(requests: Sequence[Request]) -> list[Retention | None]:
-    """As an agent does that knows whether it calls a tool: the last request of a conversation asks for nothing."""
+    """An agent's retention, which knows whether it calls a tool: a conversation's last request asks for nothing."""
     last = {request.conversation: index for index, request in enumerate(requests)}
     return [None if last[request.conversation] == index else KEEP for index, request in enumerate(requests)]
 
@@ -89,7 +89,7 @@ def blocks_in(tokens: float, block_size: int) -> int:
 def replays(
     requests: Sequence[Request], pools: dict[str, float], policies: dict[str, Policy], block_size: int
 ) -> Iterator[tuple[str, str, Outcome]]:
-    """Every policy in every pool; pools by label, in tokens. One that is too small is left out with a note."""
+    """Every policy in every pool; pools by label, in tokens. A pool that is too small is left out with a note."""
     for label, tokens in pools.items():
         for name, policy in policies.items():
             replay = Replay(blocks_in(tokens, block_size), block_size)
@@ -220,9 +220,9 @@ def ghosts(requests: Sequence[Request], block_size: int, sample: int) -> list[di
 def main() -> int:
     """Reads the trace and prints both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, help="only so many requests, from the beginning")
+    parser.add_argument("--requests", type=int, help="only the first N requests")
     parser.add_argument("--block-size", type=int, choices=(16, 512), default=512, help="tokens per block (512)")
-    parser.add_argument("--ghosts", type=int, metavar="N", help="only how good ghost caches are that follow N blocks")
+    parser.add_argument("--ghosts", type=int, metavar="N", help="only the quality of ghost caches that follow N blocks")
     add_json_argument(parser)
     arguments = parser.parse_args()
     trace = os.environ.get("TRACE", "")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 BLOCK_TOKENS = 512
-# Ids below it have 512 numbers each below 2^31; the rest of 32 bits is for generated tokens.
+# Each id below this has 512 token ids below 2^31; the token ids from 2^31 on are for generated tokens.
 _IDS = 1 << 22
 
 
@@ -25,7 +25,7 @@ class TraceError(ValueError):
 class Request:
     """One request. `time` in seconds, lengths in tokens.
 
-    `conversation` is a number that it shares with all requests that begin with the whole of an earlier one.
+    `conversation` is a number; requests that begin with a whole earlier request share its number.
     """
 
     time: float
@@ -36,7 +36,7 @@ class Request:
     follows: bool = False
 
     def tokens(self) -> array[int]:
-        """The prompt: each id has 512 tokens of its own, of which the last block may have fewer."""
+        """The prompt: each id has 512 tokens of its own; the last block may have fewer of them."""
         tokens = array("I")
         for number in self.hash_ids:
             tokens.extend(range(number * BLOCK_TOKENS, (number + 1) * BLOCK_TOKENS))
@@ -63,15 +63,15 @@ def read(path: Path, limit: int | None = None) -> list[Request]:
 
 
 class Conversations:
-    """Finds the conversation of each request among those before it."""
+    """Finds the conversation of each request among the requests before."""
 
     def __init__(self) -> None:
-        # By the last whole block of a prompt. One block alone may be a system prompt, and is no conversation.
+        # By the last whole block of a prompt. A single block may be a system prompt, and makes no conversation.
         self._ends: dict[int, int] = {}
         self._count = 0
 
     def assign(self, request: Request) -> Request:
-        """The request with its conversation; it follows one when it begins with a whole prompt of it."""
+        """The request with its conversation; it is a follow-up if it begins with a whole prompt of the conversation."""
         whole = request.hash_ids[: request.input_length // BLOCK_TOKENS]
         known = next((self._ends[number] for number in reversed(whole) if number in self._ends), None)
         if known is None:

@@ -1,8 +1,8 @@
-"""A model whose weights nothing quantized: `python -m bench.unquantized` makes it once and prints its folder.
+"""A model whose weights nothing quantized. `python -m bench.unquantized` makes the model once and prints its folder.
 
-The default model was published in 4 and 8 bits, which kvkeep finds again in its weights and reads in place of these.
-Most models are published in bfloat16 instead. Here are weights of that kind in the default model's shape: every one of
-its weights changed by normal noise of 0.3 %, always the same, and rounded to bfloat16. In float32 it has the same
+The default model was published in 4 and 8 bits, which kvkeep finds again in the weights and reads instead of them.
+Most models are published in bfloat16 instead. This model has weights of that kind in the default model's shape: each
+weight is changed by normal noise of 0.3 %, always the same, and rounded to bfloat16. In float32 the model has the same
 values.
 """
 
@@ -22,12 +22,12 @@ _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 
 
 def made(source: Path, folder: Path) -> Path:
-    """The folder below `folder` with the changed copy of a local model, written if it is not there yet."""
+    """The folder below `folder` with the changed copy of a local model, which is written if it is missing."""
     asked = hashlib.sha256(f"{source.name} {NOISE} {SEED}".encode()).hexdigest()[:12]
     target = folder / f"unquantized-{asked}"
     if target.is_dir():
         return target
-    # Imported here: whoever only measures does without torch.
+    # Imported here: a process that only measures needs no torch.
     import torch
     from safetensors.torch import load_file, save_file
 

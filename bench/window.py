@@ -1,7 +1,7 @@
 """Gain of a sliding window beside the full cache: memory, preemptions, agreement, capacity.
 
-Run it with `make bench-window`. Prompts have 6 to 8 tokens, on the default model and on a small GPT-2 that is trained
-on a novel first, once. No request reads or stores cached blocks: what a request keeps is its own.
+Run it with `make bench-window`. Prompts have 6 to 8 tokens. The models are the default model and a small GPT-2, which
+is first trained on a novel, once. No request reads or stores cached blocks: a request keeps only its own blocks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CAPACITY_POOL = 168
 
 @dataclass
 class Seen:
-    """The most that was seen at once: blocks in use, and requests that have any."""
+    """The most seen at once: blocks in use, and requests with blocks."""
 
     blocks: int = 0
     running: int = 0
@@ -83,7 +83,7 @@ async def watched(stack: Stack) -> AsyncIterator[Seen]:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: the outputs, and what was seen meanwhile. window: None for the full cache."""
+    """One run: the outputs, and the peaks during the run. window: None for the full cache."""
 
     window: int | None
     prompts: Sequence[Sequence[int]]
@@ -97,12 +97,12 @@ class Run:
 
     @property
     def preemptions(self) -> int:
-        """Of all requests."""
+        """The preemptions of all requests."""
         return sum(output.usage.preemptions for output in self.outputs)
 
     @property
     def rate(self) -> float:
-        """Output tokens per second, from the arrival of all to the last token."""
+        """Output tokens per second, from the arrival of all requests to the last token."""
         begin = min(output.started for output in self.outputs)
         end = max(output.token_times[-1] for output in self.outputs)
         return sum(map(len, self.tokens)) / (end - begin)
@@ -117,25 +117,25 @@ class Run:
 
     @property
     def peaks(self) -> list[int]:
-        """Most tokens of each request between two steps."""
+        """The most tokens that each request kept between two steps."""
         kept = kept_by(self.window)
         return [kept(len(prompt) + len(out) - 1) for prompt, out in zip(self.prompts, self.tokens, strict=True)]
 
     @property
     def slots(self) -> list[int]:
-        """Most tokens that each request had at once, that of the running step included; as the scheduler says."""
+        """The most tokens that each request had at once, including the running step's token, as the scheduler says."""
         if self.window is None:
             return self.peaks
         return [output.usage.eviction.peak_cache_tokens for output in self.outputs]
 
 
 def policy(window: int) -> common.EvictionPolicy:
-    """A plain window, also for what a preempted request computes again."""
+    """A plain window, which also holds while a preempted request computes its tokens again."""
     return common.EvictionPolicy(kind=common.EVICTION_KIND_SLIDING_WINDOW, recent_tokens=window, during_prefill=True)
 
 
 def kept_by(window: int | None) -> Kept:
-    """What is kept of a sequence of some length."""
+    """The number of kept tokens of a sequence, by its length."""
     if window is None:
         return lambda total: total
     made = parse(policy(window), Layout(BLOCK_SIZE, (None,), plain_rotary=True))
@@ -158,7 +158,7 @@ async def run(
 
 
 def describe(runs: Sequence[Run], expected: Sequence[Sequence[int]], **more: object) -> dict[str, Any]:
-    """One row: medians over repeats of what differs between them."""
+    """One row: medians over repeats, for figures that differ between repeats."""
     middle = runs[0]
     return {
         **more,
@@ -183,7 +183,7 @@ class Bench:
         self._repeats = repeats
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self._prompts = pieces(lambda text: tokenizer.encode(text, add_special_tokens=False).ids, list(PROMPTS), 1)
-        # What a request answers when it has the stack and all memory for itself.
+        # The answers of requests that have the stack and all memory for themselves.
         self._alone: dict[tuple[int, int | None], list[list[int]]] = {}
 
     def measure(self) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class Bench:
         return kept
 
     def _stack(self, pool: int) -> Stack:
-        # Capacity ahead of need would be counted as used.
+        # Blocks that are allocated ahead of need would count as used.
         return Stack(
             executor_model=self._model,
             executor_block_size=BLOCK_SIZE,
@@ -212,7 +212,7 @@ class Bench:
         return [asyncio.run(run(stack, [prompt], output, window)).tokens[0] for prompt in self._prompts[:requests]]
 
     def _pairs(self, stack: Stack, of: tuple[int, int, int], priorities: Sequence[int]) -> dict[int | None, list[Run]]:
-        """The full cache and the window in turns, after a pair that warms up."""
+        """The full cache and the window in turns, after a pair of runs to warm up."""
         requests, output, window = of
         runs: dict[int | None, list[Run]] = {None: [], window: []}
         for repeat in range(self._repeats + 1):
@@ -289,11 +289,11 @@ def show(model: str, kept: dict[str, Any]) -> str:
 
 
 NOTE = f"""
-Peak and largest total count what is kept between two steps: the prompt and the output but for its last token, or as
-many as the window takes; the total adds up all requests at the times at which their tokens came. Slots per request are
-what the scheduler counted, the token of the running step included. Blocks of {BLOCK_SIZE} tokens are those that the
-cache manager had in use, looked at {1 / LOOK_SECONDS:.0f} times a second at most. Exact: the output
-is that of the request alone, in a roomy pool."""
+Peak and largest total count tokens kept between two steps: the prompt and all output tokens but the last, or at most
+the window. The total adds up all requests at the times at which their tokens came. Slots per request are counted by
+the scheduler, with the token of the running step. Blocks of {BLOCK_SIZE} tokens are those that the cache manager had
+in use, sampled at most {1 / LOOK_SECONDS:.0f} times a second. Exact: the output equals the output of
+the same request alone, in a large pool."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""What the speed benchmarks run: token ids of real prose, the same for every system that is compared.
+"""The workloads of the speed benchmarks: token ids of real prose, the same for every system that is compared.
 
 | case | requests, all at once | prompt tokens | output tokens each |
 | --- | --- | --- | --- |
@@ -20,7 +20,7 @@ from pydoc_data.topics import topics
 
 
 def _lengths(seed: int, count: int, shortest: int, longest: int) -> tuple[int, ...]:
-    """Uniform lengths; random() is what Python keeps the same for a seed."""
+    """Uniform lengths from random(), whose results Python keeps the same for a seed."""
     rng = random.Random(seed)
     return tuple(shortest + int(rng.random() * (longest - shortest + 1)) for _ in range(count))
 
@@ -38,7 +38,7 @@ class Case:
 
     @property
     def requests(self) -> int:
-        """How many arrive at once."""
+        """How many requests arrive at once."""
         return len(self.own)
 
     @property
@@ -73,7 +73,7 @@ def chosen(names: Iterable[str]) -> list[Case]:
 
 
 class Corpus:
-    """English technical prose that every Python carries, as tokens: the language reference."""
+    """Tokens of English technical prose that comes with every Python: the language reference."""
 
     def __init__(self, encode: Callable[[str], list[int]]) -> None:
         self.tokens = encode("\n\n".join(text for _, text in sorted(topics.items())))

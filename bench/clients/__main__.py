@@ -1,7 +1,7 @@
 """Whether programs of others run unchanged: lm-eval, guidellm, aiperf and vLLM's own benchmark.
 
 `make peers ARGS="lm-eval guidellm aiperf vllm"` installs them first. A stack with the default model is started in
-float32, and each of them asks it over HTTP, as its manual says. Exits with 1 when one did not come to its end.
+float32, and each program asks the stack over HTTP, as its manual says. Exits with 1 when a program did not finish.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROGRAMS = {"lm-eval": LmEval, "guidellm": Guidellm, "aiperf": Aiperf, "vllm": V
 
 
 def main() -> int:
-    """Runs all that are installed, or those that are named."""
+    """Runs all programs that are installed, or the programs that are named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=" ".join(PROGRAMS))
     parser.add_argument("--folder", type=Path, default=default_folder(), help="of the environments")

@@ -13,7 +13,7 @@ from bench.tables import table
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 32
 CONCURRENCY, REQUESTS = 4, 24
 CONVERSATIONS, TURNS = 8, 4
-# More than the waiting queue takes by default would be refused.
+# Requests beyond the waiting queue's default size would be refused.
 SWEEP_SIZE, SWEEP_SECONDS, SWEEP_CONCURRENCY = 5, 30, 128
 
 
@@ -45,7 +45,7 @@ class VllmServe(Program):
 
 
 class Guidellm(Program):
-    """guidellm's sweep: one stream, then as many as fit, then rates between them."""
+    """guidellm's sweep: one stream, then as many streams as fit, then rates between these."""
 
     def run(self, target: Target, folder: Path) -> dict[str, Any]:
         """Requests and times of each part."""
@@ -85,7 +85,7 @@ class Guidellm(Program):
 
 
 class Aiperf(Program):
-    """aiperf: conversations of several turns, each with all that was said before."""
+    """aiperf: conversations of several turns, each with all turns before it."""
 
     def run(self, target: Target, folder: Path) -> dict[str, Any]:
         """Its figures."""

@@ -18,7 +18,7 @@ class ProgramError(Exception):
 
 
 class Target(NamedTuple):
-    """The server that is asked. folder: of its model and tokenizer. admin: address of the cache manager's operators."""
+    """The server under test. folder: of its model and tokenizer. admin: address of the cache manager's operators."""
 
     url: str
     model: str
@@ -35,14 +35,14 @@ class Program(ABC):
 
     @abstractmethod
     def run(self, target: Target, folder: Path) -> dict[str, Any]:
-        """Its figures of a server. folder: for its files. Raises ProgramError."""
+        """The program's figures of a server. folder: for the program's files. Raises ProgramError."""
 
     def shown(self, figures: Mapping[str, Any]) -> str:
         """Figures as text."""
         return "\n".join(f"{name}: {value:g}" for name, value in figures.items())
 
     def call(self, folder: Path, *arguments: str) -> None:
-        """Runs its interpreter with these arguments; what it prints goes into a log. Raises ProgramError."""
+        """Runs the program's interpreter with these arguments; its output goes into a log. Raises ProgramError."""
         log = folder / f"{self.peer.name}.log"
         more = {"HF_HOME": str(folder / "hf"), "TOKENIZERS_PARALLELISM": "false"}
         with log.open("a") as out:

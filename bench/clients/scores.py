@@ -1,4 +1,4 @@
-"""Scores of lm-eval over HTTP beside those of transformers, and what eviction policies cost in them.
+"""Scores of lm-eval over HTTP beside the scores of transformers, and what eviction policies cost in scores.
 
 The tasks are small and made here: facts that the model knows, a name that stands far back in a long text, the novel of
 `bench/prose.py`, and words to repeat in a conversation.
@@ -50,13 +50,13 @@ CAPITALS = {
     "Canada": "Ottawa",
 }
 NAMES = ("Anna", "Boris", "Clara", "David", "Emma", "Frank", "Grace", "Henry")
-# Of these one is asked for, and some others are the wrong answers.
+# A question asks for one of these; some of the others are the wrong answers.
 COLOURS = ("red", "green", "blue", "white", "black", "yellow", "brown", "pink")
 FAR_TASKS, NOVEL_TASKS, COPIES = 16, 6, 16
-# Characters of the novel around a name that is asked for, and of a piece whose perplexity is measured.
+# Characters of the novel around a requested name, and of a piece whose perplexity is measured.
 FAR_CHARACTERS, PIECE_CHARACTERS = 4_500, 6_000
 CHOICE_METRICS, PERPLEXITY_METRICS, COPY_METRICS = ("acc", "acc_norm"), ("word_perplexity",), ("exact_match",)
-# Tokens that stay, as a policy has it: what does not fit goes while the prompt is computed.
+# Tokens that a policy keeps: the rest is evicted while the prompt is computed.
 KEPT = 256
 POLICIES: Mapping[str, common.EvictionPolicy] = {
     kind: common.EvictionPolicy(kind=f"EVICTION_KIND_{kind.upper()}", during_prefill=True, start_tokens=16, **sizes)
@@ -77,7 +77,7 @@ class Task(NamedTuple):
     metrics: Sequence[str]
 
     def write(self, folder: Path) -> None:
-        """As lm-eval's files."""
+        """The task as files of lm-eval."""
         data = folder / f"{self.name}.json"
         data.write_text(json.dumps(self.documents))
         # JSON is YAML.
@@ -94,14 +94,14 @@ class Task(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """What lm-eval says: metrics by task, and of each document the answers of the model."""
+    """What lm-eval reports: metrics by task, and the model's answers to each document."""
 
     metrics: dict[str, dict[str, float]]
     answers: dict[str, list[list[str]]]
 
 
 def tasks() -> list[Task]:
-    """Always the same documents. Raises NoTextError."""
+    """The tasks, always with the same documents. Raises NoTextError."""
     rng, text = random.Random(1), novel()
     facts = [
         {
@@ -136,7 +136,7 @@ def tasks() -> list[Task]:
 
 
 def _far(rng: random.Random, text: str) -> dict[str, Any]:
-    """Who wears which colour is said between two pieces of the novel, and asked for behind them."""
+    """Who wears which colour stands between two pieces of the novel; the question comes after both."""
     name, *_ = people = rng.sample(NAMES, 4)
     colour, *_ = colours = rng.sample(COLOURS, 4)
     said = " ".join(f"The hat of {who} is {hat}." for who, hat in zip(people, colours, strict=True))
@@ -158,7 +158,7 @@ class LmEval(Program):
     """lm-eval: log-likelihoods and answers of the stack, with transformers' own beside them."""
 
     def run(self, target: Target, folder: Path) -> dict[str, Any]:
-        """Scores of both, how far apart they are, and those with each policy."""
+        """Scores of both, how far apart the scores are, and the scores with each policy."""
         made = tasks()
         for task in made:
             task.write(folder)
@@ -225,7 +225,7 @@ class LmEval(Program):
 
 
 def _first(answer: Any) -> Any:
-    """A text or a log-likelihood, however deep in lists."""
+    """A text or a log-likelihood, however deep it is nested in lists."""
     while isinstance(answer, list):
         answer = answer[0]
     return answer
@@ -233,7 +233,7 @@ def _first(answer: Any) -> Any:
 
 @contextlib.contextmanager
 def _ruled(admin: str, policy: common.EvictionPolicy) -> Iterator[None]:
-    """Every request has this policy meanwhile."""
+    """Every request within the with statement has this policy."""
     with grpc.insecure_channel(admin) as channel:
         stub: kvcache_rpc.CacheAdminServiceStub = kvcache_rpc.CacheAdminServiceStub(channel)
         rule = kv.RetentionRule(name="policy", action=kv.RuleAction(eviction_policy=policy))

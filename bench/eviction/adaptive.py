@@ -1,7 +1,7 @@
-"""The adaptive window beside fixed ones: how well sequences go on that reach far back or do not, for what memory.
+"""The adaptive window beside fixed windows: quality and memory of sequences that reach far back, and of others.
 
 Sequences that reach far back are asked for a key in their prompt and go on for a while; the others continue a text. All
-windows keep the same first tokens, and evict as many at a time. Memory is the slots in use while tokens are generated.
+windows keep the same first tokens, and evict equally many at a time. Memory is the slots in use during generation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEPTHS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 def fixed(window: int, layout: Layout) -> Policy:
-    """A window that stays as it is."""
+    """A window of fixed length."""
     message = common.EvictionPolicy(
         kind=common.EVICTION_KIND_SLIDING_WINDOW,
         start_tokens=START,
@@ -48,7 +48,7 @@ def fixed(window: int, layout: Layout) -> Policy:
 
 
 def adaptive(mass: float, layout: Layout) -> Policy:
-    """An adaptive window of which every length is granted."""
+    """An adaptive window that gets every length that it asks for."""
     message = common.EvictionPolicy(
         kind=common.EVICTION_KIND_ADAPTIVE_WINDOW,
         start_tokens=START,
@@ -62,7 +62,7 @@ def adaptive(mass: float, layout: Layout) -> Policy:
 
 
 def policies(layout: Layout) -> dict[str, Policy]:
-    """All that are compared, by their names."""
+    """All policies that are compared, by name."""
     return {
         **{f"adaptive, {mass}": adaptive(mass, layout) for mass in MASSES},
         **{f"fixed, {window}": fixed(window, layout) for window in WINDOWS},
@@ -71,7 +71,7 @@ def policies(layout: Layout) -> dict[str, Policy]:
 
 @dataclass
 class Course:
-    """A sequence behind its prompt, under a policy of which every window is granted. slots: in use with each token."""
+    """A sequence after its prompt, under a policy that gets every window it asks for. slots: in use with each token."""
 
     cache: Cache
     sequence: SequenceState
@@ -81,7 +81,7 @@ class Course:
     wanted: int | None = None
 
     def compute(self, tokens: Sequence[int]) -> Any:
-        """[n, V] logits of so many tokens, which may be computed before the policy is asked again."""
+        """[n, V] logits of n tokens, which may be computed before the policy is asked again."""
         engine, sequence = self.cache.engine, self.sequence
         counted = engine.scored([sequence], [len(tokens)])
         first = sequence.kept
@@ -94,7 +94,7 @@ class Course:
         return computed.logits
 
     def room(self) -> int:
-        """Evicts if that is due; returns how many tokens may be computed then."""
+        """Evicts if an eviction is due; returns how many tokens may be computed then."""
         sequence = self.sequence
         policy = sequence.policy
         if policy is None:
@@ -108,13 +108,13 @@ class Course:
 
 
 def course(cache: Cache, policy: Policy | None) -> Course:
-    """Behind the prompt that was prefilled last."""
+    """A sequence after the prompt that was prefilled last."""
     sequence = cache.whole_prompt() if policy is None else cache.evicted(policy)
     return Course(cache, sequence, sequence.computed)
 
 
 def continued(cache: Cache, policy: Policy | None, following: Sequence[int]) -> tuple[Course, float]:
-    """Mean negative log likelihood of tokens that follow the prompt, but for the first."""
+    """Mean negative log likelihood of the tokens after the prompt, except the first."""
     one, losses, at = course(cache, policy), list[float](), 0
     while at < len(following) - 1:
         count = min(one.room(), len(following) - 1 - at)
@@ -125,7 +125,7 @@ def continued(cache: Cache, policy: Policy | None, following: Sequence[int]) -> 
 
 
 def answered(cache: Cache, policy: Policy | None, first: int) -> tuple[Course, list[int]]:
-    """Greedy tokens behind the prompt, whose first is known."""
+    """Greedy tokens after the prompt. first: the first of them, which is known."""
     one, tokens = course(cache, policy), [first]
     while len(tokens) < ANSWERED:
         one.room()
@@ -166,21 +166,21 @@ class Report:
         self.fixed = [name for name in self.names if name.startswith("fixed")]
 
     def mean(self, name: str, kind: str, figure: str) -> float:
-        """Of all sequences of a kind; of both kinds, each counting half, for "mixed"."""
+        """The mean of all sequences of a kind; for "mixed" the mean of both kinds, each counting half."""
         if kind == "mixed":
             return statistics.mean(self.mean(name, one, figure) for one in ("near", "far"))
         return statistics.mean(r[figure] for r in self._records if (r["policy"], r["kind"]) == (name, kind))
 
     def perplexity(self, name: str) -> float:
-        """Of the texts that were continued, beside the full cache's."""
+        """The perplexity of the texts that were continued, beside the full cache's perplexity."""
         return math.exp(self.mean(name, "near", "nll") - self.mean("full cache", "near", "nll"))
 
     def found(self, name: str) -> float:
-        """Share of the keys."""
+        """Share of the keys that were found."""
         return self.mean(name, "far", "right")
 
     def at_equal_memory(self, slots: float, kind: str, figure: str) -> float:
-        """What fixed windows reach with so many slots on average, between the two that are nearest."""
+        """The result of a fixed window with this mean of slots, interpolated between the two nearest windows."""
         points = sorted((self.mean(name, kind, "slots"), self._figure(name, figure)) for name in self.fixed)
         for (low, before), (high, after) in itertools.pairwise(points):
             if low <= slots <= high:
@@ -191,7 +191,7 @@ class Report:
         return self.found(name) if figure == "found" else self.perplexity(name)
 
     def text(self) -> str:
-        """Every policy, and each adaptive window beside a fixed one with as many slots on average."""
+        """Every policy, and each adaptive window beside a fixed window with the same mean of slots."""
         every = [
             [
                 name,

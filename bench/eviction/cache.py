@@ -1,4 +1,4 @@
-"""A prompt that is computed once, and what any number of policies leave of it, by the executor's own engine."""
+"""A prompt that is computed once, and what each of several policies keeps of it, by the executor's own engine."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Computed:
-    """Of tokens computed together. logits: [n, V] float32, of each one's next. attention: of what was counted."""
+    """Results of n tokens computed together. logits: [n, V] float32, of each next token. attention: if counted."""
 
     logits: Tensor
     attention: SequenceScores | None
 
 
 class Cache:
-    """Pools with two tables: one for a whole prompt and what follows it, one for what a policy keeps and that."""
+    """Pools with two tables: one for a whole prompt, one for what a policy keeps; both have room for later tokens."""
 
     def __init__(self, model: Model, tokens: int) -> None:
         """tokens: the most that either table has to hold."""
@@ -47,12 +47,12 @@ class Cache:
 
     @property
     def layout(self) -> Layout:
-        """What policies are parsed for."""
+        """The layout that policies are parsed for."""
         windows = tuple(group.shape.window for group in self.model.groups)
         return Layout(BLOCK_SIZE, windows, self.model.rotary is not None)
 
     def sequence(self, tokens: Sequence[int], policy: Policy | None = None) -> SequenceState:
-        """A sequence in the table of the whole prompt, of which nothing is computed."""
+        """A sequence in the table of the whole prompt, with no tokens computed."""
         tables = [np.asarray(self.whole, dtype=np.int32)]
         ids = np.asarray(tokens, dtype=np.int64)
         sequence = SequenceState(0, ids, len(ids), 0, len(ids), 0, tables, Sampling(), policy=policy)
@@ -62,7 +62,7 @@ class Cache:
         return sequence
 
     def work(self, sequence: SequenceState, tokens: Sequence[int], counted: Sequence[ScoredSequence] = ()) -> HostBatch:
-        """Of computing these tokens behind those computed, with the logits of all of them."""
+        """The batch that computes these tokens after those computed, with the logits of all of them."""
         sequence.tokens = np.concatenate([sequence.tokens[: sequence.computed], np.asarray(tokens, dtype=np.int64)])
         work = build_batch([sequence], [len(tokens)], self._last_tokens, BLOCK_SIZE, 1, counted)
         return replace(work, rows=np.arange(len(tokens)))
@@ -70,7 +70,7 @@ class Cache:
     def compute(
         self, sequence: SequenceState, tokens: Sequence[int], counted: Sequence[ScoredSequence] = ()
     ) -> Computed:
-        """Computes these tokens behind those computed."""
+        """Computes these tokens after those computed."""
         output = self.model.forward.prepare(self.work(sequence, tokens, counted), self.pools)()
         sequence.computed += len(tokens)
         sequence.kept += len(tokens)
@@ -86,7 +86,7 @@ class Cache:
     def _count(self, sequence: SequenceState, tokens: Sequence[int]) -> tuple[SequenceScores, Tensor]:
         """The attention of all these queries, and the logits of the last one, [V]."""
         work = self.work(sequence, tokens, [ScoredSequence(0, len(tokens), squares=True)])
-        # All the logits of a long prompt would take long.
+        # The logits of all tokens of a long prompt would take long.
         output = self.model.forward.prepare(replace(work, rows=work.rows[-1:]), self.pools)()
         return output.scores[0], output.logits[0]
 
@@ -97,7 +97,7 @@ class Cache:
         return sequence
 
     def evicted(self, policy: Policy) -> SequenceState:
-        """What a policy that watched the prompt leaves of it, ready to compute more."""
+        """The tokens of the prompt that a policy keeps after it watched the prompt, ready to compute more."""
         prompt = len(self._prompt)
         sequence = self.sequence(self._prompt, policy)
         steps: list[tuple[int, list[ScoredSequence]]] = []
@@ -109,7 +109,7 @@ class Cache:
         attention = [
             [self._rows(end, entry) for entry in counted] for end, (_, counted) in zip(ends, steps, strict=True)
         ]
-        # That may have been another sequence of the engine; this one starts anew.
+        # The computation above may have used another sequence of the engine; this sequence starts anew.
         self.engine.clear()
         self.engine.add(sequence)
         for (count, _), scores in zip(steps, attention, strict=True):
@@ -120,17 +120,17 @@ class Cache:
         return sequence
 
     def set_window(self, sequence: SequenceState, tokens: int) -> None:
-        """Another length of an adaptive window, which has its slots at once. The sequence has evicted before."""
+        """Another length of an adaptive window, which gets its slots at once. The sequence has evicted before."""
         self.engine.set_window(sequence, tokens)
         sequence.tables[0] = np.asarray(self.private, dtype=np.int32)
 
     def evict(self, sequence: SequenceState, table: tuple[int, ...]) -> None:
-        """Evicts what its policy says now. table: what all that stays moves to, () to stay."""
+        """Evicts what the policy says now. table: where the kept tokens move to, () if they stay."""
         self._step += 1
         self.engine.evict(sequence, table, self._step)
 
     def _rows(self, end: int, counted: ScoredSequence) -> SequenceScores:
-        """Of the last queries before `end`, computed once more for that: keys and values stay, but for rounding."""
+        """Scores of the last queries before `end`, which are computed again: K and V stay the same up to rounding."""
         first = end - counted.rows
         if (first, end) not in self._attention:
             sequence = self.sequence(self._prompt)

@@ -20,7 +20,7 @@ OUTPUT = 128
 
 @dataclass
 class _Sequence:
-    """What the scheduler would know of a sequence whose prompt is computed. private: where it moves."""
+    """What the scheduler would know of a sequence whose prompt is computed. private: the table that it moves to."""
 
     policy: Policy
     prompt: int
@@ -30,7 +30,7 @@ class _Sequence:
     moved: bool = False
 
     def next(self) -> tuple[int, ...] | None:
-        """One token more; the table that it moves to if this is the first time that it evicts."""
+        """One token more; returns the table that the sequence moves to if this is its first eviction."""
         left = self.policy.kept_after(self.kept, self.computed, self.prompt)
         moves = left < self.kept and not self.moved
         self.moved |= moves
@@ -64,7 +64,7 @@ class Generation:
         outputs: dict[int, list[int]] = {}
         for handle, name in enumerate(names):
             chosen = None if name == FULL else policy(name, budget, runner.layout)
-            # What is computed again, so that its attention is counted, comes out the same.
+            # Tokens that are computed again, so that their attention is counted, have the same results.
             known = 0 if chosen is None else chosen.reusable(prompt, prompt)
             known = min(known, prompt - 1)
             joining = NewSequence(handle, self._prompt, prompt, known, (whole,), policy=chosen)

@@ -1,4 +1,4 @@
-"""What attention returns in every layer, with all keys and values and with those that a policy leaves."""
+"""What attention returns in every layer, with all keys and values and with those that a policy keeps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kernels.paged_attention.batch import AttentionArgs
 
 
 class Recording:
-    """PagedLayers that remember what they get and what they return. calls: layer, query, key, value and arguments."""
+    """PagedLayers that record their calls and outputs. calls: layer, query, key, value and arguments."""
 
     def __init__(self, layers: PagedLayers) -> None:
         self._layers = layers
@@ -33,7 +33,7 @@ class Recording:
 
 
 class Outputs:
-    """A model's unchanged modules over the same pools; its compiled code does not show what is in between."""
+    """A model's unchanged modules over the same pools; the compiled code does not show intermediate results."""
 
     def __init__(self, files: ModelFiles, dtype: torch.dtype) -> None:
         self._module = AutoModelForCausalLM.from_pretrained(
@@ -41,7 +41,7 @@ class Outputs:
         ).eval()
 
     def of(self, cache: Cache, sequence: SequenceState, tokens: Sequence[int]) -> Recording:
-        """Of tokens behind those computed, which stay as they are."""
+        """A recording of tokens after those computed, which stay as they are."""
         batch = cache.work(sequence, tokens).to_device()
         recording = Recording(PagedLayers(cache.pools, batch))
         self._module.model(
@@ -51,9 +51,9 @@ class Outputs:
 
 
 def relative_error(recording: Recording, cache: Cache, sequence: SequenceState, tokens: Sequence[int]) -> float:
-    """Length of what the same queries get otherwise from this sequence, beside that of what they got; layers' mean.
+    """Norm of the difference between outputs from this sequence and recorded outputs, by their norm; layers' mean.
 
-    tokens: those that were recorded. Every layer is on its own: it gets what it got, not what layers before make of it.
+    tokens: the recorded tokens. Every layer gets its recorded input, not the output of the layers before.
     """
     layers = PagedLayers(cache.pools, cache.work(sequence, tokens).to_device())
     errors = []

@@ -1,4 +1,4 @@
-"""Whether a number that stands somewhere in a long prompt can still be said after the eviction."""
+"""Whether the model can still say a number from a long prompt after the eviction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.eviction.policies import FULL, policy
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 LENGTHS = (512, 1024, 1792)
 DIGITS = 5
-# Digits are tokens of their own; a few more for what may stand before them.
+# Each digit is a token; a few more tokens may stand before the digits.
 ANSWER_TOKENS = 8
 _TASK = "There is a pass key hidden in the following text. Find it and remember it.\n\n"
 _NEEDLE = " The pass key is the number {key}. Remember it. The pass key is the number {key}. "
@@ -23,9 +23,9 @@ _FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. T
 
 
 def prompt(tokenizer: Any, length: int, depth: float, key: str) -> list[int]:
-    """Exactly `length` tokens of a chat: the key at this share of the filler, the question behind it.
+    """Exactly `length` tokens of a chat: the key at this share of the filler, the question after the filler.
 
-    Raises ValueError when that is too short for the words around the filler.
+    Raises ValueError when `length` is too short for the words around the filler.
     """
 
     def ids(text: str) -> list[int]:
@@ -44,7 +44,7 @@ def prompt(tokenizer: Any, length: int, depth: float, key: str) -> list[int]:
 
 
 def answer(cache: Cache, first: int, name: str, budget: int) -> list[int]:
-    """Greedy tokens: the first as the whole prompt says it, all others with what a policy leaves of the prompt."""
+    """Greedy tokens: the first from the whole prompt, all others from what a policy keeps of the prompt."""
     sequence = cache.whole_prompt() if name == FULL else cache.evicted(policy(name, budget, cache.layout))
     tokens = [first]
     while len(tokens) < ANSWER_TOKENS:

@@ -1,4 +1,4 @@
-"""Curves of what was measured. Without matplotlib there are none, and nothing else is missing."""
+"""Curves of the measurements. Without matplotlib only the curves are missing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def budgets(records: Sequence[Mapping[str, Any]], target: Path) -> bool:
         axes.set_xticks(windows.budgets, [str(budget) for budget in windows.budgets])
         axes.set_xlabel("tokens kept")
         axes.set_title(title, fontsize=10, loc="left")
-    # What lies above is in the table; here it would hide how the others differ.
+    # Values above this are only in the table; here they would hide how the others differ.
     perplexity.set_ylim(0.99, 1.3)
     divergence.set_yscale("log")
     handles, labels = perplexity.get_legend_handles_labels()

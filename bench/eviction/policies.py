@@ -11,7 +11,7 @@ from protos.kvcommon.v1 import kvcommon_pb2 as common
 FULL = "full cache"
 # Tokens of the first block, which always stay where a policy leaves that open.
 _START = 16
-# What single tokens are evicted by, in one go.
+# Policies of single tokens evict this many tokens at a time.
 _PERIOD = 16
 _SINKS = 4
 
@@ -33,7 +33,7 @@ def _window(sinks: int) -> Callable[[int], dict[str, Any]]:
 
 
 def _blocks(kind: Kind, rows: int = 8) -> Callable[[int], dict[str, Any]]:
-    """rows: of the prompt's queries, how many last ones count; 0 for all."""
+    """rows: how many of the prompt's last queries count; 0 for all."""
 
     def fields(budget: int) -> dict[str, Any]:
         sizes = {"start_tokens": _START, "recent_tokens": _recent(budget), "max_cache_tokens": budget}
@@ -43,7 +43,7 @@ def _blocks(kind: Kind, rows: int = 8) -> Callable[[int], dict[str, Any]]:
 
 
 def _crushed(budget: int) -> dict[str, Any]:
-    """A quarter of the budget for blocks that KVCrush spares, which come on top of the policy's own maximum."""
+    """A quarter of the budget for blocks that KVCrush keeps in addition to the policy's own maximum."""
     spared = max(1, budget // 64)
     return _blocks(Kind.NORM_SUM)(budget) | {
         "max_cache_tokens": budget - 16 * spared,
@@ -57,7 +57,7 @@ def _snapkv(budget: int) -> dict[str, Any]:
 
 
 def _tokens(kind: Kind, budget: int) -> dict[str, Any]:
-    """Single tokens: the budget stays when a period of tokens is evicted."""
+    """Single tokens: the budget remains after the eviction of a period of tokens."""
     return {"kind": kind.value, "max_cache_tokens": budget + _PERIOD, "period_tokens": _PERIOD}
 
 
@@ -102,7 +102,7 @@ POLICIES: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 def policy(name: str, budget: int, layout: Layout, seed: int = 1) -> Policy:
-    """One of POLICIES with so many tokens to keep. seed: of what is drawn."""
+    """One of POLICIES with `budget` tokens to keep. seed: of random choices."""
     chosen = parse(common.EvictionPolicy(**POLICIES[name](budget) | {"seed": seed}), layout)
     assert chosen is not None
     return chosen

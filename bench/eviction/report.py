@@ -15,7 +15,7 @@ from bench.eviction.stream import FRESH
 from bench.tables import table
 
 Record = Mapping[str, Any]
-# What must at least be as good as a window with sinks.
+# Policies that must be at least as good as a window with sinks.
 _SCORED = ("SUM", "NORM_SUM", "SNAPKV")
 _CLOSE = 1.02
 _FAR = 1.5
@@ -29,7 +29,7 @@ class Windows:
     def __init__(self, records: Sequence[Record]) -> None:
         self._known: dict[tuple[str, int], list[Record]] = {}
         sizes = Counter(record["window"] for record in records)
-        # One may have been interrupted.
+        # The measurement of a window may have been interrupted.
         whole = {window for window, size in sizes.items() if size == max(sizes.values())}
         self.count = len(whole)
         for record in records:
@@ -54,7 +54,7 @@ class Windows:
         return ratio(self.values(name, budget, "nll"), [record["nll"] for record in self._full])
 
     def between(self, name: str, other: str, budget: int) -> Interval:
-        """A policy's perplexity beside another one's."""
+        """A policy's perplexity beside another policy's."""
         return ratio(self.values(name, budget, "nll"), self.values(other, budget, "nll"))
 
     def has(self, *names: str) -> bool:

@@ -6,12 +6,12 @@ from bench.quality import pairs_f1
 
 
 def rouge_2(candidate: str, reference: str) -> float:
-    """Pairs of neighbouring words that both have; 0 where there are none."""
+    """F1 of pairs of neighbouring words that both texts have; 0 where there are none."""
     return pairs_f1(candidate.lower().split(), reference.lower().split(), neither=0.0)
 
 
 def rouge_l(candidate: str, reference: str) -> float:
-    """The longest sequence of words that both have in this order, with others between; 0 where there is none."""
+    """F1 of the longest common subsequence of words; 0 where there is none."""
     ours, theirs = candidate.lower().split(), reference.lower().split()
     longest = [0] * (len(theirs) + 1)
     for word in ours:

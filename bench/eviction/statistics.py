@@ -1,4 +1,4 @@
-"""Figures from windows, with intervals: windows differ far more than policies do, so all is compared in pairs."""
+"""Figures from windows, with intervals. Windows differ far more than policies, so figures are compared in pairs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SEED = 1
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure and where 95 % of its bootstrap resamples lie."""
+    """A figure and its 95 % bootstrap interval."""
 
     value: float
     low: float

@@ -1,4 +1,4 @@
-"""A text much longer than its window, with positions as they are in the text and compacted ones."""
+"""A text much longer than its window, with positions as in the text and with compacted positions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CHUNK = 64
 BIN = 1000
 # Values of EvictionPositions.
 POSITIONS = {"absolute": 1, "compacted": 2}
-# The same bins with a cache that is computed anew for each: how hard the text itself is there.
+# The same bins with a cache that is computed anew for each bin: how hard the text itself is there.
 FRESH = "computed anew"
 
 
 def losses(model: Model, tokens: Sequence[int], positions: str) -> Iterator[list[float]]:
-    """Negative log likelihoods of the tokens behind the first, chunk by chunk, with a window that slides."""
+    """Negative log likelihoods of all tokens after the first, chunk by chunk, with a sliding window."""
     cache = Cache(model, SINKS + RECENT + CHUNK)
     message = common.EvictionPolicy(
         kind=common.EVICTION_KIND_SLIDING_WINDOW,
@@ -45,7 +45,7 @@ def losses(model: Model, tokens: Sequence[int], positions: str) -> Iterator[list
 
 
 def fresh(model: Model, tokens: Sequence[int]) -> Iterator[list[float]]:
-    """The same of each bin, computed at once together with as many tokens before it as the window has."""
+    """The same for each bin, computed at once with the tokens before it that fit into the window."""
     cache = Cache(model, SINKS + RECENT + BIN)
     for start in range(0, len(tokens) - 1, BIN):
         first = max(0, start - SINKS - RECENT)

@@ -16,7 +16,7 @@ from executor.batch import ScoredSequence, SequenceState
 
 
 class Window:
-    """A text whose first tokens were computed, and what the full cache makes of the following ones."""
+    """A text whose first tokens were computed, and the full cache's predictions of the following tokens."""
 
     def __init__(self, cache: Cache, tokens: Sequence[int], prompt: int, outputs: Outputs | None) -> None:
         """tokens: the last one is only predicted. outputs: where outputs of attention are wanted too."""
@@ -62,7 +62,7 @@ class Window:
         return float(-log_probs.gather(-1, self._targets[:, None]).mean())
 
     def _mass(self, sequence: SequenceState) -> float:
-        """Of the following tokens' attention over the full cache, what lies on what is kept and on themselves."""
+        """The share of the following tokens' attention over the full cache on kept tokens and on themselves."""
         kept = self._weights.gather(-1, self._cache.engine.positions(sequence)).sum()
         return float((kept + self._weights[..., self._prompt :].sum()) / self._weights.sum())
 

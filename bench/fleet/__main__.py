@@ -1,15 +1,15 @@
-"""What each policy of the router gives a fleet of engines that compute nothing, at many rates.
+"""What each policy of the router achieves with a fleet of engines that compute nothing, at many rates.
 
-Everything but the devices is real: cache managers with Redis, schedulers, the router, and a client in a process of its
-own that sends what is due, Poisson arrivals with a fixed seed, the same requests for every policy. A device takes a
-fixed time for a step and for a prompt token. All prefixes with five questions each take 73 % of all devices, as in the
-workload of llm-d's that this one has its numbers from; but here each question is asked once. Times count from when a
-request was due. Refused requests are shed, not sent again, and in no latency.
+Everything but the devices is real: cache managers with Redis, schedulers, the router, and a client process that sends
+requests when they are due. Arrivals are Poisson with a fixed seed; every policy gets the same requests. A device takes
+a fixed time for a step and for a prompt token. All prefixes with five questions each take 73 % of all devices, as in
+llm-d's workload, which the numbers come from; but here each question is asked once. Times count from when a
+request was due. Refused requests are shed: they are not sent again and count in no latency.
 
 Beside the policies stand simulations without processes: of each policy, and of a placement that knows the future. The
 simulations alone (`--simulated`) also run at sizes that no machine has room for: 256 engines take minutes.
-A stage in which the machine or a process had no processor left is marked with an exclamation mark: it measures Python
-and not a policy.
+An exclamation mark marks a stage in which the machine or a process had no processor time left: such a stage
+measures Python and not a policy.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from bench.result import Result, add_json_argument, percentile
 from bench.tables import table
 from scheduler.router.policies import POLICIES
 
-# Of all cores, or of one for a process: beyond it a stage says nothing about its policy.
+# Share of all cores, or of one core for a process. Above this share a stage says nothing about its policy.
 SATURATED = 0.85
 SHED = "RESOURCE_EXHAUSTED"
 
 
 def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
-    """What callers saw of the requests that were due in so many measured seconds."""
+    """What callers saw of the requests that were due in the measured seconds."""
     good = [one for one in answers if one.code == "OK" and one.first is not None]
     shed = sum(one.code == SHED for one in answers)
     found: dict[str, Any] = {
@@ -62,11 +62,11 @@ def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
 
 
 def record(stage: Stage, answers: Sequence[Answer], **values: Any) -> dict[str, Any]:
-    """Everything about one stage, for JSON. Of the requests that warmed the caches, and of a burst, there is less."""
+    """Everything about one stage, for JSON. Requests that warm the caches, and of a burst, have fewer figures."""
     due = [one for one in answers if one.due >= stage.measured_from]
     warming = [one for one in answers if one.due < stage.measured_from]
     kept = {"rate": stage.rate, **values, **figures(due, stage.seconds - stage.measured_from)}
-    # Tokens that come while it is measured count, also those of earlier requests.
+    # All tokens that come in the measured time count, including tokens of earlier requests.
     kept["output_tokens_per_s"] = sum(one.counted for one in answers) / (stage.seconds - stage.measured_from)
     burst = [one for request, one in zip(stage.requests, answers, strict=True) if request.group.startswith(BURST)]
     if burst:
@@ -80,7 +80,7 @@ def record(stage: Stage, answers: Sequence[Answer], **values: Any) -> dict[str, 
 
 
 def measured(found: Measured) -> dict[str, Any]:
-    """What there is to say beside the answers."""
+    """The figures of a stage besides its answers."""
     counts, load = found.by_engine.values(), found.load
     return {
         "saturated": max(load.machine, load.busiest) > SATURATED,
@@ -124,7 +124,7 @@ def simulate(name: str, device: Device, engines: int, stages: Sequence[Stage]) -
 
 
 def simulations(policies: Sequence[str]) -> Sequence[str]:
-    """The placements that stand beside these policies. Without a router engines get requests in turn."""
+    """The simulated placements beside these policies. Without a router, engines get requests in turn."""
     return [PLACED, *dict.fromkeys(simulated("round-robin" if one == DIRECT else one) for one in policies)]
 
 
@@ -194,7 +194,7 @@ def show(records: Sequence[dict[str, Any]], unit: str) -> str:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    # The default comes last, as what all others are compared with.
+    # The default comes last, as all others are compared with it.
     policies = [*reversed(POLICIES)]
     made.add_argument("--policies", nargs="+", choices=[DIRECT, *policies], default=policies, help=f"{DIRECT}: none")
     made.add_argument("--engines", type=int, default=8)
@@ -211,8 +211,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--burst", type=int, default=0, help="requests of one new prefix within a second of each stage")
     made.add_argument("--seed", type=int, default=Groups.seed)
     made.add_argument("--trace", type=Path, help="a file in Mooncake's format that replaces groups")
-    made.add_argument("--trace-begin", type=float, default=0, help="seconds of it to leave out")
-    made.add_argument("--trace-scale", type=int, default=4, help="lengths and times are divided by it")
+    made.add_argument("--trace-begin", type=float, default=0, help="seconds of the trace to leave out")
+    made.add_argument("--trace-scale", type=int, default=4, help="lengths and times are divided by this number")
     made.add_argument("--step-ms", type=float, default=50)
     made.add_argument("--sequence-ms", type=float, default=0, help="what each sequence that decodes adds to a step")
     made.add_argument("--prefill-rate", type=float, default=4_000, help="prompt tokens per second")
@@ -246,7 +246,7 @@ SMOKE = {
 
 
 def stages_of(given: argparse.Namespace) -> list[Stage]:
-    """What is asked of the fleet."""
+    """The workload of the fleet."""
     if given.trace is not None:
         trace = Trace(given.trace, given.trace_scale, given.trace_begin)
         return list(trace.stages(given.rates or [0.5, 0.75, 1.0, 1.25], given.seconds))
@@ -256,7 +256,7 @@ def stages_of(given: argparse.Namespace) -> list[Stage]:
 
 
 def settings_of(given: argparse.Namespace) -> dict[str, Any]:
-    """Of the processes."""
+    """Settings of the processes."""
     return {
         "executor_max_tokens": given.pool_tokens,
         "executor_block_size": given.block_size,

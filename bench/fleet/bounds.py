@@ -1,9 +1,9 @@
-"""The same requests on engines that cost nothing to run: what a placement gives where only the devices limit.
+"""The same requests on engines that cost nothing to run: the effect of a placement if only devices limit speed.
 
-Every device takes its steps as a stub executor does, prompts in order of arrival, and keeps what was used last. The
-policies are the router's own, which know at once and exactly what engines do and have. `placed` knows the future: each
-group or conversation has one engine, and engines get equally many requests, as nearly as that goes. It says what there
-is to win; no policy can know it.
+Every device takes steps as a stub executor does, takes prompts in order of arrival, and evicts by LRU. The policies are
+the router's own, with exact and immediate knowledge of the engines' work and caches. `placed` knows the future: each
+group or conversation has one engine, and the numbers of requests per engine are as equal as possible. `placed` shows
+how much a policy could gain; no policy can know the future.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WEIGHT = 0.1
 
 @dataclass(frozen=True)
 class Device:
-    """What an engine has: see the stub executor's settings and the scheduler's."""
+    """Sizes and speed of an engine: see the settings of the stub executor and the scheduler."""
 
     step_seconds: float
     prefill_rate: float
@@ -41,7 +41,7 @@ class Device:
 
 
 class Cache:
-    """The parts of prompts in a pool, by their last use; parts of requests that run stay."""
+    """The parts of prompts in a pool, by their last use; parts of running requests stay."""
 
     def __init__(self, tokens: int) -> None:
         self._room = tokens
@@ -50,7 +50,7 @@ class Cache:
 
     @property
     def used_tokens(self) -> int:
-        """Tokens of requests that run; those of parts that several have count once."""
+        """Tokens of running requests; tokens of a shared part count once."""
         return sum(self._parts[content] for content in self._users)
 
     @property
@@ -59,13 +59,13 @@ class Cache:
         return sum(self._parts.values())
 
     def admit(self, request: Request) -> int | None:
-        """Admits a prompt; returns its cached tokens, at most one less than it has. None: too few blocks are free."""
+        """Admits a prompt; returns its cached tokens, at most all but one. None: too few blocks are free."""
         new = sum(max(0, count - self._used(content)) for content, count in request.contents)
         if self._users and self.used_tokens + new > self._room:
             return None
         cached = self.cached(request)
         self._users.update(content for content, _ in request.contents)
-        # The end of a prompt is used no later than its beginning.
+        # The beginning of a prompt counts as used no earlier than its end.
         for content, count in reversed(request.contents):
             self._parts[content] = max(count, self._parts.pop(content, 0))
         excess = self.kept_tokens - self._room
@@ -86,7 +86,7 @@ class Cache:
         return self._parts[content] if content in self._users else 0
 
     def cached(self, request: Request) -> int:
-        """Tokens at its begin that need not be computed."""
+        """Leading tokens of the prompt that need not be computed."""
         found = 0
         for content, count in request.contents:
             known = min(count, self._parts.get(content, 0))
@@ -98,7 +98,7 @@ class Cache:
 
 @dataclass
 class Engine:
-    """A device with a queue. Times count from the beginning of a stage; the cache stays.
+    """A device with a queue. Times count from the beginning of a stage; the cache stays from stage to stage.
 
     cold_at: the number of the last prompt that no engine had cached and this engine got.
     """
@@ -136,14 +136,14 @@ class Engine:
         return len(self._waiting) < self.device.max_waiting
 
     def offer(self, request: Request, answer: Answer) -> None:
-        """A request arrives, and is refused by a full queue."""
+        """A request arrives; a full queue refuses it."""
         if self.has_room:
             self._waiting.append((request, answer))
         else:
             answer.code = "RESOURCE_EXHAUSTED"
 
     def candidate(self, request: Request) -> Candidate:
-        """What a policy sees of it."""
+        """What a policy sees of the engine."""
         device = self.device
         queued = sum(one.prompt for one in self._running)
         cached = self.cache.cached(request)
@@ -173,7 +173,7 @@ class Engine:
             self._request_seconds = seconds if mean is None else mean + _WEIGHT * (seconds - mean)
 
     def _admit(self, request: Request, answer: Answer) -> _Running | None:
-        # What is still computed for another request counts as cached: it is not computed again.
+        # Tokens that are being computed for another request count as cached: they are not computed again.
         cached = self.cache.admit(request)
         if cached is None:
             return None
@@ -203,7 +203,7 @@ class Engine:
 
 @dataclass
 class _Running:
-    """A request that runs: tokens of its prompt still to be computed, tokens of its output still to come."""
+    """A running request. prompt: its prompt tokens to be computed. output: its output tokens to come."""
 
     request: Request
     answer: Answer
@@ -220,12 +220,12 @@ class _Running:
         self.output -= 1
 
 
-# The engine of a request, of all engines at the moment of its arrival.
+# Chooses the engine of a request from all engines, as they are when the request arrives.
 Placement = Callable[[Request, Sequence[Engine]], int]
 
 
 def placed(requests: Sequence[Request], engines: int) -> Placement:
-    """All requests of a group go to one engine; the largest groups choose first, the emptiest engine."""
+    """All requests of a group go to one engine. The largest groups choose first, each the emptiest engine."""
     sizes = Counter(request.group for request in requests)
     loads = [(0, engine) for engine in range(engines)]
     chosen: dict[str, int] = {}
@@ -237,7 +237,7 @@ def placed(requests: Sequence[Request], engines: int) -> Placement:
 
 def routed(policy: Policy) -> Placement:
     """What a router's policy chooses."""
-    # Policies compare these only, and times begin again with each stage.
+    # Only the order of these numbers matters to policies. Times would begin again with each stage.
     cold_prompts = itertools.count(1)
 
     def choose(request: Request, engines: Sequence[Engine]) -> int:
@@ -255,7 +255,7 @@ def routed(policy: Policy) -> Placement:
 
 
 def simulated(policy: str) -> str:
-    """The name of a policy here."""
+    """The name of a simulated policy."""
     return f"{policy} (simulated)"
 
 
@@ -265,12 +265,12 @@ for _name, _policy in POLICIES.items():
 
 
 def _keys(request: Request) -> list[int]:
-    """One for each full block, in parts that begin with a block."""
+    """One key for each full block; each part begins with a new block."""
     return [content << 32 | index for content, count in request.contents for index in range(count // _BLOCK)]
 
 
 def _common(one: Request, other: Request) -> int:
-    """Tokens at the begin of both."""
+    """Leading tokens that both have in common."""
     found = 0
     for (content, count), (other_content, other_count) in zip(one.contents, other.contents, strict=False):
         if content != other_content:
@@ -282,7 +282,7 @@ def _common(one: Request, other: Request) -> int:
 
 
 class Simulation:
-    """A fleet of such devices with one placement."""
+    """A fleet of simulated engines with one placement."""
 
     def __init__(self, device: Device, engines: int, placement: Placement) -> None:
         self._placement = placement

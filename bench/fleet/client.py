@@ -1,7 +1,7 @@
-"""Sends requests when they are due, whatever has become of those before, and notes when their tokens come.
+"""Sends each request when it is due, whatever became of earlier requests, and notes when its tokens come.
 
-A process of its own, `python -m bench.fleet.client`: what it is asked for comes as JSON through its standard input,
-events and answers go out as lines of JSON.
+A process of its own, `python -m bench.fleet.client`: the workload comes as JSON through its standard input, events and
+answers go out as lines of JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ READY_SECONDS = 0.5
 
 @dataclass
 class Answer:
-    """What came of a request; times in seconds after the stage's begin, None for what never came.
+    """The outcome of a request; times in seconds after the stage's begin, None for what never came.
 
     code: of the error, OK without one. counted: output tokens that came within the measured time.
     """
@@ -48,7 +48,7 @@ class Answer:
 
 @dataclass
 class Ask:
-    """What the client is asked for: requests in the order of their times, to one target after the other."""
+    """The client's workload: requests in the order of their times. They go to the targets in turns."""
 
     targets: Sequence[str]
     requests: Sequence[Request]
@@ -114,7 +114,7 @@ class Client:
         answer.sent = time.monotonic() - begin
         pieces: list[tuple[float, bytes]] = []
         try:
-            # Without a comprehension, which would lose what came before an error.
+            # A comprehension would lose the pieces that came before an error.
             async for piece in call(content, timeout=DEADLINE_SECONDS):
                 pieces.append((time.monotonic() - begin, piece))  # noqa: PERF401
         except grpc.aio.AioRpcError as error:
@@ -133,7 +133,7 @@ class Client:
 
 
 def say(line: dict[str, Any]) -> None:
-    """Tells the parent. The line is short: where output is not buffered, a signal may cut a long one off."""
+    """Tells the parent. The line is short: where output is not buffered, a signal may cut a long line off."""
     print(json.dumps(line), flush=True)
 
 

@@ -25,7 +25,7 @@ from tests.support.ports import free_address
 
 STUB = "bench.stub_executor"
 ROUTER = "scheduler.router"
-# The client calls one engine after the other itself, without a router.
+# The client itself calls one engine after the other, without a router.
 DIRECT = "direct"
 # A router's counters, and the words for them.
 REQUESTS = "kvkeep_router_routed_requests_total"
@@ -54,7 +54,7 @@ class Load:
 
 
 class Watch:
-    """Takes note of the processor from its making on."""
+    """Measures use of the processor from its creation on."""
 
     def __init__(self, processes: dict[str, psutil.Process]) -> None:
         self._processes = processes
@@ -62,10 +62,10 @@ class Watch:
         self._begin, self._machine, self._cpu = time.monotonic(), psutil.cpu_times(), self._seconds()
 
     def load(self) -> Load:
-        """Since then."""
+        """The load since the creation."""
         seconds, machine = time.monotonic() - self._begin, psutil.cpu_times()
         taken = {name: after - self._cpu[name] for name, after in self._seconds().items()}
-        # What runs with a low priority gives way.
+        # Processes with a low priority give way, so their time counts as idle.
         idle = _unused(machine) - _unused(self._machine)
         cpu: dict[str, float] = {}
         for name, one in taken.items():
@@ -84,10 +84,10 @@ def _unused(times: Any) -> float:
 
 @dataclass
 class Measured:
-    """One stage: the answers, whose time the processor took while it was measured, and what engines and router say.
+    """One stage: the answers, each process's share of the processor time, and figures of engines and routers.
 
-    idle_share: of the time in which an engine had sequences, the share in which none of its steps ran: what the
-    processes around it cost. router: what the counters of all routers went up by, empty without a router.
+    idle_share: of the time in which an engine had sequences, the share in which none of its steps ran, because of the
+    processes around it. router: the increase of the counters of all routers, empty without a router.
     """
 
     answers: list[Answer]
@@ -101,8 +101,8 @@ class Measured:
 class Fleet:
     """Engines and cache managers. Use it in a with statement.
 
-    settings: of the processes, as a Stack takes them. Engine n belongs to shard n modulo `shards`. routers: how many
-    stand side by side, each with its share of the requests.
+    settings: of the processes, as a Stack takes them. Engine n belongs to shard n modulo `shards`. routers: the number
+    of routers, each with its share of the requests.
     """
 
     engines: int
@@ -159,11 +159,11 @@ class Fleet:
 
     @property
     def targets(self) -> list[str]:
-        """Where requests go in turns: the routers, or without one all engines."""
+        """The addresses that requests go to in turns: the routers, or all engines if there is no router."""
         return [f"unix:{router.folder}/router.sock" for router, _ in self._routers] or self.schedulers
 
     def restart_routers(self, policy: str) -> None:
-        """Starts routers that know nothing and replace those before; with DIRECT there are none."""
+        """Replaces the routers by new ones, whose views are empty; with DIRECT there are no routers."""
         self.stop_routers()
         for number in range(self.routers if policy != DIRECT else 0):
             address = free_address()
@@ -234,7 +234,7 @@ class Fleet:
         return {f"engine-{number}": after.get(name, 0.0) - before.get(name, 0.0) for number, name in enumerate(names)}
 
     def _router_counts(self) -> dict[str, float]:
-        """Metrics of all routers by name and labels; those of one name add up under the name alone."""
+        """Metrics of all routers by name and labels; metrics of one name also add up under the name alone."""
         counts: dict[str, float] = {}
         for _, address in self._routers:
             for name, labels, value in metrics(address):
@@ -243,7 +243,7 @@ class Fleet:
         return counts
 
     def _processes(self) -> dict[str, psutil.Process]:
-        """All processes of the fleet, distinguished by a hyphen behind their kind; this one among them."""
+        """All processes of the fleet, including this one, by their kind with a hyphen and a number."""
         found = {"parent": psutil.Process()}
         for number, stack in enumerate(self._stacks):
             for name in stack.modules:

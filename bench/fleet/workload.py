@@ -1,4 +1,4 @@
-"""What is asked of a fleet: groups with a long prefix of their own, or a recorded trace; the same for every policy."""
+"""The workload of a fleet: groups with a long prefix each, or a recorded trace; the same for every policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LEAST_ID, _MOST_ID = 128, (1 << 14) - 1
 # The groups of bursts, one for each stage, begin with this word.
 BURST = "burst"
 BURST_SECONDS = 1.0
-# Contents that no other request has, and those of a trace.
+# Numbers of contents that no other request has, and of contents of a trace.
 _OWN, _TRACED = 1_000_000, 1_000_000_000
 
 
@@ -52,10 +52,10 @@ def _ids(content: int, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Stage:
-    """Requests that arrive one after the other, whatever becomes of those before.
+    """Requests that arrive one after the other, whatever becomes of earlier requests.
 
-    rate: its name in tables. measured_from: seconds; requests that arrive earlier warm the caches and count apart.
-    cold: the caches are emptied before it, and the router is a new one.
+    rate: the name in tables. measured_from: seconds; requests that arrive earlier warm the caches and count apart.
+    cold: the stage begins with empty caches and a new router.
     """
 
     rate: str
@@ -69,7 +69,7 @@ class Stage:
 class Groups:
     """Groups that each have a prefix, and users of each group who send a new prompt every time.
 
-    burst: requests of one more group, new in each stage, that come within a second in its middle, each of another user.
+    burst: requests of a group that is new in each stage. They come within a second in its middle, each of another user.
     """
 
     groups: int = 150
@@ -126,7 +126,7 @@ class Trace:
     begin: float = 0.0
 
     def stages(self, speeds: Iterable[float], seconds: float) -> Iterator[Stage]:
-        """The same requests at every speed, from an empty cache each time; at speed 1 they take so many seconds."""
+        """The same requests at every speed, with an empty cache each time; at speed 1 they take `seconds`."""
         requests = []
         for request in read(self.path):
             at = (request.time - self.begin) / self.scale

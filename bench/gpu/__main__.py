@@ -1,8 +1,8 @@
 """Speed of the GPU path on this CUDA device, beside the limits of the device.
 
 Run it with `make bench-gpu`. Correctness comes first: each kernel against its reference, and greedy output of small
-models with and without graphs, through transformers' modules, and of generate(). What a red check stands for is not
-measured. Each part has a time that it may take, and all of them end within nine minutes. Prints one table and keeps
+models with and without graphs, through transformers' modules, and of generate(). A part whose check fails is not
+measured. Each part has a time limit, and all parts end within nine minutes. Prints one table and keeps
 everything as JSON. The status is 0 when all parts were done, whatever their figures, and 1 otherwise. Without a CUDA
 device there is nothing to measure, and the status is 0.
 """
@@ -22,12 +22,12 @@ from bench.gpu.parts import OUT_OF_TIME, Bench, Figure, Part, Result, exit_statu
 from bench.result import Result as Kept
 from bench.result import add_json_argument
 
-# Of nine minutes; what hangs where no signal reaches it is ended a little later.
+# Seconds, of nine minutes; a part that hangs where no signal reaches it is ended a little later.
 SECONDS, GRACE = 500.0, 25.0
 
 
 def _late(module: str, name: str) -> Callable[[Bench], Sequence[Figure]]:
-    """A part's function, imported when it runs: what one part misses must not keep the others from running."""
+    """A part's function, imported when it runs: a package that one part misses must not stop the other parts."""
     return lambda bench: getattr(importlib.import_module(f"bench.gpu.{module}"), name)(bench)  # type: ignore[no-any-return]
 
 
@@ -46,7 +46,7 @@ PARTS = (
     Part("transfers", _late("models", "transfers"), 60, (DECODE,)),
     Part("8B throughput", _late("models", "throughput"), 60, (DECODE,)),
     Part("stack", _late("stack", "serve"), 120, (MODELS,)),
-    # Takes the memory of the pools that the parts before have used.
+    # This part takes the memory of the pools of the parts before.
     Part("generate_batch", _late("models", "beside_transformers"), 180, ("8B throughput",)),
 )
 
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
     parser = argparse.ArgumentParser(prog="bench-gpu", description=__doc__)
     add_json_argument(parser)
-    parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="these and what they need")
+    parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="these and the needed parts")
     given = parser.parse_args(arguments)
     try:
         import torch
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def chosen(names: Sequence[str]) -> tuple[Part, ...]:
-    """These parts and all that they need, in the usual order."""
+    """These parts and all parts that they need, in the usual order."""
     wanted = set(names)
     for part in reversed(PARTS):
         if part.name in wanted:
@@ -121,5 +121,5 @@ def chosen(names: Sequence[str]) -> tuple[Part, ...]:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    # Without waiting for threads: one of transformers may still run where a part was broken off.
+    # Without waiting for threads: a thread of transformers may still run after a part was broken off.
     os._exit(status)

@@ -40,9 +40,9 @@ from kernels.store_kv import reference as store_reference
 from kernels.store_kv.launch import store_kv
 from tests.kernels.attention_cases import Case, build, error_ratio, exact
 
-# Root mean square of the error over that of the truth.
+# Root mean square of the error over the root mean square of the truth.
 BARS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-# What two right ways in bfloat16 may differ by.
+# The most by which two correct computations in bfloat16 may differ.
 BETWEEN = 2e-2
 QUERY_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16
 HEADS = Case(query_heads=QUERY_HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK)
@@ -80,7 +80,7 @@ def check_on(device: str) -> None:
         ):
             errors[name] = ratio(*op(dtype, device))
         for name, op in (("store", _store), ("copy", _copy), ("compaction", _compacted), ("draws", _drawn)):
-            # These move bytes, or choose.
+            # These kernels move bytes or choose, so they are exact.
             errors[name] = 0.0 if torch.equal(*op(dtype, device)) else torch.inf
         for name, error in errors.items():
             note(f"  {name}, {dtype}: error {error:.1e}")
@@ -91,7 +91,7 @@ def check_on(device: str) -> None:
 
 
 def ratio(got: Tensor, truth: Tensor) -> float:
-    """NaN when anything is none."""
+    """The relative error; NaN when any value is NaN."""
     got, truth = got.double().cpu(), truth.double().cpu()
     return float((got - truth).norm() / truth.norm())
 
@@ -129,7 +129,7 @@ def _drawn(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
 
 
 def _rotary(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """What is left of query and caches; the last row belongs to no sequence."""
+    """Query and caches after the kernel; the last row belongs to no sequence."""
     angles = torch.arange(64)[:, None] * torch.rand(HEAD_DIM // 2, generator=torch.Generator().manual_seed(3))
     cos, sin = (f(torch.cat([angles, angles], -1)) for f in (torch.cos, torch.sin))
     qkv = _random(dtype, 5, QUERY_HEADS + 2 * KV_HEADS, HEAD_DIM)
@@ -138,7 +138,7 @@ def _rotary(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     def result(where: str, wide: torch.dtype) -> Tensor:
         parts = torch.split(qkv.to(where, wide, copy=True), [QUERY_HEADS, KV_HEADS, KV_HEADS], 1)
         caches = torch.zeros(2, 6, BLOCK, KV_HEADS, HEAD_DIM, dtype=wide, device=where)
-        # What the device multiplies with is rounded.
+        # The device multiplies with rounded cosines and sines.
         angles = [one.to(where, dtype).to(wide) for one in (cos, sin)]
         if wide == dtype:
             rotary_store(*parts, *angles, torch.tensor(positions, device=where), slots.to(where), *caches)
@@ -167,7 +167,7 @@ def _copy(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
 
 
 def _compacted(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """Each layer and head moves its own slots, some of which others leave."""
+    """Each layer and head moves its own slots; some targets are sources of other moves."""
     truth = _random(dtype, 2, 3, 9, BLOCK, KV_HEADS, HEAD_DIM)
     sources, targets = _slots(1), _slots(2)
     got = truth.to(device, copy=True)
@@ -187,13 +187,13 @@ def _turned(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
 
 
 def _slots(seed: int) -> Tensor:
-    """Of 3 layers' heads each, 40 of nine blocks in any order: [3, Hkv, 40]."""
+    """For each head of 3 layers, 40 slots of nine blocks in any order: [3, Hkv, 40]."""
     order = torch.rand(3, KV_HEADS, 9 * BLOCK, generator=torch.Generator().manual_seed(seed)).argsort(-1)
     return order[..., :40]
 
 
 def _scores(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """Of the last queries of each sequence."""
+    """Attention scores of the last queries of each sequence."""
     case, counts = replace(CASES["prefill beside decode"], dtype=dtype), [1, 8, 0]
     problem = build(case)
     lse = torch.zeros(problem.query.shape[:2], dtype=torch.float64)
@@ -220,7 +220,7 @@ def _scores(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
 
 
 def seconds_of(call: Callable[[], object], rounds: int = 30) -> float:
-    """Median time of a call's work on the device, launched as a CUDA graph, so that launching takes no part in it."""
+    """Median time of a call's work on the device, launched as a CUDA graph, so that the launch does not count."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -233,14 +233,14 @@ def seconds_of(call: Callable[[], object], rounds: int = 30) -> float:
         graph.replay()
         end.record()
     torch.cuda.synchronize()
-    # The first ones warm up.
+    # The first calls warm up.
     return statistics.median(begin.elapsed_time(end) for begin, end in events[3:]) / 1e3
 
 
 def bandwidth(_: Bench) -> Sequence[Figure]:
-    """Of a copy on the device, many times as large as its caches: bytes read and bytes written.
+    """Bandwidth of a copy on the device, many times as large as its caches: bytes read and bytes written.
 
-    The faster of the driver's own copy and of a kernel's, as either may be the slower one.
+    The faster of the driver's own copy and a kernel's copy, as either may be slower.
     """
     free = torch.cuda.mem_get_info()[0]
     source = torch.empty(min(1 << 30, free // 16), dtype=torch.int32, device="cuda").random_()
@@ -305,7 +305,7 @@ class Problem:
         return cls(query, k_cache, v_cache, batch, sequences, length)
 
     def paged(self, **options: Any) -> Tensor:
-        """[T, Hq, D]; options of paged_attention."""
+        """Paged attention, [T, Hq, D]. options: of paged_attention."""
         return paged_attention(
             self.query, self.k_cache, self.v_cache, self.batch, AttentionArgs(HEAD_DIM**-0.5), **options
         )
@@ -321,7 +321,7 @@ class Problem:
         return query, keys, values
 
     def hold_to(self, theirs: Tensor) -> None:
-        """Raises WrongError when ours is not theirs, [S, Hq, Q, D]."""
+        """Raises WrongError when our output is not torch's, [S, Hq, Q, D]."""
         ours = self.paged().view(self.sequences, -1, QUERY_HEADS, HEAD_DIM).transpose(1, 2)
         error = ratio(ours, theirs)
         note(f"  ours beside torch's: {error:.1e}")
@@ -329,7 +329,7 @@ class Problem:
             raise WrongError(f"attention is off by {error:.1e} from torch's")
 
     def sweep(self, candidates: Iterator[TileSizes]) -> tuple[float, TileSizes]:
-        """The least time, and of which sizes."""
+        """The least time, and the sizes that reach it."""
         begin, best = time.monotonic(), (torch.inf, TileSizes(0, 0, 0, 0, 0))
         for sizes in candidates:
             if time.monotonic() - begin > SWEEP_SECONDS:
@@ -337,7 +337,7 @@ class Problem:
                 break
             try:
                 seconds = seconds_of(lambda sizes=sizes: self.paged(sizes=sizes), 10)
-            except Exception as error:  # Sizes that do not fit this device; Triton's errors have no one base.
+            except Exception as error:  # Sizes that do not fit this device; Triton's errors have no common base.
                 note(f"  {sizes}: {type(error).__name__}")
                 continue
             if seconds < best[0]:
@@ -365,7 +365,7 @@ def decode_attention(bench: Bench) -> Sequence[Figure]:
 
         flex = torch.compile(flex_attention, dynamic=False)
         times["FlexAttention"] = seconds_of(lambda: flex(query, keys, values, enable_gqa=True))
-    except Exception as error:  # It needs a compiler, which is not what is measured.
+    except Exception as error:  # FlexAttention needs a compiler, which is not measured here.
         note(f"  FlexAttention does not run here: {type(error).__name__}: {error}"[:300])
     for name, other in times.items():
         figures.append(Figure(f"decode attention, speed by {name}'s", other / seconds, at_least=1))
@@ -399,7 +399,7 @@ def uneven_attention(bench: Bench) -> Sequence[Figure]:
 
 
 def sampling(bench: Bench) -> Sequence[Figure]:
-    """Of 256 rows of 128,256 tokens: time of the device, and of the host until all is launched."""
+    """Sampling of 256 rows of 128,256 tokens: time of the device, and of the host until all is launched."""
     figures = []
     logits = torch.randn(256, 128256, device="cuda", dtype=torch.bfloat16) * 3
     places = torch.arange(256, device="cuda")
@@ -438,7 +438,7 @@ def prefill_attention(_: Bench) -> Sequence[Figure]:
 
         problem.hold_to(flash())
         seconds, theirs = seconds_of(problem.paged), seconds_of(flash)
-        # Two products, of which the causal half is wanted.
+        # Two products, of which the causal half counts.
         work = 4 * sequences * QUERY_HEADS * HEAD_DIM * length * length / 2
         name = f"prefill attention {sequences} x {length:,}"
         figures += [

@@ -80,7 +80,7 @@ class WithoutGraphs(CudaGraphRunner):
 
 
 KINDS = {"graphs": CudaGraphRunner, "no graphs": WithoutGraphs}
-# What bfloat16 may be further off than transformers' own.
+# The error in bfloat16 may be at most this multiple of the error of transformers.
 ROUNDING = 1.5
 
 
@@ -100,7 +100,7 @@ def check(_: Bench) -> Sequence[Figure]:
 
 
 def check_on(device: str, name: str, config: PretrainedConfig) -> None:
-    """The same for one model, on any device."""
+    """The same check for one model, on any device."""
     exact, rounded = (build(config, dtype, device) for dtype in (torch.float32, torch.bfloat16))
     for parameter in exact.parameters():
         if parameter.dim() > 1:
@@ -153,7 +153,7 @@ def _fused(kind: type[CudaGraphRunner], module: Any, model: Model) -> Forward:
 
 
 class Loop:
-    """Steps one ahead of their outcomes, as the scheduler sends them."""
+    """Sends each step before the outcome of the previous step is known, as the scheduler does."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -161,7 +161,7 @@ class Loop:
         self.outcomes: list[Any] = []
 
     def step(self, **changes: Any) -> None:
-        """Launches one, then waits for the one before."""
+        """Launches a step, then waits for the step before."""
         launched = self._runner.launch(self._runner.prepare(Step(self._runner.last_step + 1, **changes)))
         self.finish()
         self._pending = launched
@@ -169,7 +169,7 @@ class Loop:
             self.finish()
 
     def finish(self) -> None:
-        """Waits for the last one."""
+        """Waits for the last step."""
         if self._pending is not None:
             self.outcomes.append(self._pending.result())
             self._pending = None
@@ -189,7 +189,7 @@ def run_requests(
     left, launched = [len(prompt) for prompt in prompts], [0] * len(prompts)
     loop, begin, gone = Loop(runner), time.perf_counter(), 0
     while gone < len(prompts):
-        # All tokens are wanted, so what comes next is known without the outcomes.
+        # No output ends early, so the next step is known without the outcomes.
         removed = tuple(i for i, made in enumerate(launched) if made == count)
         for i in removed:
             launched[i] = -1
@@ -226,13 +226,13 @@ class Large:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the weights that a step reads: of the embedding it reads a few rows."""
+        """Bytes of the weights that a step reads; of the embedding a step reads only a few rows."""
         embedding = self.module.get_input_embeddings().weight
         return sum(one.nbytes for one in self.module.parameters() if one is not embedding)
 
     @classmethod
     def make(cls) -> Large:
-        """Raises CannotRunError without the memory."""
+        """Raises CannotRunError without enough memory."""
         free = torch.cuda.mem_get_info()[0]
         if free < 20e9:
             raise CannotRunError(f"an 8B model takes 20 GB of device memory, {free / 1e9:.1f} are free")
@@ -283,7 +283,7 @@ def decode_steps(bench: Bench) -> Sequence[Figure]:
 
 
 def _decoding(runner: Runner, batch: int) -> tuple[NewSequence, ...]:
-    """So many sequences of CONTEXT tokens, of which all but one are cached."""
+    """`batch` sequences of CONTEXT tokens, of which all but one are cached."""
     rng, groups = random.Random(batch), len(runner.pools.pools)
     each = -(-(CONTEXT + STEPS + WARM) // BLOCK)
     return tuple(
@@ -299,7 +299,7 @@ def _decoding(runner: Runner, batch: int) -> tuple[NewSequence, ...]:
 
 
 def _decode(runner: Runner, batch: int) -> list[Any]:
-    """Outcomes of steps of so many sequences, without those that warm up."""
+    """Outcomes of steps of `batch` sequences, without the steps that warm up."""
     runner.clear()
     joining = _decoding(runner, batch)
     loop = Loop(runner)
@@ -311,7 +311,7 @@ def _decode(runner: Runner, batch: int) -> list[Any]:
 
 
 def mixed_steps(bench: Bench) -> Sequence[Figure]:
-    """A step of 63 decodes and a chunk of a prompt, by the time of both alone."""
+    """A step of 63 decodes and a chunk of a prompt, divided by the time of two separate steps."""
     large: Large = bench.kept["8B"]
     assert large.runner is not None
     runner, figures = large.runner, []
@@ -331,7 +331,7 @@ def mixed_steps(bench: Bench) -> Sequence[Figure]:
 
 
 def _step_seconds(runner: Runner, decodes: int, chunk: int) -> float:
-    """Time of a step of sequences that decode behind CONTEXT tokens, and of the first tokens of one more prompt."""
+    """Time of a step of sequences that decode after CONTEXT tokens, and of the first tokens of one more prompt."""
     runner.clear()
     joining = _decoding(runner, decodes + 1)
     runner.launch(runner.prepare(Step(runner.last_step + 1, new_sequences=joining[:-1]))).result()
@@ -341,7 +341,7 @@ def _step_seconds(runner: Runner, decodes: int, chunk: int) -> float:
 
 
 def through_the_worker(bench: Bench) -> Sequence[Figure]:
-    """Decoding of 64 sequences through the executor's own thread, each step sent when the last but one is told."""
+    """Decoding of 64 sequences through the executor's own thread, with at most two steps in flight."""
     large: Large = bench.kept["8B"]
     assert large.runner is not None
     batch = min(64, large.sequences)
@@ -398,7 +398,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _prompts(variant: int, vocabulary: int) -> list[list[int]]:
-    """Token ids of no meaning with the lengths of W1."""
+    """Random token ids with the lengths of W1."""
     rng = random.Random(variant)
     return [[rng.randrange(vocabulary) for _ in range(length)] for length in W1.prompt_tokens]
 
@@ -423,7 +423,7 @@ def throughput(bench: Bench) -> Sequence[Figure]:
 def beside_transformers(bench: Bench) -> Sequence[Figure]:
     """The same load through transformers' continuous batching, with the settings that it chooses."""
     large: Large = bench.kept["8B"]
-    # Its pools take what is free.
+    # The pools of transformers take all free memory.
     large.runner = None
     gc.collect()
     torch.cuda.empty_cache()
@@ -432,7 +432,7 @@ def beside_transformers(bench: Bench) -> Sequence[Figure]:
     generation = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0)
     options: dict[str, Any] = {"generation_config": generation, "progress_bar": False}
     if "persistent_manager" in inspect.signature(large.module.generate_batch).parameters:
-        # Else every call would capture its graphs anew.
+        # Otherwise every call would capture its graphs anew.
         options["persistent_manager"] = True
     seconds = []
     for variant in range(3):

@@ -1,4 +1,4 @@
-"""Parts of a measurement that must not spoil one another: budgets of time, gates, errors, and the table at the end."""
+"""Parts of a measurement that must not harm one another: time budgets, gates, errors, and the table at the end."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ OUT_OF_TIME = ("not run", "out of time")
 
 
 class WrongError(Exception):
-    """Something computes what it must not; the message says what."""
+    """Something computes wrong values; the message says what."""
 
 
 class CannotRunError(Exception):
-    """A part has no sense here; the message says why."""
+    """A part makes no sense here; the message says why."""
 
 
 class OutOfTimeError(BaseException):
-    """A part took longer than it may. Not an Exception: what catches those within a part must not catch this."""
+    """A part took longer than it may. Not an Exception: a part that catches exceptions must not catch this."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number, and the target it has if it has one."""
+    """One measured number, and its target if there is one."""
 
     name: str
     value: float
@@ -47,7 +47,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """None where there is no target."""
+        """Whether the target is met; None where there is no target."""
         if self.at_least is not None:
             return self.value >= self.at_least
         return self.value <= self.at_most if self.at_most is not None else None
@@ -55,19 +55,19 @@ class Figure:
 
 @dataclass
 class Bench:
-    """What parts know of each other: figures by name, and what is too expensive to make twice."""
+    """What parts share: figures by name, and objects that are too expensive to make twice."""
 
     figures: dict[str, Figure] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
 
     def value(self, name: str) -> float:
-        """A figure of a part that this one needs."""
+        """A figure of an earlier part that the caller needs."""
         return self.figures[name].value
 
 
 @dataclass(frozen=True)
 class Part:
-    """seconds: the most it may take. needs: parts that must have succeeded, its gates among them."""
+    """seconds: the part's time limit. needs: parts that must have succeeded, including the part's gates."""
 
     name: str
     run: Callable[[Bench], Sequence[Figure]]
@@ -77,8 +77,8 @@ class Part:
 
 @dataclass
 class Result:
-    """status: done, wrong (it computes nonsense), failed (an error), skipped (it has no sense here), or not run for
-    want of time or of what it needs. detail: why."""
+    """status: done, wrong (it computes nonsense), failed (an error), skipped (it makes no sense here), or not run
+    because time or a needed part is missing. detail: why."""
 
     status: str
     detail: str = ""
@@ -88,7 +88,7 @@ class Result:
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raises OutOfTimeError in the main thread when that much time has passed."""
+    """Raises OutOfTimeError in the main thread after this time."""
 
     def over(*_: object) -> None:
         raise OutOfTimeError
@@ -159,12 +159,12 @@ def show(results: Mapping[str, Result]) -> str:
 
 
 def exit_status(results: Mapping[str, Result], parts: Sequence[Part]) -> int:
-    """0 when every part is done or has no sense here; a target that is missed is a result, not an error."""
+    """0 when every part is done or makes no sense here; a missed target is a result, not an error."""
     return 0 if all(results[part.name].status in ("done", "skipped") for part in parts) else 1
 
 
 def values(results: Mapping[str, Result], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """All of it."""
+    """All results and facts, for JSON."""
     found = {
         name: asdict(result) | {"figures": [asdict(figure) | {"met": figure.met} for figure in result.figures]}
         for name, result in results.items()

@@ -50,7 +50,7 @@ def save(config: PretrainedConfig, folder: Path, dtype: torch.dtype, device: str
 
 
 def serve(_: Bench) -> Sequence[Figure]:
-    """Requests at once, the same ones again, and a stream that lives on while the cache manager is killed."""
+    """Requests at once, the same requests again, and a stream that goes on while the cache manager is killed."""
     return serve_on("cuda", MODEL, torch.bfloat16, REQUESTS, PROMPT, OUTPUT, KILLED_OUTPUT)
 
 
@@ -87,7 +87,7 @@ def serve_on(
 async def _load(stack: Stack, prompts: Sequence[list[int]], output: int) -> list[Figure]:
     asked = [greedy_request(prompt, output) for prompt in prompts]
     rounds = []
-    # Other prompts warm up what only requests do.
+    # Requests with other prompts warm up the code that only requests run.
     warm = [greedy_request(prompt[1:9], 4) for prompt in prompts[:8]]
     await generate_all(stack.scheduler, warm, concurrency=8)
     for _ in range(2):

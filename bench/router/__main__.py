@@ -1,4 +1,4 @@
-"""What the router's view of the caches costs: decisions, memory, events, a restart, a large fleet.
+"""Costs of the router's view of the caches: decisions, memory, events, a restart, a large fleet.
 
 Nothing needs a model or a device. Times are process time where they can be, so that a busy machine disturbs them
 little. A missed target is a result: nothing fails for it.

@@ -45,7 +45,7 @@ class CachingManager:
             self._stub.RegisterExecutor(executor, timeout=60)
 
     def cache(self, number: int, blocks: int) -> None:
-        """Caches a prompt of so many blocks, each number another one, on the executors in turn."""
+        """Caches a prompt of `blocks` blocks on the executors in turn; each number is another prompt."""
         sync_number = next(self._syncs)
         name = f"q{sync_number}"
         first = number * blocks * BLOCK
@@ -75,7 +75,7 @@ class CachingManager:
 
     def processor(self) -> float:
         """Seconds of processor time so far, of all threads."""
-        # In nanoseconds, where the process's own times are in hundredths of a second.
+        # This clock counts nanoseconds; the process's own times count hundredths of a second.
         found = [(one / "schedstat").read_text().split()[0] for one in self._threads.iterdir()]
         return sum(map(int, found)) / 1e9
 
@@ -87,7 +87,7 @@ class CachingManager:
 def caching_manager(
     engines: int, blocks: int, *, with_redis: bool = False, **settings: object
 ) -> Iterator[CachingManager]:
-    """blocks: of each executor. The settings are those of a Stack."""
+    """blocks: of each executor. settings: of a Stack."""
     modules = {"cachemgr": "cachemgr"}
     without = {} if with_redis else {"redis_url": ""}
     with Stack(modules=modules, cachemgr_lease_seconds=3600, **without, **settings) as stack:

@@ -1,4 +1,4 @@
-"""What a fleet of many engines and shards with millions of cached blocks needs: measured, and computed from that.
+"""The needs of a fleet of many engines and shards with millions of cached blocks: measured, and computed from these.
 
 The view is really that large. Rates and times of the whole fleet are computed from the cost of an event, a block and a
 decision: `computed` has the formulas.
@@ -50,7 +50,7 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """What one of each takes, in the units of UNITS; times are process times of a router.
+    """The cost of each item, in the units of UNITS; times are process times of a router.
 
     copies: engines that have a block, on average. decision_engine: of a whole decision, by engine. decision_block and
     hashing: of a decision, for each block of the prompt. snapshot_block: of a snapshot, for each engine that has the
@@ -104,7 +104,7 @@ def rows(size: Size) -> Iterator[Row]:
 
 
 def view(size: Size) -> Generator[Row, None, dict[str, float]]:
-    """What a view of that size takes, and the costs that follow. Starts no process."""
+    """The memory of a view of that size, and the resulting costs. Starts no process."""
     attempts = [prompt(number) for number in range(PROMPTS)]
     Caches(2)
     gc.collect()
@@ -161,7 +161,7 @@ def _loss(caches: Caches) -> Iterator[Row]:
 
 
 def _shard(size: Size, **settings: object) -> tuple[list[pb.WatchEventsResponse], float]:
-    """Messages of a cache manager with its share of the engines, and commands of Redis for an event of these."""
+    """Messages of a cache manager with its share of the engines, and Redis commands for an event of these engines."""
     engines = size.engines // size.shards
     with caching_manager(engines, 10 * PROMPT_BLOCKS, with_redis=True, **settings) as manager:
         numbers = count()
@@ -180,7 +180,7 @@ def _shard(size: Size, **settings: object) -> tuple[list[pb.WatchEventsResponse]
 
 
 def computed(size: Size, costs: Costs) -> Iterator[Row]:
-    """What the fleet needs by the costs."""
+    """The needs of the fleet, by the costs."""
     events, stored = size.events * size.shards, size.blocks * costs.copies
     yield Row("computed: memory of the view, for each router", size.blocks * costs.block_bytes / 1e9, "GB")
     for blocks in (SHORT_PROMPT_BLOCKS, LONG_PROMPT_BLOCKS):

@@ -1,7 +1,7 @@
 """One decision of the policy `cost` for a prompt of 100,000 tokens, 16 engines and a view of a million blocks.
 
-Each case has a view of its own. The prompts of a case follow each other, so that no processor cache has what the next
-one needs. Hashing the prompt is apart: whatever the view is made of, it takes the same.
+Each case has a view of its own. The prompts of a case take turns, so that no processor cache has the data that the next
+prompt needs. Hashing the prompt counts apart: its time does not depend on the view.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def on_all(caches: Caches, number: int, keys: list[int]) -> None:
 
 
 def in_tiers(caches: Caches, number: int, keys: list[int]) -> None:
-    """Every engine has a beginning: some on the device, what follows in host memory, then on disk, each as long."""
+    """Every engine has a beginning: a part on the device, the next in host memory, the next on disk."""
     random = Random(number)
     for engine in range(len(caches.names)):
         ends = [0, *sorted(random.choices(range(len(keys) + 1), k=3))]
@@ -85,7 +85,7 @@ def rows(blocks: int) -> Iterator[Row]:
 
 
 def filled(attempts: Sequence[AdmissionAttempt], store: Store, blocks: int, engines: int, shards: int = 1) -> Caches:
-    """Caches with the prompts as a case has them, and with other blocks, up to a number of blocks."""
+    """Caches with the prompts of a case, and with other blocks up to a total number of blocks."""
     caches = Caches(engines, shards)
     for number, attempt in enumerate(attempts):
         store(caches, number, keys_of(attempt))

@@ -1,8 +1,8 @@
-"""What events cost: the cache manager, which tells them in three ways, and the router that takes them in.
+"""Costs of events: for the cache manager, which sends them in three ways, and for the router that receives them.
 
-A real cache manager serves prompts at a steady rate, each of which stores as many blocks as it evicts, so that 5,000
-events come in a second. Its processor time with a watcher of keys less that without is what the watcher costs. Two more
-cache managers publish over ZeroMQ and write the index by key: they are compared with one that does not, in turns.
+A real cache manager serves prompts at a steady rate. Each prompt stores as many blocks as it evicts, so that 5,000
+events come in a second. A watcher of keys costs the manager's processor time with the watcher less the time without.
+Two more cache managers publish over ZeroMQ and write the index by key: they are compared with a plain one, in turns.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def rows(blocks: int) -> Iterator[Row]:
     with ExitStack() as exits:
 
         def full(**settings: Any) -> tuple[CachingManager, Iterator[int]]:
-            """A cache manager that has to evict, and numbers of its next prompts."""
+            """A cache manager that has to evict, and the numbers of its next prompts."""
             manager, numbers = exits.enter_context(caching_manager(ENGINES, POOL_BLOCKS, **settings)), count()
             for _ in range(ENGINES * POOL_BLOCKS // PROMPT_BLOCKS + ENGINES):
                 manager.cache(next(numbers), PROMPT_BLOCKS)
@@ -80,7 +80,7 @@ def _costs(name: str, microseconds: list[float]) -> Iterator[Row]:
 
 
 class Reader:
-    """Reads what is published of all executors over ZeroMQ. Use it in a with statement."""
+    """Reads the ZeroMQ messages about all executors. Use it in a with statement."""
 
     def __init__(self, address: str) -> None:
         """address: of the first executor."""
@@ -129,11 +129,11 @@ class Watcher:
                 if message.snapshot_end:
                     self._complete.set()
         except grpc.RpcError:
-            # It was cancelled.
+            # The call was cancelled.
             return
 
     def stop(self) -> list[pb.WatchEventsResponse]:
-        """The messages behind the snapshot, with the one that ended it."""
+        """The messages after the snapshot, including the message that ends the snapshot."""
         self._call.cancel()
         self._thread.join()
         self._channel.close()
@@ -152,7 +152,7 @@ def steady(manager: CachingManager, numbers: Iterator[int], rate: int = RATE) ->
 
 
 def _making() -> float:
-    """Process time of an event in microseconds: what has changed, as a message."""
+    """Process time in microseconds to make an event's part of a message."""
     cache = Cache(MADE)
     begin = cache.manager.queries.last_event
     for number in range(MADE // PROMPT_BLOCKS):
@@ -166,7 +166,7 @@ def _making() -> float:
 
 
 def taking(messages: list[pb.WatchEventsResponse], blocks: int, engines: int = ENGINES) -> Iterator[Row]:
-    """What the messages cost a router whose view has so many blocks beside theirs."""
+    """The cost of the messages for a router whose view has `blocks` further blocks."""
     caches = Caches(engines)
     for engine in range(engines):
         caches.store(engine, 1, other_keys(engine, blocks // engines))

@@ -1,4 +1,4 @@
-"""A router's view and its engines, made up: filled through the messages that cache managers send."""
+"""A synthetic view of a router, and its engines: filled through messages like those of cache managers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scheduler.router.view import CacheView, Generation
 BLOCK, PROMPT_TOKENS = 16, 100_000
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK
 FINGERPRINT = bytes(32)
-# As cache managers send them.
+# As in messages of cache managers.
 KEYS_OF_A_MESSAGE = 4096
 SHARD = "made-up"
 
@@ -43,20 +43,20 @@ def registered(name: str) -> pb.CacheChange:
 
 
 def messages(name: str, tier: int, keys: Sequence[int]) -> Iterator[bytes]:
-    """Blocks of an executor, as they come over the network."""
+    """Blocks of an executor, as a message over the network."""
     for first in range(0, len(keys), KEYS_OF_A_MESSAGE):
         blocks = pb.BlockKeys(pool_id=f"{name}/0", tier=tier, keys=keys[first : first + KEYS_OF_A_MESSAGE])
         yield pb.WatchEventsResponse(changes=[pb.CacheChange(blocks=blocks)]).SerializeToString()
 
 
 class Caches:
-    """The view of so many executors, named e0, e1 and so on, all of one cache manager or of several."""
+    """The view of `engines` executors, named e0, e1 and so on, of one or several cache managers."""
 
     def __init__(self, engines: int, shards: int = 1) -> None:
         self.view = CacheView()
-        # The most process time that a message took, in seconds.
+        # The longest process time of a message, in seconds.
         self.longest = 0.0
-        # Of all executors, each with its own.
+        # Blocks of all executors, counted for each executor.
         self.stored = 0
         self.names = [f"e{number}" for number in range(engines)]
         self.shards = [f"{SHARD}-{number}" for number in range(shards)]

@@ -1,7 +1,7 @@
-"""Until the view of a router that has just started is complete: a real cache manager, and its events over gRPC.
+"""Time until the view of a router that has just started is complete, with a real cache manager's events over gRPC.
 
-What the router does here is all that it does: times on the clock say how long it takes beside whatever else the machine
-does, process times what it costs.
+The router does nothing else. Times on the clock say how long it takes, beside other work of the machine; process times
+say how much it costs.
 """
 
 from __future__ import annotations

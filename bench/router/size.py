@@ -1,7 +1,7 @@
 """Bytes of the view for each block, of a million blocks on 16 engines.
 
-Each layout is measured in a process of its own, twice: what Python and numpy have allocated, and what is resident. Keys
-come out of messages, as they do in a router.
+Each layout is measured in a process of its own, twice: memory that Python and numpy have allocated, and resident
+memory. Keys come out of messages, as they do in a router.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def chains(caches: Caches, blocks: int) -> None:
 
 
 def scattered(caches: Caches, blocks: int) -> None:
-    """Each block is on eight engines of its own choice, which no prefix cache makes so."""
+    """Each block is on eight random engines, a layout that no prefix cache produces."""
     random, engines = Random(1), len(caches.names)
     keys = other_keys(0, blocks)
     on: list[list[int]] = [[] for _ in range(engines)]
@@ -70,7 +70,7 @@ def sizes(blocks: int, engines: int, shards: int) -> Iterator[Row]:
     for name, (_, target) in LAYOUTS.items():
         for traced, how in ((True, "allocated"), (False, "resident")):
             if target is None and not traced:
-                # What it takes to make this layout is resident, too.
+                # Memory for making this layout is resident, too.
                 continue
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 found = pool.apply(_measure, (name, blocks, engines, shards, traced))
@@ -79,7 +79,7 @@ def sizes(blocks: int, engines: int, shards: int) -> Iterator[Row]:
 
 def _measure(name: str, blocks: int, engines: int, shards: int, traced: bool) -> float:
     store, _ = LAYOUTS[name]
-    # Whatever is loaded and made once is there already.
+    # Everything that is loaded or made once exists before the measurement.
     store(Caches(engines, shards), 10 * CHAIN)
     gc.collect()
     if traced:

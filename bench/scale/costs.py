@@ -1,6 +1,6 @@
 """What an admission costs, by how many tenants, rules, quotas, sessions, hints, pins and salts there are.
 
-Each row is the median process time of one call on a prompt that is cached; it should not grow with what others have.
+Each row is the median process time of one call on a cached prompt, which should not grow with the number of others.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from protos.errors import InvalidField
 
 BLOCK = 16
 PROMPT = array("I", range(64 * BLOCK + 1))
-# A million sessions compute behind it, which takes as long as it is.
+# A million sessions compute after this prompt; the time depends on its length.
 SYSTEM_PROMPT = array("I", range(4 * BLOCK + 1))
 SIZES = (1, 1_000, 100_000)
 RUNS = 31
-# Those that callers make.
+# The calls that callers make.
 CALLS = ("admission", "release", "refused admission")
-# Of others, in seconds.
+# Seconds that leases and pins of others last.
 LASTS = 3600.0
-# What a call may cost beside very much that others have, as a multiple of what it costs alone.
+# The most that a call may cost with the most others, as a multiple of its cost without others.
 GROWTH = 2.0
 
 
@@ -58,7 +58,7 @@ class Costs:
         self._runs = 0
 
     def run(self, tokens: array[int] = PROMPT, **options: object) -> tuple[float, float]:
-        """Admits a prompt, computes and releases it; what the admission cost, and the sync that releases."""
+        """Admits, computes and releases a prompt; returns the costs of the admission and of the sync that releases."""
         self._runs += 1
         request = AdmitRequest(f"q{self._runs}", "s", 1, "e", tokens, **options)
         begun = time.process_time()
@@ -72,7 +72,7 @@ class Costs:
         return (admitted - begun) * 1e3, (time.process_time() - computed) * 1e3
 
     def typical(self, **options: object) -> tuple[float, float]:
-        """Medians of both, once the prompt is cached."""
+        """Medians of both costs, after the prompt is cached."""
         self.run(**options)
         times = [self.run(**options) for _ in range(RUNS)]
         return median(one for one, _ in times), median(other for _, other in times)
@@ -85,7 +85,7 @@ class Costs:
             admission = self.manager.admit(hog)
             if admission.admitted:
                 break
-            # Floors of others are not for it.
+            # The floors of other accounts are not free for this request.
             free -= admission.missing_blocks
 
         def refuse() -> float:
@@ -102,7 +102,7 @@ class Costs:
 
 
 def rows(blocks: int) -> Iterator[Row]:
-    """The rows of this module; there are at most so many of others as there are blocks."""
+    """The rows of this module; the number of others is at most the number of blocks."""
     sizes = [size for size in SIZES if size <= blocks]
     yield from _grown("rules, each with its own prefix", sizes, _rules(prefix=True))
     yield from _grown("rules, each with its own salt", sizes, _rules(prefix=False))
@@ -121,7 +121,7 @@ Made = Iterator[tuple[str, float]]
 
 
 def _grown(name: str, sizes: Sequence[int], measure: Callable[[int], Made]) -> Iterator[Row]:
-    """What each call costs at each size, and by how much more at the last than at the first."""
+    """The cost of each call at each size, and the cost at the last size as a multiple of the cost at the first."""
     first: dict[str, float] = {}
     for size in sizes:
         gc.collect()
@@ -157,7 +157,7 @@ def _rules(*, prefix: bool) -> Callable[[int], Made]:
 
 def _tenants(*, quotas: bool) -> Callable[[int], Made]:
     def measure(size: int) -> Made:
-        # In a cache of one size, so that what grows is what others have.
+        # The cache has the same size for all sizes, so that only the number of tenants grows.
         costs = Costs(2 * max(SIZES))
         for number in range(size):
             names = {"salt": f"s{number}", "tenant_id": f"t{number}"}
@@ -196,7 +196,7 @@ def _pins(size: int) -> Made:
 
 
 def _sessions(sizes: list[int]) -> Iterator[Row]:
-    """All lease one system prompt, and each continues behind it by itself."""
+    """All sessions lease one system prompt, and each continues after it by itself."""
     costs = Costs(100_000)
     retention = Retention((RetentionRange(0, None, 60, LASTS),), 60, LASTS)
     begun, first, longest = 0, (0.0, 0.0), 0.0

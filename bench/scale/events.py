@@ -1,4 +1,4 @@
-"""What watchers of events cost the cache manager, with as many messages as it takes and without the network."""
+"""The cost of watchers of events for the cache manager, with all their messages but without the network."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ def rows(blocks: int) -> Iterator[Row]:
 
 
 async def _watched(cache: Cache, begin: int, watchers: int) -> tuple[float, int]:
-    """Process time until all have all events, and the messages that they got."""
+    """Process time until all watchers have all events, and the messages that the watchers got."""
     manager = cache.manager
     context = ServiceContext(Mutations(manager, ManagerClock(lambda: 0.0)), EventFeed(manager.queries))
     service, last = CacheEventService(context), manager.queries.last_event
@@ -39,7 +39,7 @@ async def _watched(cache: Cache, begin: int, watchers: int) -> tuple[float, int]
         async for message in stream:
             messages += 1
             message.SerializeToString()
-            # As the network does: others go on meanwhile.
+            # Other tasks get their turn, as they do while the network sends.
             await asyncio.sleep(0)
             if message.events[-1].event_number == last:
                 break

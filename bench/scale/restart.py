@@ -1,7 +1,7 @@
 """A restart of the cache manager beside a real Redis with a whole cache: how long it takes, and which blocks are lost.
 
-Done by what the process does it with, in one process and without gRPC. Stalls are process time between two turns of the
-event loop.
+The same code runs as in the real process, but in one process and without gRPC. Stalls are process time between two
+turns of the event loop.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ IDLE_SECONDS = 1e-4
 
 
 class Life:
-    """One life of a manager, with its store, put together as the process does it."""
+    """One life of a manager with its store, set up like the real process."""
 
     def __init__(self, epoch: int, url: str) -> None:
         self.clock = clock = ManagerClock(time.monotonic)
@@ -52,18 +52,18 @@ class Life:
         self._recovering: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Is ready for registrations."""
+        """Starts; registrations are possible afterwards."""
         await self.store.start()
         self._recovering = asyncio.create_task(self.store.run())
 
     async def stop(self) -> None:
-        """Leaves what Redis has."""
+        """Stops; Redis keeps its contents."""
         assert self._recovering is not None
         self._recovering.cancel()
         await self.store.close()
 
     async def register(self, blocks: int, written: bytes = b"") -> pb.RegisterExecutorResponse:
-        """A scheduler and an executor that has written to so many slots, each in the first step."""
+        """Registers a scheduler and an executor that has written to `blocks` slots, to each in the first step."""
         scheduler = pb.RegisterSchedulerRequest(scheduler_id=SCHEDULER, scheduler_epoch=self.manager.epoch)
         await self.service.RegisterScheduler(scheduler, None)
         pool = pb.PoolSpec(group=0, num_blocks=blocks, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32",
@@ -150,7 +150,7 @@ def _kept(manager: CacheManager) -> tuple[int, int]:
 
 @contextmanager
 def _watched() -> Iterator[dict[str, float]]:
-    """The longest process time between two turns of the event loop, and all of it but that of idle turns."""
+    """The longest process time between two turns of the event loop, and all process time except idle turns."""
     seen = {"longest": 0.0, "busy": 0.0}
 
     async def watch() -> None:

@@ -57,7 +57,7 @@ class Cache:
         self._syncs = 0
 
     def run(self, first: int, tokens: int, **options: object) -> tuple[Admission, float]:
-        """Computes and releases a prompt of consecutive ids; its admission, and that one's process time."""
+        """Computes and releases a prompt of consecutive ids; returns its admission and the admission's process time."""
         request = AdmitRequest(f"q{self._syncs}", "s", 1, "e", array("I", range(first, first + tokens)), **options)
         begun = time.process_time()
         admission = self.manager.admit(request)
@@ -160,7 +160,7 @@ def losses(blocks: int) -> Iterator[Row]:
 
 
 def ends_of_leases(blocks: int) -> Iterator[Row]:
-    """Every block has a lease, and all are over at the same moment."""
+    """Every block has a lease, and all leases end at the same moment."""
     cache = Cache(blocks)
     for first in range(blocks // CHAIN):
         retention = Retention((RetentionRange(0, None, 80, 5.0),))
@@ -190,7 +190,7 @@ def sizes(blocks: int) -> Iterator[Row]:
 
 
 def schedulers(blocks: int) -> Iterator[Row]:
-    """A scheduler starts again that had all blocks."""
+    """A scheduler that had all blocks starts again."""
     cache = Cache(blocks)
     for first in range(0, blocks // CHAIN * CHAIN * BLOCK, CHAIN * BLOCK):
         tokens = array("I", range(first, first + CHAIN * BLOCK))
@@ -209,7 +209,7 @@ def stored_quotas(blocks: int) -> Iterator[Row]:
 
 
 def _and_behind(cache: Cache, name: str, call: Callable[[], object]) -> Iterator[Row]:
-    """A call, and what later calls of `expire` do of its work."""
+    """A call, and later calls of `expire` that continue its work."""
     took = [_timed(call)]
     while cache.manager.is_behind:
         took.append(_timed(cache.manager.expire))
@@ -218,7 +218,7 @@ def _and_behind(cache: Cache, name: str, call: Callable[[], object]) -> Iterator
 
 
 def restarts(blocks: int) -> Iterator[Row]:
-    """An executor starts again; half of its blocks were on the device, the others are still in the host tier."""
+    """An executor starts again; half of its blocks were on the device, the other half is still in the host tier."""
     for size in (MOST_CARRIED_OVER, blocks):
         half = size // 2
         cache = Cache(half - 2, half)
@@ -301,7 +301,7 @@ async def _resync(manager: CacheManager) -> None:
 
 
 async def _longest_stall(call: Callable[[], Awaitable[object]]) -> tuple[float, float]:
-    """The longest process time between two turns of the event loop while a call runs, and that of the whole call."""
+    """The longest process time between two turns of the event loop during a call, and the process time of the call."""
     longest, ended, begun = 0.0, asyncio.Event(), time.process_time()
 
     async def watch() -> None:

@@ -1,11 +1,11 @@
-"""Structured output: whether everything that ends is valid, and what grammars and masks cost.
+"""Structured output: whether all outputs that end are valid, and the costs of grammars and masks.
 
 Run it with `python -m bench structured`, or with --parts for some of them:
   suite    JSON-Schema-Test-Suite, all drafts, with random texts that the grammars allow, without a model
   outputs  outputs of the stack for schemas of several kinds, each checked by `jsonschema`
   compile  time to compile those schemas
-  first    time to the first token of a grammar that is compiled already, beside free text, in turns
-  itl      inter-token latency of 32 streams, half of them constrained, beside 32 free ones, in turns
+  first    time to the first token with a grammar that is compiled already, and with free text, in turns
+  itl      inter-token latency of 32 streams, half of them constrained, and of 32 free streams, in turns
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def constrained(prompt: Sequence[int], tokens: int, schema: Schema, **fields: ob
 
 
 def check_outputs(stack: Stack, asked: Sequence[Schema], count: int, tokens: int) -> dict[str, Any]:
-    """Outputs of the model, sampled, and those of them that end but are not valid."""
+    """Sampled outputs of the model, and the outputs that end but are not valid."""
     luck = random.Random(1)
     chosen = [asked[number % len(asked)] for number in range(count)]
     requests = [
@@ -169,7 +169,7 @@ def _itl(outputs: Sequence[Output]) -> list[float]:
 def measure_itl(stack: Stack, asked: Sequence[Schema], tokens: int, repeats: int) -> dict[str, Any]:
     """Inter-token latency of all streams, in turns: all free, half constrained, all constrained."""
     luck = random.Random(3)
-    # A long array keeps a stream going; what its items refer to stays at the root.
+    # A long array keeps a stream going; the definitions that its items refer to stay at the root.
     endless = [
         {"type": "array", "items": schema, "minItems": 50, "$defs": schema.get("$defs", {})}
         for schema in asked[: STREAMS // 2]
@@ -203,7 +203,7 @@ def measure_itl(stack: Stack, asked: Sequence[Schema], tokens: int, repeats: int
 
 
 def main() -> None:
-    """Runs the parts; the status is 1 after an instance or an output that is allowed and is not valid."""
+    """Runs the parts; the status is 1 if an invalid instance or output was allowed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--schemas", type=int, default=300)

@@ -1,4 +1,4 @@
-"""JSON Schemas of the kinds that callers send: function calls, records, settings, trees, and what their fields may be.
+"""JSON Schemas of the kinds that callers send: function calls, records, settings, trees, and kinds of fields.
 
 All are drawn from a seed. Their kinds are those of the public collections that JSONSchemaBench gathers (Geng et al.
 2025, arXiv 2501.10868): calls of functions, settings of programs, resources of clusters, events, and articles.
@@ -21,7 +21,7 @@ _PATTERNS = ("^[A-Z]{2}-[0-9]{3}$", "^#[0-9a-f]{6}$", "^(low|mid|high)-[a-z]+$",
 
 
 def schemas(count: int, seed: int) -> list[Schema]:
-    """So many schemas, as many of each kind."""
+    """`count` schemas, equally many of each kind."""
     kinds = list(_KINDS.values())
     return [kinds[number % len(kinds)](random.Random(f"{seed} {number}")) for number in range(count)]
 

@@ -1,4 +1,4 @@
-"""JSON-Schema-Test-Suite against the compiled grammars: nothing invalid is allowed, and what is written validates.
+"""JSON-Schema-Test-Suite against the compiled grammars: they allow nothing invalid, and random outputs are valid.
 
 The suite is read from the source package of `jsonschema` on PyPI, which carries it. A schema with a keyword that the
 compiler does not know is refused, and counted.
@@ -33,7 +33,7 @@ DRAFTS: Mapping[str, Any] = {
     "draft2019-09": jsonschema.Draft201909Validator,
     "draft2020-12": jsonschema.Draft202012Validator,
 }
-# What names a draft in a schema.
+# The URI that names a draft in a schema.
 NAMES: Mapping[str, str] = {
     "draft4": "http://json-schema.org/draft-04/schema#",
     "draft6": "http://json-schema.org/draft-06/schema#",
@@ -47,7 +47,7 @@ WALKS, MAX_TOKENS = 3, 80
 
 @dataclass
 class Found:
-    """Of one draft. kinds: number of schemas by what became of them."""
+    """Results of one draft. kinds: number of schemas by result."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ def cases(package: Path, draft: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             file = archive.extractfile(member)
             assert file is not None
             for case in json.load(file):
-                # Without a name a schema is of the newest draft, and some keywords have changed their meaning.
+                # A schema without a name is of the newest draft, and some keywords have changed their meaning.
                 if isinstance(case["schema"], dict):
                     case["schema"].setdefault("$schema", NAMES[draft])
                 yield f"{draft}/{parts[-1].removesuffix('.json')}: {case['description']}", case
@@ -123,7 +123,7 @@ def accepts(matcher: Matcher, token_ids: list[int], grammars: Grammars) -> bool:
 
 
 def walk(matcher: Matcher, luck: random.Random, grammars: Grammars, decode: Any) -> str | None:
-    """A random output, which ends as soon as it may half of the times; None where it does not end."""
+    """A random output, which ends with probability 1/2 whenever it may; None if it does not end."""
     token_ids: list[int] = []
     ends = list(grammars.eos_token_ids)
     while len(token_ids) < MAX_TOKENS:

@@ -1,9 +1,9 @@
-"""What every adapter does: reads jobs as lines of JSON, runs them, answers with lines of JSON.
+"""The common part of all adapters: reads jobs as lines of JSON, runs them, answers with lines of JSON.
 
     job     {"prompts": [[token id, ...], ...], "output_tokens": 64, "reuse": true, "ahead": false}
     answer  {"token_times": [[seconds since all requests arrived, ...], ...], "token_ids": [[...], ...]}
 
-The first line an adapter writes is {"ready": "name and version"}. It needs nothing but the standard library.
+The first line that an adapter writes is {"ready": "name and version"}. This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Job:
-    """Requests that arrive at once. reuse: of prefixes. ahead: the others are asked behind the first one's first token,
-    and wait until then."""
+    """Requests that arrive at once. reuse: of prefixes. ahead: all but the first request wait until the first one has
+    its first token."""
 
     prompts: Sequence[Sequence[int]]
     output_tokens: int
@@ -33,8 +33,8 @@ Outcome = tuple[list[list[float]], list[list[int]]]
 
 
 def arguments() -> tuple[str, str, int, str]:
-    """Model folder, element type, threads, and a folder for what is converted once."""
-    # A stopped process whose parent has ended gets this signal: it ends the engine unless nohup made it nothing.
+    """Model folder, element type, threads, and a folder for files that are converted once."""
+    # A stopped process whose parent has ended gets SIGHUP, which ends the engine even if nohup ignored the signal.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     model, dtype, threads, cache = sys.argv[1:]
     return model, dtype, int(threads), cache
@@ -49,7 +49,7 @@ def serve(ready: str, run: Callable[[Job], Outcome], answers: Any) -> None:
 
 
 def answers() -> Callable[..., None]:
-    """Writes answers to standard output, which the engine behind this process loses: what it prints is in the log."""
+    """Writes answers to the standard output, and redirects the engine's output to the log."""
     stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -1,7 +1,7 @@
 """llama.cpp's server, asked over HTTP with token ids; its model is a GGUF file. Each request has a slot of its own.
 
-Keys and values are kept in the type that is computed in: float32, or bfloat16. Nothing is kept of slots that are given
-up, so that reuse is what a slot had before.
+Keys and values are kept in the type of the computation: float32, or bfloat16. Nothing is kept of slots that are given
+up, so that a request can only reuse the tokens that its slot had before.
 """
 
 import http.client
@@ -29,12 +29,12 @@ def free_port() -> int:
 
 
 def started(model: str, dtype: str, threads: int, port: int) -> subprocess.Popen[bytes]:
-    """The server, when it answers."""
+    """The server, as soon as it answers."""
     kept = {"float32": "f32", "bfloat16": "bf16"}[dtype]
     command = [str(Path(sys.prefix, "bin/llama-server")), "--model", model, "--host", HOST, "--port", str(port)]
     command += ["--threads", str(threads), "--parallel", str(SLOTS), "--ctx-size", str(SLOTS * SLOT_TOKENS)]
     command += ["--cache-type-k", kept, "--cache-type-v", kept, "--cache-ram", "0"]
-    # The texts of tokens are numbers: none waits for another one that completes its character.
+    # The texts of tokens are numbers: no token waits for another token that completes its character.
     command += ["--override-kv", "tokenizer.ggml.model=str:test"]
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     deadline = time.monotonic() + START_SECONDS
@@ -69,7 +69,7 @@ class Request(threading.Thread):
                 "ignore_eos": True,
                 "id_slot": slot,
                 "cache_prompt": job.reuse,
-                # The largest logit, and no other sampler that would look at all of them.
+                # The largest logit; no other sampler, which would look at all logits.
                 "samplers": ["top_k"],
                 "top_k": 1,
                 "stream": True,

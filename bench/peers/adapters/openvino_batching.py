@@ -41,7 +41,7 @@ def main() -> None:
     loaded: dict[bool, Any] = {}
 
     def pipeline(reuse: bool) -> Any:
-        """The pipeline with or without reuse; both stay, as each compiles for the shapes it meets."""
+        """The pipeline with or without reuse; both stay, as each compiles for the shapes that it meets."""
         if reuse not in loaded:
             config = genai.SchedulerConfig()
             config.max_num_batched_tokens = 256
@@ -59,7 +59,7 @@ def main() -> None:
         handles: list[Any] = []
         begin = time.monotonic()
         while len(handles) < len(inputs) or pipe.has_non_finished_requests():
-            # A prefix is found from when the request that computed it has its first token.
+            # A prefix is found as soon as the request that computed it has its first token.
             waiting = job.ahead and not times[0]
             due = inputs[len(handles) : 1 if waiting else None]
             handles += [pipe.add_request(next(numbers), ids, config) for ids in due]

@@ -26,7 +26,7 @@ def main() -> None:
     running: dict[bool, Any] = {}
 
     def manager(reuse: bool) -> Any:
-        """The loop with or without reuse; one at a time is there."""
+        """The loop with or without reuse; only one loop exists at a time."""
         if reuse not in running:
             while running:
                 running.popitem()[1].stop(block=True)

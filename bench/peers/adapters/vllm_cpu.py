@@ -8,16 +8,16 @@ from pathlib import Path
 
 import jobs
 
-# Bound to every core: by default one core is left to other processes, which halves the speed on two.
+# Bound to every core: by default one core is left to other processes, which halves the speed on two cores.
 CORES = ",".join(map(str, sorted(os.sched_getaffinity(0))))
 ENVIRONMENT = {
-    # GB: what the longest workload needs in float32, as all engines stay loaded beside each other.
+    # GB: only as much as the longest workload needs in float32, because all engines stay loaded together.
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_CPU_OMP_THREADS_BIND": CORES,
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-# Allocator and OpenMP that vLLM's makers advise; each is used where it is found.
+# The allocator and the OpenMP library that vLLM's makers advise, where they are found.
 PRELOADED = (
     Path("/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"),
     Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"),
