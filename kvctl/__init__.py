@@ -1,4 +1,4 @@
 """`kvctl`: the operators' client of a running stack. It talks to the services through their stubs only."""
 
-# Before grpc.
+# This import comes before the import of grpc.
 import protos  # noqa: F401

@@ -18,7 +18,7 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class Verbs(typer.core.TyperGroup):
-    """Suggests a verb that is close to a mistyped one, but none that asks before it acts: users follow suggestions."""
+    """Suggests a verb close to a mistyped verb, but no verb that asks before it acts: users follow suggestions."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options | {"suggest_commands": False})
@@ -42,7 +42,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     epilog=EXIT_STATUSES,
-    # Those of verbs, too.
+    # These options hold for verbs, too.
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for part in (show, engines, ghosts, change, follow, top, limits):
@@ -62,10 +62,10 @@ def kvctl(
 ) -> None:
     """See and steer the cache of a running kvkeep stack.
 
-    Every verb says more about itself: kvctl VERB --help. Where the services are is read from KVCTL_SERVER or from the
-    stack's own variables, KVKEEP_CACHEMGR_ADMIN_ADDRESS and so on. Several cache managers are named with commas
-    between them, or learned from a router: KVCTL_ROUTER. Verbs are about all of them then, unless --server, a pool or
-    an executor names one.
+    Every verb says more about itself: kvctl VERB --help. The addresses of the services come from KVCTL_SERVER or from
+    the stack's own variables, KVKEEP_CACHEMGR_ADMIN_ADDRESS and so on. Several cache managers are named with commas
+    between them, or learned from a router: KVCTL_ROUTER. Then verbs are about all cache managers, unless --server, a
+    pool or an executor names one.
     """
     if own_version:
         typer.echo(f"kvctl {program_version()}")
@@ -101,7 +101,7 @@ def verbs() -> dict[str, Any]:
     return dict(of(typer.main.get_command(app)))
 
 
-# What typer and pydantic say, and what a person of the command line expects.
+# Messages of typer and pydantic, and the words that a person at the command line expects.
 _WORDS = (
     (re.compile(r"^Invalid value for '?([^':]+)'?(?: / '[^']+')*: (?:Value error, )?"), r"\1: "),
     (re.compile(r"Input should be greater than or equal to"), "must be at least"),
@@ -111,7 +111,7 @@ _WORDS = (
 
 
 def _plain(message: str) -> str:
-    """A usage error in the style of all others."""
+    """A usage error in the style of all other errors."""
     for pattern, words in _WORDS:
         message = pattern.sub(words, message)
     return message

@@ -1,4 +1,4 @@
-"""Options that several verbs share, and how they are read."""
+"""Options that several verbs share, and the reading of their values."""
 
 import getpass
 import re
@@ -16,9 +16,9 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 
 Salt = Annotated[str | None, typer.Option(help="Under this salt.")]
 Adapter = Annotated[int | None, typer.Option(min=0, help="Of this LoRA adapter.")]
-Executor = Annotated[str, typer.Option(help="Of this executor; of all without it.")]
-Pool = Annotated[str, typer.Option(help="Pool as `kvctl pools` names it; all of them without it.")]
-Limit = Annotated[int, typer.Option(min=0, help="How many to list at most; 0 for all.")]
+Executor = Annotated[str, typer.Option(help="Of this executor; by default of all.")]
+Pool = Annotated[str, typer.Option(help="Pool as `kvctl pools` names it; by default all pools.")]
+Limit = Annotated[int, typer.Option(min=0, help="List at most this number; 0 for all.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the effects of the call, and change nothing.")]
 
@@ -105,10 +105,10 @@ class Selection:
     session_id: Annotated[str | None, typer.Option("--session", help="Of this session.")] = None
     adapter: Adapter = None
     tier: Annotated[str, typer.Option(help="In this tier: device, host or disk.")] = ""
-    max_priority: Annotated[int | None, typer.Option(min=0, max=100, help="Of this retention priority at most.")] = None
+    max_priority: Annotated[int | None, typer.Option(min=0, max=100, help="With at most this priority.")] = None
 
     def filter(self, pool: str = "", prefix: pb.PrefixSelector | None = None) -> pb.BlockFilter:
-        """The blocks that the options select; of a prefix, its blocks. Raises typer.BadParameter."""
+        """The blocks that the options select; with a prefix, the blocks of the prefix. Raises typer.BadParameter."""
         if self.tier and self.tier not in TIERS:
             raise typer.BadParameter(f"{self.tier!r} is none of {', '.join(TIERS)}", param_hint="--tier")
         return pb.BlockFilter(

@@ -25,14 +25,14 @@ class Remote(Generic[S]):
         self._timeout = timeout
 
     def call(self, method: Callable[..., R], request: Any, at_least: float = 0.0) -> R:
-        """Calls a method of the stub. at_least: seconds that it may need at any rate. Raises CommandError."""
+        """Calls a method of the stub. at_least: a lower bound of the time limit in seconds. Raises CommandError."""
         try:
             return method(request, timeout=max(self._timeout, at_least))
         except grpc.RpcError as error:
             raise command_error(from_rpc_error(error), self.address) from None
 
     def messages(self, method: Callable[..., Any], request: Any, seconds: float | None, *, ends: bool) -> Iterator[Any]:
-        """Messages of a stream within so many seconds. Raises CommandError. ends: the end of the time is no error."""
+        """Messages of a stream within `seconds`. ends: the end of the time is no error. Raises CommandError."""
         call, begun = method(request, timeout=seconds), False
         try:
             for message in call:
@@ -49,7 +49,7 @@ class Remote(Generic[S]):
             call.cancel()
 
     def all_pages(self, method: Callable[..., R], request: Any, items: str, limit: int = 0) -> R:
-        """The pages of a listing as one answer. items: its field; limit: how many of them at most, 0 for all."""
+        """The pages of a listing as one answer. items: the field with the items. limit: the most items, 0 for all."""
         whole: Any = None
         while True:
             left = limit - len(getattr(whole, items)) if limit and whole is not None else limit
@@ -61,7 +61,7 @@ class Remote(Generic[S]):
                 whole.ClearField("next_page_token")
                 whole.MergeFrom(page)
             if limit:
-                # A page of leases ends with all of its last block.
+                # A page of leases ends with all leases of its last block, so it may be longer.
                 del getattr(whole, items)[limit:]
             if not page.next_page_token or (limit and len(getattr(whole, items)) >= limit):
                 answer: R = whole

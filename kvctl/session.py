@@ -41,8 +41,8 @@ Server = Annotated[
     str,
     typer.Option(
         envvar="KVCTL_SERVER",
-        help="Where cache managers serve operators, with commas between them; without it those of the router's "
-        f"engines, or without a router KVKEEP_CACHEMGR_ADMIN_ADDRESS, else {SERVER}.",
+        help="Addresses where cache managers serve operators, with commas between them. By default those of the "
+        f"router's engines, or without a router KVKEEP_CACHEMGR_ADMIN_ADDRESS, else {SERVER}.",
         show_default=False,
     ),
 ]
@@ -54,14 +54,14 @@ Scheduler = Annotated[
     str,
     typer.Option(
         envvar="KVKEEP_SCHEDULER_ADDRESS",
-        help=f"Where the scheduler serves; without it the router, or {SCHEDULER} without a router.",
+        help=f"Where the scheduler serves; by default the router's address, or {SCHEDULER} without a router.",
         show_default=False,
     ),
 ]
 
 
 def stack_settings() -> ProcessSettings:
-    """How to call, and whom, from the variables that the services read too. Raises CommandError."""
+    """Addresses and security of calls, from the variables that the services read too. Raises CommandError."""
     try:
         return load(ProcessSettings, os.environ)
     except SettingsError as error:
@@ -85,13 +85,13 @@ class Session:
     """The services as the common options name them. Use it in a with statement."""
 
     def __init__(self, server: str, router: str, scheduler: str, timeout: float, output: Format) -> None:
-        """server: addresses with commas between them, or empty; so may router and scheduler be."""
+        """server: addresses with commas between them, or empty. router and scheduler may be empty, too."""
         self.timeout = timeout
         self.output = output
         settings = stack_settings()
         self.security = settings.security
         self.router_address = router
-        # A router knows all shards; the variable of the services is that of one.
+        # A router knows all shards; the variable of the services names a single shard.
         self._server = server or ("" if router else settings.cachemgr_admin_address)
         self._scheduler = scheduler or router or SCHEDULER
         self._open = contextlib.ExitStack()
@@ -105,7 +105,7 @@ class Session:
 
     @functools.cached_property
     def shards(self) -> list[Shard]:
-        """The cache managers: those that are named, else those of the router's engines. Raises CommandError."""
+        """The cache managers: the named ones, else those of the router's engines. Raises CommandError."""
         if self._server:
             named = addresses_of(self._server, "--server")
             if not named:
@@ -129,7 +129,7 @@ class Session:
 
     @functools.cached_property
     def unknown(self) -> dict[str, CommandError]:
-        """Engines of the router whose shard is not known, where the shards are the router's. Raises CommandError."""
+        """Engines of the router whose shard is not known, if the router names the shards. Raises CommandError."""
         if self._server:
             return {}
         return {
@@ -142,16 +142,16 @@ class Session:
 
     @property
     def shard(self) -> Shard:
-        """The one cache manager of a verb that is about one only. Raises CommandError where there are several."""
+        """The cache manager, for verbs that are about a single one. Raises CommandError where there are several."""
         if len(self.shards) > 1:
             listed = ", ".join(shard.address for shard in self.shards)
             raise typer.BadParameter(f"name one of the shards: {listed}", param_hint="--server")
         return self.shards[0]
 
     def ask(self, call: Callable[[Shard], T], *, executor: str = "", pool: str = "") -> Answers[T]:
-        """The answers of all shards, or of the one with this executor or pool. Raises CommandError where none answers.
+        """The answers of all shards, or of the shard with this executor or pool. Raises CommandError if none answers.
 
-        Shards that fail, while others do not, are among the answers' failures.
+        If only some shards fail, their errors are among the answers' failures.
         """
         name = executor or pool.rpartition("/")[0]
         if name and len(self.shards) + len(self.unknown) > 1:
@@ -161,24 +161,24 @@ class Session:
 
     @functools.cached_property
     def engines(self) -> generation_pb2.ListEnginesResponse:
-        """The engines of the router as of the first look. Raises CommandError."""
+        """The engines of the router at the first look. Raises CommandError."""
         return self.list_engines()
 
     def list_engines(self) -> generation_pb2.ListEnginesResponse:
-        """The engines of the router as of now. Raises CommandError."""
+        """The engines of the router now. Raises CommandError."""
         if not self.router_address:
             raise typer.BadParameter("name the router", param_hint="--router")
         router = self._remote(self.router_address, generation_rpc.RouterServiceStub)
         return router.call(router.stub.ListEngines, generation_pb2.ListEnginesRequest())
 
     def forget_engines(self) -> None:
-        """Lets the next question look for engines and shards anew; for a session that goes on for long."""
+        """Lets the next call look for engines and shards anew; for a session that lasts long."""
         for name in ("shards", "unknown", "engines"):
             self.__dict__.pop(name, None)
 
     @property
     def scheduler(self) -> Remote[generation_rpc.GenerationServiceStub]:
-        """The scheduler, or the router in front of several."""
+        """The scheduler, or the router in front of several schedulers."""
         return self._remote(self._scheduler, generation_rpc.GenerationServiceStub)
 
     def operation(self, address: str = "") -> Remote[generation_rpc.SchedulerAdminServiceStub]:
@@ -206,9 +206,9 @@ class Session:
     def show_all(
         self, answers: Answers[T], people: Callable[[bool], str], data: Callable[[Any], Data] = lambda answer: answer
     ) -> None:
-        """Prints the answers of shards as `--output` says. Raises ShardsError then where a shard has failed.
+        """Prints the answers of shards as `--output` says. Afterwards raises ShardsError if a shard has failed.
 
-        data: what programs get of an answer, which else is a message.
+        data: makes the data that programs get from an answer, by default the message itself.
         """
         self.show(answers.data(data), people)
         answers.check()
@@ -216,9 +216,9 @@ class Session:
     def show_list(
         self, answers: Answers[Any], columns: Sequence[Column[I]], items: Callable[[Any], Iterable[I]], nouns: str
     ) -> None:
-        """Prints a listing as `--output` says. Where it is empty, people read so on standard error.
+        """Prints a listing as `--output` says. If the listing is empty, a note for people is on standard error.
 
-        Raises ShardsError then where a shard has failed.
+        Afterwards raises ShardsError if a shard has failed.
         """
         is_empty = not any(True for answer in answers.by_shard.values() for _ in items(answer))
         if is_empty and self.output not in (Format.JSON, Format.YAML):
@@ -254,7 +254,7 @@ def _common(
 def verb(
     app: typer.Typer, name: str, example: str, *, lists: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a command of a function that takes a session and its own options; the common ones are added.
+    """Makes a command of a function that takes a session and its own options; adds the common options.
 
     lists: whether its answer has names for `-o name`.
 
@@ -284,7 +284,7 @@ def verb(
                 try:
                     function(session, **options)
                 except BrokenPipeError:
-                    # The reader went away, as `| head` does; the rest of the output is dropped.
+                    # The reader is gone, as with `| head`; the rest of the output is dropped.
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                     raise typer.Exit(Status.BROKEN_PIPE) from None
 
@@ -299,7 +299,7 @@ def verb(
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Asks before blocks, rules or quotas are lost. Raises CommandError for a no, or without a terminal."""
+    """Asks before blocks, rules or quotas are lost. Raises CommandError if the answer is no, or without a terminal."""
     if yes:
         return
     if not sys.stdin.isatty():
@@ -318,10 +318,10 @@ def ask_confirmed(
     executor: str = "",
     pool: str = "",
 ) -> Answers[T]:
-    """The answers of calls that lose something: first as a dry run, then, unless `dry_run`, once confirmed.
+    """The answers of calls that lose something: first a dry run, then, unless `dry_run`, the call after a confirmation.
 
-    call: from a shard and whether to change nothing. question: from the answer to the dry run; empty for none. Shards
-    without what is to be lost, beside others, are no failures. Raises CommandError.
+    call: takes a shard and whether to change nothing. question: takes the answer to the dry run; empty for none. A
+    shard where nothing matches is no failure if another shard has a match. Raises CommandError.
     """
     answers = session.ask(lambda shard: call(shard, True), executor=executor, pool=pool).leave_out_missing()
     if dry_run:

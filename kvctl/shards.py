@@ -19,7 +19,7 @@ I = TypeVar("I")  # noqa: E741
 
 @dataclass(frozen=True)
 class Shard:
-    """A cache manager, by its address for operators. data_address: of its data plane, empty where it is not known."""
+    """A cache manager, by its address for operators. data_address: of its data plane, empty if it is not known."""
 
     admin: Remote[rpc.CacheAdminServiceStub]
     events: Remote[rpc.CacheEventServiceStub]
@@ -47,11 +47,11 @@ class Shard:
 
 
 class ShardsError(CommandError):
-    """Some shards, or engines whose shard is not known, have not done what they were asked."""
+    """Calls to some shards have failed, or the shards of some engines are not known."""
 
     def __init__(self, failures: Mapping[str, CommandError]) -> None:
         said = [str(error) if address in str(error) else f"{address}: {error}" for address, error in failures.items()]
-        # What is wrong for all of them alike is said once.
+        # An error that is the same for all shards is shown once.
         messages = {str(error) for error in failures.values()}
         statuses = [error.status for error in failures.values()]
         super().__init__(
@@ -63,9 +63,9 @@ class ShardsError(CommandError):
 
 @dataclass
 class Answers(Generic[T]):
-    """What shards have answered, by their addresses. failures: of the others. without: shards that have none of it.
+    """Answers of shards by address. failures: errors of other shards. without: shards where the thing is missing.
 
-    several: whether more than one was asked; else everything looks as if there were no others.
+    several: whether several shards were asked; else the output does not mention shards.
     """
 
     by_shard: dict[str, T]
@@ -79,13 +79,13 @@ class Answers(Generic[T]):
             raise ShardsError(self.failures)
 
     def leave_out_missing(self) -> Answers[T]:
-        """The same, where it is no failure of a shard to have no such thing, as long as another has it."""
+        """The same answers, in which a missing thing is no failure of a shard if another shard has the thing."""
         self.without += [address for address, error in self.failures.items() if error.is_missing]
         self.failures = {address: error for address, error in self.failures.items() if not error.is_missing}
         return self
 
     def data(self, of: Callable[[T], Data]) -> Data:
-        """The answers for programs: of one shard its own, of several one by address, with the errors."""
+        """The answers for programs: a single shard's answer as it is, several answers by address, with the errors."""
         if not self.several:
             [answer] = self.by_shard.values()
             return of(answer)
@@ -125,9 +125,9 @@ def ask(
     *,
     several: bool | None = None,
 ) -> Answers[T]:
-    """The answers of shards, asked one after the other. Raises CommandError where none answers.
+    """The answers of shards, asked one after the other. Raises CommandError if no shard answers.
 
-    failures: of shards that are not asked, or engines whose shard is not known. several: as of the answers.
+    failures: of shards that are not asked, or engines whose shard is not known. several: as in Answers.
     """
     if several is None:
         several = len(shards) + len(failures) > 1
@@ -145,7 +145,7 @@ def ask(
 
 
 def owner_of(executor_id: str, pools: Answers[Sequence[pb.Pool]]) -> str:
-    """The address of the shard that has an executor. Raises CommandError where none has it, or several."""
+    """The address of the shard that has an executor. Raises CommandError if no shard has it, or several do."""
     found = [
         address
         for address, listed in pools.by_shard.items()
@@ -156,7 +156,7 @@ def owner_of(executor_id: str, pools: Answers[Sequence[pb.Pool]]) -> str:
             f"{executor_id} is an executor of {' and of '.join(found)}: name one of them with --server", Status.USAGE
         )
     if not found:
-        # It may be that of a shard that does not answer.
+        # A shard that does not answer may have the executor.
         pools.check()
         raise CommandError(f"no shard has the executor {executor_id!r}", Status.REFUSED, is_missing=True)
     return found[0]

@@ -18,7 +18,7 @@ class Status(IntEnum):
     REFUSED = 4
     FAULT = 5
     INTERRUPTED = 130
-    # As of a process that SIGPIPE ends.
+    # The status of a process that SIGPIPE ends.
     BROKEN_PIPE = 141
 
 
@@ -38,14 +38,14 @@ _STATUSES = {
     grpc.StatusCode.UNIMPLEMENTED: Status.FAULT,
 }
 
-# What gRPC says of a server that answers its greeting in HTTP/1.
+# gRPC's message about a server that answers in HTTP/1.
 _OTHER_PROTOCOL = re.compile(r"http1\.x|HTTP/2")
 
 
 class CommandError(Exception):
-    """A command cannot do what it was asked for; the message is one line for people.
+    """A command has failed; the message is one line for people.
 
-    is_missing: because what it was asked about is not there.
+    is_missing: because the thing in question does not exist.
     """
 
     def __init__(self, message: str, status: Status, *, is_missing: bool = False) -> None:
@@ -55,7 +55,7 @@ class CommandError(Exception):
 
 
 def command_error(error: RemoteError, address: str) -> CommandError:
-    """The error of a failed call, for people. address: of the called server, or several in words."""
+    """The error of a failed call, for people. address: of the called server, or several addresses in words."""
     status = _STATUSES.get(error.code, Status.REFUSED)
     if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
         if _OTHER_PROTOCOL.search(error.message):
@@ -64,7 +64,7 @@ def command_error(error: RemoteError, address: str) -> CommandError:
     if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return CommandError(f"{address} did not answer in time (--timeout)", status)
     message, is_missing = error.message or error.code.name, error.code is grpc.StatusCode.NOT_FOUND
-    # What is not there is named by its kind.
+    # The message names the kind of a missing thing already.
     unnamed = [] if is_missing else [field for field in error.fields if field not in message]
     message = f"{', '.join(unnamed)}: {message}" if unnamed else message
     return CommandError(message, status, is_missing=is_missing)

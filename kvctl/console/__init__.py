@@ -1,1 +1,1 @@
-"""A page that shows the cache in a browser, read only, as the viewer's token allows: `kvctl console` serves it."""
+"""A read-only page that shows the cache in a browser as the viewer's token allows; `kvctl console` serves it."""

@@ -1,4 +1,4 @@
-"""The console over HTTP: its own files, and what it shows as JSON. It changes nothing."""
+"""The console over HTTP: its own files, and the data that it shows as JSON. It changes nothing."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ HEADERS = {
     "x-content-type-options": "nosniff",
 }
 CALL_SECONDS = 10.0
-# Less: a service that hangs holds up the look at all others.
+# Shorter: a service that hangs delays the look at all other services.
 LOOK_CALL_SECONDS = 1.0
-# How long a viewer who was allowed to see all sees the console's own figures while no cache manager answers.
+# How long a viewer who may see all tenants still sees the console's own figures while no cache manager answers.
 ALLOWED_SECONDS = 600.0
 MAX_ALLOWED = 64
 _STATUSES = {
@@ -94,16 +94,16 @@ def create_app(fleet: Fleet, monitor: Monitor) -> Starlette:
 
 
 class Allowed:
-    """Viewers who may see all tenants, as a cache manager has said.
+    """Viewers who may see all tenants, according to a cache manager.
 
-    The console goes on to show them the other services while the cache manager is away: nobody could ask it then.
+    While the cache manager is away and cannot be asked, the console still shows these viewers the other services.
     """
 
     def __init__(self) -> None:
         self._until: dict[bytes, float] = {}
 
     async def check(self, fleet: Fleet, query: Query, options: Options) -> None:
-        """Raises AioRpcError, InvalidField for a viewer who may not see all tenants."""
+        """Raises AioRpcError for a viewer who may not see all tenants, and InvalidField."""
         now = time.monotonic()
         viewer = sha256(dict(options["metadata"]).get(AUTHORIZATION_KEY, "").encode()).digest()
         try:
@@ -127,7 +127,7 @@ async def serve(
     router: str = "",
     metrics: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Serves until SIGTERM or SIGINT. shards, router: as of the fleet that it shows. Raises AddressError.
+    """Serves until SIGTERM or SIGINT. shards, router: of the fleet that it shows. Raises AddressError.
 
     metrics: addresses by process, empty for none.
     """
@@ -145,7 +145,7 @@ async def serve(
             name="console",
             security=security,
             setting=variable(ConsoleSettings, "address"),
-            # Also where other machines come: browsers do, and no program that would need a name.
+            # Other machines may connect, too: only browsers do, not programs that would need a name.
             own_names=settings.serves_anybody,
         )
         with monitor:
@@ -168,7 +168,7 @@ def _endpoint(read: Read) -> Callable[[Request], Awaitable[Response]]:
 
 
 def _metadata(request: Request) -> tuple[tuple[str, str], ...]:
-    """The viewer's token and address, for the cache manager to check and to write down."""
+    """The viewer's token and address, for the cache manager to check and to log."""
     authorization = request.headers.get("authorization", "")
     forwarded = ((FORWARDED_KEY, peer_of(request)),)
     # gRPC would not send other characters.

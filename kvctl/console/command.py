@@ -22,7 +22,7 @@ def console(
     server: Server = "",
     router: Router = "",
     address: Annotated[
-        str, typer.Option(help="host:port for browsers; KVKEEP_CONSOLE_ADDRESS or 127.0.0.1:9112 without it.")
+        str, typer.Option(help="host:port for browsers; by default KVKEEP_CONSOLE_ADDRESS or 127.0.0.1:9112.")
     ] = "",
     scheduler_metrics: SchedulerMetrics = STACK_METRICS["scheduler"],
     executor_metrics: ExecutorMetrics = STACK_METRICS["executor"],
@@ -31,10 +31,10 @@ def console(
 ) -> None:
     """Serve a page that shows the cache, until Ctrl-C. It shows what the viewer's token may read.
 
-    Of several cache managers it shows all, and where a router is, its engines. The load, the rates and the last ten
-    minutes are read with the console's own token, KVKEEP_TOKEN_FILE, where services ask for tokens.
+    It shows all cache managers and, with a router, the router's engines. The console reads load, rates and the last ten
+    minutes with its own token, KVKEEP_TOKEN_FILE, where services ask for tokens.
     """
-    # A web server, which no other verb needs.
+    # This import loads a web server, which no other verb needs.
     from kvctl.console.app import serve
 
     given = {variable(ConsoleSettings, "address"): address} if address else {}

@@ -1,4 +1,4 @@
-"""Reads what the page shows from a cache manager, as JSON. It never asks for token ids."""
+"""Reads the page's data from a cache manager, as JSON, without token ids."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -20,12 +20,12 @@ Read = Callable[[Query, Options], Awaitable[Json]]
 
 PAGE = 1000
 EVENTS = 200
-# How long a read waits for events after a number that is known.
+# How long a read waits for events after a known number.
 EVENT_SECONDS = 0.2
 GHOST_SECONDS = 3600
 # Enough digits of a key to distinguish the blocks of a pool.
 _KEY_BYTES = 8
-# No event has this number: the cache manager answers with the newest that it has.
+# No event has this number: the cache manager answers with its newest events.
 _NO_EVENT = (1 << 64) - 1
 
 
@@ -84,7 +84,7 @@ class Cache:
         return {"rows": rows, "next": page.next_page_token}
 
     async def leases(self, query: Query, options: Options) -> Json:
-        """A page of leases; those that differ in their block only are one, with the tier and slot of each block."""
+        """A page of leases; leases that differ only in their block are one, with the tier and slot of each block."""
         request = pb.ListLeasesRequest(pool_id=_pool(query), page_size=PAGE, page_token=query.get("page", ""))
         page = await self._admin.ListLeases(request, **options)
         groups: dict[tuple[object, ...], Json] = {}
@@ -119,16 +119,16 @@ class Cache:
         return _plain(await self._admin.GetGhostCaches(request, **options))
 
     async def check_sees_all(self, query: Query, options: Options) -> None:
-        """Asks for what the token of a single tenant is refused."""
+        """Makes a call that the cache manager refuses for the token of a single tenant."""
         try:
             await self.ghosts(query, options)
         except grpc.aio.AioRpcError as error:
-            # The cache manager looks at the token first, and then for the executor, which may be none.
+            # The cache manager checks the token first, and then looks for the executor, which may be missing.
             if error.code() not in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND):
                 raise
 
     async def events(self, query: Query, options: Options) -> Json:
-        """The newest events after a number, and the number of the last one. `last` is what the next read is to name."""
+        """The newest events after a number. `last` is the number of the last event, for the next read."""
         after = query.get("after", str(_NO_EVENT))
         if not (
             after.isascii() and after.isdecimal() and len(after) <= len(str(_NO_EVENT)) and int(after) <= _NO_EVENT
@@ -148,7 +148,7 @@ class Cache:
 
     async def _events_after(self, number: int, options: Options) -> list[pb.Event]:
         request = pb.WatchEventsRequest(after_event_number=number)
-        # The cache manager refuses a number that it does not have, and that refusal may take the time of any call.
+        # The cache manager refuses a number that it does not know, and the refusal may take the time of any call.
         is_known = number != _NO_EVENT
         found: list[pb.Event] = []
         try:

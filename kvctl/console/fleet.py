@@ -1,4 +1,4 @@
-"""The cache managers that the page shows: those that are named, else those of a router's engines."""
+"""The cache managers that the page shows: the named cache managers, else those of a router's engines."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from protos.rpc.security import Security
 
 
 class Fleet:
-    """Use it in an async with statement. Each call carries the token of the viewer, never that of this process."""
+    """Use it in an async with statement. Each call carries the viewer's token, never the token of this process."""
 
     def __init__(self, shards: Sequence[str], router: str, security: Security) -> None:
-        """shards: addresses for operators; none where the router knows them. router: empty for none.
+        """shards: addresses for operators; none if the router knows them. router: empty for none.
 
         Raises AddressError where a viewer's token would travel in the clear.
         """
@@ -44,20 +44,20 @@ class Fleet:
             await channel.close()
 
     async def read(self, _query: Query, options: Options) -> Json:
-        """The shards by address, and where a router is, its engines. Raises AioRpcError."""
+        """The shards by address and, with a router, its engines. Raises AioRpcError."""
         if self._router is None:
             return {"shards": list(self._named)}
         try:
             found = await self._router.ListEngines(pb.ListEnginesRequest(), **options)
         except grpc.aio.AioRpcError as error:
-            # A router that is away, or a token of one tenant: the shards can still be shown.
+            # The router is away, or the token is of one tenant: the shards can still be shown.
             if not self._caches or error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 raise
             return {"shards": list(self._caches), "problem": error.details()}
         if not self._named:
             known = sorted({one.cachemgr_admin_address for one in found.engines} - {""})
             for address in set(self._caches).difference(known):
-                # Its channel stays open: pages may be reading from there.
+                # The channel to this shard stays open: pages may still read from it.
                 del self._caches[address]
             for address in known:
                 try:

@@ -67,7 +67,7 @@ class Monitor:
         self._samples: deque[Sample] = deque(maxlen=round(HISTORY_SECONDS / LOOK_SECONDS) + 1)
         self._readings: deque[Reading] = deque(maxlen=round(WINDOW_SECONDS / LOOK_SECONDS) + 1)
         self._parts: tuple[Part, ...] = ()
-        # The console may have no way to a part that has never answered: that is no failure of the part.
+        # The console may not be able to reach a part that has never answered: this is no failure of the part.
         self._seen: set[str] = set()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -127,7 +127,7 @@ class Monitor:
             if not any(error.status is Status.REFUSED for error in failures):
                 pause = LOOK_SECONDS
             elif self._session.security.token_file is None:
-                # The services ask for tokens, and the console has none until it starts again.
+                # The services ask for tokens, and the console has no token until it starts again.
                 return
             else:
                 pause = REFUSED_SECONDS
@@ -141,7 +141,7 @@ class Monitor:
         try:
             shards = [shard.address for shard in self._session.shards]
         except CommandError:
-            # Only the router knows them, and does not answer.
+            # Only the router knows the shards, and it does not answer.
             shards = []
         for address in shards:
             name = f"cachemgr {address}" if len(shards) > 1 else "cachemgr"
@@ -166,7 +166,7 @@ class Monitor:
         return Part(name, "away" if is_known else "unknown", problem or "has no health service")
 
     def _problem(self, address: str, service: str = "") -> str | None:
-        """Why a service does not serve; empty when the service serves, None where the server has none of this name."""
+        """Why a service does not serve; empty when the service serves, None if the server has no such service."""
         try:
             stub = health_pb2_grpc.HealthStub(self._session.at(address))
             answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=self._session.timeout)

@@ -15,5 +15,5 @@ class ConsoleSettings(ProcessSettings):
 
     address: MetricsAddress = Field(
         "127.0.0.1:9112",
-        description="Where `kvctl console` serves browsers, read only; when it is empty, run-stack starts none.",
+        description="Where `kvctl console` serves browsers, read only; if it is empty, run-stack starts no console.",
     )

@@ -19,7 +19,7 @@ Data: TypeAlias = "Message | Mapping[str, Data] | Sequence[Data] | str | float |
 
 
 class Format(StrEnum):
-    """How to show an answer. NAME: the names of listed things only, a line each."""
+    """How to show an answer. NAME: only the names of listed things, a line each."""
 
     TABLE = "table"
     WIDE = "wide"
@@ -30,7 +30,7 @@ class Format(StrEnum):
 
 @dataclass(frozen=True)
 class Column(Generic[T]):
-    """A column of a table. wide: only with `-o wide`. name: what `-o name` prints of the column that names the rows."""
+    """A column of a table. wide: only with `-o wide`. name: the text for `-o name`, if the column names the rows."""
 
     header: str
     cell: Callable[[T], object]
@@ -39,7 +39,7 @@ class Column(Generic[T]):
 
 
 def show(output: Format, data: Data, people: Callable[[bool], str]) -> None:
-    """Prints an answer. people: makes its text, from whether it may be wide."""
+    """Prints an answer. people: makes its text; the argument is whether the text may be wide."""
     match output:
         case Format.JSON:
             text = json.dumps(plain(data), indent=2, ensure_ascii=False)
@@ -77,7 +77,7 @@ def plain(data: Data) -> Any:
 def _spell_bytes(message: Message, made: dict[str, Any]) -> None:
     """Writes bytes in a message's JSON as hexadecimal numbers."""
     for field, value in message.ListFields():
-        # A message with a form of its own in JSON has other names in it.
+        # A message with a special form in JSON has other names in this form.
         shown = made.get(field.name)
         if isinstance(value, bytes):
             made[field.name] = value.hex()
@@ -102,13 +102,13 @@ def table(columns: Sequence[Column[T]], items: Iterable[T], *, wide: bool) -> st
 
 
 def names(columns: Sequence[Column[T]], items: Iterable[T]) -> str:
-    """The names of things, each once: by the column that has names, else by the first one."""
+    """The names of things, each once: by the column that has names, else by the first column."""
     column = next((column for column in columns if column.name), columns[0])
     return "\n".join(dict.fromkeys(printable((column.name or column.cell)(item)) for item in items))
 
 
 def printable(value: object) -> str:
-    """Text for a terminal; a salt or another name that a caller chose cannot steer it."""
+    """Text for a terminal. A salt or another name that a caller chose cannot control the terminal."""
     text = "-" if value is None or value == "" else str(value)
     return text if text.isprintable() else "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
 
@@ -129,12 +129,12 @@ def word(name: str) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """A percentage, or nothing of nothing."""
+    """A percentage, or a dash if there is no whole."""
     return f"{part / whole:.1%}" if whole else "-"
 
 
 def lasting(message: Message, field: str) -> str:
-    """A time that is left, or none where it has no end."""
+    """The remaining time, or a dash where there is no end."""
     if not message.HasField(field):
         return "-"
     return span(seconds(getattr(message, field)))

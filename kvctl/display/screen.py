@@ -19,7 +19,7 @@ from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.durations import seconds
 
-# Salts and quotas that are shown at most.
+# The most salts and quotas that are shown.
 MOST = 12
 USED, CACHED, EMPTY = "green", "blue", "bright_black"
 LEAST_BAR, MOST_BAR = 8, 60
@@ -48,7 +48,7 @@ class Bar:
         self._parts = parts
 
     def cells(self, width: int) -> list[int]:
-        """How many cells each count has of so many."""
+        """How many of `width` cells each count has."""
         total = sum(count for count, _ in self._parts)
         if not total:
             return [0] * len(self._parts)
@@ -72,7 +72,7 @@ def _title(now: Reading) -> RenderableType:
 
 
 def _dtypes(model: generation_pb2.GetModelResponse) -> str:
-    """Of the weights, and of the cache where that has another."""
+    """The data type of the weights, and of the cache where it differs."""
     if model.kv_cache_dtype in ("", model.dtype):
         return model.dtype
     return f"{model.dtype}, cache {model.kv_cache_dtype}"
@@ -103,7 +103,7 @@ def _load(before: Reading, now: Reading) -> RenderableType:
         ),
     ]
     if now.routed:
-        # Each engine has steps of its own, in the table of engines.
+        # Each engine has steps of its own, which the table of engines shows.
         del columns[1]
     grid = Table.grid(padding=(0, 1), expand=True)
     for _ in columns:
@@ -146,7 +146,7 @@ def _pools(before: ShardReading, now: ShardReading, elapsed: float, address: str
         earlier = {tier.tier: _lost(tier) for tier in before.stats.get(pool.pool_id, stats).tiers}
         head = (printable(pool.pool_id), share(stats.tokens.hit_tokens, stats.tokens.queried_tokens))
         if not stats.tiers:
-            # A tenant's operator.
+            # The token is of a tenant's operator.
             made.add_row(head[0], "", head[1])
         for tier in stats.tiers:
             empty = tier.total_blocks - tier.used_blocks - tier.cached_blocks
@@ -160,7 +160,7 @@ def _pools(before: ShardReading, now: ShardReading, elapsed: float, address: str
                 str(tier.offloaded_blocks),
                 Bar(((tier.used_blocks, USED), (tier.cached_blocks, CACHED), (empty, EMPTY))),
             )
-            # Said once for all tiers of a pool.
+            # Shown once for all tiers of a pool.
             head = ("", "")
     return _panel(f"pools of {address}" if address else "pools", made)
 
@@ -172,7 +172,7 @@ def _lost(tier: pb.TierStats) -> int:
 
 
 def _salts(now: Reading) -> RenderableType:
-    """Prompt tokens per salt over all pools, the most asked for first."""
+    """Prompt tokens per salt over all pools, the salts with the most tokens first."""
     found: dict[str, list[int]] = {}
     for stats in (stats for shard in now.shards.by_shard.values() for stats in shard.stats.values()):
         for one in stats.salts:

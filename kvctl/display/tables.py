@@ -122,7 +122,7 @@ HOLDS: Sequence[Column[pb.Hold]] = (
 
 
 def account(of: pb.Quota | pb.DeleteQuotaRequest) -> str:
-    """Whose: "tenant acme" or "salt acme"."""
+    """The account in words: "tenant acme" or "salt acme"."""
     if of.HasField("tenant_id"):
         return f"tenant {printable(of.tenant_id)}"
     return f"salt {printable(of.salt)}"

@@ -1,1 +1,1 @@
-"""What a running stack does: its metrics, its rates, and its limits."""
+"""Metrics, rates and limits of a running stack."""

@@ -1,7 +1,7 @@
-"""The limits of a running stack: how long an output, or how many prompts at once, its cache and the time allow.
+"""The limits of a running stack: the longest output, or the most prompts at once, that cache and time allow.
 
-The rules are those of OpenVINO GenAI's limit checker. Nothing is read from the cache or left in it, so that no round
-helps the next; cached blocks of others are evicted.
+The rules are those of OpenVINO GenAI's limit checker. Rounds read nothing from the cache and store nothing in it, so
+that no round helps the next round; cached blocks of others are evicted.
 """
 
 import asyncio
@@ -35,19 +35,19 @@ class Ending(StrEnum):
     DONE = "done"
     TIMEOUT = "time-out"
     EXHAUSTED = "cache exhausted"
-    # None of these is for want of cache.
+    # None of these endings means that the cache was too small.
     MODEL = "longer than the model takes"
     BOUND = "as many requests as the scheduler runs at once"
     TENANT = "as many requests as the caller's tenant may have"
 
 
 class LimitsError(Exception):
-    """It cannot be measured; says why."""
+    """The limit cannot be measured; the message says why."""
 
 
 @dataclass
 class Round:
-    """One round. size: tokens asked for, or prompts. cache: shares of the pool in use, one per look at it."""
+    """One round. size: requested tokens, or prompts. cache: shares of the pool in use, one per look at the pool."""
 
     size: int
     seconds: float = 0.0
@@ -72,7 +72,7 @@ Runs = Callable[[int], Awaitable[Round]]
 
 
 async def double(run: Runs) -> list[Round]:
-    """Rounds of 1, 2, 4, ... until one is not done."""
+    """Rounds of 1, 2, 4, ... until a round is not done."""
     rounds = [await run(1)]
     while rounds[-1].ending is Ending.DONE:
         rounds.append(await run(2 * rounds[-1].size))
@@ -80,7 +80,7 @@ async def double(run: Runs) -> list[Round]:
 
 
 async def double_and_bisect(run: Runs) -> list[Round]:
-    """The same, and then rounds in between until the largest that is done is found."""
+    """Doubles, and then tries sizes in between until the largest round that is done is found."""
     rounds = await double(run)
     most, least = best(rounds), rounds[-1].size
     while least - most > 1:
@@ -109,7 +109,7 @@ class Load:
 class Checker:
     """Runs rounds on a stack.
 
-    metrics: host:port of each local process that says what memory it holds. timeout: seconds to wait for each call.
+    metrics: host:port of each local process whose memory is measured. timeout: seconds to wait for each call.
     """
 
     def __init__(
@@ -130,11 +130,11 @@ class Checker:
         self._random = random.Random(0)  # noqa: S311 - the same prompts each time
 
     async def output_of(self, tokens: int) -> Round:
-        """One prompt with so long an output."""
+        """One prompt with an output of this length."""
         return await self._round(tokens, [await self._request(tokens)])
 
     async def prompts_at_once(self, count: int, output_tokens: int) -> Round:
-        """So many prompts with an output each."""
+        """`count` prompts with an output each."""
         return await self._round(count, [await self._request(output_tokens) for _ in range(count)])
 
     async def _request(self, output_tokens: int) -> pb.StreamGenerateRequest:
@@ -149,7 +149,7 @@ class Checker:
         )
 
     async def _round(self, size: int, requests: Sequence[pb.StreamGenerateRequest]) -> Round:
-        """Ends early once its ending is known."""
+        """Runs a round, which ends early as soon as its ending is known."""
         preemptions = await self._wait_until_idle()
         made, started = Round(size), time.monotonic()
         watching = asyncio.create_task(self._watch(made, preemptions))
@@ -173,7 +173,7 @@ class Checker:
         return made
 
     async def _wait_until_idle(self) -> int:
-        """Waits until nothing runs; preemptions so far. Raises LimitsError when others use the stack."""
+        """Waits until nothing runs; returns the preemptions so far. Raises LimitsError when others use the stack."""
         await self._pools()
         deadline = time.monotonic() + IDLE_SECONDS
         while True:
@@ -219,7 +219,7 @@ class Checker:
         )
 
     async def _generate(self, made: Round, request: pb.StreamGenerateRequest) -> None:
-        """Raises RemoteError for what says nothing about limits."""
+        """Raises RemoteError for an error that says nothing about limits."""
         try:
             async for message in self._stub.StreamGenerate(request, timeout=self._load.round_seconds):
                 made.output_tokens += len(message.token_ids)
@@ -228,11 +228,11 @@ class Checker:
             ending = await self._ending(error, request)
             if ending is None:
                 raise error from caught
-            # Of several endings the first one counts.
+            # Of several endings the first counts.
             made.ending = ending if made.ending is Ending.DONE else made.ending
 
     async def _ending(self, error: RemoteError, request: pb.StreamGenerateRequest) -> Ending | None:
-        """How an error ends a round; None where it says nothing about limits. Raises LimitsError."""
+        """The ending of a round by an error; None if the error says nothing about limits. Raises LimitsError."""
         if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return Ending.TIMEOUT
         if "SEQUENCE_TOO_LONG" in (error.reason, error.metadata.get("cause")) or error.reason == "QUEUE_FULL":
@@ -248,12 +248,12 @@ class Checker:
         return None
 
     def _resident(self) -> dict[str, int]:
-        """Bytes that each process holds. Raises LimitsError where one does not say."""
+        """Resident bytes of each process. Raises LimitsError if a process does not report them."""
         return {name: resident(address, self._security, self._timeout) for name, address in self._metrics.items()}
 
 
 def resident(address: str, security: Security, timeout: float) -> int:
-    """Bytes that the process with these metrics holds. Raises LimitsError where it does not say."""
+    """Resident bytes of the process with these metrics. Raises LimitsError if the process does not report them."""
     try:
         found = samples(address, timeout, security)
     except (OSError, ValueError) as error:

@@ -18,12 +18,12 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 
 # The window of hit rates.
 WINDOW_SECONDS = 60
-# What only the processes of a stack export, and when a process started: that has the same name in all of them.
+# A prefix that only processes of a stack export, and the metric of a process's start, which all processes export.
 OURS, START = "kvkeep_", "process_start_time_seconds"
 
 
 def sees_all(pools: Iterable[pb.Pool]) -> bool:
-    """Whether the token, if any, is of all tenants: one of a single tenant gets pools without counts."""
+    """Whether the token, if any, is of all tenants: the token of a single tenant gets pools without counts."""
     return all(pool.used_blocks + pool.cached_blocks + pool.free_blocks for pool in pools)
 
 
@@ -44,7 +44,7 @@ class ShardReading:
 class Reading:
     """The services' answers at one time. trouble: services that did not answer, in words.
 
-    routed: through a router. engines: those that it lists; None where it did not.
+    routed: through a router. engines: the router's list; None if the router did not answer.
     """
 
     at: float
@@ -72,12 +72,12 @@ class Reading:
 
 
 def read(session: Session, metrics: Mapping[str, str]) -> Reading:
-    """Asks all services. Raises CommandError when no cache manager answers; without others less is shown."""
+    """Asks all services. Raises CommandError when no cache manager answers; other services may be missing."""
     return read_services(session, metrics, session.ask(read_shard))
 
 
 def read_services(session: Session, metrics: Mapping[str, str], shards: Answers[ShardReading]) -> Reading:
-    """Asks the other services, beside the answers of the cache managers."""
+    """Asks the other services, and adds the answers of the cache managers."""
     trouble = [f"cachemgr: {ShardsError({address: error})}" for address, error in shards.failures.items()]
     model = loads = engines = None
     try:
@@ -109,7 +109,7 @@ def read_services(session: Session, metrics: Mapping[str, str], shards: Answers[
 
 def read_shard(shard: Shard) -> ShardReading:
     pools = shard.pools()
-    # Counts of a single tenant are known since the start only.
+    # Counts of a single tenant are only known since the start.
     window = Duration(seconds=WINDOW_SECONDS) if sees_all(pools) else None
     stub = shard.admin.stub
     stats = {
@@ -120,7 +120,7 @@ def read_shard(shard: Shard) -> ShardReading:
 
 
 def rates(before: Reading, now: Reading) -> dict[str, float | None]:
-    """Rates between two readings, and mean times; None where nothing happened, or is known."""
+    """Rates between two readings, and mean times; None where nothing happened, or nothing is known."""
     elapsed = now.at - before.at
 
     def grown(name: str) -> float | None:
@@ -151,7 +151,7 @@ def rates(before: Reading, now: Reading) -> dict[str, float | None]:
 
 
 def _steps_per_second(before: Reading, now: Reading) -> float | None:
-    """Of all engines together that answered both times; a router's own count is of messages."""
+    """Steps per second of all engines that answered both times; a router itself counts messages instead."""
     earlier, later = _steps(before), _steps(now)
     both = earlier.keys() & later.keys()
     return sum(max(0, later[name] - earlier[name]) for name in both) / (now.at - before.at) if both else None

@@ -1,1 +1,1 @@
-"""The verbs, a file per subject; `app` puts them together."""
+"""The verbs, a file per subject; `app` adds them to the command line."""

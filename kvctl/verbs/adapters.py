@@ -14,9 +14,9 @@ from protos.generation.v1 import generation_pb2 as pb
 
 app = typer.Typer(help="List, load and unload LoRA adapters.")
 
-Name = Annotated[str, typer.Argument(help="Name that requests call it by.")]
+Name = Annotated[str, typer.Argument(help="Name of the adapter in requests.")]
 Engine = Annotated[
-    str, typer.Option(help="Its address, name or executor, as `kvctl engines` lists it; the scheduler without.")
+    str, typer.Option(help="Its address, name or executor, as `kvctl engines` lists it; else the scheduler.")
 ]
 
 ADAPTERS: Sequence[Column[pb.ServedAdapter]] = (
@@ -31,7 +31,7 @@ ADAPTERS: Sequence[Column[pb.ServedAdapter]] = (
 
 @verb(app, "list", "kvctl adapters list", lists=True)
 def list_adapters(session: Session, engine: Engine = "") -> None:
-    """List adapters; their ids are those of their blocks' keys, as --adapter takes them."""
+    """List adapters with their ids, which are part of the keys of blocks and which --adapter takes."""
     operation = session.operation(engine_address(session, engine))
     answer = operation.call(operation.stub.ListAdapters, pb.ListAdaptersRequest())
     session.show_list(Answers({operation.address: answer}), ADAPTERS, lambda answer: answer.adapters, "adapters")
@@ -52,7 +52,7 @@ def load(
 
 @verb(app, "unload", "kvctl adapters unload sql --yes")
 def unload(session: Session, name: Name, engine: Engine = "", dry_run: DryRun = False, yes: Yes = False) -> None:
-    """Refuse new requests for an adapter; it is unloaded when running ones have ended."""
+    """Refuse new requests for an adapter; unload the adapter when its running requests have ended."""
     operation = session.operation(engine_address(session, engine))
 
     def ask(*, dry_run: bool) -> pb.UnloadAdapterResponse:

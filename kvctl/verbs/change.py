@@ -39,7 +39,7 @@ def pin(
     salt: Salt = None,
     adapter: Adapter = None,
     executor: Executor = "",
-    owner: Annotated[str, typer.Option(help="Owner of the pin; you without it.")] = "",
+    owner: Annotated[str, typer.Option(help="Owner of the pin; by default you.")] = "",
     dry_run: DryRun = False,
 ) -> None:
     """Keep a prompt's cached blocks. There is a budget for pins; exits with 4 when nothing was pinned."""
@@ -85,7 +85,7 @@ def unpin(
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
-    """End a pin or a hold. Its blocks are free then."""
+    """End a pin or a hold. Afterwards its blocks are free."""
     found = session.ask(
         lambda shard: named("hold", name, ((hold.name, hold) for hold in shard.holds().holds))
     ).leave_out_missing()
@@ -110,16 +110,16 @@ def unpin(
 def retain(
     session: Session,
     *,
-    priority: Annotated[int, typer.Option(min=0, max=100, help="0..100, higher is kept longer.")],
-    lasts: Annotated[str, typer.Option("--for", help="How long: 90s, 1h30m, 2d; without end when absent.")] = "",
+    priority: Annotated[int, typer.Option(min=0, max=100, help="0..100; a higher priority is kept longer.")],
+    lasts: Annotated[str, typer.Option("--for", help="How long: 90s, 1h30m, 2d; by default without end.")] = "",
     prompt: Prompt,
     salt: Salt = None,
     adapter: Adapter = None,
     executor: Executor = "",
-    session_id: Annotated[str | None, typer.Option("--session", help="For this session; for you without it.")] = None,
+    session_id: Annotated[str | None, typer.Option("--session", help="For this session; by default for you.")] = None,
     cachemgr: CachemgrAddress = CACHEMGR,
 ) -> None:
-    """Request retention of a prompt's cached blocks. A later one replaces it; exits with 4 when no block is cached."""
+    """Request retention of a prompt's cached blocks, in place of an earlier one. Exits with 4 if no block is cached."""
     prefix = required(prompt.prefix(session, salt, adapter, executor))
     action = common.HintAction(action_id="retain", action_type="Retain", action_version="0.1")
     action.payload.update({"priority": priority})
@@ -167,12 +167,12 @@ def evict(
     selected: Selection,
     prompt: Prompt,
     skip_used: Annotated[
-        bool, typer.Option("--skip-used", help="Leave blocks that are in use; without it they are refused.")
+        bool, typer.Option("--skip-used", help="Leave blocks that are in use, instead of refusing to evict.")
     ] = False,
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
-    """Evict cached blocks. Their bytes stay until they are overwritten, which `kvctl forget` does at once."""
+    """Evict cached blocks. Their bytes stay until later blocks overwrite them; `kvctl forget` overwrites at once."""
     chosen = selected.filter(pool, prompt.prefix(session, selected.salt, selected.adapter, ""))
     if bool(chosen.ByteSize()) == everything:
         raise typer.BadParameter("give a filter, or --all for all cached blocks", param_hint="--all")
@@ -198,10 +198,10 @@ def forget(
     session: Session,
     *,
     salt: Annotated[str | None, typer.Option(help="All blocks under this salt; or the salt of the prompt.")] = None,
-    session_id: Annotated[str | None, typer.Option("--session", help="All that this session stored.")] = None,
+    session_id: Annotated[str | None, typer.Option("--session", help="All blocks that this session stored.")] = None,
     prompt: Prompt,
     adapter: Annotated[int | None, typer.Option(min=0, help="LoRA adapter of the prompt.")] = None,
-    executor: Annotated[str, typer.Option(help="Executor of the prompt; all of them without it.")] = "",
+    executor: Annotated[str, typer.Option(help="Executor of the prompt; by default all.")] = "",
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Verbs about engines: those of a router, the draining of an engine, and the end of its requests."""
+"""Verbs about engines: list a router's engines, drain an engine, and end requests of an engine."""
 
 import time
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ LOOK_SECONDS = 0.1
 
 OfTenant = Annotated[str | None, typer.Option(help="Of this tenant only.")]
 AtEngine = Annotated[
-    str, typer.Option(help="Its address, name or executor, as `kvctl engines` lists it; scheduler or router without.")
+    str, typer.Option(help="Its address, name or executor, as `kvctl engines` lists it; else scheduler or router.")
 ]
 
 
@@ -55,7 +55,7 @@ ENGINES: Sequence[Column[pb.RoutedEngine]] = (
 
 @verb(app, "engines", "kvctl engines --router 127.0.0.1:50054", lists=True)
 def engines(session: Session) -> None:
-    """List a router's engines: shard, load, and what was routed there.
+    """List a router's engines: shard, load, and routed requests.
 
     CACHED is the share of prompt tokens that the router expected to be cached. VIEW says whether the router knows all
     blocks that the engine has cached.
@@ -68,16 +68,16 @@ def engines(session: Session) -> None:
 def drain(
     session: Session,
     engine: Annotated[
-        str, typer.Argument(help="Its address, name or executor, as `kvctl engines` lists it; the scheduler without.")
+        str, typer.Argument(help="Its address, name or executor, as `kvctl engines` lists it; else the scheduler.")
     ] = "",
     undo: Annotated[bool, typer.Option("--undo", help="Admit requests again.")] = False,
     lasts: Annotated[
-        str, typer.Option("--for", help="Wait so long for running requests: 90s, 1h; 0s not at all.")
+        str, typer.Option("--for", help="How long to wait for running requests: 90s, 1h; 0s not at all.")
     ] = "5m",
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
-    """Have the scheduler admit no more requests. Waits for running ones; exits with 1 when some are left."""
+    """Have the scheduler admit no more requests. Waits for running requests; exits with 1 if some are left."""
     operation = session.operation(engine_address(session, engine))
     whom = f"the engine {operation.address}" if engine else "the scheduler"
     deadline = time.monotonic() + seconds(duration_of(lasts, "--for"))
@@ -108,7 +108,7 @@ def drain(
 def abort(
     session: Session,
     request_id: Annotated[
-        str, typer.Argument(help="The request's request_id, or the id of its answer; --all without it.")
+        str, typer.Argument(help="The request's request_id, or the id of its answer; or give --all.")
     ] = "",
     everything: Annotated[bool, typer.Option("--all", help="All live requests.")] = False,
     tenant: OfTenant = None,
@@ -116,7 +116,7 @@ def abort(
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
-    """End requests: their answers end with what there is of them, and with the finish reason "abort"."""
+    """End requests: their answers end with the tokens so far, and with the finish reason "abort"."""
     if bool(request_id) == everything:
         raise typer.BadParameter("give a request's id, or --all for all of them", param_hint="ID")
     operation = session.operation(engine_address(session, engine) if engine else "")
@@ -148,7 +148,7 @@ def cancel(
 
 
 def engine_address(session: Session, engine: str) -> str:
-    """Where an engine serves; empty without one, for the scheduler. Raises CommandError."""
+    """Where an engine serves; empty without an engine, for the scheduler. Raises CommandError."""
     if not session.router_address:
         return addresses_of(engine, "ENGINE")[0] if engine else ""
     if not engine:

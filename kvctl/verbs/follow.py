@@ -28,14 +28,14 @@ def watch(
     session: Session,
     pool: Pool = "",
     salt: Salt = None,
-    after: Annotated[int | None, typer.Option(min=0, help="Go on behind this event, without a snapshot.")] = None,
-    token_ids: Annotated[bool, typer.Option("--token-ids", help="With the tokens of blocks (JSON, YAML).")] = False,
-    lasts: Annotated[str, typer.Option("--for", help="End after this time: 90s, 1h; on Ctrl-C without it.")] = "",
+    after: Annotated[int | None, typer.Option(min=0, help="Go on after this event, without a snapshot.")] = None,
+    token_ids: Annotated[bool, typer.Option("--token-ids", help="Show the tokens of blocks (JSON, YAML).")] = False,
+    lasts: Annotated[str, typer.Option("--for", help="End after this time: 90s, 1h; by default on Ctrl-C.")] = "",
     count: Annotated[int, typer.Option(min=0, help="End after this number of events; 0 for any number.")] = 0,
 ) -> None:
-    """Show events as they happen. A snapshot of the cache is first; each event is a line, as JSON too.
+    """Show events as they happen, after a snapshot of the cache. Each event is one line, also as JSON.
 
-    Numbers are those of one shard: --after goes with one only.
+    Each shard numbers its own events: --after works with a single shard only.
     """
     request = pb.WatchEventsRequest(pool_id=pool, salt=salt, after_event_number=after, include_token_ids=token_ids)
     limit = seconds(duration_of(lasts, "--for")) if lasts else None
@@ -58,7 +58,7 @@ def watch(
 def _together(
     shards: Sequence[Shard], request: pb.WatchEventsRequest, seconds: float | None
 ) -> Iterator[tuple[str, pb.WatchEventsResponse]]:
-    """Batches of all shards as they come, with the shard's address. The first error of any ends it: CommandError."""
+    """Batches of all shards as they come, with the shard's address. The first error ends it with CommandError."""
 
     def batches(shard: Shard) -> Iterator[pb.WatchEventsResponse]:
         return shard.events.messages(shard.events.stub.WatchEvents, request, seconds, ends=True)
@@ -108,6 +108,6 @@ def replay(
         Path, typer.Argument(exists=True, dir_okay=False, help="The file of KVKEEP_CACHEMGR_OPERATION_LOG.")
     ],
 ) -> None:
-    """Run an operation log again. Shows the state that it leads to; needs the package cachemgr."""
+    """Run an operation log again, and show the resulting state. Needs the package cachemgr."""
     # A process of its own: kvctl does not import the cache manager.
     raise typer.Exit(subprocess.run([sys.executable, "-m", "cachemgr", "replay", str(file)], check=False).returncode)  # noqa: S603

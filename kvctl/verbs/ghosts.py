@@ -19,9 +19,9 @@ POLICIES = {
     "SEGMENTED-LRU": pb.GHOST_POLICY_SEGMENTED_LRU,
 }
 
-# Size, and hits of the caches of this size.
+# A size, and the hits of the caches of this size by policy.
 _Row = tuple[int, Mapping[pb.GhostPolicy, int]]
-# By executor.
+# Ghost caches by executor.
 _Ghosts = Mapping[str, pb.GetGhostCachesResponse]
 
 
@@ -31,7 +31,7 @@ def ghosts(
     executor: Executor = "",
     window: Annotated[
         str,
-        typer.Option(help="Time to look back, an hour at most: 90s, 10m; without it, since the executor registered."),
+        typer.Option(help="Time to look back, at most an hour: 90s, 10m; by default since the executor registered."),
     ] = "",
 ) -> None:
     """Show hit rates of caches of other sizes. Estimates from live prompts; ghost caches hold no bytes."""

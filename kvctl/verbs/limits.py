@@ -34,7 +34,7 @@ CallerToken = Annotated[
     typer.Option(
         CALLER_OPTION,
         envvar="KVCTL_CALLER_TOKEN_FILE",
-        help="File with a caller's token, where tokens are asked for: operators and viewers may not generate.",
+        help="File with a caller's token, if tokens are required: operators and viewers may not generate.",
     ),
 ]
 
@@ -78,9 +78,9 @@ def limits(
     """Find the limits of a stack. Grows a load until a round takes too long or the cache is exhausted.
 
     gen_length asks for 1, 2, 4, ... tokens from one prompt; gen_throughput doubles the prompts and then bisects. The
-    cache is exhausted when a request has to wait for blocks, is preempted for want of them, or is refused as too long.
-    With the addresses of the processes' metrics their resident memory is shown. The load evicts cached blocks, and
-    other requests wait: run it on a stack without users.
+    cache is exhausted when a request has to wait for blocks, is preempted for lack of blocks, or is refused as too
+    long. With the addresses of the processes' metrics, the resident memory is shown. The load evicts cached blocks, and
+    other requests wait: run this on a stack without users.
     """
     sizes = {"start_tokens": start, "recent_tokens": recent, "max_cache_tokens": budget, "period_tokens": period}
     found = {"scheduler": scheduler_metrics, "cachemgr": cachemgr_metrics, "executor": executor_metrics}
@@ -152,7 +152,7 @@ def policy_of(
 
 @dataclass(frozen=True)
 class _Task:
-    """One search. caller: as whom to generate. metrics: address by process."""
+    """One search. caller: the security of generating calls. metrics: address by process."""
 
     session: Session
     caller: Security
@@ -166,7 +166,7 @@ class _Task:
         """Searches, shows and writes. Raises CommandError."""
         address = f"{self.session.scheduler.address} or {self.session.shard.address}"
         try:
-            # Never over a file that was made meanwhile.
+            # Appends, so that a file that was made in the meantime is not overwritten.
             with self.target.open("a", newline="") as file:
                 rounds = asyncio.run(self._search(file))
         except grpc.RpcError as error:
@@ -200,7 +200,7 @@ class _Task:
                     writer.writeheader()
                 writer.writerow(self._row(made))
                 file.flush()
-                # Programs read one answer at the end.
+                # Programs read a single answer at the end.
                 typer.echo(self._progress(made), err=session.output in (Format.JSON, Format.YAML))
                 return made
 

@@ -19,7 +19,7 @@ app = typer.Typer(help="Set how many blocks a pool may use.")
 def set_pool(
     session: Session,
     name: Annotated[str, typer.Argument(metavar="POOL", help="As `kvctl pools` names it.")],
-    blocks: Annotated[int, typer.Option(min=1, help="Device blocks that it may use.")],
+    blocks: Annotated[int, typer.Option(min=1, help="Device blocks that the pool may use.")],
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
@@ -30,7 +30,7 @@ def set_pool(
     tried: dict[str, _Resized] = {}
 
     def resize(shard: Shard, dry_run: bool) -> _Resized:
-        # The etag: a change of another operator in between is not undone unseen.
+        # The etag makes the call fail if another operator has changed the pool in between.
         before = tried[shard.address].before if shard.address in tried else _pool(shard, name)
         request = pb.UpdatePoolRequest(
             pool=pb.Pool(pool_id=name, total_blocks=blocks, etag=before.etag),

@@ -30,13 +30,13 @@ def set_quota(
     session: Session,
     tenant: TenantAccount = None,
     salt: SaltAccount = None,
-    device_floor: Annotated[int, typer.Option(min=0, help="Device blocks that others never evict it below.")] = 0,
-    device_ceiling: Annotated[int | None, typer.Option(min=0, help="Device blocks that it may have.")] = None,
-    host_floor: Annotated[int, typer.Option(min=0, help="Host blocks that others never evict it below.")] = 0,
-    host_ceiling: Annotated[int | None, typer.Option(min=0, help="Host blocks that it may have.")] = None,
+    device_floor: Annotated[int, typer.Option(min=0, help="Device blocks below which others never evict it.")] = 0,
+    device_ceiling: Annotated[int | None, typer.Option(min=0, help="The most device blocks that it may have.")] = None,
+    host_floor: Annotated[int, typer.Option(min=0, help="Host blocks below which others never evict it.")] = 0,
+    host_ceiling: Annotated[int | None, typer.Option(min=0, help="The most host blocks that it may have.")] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Set a quota; it replaces an earlier one of the same account."""
+    """Set a quota; it replaces an earlier quota of the same account."""
     quota = pb.Quota(
         **_account(tenant, salt),
         device_floor_blocks=device_floor,
@@ -54,7 +54,7 @@ def set_quota(
 def delete_quota(
     session: Session, tenant: TenantAccount = None, salt: SaltAccount = None, dry_run: DryRun = False, yes: Yes = False
 ) -> None:
-    """Delete a quota: its account has neither floor nor ceiling then."""
+    """Delete a quota: afterwards its account has neither floor nor ceiling."""
     request = pb.DeleteQuotaRequest(**_account(tenant, salt))
     named = account(request)
 

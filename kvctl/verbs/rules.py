@@ -59,7 +59,7 @@ _RULES: Sequence[Column[pb.RetentionRule]] = (
 
 @verb(app, "list", "kvctl rules list -o wide", lists=True)
 def list_rules(session: Session) -> None:
-    """List rules in the order in which they are asked."""
+    """List rules in the order in which they are checked."""
     found = session.ask(Shard.rules)
     session.show_list(found, _RULES, lambda answer: answer.rules, "rules")
 
@@ -72,29 +72,29 @@ def set_rule(
     rule_file: Annotated[
         Path | None,
         typer.Option(
-            "--rule-file", "-f", dir_okay=False, exists=True, help="The rule as YAML or JSON, or a listing with it."
+            "--rule-file", "-f", dir_okay=False, exists=True, help="The rule, or a listing with it, as YAML or JSON."
         ),
     ] = None,
-    order: Annotated[int, typer.Option(help="Rules with a smaller number are asked first.")] = 0,
+    order: Annotated[int, typer.Option(help="Rules with a smaller number are checked first.")] = 0,
     salt: Annotated[str | None, typer.Option(help="Requests with this salt.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Requests of this tenant.")] = None,
     adapter: Annotated[int | None, typer.Option(min=0, help="Requests with this adapter.")] = None,
     prompt: Prompt,
-    start: Annotated[int | None, typer.Option(min=0, help="Blocks that begin at or behind this token.")] = None,
+    start: Annotated[int | None, typer.Option(min=0, help="Blocks that begin at or after this token.")] = None,
     end: Annotated[int | None, typer.Option(min=0, help="Blocks that begin before this token.")] = None,
     priority: Annotated[int | None, typer.Option(min=0, max=100, help="Retention priority of the blocks.")] = None,
-    lasts: Annotated[str, typer.Option("--for", help="How long they have it: 90s, 1h30m, 2d.")] = "",
-    pin_for: Annotated[str, typer.Option(help="Pin the blocks for so long.")] = "",
-    no_store: Annotated[bool, typer.Option("--no-store", help="Leave nothing of these requests in the cache.")] = False,
+    lasts: Annotated[str, typer.Option("--for", help="How long the priority lasts: 90s, 1h30m, 2d.")] = "",
+    pin_for: Annotated[str, typer.Option(help="How long to pin the blocks: 90s, 1h30m, 2d.")] = "",
+    no_store: Annotated[bool, typer.Option("--no-store", help="Store nothing of these requests in the cache.")] = False,
     offload_min_priority: Annotated[
-        int | None, typer.Option(min=0, max=100, help="Drop blocks below it instead of offloading them.")
+        int | None, typer.Option(min=0, max=100, help="Drop blocks below this priority instead of offloading them.")
     ] = None,
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
-    """Make a rule, or replace the one with this name; prompt options name the beginning of its prompts.
+    """Make a rule, or replace the rule with this name; prompt options give the beginning of its prompts.
 
-    Asks before a rule is replaced, and before one is made that all requests meet.
+    Asks before it replaces a rule, and before it makes a rule that all requests meet.
     """
     match = pb.RuleMatch(salt=salt, tenant_id=tenant, adapter_id=adapter, start=start, end=end)
     match.prefix_token_ids.extend(prompt.token_ids(session) or [])
@@ -125,9 +125,9 @@ def _read(file: Path) -> Any:
 
 
 def _rule_in(data: Any, file: Path, name: str, shard: str, several: bool) -> pb.RetentionRule:
-    """The rule of a file for a shard. several: whether the file is for several shards."""
+    """The rule in a file for a shard. several: whether the file is for several shards."""
     try:
-        # One rule, or all of them as `kvctl rules list -o yaml` prints them, of one shard or of several.
+        # One rule, or all rules as `kvctl rules list -o yaml` prints them, of one or several shards.
         is_own = "shards" in data
         data = data["shards"][shard] if is_own else data
         found = [item for item in data["rules"] if item["name"] == name] if "rules" in data else [data]
@@ -150,7 +150,7 @@ def _no_rule(file: Path, error: Exception) -> typer.BadParameter:
 
 
 class _Change(NamedTuple):
-    """A rule, the one of its name before, and the answer to the call that puts it in force."""
+    """A rule, the earlier rule of its name, and the answer to the call that makes or replaces the rule."""
 
     rule: pb.RetentionRule
     earlier: pb.RetentionRule | None
@@ -166,7 +166,7 @@ def _set(session: Session, rule_of: Callable[[Shard], pb.RetentionRule], *, dry_
         admin = shard.admin
         if before := tried.get(shard.address):
             earlier = before.earlier
-            # The rule that is replaced is the one that the question showed, not a later change.
+            # The call replaces only the rule that the question showed, not a later change.
             rule.etag = rule.etag or (earlier.etag if earlier else "")
         else:
             earlier = next((item for item in shard.rules().rules if item.name == rule.name), None)
@@ -188,7 +188,7 @@ def _set(session: Session, rule_of: Callable[[Shard], pb.RetentionRule], *, dry_
 
 
 def _question(made: _Change) -> str:
-    """Empty where nobody needs to be asked."""
+    """The question before a change; empty if nobody needs to be asked."""
     if made.earlier is not None:
         return f"Change rule {made.rule.name} from {_said(made.earlier)} to {_said(made.rule)}?"
     if _is_for_all(made.rule.match):
@@ -210,7 +210,7 @@ def _said(rule: pb.RetentionRule) -> str:
 
 
 def _is_for_all(match: pb.RuleMatch) -> bool:
-    """Whether every request meets it; start and end only say which blocks of each."""
+    """Whether every request meets the rule; start and end only select blocks of each request."""
     named = ("salt", "tenant_id", "adapter_id")
     return not match.prefix_token_ids and not any(match.HasField(name) for name in named)
 

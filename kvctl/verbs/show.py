@@ -39,8 +39,8 @@ CachemgrAddress = Annotated[
     typer.Option(
         "--cachemgr",
         envvar="KVKEEP_CACHEMGR_ADDRESS",
-        help="Where the cache managers' data planes are, with commas between them, in the order of --server; those of "
-        "the router's engines are known.",
+        help="Addresses of the cache managers' data planes, with commas between them, in the order of --server; for "
+        "the router's engines they are known.",
     ),
 ]
 ExecutorAddress = Annotated[str, typer.Option(envvar="KVKEEP_EXECUTOR_ADDRESS", help="Where the executor serves.")]
@@ -59,8 +59,8 @@ _VERSIONS = _columns("name", "address", "version")
 def ping(session: Session, cachemgr: CachemgrAddress = CACHEMGR, executor: ExecutorAddress = EXECUTOR) -> None:
     """Ask every service whether it serves. Exits with 3 when one cannot be reached, with 1 when one does not serve.
 
-    With a router these are the router, the schedulers of its engines, the executors among them that can be reached
-    from here, and the cache managers.
+    With a router these are the router, the schedulers of its engines, their executors as far as they can be reached
+    from this machine, and the cache managers.
     """
     places = _services(session, cachemgr, executor)
     found = [_asked(session, *place) for place in places]
@@ -87,7 +87,7 @@ def _services(session: Session, cachemgr: str, executor: str) -> list[tuple[str,
     executors = [] if session.router_address else [executor]
     if session.router_address:
         places = [("router", session.router_address, "generation.v1.RouterService")]
-        # Its engines are asked too, as far as it can say which these are.
+        # The router's engines are asked, too, if the router can list them.
         with contextlib.suppress(CommandError):
             places += [("scheduler", one.address, "generation.v1.GenerationService") for one in session.engines.engines]
             executors = [one.executor_address for one in session.engines.engines if can_be_asked(one)]
@@ -100,7 +100,7 @@ def _services(session: Session, cachemgr: str, executor: str) -> list[tuple[str,
 
 
 def can_be_asked(engine: generation_pb2.RoutedEngine) -> bool:
-    """Whether the executor's address, which is that of the scheduler's settings, means the same from here."""
+    """Whether the executor's address, from the scheduler's settings, means the same place on this machine."""
     if not engine.executor_address:
         return False
     return not addresses.is_loopback(engine.executor_address) or addresses.is_loopback(engine.address)
@@ -126,8 +126,8 @@ def _asked(session: Session, name: str, address: str, service: str) -> dict[str,
 def pools(session: Session) -> None:
     """List pools: used, cached and empty blocks, and hits.
 
-    Each block counts once: it is in use, cached or empty. HOST and DISK are filled slots of all, with copies of blocks
-    that are on the device, too.
+    Each block counts once: it is in use, cached or empty. HOST and DISK are filled slots of all slots, including copies
+    of blocks that are also on the device.
     """
     found = session.ask(lambda shard: pb.ListPoolsResponse(pools=shard.pools()))
     session.show_list(found, tables.POOLS, lambda answer: answer.pools, "pools")
@@ -137,7 +137,7 @@ def pools(session: Session) -> None:
 def sequences(
     session: Session,
     executor: Executor = "",
-    scheduler_id: Annotated[str, typer.Option(help="Of this scheduler; of all without it.")] = "",
+    scheduler_id: Annotated[str, typer.Option(help="Of this scheduler; by default of all.")] = "",
     salt: Salt = None,
     limit: Limit = 0,
 ) -> None:
@@ -186,7 +186,7 @@ def blocks(
     token_ids: Annotated[bool, typer.Option("--token-ids", help="Show the tokens of each block (wide, JSON).")] = False,
     limit: Limit = 0,
 ) -> None:
-    """List blocks in use or cached. Any filter leaves only those in the index."""
+    """List blocks in use or cached. With any filter, only blocks in the index are listed."""
     left = _Limit(limit)
     chosen = selected.filter(prefix=prompt.prefix(session, selected.salt, selected.adapter, ""))
 
@@ -222,7 +222,7 @@ def leases(
 
 @verb(app, "holds", "kvctl holds --owner ops", lists=True)
 def holds(session: Session, owner: Annotated[str, typer.Option(help="Of this owner.")] = "", limit: Limit = 0) -> None:
-    """List pins, and holds of ended sequences. `kvctl unpin` ends one."""
+    """List pins, and holds of ended sequences. `kvctl unpin` ends a pin or a hold."""
     left = _Limit(limit)
 
     def listed(shard: Shard) -> pb.ListHoldsResponse:
@@ -245,7 +245,7 @@ def explain(
     executor: Executor = "",
     group: Annotated[int, typer.Option(min=0, help="Layer group.")] = 0,
 ) -> None:
-    """Say where a prompt's blocks are. At the first missing block, say why."""
+    """Say where a prompt's blocks are, and why the first missing block is missing."""
     prefix = prompt.prefix(session, salt, adapter, executor)
     if (prefix is None) == (not sequence):
         raise typer.BadParameter("name a prompt or a sequence", param_hint="--tokens")
@@ -279,7 +279,7 @@ def preview(
     """Say whether a request with this prompt would be admitted now, and how many blocks it needs. Changes nothing."""
     token_ids = required(prompt.prefix(session, salt, adapter, executor)).token_ids
     admission = pb.AdmitSequenceRequest(
-        # No sequence gets the name.
+        # No sequence gets this name.
         sequence_id="preview",
         token_ids=token_ids,
         salt=salt,
@@ -309,8 +309,8 @@ def preview(
 @verb(app, "describe", "kvctl describe pool executor-0/0")
 def describe(
     session: Session,
-    kind: Annotated[str, typer.Argument(help="pool, sequence, rule or hold; the whole stack without it.")] = "",
-    name: Annotated[str, typer.Argument(help="Its name, as the listing of its kind shows it.")] = "",
+    kind: Annotated[str, typer.Argument(help="pool, sequence, rule or hold; by default the whole stack.")] = "",
+    name: Annotated[str, typer.Argument(help="Its name, as the listing of this kind shows it.")] = "",
 ) -> None:
     """Show all about a pool, sequence, rule or hold, or the whole stack. As YAML, or JSON."""
     if kind and not name:
@@ -325,7 +325,7 @@ def describe(
         lambda shard: _described(shard, kind, name), pool=name if kind == "pool" else ""
     ).leave_out_missing()
     if found.several and len(found.by_shard) == 1 and not found.failures:
-        # Of what only one shard has, that shard's name is all that the others add.
+        # If only one shard has the thing, only this shard's name is added.
         [(address, only)] = found.by_shard.items()
         session.show({"shard": address, kind: only}, lambda _wide: as_yaml({"shard": address, kind: only}))
         return
@@ -352,7 +352,7 @@ def _described(shard: Shard, kind: str, name: str) -> Any:
 
 @verb(app, "state", "kvctl state --hash")
 def state(
-    session: Session, only_hash: Annotated[bool, typer.Option("--hash", help="Show its hash only.")] = False
+    session: Session, only_hash: Annotated[bool, typer.Option("--hash", help="Show only the state's hash.")] = False
 ) -> None:
     """Show the cache manager's state, or its hash. Lines of JSON, without token ids."""
 
@@ -365,7 +365,7 @@ def state(
             whole.ClearField("lines")
         return whole
 
-    # Line for line it is the state of one manager.
+    # As text, the lines are the state of a single manager.
     found = (
         session.ask(dumped)
         if only_hash or session.output in (Format.JSON, Format.YAML)
@@ -426,7 +426,7 @@ class _Limit:
         self._limit, self._taken = limit, 0
 
     def add(self, whole: Any, admin: Remote[Any], method: Callable[..., Any], request: Any, items: str) -> None:
-        """Adds a listing to an answer. items: the field of both. Raises CommandError."""
+        """Adds a listing to an answer. items: the name of the field in both. Raises CommandError."""
         if self._limit and self._taken >= self._limit:
             return
         found = admin.all_pages(method, request, items, self._limit and self._limit - self._taken)
@@ -436,7 +436,7 @@ class _Limit:
     def add_pools(
         self, whole: Any, shard: Shard, pool: str, method: Callable[..., Any], request: Any, items: str
     ) -> None:
-        """The same for the listings of a pool, or of all pools of a shard without one."""
+        """The same for the listing of a pool, or without a pool for the listings of all pools of a shard."""
         for pool_id in [pool] if pool else [item.pool_id for item in shard.pools()]:
             request.pool_id, request.page_token = pool_id, ""
             self.add(whole, shard.admin, method, request, items)

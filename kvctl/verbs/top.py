@@ -21,23 +21,23 @@ from protos.rpc.settings import STACK_METRICS
 
 app = typer.Typer()
 
-# Where no terminal says how wide it is.
+# The width without a terminal.
 PIPE_COLUMNS = 120
 
 
 @verb(app, "top", "kvctl top --once")
 def top(
     session: Session,
-    once: Annotated[bool, typer.Option("--once", help="Show it once; always so where no terminal shows it.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between looks, which rates are of.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show the screen once, as always without a terminal.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between readings; rates are over this time.")] = 1.0,
     scheduler_metrics: SchedulerMetrics = STACK_METRICS["scheduler"],
     executor_metrics: ExecutorMetrics = STACK_METRICS["executor"],
     router_metrics: RouterMetrics = STACK_METRICS["router"],
 ) -> None:
     """Show the stack live. Pools and tiers, tenants and salts, hit rate, queue, step time; Ctrl-C ends it.
 
-    With a router its engines, too, each with its step time. Load, queue, rates and latencies are those of the router
-    then.
+    With a router it also shows the engines, each with its step time; then load, queue, rates and latencies are those of
+    the router.
     """
     if session.router_address:
         metrics = {"router": router_metrics}
@@ -64,7 +64,7 @@ def top(
 
 
 def _again(session: Session, metrics: Mapping[str, str], before: Reading) -> Reading:
-    """The next reading; the last one when no service answers."""
+    """The next reading; the last reading if no service answers."""
     try:
         return read(session, metrics)
     except CommandError as error:

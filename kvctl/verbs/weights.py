@@ -1,4 +1,4 @@
-"""`kvctl weights`: other weights in place of an executor's, for people who train the model."""
+"""`kvctl weights`: replaces an executor's weights, for people who train the model."""
 
 from typing import Annotated
 
@@ -10,7 +10,7 @@ from kvctl.verbs.adapters import Engine
 from kvctl.verbs.engines import engine_address
 from protos.generation.v1 import generation_pb2 as pb
 
-# Reading the files of a large model may take so long.
+# Reading the files of a large model may take this time.
 LOAD_SECONDS = 1800.0
 
 app = typer.Typer(help="Compute with other weights.")
@@ -19,12 +19,12 @@ app = typer.Typer(help="Compute with other weights.")
 @verb(app, "update", "kvctl weights update step-1200 checkpoints/step-1200 --yes")
 def update(
     session: Session,
-    version: Annotated[str, typer.Argument(help="Their version, which is part of the keys of blocks.")],
+    version: Annotated[str, typer.Argument(help="Version of the weights, which is part of the keys of blocks.")],
     path: Annotated[str, typer.Argument(help="Folder of a model of the same shape, as the executor sees it.")],
     engine: Engine = "",
     yes: Yes = False,
 ) -> None:
-    """Compute with the weights of a folder below the one that KVKEEP_EXECUTOR_WEIGHTS_DIR names."""
+    """Compute with the weights of a folder below the folder that KVKEEP_EXECUTOR_WEIGHTS_DIR names."""
     confirm(f"Compute with the weights {version}? Running requests go on with them.", yes=yes)
     _update(session, pb.UpdateWeightsRequest(weight_version=version, path=path), engine)
 

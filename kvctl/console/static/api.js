@@ -1,4 +1,4 @@
-// Reads the console's JSON. A token is asked for only where one is needed, and forgotten with the tab.
+// Reads the console's JSON. The page asks for a token only if a token is needed, and forgets it with the tab.
 
 let asking = null;
 
@@ -45,7 +45,7 @@ export const word = (name, prefix) => name.slice(prefix.length).toLowerCase().re
 export const hex = (bytes) => Array.from(atob(bytes), (one) => one.charCodeAt(0).toString(16).padStart(2, "0")).join("");
 export const durationOf = (text) => (text === undefined ? null : parseFloat(text));
 
-// What every view needs to write.
+// Helpers that every view uses to write.
 export const clock = (time) => time.toLocaleTimeString("en-GB");
 export const count = (value) => value.toLocaleString("en");
 export const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "–");
@@ -75,8 +75,8 @@ export const narrow = matchMedia("(max-width: 40rem)");
 // Rows of a table on a narrow page, where each row is a list, until the reader asks for all of them.
 const FEW = 6;
 
-// Columns: [title, value of a row, class: "number", "short" for what is never broken, "name" for long names]. A value
-// may be an element.
+// Columns: [title, value of a row, class: "number", "short" for text without line breaks, "name" for long names]. A
+// value may be an element.
 export function fill(table, columns, rows, nothing) {
   const head = element("tr");
   const cell = (tag, text, kind) => element(tag, text, kind ? { class: kind } : {});
@@ -102,7 +102,7 @@ export function fill(table, columns, rows, nothing) {
   showMore(table, isCut ? rows.length : 0, () => fill(table, columns, rows, nothing));
 }
 
-// A button below a table that shows a part of its rows only. all: number of rows, 0 where the table shows all of them.
+// A button below a table that shows only a part of its rows. all: number of rows, 0 if the table shows all rows.
 function showMore(table, all, draw) {
   const after = table.nextElementSibling;
   if (!all) {
@@ -128,7 +128,7 @@ export function sized(canvas) {
   return { pen, width, height };
 }
 
-// pale: as blocks that are cached and not in use.
+// pale: like blocks that are cached and not in use.
 export function key(name, text, pale = false) {
   const made = element("span", "", { class: "key" });
   const patch = element("i", "", pale ? { class: "pale" } : {});

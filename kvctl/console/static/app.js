@@ -19,9 +19,9 @@ const [map, tree, curve, stack] = [new BlockMap(), new PrefixTree(), new GhostCu
 const events = new EventList();
 const state = { fleet: { shards: [] }, pools: [], pool: null };
 const fleet = new FleetView((key) => choose(key));
-// By shard: why it does not answer, and what is being read of it.
+// By shard: why it does not answer, and the reads in flight.
 const [problems, reading] = [new Map(), new Map()];
-// Which shard a read is about; a page of one cache manager need not say.
+// Which shard a read is about; with a single cache manager the page need not name it.
 const at = (shard) => (state.fleet.shards.length > 1 ? { shard } : {});
 
 function setTheme(theme) {
@@ -64,7 +64,7 @@ function showFleet() {
   fleet.show(state.fleet, state.pools, state.pool?.key, problems);
 }
 
-// The shards that there are, and a router's engines. Those known before stay while it is not said.
+// The shards, and a router's engines. Without a new answer the known ones stay.
 async function loadFleet() {
   try {
     state.fleet = await read("fleet");
@@ -74,7 +74,7 @@ async function loadFleet() {
   }
 }
 
-// Reads all shards at once. A shard that hangs holds up no other: what was asked of it goes on over several rounds.
+// Reads all shards at once. A shard that hangs delays no other shard: reads of it go on over several rounds.
 async function readShards() {
   const { shards } = state.fleet;
   for (const known of problems.keys()) if (!shards.includes(known)) problems.delete(known);
@@ -116,7 +116,7 @@ function poolOf(shard, { pool_id, spec, lower_tiers: lower, queried_tokens, hit_
 async function loadPools(shard) {
   const pools = (await read("pools", at(shard))).pools.map((pool) => poolOf(shard, pool));
   const { shards } = state.fleet;
-  // In the order of the shards; those of a shard that does not answer are as they were.
+  // In the order of the shards; the pools of a shard that does not answer stay as they were.
   const rank = ({ shard: one }) => shards.indexOf(one);
   const all = [...state.pools.filter((pool) => pool.shard !== shard && shards.includes(pool.shard)), ...pools];
   all.sort((a, b) => rank(a) - rank(b));
@@ -145,7 +145,7 @@ async function loadTenants() {
   const found = await read("tenants", { ...state.pool.at, pool: state.pool.pool_id });
   const rows = map.owners.map((name, index) => ({ name, ...map.scopes[index], blocks: map.blocksOf[index] ?? 0,
     queried: 0, hit: 0, quota: "" })).filter((row) => row.blocks);
-  // Lookups are counted by salt and quotas are of a tenant or a salt: where that is one row, it is that row's.
+  // Lookups are counted by salt, and a quota is of a tenant or a salt: a row has them if it is the only matching row.
   const rowOf = (names, isMeant) => {
     const meant = rows.filter(isMeant);
     if (meant.length === 1) return meant[0];
@@ -195,7 +195,7 @@ async function loadLeases() {
   map.describe();
   rows.push(...groups.values());
   const waits = (row) => row.started === false && row.remaining !== null;
-  // What an operator has set comes first; then what ends first.
+  // Entries of operators come first; then the entries that end first.
   const rank = ({ what }) => ["pin", "hold", "lease"].indexOf(what);
   const left = (row) => (row.remaining ?? Infinity);
   const several = new Set(state.pools.map(({ executor_id: id }) => id)).size > 1;
@@ -207,7 +207,7 @@ async function loadLeases() {
   ], rows.sort((a, b) => rank(a) - rank(b) || left(a) - left(b)), "Nothing is kept.");
 }
 
-// The longest live sequences, and what contiguous memory would hold for all of them. In tokens.
+// The longest live sequences, and the contiguous memory that all sequences would need. In tokens.
 async function loadSequences() {
   const rows = [];
   for await (const page of pages("sequences", { ...state.pool.at, executor: state.pool.executor_id })) {
@@ -229,7 +229,7 @@ async function loadSequences() {
   ], rows.sort((a, b) => b.tokens - a.tokens).slice(0, LONGEST), "No sequence is running.");
 }
 
-// What reads many blocks comes less often.
+// Views that read many blocks are updated less often.
 const slow = { due: 0, async run() {
   await map.load();
   tree.load(map);
@@ -245,7 +245,7 @@ async function round() {
     await loadFleet();
     await readShards();
     const { shards } = state.fleet;
-    // The first one, whichever shard has answered first.
+    // The first pool in order, whichever shard has answered first.
     if (!state.pool) choose();
     if (!shards.length) throw new Error("none is known yet");
     const asked = shards.find((shard) => !problems.has(shard)) ?? shards[0];

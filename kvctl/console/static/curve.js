@@ -2,7 +2,7 @@
 
 import { colour, count, fill, key, read, share, sized, word } from "./api.js";
 
-// Colour, name, and the dashes that leave a line below another one to be seen.
+// Colour, name, and dashes, so that a line below another line can be seen.
 const POLICIES = { retention: ["--c0", "retention, as in the pools", []], lru: ["--c2", "LRU, dashed", [7, 5]],
   "segmented lru": ["--c1", "segmented LRU, dotted", [2, 4]] };
 const times = (blocks, now) => `${Number((blocks / now).toPrecision(2))}×`;
@@ -19,7 +19,7 @@ export class GhostCurve {
   }
 
   async load(pool) {
-    // A token of one tenant is refused each time.
+    // The token of a single tenant is refused each time.
     if (this.problem) return;
     try {
       this.found = this.figures(await read("ghosts", { ...pool.at, executor: pool.executor_id }));

@@ -2,10 +2,10 @@
 
 import { clock, count, element, fill, hex, narrow, read, word } from "./api.js";
 
-// Of each kind and shard: many events of one kind leave the others where they are.
+// The most events of each kind and shard: many events of one kind do not remove events of other kinds.
 const KEPT = 200;
 const MAX_ROWS = 200;
-// Slots that a row names.
+// The most slots that a row names.
 const MAX_SLOTS = 4;
 
 const kindOf = ({ kind }) => word(kind, "EVENT_KIND_");
@@ -22,7 +22,7 @@ export class EventList {
     // Events that came since the reader has paused the list; null while it is not paused.
     this.missed = null;
     this.kind.addEventListener("change", () => this.draw());
-    // The list is drawn again with new events only, and these may not come.
+    // The list is drawn again only with new events, and there may be none.
     narrow.addEventListener("change", () => this.draw());
     this.button.addEventListener("click", () => this.pause());
   }
@@ -62,7 +62,7 @@ export class EventList {
     }
   }
 
-  // Kinds that there are, for the list of kinds.
+  // The kinds that have occurred, for the list of kinds.
   kinds() {
     const known = [...this.kind.options].map(({ value }) => value);
     const found = new Set(this.events.map(kindOf));

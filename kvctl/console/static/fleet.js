@@ -1,4 +1,4 @@
-// The shards and engines of a fleet, above the pool that is looked at. A page of one cache manager without a router has
+// The shards and engines of a fleet, above the selected pool. With a single cache manager and no router, the page has
 // neither.
 
 import { count, element, fill, share } from "./api.js";
@@ -10,7 +10,7 @@ export class FleetView {
     this.sections = new Map();
   }
 
-  // Sections are there only where there is something to show: an empty card would say that something is missing.
+  // Sections exist only if there is something to show: an empty card would suggest that something is missing.
   section(id, title, note) {
     if (!this.sections.has(id)) {
       const made = element("section", "", { id, class: "wide", "aria-labelledby": `${id}-title` });
@@ -47,7 +47,7 @@ export class FleetView {
         : [{ shard, pool: null, problem: problems.get(shard) }];
     });
     const device = ({ pool }, of) => (pool ? of(pool.tiers[0]) : "");
-    // What is focused stays so when the table is drawn again.
+    // The focus stays where it is when the table is drawn again.
     const focused = section.contains(document.activeElement) ? document.activeElement.dataset.pool : null;
     fill(section.querySelector("table"), [
       ["shard", (row) => row.shard],
@@ -68,7 +68,7 @@ export class FleetView {
     return made;
   }
 
-  // A word that is not to be broken.
+  // A word without line breaks.
   short(text) {
     return element("span", text, { class: "short" });
   }

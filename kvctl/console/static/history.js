@@ -21,7 +21,7 @@ export class StackView {
   constructor() {
     this.due = 0;
     this.found = null;
-    // A token of one tenant is refused each time.
+    // The token of a single tenant is refused each time.
     this.isRefused = false;
     this.section = document.getElementById("history-section");
     this.canvases = FIGURES.map(({ id, title, lines }) => {
@@ -43,21 +43,21 @@ export class StackView {
     });
   }
 
-  // pool: what is looked at, or null.
+  // pool: the selected pool, or null.
   async load(shard, pool, now) {
     if (this.isRefused || now < this.due) return;
     this.due = now + LOOK;
     try {
       this.found = await read("stack", { shard, pool: pool?.pool_id ?? "", executor: pool?.executor_id ?? "" });
     } catch (error) {
-      // The cache manager is away: what it would say is in the header already.
+      // The cache manager is away, which the header shows already.
       if (error.status !== 403) return;
       [this.found, this.isRefused] = [null, true];
     }
     this.show();
   }
 
-  // Another pool has another past.
+  // Another pool has another history.
   reset() {
     this.due = 0;
   }

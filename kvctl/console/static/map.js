@@ -4,12 +4,12 @@ import { colour, count, element, key, owner, pages, seconds, sized } from "./api
 
 const TIERS = { device: "--c0", host: "--c1", disk: "--c2" };
 const OWNERS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
-// Upper bounds of priorities and of seconds, and what they are called.
+// Upper bounds of priorities and of seconds, and their names.
 const PRIORITIES = [[34, "--c7", "below 35"], [35, "--c2", "35, the usual"], [69, "--c5", "36 to 69"],
   [89, "--c1", "70 to 89"], [100, "--c4", "90 to 100"]];
 const AGES = [[0, "--c0", "in use"], [10, "--c6", "up to 10 s"], [60, "--c2", "1 min"],
   [600, "--c3", "10 min"], [3600, "--c1", "1 h"], [Infinity, "--c7", "longer"]];
-// How opaque a block is that is cached and not in use; style.css has the same for the legend.
+// The opacity of blocks that are cached and not in use; style.css has the same value for the legend.
 const PALE = 0.4;
 const MODES = ["tier", "tenant", "priority", "age"];
 
@@ -42,7 +42,7 @@ export class BlockMap {
     // By block index.
     this.blocks = [];
     this.leases = new Map();
-    // By block index: which colour, 0 for an empty slot.
+    // The number of the colour by block index, 0 for an empty slot.
     this.present = new Uint8Array(this.size + 1);
     this.priority = new Uint8Array(this.size + 1);
     this.idle = new Float32Array(this.size + 1);
@@ -59,7 +59,7 @@ export class BlockMap {
     this.draw();
   }
 
-  // All pages; blocks that were evicted meanwhile disappear with the next round.
+  // All pages; blocks that are evicted in the meantime disappear with the next round.
   async load() {
     const { pool } = this;
     const [present, known, blocksOf, blocks] = [new Uint8Array(this.size + 1), new Map(), [], []];
@@ -126,7 +126,7 @@ export class BlockMap {
     }
   }
 
-  // What says which blocks are in use; by age they have a colour of their own.
+  // The legend for blocks in use; by age they have a colour of their own.
   shades() {
     if (this.mode === "age") return [];
     const [[name] = ["--c0"]] = this.keys();

@@ -2,7 +2,7 @@
 
 import { count, element, owner } from "./api.js";
 
-// Children of a node that are shown: those found most often first.
+// The most children of a node that are shown, the children with the most hits first.
 const MAX_CHILDREN = 100;
 const hitsOf = (hits) => (hits === 1 ? "1 hit" : `${count(hits)} hits`);
 const byHits = (a, b) => b.hits - a.hits || b.references - a.references || a.idle - b.idle;
