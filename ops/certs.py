@@ -1,6 +1,6 @@
 """Makes a certificate authority for tests and certificates of the processes: `python ops/certs.py FOLDER`.
 
-For tests and for trying things out: the authority's key lies unencrypted beside what it has signed.
+For tests and trials only: the authority's key lies unencrypted beside the certificates that it has signed.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 NAMES = ("scheduler", "cachemgr", "executor", "redis", "client")
 HOSTS = ("localhost", "127.0.0.1", "::1")
-# Clocks of other machines may be behind.
+# The clocks of other machines may be slow.
 EARLIER = timedelta(hours=1)
 
 
@@ -30,7 +30,7 @@ class Pair:
     key: ec.EllipticCurvePrivateKey
 
     def write(self, folder: Path, name: str) -> tuple[Path, Path]:
-        """Writes both, the key for its owner only; returns where."""
+        """Writes both files, the key only for its owner; returns their paths."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
         certificate.write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
@@ -54,7 +54,7 @@ def authority(name: str = "kvkeep test CA", *, lifetime: timedelta = timedelta(d
 def certificate(
     ca: Pair, name: str, hosts: Sequence[str] = HOSTS, *, lifetime: timedelta = timedelta(days=365)
 ) -> Pair:
-    """A certificate for both ends of a connection. A lifetime below zero gives one that has ended."""
+    """A certificate for both ends of a connection. With a lifetime below zero, the certificate has expired."""
     key = ec.generate_private_key(ec.SECP256R1())
     issuer = ca.certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value
     ends = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -116,7 +116,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Makes a test CA and certificates of the processes.")
     parser.add_argument("folder", type=Path, help="where they go")
     parser.add_argument("--host", action="append", default=[], help="another name or address of the machines")
-    parser.add_argument("--days", type=int, default=365, help="how long they hold")
+    parser.add_argument("--days", type=int, default=365, help="how long they are valid")
     asked = parser.parse_args()
     if (asked.folder / "ca.key").exists():
         print(f"{asked.folder} has certificates already", file=sys.stderr)

@@ -1,7 +1,7 @@
 """No test decides by wall time: `python ops/check_deadlines.py` names each line of tests/ that does.
 
-A deadline comes from `patience` of tests/support/patience.py. A number that is the subject of a test stays where its
-line ends with `# subject: why`: a deadline that must pass, or a time in which nothing may happen.
+A deadline comes from `patience` of tests/support/patience.py. A number may stay if it is the subject of a test, a
+deadline that must pass or a time in which nothing may happen, and if its line ends with `# subject: why`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Finding(NamedTuple):
 
 
 def findings(source: str, modules: Mapping[str, set[str]] | None = None) -> list[Finding]:
-    """What a module of tests has to change, in the order of its lines. modules: the constants of others, by module."""
+    """Lines that a module of tests must change, in order. modules: the constants of other modules, by module."""
     tree, marked = ast.parse(source), _marked(source)
     nodes = list(ast.walk(tree))
     numbers = _constants(tree, marked) | {
@@ -59,7 +59,7 @@ def findings(source: str, modules: Mapping[str, set[str]] | None = None) -> list
 
 
 def constants(source: str) -> set[str]:
-    """Names of a module that are positive numbers, and that no mark explains."""
+    """Names of a module for positive numbers without a mark."""
     return _constants(ast.parse(source), _marked(source))
 
 
@@ -73,7 +73,7 @@ def _constants(tree: ast.Module, marked: set[int]) -> set[str]:
 
 
 def _marked(source: str) -> set[int]:
-    """Lines with a mark that says why."""
+    """Lines with a mark and a reason."""
     if MARK not in source:
         return set()
     return {
@@ -102,7 +102,7 @@ def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _is_number(node: ast.expr, numbers: set[str]) -> bool:
-    """Whether an expression is a positive number that stands here or has one of these names."""
+    """Whether an expression is a positive number, as a literal or by one of these names."""
     match node:
         case ast.Constant(value=bool()):
             return False
@@ -116,7 +116,7 @@ def _is_number(node: ast.expr, numbers: set[str]) -> bool:
 
 
 def _called(node: ast.AST) -> str:
-    """The dotted name of what is called; empty where nothing is."""
+    """The dotted name of the called function; empty if the node is no call."""
     return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
 
 
@@ -133,7 +133,7 @@ def _is_deadline(node: ast.expr, numbers: set[str]) -> bool:
 
 
 def _sleeps(node: ast.AST) -> Iterator[ast.stmt]:
-    """Sleeps in a block of this node that come right before an assertion."""
+    """Sleeps right before an assertion in a block of this node."""
     for name in ("body", "orelse", "finalbody"):
         block = getattr(node, name, ())
         # A lambda and a conditional expression have a body that is no block.
@@ -145,7 +145,7 @@ def _sleeps(node: ast.AST) -> Iterator[ast.stmt]:
 
 
 def _bounds(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.stmt]:
-    """Assertions of a function that a span of time is less than something."""
+    """Assertions of a function with an upper bound for a span of time."""
     times, spans = set[str](), set[str]()
     assignments = [node for node in ast.walk(function) if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr)]
     for assignment in sorted(assignments, key=lambda node: node.lineno):
@@ -171,7 +171,7 @@ def _lesser(test: ast.expr) -> Iterator[ast.expr]:
 
 
 def _has_span(node: ast.expr, times: set[str], spans: set[str]) -> bool:
-    """Whether an expression is made of the time between two others."""
+    """Whether an expression contains the time between two moments."""
     for part in ast.walk(node):
         match part:
             case ast.Name(id=name) if name in spans:

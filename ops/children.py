@@ -23,7 +23,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 class Running(Protocol):
-    """A process that has been started, as subprocess.Popen has it."""
+    """A process that has been started, with methods as in subprocess.Popen."""
 
     @property
     def pid(self) -> int: ...
@@ -34,9 +34,9 @@ class Running(Protocol):
 
 
 class Child:
-    """A command as a process. Start it from the main thread: Linux takes that thread's end for the parent's.
+    """A command as a process. Start it from the main thread: to Linux, the end of the starting thread ends the parent.
 
-    `orphan_signal` is what the process gets when the parent dies.
+    `orphan_signal` is the signal that the process gets when the parent dies.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Child:
         self._log_begin = 0
 
     def start(self) -> None:
-        """Starts the command; the log continues that of earlier starts."""
+        """Starts the command; the log continues the log of earlier starts."""
         with self.log.open("ab") as log:
             self._log_begin = log.tell()
             self._process = self._launch(log)
@@ -84,17 +84,17 @@ class Child:
 
     @property
     def has_started(self) -> bool:
-        """Whether there was a process, which may have ended."""
+        """Whether a process was started, even if it has ended."""
         return self._process is not None
 
     @property
     def pid(self) -> int:
-        """Number of the process that was started last."""
+        """Id of the process that was started last."""
         assert self._process is not None
         return self._process.pid
 
     def terminate(self) -> None:
-        """Asks the process to end; asked twice it does not wait for running calls."""
+        """Asks the process to end. After a second call the process does not wait for running calls."""
         if self._process and self._process.poll() is None:
             self._process.terminate()
 
@@ -104,11 +104,11 @@ class Child:
             self._process.kill()
 
     def wait(self) -> bool:
-        """Waits for the end that was asked for; kills a process that takes too long and returns False."""
+        """Waits until the process has ended; kills a process that takes too long, and then returns False."""
         if self._process is None:
             return True
         deadline = time.monotonic() + self._stop_seconds
-        # Not one long wait: signal handlers run between short ones.
+        # Many short waits instead of one long wait: signal handlers run between them.
         while self._process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         if self._process.poll() is not None:

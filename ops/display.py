@@ -1,4 +1,4 @@
-"""What run_stack shows: on a terminal a line per process that changes, elsewhere a line per event."""
+"""The output of run_stack: on a terminal a line per process, which changes; elsewhere a line per event."""
 
 from collections.abc import Sequence
 
@@ -52,13 +52,13 @@ class Display:
             self._print(f"  {line}")
 
     def stopping(self, drain_seconds: float) -> None:
-        """The stack is about to stop. drain_seconds: time that running requests have, 0 when there can be none."""
+        """The stack is about to stop. drain_seconds: time for running requests, 0 if there cannot be any."""
         self._end_progress()
         drain = f"; running requests may go on for up to {drain_seconds:.0f} s, Ctrl-C again ends them at once"
         self._print("\nstopping" + (drain if drain_seconds else ""))
 
     def warn(self, what: str) -> None:
-        """Something that people should know, though the stack runs."""
+        """A note for people while the stack runs."""
         self._print(f"warning: {what}\n")
 
     def _end_progress(self) -> None:

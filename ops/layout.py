@@ -1,4 +1,4 @@
-"""Which processes a stack has, and the settings that tell apart processes of one kind."""
+"""The processes of a stack, and the settings in which processes of one kind differ."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,12 +17,12 @@ from protos.rpc.settings import PREFIX, ProcessSettings, load
 from scheduler.router.settings import RouterSettings
 from scheduler.settings import SchedulerSettings
 
-# Between the ports of metrics of two processes of one kind.
+# Distance between the ports of metrics of two processes of one kind.
 METRICS_STEP = 100
 EXECUTOR_STOP_SECONDS = 15.0
 CONSOLE_STOP_SECONDS = 5.0
 ENGINES = f"{PREFIX}ROUTER_ENGINES"
-# Addresses of a cache manager to whose ports each executor adds the number at the end of its name.
+# Addresses of a cache manager. Each executor adds the number at the end of its name to the port.
 _EACH_EXECUTOR = (f"{PREFIX}CACHEMGR_ZMQ_EVENTS", f"{PREFIX}CACHEMGR_ZMQ_REPLAYS")
 
 
@@ -31,7 +31,7 @@ class LayoutError(Exception):
 
 
 class _Kind(NamedTuple):
-    """A kind of process. serves: fields with the addresses of its gRPC servers, which tell its health."""
+    """A kind of process. serves: fields with the addresses of its gRPC servers, which report its health."""
 
     module: str
     load: Callable[[Mapping[str, str]], ProcessSettings]
@@ -49,16 +49,16 @@ _KINDS = {
 
 
 def kind_of(name: str) -> str:
-    """What stands before the number in the name of a process, or of a member of a fleet."""
+    """The part of a name before the number, for a process or a member of a fleet."""
     return name.partition("-")[0]
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a stack. Processes of one kind are told apart by a number behind a hyphen: executor-0, executor-1.
+    """A process of a stack. Processes of one kind differ by a number after a hyphen: executor-0, executor-1.
 
-    own: settings that only this process has, as the variables are called without KVKEEP_ and in lower case. environ:
-    its whole environment. settings: what it reads there.
+    own: settings that only this process has, named like the variables but without KVKEEP_ and in lower case. environ:
+    its whole environment. settings: the settings that it reads from the environment.
     """
 
     name: str
@@ -72,32 +72,32 @@ class Process:
 
     @property
     def module(self) -> str:
-        """What `python -m` runs."""
+        """The module that `python -m` runs."""
         return _KINDS[self.kind].module
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where it serves gRPC; none for one without health of its own."""
+        """Where the process serves gRPC; none for a process without health of its own."""
         return tuple(getattr(self.settings, field) for field in _KINDS[self.kind].serves)
 
     def field(self, name: str) -> str:
-        """A setting as text; empty where it has none of this name."""
+        """A setting as text; empty if the process has no setting of this name."""
         return str(getattr(self.settings, name, ""))
 
     @property
     def drain_seconds(self) -> float:
-        """How long running calls may go on when it is asked to end."""
+        """How long running calls may go on after the process is asked to end."""
         return float(getattr(self.settings, "drain_seconds", 0.0))
 
     @property
     def stop_seconds(self) -> float:
-        """How long it may take to end."""
+        """How long the process may take to end."""
         return self.drain_seconds + _KINDS[self.kind].stop_seconds
 
     def listening(self, executors: Iterable["Process"]) -> dict[str, str]:
-        """Every address that it listens on, by the variable that chooses it and, where it has a number, its name.
+        """Every address that the process listens on, by variable and, for a process with a number, by name.
 
-        executors: of its stack; a cache manager has ports for each of its own. Raises LayoutError.
+        executors: of the stack; a cache manager has ports for each of its own executors. Raises LayoutError.
         """
         of = f" of {self.name}" if self.name != self.kind else ""
         found = {}
@@ -113,7 +113,7 @@ class Process:
 
 
 def moved(address: str, by: int, variable: str) -> str:
-    """An address with a port that is so much larger. variable: that chooses the address. Raises LayoutError."""
+    """An address with a port that is larger by `by`. variable: chooses the address. Raises LayoutError."""
     try:
         return addresses.moved(address, by)
     except ValueError as error:
@@ -121,7 +121,7 @@ def moved(address: str, by: int, variable: str) -> str:
 
 
 def listening(processes: Iterable[Process]) -> Iterator[tuple[Process, str, str]]:
-    """Each address of a stack, behind its process and what chooses it. Raises LayoutError."""
+    """Each address of a stack, with its process and the setting that chooses the address. Raises LayoutError."""
     everyone = list(processes)
     executors = [one for one in everyone if one.kind == "executor"]
     for one in everyone:
@@ -130,7 +130,7 @@ def listening(processes: Iterable[Process]) -> Iterator[tuple[Process, str, str]
 
 
 def process(name: str, environ: Mapping[str, str], own: Mapping[str, object] | None = None, gpu: str = "") -> Process:
-    """A process with the settings of an environment and its own. gpu: the only one that it sees; empty for all.
+    """A process with the settings of an environment and its own. gpu: the only GPU that it sees; empty for all.
 
     Raises SettingsError.
     """
@@ -142,7 +142,7 @@ def process(name: str, environ: Mapping[str, str], own: Mapping[str, object] | N
 
 
 def single(environ: Mapping[str, str]) -> list[Process]:
-    """The processes of one engine, in the order in which they need each other. Raises SettingsError."""
+    """The processes of one engine; each needs only earlier ones. Raises SettingsError."""
     return [process(name, environ) for name in ("cachemgr", "executor", "scheduler")]
 
 
@@ -155,7 +155,7 @@ def console(environ: Mapping[str, str], engines: Iterable[Process] = ()) -> list
 def shard(environ: Mapping[str, str], number: int, own: Mapping[str, object]) -> Process:
     """A cache manager among several. own: its addresses. Raises SettingsError."""
     apart: dict[str, object] = {}
-    # The first one keeps the names that a cache manager alone has in Redis and in the state folder.
+    # The first cache manager has the same names in Redis and in the state folder as a single cache manager.
     if number:
         base = load(CachemgrSettings, environ)
         apart["cachemgr_shard"] = f"{base.shard}-{number}" if base.shard else number
@@ -169,7 +169,7 @@ def executor(
 ) -> Process:
     """An executor among several. own: addresses, its cache manager's too. Raises SettingsError.
 
-    threads: if none were given. share: of the memory for pools that an executor alone would take. gpu: as of `process`.
+    threads: if none are given. share: of a single executor's memory for pools. gpu: as in `process`.
     """
     base = settings_from(environ)
     apart: dict[str, object] = {
@@ -181,7 +181,7 @@ def executor(
 
 
 def scheduler(environ: Mapping[str, str], number: int, own: Mapping[str, object]) -> Process:
-    """A scheduler behind a router. own: addresses, those of its neighbours too. Raises SettingsError."""
+    """A scheduler behind a router. own: addresses, including its neighbours' addresses. Raises SettingsError."""
     apart: dict[str, object] = {
         "scheduler_scheduler_id": _named(environ, "scheduler", number),
         "scheduler_http_address": "",
@@ -190,7 +190,7 @@ def scheduler(environ: Mapping[str, str], number: int, own: Mapping[str, object]
 
 
 def router(name: str, environ: Mapping[str, str], own: Mapping[str, object]) -> Process:
-    """A router in the place of a scheduler: where it has no such settings, it has those of the scheduler.
+    """A router in the place of a scheduler: settings that the router lacks come from the scheduler.
 
     own: addresses and the list of engines. Raises SettingsError.
     """
@@ -203,7 +203,7 @@ def router(name: str, environ: Mapping[str, str], own: Mapping[str, object]) -> 
 
 
 def manager_of(shard: Process) -> dict[str, object]:
-    """What the processes of an engine must know of their cache manager."""
+    """The cache manager's settings that the processes of an engine must know."""
     return {field: shard.field(field) for field in ("cachemgr_address", "cachemgr_admin_address")}
 
 
@@ -217,10 +217,10 @@ def _for_operators(processes: Sequence[Process]) -> dict[str, str]:
 
 
 def fleet(environ: Mapping[str, str], engines: int, shards: int = 1) -> list[Process]:
-    """Several engines on this machine behind a router, in the order in which they need each other.
+    """Several engines on this machine behind a router; each process needs only earlier ones.
 
-    Engine n belongs to shard n modulo `shards`. The router is where the scheduler of a single engine would be, and the
-    first shard where the cache manager would be; all others have sockets in the state folder. Engines share cores, GPUs
+    Engine n belongs to shard n modulo `shards`. The router has the addresses of a single engine's scheduler, and the
+    first shard those of a single cache manager. All others have sockets in the state folder. Engines share cores, GPUs
     and memory evenly. Raises LayoutError, SettingsError, AddressError.
     """
     check_counts(environ, engines, shards)
@@ -244,7 +244,7 @@ def fleet(environ: Mapping[str, str], engines: int, shards: int = 1) -> list[Pro
 
 
 def check_counts(environ: Mapping[str, str], engines: int, shards: int) -> None:
-    """Raises LayoutError where there is no such fleet."""
+    """Raises LayoutError if no such fleet is possible."""
     if engines < 1:
         raise LayoutError(f"--engines must be above zero, not {engines}")
     if not 1 <= shards <= engines:
@@ -262,10 +262,10 @@ def _shard(environ: Mapping[str, str], number: int, folder: Path) -> Process:
 
 
 def _executors(environ: Mapping[str, str], managers: Sequence[Process], folder: Path) -> list[Process]:
-    """One for each of these cache managers."""
+    """One executor for each of these cache managers."""
     base, count = settings_from(environ), len(managers)
     gpus = _gpus(environ) if base.device in ("auto", "cuda") else []
-    # Most that share a GPU, or the memory of the host.
+    # The most executors that share a GPU, or the memory of the host.
     sharing = -(-count // len(gpus)) if gpus else count
     threads = max(1, len(os.sched_getaffinity(0)) // count)
     executors = []
@@ -280,7 +280,7 @@ def _executors(environ: Mapping[str, str], managers: Sequence[Process], folder: 
 
 
 def _router(environ: Mapping[str, str], schedulers: Iterable[Process]) -> Process:
-    """It is to callers what a scheduler would be, unless it has been given other settings."""
+    """A router that callers reach where a scheduler would be, unless the environment has other settings for it."""
     base = load(SchedulerSettings, environ)
     own = {"router_address": base.scheduler_address, "router_http_address": base.http_address}
     engines = ",".join(one.field("scheduler_address") for one in schedulers)
@@ -288,7 +288,7 @@ def _router(environ: Mapping[str, str], schedulers: Iterable[Process]) -> Proces
 
 
 def _unless_given(own: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Without the settings that an environment has."""
+    """The settings that an environment does not have."""
     return {setting: value for setting, value in own.items() if f"{PREFIX}{setting.upper()}" not in environ}
 
 
@@ -309,7 +309,7 @@ def _moved(base: "CachemgrSettings | ExecutorSettings | SchedulerSettings", numb
 
 
 def _gpus(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs that processes may use, by what CUDA calls them."""
+    """The GPUs that processes may use, by CUDA's names."""
     given = environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [gpu for gpu in given.split(",") if gpu.strip() not in ("", "-1")]

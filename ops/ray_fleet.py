@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-# The scripts here are no package, and import each other by their names.
+# The scripts in this folder are no package, and import each other by their names.
 sys.path.append(str(Path(__file__).resolve().parent))
 
 if find_spec("ray") is None:
@@ -33,20 +33,20 @@ from protos.rpc.addresses import AddressError
 from protos.rpc.settings import PREFIX
 from protos.rpc.startup import process_parser
 
-# In the order in which they end.
+# The kinds of members, in the order in which they end.
 KINDS = ("router", "engine", "cachemgr")
 FIRST_PORT, MAX_PORT = 20_000, 65_535
-# Of Ray's CPUs, for a cache manager or a router.
+# Ray's CPUs for a cache manager or a router.
 CPUS = 1.0
 LOOK_SECONDS, PROBE_SECONDS = 1.0, 5.0
 # Members of a busy node answer late. A member that is killed does not drain.
 STOP_ANSWER_SECONDS = 10.0
-# Of Ray and all members on this machine alone. Ray takes 127.0.0.1 for an address that others reach.
+# The address of Ray and all members if Ray runs only on this machine. Ray replaces 127.0.0.1 by an address for others.
 LOCAL_HOST = "127.0.0.2"
 
 
 def check(plan: Plan, hosts: Iterable[str], engines: int, routers: int = 1) -> None:
-    """What members would find out on their nodes. Raises LayoutError, SettingsError, AddressError."""
+    """Finds errors that members would find on their nodes. Raises LayoutError, SettingsError, AddressError."""
     check_counts(plan.settings, engines, plan.shards)
     last = plan.first_port + max(engines, routers) * PORTS_OF_A_NUMBER - 1
     if plan.first_port < 1 or last > MAX_PORT:
@@ -58,15 +58,15 @@ def check(plan: Plan, hosts: Iterable[str], engines: int, routers: int = 1) -> N
             for process in make_processes(f"{kind}-0", plan, host):
                 insecure = process.settings.security.may_be_reached
                 for address in process.settings.listening.values():
-                    # A socket is the node's.
+                    # A socket belongs to a node.
                     if address and addresses.socket_path(address) is None:
                         addresses.prepare(address, insecure=insecure)
 
 
 def scale(plan: Plan, engines: int, routers: int) -> None:
-    """Starts the members that are missing, and ends those that are too many: their requests go on elsewhere.
+    """Starts missing members, and ends surplus members, whose requests go on elsewhere.
 
-    Raises LayoutError where the fleet that runs has another plan, or where another command changes it.
+    Raises LayoutError if the running fleet has another plan, or if another command changes the fleet.
     """
     there = members()
     said = ask(there)
@@ -87,14 +87,14 @@ def scale(plan: Plan, engines: int, routers: int) -> None:
 
 
 def start(name: str, plan: Plan) -> None:
-    """Has Ray start a member, as soon as a node has room for it. Raises LayoutError where it is there already."""
+    """Has Ray start a member, as soon as a node has room for it. Raises LayoutError if the member exists already."""
     is_engine = kind_of(name) == "engine"
     actor = ray.remote(Member).options(
         name=name,
         namespace=NAMESPACE,
         lifetime="detached",
         max_restarts=-1,
-        # It says its status while it stops.
+        # Several calls at once: the member reports its status while it stops.
         max_concurrency=8,
         num_cpus=plan.cpus if is_engine else CPUS,
         num_gpus=plan.gpus if is_engine else 0,
@@ -109,9 +109,9 @@ def start(name: str, plan: Plan) -> None:
 
 
 def wait_until_ready() -> dict[str, Status]:
-    """Waits until all members serve, however long, and says for which it waits. What they say then, by name.
+    """Waits without a limit until all members serve, and prints which are missing. Returns their statuses by name.
 
-    Raises LayoutError where there are none any more.
+    Raises LayoutError if no member is left.
     """
     shown: dict[str, list[str]] = {}
     while True:
@@ -121,7 +121,7 @@ def wait_until_ready() -> dict[str, Status]:
         said = ask(there)
         pending = defaultdict(list)
         for name in there:
-            # Of one that does not answer its node is not known, and often there is none.
+            # The node of a member that does not answer is not known; often the member has no node.
             if what := said[name].pending if name in said else "to find a node with room, or to answer":
                 pending[what].append(name)
         if not pending:
@@ -134,7 +134,7 @@ def wait_until_ready() -> dict[str, Status]:
 
 
 def stop(names: Iterable[str]) -> None:
-    """Ends members kind after kind. Those that answer end in order, within the limits of their processes."""
+    """Ends members kind after kind. Members that answer end in order, within the limits of their processes."""
     chosen = list(names)
     for kind in KINDS:
         handles = find(name for name in chosen if kind_of(name) == kind)
@@ -162,7 +162,7 @@ def directions(said: dict[str, Status]) -> Iterator[str]:
             if setting == "router_address":
                 routers.append(address)
         yield f"  {name:<11} {'  '.join(shown)}"
-    # Another command may have ended them.
+    # Another command may have ended the routers.
     if routers:
         yield ""
         yield f"kvctl finds all of it with KVCTL_ROUTER={routers[0]}"
@@ -171,9 +171,9 @@ def directions(said: dict[str, Status]) -> Iterator[str]:
 def parse() -> argparse.Namespace:
     parser = process_parser(
         "python -m ops.ray_fleet",
-        "Brings the fleet of a Ray cluster to so many engines, cache managers and routers. Ray places them on nodes\n"
-        "and starts them again; they stay when this program has ended. The cluster is that of RAY_ADDRESS, else the\n"
-        "one that runs on this machine. Where none runs, this program starts Ray here, and all ends with Ctrl-C.",
+        "Brings the fleet of a Ray cluster to N engines, cache managers and routers. Ray places them on nodes and\n"
+        "restarts them; they stay after this program has ended. RAY_ADDRESS names the cluster, by default the cluster\n"
+        "on this machine. Without a cluster, this program starts Ray here, and Ctrl-C ends everything.",
     )
     parser.add_argument("--model", metavar="MODEL", help="a folder, a GGUF file or a hub id, as KVKEEP_EXECUTOR_MODEL")
     parser.add_argument("--engines", type=int, metavar="N", help="schedulers, each with an executor")
@@ -184,12 +184,12 @@ def parse() -> argparse.Namespace:
         "--engine-gpus",
         type=float,
         metavar="N",
-        help="GPUs of an engine; without it those of the fleet that runs, else 1 where the cluster has any",
+        help="GPUs of an engine; by default as in the running fleet, else 1 if the cluster has any",
     )
     parser.add_argument(
         "--engine-memory", type=float, default=0.0, metavar="GIB", help="memory that a node must have for an engine"
     )
-    parser.add_argument("--first-port", type=int, default=FIRST_PORT, metavar="N", help=f"without it {FIRST_PORT}")
+    parser.add_argument("--first-port", type=int, default=FIRST_PORT, metavar="N", help=f"by default {FIRST_PORT}")
     parser.add_argument("--stop", action="store_true", help="end the fleet")
     given = parser.parse_args()
     if given.stop == (given.engines is not None):
@@ -203,13 +203,13 @@ def parse() -> argparse.Namespace:
 
 
 def find_cluster() -> bool:
-    """Connects to the cluster of RAY_ADDRESS, or to one of this machine; whether there is one. Raises LayoutError."""
+    """Connects to the cluster of RAY_ADDRESS or of this machine; whether there is a cluster. Raises LayoutError."""
     address = os.environ.get("RAY_ADDRESS", "")
     if address == "local":
         return False
     if address not in ("", "auto"):
         probe(address)
-        # Ray tries for minutes where something else listens.
+        # Ray tries for minutes if another program listens there.
         print(f"connecting to the Ray cluster at {address} (RAY_ADDRESS)", flush=True)
     try:
         ray.init(address="auto", namespace=NAMESPACE)
@@ -236,18 +236,18 @@ def probe(address: str) -> None:
 
 
 def unreachable(address: str, error: Exception) -> LayoutError:
-    """The error for a cluster that was named."""
+    """The error for a cluster that RAY_ADDRESS names."""
     return LayoutError(f"cannot reach the Ray cluster at {address} (RAY_ADDRESS): {error}")
 
 
 def connect(given: argparse.Namespace) -> bool:
-    """Connects to Ray; whether it runs for this program only. Raises LayoutError."""
+    """Connects to Ray; returns whether Ray runs only for this program. Raises LayoutError."""
     if find_cluster():
         return False
     if given.stop:
         raise LayoutError("no Ray cluster runs on this machine: RAY_ADDRESS names one elsewhere")
     if "RAY_AUTH_MODE" not in os.environ:
-        # Ray runs any code for those who reach its ports without a token, and reads this when it is imported.
+        # Without a token, Ray runs any code for everybody who reaches its ports. Ray reads this variable at its import.
         own = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}
         os.execve(sys.executable, sys.orig_argv, own | os.environ)  # noqa: S606
     cpus = math.ceil(given.engines * given.engine_cpus + (given.shards + given.routers) * CPUS)
@@ -258,7 +258,7 @@ def connect(given: argparse.Namespace) -> bool:
 def make_plan(
     given: argparse.Namespace, environ: Mapping[str, str], running: Iterable[Plan], resources: Mapping[str, float]
 ) -> Plan:
-    """What was asked for. running: plans of the members that run. resources: those of the cluster, by Ray's names."""
+    """The requested plan. running: plans of running members. resources: of the cluster, by Ray's names."""
     settings = {name: value for name, value in environ.items() if name.startswith(PREFIX)}
     if given.model is not None:
         settings[f"{PREFIX}EXECUTOR_MODEL"] = given.model
@@ -270,7 +270,7 @@ def make_plan(
 
 
 def run(given: argparse.Namespace) -> None:
-    """Brings the fleet to what was asked for. Raises LayoutError, SettingsError, AddressError."""
+    """Brings the fleet to the requested size. Raises LayoutError, SettingsError, AddressError."""
     running = [status.plan for status in ask(members()).values()]
     plan = make_plan(given, os.environ, running, ray.cluster_resources())  # type: ignore[no-untyped-call]
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
@@ -293,7 +293,7 @@ def main() -> int:
         if is_local:
             print("Ctrl-C stops it.", flush=True)
             while True:
-                # Not without an end: a signal that another thread gets does not wake this one.
+                # With a time limit: a signal that another thread gets does not wake this thread.
                 time.sleep(LOOK_SECONDS)
     except (LayoutError, AddressError, RayError) as error:
         print(f"ray-fleet: {error}", file=sys.stderr)
@@ -302,7 +302,7 @@ def main() -> int:
         return 0 if is_local else 130
     finally:
         if is_local:
-            # A second Ctrl-C ends all at once.
+            # A second Ctrl-C ends everything at once.
             with contextlib.suppress(KeyboardInterrupt):
                 stop(members())
         ray.shutdown()

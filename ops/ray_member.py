@@ -29,7 +29,7 @@ from protos.rpc.settings import PREFIX, load
 
 # Ray's namespace of the members' names.
 NAMESPACE = "kvkeep"
-# What listens on a port, in the order of the ports; members of one number have this many ports from one on.
+# The settings with a port, in the order of the ports; members of one number share a range of ports.
 PORTS = (
     "router_address",
     "router_http_address",
@@ -43,13 +43,13 @@ PORTS = (
 )
 PORTS_OF_A_NUMBER = 10
 GIB = 2**30
-# How often a member asks others where they are, how long it waits for answers, and how long it says why it ends.
+# How often a member asks others for their addresses, how long it waits for answers, how long it reports why it ends.
 LOOK_SECONDS, ANSWER_SECONDS, PAUSE_SECONDS = 1.0, 2.0, 3.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all members of a fleet know.
+    """The settings that all members of a fleet know.
 
     settings: variables that begin with KVKEEP_. cpus, gpus, memory: of an engine; memory in GiB, 0 for any.
     """
@@ -62,7 +62,7 @@ class Plan:
     memory: float = 0.0
 
     def address(self, setting: str, host: str, number: int) -> str:
-        """Where the member of this number listens."""
+        """Where a member of this number listens."""
         port = self.first_port + number * PORTS_OF_A_NUMBER + PORTS.index(setting)
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -76,10 +76,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Status:
-    """What a member says of itself.
+    """A member's report about itself.
 
-    addresses: where its processes listen, by setting; empty until they are started. pending: empty once all of them
-    serve, else what is to happen before, for people. stop_seconds: that they may take to end.
+    addresses: where its processes listen, by setting; empty until they are started. pending: empty after all of them
+    serve, else the next event, for people. stop_seconds: the time that they may take to end.
     """
 
     plan: Plan
@@ -96,7 +96,7 @@ def number_of(name: str) -> int:
 def make_processes(
     name: str, plan: Plan, host: str, *, share: float = 1.0, shard: Mapping[str, str] | None = None
 ) -> list[Process]:
-    """The processes of a member, in the order in which they need each other.
+    """The processes of a member; each needs only earlier ones.
 
     host: where they listen. share: of the node's memory, for an engine. shard: addresses of an engine's cache manager
     by setting. Raises SettingsError, AddressError.
@@ -136,37 +136,37 @@ def share_of(plan: Plan, resources: Mapping[str, float]) -> float:
 
 
 def members() -> list[str]:
-    """Names of all members, also of those that have no node yet."""
+    """Names of all members, including members without a node."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     names = (actor["name"] for actor in actors if actor["namespace"] == NAMESPACE)
     return sorted(names, key=lambda name: (kind_of(name), number_of(name)))
 
 
 def find(names: Iterable[str]) -> dict[str, Any]:
-    """The actors of the members that there are, by name."""
+    """The actors of the existing members, by name."""
     found = {}
     for name in names:
-        # There is no such member any more.
+        # The member does not exist any more.
         with contextlib.suppress(ValueError):
             found[name] = ray.get_actor(name, NAMESPACE)
     return found
 
 
 def ask(names: Iterable[str], seconds: float | None = None) -> dict[str, Status]:
-    """What members say, by name; those that do not answer in time are left out. seconds: if not ANSWER_SECONDS."""
+    """Statuses of members by name; late answers are left out. seconds: the time limit, ANSWER_SECONDS by default."""
     calls: dict[ray.ObjectRef[Status], str] = {actor.status.remote(): name for name, actor in find(names).items()}
     timeout = ANSWER_SECONDS if seconds is None else seconds
     done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=timeout) if calls else ([], [])
     answers = {}
     for call in done:
-        # It is being started anew.
+        # The member is being started anew.
         with contextlib.suppress(RayError):
             answers[calls[call]] = ray.get(call)
     return answers
 
 
 class Member:
-    """Runs the processes of a member, and starts those again that end.
+    """Runs the processes of a member, and restarts processes that end.
 
     When one ends too often, the actor ends; Ray then starts it anew, on another node if it must.
     """
@@ -177,10 +177,10 @@ class Member:
         self._addresses: dict[str, str] = {}
         self._pending = "to be started"
         self._stop_seconds = 0.0
-        # Of the engines that a router has been told of, by name.
+        # Addresses of the engines that the router knows, by name.
         self._engines: dict[str, str] = {}
         self._stopping = threading.Event()
-        # Ray lowers the priority of its workers, and what they start would have it too.
+        # Ray lowers the priority of its workers, and their children would have the low priority, too.
         try:
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         except PermissionError:
@@ -194,7 +194,7 @@ class Member:
         return Status(self._plan, self._addresses, self._pending, self._stop_seconds)
 
     def stop(self) -> None:
-        """Ends its processes in order, and the actor for good."""
+        """Ends the processes in order, and the actor for good."""
         self._stopping.set()
         self._thread.join()
         ray.actor.exit_actor()  # type: ignore[no-untyped-call]
@@ -209,7 +209,7 @@ class Member:
         except BaseException as error:
             self._pending = f"to be started anew: {error}"
             traceback.print_exc()
-        # Ray would start it again at once, and its answers would be gone.
+        # Otherwise Ray would start the actor again at once, and its last status would be lost.
         if not self._stopping.wait(PAUSE_SECONDS):
             os._exit(1)
 
@@ -256,7 +256,7 @@ class Member:
             supervisor.stop()
 
     def _find_shard(self) -> dict[str, str] | None:
-        """Where an engine's cache manager is, None while that is not known; nothing for other members."""
+        """Addresses of an engine's cache manager, None while they are not known; empty for other members."""
         if kind_of(self._name) != "engine":
             return {}
         name = f"cachemgr-{number_of(self._name) % self._plan.shards}"
@@ -269,7 +269,7 @@ class Member:
         return {setting: found.addresses[setting] for setting in ("cachemgr_address", "cachemgr_admin_address")}
 
     def _list_engines(self, path: Path) -> None:
-        """Writes the file that the router reads again and again. An engine that does not answer is where it was."""
+        """Writes the file that the router polls. An engine that does not answer keeps its last address."""
         try:
             names = [name for name in members() if kind_of(name) == "engine"]
             found = {name: said.addresses.get("scheduler_address") for name, said in ask(names).items()}

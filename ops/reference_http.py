@@ -1,4 +1,4 @@
-"""The description of the HTTP API, as the scheduler serves it at /openapi.json, and a page of it."""
+"""The description of the HTTP API, which the scheduler serves at /openapi.json, and its page of docs/."""
 
 import json
 from collections import defaultdict
@@ -16,9 +16,9 @@ from scheduler.frontend.openai.app import create_app
 from scheduler.frontend.requests import RequestTable
 from scheduler.metrics import RequestMetrics
 
-# Larger bounds say only how many bits a number has.
+# Larger bounds only show how many bits a number has.
 _LARGEST = 2**31
-# What the description of a field without effect says.
+# The description of a field without effect.
 _IGNORED = "Ignored."
 _ROUTES = {
     "Output": ("/v1/chat/completions", "/v1/completions", "/abort_request"),
@@ -29,7 +29,7 @@ _ROUTES = {
 
 
 class _NotServing:
-    """Routes are only described here."""
+    """The requests of a process that only describes its routes."""
 
     @property
     def requests(self) -> RequestTable:
@@ -164,7 +164,7 @@ def _values(schema: dict[str, Any]) -> str:
 
 
 def _shown(name: str) -> str:
-    """Some objects have more fields in answers than in requests."""
+    """The shown name of an object; some objects have more fields in answers than in requests."""
     for end, where in (("-Input", " in requests"), ("-Output", " in answers")):
         if name.endswith(end):
             return name.removesuffix(end) + where

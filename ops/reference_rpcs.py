@@ -27,7 +27,7 @@ PAGES = {
     "protos/execution/v1/execution.proto": ("rpcs-execution.md", "RPCs of the executor"),
     "protos/kvcommon/v1/kvcommon.proto": ("rpcs-common.md", "Messages that RPCs share"),
 }
-# Numbers of fields in descriptors, which paths to comments are made of.
+# Numbers of fields in descriptors; paths to comments consist of these numbers.
 _SYNTAX, _MESSAGES, _ENUMS, _SERVICES = 12, 4, 5, 6
 _FIELDS, _NESTED, _METHODS, _VALUES = 2, 3, 2, 2
 _TYPES = FieldDescriptorProto.Type
@@ -53,7 +53,7 @@ def _files() -> dict[str, FileDescriptorProto]:
 
 @cache
 def _used_in_fields() -> set[str]:
-    """Full names of the types that fields of any message have."""
+    """Full names of the types of all fields of all messages."""
 
     def types(messages: Iterable[DescriptorProto]) -> Iterator[str]:
         for message in messages:
@@ -80,7 +80,7 @@ class _Page:
         self._enums = list(self._all_enums())
 
     def text(self) -> str:
-        """The whole page: services with what only one method takes or answers, then all other messages."""
+        """The whole page: services with the messages that only one method uses, then all other messages."""
         package = f".{self._file.package}."
         taken = Counter(
             name for service in self._file.service for method in service.method
@@ -194,7 +194,7 @@ def _link(text: str, name: str, page: str = "") -> str:
 
 
 def _type_link(full: str, package: str) -> str:
-    """A message or an enum with a link to where it stands; those of others have none."""
+    """A message or an enum with a link to its description; without a link for types of other projects."""
     for file in _files().values():
         start = f".{file.package}."
         if full.startswith(start):

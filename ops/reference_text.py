@@ -1,4 +1,4 @@
-"""What the generated pages are written with."""
+"""Functions for writing the generated pages."""
 
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ def code(text: str) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """The begin of a text up to its first full stop."""
+    """The beginning of a text up to its first full stop."""
     return text.partition(". ")[0].removesuffix(".") + "."
 
 
@@ -36,5 +36,5 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def anchor(heading: str) -> str:
-    """Where a heading of letters, digits, spaces and / is found."""
+    """The anchor of a heading of letters, digits, spaces and /."""
     return "".join(sign for sign in heading.lower().replace(" ", "-") if sign.isalnum() or sign in "-_")

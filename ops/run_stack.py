@@ -41,7 +41,7 @@ from scheduler.settings import SchedulerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 TICK_SECONDS = 0.1
-# On top of what a process itself grants to running calls.
+# Seconds on top of the time that a process itself grants to running calls.
 STOP_MARGIN_SECONDS = 5.0
 DEFAULTS = {f"KVKEEP_{process.upper()}_METRICS_ADDRESS": address for process, address in STACK_METRICS.items()}
 
@@ -70,11 +70,11 @@ def locked(state_dir: Path) -> Iterator[None]:
 
 
 def check_addresses(processes: Sequence[Process]) -> None:
-    """What the processes would find out one after the other, the executor when it has loaded its model.
+    """Finds errors that the processes would find one after the other, the executor only after it has loaded its model.
 
-    Raises AddressError for an address that two would have, or that other machines could reach without TLS; LayoutError
-    for a port that cannot be; StackError that names every port that another program holds and the setting that moves
-    ours.
+    Raises AddressError for an address that two processes would have, or that other machines could reach without TLS;
+    LayoutError for an impossible port; StackError for ports that another program holds, with the settings that choose
+    other ports.
     """
     found = list(layout.listening(processes))
     addresses.check_distinct({setting: address for _, setting, address in found})
@@ -87,7 +87,7 @@ def check_addresses(processes: Sequence[Process]) -> None:
             continue
         host, port = addresses.split_host_port(address)
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            # As the servers do: a port in TIME_WAIT is free.
+            # The servers do the same: a port in TIME_WAIT is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
@@ -98,7 +98,7 @@ def check_addresses(processes: Sequence[Process]) -> None:
 
 
 def check_executors(processes: Sequence[Process]) -> None:
-    """What an executor would find out after all others had started. Raises StackError."""
+    """Finds errors that an executor would find after all others had started. Raises StackError."""
     for process in processes:
         if isinstance(process.settings, ExecutorSettings):
             try:
@@ -108,7 +108,7 @@ def check_executors(processes: Sequence[Process]) -> None:
 
 
 def log_file(state_dir: Path, name: str) -> Path:
-    """A fresh log; that of the run before is kept beside it."""
+    """A new log; the log of the previous run is kept beside it."""
     log = state_dir / "logs" / f"{name}.log"
     log.parent.mkdir(mode=0o700, exist_ok=True)
     if log.exists():
@@ -129,12 +129,12 @@ def make_service(process: Process) -> Service:
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown: a terminal is often a file."""
+    """The URL without its password, because the output may go to a file."""
     return re.sub("//.*@", "//", url.partition("?")[0])
 
 
 def redis_problem(url: str) -> str:
-    """Why a Redis of the user's cannot be used now, or nothing."""
+    """Why the user's own Redis cannot be used now, or nothing."""
     try:
         first, nodes = cluster_nodes(url)
         seconds = {"socket_connect_timeout": 2, "socket_timeout": 2}
@@ -199,7 +199,7 @@ def directions(processes: Sequence[Process]) -> str:
 
 
 def _rows(processes: Sequence[Process], front: Process, scheme: str) -> Iterator[tuple[str, str, str]]:
-    """Name, address and address of metrics of everything, the address that callers use first."""
+    """Name, address and metrics address of everything, with the address for callers first."""
     pages = [one.field("address") for one in processes if one.kind == "console"]
     for process in sorted(processes, key=lambda one: (one is not front, one.kind != "cachemgr")):
         if process.kind == "console":
@@ -215,7 +215,7 @@ def _rows(processes: Sequence[Process], front: Process, scheme: str) -> Iterator
 
 
 def generate_command(folder: Path, address: str) -> str:
-    """How to ask the model something. folder: where the programs of this Python are, relative to the checkout."""
+    """A command that asks the model a question. folder: of this Python's programs, relative to the checkout."""
     prompt = '"What is the capital of France?"'
     default = address == SchedulerSettings.model_fields["scheduler_address"].default
     option = "" if default else f"--address {address}"
@@ -295,14 +295,14 @@ def main() -> int:
     parser = process_parser(
         "ops/run_stack.py",
         "Runs Redis, cachemgr, executor, scheduler and the console on this machine until Ctrl-C,\n"
-        "and restarts those that end. State and logs are in KVKEEP_STATE_DIR; KVKEEP_EXECUTOR_MODEL chooses the model.",
+        "and restarts processes that end. KVKEEP_STATE_DIR has state and logs; KVKEEP_EXECUTOR_MODEL names the model.",
     )
     parser.add_argument("--model", metavar="MODEL", help="a folder, a GGUF file or a hub id, as KVKEEP_EXECUTOR_MODEL")
     parser.add_argument(
         "--engines", type=int, metavar="N", help="run N schedulers and executors, and a router in front"
     )
     parser.add_argument(
-        "--shards", type=int, metavar="N", help="divide the engines between N cache managers; without it one has all"
+        "--shards", type=int, metavar="N", help="divide the engines between N cache managers; by default one has all"
     )
     parser.add_argument(
         "--policy", metavar="NAME", help="how the router chooses an engine, instead of KVKEEP_ROUTER_POLICY"

@@ -1,6 +1,6 @@
 """Makes the virtual environment: `python3 ops/set_up.py VENV [--dev] [--without-model]`. Called by the Makefile.
 
-Needs nothing but a Python with venv. Everything that installers print is in VENV/set_up.log.
+Needs only a Python with venv. The output of all installers is in VENV/set_up.log.
 """
 
 import argparse
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 CONSTRAINTS, MODEL = ROOT / "ops/constraints.txt", ROOT / "ops/model.txt"
 INPUTS = (ROOT / "pyproject.toml", CONSTRAINTS, MODEL, Path(__file__))
 SERVICES = "cachemgr,scheduler,kvctl,ops"
-# A driver of a GPU of NVIDIA has one of these; the last is that of Linux in Windows.
+# A driver for NVIDIA's GPUs has one of these; the last is for Linux in Windows.
 DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")))
 
 
@@ -39,12 +39,12 @@ class Environment:
         self._this_python = this_python
 
     def stamp(self, part: str) -> Path:
-        """File that says that this part is installed as the project's files ask for it."""
+        """File that marks this part as installed according to the project's present files."""
         content = b"".join(path.read_bytes() for path in INPUTS)
         return self.folder / f".{part}-{hashlib.sha256(content).hexdigest()[:16]}"
 
     def fits(self) -> bool:
-        """Whether the folder is an environment of the kind that is asked for."""
+        """Whether the folder is an environment of the requested kind."""
         config = self.folder / "pyvenv.cfg"
         if not self.python.exists() or not config.exists():
             return False
@@ -64,7 +64,7 @@ class Environment:
         with progress.step("making the virtual environment"):
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
-            # The interpreter behind an environment: this one may be about to go.
+            # The base interpreter of an environment, because the environment of this process may be removed here.
             interpreter = getattr(sys, "_base_executable", sys.executable)
             self.run([interpreter, "-m", "venv", *options, str(self.folder)], progress)
 
@@ -74,7 +74,7 @@ class Environment:
         self.run([str(self.python), "-m", "pip", "install", *options, *arguments], progress)
 
     def run(self, command: Sequence[str], progress: Progress) -> None:
-        """Runs a command with its output in the log, and what it is at on the terminal."""
+        """Runs a command with its output in the log, and its progress on the terminal."""
         with self.log.open("a") as log:
             log.write(f"$ {' '.join(command)}\n")
             for line in lines_of(command):
@@ -104,7 +104,7 @@ def lines_of(command: Sequence[str]) -> Iterator[str]:
 
 
 def summary(line: str) -> str:
-    """What a line of pip says, in short; empty when it is of no interest."""
+    """A line of pip in short; empty if the line is of no interest."""
     words = line.split()
     if not words:
         return ""
@@ -120,7 +120,7 @@ def summary(line: str) -> str:
 def set_up(environment: Environment, progress: Progress, *, dev: bool, model: bool, torch_index: str = "") -> None:
     """Installs what is missing; does nothing when all is there.
 
-    model: also prepares the default model. torch_index: where torch comes from, if not from where all packages do.
+    model: also prepares the default model. torch_index: where torch comes from, if not from the usual index.
     """
     base, extra, prepared = (environment.stamp(part) for part in ("base", "dev", "model"))
     wanted = [base, *([extra] if dev else []), *([prepared] if model else [])]
@@ -129,7 +129,7 @@ def set_up(environment: Environment, progress: Progress, *, dev: bool, model: bo
     environment.make(progress)
     environment.log.unlink(missing_ok=True)
     constraints = ["--constraint", str(CONSTRAINTS)]
-    # All at once where nothing is there: what depends on what is found out once.
+    # In a new environment everything is installed at once, so that pip resolves dependencies once.
     tools = ",dev" if dev and not base.exists() else ""
     if not base.exists():
         if environment.system_torch:
@@ -160,7 +160,7 @@ def set_up(environment: Environment, progress: Progress, *, dev: bool, model: bo
 
 
 def needless_cuda(folder: Path, drivers: Sequence[Path] = DRIVERS) -> str:
-    """What to say of an environment with libraries for GPUs on a machine without a GPU; empty for all others."""
+    """A note for an environment with libraries for GPUs on a machine without a GPU; empty for other environments."""
     installed = list(folder.glob("lib/python*/site-packages/nvidia/*"))
     if not installed or any(driver.exists() for driver in drivers):
         return ""
@@ -174,11 +174,11 @@ def main() -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description="Makes the virtual environment.")
     parser.add_argument("venv", type=Path)
-    parser.add_argument("--dev", action="store_true", help="also what tests and checks need")
+    parser.add_argument("--dev", action="store_true", help="also the packages for tests and checks")
     parser.add_argument("--without-model", action="store_true", help="do not install and prepare the default model")
     parser.add_argument("--system-torch", action="store_true", help="use the machine's torch, triton and transformers")
     parser.add_argument("--torch-index", default="", metavar="URL", help="where a new environment takes torch from")
-    parser.add_argument("--this-python", action="store_true", help="make it anew when another Python made it")
+    parser.add_argument("--this-python", action="store_true", help="make it anew if another Python made it")
     arguments = parser.parse_args()
     if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
         version = f"python{sys.version_info[0]}.{sys.version_info[1]}"

@@ -22,7 +22,7 @@ _TITLES = ("Scheduler", "Cache manager", "Executor", "Console", "Router")
 
 
 def default(field: FieldInfo) -> str:
-    """A default as people write it."""
+    """A default in the form that people write."""
     value = field.get_default(call_default_factory=True, validated_data={})
     if isinstance(value, Path):
         return f"`{Path('~', value.relative_to(Path.home()))}`" if value.is_relative_to(Path.home()) else f"`{value}`"
@@ -34,7 +34,7 @@ def default(field: FieldInfo) -> str:
 
 
 def rows(cls: type[ProcessSettings], *, shared: bool) -> list[str]:
-    """Table rows of a class: its own fields, or those that all processes share."""
+    """Table rows of a class: its own fields, or the fields that all processes share."""
     return [
         f"| `{variable(cls, name)}` | {default(field)} | {field.description} |"
         for name, field in cls.model_fields.items()
@@ -43,7 +43,7 @@ def rows(cls: type[ProcessSettings], *, shared: bool) -> list[str]:
 
 
 def table() -> str:
-    """The tables: the settings that all processes share first, then those of each."""
+    """The tables: first the settings that all processes share, then the settings of each process."""
     sections = {"Every process": rows(SchedulerSettings, shared=True)}
     sections |= {title: rows(cls, shared=False) for title, cls in zip(_TITLES, PROCESSES, strict=True)}
     head = ["| variable | default | meaning |", "| --- | --- | --- |"]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from protos.rpc.addresses import AddressError
 
-# sun_path holds 108 bytes; servers that append to a name for a moment find room.
+# sun_path holds 108 bytes; the rest is for servers that append to a name for a moment.
 _MAX_BYTES = 100
 
 
 def socket_in(folder: Path, name: str) -> Path:
-    """The path of a socket in a folder, or one that stands for it where that is too long. Raises AddressError."""
+    """The path of a socket in a folder, or a shorter path in its place if it is too long. Raises AddressError."""
     path = folder / name
     if len(bytes(path)) <= _MAX_BYTES:
         return path

@@ -17,7 +17,7 @@ OUTPUTS = ("--python_out", "--pyi_out", "--grpc_python_out", "--mypy_grpc_out")
 
 
 def run(command: Sequence[str]) -> tuple[int, str]:
-    """Status and output of a command in the checkout; the environment's tools, protoc's plug-ins among them, first."""
+    """Status and output of a command in the checkout; the environment's tools, with protoc's plug-ins, come first."""
     environment = {**os.environ, "PATH": f"{TOOLS}{os.pathsep}{os.environ.get('PATH', '')}"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
@@ -44,7 +44,7 @@ def generate(folder: Path) -> int:
 
 
 def compare() -> int:
-    """Whether the stubs in the checkout are those of their .proto files; prints what differs."""
+    """Whether the stubs in the checkout match their .proto files; prints the differences."""
     with tempfile.TemporaryDirectory() as scratch:
         if code := generate(Path(scratch)):
             return code
@@ -64,7 +64,7 @@ def compare() -> int:
 
 
 def base() -> str:
-    """The revision that callers may still speak: the last tag, else the commit before this one; empty when none."""
+    """The revision that callers may still use: the last tag, else the previous commit; empty if there is none."""
     for command in (["git", "describe", "--tags", "--abbrev=0"], ["git", "rev-parse", "--verify", "--quiet", "HEAD~1"]):
         code, text = run(command) if shutil.which("git") else (1, "")
         if code == 0:
@@ -73,7 +73,7 @@ def base() -> str:
 
 
 def check_with_buf() -> int:
-    """Style of the .proto files, and that no caller of the base revision breaks."""
+    """Checks the style of the .proto files, and that no caller of the base revision breaks."""
     code, text = run(["buf", "lint"])
     print(text or "buf lint: clean\n", end="")
     revision = base()

@@ -21,7 +21,7 @@ BACKOFF_SECONDS = (0.2, 1.0, 3.0)
 
 @dataclass
 class Service:
-    """A process and the addresses at which grpc.health.v1 says that it is ready; without addresses it is at once."""
+    """A process and the addresses at which grpc.health.v1 says that it is ready; ready at once without addresses."""
 
     name: str
     process: Child
@@ -46,7 +46,7 @@ Report = Callable[[Service, str], None]
 
 
 class Supervisor:
-    """Drives services from one thread: call `tick` a few times per second. `report` is called with every change."""
+    """Drives services from one thread: call `tick` a few times per second. `report` gets every change."""
 
     def __init__(
         self, services: Sequence[Service], report: Report, clock: Callable[[], float] = time.monotonic
@@ -67,7 +67,7 @@ class Supervisor:
         service.process.start()
 
     def tick(self) -> None:
-        """Notices what changed and acts. Raises ServiceFailedError when one has failed for good."""
+        """Notices changes and acts. Raises ServiceFailedError when a service has failed for good."""
         waiting = []
         for service in self.services:
             if service.start_at is not None:
@@ -77,14 +77,14 @@ class Supervisor:
                 self._ended(service, how)
             elif not service.ready:
                 waiting.append(service)
-        # Of a process that does not listen yet it takes a third of a second to know, and a fleet has many.
+        # A probe of a process that does not listen yet takes a third of a second, and a fleet has many processes.
         for service, serves in zip(waiting, self._probes.map(_serves, waiting), strict=True):
             if serves:
                 service.ready = service.was_ready = True
                 self._report(service, f"ready after {self._clock() - service.started:.1f} s")
 
     def stop(self) -> None:
-        """Stops what runs, the last started first, each within its time limit. `tick` cannot be called after it."""
+        """Stops all processes, the last started first, each within its time limit. Do not call `tick` afterwards."""
         self._probes.shutdown(wait=False)
         for service in reversed(self.services):
             if service.process.ended():
@@ -94,7 +94,7 @@ class Supervisor:
             self._report(service, "stopped" if service.process.wait() else "took too long and was killed")
 
     def hurry(self) -> None:
-        """Asks every process again: then none waits for running calls."""
+        """Asks every process again to end: then no process waits for running calls."""
         for service in self.services:
             service.process.terminate()
 
@@ -104,7 +104,7 @@ class Supervisor:
             service.process.kill()
 
     def _ended(self, service: Service, how: str) -> None:
-        """A service that never was ready, or ends too often, will not get better by itself."""
+        """Restarts a service, unless it never was ready or ends too often: then it will not recover by itself."""
         now = self._clock()
         service.ready = False
         service.ends = [end for end in service.ends if now - end < RESTART_WINDOW_SECONDS] + [now]

@@ -1,7 +1,7 @@
 """Writes ops/constraints.txt anew: `make update-lock`.
 
-Installs all that the project and its developers use, in the newest versions that pyproject.toml allows, into an
-environment that is thrown away, and keeps which versions these are. Nothing else changes them.
+Installs all packages of the project and its developers, in the newest versions that pyproject.toml allows, into a
+temporary environment, and writes down the versions. Nothing else changes the file.
 """
 
 import argparse
@@ -20,13 +20,13 @@ HEADER = (
 
 
 def lock(frozen: str) -> str:
-    """The file's text, from what `pip freeze` prints. One version of torch fits processors and CUDA devices alike."""
+    """The file's text, from the output of `pip freeze`. The same version of torch fits processors and CUDA devices."""
     lines = (line.partition("+")[0].lower().replace("_", "-") for line in frozen.splitlines())
     return "\n".join([*HEADER, *sorted(line for line in lines if "==" in line), ""])
 
 
 def changes(old: str, new: str) -> list[str]:
-    """What differs, a line for each distribution."""
+    """The differences, a line for each distribution."""
     versions = [
         dict(line.split("==") for line in text.splitlines() if "==" in line and not line.startswith("#"))
         for text in (old, new)
@@ -40,7 +40,7 @@ def changes(old: str, new: str) -> list[str]:
 
 
 def held(text: str) -> str:
-    """The line of the lock that holds torch: a newer one may bring gigabytes for CUDA along."""
+    """The lock's line for torch, to keep its version: a newer torch may bring gigabytes for CUDA along."""
     return next(line for line in text.splitlines() if line.startswith("torch=="))
 
 

@@ -1,4 +1,4 @@
-"""Asks for a completion as callers do, and checks the answer. The status is 0 when it is one."""
+"""Asks for a completion as callers do, and checks the answer. The status is 0 if the answer is right."""
 
 import json
 import os
@@ -17,7 +17,7 @@ def ask(url):
     headers = {"Content-Type": "application/json"}
     if path := os.environ.get("TOKEN_FILE"):
         headers["Authorization"] = f"Bearer {Path(path).read_text().strip()}"
-    # The service is in this cluster, whatever proxy leads out of it.
+    # The service is in this cluster; a proxy for addresses outside of the cluster must not be used.
     handlers = [urllib.request.ProxyHandler({})]
     if path := os.environ.get("CA_FILE"):
         context = ssl.create_default_context(cafile=path)

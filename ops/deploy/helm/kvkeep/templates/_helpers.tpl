@@ -1,4 +1,4 @@
-{{/* What lets others in must be said; a schema could not tell why. */}}
+{{/* Values that let others in must be explicit; a schema could not explain why. */}}
 {{- define "kvkeep.check" -}}
 {{- $router := .Values.router.enabled -}}
 {{- if not .Values.insecure -}}
@@ -35,12 +35,12 @@ Of the containers in them, each is named for its process, and its values, too; t
 {{ include "kvkeep.name" .top }}-{{ .part }}
 {{- end -}}
 
-{{/* A name below which each pod has its own. gRPC takes a certificate for *.NAME only where NAME has a dot in it. */}}
+{{/* A name below which each pod has its own name. gRPC takes a certificate for *.NAME only if NAME has a dot. */}}
 {{- define "kvkeep.domain" -}}
 {{ include "kvkeep.fullname" . }}.{{ .top.Release.Namespace }}.svc
 {{- end -}}
 
-{{/* All that pods have: a label more would start them anew with each version of the chart. */}}
+{{/* All labels of pods: the chart's version as a label would restart the pods with each version. */}}
 {{- define "kvkeep.selector" -}}
 app.kubernetes.io/name: kvkeep
 app.kubernetes.io/instance: {{ .top.Release.Name }}
@@ -66,7 +66,7 @@ helm.sh/chart: {{ .top.Chart.Name }}-{{ .top.Chart.Version }}
 {{- end -}}
 {{- end -}}
 
-{{/* The beginning of a container. What it may do: nothing but compute. */}}
+{{/* The beginning of a container, which may do nothing but compute. */}}
 {{- define "kvkeep.container" -}}
 image: {{ include "kvkeep.image" . }}
 imagePullPolicy: {{ .top.Values.image.pullPolicy }}
@@ -76,7 +76,7 @@ securityContext:
   capabilities: {drop: [ALL]}
 {{- end -}}
 
-{{/* `place` is where the values have its nodeSelector and tolerations. */}}
+{{/* `place` has the nodeSelector and tolerations from the values. */}}
 {{- define "kvkeep.pod" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
@@ -110,7 +110,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* A process that waits for others lives, and is not ready. Kubernetes' own probe of gRPC knows no TLS. */}}
+{{/* A process that waits for others is live, but not ready. Kubernetes' own probe of gRPC does not support TLS. */}}
 {{- define "kvkeep.probes" -}}
 {{- $scheme := ternary "HTTPS" "HTTP" .top.Values.tls.enabled -}}
 startupProbe:
@@ -141,7 +141,7 @@ lifecycle:
 {{- end -}}
 {{- define "kvkeep.leaveSeconds" -}}5{{- end -}}
 
-{{/* Whose token a process shows. The cache manager calls nobody; kvctl is beside it. */}}
+{{/* Whose token a process shows. The cache manager calls nobody; kvctl is in the same container. */}}
 {{- define "kvkeep.role" -}}
 {{ ternary "operator" .part (eq .part "cachemgr") }}
 {{- end -}}
@@ -189,7 +189,7 @@ envFrom: {{ toJson . }}
 {{- end }}
 {{- end -}}
 
-{{/* Of a pod; `processes` are those in it that show tokens and ask for some. */}}
+{{/* Volumes of a pod; `processes` are its processes that show tokens and ask for tokens. */}}
 {{- define "kvkeep.volumes" -}}
 - name: tmp
   emptyDir: {}
@@ -221,7 +221,7 @@ envFrom: {{ toJson . }}
 {{ .Values.tokens.secret | default (printf "%s-tokens" (include "kvkeep.name" .)) }}
 {{- end -}}
 
-{{/* The first ports of a cache manager's ZeroMQ events and replays: engine n of its shard has those n above them. */}}
+{{/* The first ports of a cache manager's ZeroMQ events and replays: engine n of its shard adds n to each. */}}
 {{- define "kvkeep.zmqPorts" -}}
 events: 5557
 replays: 6557
@@ -234,12 +234,12 @@ replays: 6557
 {{- $most -}}
 {{- end -}}
 
-{{/* What callers reach. */}}
+{{/* The component that callers reach. */}}
 {{- define "kvkeep.front" -}}
 {{ ternary "router" "engine" .Values.router.enabled }}
 {{- end -}}
 
-{{/* Each by its name: behind one name for all they would be addresses, which are in no certificate. */}}
+{{/* Each engine by its own name: one name for all engines would resolve to addresses, which no certificate has. */}}
 {{- define "kvkeep.engines" -}}
 {{- $it := dict "top" $ "part" "engine" -}}
 {{- $engines := list -}}
