@@ -1,4 +1,4 @@
-"""Adapters that PEFT itself makes and saves, with random matrices, and what PEFT generates with them."""
+"""Adapters with random matrices that PEFT itself makes and saves, and PEFT's outputs with them."""
 
 import warnings
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def base_model(source: Path | str) -> Any:
 
 @_quiet
 def save_adapter(source: Path | str, folder: Path, seed: int, size: float = 0.2, **options: Any) -> Path:
-    """Saves an adapter for a model. size: of the values of its matrices. options: of LoraConfig, all linear modules."""
+    """Saves an adapter for all linear modules of a model. size: of the matrices' values. options: of LoraConfig."""
     torch.manual_seed(seed)
     config = LoraConfig(**{"r": 8, "lora_alpha": 16, "target_modules": ALL_LINEAR, "task_type": "CAUSAL_LM"} | options)
     model = get_peft_model(base_model(source), config)
@@ -50,7 +50,7 @@ def save_adapter(source: Path | str, folder: Path, seed: int, size: float = 0.2,
 
 @_quiet
 def generated(source: Path | str, adapter: Path | None, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """The ids that PEFT's greedy `generate` continues each prompt with; adapter None is the base model alone."""
+    """The ids after each prompt by PEFT's greedy `generate`; with the base model alone if adapter is None."""
     model = base_model(source)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter).eval()

@@ -1,4 +1,4 @@
-"""What is in a router's view of the caches, read from its table and its masks."""
+"""The contents of a router's view of the caches, read from its table and its masks."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ def entries(view: CacheView) -> list[tuple[int, int]]:
 
 
 def assert_nothing_leaks(view: CacheView) -> None:
-    """Every lane is an executor's or free, and every mask is some block's."""
+    """Every lane belongs to an executor or is free, and every mask belongs to some block."""
     used = [executor.lane for executor in view.executors.values()]
     assert sorted([*used, *view._free_lanes]) == list(range(0, view._num_lanes * _WIDTH, _WIDTH))
     assert not view._dropped

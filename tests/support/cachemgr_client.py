@@ -1,4 +1,4 @@
-"""Callers of a cache manager behind its real servers, on unix sockets."""
+"""Callers of a cache manager through its real servers, on unix sockets."""
 
 import itertools
 import os
@@ -18,7 +18,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 EXECUTOR, SCHEDULER = "gpu-0", "front"
 BLOCK_SIZE = 4
 NUM_BLOCKS = 32
-# How the scheduler names itself in every call about a sequence.
+# The scheduler's fields in every call about a sequence.
 SCHEDULED = {"scheduler_id": SCHEDULER, "scheduler_epoch": 1}
 
 

@@ -1,4 +1,4 @@
-"""The settings in files of a deployment, held against what the processes understand."""
+"""The settings in files of a deployment, compared with the settings that the processes know."""
 
 import json
 import re
@@ -22,9 +22,9 @@ from tests.support.keyring import Keyring
 from tests.support.patience import patience
 
 CLASSES = {cls.process: cls for cls in PROCESSES}
-# What compose and systemd run: one engine, without a router.
+# The processes of compose and systemd: one engine, without a router.
 ONE_ENGINE = [process for process in CLASSES if process != "router"]
-# What a stack takes between its drain and its end, at least.
+# The least time of a stack between its drain and its end.
 STOP_MARGIN_SECONDS = 5.0
 COMPOSE = ROOT / "ops/deploy/compose"
 CHART = ROOT / "ops/deploy/helm/kvkeep"
@@ -33,7 +33,7 @@ Manifest = dict[str, Any]
 
 
 def tool(name: str, *arguments: str | Path) -> str:
-    """What a tool of this environment prints."""
+    """The output of a tool of this environment."""
     if not (TOOLS / name).exists():
         pytest.skip(f"there is no {name} in this environment")
     done = subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, timeout=patience(60), check=False)
@@ -58,19 +58,19 @@ def render(values: dict[str, Any], chart: Path = CHART) -> list[Manifest]:
 
 
 def workloads(manifests: list[Manifest]) -> list[Manifest]:
-    """What makes pods that stay."""
+    """The workloads whose pods stay."""
     return [manifest for manifest in manifests if manifest["kind"] in ("Deployment", "StatefulSet")]
 
 
 def pods(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
-    """Of each workload: which part of the stack it is, and its pod."""
+    """Each workload's part of the stack, and its pod."""
     for manifest in workloads(manifests):
         template = manifest["spec"]["template"]
         yield template["metadata"]["labels"]["app.kubernetes.io/component"], template["spec"]
 
 
 def containers(pod: Manifest) -> list[Manifest]:
-    """Those of a pod that run as long as it does, in the order in which they start."""
+    """The containers of a pod that run as long as the pod, in the order in which they start."""
     return [*pod.get("initContainers", ()), *pod["containers"]]
 
 
@@ -80,7 +80,7 @@ def processes(manifests: list[Manifest]) -> dict[str, Manifest]:
 
 
 def addressed(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """The pod template of each pod of a StatefulSet by the name that the cluster's DNS has for the pod."""
+    """The pod template of each pod of a StatefulSet, by the pod's name in the cluster's DNS."""
     return {
         f"{one['metadata']['name']}-{number}.{one['spec']['serviceName']}.models.svc": one["spec"]["template"]
         for one in workloads(manifests)
@@ -90,7 +90,7 @@ def addressed(manifests: list[Manifest]) -> dict[str, Manifest]:
 
 
 def variables(container: Manifest, pod: str = "pod-0") -> dict[str, str]:
-    """What Kubernetes gives a container in a pod of this name; what comes from a secret is `secret`."""
+    """The variables of a container in a pod of this name; the value `secret` stands for values from secrets."""
     found: dict[str, str] = {}
     for variable in container["env"]:
         match variable.get("valueFrom"):
@@ -112,7 +112,7 @@ class Secrets:
     """Certificates and tokens under the names that a deployment gives them, in a folder that replaces its own."""
 
     def __init__(self, folder: Path, names: Mapping[str, str], role: Role = Role.SCHEDULER) -> None:
-        """names: of each file that a process is given, by what it is: ca, certificate, key, token of a role, tokens."""
+        """names: of each file of a process, by kind: ca, certificate, key, token of a role, tokens."""
         self.folder = folder
         trusted, _ = (ca := certs.authority()).write(folder / "made", "ca")
         certificate, key = certs.certificate(ca, "process").write(folder / "made", "process")
@@ -127,7 +127,7 @@ class Secrets:
 
 
 def understood(process: str, environment: Mapping[str, Any]) -> ProcessSettings:
-    """The settings of a process that is given these variables. What it does not know ends the test."""
+    """The settings of a process with these variables. An unknown variable ends the test."""
     ours = {name: str(value) for name, value in environment.items() if name.startswith("KVKEEP_")}
     return load(CLASSES[process], ours)
 

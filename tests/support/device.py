@@ -1,4 +1,4 @@
-"""A simulated executor's memory: for every slot of every tier, which tokens its K and V were computed from."""
+"""A simulated executor's memory: for every slot of every tier, the tokens that its K and V were computed from."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 from cachemgr.types import PoolSpec, TierKind
 
-# What a slot holds that nothing was written to, whose copy has failed, or that was overwritten.
+# The content of a slot that was never written or was overwritten, or whose copy has failed.
 GARBAGE = None
 
 
 class Content(NamedTuple):
-    """What one token's K and V depend on: salt, adapter, weights, and all tokens up to it, `before` as a hash.
+    """Everything that a token's K and V depend on: salt, adapter, weights, and all earlier tokens, `before` as a hash.
 
-    A token that stands for a part of an image comes with the image's digest and the position in it.
+    A token that stands for a part of an image comes with the image's digest and the position in the image.
     """
 
     scope: tuple[str | None, int | None, str]
@@ -27,7 +27,7 @@ class Content(NamedTuple):
 def contents(
     scope: tuple[str | None, int | None, str], tokens: Sequence[int], extra_keys: Iterable[Any] = ()
 ) -> list[Content]:
-    """What computing each token leaves."""
+    """The content that computing each token leaves."""
     images = {key.start + at: (key.digest, at) for key in extra_keys for at in range(key.length)}
     found: list[Content] = []
     for position, token in enumerate(tokens):
@@ -37,19 +37,19 @@ def contents(
 
 
 class Device:
-    """Runs copies and steps, and says at a registration what its slots hold. Transfers may be objects or messages."""
+    """Runs copies and steps, and reports its slots' contents at a registration. Transfers are objects or messages."""
 
     def __init__(self, block_size: int, windows: Sequence[int | None], device_tier: int = TierKind.DEVICE) -> None:
         self.block_size = block_size
         self.windows = windows
         self._tier = device_tier
-        # By group, tier and slot: an entry for each token.
+        # A list by group, tier and slot, with an entry for each token.
         self.memory: dict[tuple[int, int, int], list[Any]] = {}
-        # Of slots of the device: the last step that wrote there.
+        # The last step that wrote to a slot of the device.
         self.written: dict[tuple[int, int], int] = {}
-        # Slots of the device that take memory, by group: what was written and not released since.
+        # Slots of the device that take memory, with their group: written and not released since.
         self.resident: set[tuple[int, int]] = set()
-        # Of slots of lower tiers: the ticket of the copy that filled it, 0 when that failed.
+        # The ticket of the copy that filled a slot of a lower tier, 0 after a failed copy.
         self.generations: dict[tuple[int, int, int], int] = {}
 
     def lose(self) -> None:
@@ -59,7 +59,7 @@ class Device:
         self.resident.clear()
 
     def registered(self, pools: Sequence[PoolSpec]) -> dict[str, list[list[int]]]:
-        """What a registration says of all slots."""
+        """A registration's report about all slots."""
         steps = [[self.written.get((pool.group, slot + 1), 0) for slot in range(pool.num_blocks)] for pool in pools]
         lower = {
             f"{tier.name.lower()}_generations": [
@@ -74,11 +74,11 @@ class Device:
         return {"last_write_steps": steps if self.written else [], **lower}
 
     def slot(self, group: int, tier: int, slot: int) -> list[Any]:
-        """What a slot holds, token by token."""
+        """The content of a slot, token by token."""
         return self.memory.setdefault((group, tier, slot), [GARBAGE] * self.block_size)
 
     def held(self) -> list[Any]:
-        """Everything that any slot holds."""
+        """The contents of all slots."""
         return [one for slot in self.memory.values() for one in slot if one is not GARBAGE]
 
     def count(self, salt: str | None, first: int) -> int:
@@ -86,7 +86,7 @@ class Device:
         return sum(isinstance(one, Content) and (one.scope[0], one.first) == (salt, first) for one in self.held())
 
     def copy(self, transfer: Any, step: int = 0, *, failed: bool = False) -> None:
-        """Runs a copy of a whole block; one without a source overwrites its target, one that fails leaves garbage."""
+        """Runs a copy of a whole block. Without a source it overwrites its target; a failed copy leaves garbage."""
         group, slot = transfer.group, transfer.target_slot
         if transfer.target_tier == self._tier:
             self.written[group, slot] = step

@@ -17,7 +17,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 
 
 class DirectCalls:
-    """Carries out each call at once, as the servicers do: to its last step."""
+    """Carries out each call at once and to its last step, as the servicers do."""
 
     def __init__(self, manager: CacheManager, clock: ManagerClock, file: BinaryIO | None = None) -> None:
         """`file` takes the log."""
@@ -41,9 +41,9 @@ class DirectCalls:
         return self.mutations.answer
 
     async def run_in_slices(self, method: str, request: Message) -> Any:
-        """As `run` for a long call, between whose slices others are carried out."""
+        """Like `run`, for a long call: other calls are carried out between its slices."""
         return await self.mutations.run_in_slices(method, request, partial(self.handlers[method], request))
 
     def register(self, request: pb.RegisterExecutorRequest, *, later: bool = False) -> pb.RegisterExecutorResponse:
-        """As RegisterExecutor without a store; `later` says that stored blocks come by `restore_blocks`."""
+        """Like RegisterExecutor without a store; with `later`, stored blocks come by `restore_blocks`."""
         return self.data.register(request, convert.executor_spec(request), later=later)

@@ -15,7 +15,7 @@ def _hash(token_ids: Sequence[int], before: int = 0) -> int:
 
 
 def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
-    """What every engine answers to a prompt."""
+    """The answer of every engine to a prompt."""
     state, tokens = _hash(prompt), []
     for _ in range(count):
         tokens.append(1 + state % _CHARACTERS)
@@ -38,7 +38,7 @@ class ExactRunningSet(stub_executor.RunningSet):
             del self._states[handle]
 
     def run(self, step: pb.Step) -> pb.StepResult:
-        """What the step samples."""
+        """The tokens that the step samples."""
         for new in step.new_sequences:
             self._states[new.sequence] = _hash(new.token_ids)
         result = super().run(step)

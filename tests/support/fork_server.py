@@ -1,8 +1,8 @@
 """Forks processes that have imported their modules: `python -m tests.support.fork_server MODULE SOCKET PARENT`.
 
-MODULE: one of IMPORTS, which each fork runs as `python -m MODULE` would. SOCKET: number of a file, over which requests
-come, each with the file of a log, and over which the numbers of the forks go, and how they end. PARENT: number of the
-process that this one ends with.
+MODULE: one of IMPORTS, which each fork runs as `python -m MODULE` would. SOCKET: number of a file. Over it, requests
+come, each with the file of a log; the numbers of the forks and their endings go back. PARENT: number of the
+process whose end also ends this process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# What each process imports before it serves. What it imports beside these it imports by itself.
+# The imports of each process before it serves. Each fork makes further imports by itself.
 IMPORTS = {
     "cachemgr": ("cachemgr.__main__", "cachemgr.process", "protos.rpc.metrics_server"),
     "executor": (
@@ -47,13 +47,13 @@ _SIGNAL_WHEN_PARENT_DIES = 1
 
 def _serve(module: str, connection: socket.socket) -> None:
     """Forks a process for each request until the other end is closed. In a fork it returns."""
-    # Its threads end before a fork and begin again after it; no other threads would.
+    # numpy's threads end before a fork and begin again after it; threads of other modules would not.
     importlib.import_module("numpy")
     threads = _count_threads()
     for name in IMPORTS[module]:
         importlib.import_module(name)
     assert _count_threads() == threads, "a process with threads cannot be forked"
-    # It runs in each fork, as if it had not been imported.
+    # The module runs in each fork as if it had not been imported.
     sys.modules.pop(f"{module}.__main__")
     gc.collect()
     awake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -68,7 +68,7 @@ def _serve(module: str, connection: socket.socket) -> None:
         if connection.fileno() in ready:
             data, files, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 1)
             if not data:
-                # Libraries would say what they leak.
+                # At a normal exit, libraries would report leaks.
                 os._exit(0)
             server, pid = os.getpid(), os.fork()
             if not pid:
@@ -115,7 +115,7 @@ def _die_with(parent: int) -> None:
 
 
 def main() -> None:
-    """Serves; returns in each fork once its module has run."""
+    """Serves; returns in each fork after its module has run."""
     module, file, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     _die_with(parent)
     connection = socket.socket(fileno=file)

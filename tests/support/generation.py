@@ -28,7 +28,7 @@ class Output:
 def greedy_request(
     prompt: Sequence[int], max_tokens: int, *, reuse: bool = True, **fields: object
 ) -> pb.StreamGenerateRequest:
-    """Greedy and exactly `max_tokens` tokens; without reuse it neither reads nor fills the cache."""
+    """A greedy request of exactly `max_tokens` tokens; without reuse it neither reads nor fills the cache."""
     return pb.StreamGenerateRequest(
         token_ids=pb.TokenIds(token_ids=prompt),
         max_tokens=max_tokens,
@@ -60,7 +60,7 @@ async def generate_samples(
     outputs = [Output(started=started) for _ in range(request.n or 1)]
     async for message in stub.StreamGenerate(request, timeout=seconds):
         output = outputs[message.sample_index]
-        assert not output.finish_reason, "output behind a sample's end"
+        assert not output.finish_reason, "output after a sample's end"
         output.token_times += [time.monotonic()] * len(message.token_ids)
         output.token_ids += message.token_ids
         if begun is not None and message.token_ids:

@@ -17,9 +17,9 @@ ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2,
 def write_model(
     module: Any, path: Path, kind_of: Callable[[str], str], metadata: Mapping[str, Any] = {}, **extra: Values
 ) -> None:
-    """Writes a model's weights in the types that `kind_of` gives for their names in the file, and leaves them so in it.
+    """Writes a model's weights in the types by `kind_of` for their names in the file, and rounds the model accordingly.
 
-    metadata: beside what the configuration says; None takes a field away. extra: tensors beside the model's.
+    metadata: in addition to the configuration's; None removes a field. extra: tensors in addition to the model's.
     """
     config = module.config
     names = gguf.get_tensor_name_map(ARCHITECTURES[config.model_type], config.num_hidden_layers)
@@ -61,7 +61,7 @@ def described(config: Any) -> dict[str, Any]:
 
 
 def _stored(values: np.ndarray, kind: str) -> np.ndarray:
-    """As a file has them. The library quantizes nothing to Q6_K: these are codes of some other matrix."""
+    """Weights as in a file. The library cannot quantize to Q6_K: these are codes of some other matrix."""
     if kind != "Q6_K":
         stored = quants.quantize(values, GGMLQuantizationType[kind])
         return stored.view(np.uint8) if values.ndim == 2 else stored

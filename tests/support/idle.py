@@ -1,4 +1,4 @@
-"""A stack that no client uses any more."""
+"""Waiting for a stack that no client uses any more."""
 
 import asyncio
 

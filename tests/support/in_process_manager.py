@@ -1,7 +1,7 @@
 """A real cache manager in this process, with a simulated scheduler, executor, store and consumer of events around it.
 
-The device knows what is in its slots: a sequence that computes checks everything that it attends to, so that a block
-with other bytes than the manager says is noticed at once. `World.check` compares all that they know.
+The device knows the contents of its slots. A sequence that computes checks everything that it attends to, so that a
+wrong block is noticed at once. `World.check` compares all that the participants know.
 """
 
 import dataclasses
@@ -77,11 +77,11 @@ def retain(priority: int, duration: float | None = None) -> Retention:
 
 
 def asked(kind: str, **fields: object) -> EvictionPolicyRequest:
-    """An eviction policy as a request asks for it, by the name of its kind."""
+    """An eviction policy in the form of a request, by the name of its kind."""
     return EvictionPolicyRequest.of(common.EvictionPolicy(kind=f"EVICTION_KIND_{kind}", **fields))
 
 
-# Of every way in which lengths go, small enough for prompts of a few blocks.
+# Policies with every course of lengths, small enough for prompts of a few blocks.
 POLICIES = [
     asked("SLIDING_WINDOW", start_tokens=1, recent_tokens=6),
     asked("AVERAGE", max_cache_tokens=6, period_tokens=2, during_prefill=True),
@@ -97,7 +97,7 @@ POLICIES = [
 
 @dataclass(eq=False)
 class Live:
-    """A sequence as its scheduler sees it."""
+    """A sequence from its scheduler's view."""
 
     request: AdmitRequest
     handle: int
@@ -110,27 +110,27 @@ class Live:
     started: bool = False
     reported_tokens: int = 0
     reported_computed: int = 0
-    # What it computes is wrong because a copy failed; the manager must not let a prompt hit it.
+    # Its tokens are wrong because a copy failed; the manager must not let a prompt hit them.
     tainted: bool = False
     policy: Policy | None = None
     prompt: int = 0
     evicted: int = 0
-    # Slots to move to; empty when it stays in its own.
+    # Slots to move to; empty when the sequence stays in its own slots.
     granted: list[int] | None = None
     moved: bool = False
-    # Tokens computed before it moved, until that is reported.
+    # Tokens computed before it moved, until the move is reported.
     clean: int | None = None
-    # Of an adaptive window: the one that it has when it moves, the one that it must have soon, and one that became
-    # shorter, until that is reported.
+    # Lengths of an adaptive window: at the move, the length that it must have soon, and a shorter length until it is
+    # reported.
     window: int = 0
     taken: int | None = None
     returned: int | None = None
-    # Of the weights that it is computed with.
+    # The version of the weights that compute the sequence.
     weight_version: str = ""
 
     @property
     def has_news(self) -> bool:
-        """Whether the manager has something to hear."""
+        """Whether there is news for the manager."""
         return (self.reported_computed, self.reported_tokens) != (self.computed, len(self.tokens))
 
     @property
@@ -143,7 +143,7 @@ class Live:
 
     @property
     def stays(self) -> int:
-        """Tokens that are kept when it computes more."""
+        """Tokens that are kept when the sequence computes more."""
         return self.kept if self.policy is None else self.policy.kept_after(self.kept, self.computed, self.prompt)
 
     @property
@@ -152,13 +152,13 @@ class Live:
 
     @property
     def adapts(self) -> bool:
-        """Whether it has an adaptive window that may change now."""
+        """Whether the sequence has an adaptive window that may change now."""
         return self.moved and self.policy is not None and self.policy.bounds is not None
 
     def expected(self) -> list[Any]:
-        """What its slots must hold, in their order: once it has moved, its own mark, as no other sequence may hit it.
+        """The expected contents of its slots, in order: after a move its own mark, as no other sequence may hit these.
 
-        Behind a copy that has failed it is nothing.
+        After a failed copy nothing is expected.
         """
         if self.moved:
             return [("kept by", self.handle)] * (len(self.tables[0]) * BLOCK)
@@ -168,7 +168,7 @@ class Live:
         return contents(scope, self.tokens, self.request.extra_keys)
 
     def cut(self, length: int) -> None:
-        """Its tokens from a length on are rejected."""
+        """The sequence's tokens from a length on are rejected."""
         del self.tokens[length:]
         extra_keys = tuple(cut_extra_keys(self.request.extra_keys, length))
         self.request = dataclasses.replace(self.request, extra_keys=extra_keys)
@@ -185,9 +185,9 @@ class Journal:
     executor_id: str = "e"
     epoch: int = 0
     blocks: dict[tuple[int, TierKind, int], BlockRecord] = field(default_factory=dict)
-    # What reached the store some time ago.
+    # The contents that have reached the store.
     written: dict[tuple[int, TierKind, int], BlockRecord] = field(default_factory=dict)
-    # False while blocks that were stored are not read: they may be removed from here already.
+    # False while stored blocks are not read yet: the journal may have removed them already.
     is_read: bool = True
 
     def cleared(self, executor_id: str, epoch: int) -> None:
@@ -198,7 +198,7 @@ class Journal:
         self.written.clear()
 
     def set(self, blocks: Iterable[BlockRecord]) -> None:
-        """The store has just these."""
+        """The store has exactly these blocks."""
         self.blocks = {block.tier_slot: block for block in blocks}
         self.flush()
 
@@ -230,22 +230,22 @@ class Journal:
 
 
 def _timeless(block: BlockRecord) -> BlockRecord:
-    """The journal does not hear of every second: only whether a clock runs."""
+    """The journal does not record each second, only whether a clock runs."""
     leases = (lease._replace(remaining=None if lease.remaining is None else 0.0) for lease in block.leases)
     return block._replace(leases=tuple(leases))
 
 
 class Watcher:
-    """A consumer of events, which begins anew with a snapshot when the manager is another one or it was too slow."""
+    """A consumer of events, which starts anew with a snapshot if the manager is new or the consumer was too slow."""
 
     def __init__(self) -> None:
         self._manager: CacheManager | None = None
         self._seen = 0
-        # Indexed blocks by pool and key: where they are.
+        # Places of indexed blocks by pool and key.
         self._known: dict[tuple[str, bytes], tuple[TierKind, int]] = {}
 
     def check(self, manager: CacheManager) -> None:
-        """Takes all events, and compares what they come to with what the cache holds."""
+        """Takes all events, and compares their result with the contents of the cache."""
         try:
             if manager is not self._manager:
                 raise EventsGoneError("another manager")
@@ -275,7 +275,7 @@ class Watcher:
 
 
 class Shared:
-    """What engines have in common: a manager, of epoch 1 at first, and the time `now` in seconds."""
+    """The shared part of engines: a manager, of epoch 1 at first, and the time `now` in seconds."""
 
     def __init__(self, config: ManagerConfig) -> None:
         self.config = config
@@ -284,7 +284,7 @@ class Shared:
         self.manager = self._new_manager(1)
 
     def lose_manager(self, epochs: int = 1) -> None:
-        """Another process, which knows of operators' shares only."""
+        """Another manager process, which only knows the operators' quotas."""
         shares = list(self.manager.queries.entries(Kind.SHARE))
         self.manager = self._new_manager(self.manager.epoch + epochs)
         self.manager.operators.restore([], [], shares)
@@ -293,14 +293,14 @@ class Shared:
         return CacheManager(epoch, lambda: self.now, self.config, self)
 
     def pass_time(self, seconds: float, without: "World") -> None:
-        """All engines but one renew their leases meanwhile."""
+        """All engines but one renew their leases in the meantime."""
         self.now += seconds
         for world in self.worlds:
             if world is not without:
                 world.sync()
                 world.renew()
 
-    # The journal of the manager: each engine's has its own blocks.
+    # The journal of the manager: the journal of each engine has the engine's own blocks.
 
     def cleared(self, executor_id: str, epoch: int) -> None:
         for world in self.worlds:
@@ -318,7 +318,7 @@ class Shared:
 
 
 class World:
-    """One executor "e", one scheduler "s", and a manager. Names of another engine end with its name."""
+    """One executor "e", one scheduler "s", and a manager. With an engine's name, the names end with it."""
 
     def __init__(
         self,
@@ -342,9 +342,9 @@ class World:
         self.device = Device(BLOCK, windows)
         self.windows = windows
         self.step_number = 0
-        # Tickets whose copy has run, or has failed to run.
+        # Tickets of copies, and whether the copy has succeeded.
         self.done: dict[int, bool] = {}
-        # Steps that wrote to slots of the device which the manager never hears of.
+        # Steps that wrote to slots of the device, by slot, without the manager's knowledge.
         self.untold: dict[tuple[int, int], int] = {}
         self.journal = Journal(self.executor_id)
         self.watcher = Watcher()
@@ -364,19 +364,19 @@ class World:
         self.released: list[int] = []
         self.cancelled: list[int] = []
         self.fail_moves = False
-        # Whether adaptive windows grow and shrink, by chance.
+        # Whether adaptive windows grow and shrink at random.
         self.changes_windows = False
-        # Slots of sequences that wrote on when the manager had given the executor up.
+        # Slots of sequences that still wrote after the manager had given up the executor.
         self.strays: set[tuple[int, int]] = set()
         self.trimmed: dict[int, int] = {}
         # Computed tokens of ended sequences, by handle.
         self.ended: dict[int, int] = {}
         self.tainted: set[int] = set()
-        # While the store is read: blocks that are still to come, what the store holds, and the epoch that it is of.
+        # While the store is read: blocks that are still to come, the store's contents, and the store's epoch.
         self.unread: list[BlockRecord] | None = None
         self.stored: list[BlockRecord] = []
         self.stored_epoch = 0
-        # Of the manager that the scheduler has named last in its session; 0 without one.
+        # Epoch of the manager that the scheduler has named last in its session; 0 without a manager.
         self.steps_manager_epoch = 0
         self.start_executor()
         self.start_scheduler()
@@ -434,7 +434,7 @@ class World:
         return dataclasses.replace(settings, **self.device.registered(pools))
 
     def start_executor(self, stored: Iterable[BlockRecord] = ()) -> Restored:
-        """A newer epoch with an empty device, lower tiers stay; the scheduler gives all its sequences up."""
+        """A newer epoch with an empty device; lower tiers stay, and the scheduler gives up all its sequences."""
         self.executor_epoch += 1
         self.device.lose()
         self.done.clear()
@@ -455,7 +455,7 @@ class World:
 
     @property
     def caller(self) -> SchedulerEpoch:
-        """The scheduler as it names itself."""
+        """The scheduler's id and epoch."""
         return SchedulerEpoch(self.scheduler_id, self.scheduler_epoch)
 
     def start_scheduler(self) -> None:
@@ -470,17 +470,17 @@ class World:
         self.steps_manager_epoch = self.manager.epoch
 
     def run_in_slices(self) -> None:
-        """All that the manager does a part at a time comes to its end."""
+        """Finishes all work that the manager does in slices."""
         while self.manager.is_behind:
             self.manager.expire()
 
     def restart_manager(self) -> Restored:
-        """The manager is lost with its memory; blocks of the journal that the executor still holds are restored."""
+        """The manager is lost with its memory; blocks of the journal that are still in the executor are restored."""
         self.lose_manager()
         return self.manager.register_executor(self.spec(), list(self.journal.blocks.values()))
 
     def lose_manager(self, epochs: int = 1) -> None:
-        """Another manager, which only the scheduler has registered with."""
+        """A new manager, with which only the scheduler has registered."""
         self.break_off_recovery()
         self.shared.lose_manager(epochs)
         self.find_manager()
@@ -488,43 +488,43 @@ class World:
     def break_off_recovery(self) -> None:
         """The manager is gone."""
         if self.unread is not None:
-            # Nothing was written over what was not read.
+            # Nothing has overwritten the blocks that were not read.
             self.journal.set(self._of_this_epoch(self.stored))
             self.unread = None
             self.journal.is_read = True
 
     def find_manager(self) -> None:
-        """The scheduler registers with another manager: it has given all its sequences up."""
+        """The scheduler registers with a new manager, after it has given up all its sequences."""
         self.done.clear()
         self.start_scheduler()
 
     def begin_recovery(self) -> None:
-        """The manager is lost with its memory, and what the journal has is read later."""
+        """The manager is lost with its memory, and the journal is read later."""
         self.lose_manager()
         self.stored, self.stored_epoch = list(self.journal.blocks.values()), self.executor_epoch
         self.read_again()
 
     def read_again(self) -> None:
-        """The executor registers, and what the store has is read later."""
+        """The executor registers, and the store is read later."""
         self.unread = sorted(self.stored, key=lambda block: block.depth)
         self.journal.is_read = False
         self.manager.register_executor(self.spec(), later=True)
 
     def _of_this_epoch(self, blocks: list[BlockRecord]) -> list[BlockRecord]:
-        """Of another epoch only what lies in lower tiers."""
+        """These blocks; if they are of another epoch, only their copies in lower tiers."""
         if self.stored_epoch == self.executor_epoch:
             return blocks
         return [below for block in blocks if (below := block.below()) is not None]
 
     def read_store(self, count: int) -> None:
-        """So many stored blocks are restored."""
+        """Restores `count` stored blocks."""
         assert self.unread is not None
         part = self.unread[:count]
         del self.unread[:count]
         self.manager.restore_blocks(self.executor_id, self.executor_epoch, self._of_this_epoch(part))
 
     def end_recovery(self) -> None:
-        """The rest is restored, and the store is written again."""
+        """Restores the other blocks; afterwards the store is written again."""
         if self.unread is None:
             return
         self.read_store(len(self.unread))
@@ -539,16 +539,16 @@ class World:
         return list(self.journal.blocks.values())
 
     def register_again(self) -> Restored:
-        """The executor starts again after the manager has forgotten it, which asks the journal."""
+        """The executor starts again after the manager, which asks the journal, has forgotten it."""
         stored = [below for block in self._stored() if (below := block.below()) is not None]
         self.journal.set(stored)
         restored = self.start_executor(stored)
-        # The restored blocks replace those that the journal has of another epoch.
+        # The restored blocks replace the journal's blocks of another epoch.
         self.journal.set(self.queries.records(self.executor_id))
         return restored
 
     def expire_executor(self) -> None:
-        """The manager gives the executor up."""
+        """The manager gives up the executor."""
         self.end_recovery()
         for _ in range(2):
             self.shared.pass_time(self.config.lease_seconds * 0.6, without=self)
@@ -557,7 +557,7 @@ class World:
         assert not self.manager.queries.knows_executor(self.executor_id)
 
     def silence_executor(self) -> None:
-        """The manager gives the executor up, and hears of it again before the scheduler has stopped its sequences."""
+        """The manager gives up the executor, which registers again before the scheduler has stopped its sequences."""
         self.strays |= {
             (group, slot) for live in self.live.values() for group, slots in enumerate(live.tables) for slot in slots
         }
@@ -568,7 +568,7 @@ class World:
         self.manager.renew_executor(self.executor_id, self.executor_epoch, self.manager.epoch)
 
     def pass_time(self, seconds: float) -> None:
-        """All processes renew their leases meanwhile."""
+        """All processes renew their leases in the meantime."""
         self.shared.pass_time(seconds, without=self)
         self.sync()
         self.renew()
@@ -614,7 +614,7 @@ class World:
         return self.live[f"{self._engine}q{self.names}"]
 
     def fork(self, parent: str, name: str, length: int | None = None) -> Live:
-        """A fork that is admitted."""
+        """Forks a sequence; the fork is admitted."""
         first = self.live[parent]
         admission = self.manager.fork(self.caller, parent, name, length)
         assert admission.admitted
@@ -629,14 +629,14 @@ class World:
         return freed
 
     def release(self, name: str) -> SyncAnswer:
-        """Releases a sequence, with nothing reported."""
+        """Releases a sequence without a report."""
         live = self.live[name]
         self.forget(live)
         self.released.append(live.handle)
         return self.sync(set())
 
     def leave(self, live: Live) -> None:
-        """Names the sequence in the next sync as released, and its copies as never sent when it has not started."""
+        """The next sync names the sequence as released, and its copies as never sent if it has not started."""
         self.forget(live)
         self.leaving.append(live)
         self.released.append(live.handle)
@@ -644,7 +644,7 @@ class World:
             self.cancelled += [copy.ticket for copy in live.copies]
 
     def give_up_on(self, writer: Live) -> None:
-        """Releases sequences that wait for tokens which the writer has truncated; others hear of it by a sync."""
+        """Releases sequences that wait for tokens that the writer has truncated; a sync tells other sequences."""
         for live in list(self.live.values()):
             waits = live.wait_for == writer.handle and not live.started and live.promised > len(writer.tokens)
             if waits and live.request.sequence_id in self.live:
@@ -655,7 +655,7 @@ class World:
         self.ended[live.handle] = live.computed
 
     def leave_untold(self, live: Live) -> None:
-        """The manager never hears what this sequence has computed last."""
+        """The sequence leaves; its last computed tokens are never reported to the manager."""
         for group, table in enumerate(live.tables):
             self.untold |= {(group, slot): self.device.written.get((group, slot), 0) for slot in table}
 
@@ -726,7 +726,7 @@ class World:
             self.tainted.add(live.handle)
 
     def shorten(self, live: Live) -> None:
-        """Its adaptive window becomes shorter when that is asked for, and sometimes for want of attention."""
+        """Makes the sequence's adaptive window shorter on request, and at random for lack of attention."""
         assert live.policy is not None
         assert live.policy.bounds is not None
         wanted = live.taken
@@ -740,7 +740,7 @@ class World:
         del live.tables[0][-(-live.policy.most_kept // BLOCK) :]
 
     def evict(self, live: Live) -> None:
-        """Drops tokens before a step; the first time it moves to the granted slots, or keeps the first of its own."""
+        """Drops tokens before a step; at the first time it moves to granted slots, or keeps its own first slots."""
         must_move, kept = live.must_move, live.stays
         if must_move and live.window:
             assert live.policy is not None
@@ -775,9 +775,9 @@ class World:
         )
 
     def run_executor_copies(self, limit: int | None = None, *, fail: bool = False) -> None:
-        """What an executor does with the copies that come with its renewals: each is begun once."""
+        """Runs, like an executor, the copies that come with renewals: each is begun once."""
         begun = [copy for copy in self.queries.executor_transfers(self.executor_id) if copy.ticket not in self.done]
-        # What they write comes behind the last step, as the next one's writes do.
+        # The copies write after the last step, like the next step.
         self.step_number += 1
         for copy in begun[:limit]:
             self.copy(copy, fail)
@@ -785,7 +785,7 @@ class World:
             self.confirm()
 
     def open_write_through_copies(self) -> None:
-        """Renews until there is nothing more to copy down."""
+        """Renews until there is nothing more to copy to lower tiers."""
         self.renew()
         while self.queries.executor_transfers(self.executor_id):
             self.run_executor_copies()
@@ -873,7 +873,7 @@ class World:
             live.taken = window if window < live.policy.window else None
 
     def asked_window(self, live: Live) -> int:
-        """The adaptive window that it asks for when it moves; 0 without one."""
+        """The adaptive window that the sequence asks for at its move; 0 without an adaptive window."""
         bounds = None if live.policy is None else live.policy.bounds
         if live.policy is None or bounds is None:
             return 0
@@ -882,7 +882,7 @@ class World:
         return live.window or self.random.randrange(bounds.least, bounds.most + 1, live.policy.period)
 
     def window_to_name(self, live: Live) -> int | None:
-        """The adaptive window that the next sync names: one that became shorter, or a longer one, now and then."""
+        """The adaptive window for the next sync: a window that became shorter, or now and then a longer window."""
         if live.returned is not None or not live.adapts:
             return live.returned
         assert live.policy is not None
@@ -895,7 +895,7 @@ class World:
     # Shorthands for tests
 
     def run(self, token_ids: list[int], name: str = "", *, generate: int = 0, **options: object) -> Admission:
-        """Admits a sequence and computes its tokens and so many generated ones; reports all of it."""
+        """Admits a sequence, computes its tokens and `generated` new tokens, and reports everything."""
         admission = self.admit(token_ids, name, **options)
         assert admission.admitted
         self.compute(self.live[name] if name else self.newest, len(token_ids) + generate)
@@ -903,7 +903,7 @@ class World:
         return admission
 
     def compute(self, live: Live, length: int) -> None:
-        """Computes so many tokens of one sequence; syncs whenever nothing can be computed, which must help."""
+        """Computes `count` tokens of one sequence; if nothing can be computed, a sync must help."""
         name = live.request.sequence_id
         while live.computed < length:
             before = live.computed
@@ -914,11 +914,11 @@ class World:
                     break
                 self.sync({name})
             else:
-                raise AssertionError(f"{name} is stuck behind {before} tokens")
+                raise AssertionError(f"{name} is stuck after {before} tokens")
         assert self.live[name] is live
 
     def work(self, rounds: int) -> None:
-        """So many rounds of a step, what it confirms, and a sync; everything is checked after each."""
+        """Rounds of a step, its confirmations, and a sync; everything is checked after each round."""
         for _ in range(rounds):
             self.step()
             self.confirm()
@@ -931,7 +931,7 @@ class World:
         self.sync()
 
     def cache(self, token_ids: list[int], *, generate: int = 0, **options: object) -> Admission:
-        """Computes these tokens and so many generated ones, and reports that together with the release."""
+        """Computes these tokens and `generated` new tokens, and reports them together with the release."""
         admission = self.admit(token_ids, **options)
         assert admission.admitted
         live = self.newest
@@ -945,18 +945,18 @@ class World:
         return self.run(list(range(first, first + self.num_blocks * BLOCK)), f"fill{first}", **options)
 
     def cached_tokens(self, token_ids: list[int], **options: object) -> int:
-        """What an admission of these tokens finds; leaves the sequence admitted and without open copies."""
+        """The tokens that an admission finds; leaves the sequence admitted and without open copies."""
         admission = self.admit(token_ids, **options)
         assert admission.admitted
         self.sync()
         return admission.cached_tokens
 
     def found(self, token_ids: list[int], **scope: object) -> int:
-        """What a prompt would find, all tiers together, with nothing changed."""
+        """The tokens that a prompt would find in all tiers together; changes nothing."""
         return self.queries.explain(Prefix(tuple(token_ids), **scope), 0)[0].cached_tokens
 
     def tiers_of(self, token_ids: list[int], **scope: object) -> list[str]:
-        """Of the blocks of a prompt, in their order."""
+        """Tiers of the blocks of a prompt, in order."""
         blocks = self.queries.explain(Prefix(tuple(token_ids), **scope), 0)[0].blocks
         return [view.tier.name.lower() for view, _, _ in blocks]
 
@@ -966,7 +966,7 @@ class World:
         return dict(Counter(view.tier.name.lower() for view in views if view.key))
 
     def priorities(self) -> dict[int, int]:
-        """Of indexed blocks of the first group, by their first token; leases whose time is over have ended."""
+        """Priorities of indexed blocks of the first group, by first token; expired leases are ended before."""
         self.manager.expire()
         records = {
             block.slot: block for block in self.queries.records(self.executor_id) if block.tier is TierKind.DEVICE
@@ -979,12 +979,12 @@ class World:
         return {records[view.slot].token_ids[0]: view.priority for view in views}
 
     def first_tokens(self) -> set[int]:
-        """Of indexed blocks."""
+        """First tokens of indexed blocks."""
         return {block.token_ids[0] for block in self.queries.records(self.executor_id)}
 
     @property
     def host(self) -> Any:
-        """The host tier as operators see it."""
+        """The host tier from the operators' view."""
         return self.pools()[0].lower_tiers[0]
 
     @property
@@ -1001,7 +1001,7 @@ class World:
         return min(pool.free_blocks for pool in self.pools())
 
     def pools(self) -> list[PoolView]:
-        """Those of its executor, as operators see them."""
+        """Pools of its executor, from the operators' view."""
         return [pool for pool in self.queries.pools() if pool.pool_id.startswith(f"{self.executor_id}/")]
 
     def executor(self) -> Any:
@@ -1044,7 +1044,7 @@ class World:
         return self.device.generations.get(block.tier_slot) == block.generation
 
     def check_content(self, block: BlockRecord) -> None:
-        """What is findable is there, for every token of the block."""
+        """Every token of a block in the index is in the device's memory."""
         for offset, token in enumerate(block.token_ids):
             held = self.device.slot(*block.tier_slot)[offset]
             assert isinstance(held, Content), f"slot {block.slot} holds {held}"
@@ -1053,7 +1053,7 @@ class World:
 
 
 def check_holds(holds: Holds) -> None:
-    """What is counted of holds is what there is."""
+    """The counters of holds agree with the holds."""
     pinned = {kept for hold in holds if hold.pin for kept in hold.blocks}
     assert holds.held() == Counter(block for hold in holds for _, block in hold.blocks)
     assert holds._pinned == Counter(block for hold in holds if hold.pin for _, block in hold.blocks)

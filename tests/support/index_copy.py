@@ -1,4 +1,4 @@
-"""What a copy in Redis is made of and restored into, for tests of the copy alone."""
+"""The source and the target of a copy in Redis, for tests of the copy alone."""
 
 import itertools
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 
 @dataclass
 class Copied:
-    """An index that is copied; what is restored comes into it. Every executor is registered unless `here` has some."""
+    """An index that is copied and restored. Every executor is registered, unless `here` names the registered ones."""
 
     index: dict[Slot, BlockRecord] = field(default_factory=dict)
     now: float = 100.0
@@ -58,7 +58,7 @@ _epochs = itertools.count(1)
 
 
 class CopiedStore:
-    """A store of one manager's life, and the queue that the manager would report to."""
+    """The store during one manager's life, and the queue for the manager's changes."""
 
     def __init__(self, redis: Redis, copied: Copied | None = None, *, max_pending: int = 50, interval: float = 0.01):
         self.copied = copied or Copied()

@@ -15,7 +15,7 @@ class Keyring:
     """A tokens file, and a file with the token of each role."""
 
     def __init__(self, folder: Path, security: Security = PLAIN) -> None:
-        """security: what callers that show a token have beside it."""
+        """security: of callers, in addition to a token."""
         self.folder, self.file, self.tokens = folder, folder / "tokens", dict[str, str]()
         self._security = security
         self.file.touch(mode=0o600)

@@ -24,9 +24,9 @@ VERBS = verbs()
 
 @contextlib.contextmanager
 def ctrl_c_is_heard() -> Iterator[None]:
-    """What starts within it hears of SIGINT, which children of a process in the background ignore.
+    """Processes that start within it get SIGINT, which children of a process in the background ignore.
 
-    A preexec_fn could say so in the child, but forks: gRPC's threads come up in the child and write to its output.
+    A preexec_fn could enable the signal in the child, but forks: gRPC's threads start in the child and write output.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -37,7 +37,7 @@ def ctrl_c_is_heard() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Done:
-    """What a command line left."""
+    """The result of a command line."""
 
     status: int
     out: str
@@ -45,7 +45,7 @@ class Done:
 
 
 class Kvctl:
-    """The command line, in this process: starting one for each line would take longer than its work."""
+    """The command line, in this process: a process for each line would take longer than the line's work."""
 
     def __init__(self, stack: Stack, captured: pytest.CaptureFixture[str], patch: pytest.MonkeyPatch) -> None:
         self._captured = captured
@@ -60,13 +60,13 @@ class Kvctl:
         return Done(status, out, err)
 
     def text(self, *arguments: object, status: int = 0) -> str:
-        """What it prints for people."""
+        """The command's output for people."""
         done = self.run(*arguments)
         assert done.status == status, done
         return done.out
 
     def data(self, *arguments: object, status: int = 0) -> Any:
-        """What it prints as JSON."""
+        """The command's output as JSON."""
         return json.loads(self.text(*arguments, "-o", "json", status=status))
 
 
@@ -83,12 +83,12 @@ def variables(stack: Stack) -> dict[str, str]:
 
 
 def command(*arguments: object) -> list[str]:
-    """The same as a process."""
+    """The command of a kvctl process."""
     return [sys.executable, "-m", "kvctl", *map(str, arguments)]
 
 
 def environment(stack: Stack) -> dict[str, str]:
-    """Of such a process."""
+    """The environment of a kvctl process."""
     return os.environ | variables(stack) | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
 
 

@@ -1,4 +1,4 @@
-"""Folders that a test run left which was ended by force: of stacks in /tmp, of their host tiers in /dev/shm."""
+"""Folders of test runs that were ended by force: of stacks in /tmp, of their host tiers in /dev/shm."""
 
 import contextlib
 import os
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FOLDERS = (Path("/tmp"), Path("/dev/shm"))
-# How their names begin: see `tests.stack.Stack`.
+# The beginnings of their names: see `tests.stack.Stack`.
 PREFIX = "kvk-"
-# No stack of a test is silent for so long: its logs, its Redis and its tiers write.
+# No stack of a test is silent for this time: its logs, its Redis and its tiers write.
 OLD_SECONDS = 3600.0
 
 

@@ -1,4 +1,4 @@
-"""A Redis of the tests' own: the server that run-stack starts."""
+"""A Redis for tests: the same server as run-stack starts."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from redis_server import redis_child, redis_url, wait_until_answering
 
 
 class LocalRedis:
-    """A server that keeps its data in a folder over a stop. Runs once it is made."""
+    """A server that keeps its data in a folder over a stop. Runs from its creation on."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -23,12 +23,12 @@ class LocalRedis:
             wait_until_answering(self._child, self.url)
 
     def stop(self) -> None:
-        """Ends it in order; what it has answered is kept."""
+        """Ends the server in order; all acknowledged data is kept."""
         self._child.terminate()
         self._child.wait()
 
     def kill(self) -> None:
-        """Ends it without a warning. A write that waits for a running fsync may be lost, though it was answered."""
+        """Kills the server. A write that waits for a running fsync may be lost, though it was acknowledged."""
         self._child.kill()
         self._child.wait()
 

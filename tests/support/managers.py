@@ -1,4 +1,4 @@
-"""Cache managers one after the other, and what operators ask of them."""
+"""Cache managers one after the other, and calls of operators."""
 
 import asyncio
 import itertools
@@ -24,7 +24,7 @@ POOL = f"{EXECUTOR}/0"
 
 
 class Managers:
-    """Cache managers one after the other, on one Redis, with the time that a test sets."""
+    """Cache managers one after the other, on one Redis, with a clock that the test sets."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self.now = 1000.0
@@ -37,17 +37,17 @@ class Managers:
     async def run(
         self, *, epoch: int = 0, executor_id: str = EXECUTOR, patient: bool = True, **settings: object
     ) -> AsyncIterator[Client]:
-        """One that ends in order, and is checked before that. epoch: of the executor from now on.
+        """A manager that ends in order, and is checked before its end. epoch: of the executor from now on.
 
-        patient: its start waits for Redis as long as a busy machine takes; else no longer than any start does, as
-        where a test has a Redis that is slow or away.
+        patient: its start waits for Redis as long as a busy machine takes. Otherwise it waits like any start, for tests
+        in which Redis is slow or away.
         """
         self.epoch = epoch or self.epoch
         folder = self._folder / str(next(self._numbers))
         folder.mkdir()
         values = {"pin_budget": 0.5, "lease_seconds": 1e9, "redis_flush_seconds": 0.001} | settings
         read = settings_for(folder, redis_url=self.url, **values)
-        # Its monotonic clock begins anywhere.
+        # The monotonic clock of each manager begins at another time.
         shift = 5000.0 * next(self._numbers)
         process = CacheManagerProcess(read, clock=lambda: self.now + shift)
         with pytest.MonkeyPatch.context() as patch:
@@ -92,7 +92,7 @@ def written(admitted: pb.AdmitSequenceResponse, step: int) -> tuple[int, ...]:
 
 
 async def cached(client: Client, tokens: int = 9, **options: object) -> tuple[int, ...]:
-    """Computes so many tokens but one, and releases them."""
+    """Computes all of `tokens` tokens but one, and releases them."""
     admitted = await client.admit("a", tokens, **options)
     await client.compute(admitted, tokens - 1)
     return written(admitted, 1)
@@ -108,12 +108,12 @@ async def leases(client: Client) -> list[pb.BlockLease]:
 
 
 async def remaining(client: Client) -> list[float]:
-    """Seconds that are left of each lease."""
+    """Remaining seconds of each lease."""
     return [one.lease.remaining_duration.ToTimedelta().total_seconds() for one in await leases(client)]
 
 
 async def refusal(call: Awaitable[object]) -> grpc.StatusCode | None:
-    """The code of a call's error, None when it has none."""
+    """The code of a call's error, None without an error."""
     try:
         await call
     except grpc.aio.AioRpcError as error:
@@ -128,13 +128,13 @@ def sync_redis(url: str) -> Any:
 
 
 async def state_of(client: Client, kind: str) -> list[str]:
-    """Lines of the state of a kind."""
+    """Lines of one kind in the state."""
     dumped = [message async for message in client.admin.DumpState(pb.DumpStateRequest())]
     return [line for message in dumped for line in message.lines if f'"kind":"{kind}"' in line]
 
 
 async def compared(client: Client, pool_id: str = "") -> list[str] | None:
-    """What the manager and Redis disagree about; None when they could not be compared."""
+    """Differences between manager and Redis; None if they could not be compared."""
     answer = await client.admin.CheckPool(
         pb.CheckPoolRequest(pool_id=pool_id, compare_with_store=True), timeout=patience(30)
     )
@@ -142,7 +142,7 @@ async def compared(client: Client, pool_id: str = "") -> list[str] | None:
 
 
 async def agreed(client: Client) -> None:
-    """Waits until both can be compared; then they agree."""
+    """Waits until manager and Redis can be compared; then they must agree."""
     async with asyncio.timeout(patience(30)):
         while (found := await compared(client)) is None:
             await asyncio.sleep(0.05)

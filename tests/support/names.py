@@ -1,4 +1,4 @@
-"""Which settings and metrics there are, for tests of files that speak of them."""
+"""Names of all settings and metrics, for tests of files that mention them."""
 
 import re
 
@@ -16,7 +16,7 @@ SOURCE = "\n".join(
     for path in sorted((ROOT / folder).rglob("*.py"))
 )
 SETTINGS = {variable(cls, name) for cls in PROCESSES for name in cls.model_fields}
-# What Prometheus' client adds to a metric's name.
+# Suffixes that Prometheus' client adds to a metric's name.
 _SUFFIXES = re.compile(r"(_total|_sum|_count|_bucket)$")
 
 
@@ -29,7 +29,7 @@ def _scheduler_metrics() -> set[str]:
     return {family.name for family in registry.collect()}
 
 
-# The scheduler and the router put their names together; those of other processes stand in their source.
+# The scheduler and the router compose their names; names of other processes stand in their source.
 _SCHEDULER_METRICS = _scheduler_metrics()
 
 
@@ -39,7 +39,7 @@ def settings_in(text: str) -> set[str]:
 
 
 def unknown_settings(text: str) -> set[str]:
-    """Names of variables of ours in a text that are no setting, nor a shared one for one process."""
+    """Names of variables of ours in a text that are neither a setting nor a shared setting for one process."""
     own = re.compile(r"^KVKEEP_(SCHEDULER|CACHEMGR|EXECUTOR|CONSOLE|ROUTER)_")
     return {name for name in settings_in(text) - SETTINGS if own.sub("KVKEEP_", name) not in SETTINGS}
 

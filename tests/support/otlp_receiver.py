@@ -38,7 +38,7 @@ class OtlpReceiver(rpc.TraceServiceServicer):  # type: ignore[misc]
         self._server.stop(None).wait()
 
     def Export(self, request: Any, context: Any) -> Any:
-        """What an exporter calls."""
+        """The method that an exporter calls."""
         with self._came:
             for resource in request.resource_spans:
                 [name] = [a.value.string_value for a in resource.resource.attributes if a.key == "service.name"]
@@ -47,12 +47,12 @@ class OtlpReceiver(rpc.TraceServiceServicer):  # type: ignore[misc]
         return pb.ExportTraceServiceResponse()
 
     def spans(self, trace_id: str = "") -> list[tuple[str, Any]]:
-        """What has come, of one trace or of all."""
+        """The received spans, of one trace or of all traces."""
         with self._came:
             return [(name, span) for name, span in self._spans if trace_id in ("", span.trace_id.hex())]
 
     def wait_for(self, enough: Callable[[list[tuple[str, Any]]], bool], trace_id: str = "") -> list[tuple[str, Any]]:
-        """The same when there are enough."""
+        """The received spans, after there are enough of them."""
         deadline = time.monotonic() + WAIT_SECONDS
         while not enough(found := self.spans(trace_id)):
             with self._came:

@@ -1,7 +1,7 @@
-"""Pages of documentation: what they link to, and their examples, which are run and must answer what the page shows.
+"""Pages of documentation: their links, and their examples, which are run and must print what the page shows.
 
-Fenced blocks of `sh` and `python` are examples. A line that begins with `#>`, in Python as it is formatted `# >`, shows
-a part of what the lines since the one before it have printed. In it, white space does not count, and … stands for
+Fenced blocks of `sh` and `python` are examples. A line that begins with `#>`, in formatted Python with `# >`, shows a
+part of the output of the lines since the previous such line. In it, white space does not count, and … stands for
 anything; "exit status 3" is the status of a command that fails. The blocks of a page are one session: variables stay.
 """
 
@@ -25,7 +25,7 @@ from tests.stack import ROOT
 from tests.support.ports import free_address
 
 DOCS = ROOT / "docs"
-# Those with examples.
+# The pages with examples.
 WITH_EXAMPLES = [
     ROOT / "README.md",
     DOCS / "quickstart.md",
@@ -34,10 +34,10 @@ WITH_EXAMPLES = [
     DOCS / "operations.md",
     DOCS / "security.md",
 ]
-# Not what tools leave, which may be very many files.
+# Without the folders that tools leave, which may have very many files.
 _FOLDERS = [one for one in ROOT.iterdir() if one.is_dir() and one.name[0] != "." and one.name not in ("build", "site")]
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in _FOLDERS for page in folder.rglob("*.md"))])
-# Where run-stack has everything, by the setting that moves it.
+# The addresses of run-stack, by the setting that changes them.
 PLACES = {
     "scheduler_address": "127.0.0.1:50051",
     "cachemgr_address": "127.0.0.1:50052",
@@ -51,12 +51,12 @@ PLACES = {
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SHOWN = re.compile(r"# ?> (.*)")
 _STATUS = re.compile(r"exit status (\d+)")
-# What only a shell can do.
+# Signs of a line that only a shell can run.
 _SHELL = re.compile(r"[|&;<>`\n]|\$\(")
 
 
 def elsewhere() -> dict[str, str]:
-    """The same on ports that are free."""
+    """The same addresses with free ports."""
     return {setting: free_address() for setting in PLACES}
 
 
@@ -66,7 +66,7 @@ def places(addresses: dict[str, str]) -> dict[str, str]:
 
 
 class Example(NamedTuple):
-    """Some lines, and parts of what they print, in order."""
+    """Some lines, and parts of their output, in order."""
 
     place: str
     language: str
@@ -104,7 +104,7 @@ def _parts(place: str, language: str, lines: list[str]) -> Iterator[Example]:
 class Reader:
     """Runs a page's examples in a shell and an interpreter of its own. Use it in a with statement.
 
-    folder: where they are. places: addresses in the page, and the addresses that replace them.
+    folder: where they run. places: addresses in the page, and the addresses that replace them.
     """
 
     def __init__(
@@ -148,21 +148,21 @@ class Reader:
         assert status == example.status, told
         rest = _squeezed(output)
         for line in example.shown:
-            # A port is shown where it is in the page.
+            # A port in the page stands for the port in use.
             pattern = ".*?".join(re.escape(_squeezed(self._here(part))) for part in line.split("…"))
             found = re.search(pattern, rest, re.DOTALL)
             assert found, f"{line}\nis not shown by {told}"
             rest = rest[found.end() :]
 
     def variables(self, prefix: str) -> dict[str, str]:
-        """Of the shell's environment."""
+        """Variables of the shell's environment with a prefix."""
         _, text = self._source("env")
         pairs = (line.partition("=") for line in text.splitlines() if line.startswith(prefix))
         return {name: value for name, _, value in pairs}
 
     @property
     def is_busy(self) -> bool:
-        """Whether something runs in the background."""
+        """Whether a process runs in the background."""
         return bool(self._source("jobs -pr")[1].strip())
 
     def _here(self, text: str) -> str:
@@ -173,7 +173,7 @@ class Reader:
         last = code.splitlines()[-1]
         if not last.startswith("kvctl ") or _SHELL.search(last):
             return self._source(code)
-        # In this process: starting one takes longer than the work of most verbs.
+        # kvctl runs in this process: a new process takes longer than the work of most verbs.
         status, before = self._source(code.removesuffix(last))
         for name, value in self.variables("KVKEEP_").items():
             self._patch.setenv(name, value)
@@ -183,7 +183,7 @@ class Reader:
         return status, before + "".join(self._captured.readouterr())
 
     def _source(self, code: str) -> tuple[int, str]:
-        """Has the shell run lines; the last status that was not 0, and what they printed."""
+        """Lets the shell run lines; returns the last status that was not 0, and the output."""
         assert self._shell.stdin is not None
         assert self._shell.stdout is not None
         end, step = secrets.token_hex(8), self._folder / ".step"
@@ -205,5 +205,5 @@ class Reader:
 
 
 def _squeezed(text: str) -> str:
-    """Without the white space that depends on how something is printed."""
+    """A text without the white space that depends on how it is printed."""
     return re.sub(r"\s", "", text)

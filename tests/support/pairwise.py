@@ -1,7 +1,7 @@
-"""Tests of a product of three or more parameters: in CI as many as bring every two of their values together.
+"""Tests of a product of three or more parameters: CI runs a selection that has every pair of two values.
 
-A fault of a kernel needs one value, or two that meet: a dtype on a backend, a shape in a layout. `make nightly` and
-`make test-all` run the whole products. What needs a device always runs where there is one.
+A fault of a kernel usually needs one value, or a pair of values: a dtype on a backend, a shape in a layout.
+`make nightly` and `make test-all` run the whole products. Tests that need a device always run if there is one.
 """
 
 from collections import defaultdict
@@ -13,12 +13,12 @@ import pytest
 
 # Beginnings of node ids of tests that are thinned out.
 FOLDERS = ("tests/kernels/", "tests/unit/executor/test_token_eviction.py", "tests/unit/executor/test_exactness.py")
-# A parameter's name and which of its values, twice. Values are told apart by what they are, as not all can be compared.
+# Two parameters, each with its name and a value's identity, as not all values can be compared.
 Pair = tuple[tuple[str, int], tuple[str, int]]
 
 
 class Pairwise:
-    """Plug-in that deselects the others. folders: beginnings of node ids of tests that are thinned out."""
+    """Plug-in that deselects the other tests. folders: beginnings of node ids of tests that are thinned out."""
 
     def __init__(self, folders: tuple[str, ...] = FOLDERS) -> None:
         self._folders = folders
@@ -40,7 +40,7 @@ def is_product(item: pytest.Function) -> bool:
 
 
 def thinned(product: Sequence[Any]) -> list[Any]:
-    """Some tests of a product: every pair of values that any test has is in one of them. Always the same ones."""
+    """Some tests of a product, always the same: every pair of values of any test is in one of them."""
     pairs = {item: set(pairs_of(item.callspec.params)) for item in product}
     missing = set[Pair]().union(*pairs.values())
     chosen = []

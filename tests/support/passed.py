@@ -1,4 +1,4 @@
-"""Tests that compute the same from the same sources: in CI they run again only when what they use has changed.
+"""Tests that compute the same from the same sources: CI runs them again only when their inputs have changed.
 
 A test that has passed is kept by its id, under a digest of everything that it depends on: sources, installed versions,
 processor and compiler. Such tests wait for nothing and start no service; their result is a function of these inputs.
@@ -38,7 +38,7 @@ def group_of(node_id: str) -> str | None:
 
 
 class Passed:
-    """Plug-in that skips what has passed before, and keeps what passes. folder: where both are kept."""
+    """Plug-in that skips tests that have passed before, and records tests that pass. folder: of the records."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -59,7 +59,7 @@ class Passed:
             self._passed.add(report.nodeid)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Keeps what has passed. Workers leave that to the process that hears all of them."""
+        """Records passed tests. Workers leave this to the process that gets their results."""
         if hasattr(session.config, "workerinput"):
             return
         for group in GROUPS:
@@ -89,7 +89,7 @@ class Passed:
 
 @functools.cache
 def digest(group: str) -> str:
-    """Changes with everything that the tests of a group depend on."""
+    """A digest of everything that the tests of a group depend on."""
     known = hashlib.sha256()
     for path in sorted(_files((*COMMON, *GROUPS[group]))):
         known.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")

@@ -1,7 +1,7 @@
 """How long a test waits: the only place where the deadlines of tests come from.
 
-A deadline of a test is for what hangs. No test asserts how soon something happens, as that depends on the machine and
-on what else the machine does.
+A deadline in a test catches only things that hang. No test asserts how soon something happens, because the time depends
+on the machine and its other work.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import time
 LONGEST_SECONDS = 240.0
 # Child processes find the factor here. Processes of kvkeep refuse names that begin with KVKEEP_ and are no settings.
 VARIABLE = "TESTS_SPEED_FACTOR"
-# What the work of `_measured_seconds` takes on one idle core of an AMD EPYC 7003.
+# Seconds that `_measured_seconds` takes on one idle core of an AMD EPYC 7003.
 REFERENCE_SECONDS = 0.3
 _TURNS = 2_500_000
 
 
 def patience(seconds: float) -> float:
-    """How long a test waits for what usually takes `seconds`."""
+    """How long a test waits for something that usually takes `seconds`."""
     return min(LONGEST_SECONDS, 4 * seconds * speed_factor())
 
 
@@ -36,7 +36,7 @@ def speed_factor() -> float:
 
 
 def _measured_seconds() -> float:
-    """Seconds of some bytecode and of the start of a child process, beside whatever else runs now."""
+    """Seconds of some bytecode and of the start of a child process, beside all other present work."""
     begin = time.monotonic()
     total = 0
     for turn in range(_TURNS):

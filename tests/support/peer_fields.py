@@ -1,7 +1,7 @@
 """Names of the fields that requests of other servers and their messages have, from published packages.
 
-`pip download --no-deps vllm sglang`, then `python -m tests.support.peer_fields vllm-*.whl sglang-*.whl` writes them
-again. A test holds each name against what our requests do with it.
+`pip download --no-deps vllm sglang`, then `python -m tests.support.peer_fields vllm-*.whl sglang-*.whl` writes the
+names again. A test compares each name with our treatment of it in requests.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 KEPT = Path(__file__).with_suffix(".json")
-# Where a package has the classes of its requests and their messages.
+# Modules of a package with the classes of its requests and messages.
 FOLDERS = {"vllm": ("vllm/entrypoints/", "vllm/renderers/"), "sglang": ("sglang/srt/entrypoints/",)}
 # Route, or a field of requests -> its class.
 CLASSES = {
@@ -24,7 +24,7 @@ CLASSES = {
     "messages": "Message",
     "stream_options": "StreamOptions",
 }
-# The classes of what may be one of several. vLLM hands a message to the template as a ConversationMessage.
+# The classes of fields with several possible types. vLLM passes a message to the template as a ConversationMessage.
 UNIONS = {
     "Message": (
         "CustomChatCompletionMessageParam",
@@ -75,7 +75,7 @@ def _fields(classes: Mapping[str, ast.ClassDef], name: str) -> Iterator[str]:
 
 
 def read() -> dict[str, dict[str, Any]]:
-    """What is kept: package -> {"version": ..., "fields": {route: names}}."""
+    """The recorded fields: package -> {"version": ..., "fields": {route: names}}."""
     kept: dict[str, dict[str, Any]] = json.loads(KEPT.read_text())
     return kept
 

@@ -1,7 +1,7 @@
-"""Processes that are forks of one which has already imported what they need: imports take most of a stack's start.
+"""Processes that are forks of a process with all imports done: imports take most of a stack's start.
 
-Tests start a hundred stacks, each of three processes. There is a server of forks for each module that runs as a
-process, started with the first one of it. A fork differs from a process of its own in its command line only.
+Tests start a hundred stacks, each of three processes. Each module that runs as a process has a server of forks, which
+starts with the first such process. A fork differs from a process of its own only in its command line.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PreloadedChild(Child):
 
 
 def can_preload(module: str, environment: Mapping[str, str]) -> bool:
-    """Whether a fork would not miss a variable that libraries read when they are imported.
+    """Whether a fork would have all variables that libraries read when they are imported.
 
     A server ends with the thread that started it, which must be the main one.
     """
@@ -75,14 +75,14 @@ class _Fork:
         self._send(signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
-        # A process that has ended is there no longer: its server does not wait for us to ask.
+        # A process that has ended does not exist any more: its server does not wait until its status is read.
         with contextlib.suppress(ProcessLookupError):
             if self.poll() is None:
                 os.kill(self.pid, number)
 
 
 class _Server:
-    """Of one module. Its forks end when it does, and it ends with this process."""
+    """The server of one module. Its forks end with the server, and the server ends with this process."""
 
     def __init__(self, module: str) -> None:
         self._lock = threading.Lock()
@@ -98,7 +98,7 @@ class _Server:
             )
 
     def fork(self, environment: Mapping[str, str], folder: Path, log: IO[bytes]) -> _Fork:
-        """Raises RuntimeError where the server has ended."""
+        """Forks a process. Raises RuntimeError if the server has ended."""
         request = json.dumps({"environment": dict(environment), "folder": str(folder)}).encode()
         with self._lock:
             socket.send_fds(self._connection, [request], [log.fileno()])
@@ -107,7 +107,7 @@ class _Server:
         return _Fork(self, pid)
 
     def ended(self, pid: int) -> int | None:
-        """The status of a fork, as of subprocess; None while it runs."""
+        """The status of a fork, as in subprocess; None while the fork runs."""
         with self._lock:
             while pid not in self._codes and select.select([self._connection], [], [], 0)[0]:
                 self._read()
@@ -118,7 +118,7 @@ class _Server:
         self._process.wait()
 
     def _read(self) -> int | None:
-        """Takes a message in: the number of a new fork, or how one has ended, and then None."""
+        """Reads a message: returns the number of a new fork, or None after the message that a fork has ended."""
         data = self._connection.recv(MESSAGE_BYTES)
         if not data:
             raise RuntimeError(f"the server of preloaded processes ended with status {self._process.wait()}")

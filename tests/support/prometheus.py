@@ -1,4 +1,4 @@
-"""A Prometheus server of the distribution that reads the metrics of a running stack."""
+"""The distribution's Prometheus server, which reads the metrics of a running stack."""
 
 import json
 import subprocess
@@ -61,7 +61,7 @@ class Prometheus:
         self._log.close()
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The series of an instant query. Raises AssertionError with the server's words when it takes none."""
+        """The series of an instant query. Raises AssertionError with the server's message if the query is refused."""
         url = f"http://{self.address}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
         try:
             with urllib.request.urlopen(url, timeout=patience(10)) as answer:
@@ -71,7 +71,7 @@ class Prometheus:
             with error:
                 if error.code == BAD_REQUEST:
                     raise AssertionError(f"{expression}: {error.read().decode()}") from error
-                # It is starting.
+                # The server is starting.
                 raise
 
     def wait_for(self, expression: str) -> None:

@@ -1,4 +1,4 @@
-"""Real prompts of chosen lengths: questions over English technical prose that every Python installation carries."""
+"""Real prompts of chosen lengths: questions about English technical prose that comes with every Python."""
 
 from collections.abc import Callable
 from pydoc_data.topics import topics
@@ -13,12 +13,12 @@ QUESTIONS = (
     "Give a recipe for pancakes for four people.",
     "Translate into French: the train leaves at seven in the morning.",
 )
-# Sections of the language reference that are prose in the main, longest ones last.
+# Sections of the language reference that are mainly prose, the longest last.
 SECTIONS = ("context-managers", "exceptions", "assignment", "naming", "types", "class", "import", "specialnames")
 
 
 def chat(content: str) -> str:
-    """One user turn in the form that SmolLM2's chat template gives it, ready to be encoded as plain text."""
+    """One user turn in the form of SmolLM2's chat template, ready to be encoded as plain text."""
     return f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -32,7 +32,7 @@ def prompts(
 ) -> list[list[int]]:
     """`count` prompts as token ids with lengths spread geometrically over shortest..longest tokens.
 
-    The first ones are short questions; longer ones have a piece of prose before a question, each a different piece.
+    The first prompts are short questions; longer prompts have a different piece of prose each before a question.
     """
     result = []
     for index in range(count):

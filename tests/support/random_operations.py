@@ -1,4 +1,4 @@
-"""Random lives of the in-process manager: all that schedulers, executors, operators, agents and time can do to it.
+"""Random lives of the in-process manager: all actions of schedulers, executors, operators and agents, and time.
 
 Every operation draws its own arguments. Operations are weighted so that blocks are shared, copied, evicted and
 truncated often; `World.check` recounts everything after each.
@@ -123,7 +123,7 @@ WEIGHTS = {
     "silence_executor": 0.25,
     "lose_executor": 0.25,
 }
-# What happens to two engines behind one manager.
+# Operations on two engines with one manager.
 OF_TWINS = {
     name: WEIGHTS[name]
     for name in (
@@ -152,7 +152,7 @@ OF_A_SEQUENCE = {"leave", "release", "truncate", "fork", "trim", "hold"}
 
 
 def live_long(seed: int, operations: int, *, moves: float = WEIGHTS["update_pool"], **fixed: Any) -> dict[str, Any]:
-    """A life of so many operations, which ends with every block free or cached; returns its settings.
+    """A life of N = `count` operations, which ends with every block free or cached; returns its settings.
 
     moves: how often the size of a pool changes, as a weight.
     """
@@ -165,7 +165,7 @@ def live_long(seed: int, operations: int, *, moves: float = WEIGHTS["update_pool
 
 
 def live_long_as_twins(seed: int, operations: int) -> None:
-    """As `live_long`, of two engines behind one manager."""
+    """Like `live_long`, for two engines with one manager."""
     life = TwinLife(seed)
     for _ in range(operations):
         life.operate()
@@ -185,7 +185,7 @@ def small_steps() -> Iterator[None]:
 
 
 class RandomLife:
-    """One world, and what happens to it."""
+    """One world, and operations on it."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class RandomLife:
         windows, num_blocks, movable = drawn["windows"], drawn["num_blocks"], drawn["movable"]
         memory: dict[str, Any] = {}
         if movable:
-            # Pools that share memory, with so many slots more than they may use.
+            # Pools that share memory, with `movable` more slots than they may use.
             sizes = (2, 1, 1)[: len(windows)]
             memory = {"block_bytes": sizes, "share_blocks": (num_blocks,) * len(windows)}
             memory["memory_bytes"] = num_blocks * sum(sizes)
@@ -243,13 +243,13 @@ class RandomLife:
         }
 
     def operate(self) -> str:
-        """Any operation, of this class or with nothing drawn for it of the world; returns its name."""
+        """Carries out a random operation, of this class or without arguments of the world; returns its name."""
         (name,) = self.random.choices(list(self._weights), list(self._weights.values()))
         self.carry_out(name)
         return name
 
     def carry_out(self, name: str) -> None:
-        """An operation by its name."""
+        """Carries out an operation by its name."""
         operation = getattr(self, name, None) or getattr(self.world, name)
         if name not in OF_A_SEQUENCE:
             operation()
@@ -257,13 +257,13 @@ class RandomLife:
             operation(self.random.choice(list(self.world.live.values())))
 
     def end(self) -> None:
-        """All leave: every block is free or cached then."""
+        """All sequences leave; afterwards every block is free or cached."""
         world = self.world
         world.cancelled = [copy.ticket for live in world.live.values() if not live.started for copy in live.copies]
         world.sync()
         world.start_scheduler()
         world.run_executor_copies()
-        # A hold that a sequence leaves behind counts from when it is released.
+        # A hold that a sequence leaves counts from the release of the sequence.
         world.run_in_slices()
         for _ in range(20):
             world.pass_time(5.0)
@@ -292,7 +292,7 @@ class RandomLife:
             "no_store": draw() < 0.08,
             "no_read": draw() < 0.08,
             "max_continuation": len(tokens) % 3 * 50,
-            # Of the prompt and not drawn, as the bound above.
+            # Derived from the prompt instead of drawn, like the bound above.
             "explain_miss": len(tokens) % 2 == 0,
             "store_tokens": sum(tokens) % 13 if len(tokens) % 5 == 0 else None,
             "lowest_tier": choose([*TierKind, TierKind.DISK, TierKind.DISK]),
@@ -324,7 +324,7 @@ class RandomLife:
         assert not full or admission.wait_for_handle or admission.cached_tokens <= stored
         exact = not lower and not any(world.queries.quotas()) and world.manager.config.copy_on_partial_reuse
         if full and exact and not admission.wait_for_handle:
-            # Without a block to spare for the source of a copy the copy is left out.
+            # Without a spare block for the source of a copy, the copy is left out.
             reserve = int(world.longest // BLOCK * world.manager.config.free_watermark)
             tight = before - (len(tokens) // BLOCK + 2) < reserve
             assert admission.cached_tokens in (set(range(stored - stored % BLOCK, stored + 1)) if tight else {stored})
@@ -389,10 +389,10 @@ class RandomLife:
         if not admission.admitted:
             assert admission.missing_blocks > 0
             return
-        # The answer to a repeated call is the same.
+        # The call is idempotent.
         child = world.fork(parent.request.sequence_id, name, length)
         child.tainted = parent.tainted
-        # What the manager has not heard of is not shared.
+        # Tokens that are not reported to the manager are not shared.
         assert child.computed <= parent.computed
 
     def hold(self, live: Live) -> None:
@@ -401,7 +401,7 @@ class RandomLife:
             self.world.manager.hold(self.world.caller, live.request.sequence_id, "owner", seconds)
 
     def wait(self) -> None:
-        # What a lost scheduler held is freed a sequence at a time.
+        # Blocks of a lost scheduler are freed a sequence at a time.
         with small_steps():
             self.world.pass_time(self.random.choice([0.5, 5.0]))
 
@@ -466,7 +466,7 @@ class RandomLife:
     def _steps(self, count: int) -> None:
         call = self.long_call
         if self.caller is not self.world.manager:
-            # The process that carried it out has ended.
+            # The manager that carried out the call has ended.
             self.long_call = None
             return
         for _ in range(count):
@@ -484,7 +484,7 @@ class RandomLife:
                 return
 
     def _removed_by_others(self, count: int) -> None:
-        """Of what is removed while a call is carried out in steps."""
+        """Counts blocks that other operations remove while a call is carried out in steps."""
         if self.long_call is not None:
             self.removed_before += count
 
@@ -503,14 +503,14 @@ class RandomLife:
             return
         told = receipt.purged_blocks if isinstance(meant, BlockFilter) else sum(receipt.removed.values())
         if self.world.windows == (None,) and self._pools() == self.pools:
-            # Stored blocks that were forgotten before they were read are removed, too.
+            # Stored blocks that are forgotten before they are read count as removed, too.
             assert told <= self._removed() - self.removed_before
         if isinstance(meant, ForgetTarget) and meant.salt is not None:
             for pool in self._pools():
                 assert all(block.scope.salt != meant.salt for block in pool.tree.by_key.values())
 
     def _check_accounts(self) -> None:
-        """Every block counts against the quota that is there."""
+        """Every block counts against the present quota."""
         manager = self.world.manager
         for executor in manager._state.executors.values():
             scopes = [sequence.scope for sequence in executor.sequences.values()]
@@ -600,7 +600,7 @@ class RandomLife:
         view = done.pool
         assert view.total_blocks == total
         assert done.degraded == said.degraded
-        # A block that is offloaded is in use until its copy has ended.
+        # A block is in use during its offload.
         if not done.degraded and not world.host_blocks and not world.disk_blocks:
             assert view.used_blocks == pool.used_blocks
             assert done.left == said.left
@@ -644,7 +644,7 @@ class RandomLife:
         self.world.begin_recovery()
 
     def restart_manager_at_rest(self) -> None:
-        """Once all have left, all copies have run and the store has everything, a restart loses nothing."""
+        """A restart loses nothing after all sequences have left, all copies have run and the store has everything."""
         world = self.world
         world.end_recovery()
         for live in list(world.live.values()):
@@ -676,7 +676,7 @@ class RandomLife:
         self.world.register_again()
 
     def break_off(self) -> None:
-        """Of the copies that the executor or a scheduler knows the first have run, and the next is broken off."""
+        """Some first copies of the executor or a scheduler have run, and the next copy is broken off."""
         world, finished = self.world, self.random.randrange(8)
         told = [copy for live in world.live.values() if not live.started for copy in live.copies]
         told += [copy for copy in world.queries.executor_transfers(world.executor_id) if copy.ticket not in world.done]
@@ -685,7 +685,7 @@ class RandomLife:
             world.copy(copy, number == finished)
 
     def fall_back(self) -> None:
-        """The store may have been behind the manager when that died."""
+        """The store may lag behind the manager when the manager dies."""
         if self.random.random() < 0.5 and self.world.unread is None:
             self.world.journal.fall_back()
 
@@ -697,7 +697,7 @@ class RandomLife:
 
 
 class TwinLife:
-    """Two engines behind one manager, which starts again now and then. There are no operators and agents."""
+    """Two engines with one manager, which starts again now and then. There are no operators and agents."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -721,7 +721,7 @@ class TwinLife:
             self.random.choice(self.lives).carry_out(name)
 
     def check(self) -> None:
-        """Everything, of both."""
+        """Checks everything of both engines."""
         for world in self.worlds:
             world.check()
 
@@ -731,9 +731,9 @@ class TwinLife:
             life.end()
 
     def restart_manager(self) -> None:
-        """Schedulers and executors find the new one in any order. Until a scheduler does, its steps go on."""
+        """Schedulers and executors find the new manager in any order. Until then, the steps of a scheduler go on."""
         for life in self.lives:
-            # What takes the slots of cached blocks at last has computed nothing yet, and the store does not know of it.
+            # Sequences that took slots of cached blocks last have computed nothing yet, and are unknown to the store.
             life.write_store()
             for _ in range(self.random.randrange(4)):
                 life.admit()
@@ -760,12 +760,12 @@ class TwinLife:
 
 
 def _covers(longer: BlockRecord, block: BlockRecord) -> bool:
-    """Whether a longer sibling holds the tokens of a partly filled block, which then is of no use beside it."""
+    """Whether a longer sibling holds the tokens of a partly filled block, which is useless then."""
     siblings = (longer.group, longer.parent_key, longer.salt) == (block.group, block.parent_key, block.salt)
     return siblings and len(longer.tokens) > len(block.tokens) and longer.tokens.startswith(block.tokens)
 
 
-# What should happen, computed without the index
+# Expected results, computed without the index
 
 
 def cached_blocks(world: World) -> int:
@@ -783,7 +783,7 @@ def naive_match(world: World, tokens: list[int], salt: str | None, adapter_id: i
     def path(block: BlockRecord) -> list[int]:
         if block.parent_key is None:
             return list(block.token_ids)
-        # The parent of a block in a lower tier may be lost: then no prompt begins as the block does.
+        # The parent of a block in a lower tier may be lost: then no prompt finds the block.
         before = path(known[block.parent_key]) if block.parent_key in known else [-1]
         return [*before, *block.token_ids]
 
@@ -795,7 +795,7 @@ def _common(one: list[int], other: list[int]) -> int:
 
 
 def admit_as_previewed(world: World, tokens: list[int], **options: Any) -> Admission:
-    """Admits a sequence if and only if its preview says so, and takes just what the preview says."""
+    """The sequence is admitted if and only if its preview says so, and takes exactly the blocks of the preview."""
     request, manager = world.request(tokens, **options), world.manager
     number = manager.queries.last_event
     preview = manager.queries.preview(request, 0)
@@ -814,6 +814,6 @@ def admit_as_previewed(world: World, tokens: list[int], **options: Any) -> Admis
         slots = len(tokens) if live.policy is None else live.policy.clean_tokens(len(tokens), len(tokens))
         ahead = len(live.tables[group]) - -(-slots // BLOCK)
         taken = now_used[group] - used[group] - estimate.next_step
-        # The source of a copy is kept, too, until the copy has ended.
+        # The source of a copy also stays in use until the copy has ended.
         assert 0 <= taken - ahead <= copied[group], f"{taken} blocks beyond the estimate, {ahead} ahead"
     return admission

@@ -30,19 +30,19 @@ from tests.stack import ROOT, metrics
 from tests.support.local_redis import LocalRedis
 from tests.support.patience import patience
 
-# Ray takes 127.0.0.1 for another address of this machine.
+# Ray replaces 127.0.0.1 by another address of this machine.
 HEAD, HOSTS = "127.0.0.2", ("127.0.0.3", "127.0.0.4")
 SECONDS = patience(60)
 # CPUs of a node: it has room for all members.
 ROOM = 8
 STUB = "tests.support.exact_stub"
-# Ray listens where other machines reach it, and would write a token of its own into the home of the user.
+# Ray listens on an address for other machines, and would write a token of its own into the user's home.
 RAY = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(), "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 @contextlib.contextmanager
 def ray_cluster(**settings: object) -> Iterator[RayFleet]:
-    """A cluster without a fleet, until the block ends. settings: of the fleet."""
+    """A cluster without a fleet, until the with statement ends. settings: of the fleet."""
     # Unix socket paths are short.
     folder = Path(tempfile.mkdtemp(prefix="kvk-", dir="/tmp"))
     with pytest.MonkeyPatch.context() as patch:
@@ -74,7 +74,7 @@ class StubMember(Member):
     """A member whose executor is a stub."""
 
     def __init__(self, name: str, plan: Plan) -> None:
-        # In the process of the actor.
+        # This runs in the process of the actor.
         layout._KINDS["executor"] = layout._KINDS["executor"]._replace(module=STUB)
         super().__init__(name, plan)
 
@@ -83,9 +83,9 @@ class RayFleet:
     """Nodes are loopback addresses. The folder is short, for unix sockets."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
-        # It has read the environment when it was imported.
+        # Ray has read the environment at its import.
         Config.initialize("")
-        # Ray writes the address of a cluster there, too, and makes no folder for it.
+        # Ray also writes the address of a cluster there, but does not make the folder.
         Path(get_ray_address_file(None)).parent.mkdir(parents=True, exist_ok=True)
         self.redis = LocalRedis(folder / "redis")
         self.cluster = Cluster(
@@ -125,21 +125,21 @@ class RayFleet:
         self.cluster.remove_node(self._nodes.pop(host), allow_graceful=False)
 
     def scale(self, engines: int) -> None:
-        """Returns before members that are started serve."""
+        """Scales the fleet; returns before new members serve."""
         ray_fleet.scale(self.plan, engines=engines, routers=1)
 
     def run(self, *arguments: str, **changes: str) -> tuple[int, str, str]:
-        """The command with the settings of this fleet; its status and what it wrote."""
+        """Runs the command with the settings of this fleet; returns its status and its output."""
         with command(*arguments, **{**self.plan.settings, "RAY_ADDRESS": self.cluster.address, **changes}) as program:
             out, err = program.communicate(timeout=SECONDS)
             return program.returncode, out, err
 
     def say(self) -> dict[str, Status]:
-        """What members say that answer."""
+        """Statuses of the members that answer."""
         return ray_member.ask(ray_member.members())
 
     def host_of(self, name: str, setting: str) -> str:
-        """Where a member's process listens; empty while it does not."""
+        """Where a member's process listens; empty while it does not listen."""
         said = self.say().get(name)
         return said.addresses.get(setting, "").rpartition(":")[0] if said else ""
 
@@ -148,7 +148,7 @@ class RayFleet:
         return self.say()["router-0"].addresses["router_address"]
 
     def wait_until(self, condition: Callable[[], object], what: str) -> float:
-        """Seconds that it took."""
+        """Waits until the condition holds; returns the seconds that it took."""
         begin = time.monotonic()
         deadline = begin + SECONDS
         while not condition():
@@ -157,7 +157,7 @@ class RayFleet:
         return time.monotonic() - begin
 
     def wait_until_whole(self, engines: int) -> float:
-        """Until all members serve, and the router sends requests to so many engines. Seconds that it took."""
+        """Waits until all members serve and the router has `engines` engines; returns the seconds that it took."""
         return self.wait_until(lambda: self._is_whole(engines), f"not whole with {engines} engines")
 
     def _is_whole(self, engines: int) -> bool:

@@ -31,7 +31,7 @@ class Node:
         self.client = redis.Redis(port=port, socket_timeout=patience(10))
 
     def start(self) -> None:
-        """Starts it, unless it runs, and waits until it answers. Call it from the main thread, which it ends with."""
+        """Starts the server, unless it runs, and waits for its answer. It ends with the caller, the main thread."""
         if not self._child.has_started or self._child.ended():
             self._child.start()
         _eventually(self._answers)
@@ -43,13 +43,13 @@ class Node:
             return False
 
     def stop(self) -> None:
-        """Ends it in order: what it has answered is in its files."""
+        """Ends the server in order: all acknowledged data is in its files."""
         self.client.close()
         self._child.terminate()
         assert self._child.wait()
 
     def kill(self) -> None:
-        """Ends it without a warning. A write that waits for a running fsync may be lost, though it was answered."""
+        """Kills the server. A write that waits for a running fsync may be lost, though it was acknowledged."""
         self.client.close()
         self._child.kill()
         self._child.wait()
@@ -70,7 +70,7 @@ class RedisCluster:
         self.url = "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
 
     def start(self) -> None:
-        """Starts the nodes that do not run, and waits until all know of each other."""
+        """Starts nodes that do not run, and waits until all nodes know each other."""
         for node in self.nodes:
             node.start()
         if not self._joined:
@@ -94,12 +94,12 @@ class RedisCluster:
         return all(f"{fact}\r\n" in info for fact in facts)
 
     def stop(self) -> None:
-        """Ends all nodes in order; what they have answered is in their files."""
+        """Ends all nodes in order; all acknowledged data is in their files."""
         for node in self.nodes:
             node.stop()
 
     def kill(self) -> None:
-        """Ends all nodes without a warning; see `Node.kill`."""
+        """Kills all nodes; see `Node.kill`."""
         for node in self.nodes:
             node.kill()
 
@@ -109,7 +109,7 @@ class RedisCluster:
             node.signal(number)
 
     def reset(self) -> None:
-        """Starts what does not run and forgets all data."""
+        """Starts nodes that do not run, and deletes all data."""
         self.start()
         for node in self.nodes:
             node.client.flushall()
@@ -137,7 +137,7 @@ class RedisCluster:
 
 
 def _eventually(condition: object) -> None:
-    """Waits for what other processes do."""
+    """Waits until other processes have made the condition true."""
     deadline = time.monotonic() + _START_SECONDS
     while not condition():  # type: ignore[operator]
         if time.monotonic() > deadline:

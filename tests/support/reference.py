@@ -1,6 +1,6 @@
 """The truth for greedy decoding: transformers' own generate(), with the margin between its two best logits.
 
-Only what computes references imports torch: a program that measures may compare without it.
+Only the computation of references imports torch: a program that measures can compare without it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TIE = 1e-4
 
 @dataclass(frozen=True)
 class Reference:
-    """Greedy continuation of one prompt and, per token, how far the second best logit was away."""
+    """Greedy continuation of one prompt and, per token, the margin over the second best logit."""
 
     token_ids: list[int]
     margins: list[float]
@@ -31,7 +31,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """First position where an output leaves its reference."""
+    """First position where an output differs from its reference."""
 
     position: int
     margin: float
@@ -42,7 +42,7 @@ class Mismatch:
 
 
 def first_mismatch(reference: Reference, output: Sequence[int]) -> Mismatch | None:
-    """None when the output equals the reference; a tie ends the comparison, as everything behind it may differ."""
+    """None if the output equals the reference; a tie ends the comparison, as all later tokens may differ."""
     for position, (expected, margin) in enumerate(zip(reference.token_ids, reference.margins, strict=True)):
         if position >= len(output) or output[position] != expected:
             return Mismatch(position, margin)
@@ -58,9 +58,9 @@ def references(
 ) -> list[Reference]:
     """Float32 greedy references, end-of-sequence ignored.
 
-    They are kept in `cache_folder`. They depend on the inputs, on torch and on the processor, which rounds in its way.
+    They are kept in `cache_folder`. They depend on the inputs, on torch and on the processor's rounding.
     """
-    # Before torch is imported: spinning threads would slow down whatever else runs on a small machine.
+    # Before torch is imported: spinning threads would slow down other programs on a small machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
     from transformers import AutoModelForCausalLM
@@ -84,13 +84,13 @@ def references(
 
 
 def greedy(model: torch.nn.Module, prompt: Sequence[int], max_tokens: int) -> Reference:
-    """Exactly `max_tokens` greedy tokens behind one prompt."""
+    """Exactly `max_tokens` greedy tokens after one prompt."""
     import torch
 
     ids = torch.tensor([list(prompt)], device=model.device)  # type: ignore[arg-type]
     answer = model.generate(  # type: ignore[operator]
         ids,
-        # Without one, tokens of a prompt that are the padding token are not seen.
+        # Without a mask, a prompt's tokens that equal the padding token are ignored.
         attention_mask=torch.ones_like(ids),
         max_new_tokens=max_tokens,
         do_sample=False,

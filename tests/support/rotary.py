@@ -1,4 +1,4 @@
-"""The angles of rotary embeddings by their definition: the executor takes those that its model has."""
+"""The angles of rotary embeddings by their definition; the executor takes the angles of its model."""
 
 from __future__ import annotations
 

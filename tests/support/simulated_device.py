@@ -1,4 +1,4 @@
-"""A runner whose device is simulated: it ends a step once the step after it has been launched."""
+"""A runner with a simulated device, which ends a step after the next step has been launched."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class SimulatedStep:
 
 
 class SimulatedRunner:
-    """Takes the place of a Runner, for so many steps."""
+    """Takes the place of a Runner, for `steps` steps."""
 
     overlaps = True
     model = SimpleNamespace(device=SimpleNamespace(type="simulated"))
@@ -58,6 +58,6 @@ class SimulatedRunner:
 
 
 def outputs_of(steps: int) -> Sequence[StepOutput]:
-    """Those of steps on a simulated device, through a real worker."""
+    """Outputs of steps on a simulated device, through a real worker."""
     runner = SimulatedRunner(steps)
     return WorkerLoop(cast(Runner, cast(Any, runner))).run(steps)

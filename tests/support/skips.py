@@ -1,4 +1,4 @@
-"""Why a test may be skipped in CI. There a skip for any other reason fails: a test that never runs proves nothing."""
+"""Allowed reasons for a skipped test in CI. Any other skip fails there: a test that never runs proves nothing."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 PASSED_BEFORE = "it passed before, and nothing that it depends on has changed"
-# Regular expressions for whole reasons: what no package that `.ci/run` could install would bring, and dynamo, which
+# Regular expressions for whole reasons: missing things that `.ci/run` cannot install by packages, and dynamo, which
 # has an environment of its own.
 ALLOWED = (
     PASSED_BEFORE,
@@ -44,7 +44,7 @@ class SkipGate:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(self) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-        """Looks at each module: one skipped as a whole has no test that could be reported."""
+        """Looks at each module: a module that is skipped as a whole has no test that could be reported."""
         report = yield
         _judge(report)
         return report

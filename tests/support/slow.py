@@ -1,4 +1,4 @@
-"""Which tests `make test` leaves out, beside those that need the model: `make test-all` and CI run every test."""
+"""Tests that `make test` leaves out in addition to tests with the model: `make test-all` and CI run every test."""
 
 import re
 
@@ -15,7 +15,7 @@ SLOW = (
     # Whole executor processes.
     "tests/unit/executor/test_models.py::test_a_(wrong_model|tier_without_space|draft_model_with.*)_ends_the_process",
     # The CPU decoder with bfloat16, other counts of threads and fused layers.
-    # Token eviction on any decoder but the default one.
+    # Token eviction on any decoder but the default decoder.
     r"tests/kernels/test_decoder(_caches)?\.py.*(bfloat16|one thread|more threads than cores)",
     r"tests/kernels/test_decoder_caches\.py::test_attention_is_counted",
     "tests/unit/executor/test_exactness.*fused_layers",
@@ -33,7 +33,7 @@ SLOW = (
     "tests/unit/rpc/test_channel.py::test_a_(server_that_starts_again|stream_to_a_process)",
     "tests/unit/rpc/test_tracing.py::test_a_receiver_that_is_not_there",
     "tests/unit/kvctl/test_shards.py::test_(what_one_shard|events_of_both|checks_states)",
-    # Every kind of Redis but one single server.
+    # Every kind of Redis but a single server.
     r"tests/unit/cachemgr_service/.*(redis7|cluster)",
     "tests/unit/cachemgr_service/test_killed_at_any_moment",
     r"tests/unit/cachemgr_service/test_redis_agrees.*slow_redis",

@@ -1,4 +1,4 @@
-"""Folders that take nothing any more: on a full file system, and on one that is read-only."""
+"""Folders that take no more data: on a full file system, and on a read-only file system."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = {"full": "No space left on device", "read-only": "Read-only file system"
 
 @contextlib.contextmanager
 def broken(kind: str, folder: Path) -> Iterator[Path]:
-    """An empty folder of that kind; skips where nothing may be mounted."""
+    """An empty folder of this kind; skips the test if nothing may be mounted."""
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", folder], check=False).returncode:
         pytest.skip("this user may not mount")

@@ -1,4 +1,4 @@
-"""Files of lower tiers, as tests look into them. Blocks are those of the default model in float32."""
+"""Access of tests to files of lower tiers. Blocks are those of the default model in float32."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""How much work a call is, counted and not timed: the same on every machine, however busy."""
+"""The work of a call, counted instead of timed: the same on every machine, however busy."""
 
 import gc
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def work_of(call: Callable[[], object]) -> int:
-    """The bytecodes that a call executes in Python; what C does by itself is not counted."""
+    """The bytecodes that a call executes in Python; work within C does not count."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -20,7 +20,7 @@ def work_of(call: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
-    # What other tests have left behind is not freed here: its finalizers would count.
+    # Garbage of other tests is not freed here, because its finalizers would count.
     gc.disable()
     sys.settrace(trace)
     try:

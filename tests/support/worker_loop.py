@@ -1,4 +1,4 @@
-"""A worker driven as the scheduler drives it: two steps in flight, the next one sent when the last but one is told."""
+"""A worker driven like by the scheduler: at most two steps in flight; an output lets the step after the next go."""
 
 import queue
 import time
@@ -32,7 +32,7 @@ class WorkerLoop:
     turn_seconds: float = 0.0015
 
     def run(self, steps: int, **first: Any) -> Sequence[StepOutput]:
-        """Outputs of so many steps; `first` are the changes of the first one."""
+        """Outputs of `steps` steps; `first` are the changes of the first step."""
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         worker = Worker(self.runner, Outbox(_NoConfirmations(), {}), lambda: None)
         session = Session(answers.put)

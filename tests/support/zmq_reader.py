@@ -1,4 +1,4 @@
-"""A router as others write them: it follows the events of one executor over ZeroMQ, and knows vLLM's messages only."""
+"""A router like other projects' routers: follows one executor's events over ZeroMQ, knows only vLLM's messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEDIA = {TierKind.DEVICE: "GPU", TierKind.HOST: "CPU", TierKind.DISK: "STORAGE"}
 END = (1 << 64) - 1
 
 
-# The fields as vLLM declares them; what it does not know it refuses.
+# The fields as vLLM declares them; vLLM refuses unknown fields.
 class BlockStored(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -55,7 +55,7 @@ class Batch(msgspec.Struct, array_like=True):
 
 
 class Known(NamedTuple):
-    """What is known of a block. There are no tokens where they are not sent."""
+    """The known facts of a block. Tokens are empty where they are not sent."""
 
     medium: str
     parent: int | None
@@ -64,17 +64,17 @@ class Known(NamedTuple):
 
 
 class RouterView:
-    """What a router knows of each block, by its hash.
+    """A router's knowledge of each block, by hash.
 
-    A reader that has missed batches asks for those from the first of them on. `last` is the number of the last batch
-    that counts, -1 before the first.
+    A reader that has missed batches asks for all batches from the first missing batch on. `last` is the number of the
+    last batch that counts, -1 before the first.
     """
 
     def __init__(self, events: str, replays: str) -> None:
         self.index: dict[int, Known] = {}
         self.last = -1
         self.batches = 0
-        # The events in their order, and by the number of their batch those that replays brought.
+        # The events in order, and the numbers of the batches that replays brought.
         self.events: list[Event] = []
         self.replayed: list[int] = []
         self.asked: list[int] = []
@@ -82,7 +82,7 @@ class RouterView:
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[RouterView]:
-        """Reads as long as the context lasts. What is published between two contexts is missed."""
+        """Reads as long as the context lasts. Messages between two contexts are missed."""
         events, replays = self._addresses
         with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as reader, context.socket(zmq.DEALER) as asking:
             for socket, address in ((reader, events), (asking, replays)):
@@ -143,7 +143,7 @@ class RouterView:
         hashes, parent, size = event.block_hashes, event.parent_block_hash, event.block_size
         assert len(hashes) == len(event.extra_keys) == len(set(hashes))
         assert len(event.token_ids) in (0, len(hashes) * size)
-        # Routers refuse a block of the device whose parent is not there.
+        # Routers refuse a block of the device if its parent is not on the device.
         assert event.medium != "GPU" or parent is None or self._medium(parent) == "GPU"
         for at, (one, extra) in enumerate(zip(hashes, event.extra_keys, strict=True)):
             tokens = tuple(event.token_ids[at * size : (at + 1) * size])
@@ -155,7 +155,7 @@ class RouterView:
         return None if known is None else known.medium
 
     async def until(self, expected: dict[int, Known], *, behind: int = -2) -> None:
-        """Waits until it knows just these blocks, and the batch behind a number."""
+        """Waits until the reader knows exactly these blocks, and a batch after a number."""
         try:
             async with asyncio.timeout(patience(20)):
                 while self.index != expected or self.last <= behind:
@@ -189,7 +189,7 @@ def _extra_keys(scope: Any) -> tuple[str, ...]:
 
 
 class Publishing:
-    """The publisher of a manager, as its process runs it."""
+    """The publisher of a manager, run as in its process."""
 
     def __init__(self, queries: Queries, settings: ZmqSettings, first_number: int) -> None:
         self.feed = EventFeed(queries)
@@ -197,7 +197,7 @@ class Publishing:
         self._task = asyncio.create_task(self.zmq.run())
 
     async def stop(self) -> None:
-        """As a process that ends."""
+        """Ends the publisher like a process that ends."""
         self.feed.close()
         await asyncio.sleep(0)
         assert not self._task.done()

@@ -35,24 +35,24 @@ AWAIT_SECONDS = 0.02  # subject: as long as a real executor waits for copies
 
 
 def _extended(before: int, token: int) -> int:
-    """What a slot holds once a token is computed behind those that left `before`."""
+    """The content of a slot after a token is computed; `before` is the previous token's content."""
     digest = hashlib.blake2b(before.to_bytes(8, "big") + token.to_bytes(4, "big"), digest_size=8)
     return int.from_bytes(digest.digest(), "big")
 
 
 def fingerprints(token_ids: Iterable[int], adapter_id: int = 0) -> list[int]:
-    """What a sequence's slots hold, token by token: each depends on all tokens before it, and on the adapter."""
+    """Contents of a sequence's slots, token by token: each depends on all earlier tokens, and on the adapter."""
     return list(itertools.accumulate(token_ids, _extended, initial=adapter_id))[1:]
 
 
 def next_token(last: int, vocab_size: int, seed: int = 0) -> int:
-    """The model: a function of everything before, as the last fingerprint. Never the end-of-sequence id."""
+    """The model: a function of all earlier tokens by the last fingerprint. Never the end-of-sequence id."""
     token = (last ^ seed) % vocab_size
     return token if token != EOS else (token + 1) % vocab_size
 
 
 def continuation(prompt: Sequence[int], count: int, vocab_size: int, seed: int = 0, adapter_id: int = 0) -> list[int]:
-    """What the fake model generates for a prompt."""
+    """The output of the fake model for a prompt."""
     last, token_ids = fingerprints(prompt, adapter_id)[-1], []
     for _ in range(count):
         token_ids.append(next_token(last, vocab_size, seed))
@@ -78,7 +78,7 @@ class Running:
 
     @property
     def stop_ids(self) -> set[int]:
-        """Ids that end it: the end of a grammar ends it always."""
+        """Ids that end the sequence: the end of a grammar always does."""
         return {*self.sampling.stop_token_ids, *([EOS] if self.sampling.HasField("structured_output") else [])}
 
     def append(self, token: int) -> None:
@@ -89,7 +89,7 @@ class Running:
 
 @dataclass
 class StepLog:
-    """What a step computed."""
+    """The result of a step."""
 
     tokens: int
     sequences: list[int] = field(default_factory=list)
@@ -122,10 +122,10 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         self.max_tokens = max_tokens
         self.max_positions = max_positions
         self.epoch = epoch
-        # Newest epoch of a scheduler that has opened a session.
+        # The newest epoch of a scheduler that has opened a session.
         self.scheduler_epoch = 0
-        # Of the cache manager that the session has named last, sequences of another manager that must leave with the
-        # next step, and whether sessions are refused.
+        # Epoch of the cache manager that the session has named last, sequences of another manager, which must leave
+        # with the next step, and whether sessions are refused.
         self.manager_epoch = 0
         self._given_up: set[int] = set()
         self.cuts_off = False
@@ -134,17 +134,17 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         self.tokenizer_json = self.tokenizer.to_str().encode()
         self.vocab_size = self.tokenizer.get_vocab_size()
         self.chat_template = CHAT_TEMPLATE
-        # Forms of outputs that it was asked to compile.
+        # Forms of outputs that schedulers asked it to compile.
         self.compiled: list[common.StructuredOutput] = []
         self.grammars = Grammars(self.tokenizer_json, self.vocab_size, [EOS])
         self.eos_token_ids = [EOS]
-        # By name. A restart leaves those of its settings. By path, identities other than the path's own.
+        # Adapters by name; a restart keeps the adapters from its settings. Identities by path, if not the path's own.
         self.adapters: dict[str, pb.Adapter] = {}
         self.own_adapters: dict[str, pb.Adapter] = {}
         self.contents: dict[str, int] = {}
         self.loads_adapters = True
-        # Version and path of its weights, the versions that it was asked for and those that it got, and paths that
-        # have no weights.
+        # Version and path of its weights, the requested versions, the versions in use so far, and paths without
+        # weights.
         self.weights = "", ""
         self.reads: list[str] = []
         self.updates: list[str] = []
@@ -154,22 +154,22 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         self.reads_weights.set()
         self.window = 0
         self.plain_rotary = False
-        # Another process with another template replaces it as soon as a scheduler asks for the model.
+        # If set, a process with another template replaces this one as soon as a scheduler asks for the model.
         self.restarts_when_described = False
         self.gate = asyncio.Event()
         self.gate.set()
-        # Sessions open while it is set.
+        # Sessions can be opened while it is set.
         self.opens = asyncio.Event()
         self.opens.set()
-        # How long each step takes at least.
+        # The least time of each step.
         self.step_seconds = 0.0
         self.faults: list[str] = []
-        # Whether it says that it drafts, and what was said to follow the sequences that joined.
+        # Whether it announces drafts, and the announced continuations of the sequences that joined.
         self.drafts = False
         self.continuations: list[list[int]] = []
         # How to sample the sequences that joined.
         self.samplings: list[pb.SamplingParams] = []
-        # How many drafts each decoding sequence wants in later steps, and how many of those allowed are accepted.
+        # How many drafts each decoding sequence wants in later steps, and how many of the allowed drafts are accepted.
         self.wanted_drafts: Callable[[], int] = lambda: 0
         self.accepted_drafts: Callable[[int], int] = lambda allowed: allowed
         # Ends every session in which it has to compute a sequence with this token.
@@ -180,25 +180,25 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         self.copied_tickets: list[int] = []
         self.copying = asyncio.Event()
         self.copying.set()
-        # What every sequence says behind its prompt, in place of the model's output.
+        # The output of every sequence after its prompt, in place of the model's output.
         self.script: list[int] = []
         # Which copies to the device fail.
         self.fails: Callable[[Copy], bool] = lambda copy: False
         self.onloaded: list[Copy] = []
-        # Seconds that steps are said to have taken per token, and copies per block.
+        # Reported seconds of steps per token, and of copies per block.
         self.token_seconds = 0.0
         self.host_block_seconds: float | None = None
-        # Hears of every copy, as the cache manager does: those that ended well, and others.
+        # Called for every copy, as for the cache manager: for successful copies, and for failed copies.
         self.confirm: Callable[[int], None] = lambda ticket: None
         self.refuse: Callable[[int], None] = lambda ticket: None
-        # How often the cache manager has had a scheduler no more: a session ends with its scheduler's lease.
+        # How often a scheduler's lease at the cache manager has ended: a session ends with its scheduler's lease.
         self.times_left: Callable[[str], int] = lambda scheduler_id: 0
-        # Hears of every fault, too.
+        # Called for every fault, too.
         self.complain: Callable[[str], None] = lambda fault: None
-        # By group and slot of the device, the step that wrote there last; by group, tier and slot, the copy's ticket.
+        # The last step that wrote, by group and slot of the device; the copy's ticket, by group, tier and slot.
         self.written: dict[tuple[int, int], int] = {}
         self.generations: dict[tuple[int, int, int], int] = {}
-        # By group, tier, slot and offset.
+        # Contents by group, tier, slot and offset.
         self._memory: dict[tuple[int, int, int, int], int] = {}
         self._under_way: list[Copy] = []
         # Tickets of copies that an earlier session asked for.
@@ -208,21 +208,21 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         self._copied = asyncio.Event()
         self._copier: asyncio.Task[None] | None = None
         self._break = asyncio.Event()
-        # With what it ends the session; None for the end of the stream.
+        # The error that ends the session; None for the end of the stream.
         self._breaks_for: ServiceError | None = None
         self._last_step = 0
         self._stepped = asyncio.Condition()
 
     def expected(self, prompt: Sequence[int], count: int, seed: int = 0, adapter_id: int = 0) -> list[int]:
-        """What a request must answer."""
+        """The expected answer to a request."""
         return continuation(prompt, count, self.vocab_size, seed, adapter_id)
 
     def say(self, text: str) -> None:
-        """From here on every sequence says this text and ends."""
+        """From now on every sequence outputs this text and ends."""
         self.script = [*self.tokenizer.encode(text).ids, EOS]
 
     def content(self, path: str) -> int:
-        """The identity of what an adapter's folder holds."""
+        """The identity of the contents of an adapter's folder."""
         return self.contents.get(path) or int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big")
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: object) -> pb.LoadAdapterResponse:
@@ -245,7 +245,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         return pb.UnloadAdapterResponse()
 
     async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: object) -> pb.UpdateWeightsResponse:
-        # As the real one, it goes on without its caller.
+        # As in the real executor, the work goes on without its caller.
         return await asyncio.shield(asyncio.create_task(self._update_weights(request)))
 
     async def _update_weights(self, request: pb.UpdateWeightsRequest) -> pb.UpdateWeightsResponse:
@@ -265,7 +265,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         return pb.CompileGrammarResponse()
 
     async def cut_off(self) -> None:
-        """As sessions of the real one: ends the session and refuses others."""
+        """Like the real executor: ends the session and refuses new sessions."""
         self.cuts_off = True
         self.break_session()
         self.manager_epoch = 0
@@ -275,7 +275,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         self.cuts_off = False
 
     def restart(self) -> None:
-        """Loses all memory and breaks the session, as a process that dies and starts again."""
+        """Loses all memory and breaks the session, like a process that dies and starts again."""
         self.epoch += 1
         self.adapters = dict(self.own_adapters)
         self.weights = "", ""
@@ -287,12 +287,12 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         self._break.set()
 
     def break_session(self) -> None:
-        """Ends the session and nothing else."""
+        """Ends only the session."""
         self._break.set()
 
     @property
     def model(self) -> pb.GetModelResponse:
-        """What it says of its model."""
+        """The answer about its model."""
         return pb.GetModelResponse(
             model=self.model_name,
             vocab_size=self.vocab_size,
@@ -334,7 +334,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
     async def _read(
         self, messages: AsyncIterator[pb.StreamStepsRequest], over: asyncio.Event
     ) -> pb.StreamStepsRequest | None:
-        """The next message; None when there is none, or the session is over before it comes."""
+        """The next message; None if there is none, or if the session ends before."""
         reading = asyncio.ensure_future(anext(messages, None))
         broken = asyncio.ensure_future(over.wait())
         await asyncio.wait({reading, broken}, return_when=asyncio.FIRST_COMPLETED)
@@ -345,7 +345,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         return None
 
     def _open(self, opening: pb.OpenSession) -> asyncio.Event:
-        """Ends the session before; what is set when this one is over. Raises what an executor refuses it with."""
+        """Ends the earlier session; returns an event for the end of this session. Raises an executor's refusals."""
         if opening.executor_epoch != self.epoch:
             raise WrongExecutorEpochError(f"executor epoch {opening.executor_epoch} is not this one's, {self.epoch}")
         if opening.scheduler_epoch < self.scheduler_epoch:
@@ -412,13 +412,13 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             raise self._breaks_for
 
     async def stepped(self, count: int) -> None:
-        """Waits until so many steps are computed."""
+        """Waits until `count` steps are computed."""
         async with self._stepped, asyncio.timeout(patience(20)):
             await self._stepped.wait_for(lambda: len(self.steps) >= count)
 
     def compute(self, step: pb.Step) -> pb.StepResult:
         """Runs one step; asserts everything that the protocol promises."""
-        assert step.step == self._last_step + 1, f"step {step.step} behind {self._last_step}"
+        assert step.step == self._last_step + 1, f"step {step.step} after {self._last_step}"
         assert not step.new_sequences or self.manager_epoch != UNKNOWN, "sequences of no cache manager"
         assert self._given_up <= set(step.removed_sequences), "a sequence of an earlier cache manager stays"
         self._given_up.clear()
@@ -442,7 +442,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             self._last_step -= 1
             raise ChokedError
         assert set(chunks) <= set(counts), "a chunk for a sequence that is not running"
-        # A step behind a stop that was not seen yet may turn out empty.
+        # A step after a stop that the scheduler had not seen yet may be empty.
         useful = counts or step.copy_tickets or step.awaits_copies
         assert useful or any(sequence.stopped for sequence in self.running.values()), "a step that does nothing"
         assert not (counts and step.awaits_copies), "a step that waits for copies and computes"
@@ -503,7 +503,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             assert not places & arriving, f"{handle} runs before its blocks are there"
 
     def transfer(self, copy: Copy) -> None:
-        """Runs a copy that the cache manager itself asks for; one without a source clears its target."""
+        """Runs a copy of the cache manager itself; a copy without a source clears its target."""
         self._run(copy)
 
     @property
@@ -531,7 +531,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         self.confirm(copy.ticket)
 
     async def _copy(self) -> None:
-        """Ends copies from lower tiers, one after the other, while it may."""
+        """Ends copies from lower tiers, one after the other, while `copying` is set."""
         while self._under_way:
             await self.copying.wait()
             await asyncio.sleep(0)
@@ -570,20 +570,20 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
                 self.written[group, place[2]] = self._last_step
 
     def _draft(self, handle: int, allowed: int, result: pb.StepResult) -> None:
-        """Computes drafts behind the token that was just sampled, some of them right ones."""
+        """Computes drafts after the token that was just sampled; some of them are right."""
         sequence, accepted = self.running[handle], self.accepted_drafts(allowed)
         result.num_drafts += allowed
         result.num_tokens += allowed
         for index in range(allowed):
             if index >= accepted or sequence.stopped:
-                # A wrong one leaves its own fingerprint in a slot that no computed token has.
+                # A wrong draft leaves its own fingerprint in a slot without a computed token.
                 self._write(handle, allowed - index, wrong=True)
                 return
             self._write(handle, 1)
             self._sample(handle, 1, result)
 
     def _score(self, handle: int, count: int, result: pb.StepResult) -> None:
-        """Log-probabilities of the prompt's tokens behind those just computed: each says which token it is."""
+        """Log-probabilities of the prompt's tokens after those just computed: each encodes its token."""
         sequence, most = self.running[handle], self.running[handle].sampling.num_prompt_logprobs
         first, last = sequence.computed - count + 1, min(sequence.computed + 1, sequence.prompt_tokens)
         if first < last:
@@ -598,7 +598,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
                 )
 
     def _next(self, sequence: Running, wanted: int) -> int:
-        """The token that the model wants, or one that its restrictions allow in its place."""
+        """The token that the model wants, or another token that its restrictions allow."""
         if not sequence.sampling.HasField("structured_output"):
             return wanted
         matcher = self.grammars.matcher(parse_grammar(sequence.sampling.structured_output))

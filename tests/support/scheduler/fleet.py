@@ -1,4 +1,4 @@
-"""Several schedulers with fake executors behind a router, in one process, over unix sockets."""
+"""A router with several schedulers and fake executors, in one process, over unix sockets."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ class Engine(Stack):
     server: Server
 
     async def kill(self) -> None:
-        """Breaks all its streams, as a process that is killed."""
+        """Breaks all its streams, like a killed process."""
         await self.server.stop()
 
 
@@ -48,17 +48,17 @@ class Fleet:
     health: Server
 
     def metric(self, name: str, **labels: str) -> float:
-        """Value of a metric of the router's; 0 for one that has none yet."""
+        """Value of a metric of the router; 0 for a metric without a value."""
         return self.registry.get_sample_value(f"kvkeep_router_{name}", labels) or 0.0
 
     async def ready(self, count: int) -> None:
-        """Waits until so many engines take requests."""
+        """Waits until `count` engines take requests."""
         async with asyncio.timeout(patience(20)):
             while sum(link.is_open and not link.obstacle for link in self.router.fleet.links.values()) != count:
                 await asyncio.sleep(0.01)
 
     async def knows(self, count: int) -> None:
-        """Waits until the router's view has so many executors."""
+        """Waits until the router's view has `count` executors."""
         async with asyncio.timeout(patience(20)):
             while len(self.router.view.executors) != count:
                 await asyncio.sleep(0.01)
@@ -70,14 +70,14 @@ class Fleet:
                 await asyncio.sleep(0.01)
 
     async def views(self, blocks: int) -> None:
-        """Waits until the router's view has so many blocks."""
+        """Waits until the router's view has `count` blocks."""
         async with asyncio.timeout(patience(60)):
             while len(self.router.view) < blocks:
                 await asyncio.sleep(0.01)
 
 
 class _Events(kvcache_pb2_grpc.CacheEventServiceServicer):
-    """The events of a cache manager, also once it has started again."""
+    """The events of a cache manager, also after it has started again."""
 
     def __init__(self, manager: RealManager) -> None:
         self._manager = manager
@@ -100,7 +100,7 @@ async def run_engine(
     async with AsyncExitStack() as exits:
         neighbours = listening(executor, manager, folder)
         add_events = partial(kvcache_pb2_grpc.add_CacheEventServiceServicer_to_server, _Events(manager))
-        # Of the cache manager as it is now: the service of one that starts again is another.
+        # Asks the present service each time: a cache manager that starts again has a new service.
         add_admin = partial(kvcache_pb2_grpc.add_CacheAdminServiceServicer_to_server, manager.admin)
         neighbours.listen(
             addresses["cachemgr_admin"],
@@ -134,7 +134,7 @@ async def run_fleet(
     of_engines: Mapping[str, object] = MappingProxyType({}),
     **settings: object,
 ) -> AsyncIterator[Fleet]:
-    """So many engines and a router, once all engines take requests. settings: the router's. of_engines: theirs."""
+    """`count` engines and a router, after all engines take requests. settings: of the router. of_engines: of each."""
     async with AsyncExitStack() as exits:
         engines = []
         for number in range(count):
@@ -148,7 +148,7 @@ async def run_fleet(
 
 @contextlib.asynccontextmanager
 async def run_router(folder: Path, engines: list[Engine], /, **settings: object) -> AsyncIterator[Fleet]:
-    """A router in front of engines, once all of them take requests."""
+    """A router in front of engines, after all of them take requests."""
     async with AsyncExitStack() as exits:
         registry = CollectorRegistry()
         server = Server("router", drain_seconds=0)

@@ -43,7 +43,7 @@ async def client(address: str, key: str = "none") -> AsyncIterator[openai.AsyncO
 
 
 def parent(model: openai.types.Model) -> str | None:
-    """The model that an adapter belongs to, which OpenAI's type has no field for."""
+    """The base model of an adapter, for which OpenAI's type has no field."""
     return (model.model_extra or {})["parent"]
 
 
@@ -55,7 +55,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """In OpenAI's shape, and nothing else."""
+        """The error, which must have exactly OpenAI's shape."""
         answer = json.loads(self.body)
         assert list(answer) == ["error"]
         assert sorted(answer["error"]) == ["code", "message", "param", "type"]
@@ -66,7 +66,7 @@ async def ask(
     address: str, method: str, path: str, body: bytes | str | Iterator[bytes] | None = None,
     headers: Mapping[str, str] = JSON,
 ) -> Answer:  # fmt: skip
-    """Without a client's help."""
+    """A plain call without a client library."""
 
     def call() -> Answer:
         connection = http.client.HTTPConnection(address, timeout=patience(30))

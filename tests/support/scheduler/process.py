@@ -35,17 +35,17 @@ class Running:
     executor: FakeExecutor
     manager: RealManager
     http_address: str
-    # In processes of their own; 0 where the test leaves their number to the scheduler.
+    # Front ends in processes of their own; 0 if the test leaves their number to the scheduler.
     frontends: int
 
     async def begin(self) -> None:
-        """Lets the neighbours listen; returns when the scheduler serves, and its front ends do."""
+        """Lets the neighbours listen; returns when the scheduler and its front ends serve."""
         await self.neighbours.start()
         self.neighbours.set_serving(True)
         async for answer in self.health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):
             if answer.status == SERVING:
                 break
-        # Front ends come to know it later. A call may meet any of them, so many in a row meet all.
+        # Front ends learn the state later. A call may reach any of them, so many calls in a row reach all of them.
         well = 0
         async with asyncio.timeout(patience(60)):
             while well < 8 * self.frontends:
@@ -71,7 +71,7 @@ async def scheduler(
     if frontends is not None:
         settings["frontends"] = frontends
     variables |= {f"KVKEEP_SCHEDULER_{name.upper()}": str(value) for name, value in settings.items()}
-    # It is killed at the end, and leaves there what it would remove.
+    # A killed process leaves files there that it would otherwise remove.
     variables["TMPDIR"] = str(folder)
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "scheduler", env=os.environ | variables)
     options = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)]

@@ -24,18 +24,18 @@ from tests.support.patience import patience
 from tests.support.scheduler.fake_executor import FakeExecutor
 
 CONFIG = ManagerConfig(lease_seconds=60, capacity_ahead_tokens=8, free_watermark=0.0)
-# Between the end of a copy and the manager's knowledge of it.
+# Seconds between the end of a copy and its report to the manager.
 CONFIRM_SECONDS = 0.002
 
 
 class ForgottenError(ServiceError):
-    """As from a manager that started again."""
+    """The error of a manager that has started again."""
 
     reason = "MANAGER_RESTARTED"
 
 
 class NotForkedError(ServiceError):
-    """As for a parent that cannot be shared now."""
+    """The error for a parent that cannot be shared now."""
 
     reason = "PARENT_NOT_SETTLED"
 
@@ -61,7 +61,7 @@ class RealManager(rpc.CacheManagerServiceServicer):
         self.refusals = 0
         self.admitted_ids: list[str] = []
         self.forked_ids: list[str] = []
-        # Slots by sequence id, as of its admission.
+        # Slots by sequence id, at the admission.
         self.tables: dict[str, list[int]] = {}
         self.registrations = 0
         self.epoch = 0
@@ -79,7 +79,7 @@ class RealManager(rpc.CacheManagerServiceServicer):
         self.register()
 
     def restart(self) -> None:
-        """Begins with nothing, as a process that dies and starts again without Redis."""
+        """Begins with nothing, like a process that dies and starts again without Redis."""
         self.epoch += 1
         clock = ManagerClock(time.monotonic)
         self._manager = CacheManager(self.epoch, clock, CONFIG)
@@ -89,7 +89,7 @@ class RealManager(rpc.CacheManagerServiceServicer):
         self.register()
 
     def register(self) -> None:
-        """What executors say when they begin."""
+        """Registers the executors, as they do at their start."""
         for executor in (self._executor, *self._others):
             self._manager.register_executor(
                 ExecutorSpec(
@@ -103,7 +103,7 @@ class RealManager(rpc.CacheManagerServiceServicer):
             )
 
     async def update_weights(self, version: str) -> None:
-        """What its executor says once it computes with other weights."""
+        """Reports that the executor computes with other weights."""
         executor = self._executor
         request = pb.UpdateWeightsRequest(
             executor_id=executor.executor_id, executor_epoch=executor.epoch, weight_version=version
@@ -149,7 +149,7 @@ class RealManager(rpc.CacheManagerServiceServicer):
         return answer
 
     def key_index(self, url: str) -> KeyIndex:
-        """Its index by key in a Redis."""
+        """A writer of the manager's index by key in a Redis."""
         queries = self._manager.queries
         return KeyIndex(open_redis(url), queries, epoch=self.epoch, shard="", interval=0.001, max_pending=1000)
 
@@ -163,7 +163,7 @@ class RealManager(rpc.CacheManagerServiceServicer):
         )
 
     def bound(self, salt: str, blocks: int) -> None:
-        """An operator gives a salt so many blocks of the device."""
+        """An operator gives a salt a ceiling of device blocks."""
         at_once(self._manager.operators.set_quota(Quota(salt=salt, device_ceiling=blocks), validate_only=False))
 
     def register_scheduler(self, name: str, epoch: int) -> None:
@@ -197,17 +197,17 @@ class RealManager(rpc.CacheManagerServiceServicer):
         return [view.sequence_id for view in self._manager.queries.sequences()]
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Waits for something that happens here."""
+        """Waits until a condition of this manager holds."""
         async with asyncio.timeout(patience(20)):
             while not condition():
                 await asyncio.sleep(0.001)
 
     async def asked(self, count: int) -> None:
-        """Waits until there were so many calls for admission, answered or not."""
+        """Waits until there were `count` calls for admission, answered or not."""
         await self.until(lambda: self.calls >= count)
 
     async def admitted(self, count: int) -> None:
-        """Waits until so many sequences are live."""
+        """Waits until `count` sequences are live."""
         await self.until(lambda: len(self.live) >= count)
 
     async def released(self) -> None:

@@ -17,7 +17,7 @@ from scheduler.request import AdmissionAttempt, Request
 from scheduler.sequence import Copy, Sequence
 
 BLOCK = 4
-# Steps that are sent before the first of them is answered.
+# The most steps in flight.
 depths = st.integers(2, 1 + MOST_AHEAD)
 
 
@@ -48,7 +48,7 @@ def sequence(
 
 
 def batch_of(*sequences: Sequence) -> RunningBatch:
-    """A batch of these."""
+    """A batch of these sequences."""
     batch = RunningBatch()
     for item in sequences:
         batch.admit(item)
@@ -89,9 +89,9 @@ def send(batch: RunningBatch, number: int, max_tokens: int = 64) -> tuple[pb.Ste
 def result_of(
     step: InFlightStep, token_id: int = 1, *, stopped: bool = False, accept: Callable[[int], int] = lambda _: 0
 ) -> pb.StepResult:
-    """The answer to a step: every sampling sequence samples this token, once more for each draft that it accepts.
+    """The answer to a step: every sampling sequence samples this token, and again for each accepted draft.
 
-    accept: how many of so many drafts.
+    accept: the number of accepted drafts, by the number of drafts.
     """
     samples = [item.handle for item, _, samples in step.compute if samples and not item.stopped]
     for item, allowed in step.drafts:
@@ -111,7 +111,7 @@ def answer(batch: RunningBatch, step: InFlightStep, copied: Seq[int] = (), faile
 
 
 class Pipeline:
-    """Sends steps of a batch ahead, as the loop does: so many are in flight at once, and the oldest is answered."""
+    """Sends steps of a batch ahead, like the loop: `depth` steps are in flight, and the oldest is answered."""
 
     def __init__(self, batch: RunningBatch, depth: int) -> None:
         self.sent = 0
@@ -121,11 +121,11 @@ class Pipeline:
 
     @property
     def in_flight(self) -> tuple[InFlightStep, ...]:
-        """The steps to be answered later."""
+        """The steps that are not answered yet."""
         return tuple(self._in_flight)
 
     def turn(self, plan: Plan) -> InFlightStep | None:
-        """Sends a plan that computes something; the step to answer now, if there is one."""
+        """Sends a plan that computes something; returns the step to answer now, if there is one."""
         if plan.compute:
             self.sent += 1
             self._in_flight.append(build_step(self.sent, plan, self._batch.removed)[1])

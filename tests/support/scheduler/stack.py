@@ -27,7 +27,7 @@ from tests.support.scheduler.real_manager import RealManager
 
 @dataclass
 class Stack:
-    """What a test sees."""
+    """The scheduler and its neighbours, for a test."""
 
     executor: FakeExecutor
     manager: RealManager
@@ -37,14 +37,14 @@ class Stack:
     registry: CollectorRegistry
 
     def metric(self, name: str, **labels: str) -> float:
-        """Value of a metric of the scheduler's."""
+        """Value of a metric of the scheduler."""
         value = self.registry.get_sample_value(f"kvkeep_scheduler_{name}", labels)
         assert value is not None
         return value
 
 
 def listening(executor: FakeExecutor, manager: RealManager, folder: Path) -> Server:
-    """A server of both on sockets in a folder, once it is started and said to serve."""
+    """A server of both on sockets in a folder, after it has started and serves."""
     server = Server("neighbours", drain_seconds=0)
     add_manager = partial(kvcache_pb2_grpc.add_CacheManagerServiceServicer_to_server, manager)
     add_executor = partial(execution_pb2_grpc.add_ExecutorServiceServicer_to_server, executor)
@@ -75,7 +75,7 @@ async def refusal(call: Awaitable[object]) -> RemoteError:
 
 
 async def waiting(stack: Stack, count: int) -> None:
-    """Waits until so many requests wait for blocks."""
+    """Waits until `count` requests wait for blocks."""
     async with asyncio.timeout(patience(20)):
         while (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests != count:
             pass

@@ -22,7 +22,7 @@ _CORPUS = [
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """Every byte is a token, so that characters span several. The caller's own: tests add tokens to it."""
+    """Every byte is a token, so that a character may span several tokens. A new copy, as tests add tokens."""
     return Tokenizer.from_str(_byte_level_json())
 
 
@@ -53,7 +53,7 @@ def printable_tokenizer() -> Tokenizer:
 
 @functools.cache
 def space_prefix_tokenizer() -> Tokenizer:
-    """Words that carry their space in front, as sentencepiece has them; the decoder strips the first one."""
+    """Words with a space in front, as in sentencepiece; the decoder strips the first space."""
     words = ["<unk>", "▁the", "▁cat", "▁sat", "s", "▁", "."]
     vocabulary = {word: index for index, word in enumerate(words)}
     vocabulary |= {f"<0x{byte:02X}>": len(words) + byte for byte in range(256)}
