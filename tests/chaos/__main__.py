@@ -3,11 +3,11 @@
 Every disturbance happens to one stack, in an order that follows from the seed: processes are killed, terminated and
 paused; Redis is away, slow, cut off and full; messages between services are late, lost and repeated; writes to the
 disk tier fail. Clients send requests whose greedy outputs are known. The command ends with status 1 when an output
-differed, a request failed though its scheduler lived, a call hung, a block was lost, or something was slower than
+differed, a request failed while its scheduler lived, a call hung, a block was lost, or something was slower than
 promised.
 
 With --fleet the same happens to engines, shards and routers, one disturbance after the other, and the report says how
-soon requests succeed again. Its executors compute tokens without a model, each from all that its blocks hold.
+soon requests succeed again. Executors of the fleet compute tokens without a model, from the contents of their blocks.
 With --ray a fleet on a Ray cluster of this machine loses processes, actors and nodes.
 """
 

@@ -1,4 +1,4 @@
-"""What must hold in calm."""
+"""Conditions that must hold in calm."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tests.stack import metrics
 from tests.support.patience import patience
 
 SETTLE_SECONDS = patience(60)
-# Without a change for so long, nothing more is to come.
+# After this time without a change, no change is expected any more.
 QUIET_SECONDS = 0.5
-# Until what has changed is in Redis.
+# Time until all changes are in Redis.
 WRITTEN_SECONDS = patience(10)
 CHECK_SECONDS = patience(60)
 
 
 async def until_idle(manager: Manager) -> str:
-    """Waits until no sequence holds a block and no copy is in flight; what is left after a long time, in words.
+    """Waits until no sequence holds a block and no copy is in flight; after a long time returns the rest in words.
 
-    A stack in calm still writes copies through to lower tiers, a few at a time, and none is in flight between two of
-    them; in a full tier each takes the slot of another block. So it is idle once nothing has been used, and no block
-    has come or gone, for a while.
+    A stack in calm still writes copies through to lower tiers, a few at a time. In between no copy is in flight, and
+    in a full tier each copy takes the slot of another block. So the stack is idle when for a while nothing has been
+    used, and no block has come or gone.
     """
     deadline, left = time.monotonic() + SETTLE_SECONDS, ""
     quiet, last = time.monotonic(), None
@@ -38,7 +38,7 @@ async def until_idle(manager: Manager) -> str:
             pools: list[tuple[str, list[Any]]] = [
                 (pool.pool_id, [pool, *pool.lower_tiers]) for pool in await manager.pools()
             ]
-            # In lower tiers, too: a copy holds what it reads and writes.
+            # In lower tiers, too: a copy holds its source and its target.
             used = {pool_id: count for pool_id, tiers in pools if (count := sum(tier.used_blocks for tier in tiers))}
             index = await manager.index()
         except grpc.aio.AioRpcError as error:
@@ -82,12 +82,12 @@ async def check_store(
     executors: Sequence[str] = ("executor",),
     least_share: float = 1.0,
 ) -> list[str]:
-    """Whether Redis holds what the index does; by the manager's own comparison and by a death.
+    """Whether Redis and the index agree: by the manager's own comparison and by a death.
 
     A restart is the comparison that counts: only restored blocks can be found. executors: those of the manager.
-    least_share: of the blocks, those that must be in their places. A step that was in flight when its request was
-    cancelled may have written behind the tokens of a last block, which then cannot be told from one that was
-    overwritten. It is restored from its copy in a lower tier, if it has one.
+    least_share: share of the blocks that must be in their places. A step that was in flight when its request was
+    cancelled may have written after the tokens of a last block. Such a block looks like an overwritten block, and is
+    only restored from a copy in a lower tier.
     """
     left = await until_idle(manager)
     faults = ([left] if left else []) + (await _until_written(stage, name) or await _compare(manager))
@@ -126,7 +126,7 @@ async def _until_written(stage: Stage, manager: str) -> list[str]:
 
 
 async def _compare(manager: Manager) -> list[str]:
-    """The cache manager's own comparison, again until it agrees or time is over."""
+    """The cache manager's own comparison, repeated until it agrees or the time is over."""
     deadline = time.monotonic() + WRITTEN_SECONDS
     while True:
         report = await manager.admin.CheckPool(kv.CheckPoolRequest(compare_with_store=True), timeout=CHECK_SECONDS)

@@ -24,14 +24,14 @@ from tests.chaos.stage import (
 )
 from tests.stack import MODULES
 
-# The cache manager is killed at this period whatever else happens, for the first time after half of it.
+# Period of the cache manager's kills, which do not depend on other disturbances; the first is after half a period.
 CACHEMGR_SECONDS = 20.0
-# Between other disturbances, on average; they may overlap. Short runs are more crowded.
+# Seconds between other disturbances: on average, and at least in short runs. Disturbances may overlap.
 MEAN_GAP_SECONDS, LEAST_GAP_SECONDS = 4.0, 3.0
-# A silent process counts as lost after a lease, a silent connection after keepalive's 25 s.
+# A silent process counts as lost after its lease, a silent connection after keepalive's 25 s.
 PAUSES = (0.3, 6.0)
 LONG_PAUSE = (26.0, 32.0)
-# Only where there is time for it.
+# Long pauses only occur in runs of at least this length.
 LONG_PAUSES_FROM = 300.0
 REDIS_SECONDS = (3.0, 10.0)
 REDIS_DELAYS = (0.05, 3.0)
@@ -40,12 +40,12 @@ REDIS_AWAY_SHARE = 0.1
 TROUBLE_SECONDS = (2.0, 5.0)
 TROUBLE_SHARE = (0.05, 0.2)
 DISK_SECONDS = (3.0, 10.0)
-# Behind every log, before or in the middle of a disk tier's file.
+# File sizes above every log, and below or in the middle of a disk tier's file.
 NOTHING_FITS, HALF_FITS = 16 << 20, 128 << 20
-# Of a fleet: shorter and longer than a lease of three seconds, and than an engine may say nothing.
+# Pauses of a fleet: shorter and longer than a lease of three seconds and than an engine may be silent.
 FLEET_PAUSES = {"short pause": (0.5, 2.0), "long pause": (5.5, 10.0)}
 PARTITION_SECONDS, CUT_SECONDS = (4.0, 9.0), (2.0, 5.0)
-# Pairs of disturbances at a time, of all that a fleet has once.
+# Number of rounds with a pair of disturbances, among rounds with one disturbance each.
 PAIRS = 3
 KINDS = ("kill", "terminate", "pause", "slow", "cut off", "fill", "break streams", "refuse writes", *Trouble)
 
@@ -56,7 +56,7 @@ FLEET_ROLES = {"router": ROUTERS, "scheduler": ENGINES, "executor": ENGINES, "ca
 
 @dataclass(frozen=True)
 class Disturbance:
-    """at, seconds: from the begin of the schedule, and its length. strength: the delay, share or size of its kind."""
+    """at: from the begin of the schedule. seconds: its length. strength: delay, share or size, by kind."""
 
     at: float
     kind: str
@@ -113,7 +113,7 @@ class Disturbance:
 
 
 def _deck(rng: random.Random, seconds: float) -> list[Disturbance]:
-    """Every kind once, but for the cache manager's deaths, in an order of chance."""
+    """Every kind once, except the cache manager's deaths, in random order."""
     deck = [Disturbance(0, "kill", name) for name in ("executor", "scheduler")]
     deck.append(Disturbance(0, "kill", REDIS, rng.uniform(0, REDIS_AWAY_SHARE * seconds)))
     deck += [Disturbance(0, "terminate", name) for name in MODULES]
@@ -136,7 +136,7 @@ def _deck(rng: random.Random, seconds: float) -> list[Disturbance]:
 
 
 def schedule_of(seed: int, seconds: float) -> list[Disturbance]:
-    """Every kind within so many seconds: crowded where each kind can come once."""
+    """Every kind within `seconds`, as close together as necessary if there is time for each kind."""
     rng = random.Random(f"schedule {seed}")
     deaths = range(int((seconds - CACHEMGR_SECONDS / 2) // CACHEMGR_SECONDS) + 1)
     found = [Disturbance((0.5 + number) * CACHEMGR_SECONDS, "kill", "cachemgr") for number in deaths]
@@ -145,7 +145,7 @@ def schedule_of(seed: int, seconds: float) -> list[Disturbance]:
         deck = _deck(rng, seconds)
         gap = min(MEAN_GAP_SECONDS, max(LEAST_GAP_SECONDS, (seconds - 2) / len(deck)))
         if seconds < gap * len(deck):
-            # Not all of them will come: deaths must.
+            # There is no time for all disturbances, but deaths must occur.
             deck.sort(key=lambda one: one.kind != "kill")
         for one in deck:
             if at < seconds:
@@ -155,7 +155,7 @@ def schedule_of(seed: int, seconds: float) -> list[Disturbance]:
 
 
 def _of_fleet(rng: random.Random) -> tuple[list[Disturbance], list[Disturbance]]:
-    """A kill of each role, and everything else that a fleet meets, each once; which process is left to chance."""
+    """A kill of each role, and every other disturbance of a fleet, once each, with random processes."""
 
     def process(role: str) -> str:
         return f"{role}-{rng.randrange(FLEET_ROLES[role])}"
@@ -181,7 +181,7 @@ def _of_fleet(rng: random.Random) -> tuple[list[Disturbance], list[Disturbance]]
 
 
 def fleet_rounds(seed: int) -> Iterator[tuple[Disturbance, ...]]:
-    """What is done to a fleet, without end, one round when the fleet has recovered from the one before.
+    """Rounds of disturbances of a fleet, without end; each begins after the fleet has recovered from the round before.
 
     The first rounds kill each role. Most rounds have one disturbance, some have two with different targets.
     """

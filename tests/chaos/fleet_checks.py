@@ -1,4 +1,4 @@
-"""What must hold in a fleet in calm: nothing leaks, and what routers know of the caches is what is there."""
+"""Conditions that must hold in a fleet in calm: nothing leaks, and the routers' views agree with the caches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.stack import metrics
 from tests.support.generation import generate
 from tests.support.patience import patience
 
-# Until a router's notes of what it has sent are over, and its metrics have followed.
+# Time until a router's notes of sent requests have expired, and its metrics are up to date.
 NOTES_SECONDS = 3.0
 REQUEST_SECONDS = patience(60)
 
@@ -36,7 +36,7 @@ async def check_fleet(stage: Stage, prober: Prober, known: Sequence[Known]) -> l
 
 
 async def check_fleet_store(stage: Stage, prober: Prober) -> list[str]:
-    """Whether Redis holds what each shard's index does."""
+    """Whether Redis and the index of each shard agree."""
     faults = []
     for shard, manager in enumerate(prober.managers):
         executors = [f"executor-{engine}" for engine in engines_of(shard)]
@@ -45,7 +45,7 @@ async def check_fleet_store(stage: Stage, prober: Prober) -> list[str]:
 
 
 def logged(stage: Stage, names: Iterable[str], event: str) -> list[dict[str, object]]:
-    """What processes have logged of an event, over all their starts."""
+    """Log entries of processes about an event, over all their starts."""
     found = []
     for name in names:
         for line in stage.stack.log_path(name).read_text(errors="replace").splitlines():
@@ -57,7 +57,7 @@ def logged(stage: Stage, names: Iterable[str], event: str) -> list[dict[str, obj
 
 
 def contradictions(stage: Stage) -> list[str]:
-    """What stub executors have noticed."""
+    """Contradictions that stub executors have noticed."""
     executors = [f"executor-{engine}" for engine in range(ENGINES)]
     return [f"an executor noticed: {said['cause']}" for said in logged(stage, executors, FAULT)]
 
@@ -70,7 +70,7 @@ def continued(stage: Stage) -> int:
 
 
 async def _check_shard(manager: Manager, shard: int) -> list[str]:
-    """No sequence, hold, or ended lease is left, and the shard has its executors and no others."""
+    """No sequence, hold, or ended lease is left, and the shard has exactly its executors."""
     faults = [f"cachemgr-{shard}: {fault}" for fault in await check_pools(manager)]
     pools = {pool.pool_id for pool in await manager.pools()}
     expected = {f"executor-{engine}/0" for engine in engines_of(shard)}
@@ -125,7 +125,7 @@ async def _check_view_size(stage: Stage, managers: Sequence[Manager], router: st
 
 
 async def _check_view(stage: Stage, prober: Prober, router: str, known: Sequence[Known]) -> list[str]:
-    """What the router expects of known prompts is what admissions find, but for a part of a block."""
+    """The router's expectations for known prompts agree with the admissions, up to a part of a block."""
     faults = []
     [block_size] = {pool.block_size for manager in prober.managers for pool in await manager.pools()}
     for one in known:
@@ -134,9 +134,9 @@ async def _check_view(stage: Stage, prober: Prober, router: str, known: Sequence
             continue
         request = pb.StreamGenerateRequest()
         request.CopyFrom(one.request)
-        # What it answers is known already.
+        # The answer is known already, so one token is enough.
         request.max_tokens = 1
-        # The request before may have evicted blocks.
+        # The previous request may have evicted blocks.
         faults += await _check_view_size(stage, prober.managers, router)
         before = await _metric(stage, router, "expected_cached_tokens_total")
         output = await generate(prober.stub(router), request, REQUEST_SECONDS)

@@ -1,7 +1,7 @@
 """What callers of a fleet see of each outage, as a table: `make outages ARGS=--fleet`.
 
 Greedy streams run through a router while one process of the fleet is killed or paused. Each row says how many streams
-were lost or wrong, the gaps between their tokens, how long requests waited that came meanwhile, and how the next round
+were lost or wrong, the gaps between their tokens, how long requests during the outage waited, and how the next round
 went.
 """
 
@@ -27,11 +27,11 @@ from tests.support.generation import greedy_request
 from tests.support.patience import patience
 
 STREAMS, PROMPT_TOKENS = 16, 62
-# A stream lasts some seconds: with the model, and with executors that compute tokens without one.
+# A stream lasts some seconds: with the model, and with executors that compute tokens without a model.
 OUTPUT_TOKENS, STUB_OUTPUT_TOKENS = 120, 400
 # An outage begins once every stream has this many tokens.
 FIRST_TOKENS = 4
-# When new requests come, from the beginning of an outage, and how long the first token may take with an engine well.
+# When new requests come after the beginning of an outage, and how long their first token may take with a free engine.
 COME_SECONDS = (0.1, 2.0)
 WAIT_SECONDS = 2.0  # subject: the table says which requests waited longer
 ROUND_SECONDS = patience(90)
@@ -41,7 +41,7 @@ ROUTER = "router-0"
 
 @dataclass
 class Stream:
-    """One caller's stream. error: why it broke off; empty for one that ended."""
+    """One caller's stream. error: why the stream broke off; empty if it ended."""
 
     begun: float = field(default_factory=time.monotonic)
     token_ids: list[int] = field(default_factory=list)
@@ -57,15 +57,15 @@ class Stream:
 
     @property
     def waited(self) -> str:
-        """Seconds until the first token, or why there was none."""
+        """Seconds until the first token, or why there was no token."""
         return f"{self.times[0] - self.begun:.1f}" if self.times else self.error or "none"
 
 
 @dataclass(frozen=True)
 class Outage:
-    """act: performs it until it is over. loses: streams may be lost, as the process that holds them dies.
+    """act: performs the outage until it is over. loses: streams may be lost, as the process that holds them dies.
 
-    delays: requests may wait, as no engine can be reached meanwhile.
+    delays: requests may wait, as no engine can be reached during the outage.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Outage:
 
 @dataclass
 class Row:
-    """What an outage cost. waited: of requests that came meanwhile, by when they came."""
+    """The cost of an outage. waited: waits of requests during the outage, by the time of their arrival."""
 
     outage: str
     lost: int = 0
@@ -90,7 +90,7 @@ class Row:
     faults: list[str] = field(default_factory=list)
 
     def cells(self) -> dict[str, str]:
-        """By the table's heads."""
+        """The row's values by the table's heads."""
         return {
             "outage": self.outage,
             "streams\nlost": f"{self.lost}/{STREAMS}",
@@ -104,7 +104,7 @@ class Row:
 
 
 def outages() -> list[Outage]:
-    """All of them."""
+    """All outages."""
     return [
         _kill("executor-0"),
         _kill("executor-1", away=25.0),
@@ -140,12 +140,12 @@ class Table:
         self._output_tokens = output_tokens
         self._tell = tell
         self._reference: list[list[int]] = []
-        # Every request that comes meanwhile has a prompt of its own.
+        # Every request during an outage has a prompt of its own.
         self._prompts = itertools.count(STREAMS)
         self.rows: list[Row] = []
 
     async def learn(self) -> None:
-        """Computes the reference outputs in calm, and sees that they come again."""
+        """Computes the reference outputs in calm, and checks that they can be reproduced."""
         first, again = await self._round(), await self._round()
         self._reference = [stream.token_ids for stream in first]
         if not all(stream.finished for stream in first) or [stream.token_ids for stream in again] != self._reference:
@@ -216,7 +216,7 @@ class Table:
             row.faults.append(f"{STREAMS - row.next_round_right} streams are wrong or lost in the next round")
 
     async def _come(self, seconds: float) -> Stream:
-        """A request of a few tokens that comes after these seconds."""
+        """A request of a few tokens that arrives after these seconds."""
         await asyncio.sleep(seconds)
         async with self._stub() as stub:
             return await _follow(stub, greedy_request(_prompt(next(self._prompts)), 2), Stream())
@@ -236,7 +236,7 @@ class Table:
 
 
 def _prompt(number: int) -> list[int]:
-    """Half of it is common to all."""
+    """A prompt; its first half is common to all prompts."""
     common = [7 + place * 17 % 251 for place in range(PROMPT_TOKENS // 2)]
     return common + [7 + (number * 131 + place * 29) % 251 for place in range(PROMPT_TOKENS - len(common))]
 

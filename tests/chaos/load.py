@@ -21,28 +21,28 @@ from tests.support.patience import patience
 # A request that has not ended by then hangs.
 REQUEST_SECONDS = patience(60)
 CANCELLED_SHARE = 0.15
-# How soon a call that its client cancelled has ended.
+# The time after which a cancelled call must have ended.
 CANCEL_SECONDS = patience(10)
 RETRY_SECONDS = (0.05, 1.0)
-# After a server serves again: how long a client's channel may still say that it does not.
+# How long a client's channel may still report a server as unavailable after it serves again.
 RECONNECT_SECONDS = patience(1)
 _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_reconnect_backoff_ms", 200),
     ("grpc.enable_retries", 0),
-    # A server that does not answer, though its connection stands, is given up after the sum.
+    # A client gives up a server that does not answer on an open connection after the sum of these times.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.http2.ping_timeout_ms", 8_000),
 ]
 
-# Whether a server, by its number, was away at any time between two.
+# Whether a server, by its number, was away at any time between two times.
 ServerAway = Callable[[int, float, float], bool]
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a request is sent: when its client gives it up, in tokens or in seconds; None is never."""
+    """How a request is sent: when its client cancels it, in tokens or in seconds; None is never."""
 
     cancel_tokens: int | None = None
     cancel_seconds: float | None = None
@@ -50,17 +50,17 @@ class Way:
 
 @dataclass
 class Tally:
-    """Of all requests so far."""
+    """Results of all requests so far."""
 
     endings: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
-    # Attempts with output that differs, however they ended.
+    # Attempts with output that differs, with any ending.
     wrong: int = 0
     output_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     running: int = 0
-    # Longest time from the first attempt's begin to a request's end.
+    # Longest time from the begin of a request's first attempt to the end of the request.
     longest: float = 0.0
 
     @property
@@ -70,9 +70,9 @@ class Tally:
 
 
 class Load:
-    """`clients` at a time, each with one request after the other.
+    """`clients` clients at a time, each with one request after the other.
 
-    Each has a server that it asks first; when that one does not answer, it asks the next one.
+    Each has a server that it asks first; if this server does not answer, it asks the next server.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Load:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begins to send, also again after `stop`."""
+        """Begins to send, for the first time or after `stop`."""
         self._stopping.clear()
         self._tasks = [asyncio.create_task(self._client(number)) for number in range(self._clients)]
 
     async def stop(self) -> None:
-        """Sends nothing new and waits for what was sent: at most as long as a request may take."""
+        """Sends no more requests and waits for running requests, at most as long as a request may take."""
         self._stopping.set()
         done, hanging = await asyncio.wait(self._tasks, timeout=REQUEST_SECONDS + CANCEL_SECONDS)
         for task in hanging:
@@ -123,9 +123,9 @@ class Load:
         known: Known,
         request_id: str,
     ) -> None:
-        """One request to its end: again and again while the server never took it or went away with it.
+        """One request to its end: repeated while servers refuse the request or die during it.
 
-        first: number of the server to ask first; later ones count on from it.
+        first: number of the server to ask first; later attempts count on from this number.
         """
         request, way = decorated(known.request, rng), drawn_way(known, rng)
         begin, pause = time.monotonic(), RETRY_SECONDS[0]
@@ -159,7 +159,7 @@ class Load:
         known: Known,
         way: Way,
     ) -> tuple[str, str]:
-        """The kind of ending and what is wrong with it; empty where nothing is."""
+        """The kind of ending and its fault; empty without a fault."""
         begin = time.monotonic()
         reading = Reading(known, way)
         try:
@@ -175,7 +175,7 @@ class Load:
         return kind, reading.fault or fault
 
     def _judge(self, failure: grpc.aio.AioRpcError, server: int, begin: float, tokens: int) -> tuple[str, str]:
-        """The kind of ending that a status is and, where it should not have come, why."""
+        """The kind of ending for a status, and its fault if the status is unexpected."""
         error, end = from_rpc_error(failure), time.monotonic()
         away = self._away(server, begin - RECONNECT_SECONDS, end)
         seconds = f"after {end - begin:.1f} s and {tokens} tokens"
@@ -189,15 +189,15 @@ class Load:
         if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason and away:
             return DIED, ""
         if error.code is grpc.StatusCode.CANCELLED and not error.reason and not tokens and away:
-            # Came while the server closed: gRPC turns such a call away before a servicer has seen it.
+            # The call came while the server closed: gRPC turns such a call away before a servicer has seen it.
             return "server stopped", ""
         return "failed", f"ended with {error} {seconds}"
 
 
-# Endings after which a client asks again.
+# Endings after which a client repeats its request.
 DIED = "server died"
 RETRIED = ("queue full", "server not ready", "server stopped", DIED)
-# A request that was sent again and again until its client gave up.
+# The ending of a request that was repeated until its client gave up.
 STARVED = "starved"
 
 
@@ -215,7 +215,7 @@ class Reading:
         self._cancelled_at: float | None = None
 
     async def read(self, call: grpc.aio.UnaryStreamCall[pb.StreamGenerateRequest, pb.StreamGenerateResponse]) -> None:
-        """Until the end, or until the client gives up. Raises AioRpcError."""
+        """Reads until the end, or until the client cancels. Raises AioRpcError."""
         loop = asyncio.get_running_loop()
         timer = None
         if self._way.cancel_seconds is not None:
@@ -235,7 +235,7 @@ class Reading:
                 timer.cancel()
 
     def judge(self) -> tuple[str, str]:
-        """The kind of an ending without a status, and what is wrong with it."""
+        """The kind of an ending without a status, and its fault."""
         if self._cancelled_at is not None and not all(sample.finish_reason for sample in self._samples):
             return "cancelled", ""
         for index, (sample, known) in enumerate(zip(self._samples, self._known.samples, strict=True)):
@@ -251,7 +251,7 @@ class Reading:
     def _take(self, message: pb.StreamGenerateResponse) -> None:
         sample = self._samples[message.sample_index]
         if sample.finish_reason:
-            self.fault = "output behind a sample's end"
+            self.fault = "output after a sample's end"
         sample.take(message)
         self.tokens += len(message.token_ids)
         self.prompt_tokens += message.usage.prompt_tokens
@@ -262,7 +262,7 @@ class Reading:
 
 
 def _difference(sample: Sample, known: Sample) -> str:
-    """Where two outputs part, without what they say."""
+    """Where two outputs begin to differ, without their texts."""
     same = 0
     with contextlib.suppress(IndexError):
         while sample.token_ids[same] == known.token_ids[same]:
@@ -275,7 +275,7 @@ def _difference(sample: Sample, known: Sample) -> str:
 
 
 def decorated(request: pb.StreamGenerateRequest, rng: random.Random) -> pb.StreamGenerateRequest:
-    """The same request with what cannot change its output: priority, salt, tenant, whether the cache is used."""
+    """The same request with options that cannot change its output: priority, salt, tenant, use of the cache."""
     copy = pb.StreamGenerateRequest()
     copy.CopyFrom(request)
     copy.priority = rng.choice((0, 0, 0, -1, 1))
@@ -291,7 +291,7 @@ def decorated(request: pb.StreamGenerateRequest, rng: random.Random) -> pb.Strea
 
 
 def drawn_way(known: Known, rng: random.Random) -> Way:
-    """Some are cancelled before the first token, some in the middle, some at the end."""
+    """Some requests are cancelled before the first token, some in the middle, some at the end."""
     if rng.random() >= CANCELLED_SHARE:
         return Way()
     if rng.random() < 0.3:

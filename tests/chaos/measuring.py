@@ -1,4 +1,4 @@
-"""What a death costs: blocks that are restored, and how long nothing is admitted. And what is in the cache."""
+"""The cost of a death, in blocks that are not restored and in time without admissions; contents of the cache."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.support.patience import patience
 from tests.support.prompts import prose
 
 CALL_SECONDS = patience(5)
-# Before a kill, which waits no longer for a manager that is paused: then nothing is known of the blocks.
+# A kill waits at most this time for the blocks of a paused manager; after this time they are unknown.
 LOOKING_SECONDS = patience(1.25)
 LOOK_SECONDS = 0.02
-# Until blocks are restored, or never will be.
+# After this time, blocks that are not restored never will be.
 RETURN_SECONDS = patience(60)
-# Prompts that are repeated, to see what the cache still holds of them, and the characters of each.
+# Number of prompts that are repeated to see how much of them is cached, and the characters of each.
 REPEATED, CHARACTERS = 6, 1200
-# A prompt that another one's blocks are copied for may be answered before the copy is confirmed: then it is not cached.
+# A prompt that copies blocks of another prompt is not cached if it is answered before the copy is confirmed.
 STEADY_ROUNDS = 3
 REGISTERED = "registered with the cache manager"
 
@@ -40,15 +40,15 @@ BlockSlot = tuple[str, int, int]
 
 
 def longest_gap(times: Iterable[float]) -> float:
-    """Seconds between two pieces of a stream that came at these times; 0 where there are fewer than two."""
+    """The longest time between two pieces of a stream with these times; 0 for fewer than two pieces."""
     return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
 
 
 @dataclass(frozen=True)
 class Death:
-    """A kill of a process, at a time of the monotonic clock. Blocks: those in the index before, and those restored.
+    """A kill of a process, at a time of the monotonic clock. Blocks: in the index before the kill, and restored blocks.
 
-    seconds_to_admission: from its start until a request had blocks. None is what was not seen.
+    seconds_to_admission: from its start until a request had blocks. None is an unknown value.
     """
 
     name: str
@@ -61,14 +61,14 @@ class Death:
     seconds_to_admission: float | None = None
 
     def share(self, *, lower: bool = False) -> float | None:
-        """Of the blocks, those that were restored; None where there were none."""
+        """The share of the blocks that was restored; None if there were no blocks."""
         before = self.lower_blocks if lower else self.device_blocks
         after = self.restored_lower_blocks if lower else self.restored_blocks
         return None if not before or after is None else after / before
 
 
 class Manager:
-    """The cache manager as operators see it. Use it in an async with statement."""
+    """The cache manager from the operators' view. Use it in an async with statement."""
 
     def __init__(self, address: str) -> None:
         options = [("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 100)]
@@ -108,7 +108,7 @@ class Manager:
         return {sequence.sequence_id for sequence in answer.sequences}
 
     async def new_sequence(self, known: set[str]) -> float | None:
-        """When a sequence was live that is not known; None if there was none in time."""
+        """The time at which an unknown sequence was live; None if there was none in time."""
         deadline = time.monotonic() + RETURN_SECONDS
         while time.monotonic() < deadline:
             with contextlib.suppress(grpc.aio.AioRpcError):
@@ -127,7 +127,7 @@ async def kill(stage: Stage, name: str, away: float = 0.0) -> Death:
     async with Manager(stage.stack.admin) as manager:
         device = lower = admitted = None
         sequences: set[str] = set()
-        # A manager that is paused does not answer, and is killed while it is paused.
+        # A paused manager does not answer, and is killed during its pause.
         with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
             async with asyncio.timeout(LOOKING_SECONDS):
                 tiers = [tier for _, tier, _ in await manager.index()]
@@ -152,7 +152,7 @@ async def kill(stage: Stage, name: str, away: float = 0.0) -> Death:
 
 
 class ExecutorLog:
-    """What an executor logs from now on."""
+    """An executor's log from now on."""
 
     def __init__(self, stage: Stage, executor: str = "executor") -> None:
         self._path = stage.stack.log_path(executor)
@@ -173,7 +173,7 @@ class ExecutorLog:
 
 
 async def steady_hit_rate(address: str) -> float:
-    """Share of cached tokens of prompts that were all asked before, of what can be: all but the last of each."""
+    """Cached tokens of repeated prompts, as a share of the tokens that can be cached: all but the last of each."""
     texts = [f"Set {index}: {prose(index)[index * 613 :][:CHARACTERS]}" for index in range(REPEATED)]
     usable = cached = 0
     async with grpc.aio.insecure_channel(address) as channel:

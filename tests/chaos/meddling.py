@@ -1,4 +1,4 @@
-"""What networks do to messages: a proxy asks here what happens to the message that it carries."""
+"""Troubles of messages in networks: a proxy asks this module what happens to each message."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-# Seconds by which a delayed message comes later, and that pass before a repeated one comes again.
+# Seconds by which a message is delayed, and seconds before a message is repeated.
 DELAYS = (0.01, 0.5)
 AGAIN = (0.0, 0.3)
-# Of messages in a stream: they come at most steps a second, and each one delays all behind it.
+# Delays of messages in a stream, which are short because each message delays all later messages.
 STREAM_DELAYS = (0.0, 0.1)
 
 
@@ -21,9 +21,9 @@ class Trouble(enum.StrEnum):
     DELAY = "delay"
     # The server never receives it.
     LOSE_REQUEST = "lose request"
-    # The server has done what was asked.
+    # The server has carried out the call.
     LOSE_ANSWER = "lose answer"
-    # The server receives it twice, as from a client that had no answer and asks again.
+    # The server receives the call twice, as from a client that repeats a call without an answer.
     REPEAT = "repeat"
 
 
@@ -32,11 +32,11 @@ class ConnectionLostError(Exception):
 
 
 class Meddling:
-    """Meddles with no call while `shares` is empty. A call meets one trouble at most."""
+    """Meddles with no call while `shares` is empty. A call meets at most one trouble."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        # Of all calls, 0..1, those that meet each trouble.
+        # The share of calls that meet each trouble, 0..1.
         self.shares: dict[Trouble, float] = {}
         # Calls that met each trouble so far.
         self.met: Counter[Trouble] = Counter()
@@ -67,7 +67,7 @@ class Meddling:
         raise ConnectionLostError
 
     async def delay_in_stream(self) -> None:
-        """Waits as long as the next message of a stream takes longer."""
+        """Waits for the delay of the next message of a stream."""
         share = self.shares.get(Trouble.DELAY, 0.0)
         if share and self._rng.random() < share:
             await asyncio.sleep(self._rng.uniform(*STREAM_DELAYS))

@@ -2,8 +2,8 @@
 
 Greedy streams run over HTTP while a process is paused, killed or started with a clock that went back, while Redis
 comes late, while disks are full and while thousands of connections stay idle. Each row says how many streams were lost
-or wrong, the longest gap between two tokens, what health said meanwhile, how long a new request waited, and what the
-cache still held afterwards. The command ends with status 1 when a row breaks a promise of docs/runbook.md.
+or wrong, the longest gap between two tokens, the health during the outage, how long a new request waited, and how much
+the cache still held afterwards. The command ends with status 1 when a row breaks a promise of docs/runbook.md.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ FIRST_PIECES = 4
 PROBE_SECONDS = 0.5
 PROBE_TIMEOUT = 2.0  # subject: the table says which processes answer within it
 ROUND_SECONDS = patience(60)
-# Until the processes serve again and the cache manager knows all blocks.
+# Time until the processes serve again and the cache manager knows all blocks.
 SETTLE_SECONDS = patience(60)
 IDLE_CONNECTIONS = 5_000
 BATCH = 50
-# Every one of them is closed by then.
+# Every idle connection is closed after this time.
 IDLE_SECONDS = patience(60)
-# Pauses of so many seconds may restart sequences.
+# Pauses of at least these seconds may restart sequences.
 RESTARTS_BEHIND = {"scheduler": 10.0, "executor": 30.0}
-# The usual soft limit of a shell, which processes have to raise themselves.
+# A shell's usual soft limit of open files, which processes must raise themselves.
 SOFT_FILES = 1_024
 SYSTEM = "You are the clerk of a small library in the mountains, and you know where every book is and when it returns. "
 
@@ -73,20 +73,20 @@ class Stream:
 
     @property
     def longest_gap(self) -> float:
-        """Seconds between two pieces; 0 where there are fewer."""
+        """The longest time between two pieces; 0 for fewer than two pieces."""
         return longest_gap(self.times)
 
 
 @dataclass
 class Row:
-    """What an outage cost."""
+    """The cost of an outage."""
 
     outage: str
     lost: int = 0
     wrong: int = 0
     longest_gap_s: float = 0.0
     restarted: int = 0
-    # Answers of each process's health and of /health while the outage lasted, in the order of first appearance.
+    # Answers of each process's health and of /health during the outage, in the order of first appearance.
     health: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     new_request: str = ""
     cached_blocks_before: int = 0
@@ -97,7 +97,7 @@ class Row:
     faults: list[str] = field(default_factory=list)
 
     def cells(self) -> dict[str, str]:
-        """By the table's heads."""
+        """The row's values by the table's heads."""
         health = "; ".join(
             f"{name} " + ", ".join(f"{count} {said}" for said, count in counts.items())
             for name, counts in sorted(self.health.items())
@@ -127,7 +127,7 @@ class Outage:
     act: Callable[[Stage], Awaitable[Sequence[str] | None]]
     loses: bool = False
     restarts: bool = True
-    # The processes whose health is not asked, as they are away.
+    # Processes whose health is not checked, as they are away.
     away: tuple[str, ...] = ()
 
 
@@ -155,7 +155,7 @@ async def _follow(client: openai.AsyncOpenAI, body: dict[str, Any], stream: Stre
                     stream.text += choice.text
                     stream.times.append(time.monotonic())
                 stream.finish = choice.finish_reason or stream.finish
-    # A connection that breaks within a stream is an error of the client's transport, which openai does not wrap.
+    # A broken connection within a stream is an error of the client's transport, which openai does not wrap.
     except Exception as error:
         stream.error = f"{type(error).__name__}: {str(error)[:200]}"
     return stream
@@ -178,7 +178,7 @@ class Table:
             yield client
 
     async def learn(self) -> None:
-        """Computes the reference texts in calm, and sees that they come again."""
+        """Computes the reference texts in calm, and checks that they can be reproduced."""
         async with self._client() as client:
             first = await self._round(client)
             again = await self._round(client)
@@ -282,7 +282,7 @@ class Table:
 
     @contextlib.asynccontextmanager
     async def _probing(self, outage: Outage, row: Row) -> AsyncIterator[None]:
-        """Asks every process that is there for its health, again and again."""
+        """Asks every process that is not away for its health, again and again."""
         asks: dict[str, Callable[[], Awaitable[str]]] = {}
         async with contextlib.AsyncExitStack() as opened:
             for name in (name for name in MODULES if name not in outage.away):
@@ -300,7 +300,7 @@ class Table:
                 await asyncio.gather(*probes, return_exceptions=True)
 
     async def _cached_blocks(self) -> int:
-        """Blocks in the index, in any tier, once the cache manager answers; 0 when it does not in time."""
+        """Blocks in the index, in any tier, as soon as the cache manager answers; 0 if it does not answer in time."""
         deadline = time.monotonic() + SETTLE_SECONDS
         async with Manager(self._stage.stack.admin) as manager:
             while time.monotonic() < deadline:
@@ -354,8 +354,8 @@ def _pause(name: str, seconds: float) -> Outage:
     async def act(stage: Stage) -> None:
         await stage.pause(name, seconds)
 
-    # A scheduler's lease ends while it is paused, an executor is given up after the bound of a step. A paused cache
-    # manager counts no time.
+    # A scheduler's lease ends while it is paused; an executor is given up after the time limit of a step. A paused
+    # cache manager counts no time.
     restarts = seconds > RESTARTS_BEHIND.get(name, seconds)
     return Outage(f"pause {name} {seconds:.0f} s", act, restarts=restarts, away=(name,))
 
@@ -388,7 +388,7 @@ def _clock_back(name: str, hours: float = 1.0) -> Outage:
                 await stage.restart(name)
                 await asyncio.sleep(2.0)
         finally:
-            # The right clock again, at the next start.
+            # From the next start on, the process has the right clock again.
             await stage.restart(name)
 
     return Outage(f"clock of {name} {hours:.0f} h back", act, loses=name == "scheduler", away=(name,))
@@ -427,7 +427,7 @@ def _idle_connections(count: int) -> Outage:
 
 
 async def _idle(target: str, *, half: bool) -> tuple[asyncio.StreamReader | None, asyncio.StreamWriter | None]:
-    """A connection that sends nothing, or half of a request's headers; nothing where it is refused."""
+    """A connection that sends nothing, or half of a request's headers; None if it is refused."""
     host, _, port = target.rpartition(":")
     try:
         opened = asyncio.open_connection(host, int(port)) if host else asyncio.open_unix_connection(target)
@@ -440,7 +440,7 @@ async def _idle(target: str, *, half: bool) -> tuple[asyncio.StreamReader | None
 
 
 def outages() -> list[Outage]:
-    """All of them, the mildest first."""
+    """All outages, the mildest first."""
     return [
         _idle_connections(IDLE_CONNECTIONS),
         *[_pause(name, seconds) for seconds in (3, 12, 60) for name in ("cachemgr", "executor", "scheduler", REDIS)],
@@ -454,7 +454,7 @@ def outages() -> list[Outage]:
 
 
 def _limit_files(soft: int | None) -> None:
-    """Sets the soft limit of open files, which children inherit; None is the hard one."""
+    """Sets the soft limit of open files, which children inherit; None sets it to the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if soft is None else soft, hard))
 

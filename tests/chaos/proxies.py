@@ -16,7 +16,7 @@ from tests.chaos.meddling import ConnectionLostError, Meddling
 
 MESSAGE_BYTES = 64 << 20
 CHUNK = 1 << 16
-# Methods that stream in either direction; every other one has one request and one answer.
+# Methods that stream in either direction; every other method has one request and one answer.
 STREAMS = ("/execution.v1.ExecutorService/StreamSteps", "/grpc.health.v1.Health/Watch")
 _OPTIONS = [
     ("grpc.max_send_message_length", MESSAGE_BYTES),
@@ -26,7 +26,7 @@ _OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
-    # Whether a call is tried again, and when, is up to its clients.
+    # The clients decide whether and when they repeat a call.
     ("grpc.enable_retries", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 200),
@@ -35,7 +35,7 @@ _OPTIONS = [
 
 
 class GrpcProxy(grpc.GenericRpcHandler):
-    """Serves at `address` what is served at `target`, with what `meddling` makes of it. Use `start` and `stop`.
+    """Serves the calls of `target` at `address`, with the troubles of `meddling`. Use `start` and `stop`.
 
     streams: methods that stream, by their full names.
     """
@@ -68,7 +68,7 @@ class GrpcProxy(grpc.GenericRpcHandler):
         return len(broken)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
-        """Any method there may be."""
+        """A handler for any method."""
         method = handler_call_details.method
         if method in self._methods:
             return grpc.stream_stream_rpc_method_handler(partial(self._stream, method))  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ class GrpcProxy(grpc.GenericRpcHandler):
             call.cancel()
 
     async def _send(self, requests: AsyncIterator[bytes], call: Any) -> None:
-        # Whatever ends the call is seen where its answers are read.
+        # Any end of the call is noticed where its answers are read.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
             async for request in requests:
                 await self._meddling.delay_in_stream()
@@ -117,7 +117,7 @@ class GrpcProxy(grpc.GenericRpcHandler):
 
 
 async def _unless(broken: asyncio.Future[None], reading: Any) -> Any:
-    """What is read. Raises ConnectionLostError when the stream breaks before."""
+    """The next message. Raises ConnectionLostError if the stream breaks before."""
     task = asyncio.ensure_future(reading)
     try:
         await asyncio.wait({task, broken}, return_when=asyncio.FIRST_COMPLETED)
@@ -129,7 +129,7 @@ async def _unless(broken: asyncio.Future[None], reading: Any) -> Any:
 
 
 def _metadata(context: Any) -> list[tuple[str, str | bytes]]:
-    """What the caller says beside the message, without what gRPC itself adds."""
+    """The caller's metadata without gRPC's own entries."""
     own = context.invocation_metadata() or ()
     return [(key, value) for key, value in own if not key.startswith(("grpc-", ":")) and key != "user-agent"]
 
@@ -141,12 +141,12 @@ async def _abort(context: Any, error: Exception) -> None:
 
 
 class SocketProxy:
-    """Carries bytes between a socket at `address` and the one at `target`: paths of unix sockets, or host:port."""
+    """Carries bytes between sockets at `address` and at `target`: paths of unix sockets, or host:port."""
 
     def __init__(self, address: Path | str, target: Path | str) -> None:
         self.address = address
         self._target = target
-        # Seconds that every piece takes longer.
+        # The delay of every piece in seconds.
         self.delay = 0.0
         self._cut = False
         self._carrying = asyncio.Event()
@@ -174,7 +174,7 @@ class SocketProxy:
             task.cancel()
 
     def hold(self) -> None:
-        """Carries nothing, ends of connections neither, until `mend`: as a network that is partitioned."""
+        """Carries nothing, not even ends of connections, until `mend`: like a partitioned network."""
         self._carrying.clear()
 
     def mend(self) -> None:
@@ -191,7 +191,7 @@ class SocketProxy:
             if not self._cut:
                 await self._connect(reader, writer)
         except (OSError, asyncio.CancelledError):
-            # Both ends see that it is over.
+            # Both ends see that the connection is closed.
             pass
         finally:
             self._open.discard(task)

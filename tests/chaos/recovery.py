@@ -1,4 +1,4 @@
-"""How soon requests succeed again that need what was disturbed in a fleet."""
+"""How soon requests that need the disturbed process of a fleet succeed again."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from tests.stack import metrics
 from tests.support.generation import Output, generate, greedy_request
 from tests.support.patience import patience
 
-# Until everything that needs what was disturbed must succeed.
+# The time after which everything that needs the disturbed process must succeed.
 RECOVERY_SECONDS = patience(60)
-# Of one request, after which another one tries: what a lost request costs is in the report.
+# The time limit of one request, after which another request tries; the report has the cost of a lost request.
 PROBE_SECONDS = patience(1.25)
-# Between two requests.
+# Seconds between two requests.
 LOOK_SECONDS = 0.1
 # Tokens of a prompt: some blocks.
 PROMPT, OUTPUT = 64, 2
-# Prompts that each router must find where they are before its view counts as complete, and their length: so long that
-# what an engine has to do besides does not outweigh them.
+# Number of prompts that each router must find before its view counts as complete, and their length: long enough to
+# outweigh an engine's other work.
 VIEWED, VIEWED_PROMPT = 2, 640
-# Until what has been computed is in the views.
+# Time until computed prompts are in the views.
 EVENT_SECONDS = 0.3
 _OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 100), ("grpc.enable_retries", 0)]
 
@@ -59,9 +59,9 @@ def summary(recoveries: Sequence[Recovery]) -> list[tuple[str, str, str]]:
 
 
 class Prober:
-    """Asks each part of a fleet for itself. Use it in an async with statement.
+    """Asks each part of a fleet separately. Use it in an async with statement.
 
-    expected: the output of a prompt where that is known. `faults` takes wrong answers.
+    expected: the output of a prompt, if it is known. `faults` takes wrong answers.
     """
 
     def __init__(self, stage: Stage, seed: int, expected: Callable[[list[int], int], list[int]] | None) -> None:
@@ -88,7 +88,7 @@ class Prober:
             await manager.__aexit__()
 
     async def recovered(self, target: str) -> bool:
-        """Waits until requests succeed that need a process or a way between two; whether they do in time."""
+        """Waits until requests that need a process or a way between two processes succeed; whether they do in time."""
         deadline = time.monotonic() + RECOVERY_SECONDS
         while time.monotonic() < deadline:
             with contextlib.suppress(grpc.aio.AioRpcError, OSError):
@@ -98,7 +98,7 @@ class Prober:
         return False
 
     async def _succeeds(self, target: str) -> bool:
-        """Raises AioRpcError, and OSError for metrics that are not served."""
+        """One try. Raises AioRpcError, and OSError for metrics that are not served."""
         if target == REDIS:
             return all([await self._is_stored(shard) for shard in range(SHARDS)])
         if " events of " in target:
@@ -118,11 +118,11 @@ class Prober:
         return True
 
     def prompt(self, length: int = PROMPT) -> list[int]:
-        """One that has never been asked."""
+        """A prompt that has never been sent."""
         return [self._rng.randrange(1, 300) for _ in range(length)]
 
     def stub(self, name: str) -> rpc.GenerationServiceAsyncStub:
-        """A scheduler, or a router, to be asked itself."""
+        """The stub of a scheduler or a router."""
         found: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(self._channels[name])
         return found
 
@@ -144,7 +144,7 @@ class Prober:
         return found is not None and found.ready
 
     async def _is_stored(self, shard: int) -> bool:
-        """Whether Redis has what the shard's index has: no change waits, and the rest agrees."""
+        """Whether Redis agrees with the shard's index: no change is pending, and the rest is equal."""
         address = self._stage.metrics[f"cachemgr-{shard}"]
         said = {name: value for name, _, value in await asyncio.to_thread(lambda: list(metrics(address)))}
         if not said["kvkeep_redis_up"] or said["kvkeep_redis_pending_blocks"]:

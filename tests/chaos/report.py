@@ -1,4 +1,4 @@
-"""What a run found."""
+"""The results of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOWER_SHARE = 0.95
 
 @dataclass
 class Report:
-    """Of a run; times in seconds. faults: everything that must not be; none is a pass.
+    """Results of a run; times in seconds. faults: everything that must not happen; without faults the run has passed.
 
     slow: promises about time that the run broke. A busy machine breaks such promises too: no test judges them.
     """
@@ -43,7 +43,7 @@ class Report:
     slow: list[str] = field(default_factory=list)
 
     def judge(self, deaths: Sequence[Death]) -> None:
-        """Adds a fault for each of these deaths that cost more blocks than it may, and notes slow admissions."""
+        """Adds a fault for each of these deaths that lost more blocks than allowed, and notes slow admissions."""
         for death in deaths:
             what = f"{death.name}, killed at {death.at:.1f} s"
             if death.name == "cachemgr":
@@ -57,7 +57,7 @@ class Report:
                 self._share(f"{what}: share of lower tiers' blocks restored", share, LOWER_SHARE)
 
     def note_time(self, what: str, value: float, most: float) -> None:
-        """Notes a time, or a ratio of two times, that is more than was promised."""
+        """Notes a time, or a ratio of two times, above its promise."""
         if value > most:
             self.slow.append(f"{what} is {value:.3f}, not at most {most}")
 
@@ -68,12 +68,12 @@ class Report:
             self.faults.append(f"{what} is {value:.3f}, not at least {least}")
 
     def values(self) -> dict[str, object]:
-        """For a Result."""
+        """The report's data for a Result."""
         deaths, recoveries = map(vars, self.deaths), map(vars, self.recoveries)
         return {**vars(self), "tally": vars(self.tally), "deaths": [*deaths], "recoveries": [*recoveries]}
 
     def text(self) -> str:
-        """A table with the faults behind it."""
+        """A table, and the faults after it."""
         tally = self.tally
         rows = [
             ("requests that ended", f"{tally.requests}"),
@@ -102,7 +102,7 @@ class Report:
 
 
 def streams(tally: Tally, continued: int) -> dict[str, int]:
-    """How streams ended. continued: went on at another engine; repeated: sent again, as their server was away.
+    """Endings of streams. continued: went on at another engine. repeated: sent again, as their server was away.
 
     starved: sent again until their callers gave up.
     """
@@ -120,7 +120,7 @@ def streams(tally: Tally, continued: int) -> dict[str, int]:
 
 
 def _death_rows(name: str, deaths: Sequence[Death]) -> list[tuple[str, str]]:
-    """Least, median and most of the values that are known."""
+    """Minimum, median and maximum of the known values."""
     columns: dict[str, list[float | None]] = {
         "until it serves, s": [death.back_seconds for death in deaths],
         "until an admission, s": [death.seconds_to_admission for death in deaths],

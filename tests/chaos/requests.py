@@ -15,7 +15,7 @@ from tests.support.prompts import QUESTIONS, chat, prose
 
 CALM_SECONDS = patience(60)
 CALM_CONCURRENCY = 8
-# Logits closer than this could change their order by the rounding of another batch: such outputs are not used.
+# The rounding of another batch could change the order of logits that are closer than this: such outputs are not used.
 MARGIN = 2e-3
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -48,7 +48,7 @@ class Sample:
         self.finish_reason = message.finish_reason
 
     def begins(self, whole: Sample) -> bool:
-        """Whether this is the whole output, or may still become it."""
+        """Whether this is the whole output, or a beginning of the output."""
         if self.finish_reason:
             return self == whole
         return self.token_ids == whole.token_ids[: len(self.token_ids)] and whole.text.startswith(self.text)
@@ -69,7 +69,7 @@ class Known:
 
 
 def base_requests() -> dict[str, pb.StreamGenerateRequest]:
-    """Those that depend on no other one's output."""
+    """The requests that depend on no other request's output."""
     requests: dict[str, pb.StreamGenerateRequest] = {}
     for index, question in enumerate(QUESTIONS):
         requests[f"short {index}"] = _request(chat(question), 12 + 7 * index)
@@ -103,7 +103,7 @@ async def learn(
 ) -> list[Known]:
     """Runs every request in calm and returns those whose output cannot depend on the batch.
 
-    evicting: also those with an eviction policy.
+    evicting: also requests with an eviction policy.
     """
     base = base_requests()
     if not evicting:
@@ -138,7 +138,7 @@ def _copy(request: pb.StreamGenerateRequest) -> pb.StreamGenerateRequest:
 
 
 def _word_within(text: str) -> str:
-    """A word of its second half, that is nowhere before; empty when there is none."""
+    """A word of the text's second half that does not occur before; empty if there is none."""
     words = text[len(text) // 2 :].split()[1:-1]
     return next((word for word in words if text.index(word) >= len(text) // 2), "")
 
@@ -167,5 +167,5 @@ async def _run(
 
 
 def _margins(logprobs: Iterable[pb.TokenLogprobs]) -> list[float]:
-    """How much likelier the best token was than the second, as logarithms."""
+    """The difference of log-probabilities between the best and the second best token."""
     return [one.top[0].logprob - one.top[1].logprob for one in logprobs]

@@ -1,4 +1,4 @@
-"""A run: a stage, a load, what is done to them, and what must hold at the end."""
+"""A run: a stage, a load, their disturbances, and the checks at the end."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from tests.chaos.stage import fleet as fleet_stage
 from tests.support.scheduler.fake_executor import continuation
 from tests.support.scheduler.tokenizers import byte_level_tokenizer
 
-# What starting, learning the outputs and the last checks take of the whole.
+# Seconds of the run for starting, learning the outputs and the last checks.
 RESERVE_SECONDS = 45.0
 LEAST_SECONDS = 20.0
-# The load continues in calm for so long before it ends.
+# The load continues in calm for this time before it ends.
 CALM_SECONDS = 3.0
 PROGRESS_SECONDS = 5.0
-# A disturbance's effects are over so long after it.
+# The effects of a disturbance are over after this time.
 QUIET_SECONDS = 3.0
-# What a process may take to start before the next disturbance waits for it.
+# The next disturbance waits for a process that takes longer than this to start.
 START_SECONDS = 6.0
 # Leases that end while processes are paused, and short drains; a pool that moves blocks between tiers.
 MIXED = {
@@ -54,14 +54,14 @@ FLEET = {
     "scheduler_drain_seconds": 3,
     "cachemgr_drain_seconds": 2,
     "router_drain_seconds": 3,
-    # A stub's step takes its time however many tokens it computes: prompts need not be spread over many.
+    # A stub's step takes the same time for any number of tokens: prompts need not be spread over many steps.
     "scheduler_target_itl_seconds": 0.2,
 }
 REAL = {"executor_batch_invariant": 1}
 FLEET_CLIENTS = 9
-# Between the recovery from a disturbance and the next one.
+# Seconds between the recovery from a disturbance and the next disturbance.
 ROUND_GAP_SECONDS = (0.5, 2.0)
-# Tokens of a prompt, and the most that its first token may take from a lower tier, of the time of a cold prompt.
+# Tokens of a prompt, and the most time to its first token from a lower tier, as a share of a cold prompt's time.
 CACHED_PROMPT, COLD_SHARE = 1024, 0.5
 
 Tell = Callable[[str], None]
@@ -75,13 +75,13 @@ class Run:
     load: Load
     report: Report
     tell: Tell
-    # Begin and end of all disturbances so far.
+    # Begin and end of each disturbance so far.
     disturbed: list[tuple[float, float]] = field(default_factory=list)
 
     async def perform(self, seconds: float) -> None:
-        """Performs a schedule of about so many seconds and waits until its last disturbance is over.
+        """Performs a schedule of about `seconds` and waits until its last disturbance is over.
 
-        The schedule waits for a killed process that takes long to start: a slow machine has every disturbance too.
+        The schedule waits for a killed process that takes long to start, so that slow machines have all disturbances.
         """
         schedule = schedule_of(self.report.seed, seconds)
         self.tell("\n".join(["the schedule:", *map(str, schedule)]))
@@ -96,7 +96,7 @@ class Run:
                 tasks.create_task(self._perform(one))
 
     async def _perform(self, one: Disturbance) -> float:
-        """Returns when a process was killed, or when the disturbance was over."""
+        """Returns the time when a process was killed, or when the disturbance was over."""
         self.tell(str(one))
         begin = time.monotonic()
         death = await one.perform(self.stage)
@@ -108,9 +108,9 @@ class Run:
         return end if death is None else death.at
 
     async def perform_rounds(self, prober: Prober, seconds: float) -> None:
-        """Disturbs a fleet again and again, and measures how soon it recovers; kills each role however long it takes.
+        """Disturbs a fleet again and again, and measures how soon it recovers; kills each role even after the time.
 
-        How soon is known only where one disturbance stands alone.
+        The time to recover is only known for a single disturbance.
         """
         rng, end = random.Random(f"gaps {self.report.seed}"), time.monotonic() + seconds
 
@@ -131,16 +131,16 @@ class Run:
             await asyncio.sleep(rng.uniform(*ROUND_GAP_SECONDS))
 
     def undisturbed(self, death: Death) -> bool:
-        """Whether nothing else happened around a death."""
+        """Whether no other disturbance was near a death."""
         begin, end = death.at - QUIET_SECONDS, death.at + death.back_seconds + QUIET_SECONDS
         return sum(one_begin < end and begin < one_end for one_begin, one_end in self.disturbed) <= 1
 
     async def kill_executor_in_calm(self) -> None:
-        """Nothing disturbs this death, and how soon the first token comes of prompts that only a lower tier has."""
+        """Kills the executor in calm; measures the time to first token of prompts that are only in a lower tier."""
         report, address = self.report, self.stage.stack.scheduler
         rng = random.Random(f"prompts {report.seed}")
         prompts = [[rng.randrange(1000, 40_000) for _ in range(CACHED_PROMPT)] for _ in range(9)]
-        # The later ones evict the first from the device.
+        # The later prompts evict the first prompts from the device.
         cold = await ttft_seconds(address, prompts)
         death = await kill(self.stage, "executor")
         report.deaths.append(death)
@@ -155,7 +155,7 @@ class Run:
 
 
 async def mixed(seed: int, seconds: float, tell: Tell) -> Report:
-    """Every disturbance, for about so many seconds in all."""
+    """A run with every disturbance, of about `seconds` in all."""
     length = max(LEAST_SECONDS, seconds - RESERVE_SECONDS)
     async with _running("mixed", seed, tell, proxied=True, **MIXED) as run:
         await run.perform(length)
@@ -163,9 +163,9 @@ async def mixed(seed: int, seconds: float, tell: Tell) -> Report:
 
 
 async def fleet(seed: int, seconds: float, tell: Tell, *, real: bool = False) -> Report:
-    """Every disturbance of a fleet, for about so many seconds in all.
+    """A run with every disturbance of a fleet, of about `seconds` in all.
 
-    real: with the default model, where three of it run on this machine.
+    real: with the default model, if three of them can run on this machine.
     """
     begin, report = time.monotonic(), Report("fleet", seed)
     stage = fleet_stage(seed, real=real, tell=tell, **(FLEET | (REAL if real else {})))
@@ -205,7 +205,7 @@ async def fleet(seed: int, seconds: float, tell: Tell, *, real: bool = False) ->
 
 
 async def soak(seed: int, seconds: float, tell: Tell) -> Report:
-    """Nothing but requests, for about so many seconds in all."""
+    """A run with requests only, of about `seconds` in all."""
     length = max(LEAST_SECONDS, seconds - RESERVE_SECONDS)
     async with _running("soak", seed, tell, clients=24, executor_max_tokens=6144) as run:
         await watch_memory(run.stage, run.report, tell, length)
@@ -216,7 +216,7 @@ async def soak(seed: int, seconds: float, tell: Tell) -> Report:
 async def _running(
     name: str, seed: int, tell: Tell, *, proxied: bool = False, clients: int = 12, **settings: object
 ) -> AsyncIterator[Run]:
-    """A stack under load; at the end of the block the load ends and everything is checked."""
+    """A stack under load; at the end of the with statement the load ends and everything is checked."""
     begin, report = time.monotonic(), Report(name, seed)
     stage = single(seed, proxied=proxied, tell=tell, **settings)
     async with stage, Manager(stage.stack.admin) as manager:

@@ -2,7 +2,7 @@
 
 The variables SHIFTED_MODULE and SHIFT_SECONDS name the module and the shift. Only `time.time` and `time.time_ns`
 are shifted; the monotonic clock of a machine never decreases. gRPC keeps the real clock: its C code compares deadlines
-with that one, and would take each call of a shifted process for one that is an hour too late.
+with the real clock, and would consider each call of a shifted process an hour too late.
 """
 
 import os

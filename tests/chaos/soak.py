@@ -20,10 +20,10 @@ MB = 1e6
 LOOK_SECONDS = 5.0
 # Pools, allocators and bounded histories fill up first.
 WARM_UP_SECONDS = 300.0
-# Of the time behind it, what the first and the last part are compared of.
+# The first and the last share of the time after the warm-up, which are compared.
 PART = 0.2
 GROWTH = 0.02
-# Events that the cache manager keeps, and blocks of the prompts that make them: each is stored and evicted.
+# Events that the cache manager keeps, and blocks of the prompts that cause them: each block is stored and evicted.
 EVENTS = ManagerConfig().event_history
 PROMPT_BLOCKS = 512
 CALL_SECONDS = patience(10)
@@ -44,7 +44,7 @@ def fill_history(address: str) -> None:
 
 
 async def watch_memory(stage: Stage, report: Report, tell: Callable[[str], None], seconds: float) -> None:
-    """For so long; short runs warm up for a third of their time."""
+    """Watches the memory for `seconds`; short runs warm up for a third of the time."""
     await asyncio.to_thread(fill_history, stage.stack.cachemgr)
     seen: dict[str, list[float]] = {name: [] for name in PROCESSES}
     begin = time.monotonic()
@@ -61,7 +61,7 @@ async def watch_memory(stage: Stage, report: Report, tell: Callable[[str], None]
         report.figures[f"memory of {name}, MB"] = values[-1]
         report.figures[f"change of {name}, %"] = 100 * change
         if abs(change) > GROWTH:
-            report.faults.append(f"memory of {name} changed by {change:.1%} behind the warm-up")
+            report.faults.append(f"memory of {name} changed by {change:.1%} after the warm-up")
 
 
 def change_of(values: Sequence[float]) -> float:

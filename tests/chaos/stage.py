@@ -1,4 +1,4 @@
-"""The real stack with everything that can be done to it: processes that die and start again, connections that fail."""
+"""The real stack and all its disturbances: processes that die and start again, connections that fail."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from tests.support.ports import free_address
 
 REDIS = "redis"
 PROCESSES = (*MODULES, REDIS)
-# Until a process that was started serves, or one that was asked to end has ended.
+# Time limits until a started process serves, and until a process that was asked to end has ended.
 START_SECONDS = patience(60)
 STOP_SECONDS = patience(20)
-# Between the end of a process and its next start, as a supervisor takes.
+# A supervisor's pause between the end of a process and its next start.
 RESTART_SECONDS = 0.2
 LOOK_SECONDS = 0.05
 # Blocks of the default model in float32 take 737 kB.
 HOST_BYTES, DISK_BYTES = 192 << 20, 384 << 20
-# Of a fleet.
+# Sizes of a fleet.
 ENGINES, SHARDS, ROUTERS = 3, 2, 2
 STUB, STUB_STEP_SECONDS = "tests.chaos.stub_executor", 0.05
 # 256 blocks, which take no memory.
@@ -48,20 +48,20 @@ STUB_HOST_BYTES = 512 << 20
 
 @dataclasses.dataclass
 class Absence:
-    """When a process did not serve, on the monotonic clock; how long is not known while it is away."""
+    """When a process did not serve, on the monotonic clock. The end is infinite while the process is away."""
 
     begin: float
     end: float = float("inf")
-    # When it was started again.
+    # The time of its restart.
     started: float = float("inf")
-    # Whether others knew: it was asked to end and drained.
+    # Whether the process was asked to end, so that it drained and others knew.
     asked: bool = False
 
 
 class Stage:
     """Processes, the proxies between them and a Redis of its own. Use it in an async with statement.
 
-    Make it with `single` or `fleet`. `failures` takes what no disturbance explains.
+    Make it with `single` or `fleet`. `failures` takes everything that no disturbance explains.
     """
 
     def __init__(self, stack: Stack, seed: int, tell: Callable[[str], None]) -> None:
@@ -72,13 +72,13 @@ class Stage:
         self.failures: list[str] = []
         self.names = (*stack.modules, REDIS)
         self.absences: dict[str, list[Absence]] = {name: [] for name in self.names}
-        # When each process was paused.
+        # The times of each process's pauses.
         self.pauses: dict[str, list[Absence]] = {name: [] for name in self.names}
         self._tell = tell
         folder = stack.folder
         self._redis = LocalRedis(folder / "redis-state")
         self.proxies: list[GrpcProxy] = []
-        # By name, what carries bytes: REDIS is the way of all cache managers to Redis.
+        # Byte proxies by name: REDIS is the way of all cache managers to Redis.
         self.links: dict[str, SocketProxy] = {}
         redis = f"unix://{self.link(REDIS, self._redis.url)}"
         for name in stack.modules:
@@ -86,7 +86,7 @@ class Stage:
                 stack.own.setdefault(name, {})["redis_url"] = redis
         self.memory = Path("/dev/shm", folder.name)
         self._changing = {name: asyncio.Lock() for name in self.names}
-        # By process number: how many pauses last. One may begin while another lasts.
+        # The number of present pauses by process number: a pause may begin during another pause.
         self._paused: Counter[int] = Counter()
         self._watching: asyncio.Task[None] | None = None
 
@@ -130,22 +130,22 @@ class Stage:
     # Processes
 
     def pid(self, name: str) -> int:
-        """Number of a process that is there."""
+        """Id of a running process."""
         return self._redis.pid if name == REDIS else self.stack.pid(name)
 
     def redis(self) -> Redis:
-        """A client that passes no proxy."""
+        """A client that bypasses the proxies."""
         return Redis.from_url(self._redis.url, socket_connect_timeout=patience(1), socket_timeout=patience(1))
 
     async def end(self, name: str, number: int = signal.SIGKILL) -> Absence:
-        """Sends a process a signal that ends it, and waits for that."""
+        """Sends a process a signal that ends it, and waits for its end."""
         absence = Absence(time.monotonic(), asked=number == signal.SIGTERM)
         self.absences[name].append(absence)
         os.kill(self.pid(name), number)
         deadline = absence.begin + STOP_SECONDS
         while not self._ended(name):
             if self._paused[self.pid(name)]:
-                # It gets the signal once it continues.
+                # A paused process gets the signal when it continues.
                 deadline = time.monotonic() + STOP_SECONDS
             if time.monotonic() > deadline:
                 self.failures.append(f"{name} did not end within {STOP_SECONDS:.0f} s of {signal.Signals(number).name}")
@@ -165,7 +165,7 @@ class Stage:
         absence.end = time.monotonic()
 
     async def restart(self, name: str, number: int = signal.SIGKILL, away: float = RESTART_SECONDS) -> Absence:
-        """Ends a process and starts it again after `away` seconds. One at a time for each process."""
+        """Ends a process and starts it again after `away` seconds. Each process has at most one restart at a time."""
         async with self._changing[name]:
             absence = await self.end(name, number)
             await asyncio.sleep(away)
@@ -173,7 +173,7 @@ class Stage:
             return absence
 
     async def pause(self, name: str, seconds: float) -> None:
-        """Stops a process as if the machine had forgotten it; it may be killed meanwhile."""
+        """Stops a process for some time; it may be killed in the meantime."""
         async with self._changing[name]:
             pid = self.pid(name)
             os.kill(pid, signal.SIGSTOP)
@@ -218,7 +218,7 @@ class Stage:
         return self.stack.ended(name)
 
     async def _watch(self) -> None:
-        """Nothing may end by itself; what does is started again, so that the rest can be seen, too."""
+        """No process may end by itself. A process that does is started again, so that the run can go on."""
         while True:
             for name in self.names:
                 if not self._changing[name].locked() and (how := self._ended(name)):
@@ -232,7 +232,7 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def shifted(self, name: str, seconds: float) -> AsyncIterator[None]:
-        """Within it a process starts with its wall clock shifted by so many seconds."""
+        """Within it, starts of a process have the wall clock shifted by `seconds`."""
         modules, own = self.stack.modules, self.stack.variables
         self.stack.modules = {**modules, name: "tests.chaos.shifted_clock"}
         self.stack.variables = own | {"SHIFTED_MODULE": modules[name], "SHIFT_SECONDS": str(seconds)}
@@ -244,39 +244,39 @@ class Stage:
     # Limits
 
     async def fill_redis(self, full: bool) -> None:
-        """Redis refuses writes for want of memory, or no longer."""
-        # One that is away, or paused, is another disturbance's; one that starts again has no limit.
+        """Redis refuses writes for lack of memory, or no longer does."""
+        # If Redis is away or paused, this is due to another disturbance; after a restart it has no limit.
         with contextlib.suppress(RedisError, OSError):
             async with self.redis() as redis:
                 await redis.config_set("maxmemory-policy", "noeviction")
                 await redis.config_set("maxmemory", 1 if full else 0)
 
     async def empty_redis(self) -> None:
-        """Redis loses all it has."""
-        # One that is away, or paused, is another disturbance's.
+        """Redis loses all its data."""
+        # If Redis is away or paused, this is due to another disturbance.
         with contextlib.suppress(RedisError, OSError):
             async with self.redis() as redis:
                 await redis.flushall()
 
     def limit_files(self, size: int | None, name: str = "executor") -> None:
-        """A process cannot write to files behind so many bytes, or can again."""
+        """A process cannot write to files beyond `size` bytes, or can again if `size` is None."""
         pid = self.pid(name)
         bound = resource.RLIM_INFINITY if size is None else size
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (bound, resource.RLIM_INFINITY))
 
-    # What is seen
+    # Observations
 
     def absent(self, name: str, begin: float, end: float) -> bool:
-        """Whether a process was away at any time between."""
+        """Whether a process was away at any time between `begin` and `end`."""
         return _within(self.absences[name], begin, end)
 
     def silent(self, name: str, begin: float, end: float) -> bool:
-        """Whether a process was away or paused at any time between."""
+        """Whether a process was away or paused at any time between `begin` and `end`."""
         return self.absent(name, begin, end) or _within(self.pauses[name], begin, end)
 
     def starting_for(self) -> float:
-        """Seconds since the start of the process that has taken longest to serve, of those that do not yet."""
+        """Of the processes that do not serve yet, the longest time since a start, in seconds."""
         now = time.monotonic()
         return max((now - one.started for ones in self.absences.values() for one in ones if one.end > now), default=0.0)
 
@@ -293,7 +293,7 @@ def _within(absences: Iterable[Absence], begin: float, end: float) -> bool:
 
 
 def single(seed: int, *, proxied: bool, tell: Callable[[str], None] = lambda _: None, **settings: object) -> Stage:
-    """One engine. proxied: whether messages pass through proxies."""
+    """A stage with one engine. proxied: whether messages pass through proxies."""
     metrics = {name: free_address() for name in MODULES}
     addresses: dict[str, object] = {f"{name}_metrics_address": address for name, address in metrics.items()}
     stack = Stack(**(addresses | settings))
@@ -328,9 +328,9 @@ def engines_of(shard: int) -> list[int]:
 
 
 def fleet(seed: int, *, real: bool, tell: Callable[[str], None] = lambda _: None, **settings: object) -> Stage:
-    """ENGINES engines, SHARDS shards with one Redis, and ROUTERS routers, with a proxy on each way between them.
+    """A stage with ENGINES engines, SHARDS shards with one Redis, and ROUTERS routers, and a proxy on each way.
 
-    real: with executors that run the default model. Routers follow the events of a shard on the same way.
+    real: with executors that run the default model. All routers follow the events of a shard on the same way.
     """
     stack = FleetStack(engines=ENGINES, shards=SHARDS, **settings)
     modules = {name: module for name, module in stack.modules.items() if name != "router"}
@@ -376,7 +376,7 @@ def admin_of(stack: Stack, shard: int) -> str:
 
 
 def events_link(shard: int) -> str:
-    """Name of the way from routers to a shard's events."""
+    """Name of the way from all routers to a shard's events."""
     return f"routers to events of cachemgr-{shard}"
 
 

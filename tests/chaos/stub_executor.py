@@ -1,7 +1,7 @@
-"""An executor that computes tokens from all that stands in its blocks: `python -m tests.chaos.stub_executor`.
+"""An executor that computes tokens from the contents of its blocks: `python -m tests.chaos.stub_executor`.
 
-It needs no model: a token is a hash of every token before it. What a sequence attends to is compared with what its
-blocks hold, so that a wrong block shows. A contradiction ends the session, and its log names it as a FAULT.
+It needs no model: a token is a hash of all earlier tokens. The tokens that a sequence attends to are compared with the
+contents of its blocks, so that a wrong block is noticed. A contradiction ends the session and is a FAULT in its log.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from tests.support.scheduler.fake_executor import MODEL, FakeExecutor
 
 SERVICE = "execution.v1.ExecutorService"
 FAULT = "FAULT"
-# Of a prompt token, so that routers prefer a cached prefix.
+# Time of a prompt token, so that routers prefer a cached prefix.
 TOKEN_SECONDS = 1e-4
 MAX_POSITIONS = 4096
-# Says of a slot that its contents are about to change.
+# Marks a slot whose contents are about to change.
 _NEVER = (1 << 64) - 1
 
 log = structlog.get_logger()
 
 
 class Announcement:
-    """How it registers: one pool. Lower tiers are memory of the process, and end with it."""
+    """The executor's registration, of one pool. Lower tiers are memory of the process, and end with the process."""
 
     def __init__(self, settings: StubSettings, executor: FakeExecutor) -> None:
         self._settings = settings
@@ -51,7 +51,7 @@ class Announcement:
         self.epoch = executor.epoch
 
     def request(self, *, again: bool, awaited: Collection[SlotRef]) -> kv.RegisterExecutorRequest:
-        """again: with the last write of every slot. awaited: slots that copies will write which have not begun."""
+        """again: with the last write of every slot. awaited: target slots of copies that have not begun."""
         settings, executor = self._settings, self._executor
         blocks, host, disk = map(settings.slots, (Tier.DEVICE, Tier.HOST, Tier.DISK))
         changing = {slot for tier, _, slot in awaited if tier == Tier.DEVICE} | executor.arriving
@@ -88,7 +88,7 @@ class Announcement:
 
 
 class Worker:
-    """Runs the copies that the cache manager itself asks for."""
+    """Runs the copies of the cache manager itself."""
 
     def __init__(self, executor: FakeExecutor) -> None:
         self._executor = executor
