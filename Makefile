@@ -68,7 +68,7 @@ coverage: dev ## Print the branch coverage of the cache manager and the schedule
 fuzz-manager: dev ## New random lives of the cache manager; ARGS="--seconds 3600" at night
 	@$(PY) -m tests.fuzz.cache_manager $(ARGS)
 
-chaos: dev ## Kill, pause and disturb a stack under load for ten minutes; ARGS="--fleet", "--seconds 90 --seed 2"
+chaos: dev ## Kill, pause and disturb a stack under load for ten minutes; ARGS="--fleet", "--ray", "--seconds 90 --seed 2"
 	@$(PY) -m tests.chaos $(ARGS)
 
 outages: dev ## Show what callers see while each process is paused, killed, late or full; ARGS="--only 'pause cachemgr'"
