@@ -49,7 +49,7 @@ from scheduler.frontend.model_info import ModelInfo
 from scheduler.frontend.openai.server import http_server
 from scheduler.frontend.requests import CACHE_MANAGER_SILENT, Health, RequestTable, Silences
 from scheduler.frontend.validation import RequestValidator
-from scheduler.frontend.vllm.kv_events import KvEvents
+from scheduler.frontend.vllm.gateway_events import KvEvents
 from scheduler.frontend.vllm.service import VLLM_SERVICE, VllmEngine
 from scheduler.metrics import RequestMetrics, StepTimes, Summed, VllmMetrics
 from scheduler.request import Adapter, WantedWeights

@@ -12,7 +12,7 @@ from redis.asyncio.client import Pipeline
 from cachemgr.operators.operator_journal import Entry, Kind, entry_name
 from cachemgr.persistence.consistency import Difference, compare_entries
 from cachemgr.persistence.lease_clock import StoreClocks, pin_with_end_time
-from cachemgr.persistence.loss_detection import MarkedWrites
+from cachemgr.persistence.marked_writes import MarkedWrites
 from cachemgr.persistence.pending_changes import Hash, PendingEntries
 from cachemgr.persistence.ports import Restoring, Source
 from cachemgr.persistence.records import RecordError, decode_entry, encode_entry, to_message

@@ -25,7 +25,7 @@ from cachemgr.operators.operator_journal import Kind
 from cachemgr.persistence.claims import Absences, Claim
 from cachemgr.persistence.consistency import Difference, compare_blocks
 from cachemgr.persistence.lease_clock import StoreClocks, parse_time, pin_with_remaining_time, with_end_times
-from cachemgr.persistence.loss_detection import MarkedWrites
+from cachemgr.persistence.marked_writes import MarkedWrites
 from cachemgr.persistence.operator_state import OperatorStore
 from cachemgr.persistence.pending_changes import Changes, Current, PendingChanges
 from cachemgr.persistence.ports import Restoring, Source

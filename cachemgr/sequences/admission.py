@@ -11,8 +11,8 @@ from hashlib import sha256
 from cachemgr.blocks.block import Account, Block, account_of
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.errors import SequenceTooLongError
+from cachemgr.retention.block_retention import BlockRetention
 from cachemgr.retention.bounds import check_retention
-from cachemgr.retention.plan import BlockRetention
 from cachemgr.retention.priority import REQUEST, SESSION
 from cachemgr.retention.rules import RuleBook
 from cachemgr.sequences import estimates, prefix_match

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cachemgr.blocks.block import Block, CacheScope
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.extra_keys import extend_keys, extra_bytes
-from cachemgr.retention.plan import BlockRetention
+from cachemgr.retention.block_retention import BlockRetention
 from cachemgr.sequences.copies import OpenedCopies, Ticket
 from cachemgr.sequences.token_eviction_state import TokenEvictionState, blocks_for
 from cachemgr.types import Admission, ExtraKey, Prefix, Retention, Table

@@ -22,7 +22,7 @@ from scheduler.frontend.engine_service import EngineSource
 from scheduler.frontend.grpc_service import Context, GenerationService
 from scheduler.frontend.vllm import translate
 from scheduler.frontend.vllm.answers import Answers
-from scheduler.frontend.vllm.kv_events import KvEvents, NoEventsError
+from scheduler.frontend.vllm.gateway_events import KvEvents, NoEventsError
 from scheduler.frontend.vllm.tokenizer_archive import archive
 
 VLLM_SERVICE = "vllm.grpc.engine.VllmEngine"

@@ -32,7 +32,7 @@ from protos.vllm import engine_pb2 as vllm
 from protos.vllm import engine_pb2_grpc as rpc
 from scheduler.app import Scheduler
 from scheduler.frontend.chat_template import ChatTemplate
-from scheduler.frontend.vllm import kv_events, service, translate
+from scheduler.frontend.vllm import gateway_events, service, translate
 from scheduler.settings import SchedulerSettings
 from tests.support.generation import greedy_request
 from tests.support.keyring import Keyring
@@ -573,7 +573,7 @@ async def test_a_subscription_ends_with_its_executor_and_the_next_one_begins_ane
 
 def test_the_pool_with_full_attention_is_told() -> None:
     def pool(*windows: int) -> str:
-        return kv_events.pool_id(execution_pb2.GetExecutorResponse(executor_id="e", attention_windows=windows))
+        return gateway_events.pool_id(execution_pb2.GetExecutorResponse(executor_id="e", attention_windows=windows))
 
     assert [pool(), pool(0), pool(8, 0), pool(8, 4)] == ["e/0", "e/0", "e/1", "e/0"]
 
@@ -594,7 +594,7 @@ def test_the_blocks_of_others_are_not_told() -> None:
         stored(7, 6, salt="acme"),
     ]
     for salt, told in ((None, [1]), ("acme", [2, 3])):
-        found = kv_events.Told(1, salt).of(events)
+        found = gateway_events.Told(1, salt).of(events)
         assert [token for event in found for block in event.stored.blocks for token in block.token_ids] == told
 
 
@@ -604,7 +604,7 @@ def test_a_block_that_moves_leaves_one_tier_and_comes_to_another() -> None:
         block = kv.Block(key=bytes([key]) * 32, parent_key=parent_key, tier=f"TIER_{tier}", token_ids=[key])
         return kv.Event(kind=f"EVENT_KIND_{kind}", block=block)
 
-    told = kv_events.Told(1, None)
+    told = gateway_events.Told(1, None)
     found = told.of([event("STORED", 1, "DEVICE"), event("STORED", 2, "DEVICE", 1), event("UPDATED", 1, "DEVICE")])
     assert [len(one.stored.blocks) for one in found] == [2]
     found = told.of(
