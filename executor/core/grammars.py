@@ -31,6 +31,10 @@ _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_sepa
 _OPTIONS = "x-guidance"
 # Formats of texts that the library enforces.
 _FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
+# RFC 3339 has a year 0, leap seconds, small letters and fractions without end. Most languages' types hold none of them.
+_YEAR = r"(000[1-9]|00[1-9]\d|0[1-9]\d\d|[1-9]\d{3})"
+_SECONDS = r"\d\d:\d\d:[0-5]\d(\.\d{1,9})?(Z|[+-])"
+_HELD = {"date": f"^{_YEAR}-", "time": f"^{_SECONDS}", "date-time": f"^{_YEAR}-\\d\\d-\\d\\dT{_SECONDS}"}
 # Characters of a compiler's message that an error shows.
 _MAX_CAUSE = 500
 
@@ -227,8 +231,12 @@ def _readable(schema: dict[str, Any]) -> dict[str, Any]:
     """The same without keywords that say nothing and that the library refuses, and in an order that it reads right."""
     kept = dict(schema)
     # The drafts make every format an annotation; formats that are not known have to be passed over.
-    if isinstance(kept.get("format"), str) and kept["format"] not in _FORMATS:
+    known = kept.get("format")
+    if isinstance(known, str) and known not in _FORMATS:
         del kept["format"]
+    if isinstance(known, str) and known in _HELD and not kept.keys() & {"const", "enum"}:
+        # A pattern of the schema stays beside this pattern.
+        kept["allOf"] = [*kept.get("allOf", []), {"pattern": _HELD[known]}]
     if kept.get("uniqueItems") is False:
         del kept["uniqueItems"]
     # After allOf the library would count the items that others describe.

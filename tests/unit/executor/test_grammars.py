@@ -1,10 +1,11 @@
 """Forms of outputs: which tokens a grammar allows, what cannot be compiled, and restrictions on tokens beside it."""
 
+import datetime
 import json
 import random
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -114,6 +115,57 @@ def test_a_format_that_is_known_is_kept(grammars: Grammars, format_: str) -> Non
     for matcher in (free, kept):
         matcher.take(TOKENIZER.encode('"').ids)
     assert allowed(kept)[0] < allowed(free)[0]
+
+
+@pytest.mark.parametrize(
+    ("format_", "read", "good", "bad"),
+    [
+        (
+            "date",
+            datetime.date.fromisoformat,
+            ["0001-01-31", "2026-12-01"],
+            ["0000-02-01", "2026-13-01"],
+        ),
+        (
+            "time",
+            datetime.time.fromisoformat,
+            ["20:09:27Z", "10:10:30.123456789-10:10"],
+            ["23:59:60Z", "10:10:30.0123456789Z", "20:09:27z", "10:10"],
+        ),
+        (
+            "date-time",
+            datetime.datetime.fromisoformat,
+            ["2026-12-01T20:09:27Z", "0999-01-01T00:00:00+01:00"],
+            ["0000-01-01T00:00:00Z", "2026-12-01T23:59:60Z", "2026-12-01t20:09:27Z", "2026-12-01"],
+        ),
+    ],
+)
+def test_times_are_those_that_programs_hold(
+    grammars: Grammars, format_: str, read: Callable[[str], object], good: list[str], bad: list[str]
+) -> None:
+    def takes(schema: dict[str, object], text: str) -> bool:
+        matcher = grammars.matcher(of("json_schema", schema))
+        for token_id in TOKENIZER.encode(json.dumps(text)).ids:
+            if token_id not in allowed(matcher)[0]:
+                return False
+            matcher.take([token_id])
+        return EOS in allowed(matcher)[0]
+
+    schema = {"type": "string", "format": format_}
+    assert [takes(schema, text) for text in (*good, *bad)] == [True] * len(good) + [False] * len(bad)
+    for text in good:
+        read(text)
+    luck = random.Random(format_)
+    for _ in range(20):
+        text, ended = written(grammars.matcher(of("json_schema", schema)), luck)
+        assert ended
+        read(json.loads(text))
+    # Patterns and values of the schema hold beside the format.
+    narrow = schema | {"pattern": f"^{good[0][:4]}"}
+    assert [takes(narrow, text) for text in good] == [True, False]
+    assert takes(schema | {"enum": [bad[0]]}, bad[0])
+    with pytest.raises(GrammarError):
+        grammars.matcher(of("json_schema", {"type": "string", "format": ["date"]}))
 
 
 def test_names_of_properties_and_given_values_are_no_keywords(grammars: Grammars) -> None:
