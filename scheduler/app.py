@@ -57,16 +57,17 @@ from scheduler.settings import SchedulerSettings
 
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 0.5
-# From then on health says that the cache manager does not answer; a restart of it takes less.
+# Silence after which health says that the cache manager does not answer; its restart takes less. How often it is
+# measured.
 SILENCE_SECONDS, WATCH_SECONDS = 5.0, 0.25
-# For a step and a sync to be answered at the end.
+# Time for a step and a sync to be answered at the end.
 STOP_SECONDS = 2.0
 
 log = structlog.get_logger()
 
 
 class Scheduler:
-    """The running scheduler. `failed` is set when it cannot go on, also when it never could begin."""
+    """The running scheduler. `failed` is set when it cannot go on, even if it never began."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class Scheduler:
         *,
         summed: Summed = iter,
     ) -> None:
-        """summed: adds what its front ends have counted. Raises OSError where the access log cannot be opened."""
+        """summed: adds what its front ends have counted. Raises OSError if the access log cannot be opened."""
         self._summed = summed
         self._access_log = None if settings.access_log is None else FileLog("scheduler", settings.access_log)
         self._metrics = RequestMetrics(registry)
@@ -97,7 +98,7 @@ class Scheduler:
         self._engine: generation_pb2.GetEngineResponse | None = None
         self._cache: CacheClient | None = None
         self._channel: grpc.aio.Channel | None = None
-        # For adapters and grammars: steps have a channel of their own.
+        # For adapters and grammars: steps have a separate channel.
         self._executor_channel: grpc.aio.Channel | None = None
         self._cache_task: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -105,7 +106,7 @@ class Scheduler:
 
     @property
     def services(self) -> Mapping[str, Callable[[grpc.aio.Server], None]]:
-        """The gRPC services by their full names, with what adds them to a server."""
+        """The gRPC services by their full names, each with the function that adds it to a server."""
         return {
             SERVICE: partial(generation_rpc.add_GenerationServiceServicer_to_server, self.service),
             ADMIN_SERVICE: partial(generation_rpc.add_SchedulerAdminServiceServicer_to_server, self.service.admin),
@@ -126,18 +127,18 @@ class Scheduler:
 
     @property
     def engine(self) -> generation_pb2.GetEngineResponse:
-        """What routers need to know of it. Raises NotReadyError until `start` has ended."""
+        """What routers need to know of this engine. Raises NotReadyError until `start` has ended."""
         if self._engine is None:
             raise NotReadyError("the scheduler still waits for the executor and the cache manager", retry_after=1.0)
         return self._engine
 
     async def start(self) -> None:
-        """Waits for the executor and the cache manager, however long, and serves; returns also when it `failed`."""
+        """Waits for the executor and the cache manager, however long, and serves; returns even if it `failed`."""
         settings, epoch = self._settings, time.time_ns()
         self._channel = open_channel(settings.cachemgr_address, settings.security)
         manager: kvcache_rpc.CacheManagerServiceAsyncStub = kvcache_rpc.CacheManagerServiceStub(self._channel)
         executor, model = await _describe_executor(settings, partial(_introduce, manager, settings.scheduler_id, epoch))
-        # The executor refuses older epochs for as long as it lives; the clock may have gone back meanwhile.
+        # The executor refuses older epochs for as long as it lives; the clock may have been set back meanwhile.
         epoch = max(epoch, executor.scheduler_epoch + 1)
         queue, adapters = WaitingQueue(), AdapterTable(map(Adapter.of, executor.adapters), executor.max_adapters)
         self._executor_channel = open_channel(settings.executor_address, settings.security)
@@ -240,7 +241,7 @@ class Scheduler:
             await self._requests.drain(self._settings.drain_seconds)
 
     async def stop(self, seconds: float = STOP_SECONDS) -> None:
-        """Ends everything that `start` began; the neighbours get so many seconds to answer calls in flight."""
+        """Ends everything that `start` began; the neighbours get `seconds` to answer calls in flight."""
         if self._watching is not None:
             self._watching.cancel()
         if self._thread is not None:
@@ -274,12 +275,12 @@ class Scheduler:
         self.failed.set()
 
     async def _watch_neighbours(self, requests: RequestTable, cache: CacheClient) -> None:
-        """Health says when the cache manager does not answer: new requests then wait. Routers hear of it sooner."""
+        """Reports in health when the cache manager does not answer: new requests then wait. Routers know earlier."""
         silence = 0.0
         while True:
             begun = time.monotonic()
             await asyncio.sleep(WATCH_SECONDS)
-            # When this process itself stood still, nobody was silent.
+            # While this process itself was stalled, nobody was silent.
             silence = min(cache.silence, silence + min(time.monotonic() - begun, 2 * WATCH_SECONDS))
             requests.silences = Silences(self.times.executor_silence, silence)
             self._metrics.manager_silence.set(silence)
@@ -333,7 +334,7 @@ async def _first(*events: asyncio.Event) -> None:
 
 
 async def _introduce(manager: "kvcache_rpc.CacheManagerServiceAsyncStub", scheduler_id: str, epoch: int) -> None:
-    """Registers the scheduler: before that the cache manager gives no executor its recovered blocks."""
+    """Registers the scheduler: before this, the cache manager gives no executor its recovered blocks."""
     message = kvcache_pb2.RegisterSchedulerRequest(scheduler_id=scheduler_id, scheduler_epoch=epoch)
     with contextlib.suppress(grpc.aio.AioRpcError):
         await manager.RegisterScheduler(message, timeout=CALL_SECONDS)
@@ -342,7 +343,7 @@ async def _introduce(manager: "kvcache_rpc.CacheManagerServiceAsyncStub", schedu
 async def _describe_executor(
     settings: SchedulerSettings, introduce: Callable[[], Awaitable[None]]
 ) -> tuple[execution_pb2.GetExecutorResponse, execution_pb2.GetModelResponse]:
-    """Waits until the executor serves, which may itself wait for a scheduler; returns itself and its model."""
+    """Waits until the executor serves, which may itself wait for a scheduler; returns the executor and its model."""
     address = settings.executor_address
     async with open_channel(address, settings.security) as channel:
         stub: execution_rpc.ExecutorServiceAsyncStub = execution_rpc.ExecutorServiceStub(channel)
@@ -352,14 +353,14 @@ async def _describe_executor(
             try:
                 health = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=CALL_SECONDS)
                 if health.status == health_pb2.HealthCheckResponse.SERVING:
-                    # In this order: a model that another process answers with differs from this digest, which the
-                    # step loop sees when it opens its session.
+                    # In this order: if another process answers the second call, its model differs from this digest,
+                    # which the step loop notices when it opens its session.
                     return (
                         await stub.GetExecutor(execution_pb2.GetExecutorRequest(), timeout=CALL_SECONDS),
                         await stub.GetModel(execution_pb2.GetModelRequest(), timeout=CALL_SECONDS),
                     )
                 cause = "it is not serving yet"
-                # Each time: it may be another manager by then.
+                # Each time: the manager may have been replaced by then.
                 await introduce()
             except grpc.aio.AioRpcError as error:
                 cause = str(from_rpc_error(error))

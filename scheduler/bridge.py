@@ -1,6 +1,6 @@
 """What passes between front end, step loop and cache client: commands in, updates out, attempts that wait for blocks.
 
-The step loop runs on a thread of its own, the other two on the asyncio loop.
+The step loop runs on a separate thread, the other two on the asyncio loop.
 """
 
 import queue
@@ -19,7 +19,7 @@ from scheduler.sequence import Copy, Progress, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A sequence has its blocks. From here on the step loop owns it."""
+    """A sequence has its blocks. From now on the step loop owns it."""
 
     sequence: Sequence
     # Session with the executor in which the blocks were requested.
@@ -43,33 +43,33 @@ class SyncAnswer:
     missing_blocks: int
     released: Seq[int]
     trimmed: Seq[int]
-    # Handles that moved to their private blocks, and handles with the private blocks they are given and the adaptive
-    # window that these are for.
+    # Handles that moved to their private blocks. Then, by handle, the private blocks given and the adaptive window that
+    # they are for.
     relocated: Seq[int] = ()
     private_blocks: Seq[tuple[int, list[int], int]] = ()
-    # The longest adaptive windows that sequences may have from now on, and the handles that the sync named for theirs.
+    # The longest adaptive windows that sequences may have from now on, and the handles for which the sync asked.
     windows: Mapping[int, int] = field(default_factory=dict)
     asked_windows: Collection[int] = ()
-    # Copies that empty or fill the slots above, and the session with the executor that these belong to.
+    # Copies that empty or fill the slots above, and the session with the executor that the slots belong to.
     copies: Seq[Copy] = ()
     session: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ManagerLost:
-    """The cache manager forgot every sequence: the loop gives all up and reports `all_given_up`."""
+    """The cache manager forgot every sequence: the loop gives up all of them and reports `all_given_up`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ManagerFound:
-    """The scheduler has registered with a process of the cache manager: later sequences have their blocks from it."""
+    """The scheduler has registered with a cache manager's process: later sequences have their blocks from it."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class SessionEnded:
-    """A session with the executor is over: a loop that sleeps checks whether it was the open one."""
+    """A session with the executor is over: a sleeping loop checks whether it was the open session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class CommandQueue:
                 return commands
 
     def wait(self, seconds: float | None = None) -> list[Command]:
-        """Blocks until there is a command, for at most so many seconds; returns all queued ones."""
+        """Blocks until there is a command, for at most `seconds`; returns all queued commands."""
         try:
             first = self._queue.get(timeout=seconds)
         except queue.Empty:
@@ -120,26 +120,26 @@ class TokenMeta:
     logprobs: execution_pb2.TokenLogprobs | None = None
 
 
-# A new token: its request's arrival, its id, and what most tokens lack. Plain, for there are very many.
+# A new token: its request's arrival, its id, and what only few tokens have. A plain tuple, for there are very many.
 Output = tuple[int, int, TokenMeta | None]
 
 
 @dataclass(slots=True)
 class RequestUpdates:
-    """What answered steps mean for requests, named by their arrival. Published once per step at most."""
+    """What answered steps mean for requests, which are named by their arrival. Published at most once per step."""
 
     # Answered steps.
     steps: int = field(default=0, compare=False)
     outputs: list[Output] = field(default_factory=list)
-    # Arrival, and log-probabilities of tokens of its prompt.
+    # Arrival, and log-probabilities of prompt tokens.
     prompt_logprobs: list[tuple[int, Seq[execution_pb2.TokenLogprobs]]] = field(default_factory=list)
     started: list[int] = field(default_factory=list)
-    # Arrival, evicted tokens, and the share of the scores that was kept, of each eviction.
+    # For each eviction: arrival, evicted tokens, and the share of the scores that was kept.
     evicted: list[tuple[int, int, float]] = field(default_factory=list)
-    # The most tokens that each arrival with a policy has kept at once.
+    # By arrival with a policy: the most tokens that it has kept at once.
     most_kept: dict[int, int] = field(default_factory=dict, compare=False)
     preempted: list[int] = field(default_factory=list)
-    # Drafted tokens that were computed, and those of them that were accepted.
+    # Drafted tokens that were computed, and how many of them were accepted.
     drafted: int = 0
     accepted: int = 0
     # Arrival, and the tokens that came from host memory and from disk.
@@ -147,20 +147,20 @@ class RequestUpdates:
     # Arrivals whose onloads came too late.
     late: list[int] = field(default_factory=list)
     retried: list[AdmissionAttempt] = field(default_factory=list)
-    # Arrivals over which the executor fails: these are not admitted again.
+    # Arrivals that make the executor fail: these are not admitted again.
     given_up: list[int] = field(default_factory=list)
     # Arrivals that were aborted at their engine.
     aborted: list[int] = field(default_factory=list)
     # Whether the executor answers in time; None when that has not changed.
     executor_answers: bool | None = None
-    # What is other than before at the executor with which a session was opened.
+    # Differences between the adapters of the executor with which a session was opened and those before.
     adapters: list[AdapterChange] = field(default_factory=list)
-    # Time of its publication, in seconds of the monotonic clock.
+    # Time of publication, in seconds of the monotonic clock.
     at: float = field(default=0.0, compare=False)
 
 
 class CopySpeed(NamedTuple):
-    """Recent durations, in seconds: a block's way to the device, and a prompt token. None: not measured."""
+    """Recent durations, in seconds: of a block's copy to the device, and of a prompt token. None: not measured."""
 
     host_block: float | None = None
     disk_block: float | None = None
@@ -178,15 +178,15 @@ class CacheUpdate:
     cancelled_tickets: list[int] = field(default_factory=list)
     # The capacity that a sequence keeps, in tokens.
     trimmed: dict[int, int] = field(default_factory=dict)
-    # Sequences that skip steps for want of blocks, with their computed tokens.
+    # Sequences that skip steps for lack of blocks, with their computed tokens.
     starving: dict[int, int] = field(default_factory=dict)
-    # Sequences that need private blocks to evict tokens; whether they ask for the first time.
+    # Sequences that need private blocks to evict tokens, with whether they ask for the first time.
     evicting: dict[int, bool] = field(default_factory=dict)
-    # The adaptive windows that these ask for.
+    # The adaptive windows that the evicting sequences ask for.
     evicting_windows: dict[int, int] = field(default_factory=dict)
     # Adaptive windows that sequences ask for, or that have become shorter.
     windows: dict[int, int] = field(default_factory=dict)
-    # Sequences that have moved to theirs, with the tokens that were computed before.
+    # Sequences that have moved to their private blocks, with the tokens that were computed before.
     relocated: dict[int, int] = field(default_factory=dict)
     # None when no copy has ended.
     speed: CopySpeed | None = None
@@ -196,12 +196,12 @@ class CacheUpdate:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether there is news for the cache manager. A sequence that still needs blocks is none."""
+        """Whether there is news for the cache manager. A sequence that still needs blocks is no news."""
         news = self.progress or self.released or self.trimmed or self.cancelled_tickets or self.relocated
         return bool(news or self.windows) or any(self.evicting.values())
 
     def merge(self, update: "CacheUpdate") -> None:
-        """Adds what a later update has for the cache manager."""
+        """Adds a later update's news for the cache manager."""
         self.step = max(self.step, update.step)
         for handle, progress in update.progress.items():
             mine = self.progress.setdefault(handle, Progress(0))
@@ -239,24 +239,24 @@ class Admission:
     has_onloads: bool
     receipts: Seq[common.RetentionReceipt]
     hint_answers: Seq[common.HintAnswer]
-    # As the cache manager resolved it; None when no token is evicted.
+    # As the cache manager resolved it; None if no token is evicted.
     eviction_policy: common.EvictionPolicy | None
     # Tokens of the prompt that the request is to compute for the cache.
     written_tokens: int = 0
-    # The first missing block; None when none is missing, or the request did not ask.
+    # The first missing block; None if no block is missing, or the request did not ask.
     miss: common.PrefixMiss | None = None
-    # Made already where the engine has compared the request.
+    # Set already if the engine has compared the request.
     diagnosis: generation_pb2.CacheDiagnosis | None = None
 
 
 class AdmissionListener(Protocol):
-    """Receives what became of admission attempts, on the asyncio loop."""
+    """Receives the outcomes of admission attempts, on the asyncio loop."""
 
     def admitted(self, attempt: AdmissionAttempt, admission: Admission) -> None:
         """The attempt has its blocks."""
 
     def refused(self, attempt: AdmissionAttempt, error: ServiceError, *, was_taken: bool = True) -> None:
-        """No attempt of this request will ever have blocks. was_taken: False where an engine did not even queue it."""
+        """No attempt of this request will ever have blocks. was_taken: False if an engine did not even queue it."""
 
 
 class AdmissionQueue(Protocol):
@@ -271,4 +271,4 @@ class AdmissionQueue(Protocol):
         """Queues an attempt by rank."""
 
     def remove(self, arrival: int) -> bool:
-        """Removes a request; False when it does not wait."""
+        """Removes a request; returns False if it does not wait."""

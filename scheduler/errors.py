@@ -21,7 +21,7 @@ class AdapterLeavesError(ServiceError):
 
 
 class AdapterLostError(ServiceError):
-    """The executor has started again, and has the adapter of the request no more."""
+    """The executor has restarted and no longer has the adapter of the request."""
 
     reason = "ADAPTER_LOST"
 
@@ -67,7 +67,7 @@ class NotReadyError(ServiceError):
 
 
 class DrainingError(ServiceError):
-    """The scheduler is about to stop, or an operator drains it."""
+    """The scheduler is about to stop, or an operator is draining it."""
 
     reason = "DRAINING"
 
@@ -137,9 +137,9 @@ class UnusableModelError(Exception):
 
 
 class ExecutorLostError(Exception):
-    """The session with the executor is over; steps in flight get no answer.
+    """The session with the executor is over; steps in flight will not be answered.
 
-    is_planned: the executor ended it for an operator, and takes the next one at once.
+    is_planned: the executor ended the session for an operator, and accepts the next session at once.
     """
 
     def __init__(self, message: str, *, is_planned: bool = False) -> None:
@@ -159,6 +159,6 @@ class SchedulerReplacedError(Exception):
     """A scheduler of the same name has registered with a newer epoch: only a new process can go on."""
 
     def __init__(self, message: str, newest_epoch: int) -> None:
-        """newest_epoch: that of the other scheduler, 0 where it is not known."""
+        """newest_epoch: the other scheduler's epoch, 0 if it is not known."""
         super().__init__(message)
         self.newest_epoch = newest_epoch

@@ -1,4 +1,4 @@
-"""Front ends in processes of their own: starts them, runs their requests, and starts them again when they end."""
+"""Front ends in separate processes: starts them, runs their requests, and restarts them when they end."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ from scheduler.frontend.openai.server import SETTING
 from scheduler.frontend.pipe import Frame, Pipe
 from scheduler.settings import SchedulerSettings
 
-# One front end for so many cores, up to so many. Below that its work takes more from the executor and from the step
+# Cores for each front end, and most front ends. With fewer cores, a front end takes more from the executor and the step
 # loop than it gives: `make bench-http-frontends`.
 CORES_FOR_EACH, MOST_CHOSEN = 4, 4
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 # As uvicorn's.
 BACKLOG = 2048
-# Before a front end is started again, in seconds: twice as long each time, unless the one before served so long.
+# Pause before a front end is restarted, in seconds, at first and at most: it doubles each time, unless the previous
+# front end served for LONG_SECONDS.
 RESTART_SECONDS, LONGEST_RESTART_SECONDS, LONG_SECONDS = 0.2, 5.0, 30.0
-# For a front end to end by itself once it is told to; beyond that it is killed.
+# Time for a front end to end by itself once it is told to; after that it is killed.
 END_SECONDS, HURRIED_SECONDS = 8.0, 2.0
-# What front ends count and the scheduler does not: it sees neither HTTP nor the ends of outputs.
+# What only front ends count: the scheduler sees neither HTTP nor the ends of outputs.
 _COUNTED_THERE = frozenset(
     {
         "kvkeep_http_requests",
@@ -56,7 +57,7 @@ log = structlog.get_logger()
 
 
 def available_cores() -> float:
-    """Cores that this process may use: those it is bound to, less what its control group withholds."""
+    """Returns how many cores this process may use: those it is bound to, limited by its control group's quota."""
     cores = float(len(os.sched_getaffinity(0)))
     with contextlib.suppress(OSError, ValueError):
         quota, period = map(float, _QUOTA.read_text().split())
@@ -65,7 +66,7 @@ def available_cores() -> float:
 
 
 def front_ends(settings: SchedulerSettings, cores: float) -> int:
-    """How many front ends to start; 0 serves HTTP in this process."""
+    """Returns how many front ends to start; 0 serves HTTP in this process."""
     if not settings.http_address:
         return 0
     if settings.frontends != "auto":
@@ -74,11 +75,11 @@ def front_ends(settings: SchedulerSettings, cores: float) -> int:
 
 
 class FrontEndMetrics(Collector):
-    """The metrics of a registry with what the front ends have counted, those that have ended among them."""
+    """The metrics of a registry with what the front ends have counted, including those that have ended."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._own = registry
-        # Front ends count in files here, and miss nothing when they are killed.
+        # Front ends count in files here, so that nothing is lost when they are killed.
         self._folder = tempfile.TemporaryDirectory(prefix="kvkeep-frontends-", ignore_cleanup_errors=True)
         self.folder = Path(self._folder.name)
         self.serving = Gauge("kvkeep_scheduler_frontends", "Front ends that serve HTTP.", registry=registry)
@@ -89,13 +90,13 @@ class FrontEndMetrics(Collector):
         return self.summed(self._own.collect())
 
     def summed(self, families: Iterable[Metric]) -> Iterator[Metric]:
-        """These families of the scheduler's with the front ends' values added."""
+        """Returns the scheduler's metric families with the front ends' values added."""
         theirs = {family.name: family for family in MultiProcessCollector(None, str(self.folder)).collect()}  # type: ignore[no-untyped-call]
         for family in families:
             yield _sum(family, theirs[family.name]) if family.name in _COUNTED_THERE & theirs.keys() else family
 
     def ended(self, pid: int) -> None:
-        """A front end serves nothing any more; what it has counted stays."""
+        """Notes that a front end has ended; what it has counted stays."""
         mark_process_dead(pid, str(self.folder))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
@@ -114,7 +115,7 @@ def _sum(ours: Metric, theirs: Metric) -> Metric:
 
 
 class FrontEnds:
-    """Several processes on one port. Each has a socket of its own, which stays open while it is started again."""
+    """Several processes on one port. Each has a separate socket, which stays open while the process is restarted."""
 
     def __init__(
         self,
@@ -125,7 +126,7 @@ class FrontEnds:
         metrics: FrontEndMetrics,
         environ: Mapping[str, str],
     ) -> None:
-        """ready: set once the scheduler serves. environ: of the processes, with the settings."""
+        """ready: set once the scheduler serves. environ: the environment of the processes, with the settings."""
         self.address = settings.http_address
         self._count = count
         self._settings = settings
@@ -146,7 +147,7 @@ class FrontEnds:
         )
         self.address = f"{self.address.rpartition(':')[0]}:{self._listeners[0].getsockname()[1]}"
         for listener in self._listeners:
-            # Callers wait, also while the process is away.
+            # Callers wait, even while the process is away.
             listener.listen(BACKLOG)
         self._tasks = [asyncio.create_task(self._keep(number)) for number in range(self._count)]
 
@@ -170,7 +171,7 @@ class FrontEnds:
         await asyncio.to_thread(self._metrics.close)
 
     async def _keep(self, number: int) -> None:
-        """Runs a front end, again and again."""
+        """Runs a front end and restarts it whenever it ends."""
         pause = RESTART_SECONDS
         while True:
             started = time.monotonic()
@@ -179,7 +180,7 @@ class FrontEnds:
             except OSError as error:
                 cause = f"cannot be started: {error.strerror}"
             except Exception as error:
-                # Whatever it is, requests need a front end.
+                # Whatever the error is, requests need a front end.
                 log.exception("a front end failed", number=number)
                 cause = f"the scheduler met an error of its own: {type(error).__name__}"
             if self._stopping.is_set():
@@ -193,7 +194,7 @@ class FrontEnds:
             pause = min(2 * pause, LONGEST_RESTART_SECONDS)
 
     async def _run(self, number: int) -> str:
-        """Runs a front end until it ends; how it did."""
+        """Runs a front end until it ends; returns how it ended."""
         process, connected = self._spawn(number)
         self._processes[number] = process
         pipe = await Pipe.over(connected)
@@ -263,7 +264,7 @@ class FrontEnds:
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Waits for the end of a process that has closed its pipe; its status."""
+    """Waits for the end of a process that has closed its pipe; returns its status."""
     until = time.monotonic() + HURRIED_SECONDS
     while (status := process.poll()) is None:
         if time.monotonic() > until:
@@ -273,7 +274,7 @@ async def _ended(process: subprocess.Popen[bytes]) -> int:
 
 
 class _Peer:
-    """A front end as the other end of a session."""
+    """The front end at the other end of a session."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe

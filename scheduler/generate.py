@@ -55,7 +55,7 @@ def generate(
 
 
 def run(address: str, request: pb.StreamGenerateRequest, timeout: float, security: Security = PLAIN) -> int:
-    """Streams one answer, or shows each of several when it is whole; returns the exit status."""
+    """Streams a single answer, or shows each of several answers when it is complete; returns the exit status."""
     started = time.monotonic()
     first, received, usage = None, 0, pb.Usage()
     texts = [""] * request.n
@@ -95,7 +95,7 @@ def run(address: str, request: pb.StreamGenerateRequest, timeout: float, securit
 
 
 def summary(usage: pb.Usage, started: float, first: float, ended: float) -> str:
-    """One line: tokens, time to first token and speed of all answers together, as seen by the client."""
+    """Returns one line: tokens, time to first token and speed of all answers together, as seen by the client."""
     behind = usage.output_tokens - 1
     speed = f"{behind / (ended - first):.1f}" if behind > 0 and ended > first else "-"
     tiers = {"host memory": usage.host_tokens, "disk": usage.disk_tokens}
@@ -108,7 +108,7 @@ def summary(usage: pb.Usage, started: float, first: float, ended: float) -> str:
 
 
 def explain(error: RemoteError, address: str, received: int) -> str:
-    """One line for people. received: tokens that came before."""
+    """Describes an error for people, in one line. received: tokens that came before it."""
     if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
         if received:
             return f"error: the connection broke after {received} tokens"
@@ -119,7 +119,7 @@ def explain(error: RemoteError, address: str, received: int) -> str:
 
 
 def main() -> None:
-    """Runs the command; a reader that closes its end, as `| head` does, is no error."""
+    """Runs the command; a reader that closes its end of the pipe, as `| head` does, is no error."""
     try:
         app()
     except BrokenPipeError:

@@ -18,7 +18,7 @@ _STEP_BUCKETS = (1e-5, 3e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-
 _LATENCY_BUCKETS = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
-# Adds what other processes have counted under the same names.
+# A function that adds what other processes have counted under the same names.
 Summed = Callable[[Iterable[Metric]], Iterator[Metric]]
 
 
@@ -28,7 +28,7 @@ class StepTiming:
 
     planning: float = 0.0
     sending: float = 0.0
-    # Time in which no live sequence could compute for want of blocks.
+    # Time in which no live sequence could compute for lack of blocks.
     waiting_for_cachemgr: float = 0.0
     waiting_for_executor: float = 0.0
     # Idle time of the device before the step, as reported by the executor.
@@ -36,11 +36,11 @@ class StepTiming:
 
 
 class StepLoad(NamedTuple):
-    """What the running batch still has to compute, and how fast the device is. Seconds; None: not measured.
+    """What the running batch still has to compute, and how fast the device is. Times in seconds; None: not measured.
 
-    prefill_tokens: prompt tokens that running sequences still have to compute. step: of a step that only decodes.
-    prompt_token: of a prompt token in a prefill, with what is computed beside it. host_block, disk_block: of a block's
-    way to the device. sequence: what one more sequence adds to a step that only decodes.
+    prefill_tokens: prompt tokens that running sequences still have to compute. step: time of a step that only decodes.
+    prompt_token: time of a prompt token in a prefill, with all that its step computes besides. host_block, disk_block:
+    time of a block's copy to the device. sequence: time that one more sequence adds to a step that only decodes.
     """
 
     prefill_tokens: int = 0
@@ -57,9 +57,9 @@ class StepTimes:
     def __init__(self, registry: CollectorRegistry = REGISTRY, kept: int = 4096) -> None:
         self.last: deque[StepTiming] = deque(maxlen=kept)
         self.steps = 0
-        # As of the last step; replaced whole, so that any thread may read it.
+        # As of the last step; always replaced as a whole, so that any thread may read it.
         self.load = StepLoad()
-        # Seconds for which the executor has not answered, beyond what its steps take. From any thread.
+        # Seconds for which the executor has not answered, beyond what its steps take. Any thread may read it.
         self.executor_silence = 0.0
 
         def histogram(name: str, text: str) -> Histogram:
@@ -91,7 +91,7 @@ class InterTokenHistogram(Collector):
         registry.register(self)
 
     def observe(self, seconds: float, times: int) -> None:
-        """Counts a latency, in seconds, so many times."""
+        """Counts a latency, in seconds, `times` times."""
         self._counts[bisect_left(_LATENCY_BUCKETS, seconds)] += times
         self._sum += seconds * times
 
@@ -151,7 +151,7 @@ class RequestMetrics:
 
 
 class VllmMetrics(Collector):
-    """Some of the metrics under the names and labels that vLLM gives them, for dashboards and routers that exist."""
+    """Some of the metrics under the names and labels that vLLM gives them, for existing dashboards and routers."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class VllmMetrics(Collector):
         adapters_in_use: Callable[[], tuple[Sequence[str], Sequence[str]]],
         summed: Summed = iter,
     ) -> None:
-        """adapters_in_use: names of the adapters of running requests, and of waiting ones, from any thread."""
+        """adapters_in_use: returns the adapters' names of running and of waiting requests; called from any thread."""
         self._max_adapters = max_adapters
         self._adapters_in_use = adapters_in_use
         self._summed = summed
@@ -207,7 +207,7 @@ class VllmMetrics(Collector):
         info = GaugeMetricFamily("vllm:cache_config_info", "Configuration of the cache.", labels=list(config))
         info.add_metric(list(config.values()), 1)
         yield info
-        # Endpoint pickers report an error for a scrape without it. They take the sample with the largest value, a time.
+        # Endpoint pickers report an error if a scrape lacks it. They take the sample with the largest value (a time).
         running, waiting = self._adapters_in_use()
         labels = {
             "max_lora": str(self._max_adapters),

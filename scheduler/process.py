@@ -20,15 +20,15 @@ from scheduler.errors import UnusableModelError
 from scheduler.frontends import FrontEndMetrics, FrontEnds, available_cores, front_ends
 from scheduler.settings import SchedulerSettings
 
-# How long a thread may keep the GIL, in seconds: a tenth of Python's default. The step loop has little to do in each
-# step, and must not wait while another thread writes to callers.
+# How long a thread may keep the GIL, in seconds: a tenth of Python's default. The step loop has little to do per step,
+# but must not wait while another thread writes to callers.
 SWITCH_SECONDS = 0.0005
 
 log = structlog.get_logger()
 
 
 async def serve(settings: SchedulerSettings, environ: Mapping[str, str]) -> int:
-    """Serves until a signal; returns the exit status. environ: of its front ends."""
+    """Serves until a signal; returns the exit status. environ: the environment of its front ends."""
     sys.setswitchinterval(SWITCH_SECONDS)
     count = front_ends(settings, available_cores())
     counted = FrontEndMetrics(REGISTRY) if count else None

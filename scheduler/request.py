@@ -1,4 +1,4 @@
-"""A request as accepted: immutable. Its progress is a Sequence (step loop) and a Generation (output)."""
+"""An accepted request, which is immutable. Its progress is kept by a Sequence (step loop) and a Generation (output)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from protos.execution.v1 import execution_pb2
 from protos.kvcache.v1 import kvcache_pb2
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 
-# The executor may be lost so often in a row over one request before the scheduler gives the request up: twice in
-# company, and then alone. An unrelated crash does not strike a request so often; one that the request causes costs
+# Losses of the executor in a row during one request after which the scheduler gives the request up: two with other
+# requests, then one alone. Unrelated crashes do not hit a request that often; a crash that the request causes costs
 # every sequence its blocks.
 MAX_FAILURES = 3
 
 
 class Tier(enum.IntEnum):
-    """Where a block's bytes live; the numbers are those of both protocols."""
+    """Where a block's bytes live; the numbers equal those of both protocols."""
 
     DEVICE = 1
     HOST = 2
@@ -34,7 +34,7 @@ class Account(NamedTuple):
 
 
 class WantedWeights(NamedTuple):
-    """The weights that requests are to be computed with. pending: version of those that the executor is loading."""
+    """The weights that requests are to be computed with. pending: version of weights that the executor is loading."""
 
     version: str
     path: str
@@ -42,7 +42,7 @@ class WantedWeights(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """A loaded adapter by its name. adapter_id: of its content. path: of its folder, as the executor was given it."""
+    """A loaded adapter. adapter_id: identifies its content. path: its folder, as given to the executor."""
 
     name: str
     adapter_id: int
@@ -58,14 +58,14 @@ class Adapter(NamedTuple):
 
 
 class AdapterChange(NamedTuple):
-    """An executor that has started again has another adapter under a name, or none, or one that is new."""
+    """A restarted executor has a different adapter under a name, or none, or a new one."""
 
     before: Adapter | None
     now: Adapter | None
 
 
 class PromptParts(NamedTuple):
-    """Digests of what a prompt was rendered from, besides its messages; 0 for nothing."""
+    """Digests of what a prompt was rendered from, besides its messages; 0 if there was nothing."""
 
     tools: int = 0
     system: int = 0
@@ -96,11 +96,11 @@ class CacheOptions:
 
     @property
     def accounts(self) -> tuple[Account, Account]:
-        """The accounts that may own its blocks: the tenant's, or the salt's where the tenant has no quota."""
+        """The accounts that may own its blocks: the tenant's, or the salt's if the tenant has no quota."""
         return Account(self.tenant_id, None), Account(self.tenant_id, self.salt)
 
     def account(self, full: kvcache_pb2.QuotaAccount) -> Account:
-        """The account that the cache manager names."""
+        """Returns the account that the cache manager names."""
         return self.accounts[full.WhichOneof("account") == "salt"]
 
 
@@ -108,8 +108,7 @@ class CacheOptions:
 class ToolUse:
     """How an output may call tools, by their names.
 
-    is_required: the output is nothing but calls, of one tool where `name` says which. single: it ends behind its first
-    call.
+    is_required: the output is nothing but calls; `name` limits them to one tool. single: it ends after its first call.
     """
 
     names: frozenset[str] = frozenset()
@@ -122,8 +121,8 @@ class ToolUse:
 class Request:
     """One sample of an accepted generation; most have only one. Samples share a request_id and nothing that changes.
 
-    Token ids are packed as 32-bit numbers from the validation on. `arrival` names and orders requests, `arrived_at` is
-    in seconds of the monotonic clock. `onload_timeout`: seconds that it waits for onloads.
+    Token ids are packed as 32-bit numbers from validation on. `arrival` names and orders requests, `arrived_at` is in
+    seconds of the monotonic clock. `onload_timeout` is how many seconds it waits for onloads.
     """
 
     request_id: str
@@ -134,7 +133,7 @@ class Request:
     arrived_at: float
     onload_timeout: float = math.inf
     stop: tuple[str, ...] = ()
-    # Whether the text has what ends it, and special tokens.
+    # Whether the text includes the stop string or token that ends it, and whether it includes special tokens.
     include_stop_text: bool = False
     keep_special_tokens: bool = False
     tools: ToolUse = ToolUse()
@@ -145,16 +144,16 @@ class Request:
     sample_index: int = 0
     # W3C trace context of the scheduler's span; empty for none.
     traceparent: str = ""
-    # Of its prompt, as a router knows it.
+    # Cached tokens of its prompt, as a router expects them.
     expected_cached_tokens: int = 0
-    # Id of the caller's request that it is a part of, where that is another one than request_id.
+    # Id of the caller's request that this one is a part of, if it differs from request_id.
     part_of: str = ""
-    # X-Request-Id of its call; empty for none.
+    # X-Request-Id of its call; empty if there was none.
     header_id: str = ""
-    # Its prompt is only computed: the token that this samples is nobody's.
+    # Whether only its prompt matters: the token that it samples goes to nobody.
     is_prewarm: bool = False
-    # For comparisons with later requests: of its prompt, and the id by which they name its response, empty where it is
-    # not kept.
+    # For comparisons with later requests: the parts of its prompt, and the id by which later requests name its
+    # response, empty if the request is not kept.
     parts: PromptParts = NO_PARTS
     response_id: str = ""
 
@@ -170,12 +169,12 @@ class Request:
 
     @property
     def adapter_id(self) -> int | None:
-        """In the keys of its blocks; None for the model alone."""
+        """The adapter's id in the keys of its blocks; None for the model alone."""
         return None if self.adapter is None else self.adapter.adapter_id
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Sorts requests: higher priority first, then order of arrival."""
+        """The sort key of requests: higher priority first, then order of arrival."""
         return (-self.priority, self.arrival)
 
 
@@ -187,24 +186,24 @@ class AdmissionAttempt:
     token_ids: array[int]
     # Counted from 0.
     number: int = 0
-    # Handle of the sequence to fork from while that one is live; 0 for none.
+    # Handle of the sequence to fork from while that sequence is live; 0 for none.
     parent: int = 0
-    # Blocks of lower tiers came too late for the attempt before, or not at all.
+    # The lowest tier to take blocks from: blocks of lower tiers came too late for the previous attempt, or not at all.
     lowest_tier: Tier = Tier.DISK
-    # Whether the attempt before was preempted.
+    # Whether the previous attempt was preempted.
     preempted: bool = False
-    # Attempts in a row in which the executor was lost over it and no token came.
+    # Attempts in a row during which the executor was lost, possibly because of the request, and no token came.
     failures: int = 0
 
     def sequence_id(self, scheduler: str) -> str:
-        """Key of this attempt at the cache manager; a reused request_id gets another one.
+        """Returns this attempt's key at the cache manager, which differs even if a request_id is reused.
 
-        scheduler: differs between schedulers. A request that continues on another engine keeps its id, and the
-        sequences of the engine that died are at the manager until their lease ends.
+        scheduler: differs between schedulers. A request that continues on another engine keeps its id, while the
+        sequences of the dead engine stay at the manager until their lease ends.
         """
         return f"{self.request.caller_id}#{scheduler}.{self.request.arrival}.{self.number}"
 
 
 def caller_id_of(sequence_id: str) -> str:
-    """The `caller_id` of the request whose attempt has this key at the cache manager."""
+    """Returns the `caller_id` of the request whose attempt has this key at the cache manager."""
     return sequence_id.rpartition("#")[0]

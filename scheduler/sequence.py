@@ -1,4 +1,4 @@
-"""One attempt to run a request: its tokens, its blocks, and how far the sent steps take it."""
+"""One attempt to run a request: its tokens, its blocks, and its progress through the sent steps."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from protos.kvcommon.eviction import Policy
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from scheduler.request import AdmissionAttempt, Request, Tier
 
-# A decoding sequence runs out of blocks soon when they hold so many more tokens: a few steps more than a sync takes.
+# A decoding sequence is low on blocks if they hold at most this many more tokens: a few steps more than a sync takes.
 SOON = 8
-# Tokens that drafts leave to the steps sent behind theirs before it is answered: one for each that may be in flight, so
-# that drafts never keep a sequence from a step that it would have without them.
+# Tokens that drafts leave to the steps sent before the step with the drafts is answered: one for each step that may be
+# in flight. So drafts never keep a sequence from a step that it would have had without them.
 _PLAIN_STEPS = 3
-# So many tokens before its first eviction, a decoding sequence asks for private blocks: more than a sync takes.
+# Tokens before its first eviction at which a decoding sequence asks for private blocks: more than a sync takes.
 ASK_AHEAD = 32
 
 
@@ -29,7 +29,7 @@ class LeaveReason(enum.Enum):
     FINISHED = enum.auto()
     CANCELLED = enum.auto()
     PREEMPTED = enum.auto()
-    # Its promised prefix will not come, or another process lost its blocks.
+    # The promised prefix will not come, or another process lost the sequence's blocks.
     RESTARTED = enum.auto()
 
     @property
@@ -40,7 +40,7 @@ class LeaveReason(enum.Enum):
 
 @dataclass(slots=True)
 class Progress:
-    """The computed tokens of a sequence, and the ids it has sampled since the last report."""
+    """The computed tokens of a sequence, and the ids sampled since the last report."""
 
     computed: int
     token_ids: array[int] = field(default_factory=partial(array, "I"))
@@ -61,7 +61,7 @@ class Copy:
 
     @property
     def is_onload(self) -> bool:
-        """Whether it brings a block from a lower tier to the device."""
+        """Whether it copies a block from a lower tier to the device."""
         return self.source_tier != Tier.DEVICE == self.target_tier
 
     @property
@@ -75,8 +75,8 @@ class Eviction:
     """Token eviction of one sequence, as of all sent steps unless a field says otherwise.
 
     message: the policy as the cache manager resolved it, for the executor. prompt: tokens of the request's prompt.
-    private_blocks: slots that the sequence moves to with its first eviction; empty when it stays where it is, None
-    until the cache manager has answered.
+    private_blocks: slots that the sequence moves to with its first eviction; empty if it keeps its present slots,
+    None until the cache manager has answered.
     """
 
     policy: Policy
@@ -89,11 +89,12 @@ class Eviction:
     relocating: bool = False
     # Whether the cache manager has confirmed the move.
     relocation_synced: bool = False
-    # With an adaptive window: the longest that the cache manager grants, and what the attention asked for last.
+    # With an adaptive window: the longest window that the cache manager grants, and the window that the attention
+    # asked for last.
     granted_window: int = 0
     wanted_window: int | None = None
-    # Whether a step looks for the latter, whether the next step has to announce another window, and whether the cache
-    # manager has to answer to one.
+    # Whether a step determines the wanted window, whether the next step must announce a changed window, and whether the
+    # cache manager has yet to answer.
     looking: bool = False
     window_unsent: bool = False
     window_unanswered: bool = False
@@ -112,9 +113,9 @@ class Eviction:
         return self.policy.bounds is not None
 
     def wants_window(self, tokens: int) -> bool:
-        """Takes what the attention asks for; returns whether the cache manager is to be asked for it now."""
+        """Takes the window that the attention asks for; returns whether to ask the cache manager for it now."""
         self.looking, self.wanted_window = False, tokens
-        # While one is taken back, or the manager has yet to answer, none is asked for.
+        # While a window is taken back, or the manager has yet to answer, no window is asked for.
         may_ask = self.has_evicted and not self.window_unanswered and self.policy.window <= self.granted_window
         if not may_ask or tokens <= self.granted_window:
             return False
@@ -122,10 +123,10 @@ class Eviction:
         return True
 
     def choose_window(self, *, is_due: bool) -> bool:
-        """Takes the window for the next eviction; False when it has to wait for a step or for the cache manager.
+        """Chooses the window for the next eviction; returns False to wait for a step or for the cache manager.
 
-        It never waits for blocks: without more of them the window stays. is_due: whether the policy evicts now. A
-        window that is taken back becomes shorter at once.
+        The choice never waits for blocks: without more blocks, the window stays. A window that is taken back becomes
+        shorter at once. is_due: whether the policy evicts now.
         """
         if not is_due:
             if self.has_evicted and not self.window_unanswered and self.granted_window < self.policy.window:
@@ -143,32 +144,32 @@ class Eviction:
         self.policy = self.policy.with_window(tokens)
         self.window_unsent = True
         if tokens < before:
-            # What is behind it is given back once no step uses it.
+            # Blocks beyond the window are given back once no step uses them.
             self.granted_window, self.window_unanswered = tokens, True
 
     def evict(self, tokens: int, computed: int) -> None:
-        """An answered step evicted so many tokens, after `computed` tokens and before its own."""
+        """Takes the tokens that an answered step evicted, after `computed` tokens and before computing its own."""
         self.keep(computed)
         self.evicted += tokens
 
     def keep(self, computed: int) -> int:
-        """The most tokens kept at once, now that so many are computed."""
+        """Updates and returns the most tokens kept at once, now that `computed` tokens are computed."""
         self.most = max(self.most, computed - self.evicted)
         return self.most
 
     def bound(self, kept: int, planned: int) -> float:
-        """The number of planned tokens with which the policy decides again."""
+        """Returns the number of planned tokens at which the policy decides again."""
         if self.kept_after(kept, planned) < kept:
             return planned
         more = self.policy.room(kept, planned, self.prompt)
         return math.inf if more is None else planned + more
 
     def kept_after(self, kept: int, planned: int) -> int:
-        """Tokens that stay when the sequence computes more."""
+        """Returns how many tokens stay when the sequence computes more."""
         return self.policy.kept_after(kept, planned, self.prompt)
 
     def needs_private_blocks(self, planned: int, last: int) -> bool:
-        """Whether it is time to ask for private blocks. last: tokens that are computed when the request ends."""
+        """Returns whether it is time to ask for private blocks. last: tokens computed when the request ends."""
         first = self.policy.first_eviction(self.prompt)
         if self.has_evicted or self.private_blocks is not None or first is None or first >= last:
             return False
@@ -192,11 +193,11 @@ class Sequence:
 
     While steps with drafts are in flight, planned and known are upper bounds: as if every draft were accepted.
 
-    Of the planned tokens, `evicted` have lost their slots; the others fill as many slots of the block tables. With
-    `capacity` planned tokens the tables are full, or the sequence has to evict.
+    Of the planned tokens, `evicted` have lost their slots; each of the others fills a slot of the block tables. With
+    `capacity` planned tokens, the tables are full, or the sequence has to evict.
 
-    `known` counts sampled tokens in flight too; `token_ids` holds only answered ones. The step loop's thread owns
-    every sequence from its admission on. Values that every step reads are kept, not computed.
+    `known` also counts sampled tokens in flight; `token_ids` holds only answered tokens. The step loop's thread owns
+    every sequence from its admission on. Values that every step reads are stored, not computed.
     """
 
     attempt: AdmissionAttempt
@@ -209,10 +210,10 @@ class Sequence:
     # Handle of the sequence that still computes cached blocks of this one; 0 for none.
     wait_for: int = 0
     copies: tuple[Copy, ...] = ()
-    # How long its onloads are waited for, in seconds of the monotonic clock.
+    # Until when it waits for its onloads, in seconds of the monotonic clock.
     onload_deadline: float = math.inf
     eviction: Eviction | None = None
-    # Cached tokens behind its own, for drafts.
+    # Cached tokens that follow its own, for drafts.
     continuation: Seq[int] = ()
 
     request: Request = field(init=False)
@@ -221,13 +222,13 @@ class Sequence:
     computed: int = field(init=False)
     planned: int = field(init=False)
     known: int = field(init=False)
-    # Known tokens after which no step samples any more.
+    # Number of known tokens from which on no step samples any more.
     limit: int = field(init=False)
     evicted: int = field(init=False, default=0)
     capacity: int = field(init=False, default=0)
     # With more planned tokens, the sequence runs out of blocks soon.
     low_capacity_at: float = field(init=False, default=0)
-    # Tickets of onloads that have not ended: before that the sequence computes nothing.
+    # Tickets of onloads that have not ended: until they have, the sequence computes nothing.
     pending_onloads: set[int] = field(init=False)
     # The lowest tier that the next attempt may use.
     retry_tier: Tier = field(init=False, default=Tier.DISK)
@@ -240,11 +241,11 @@ class Sequence:
     last_step: int = field(init=False, default=0)
     # Time of the attempt's first token, in seconds of the monotonic clock.
     first_token_at: float = field(init=False, default=math.inf)
-    # Blocks per table that the executor has, and the tokens that fit into them; only blocks behind these are spare.
+    # Blocks per table that the executor has, and the tokens that fit into them; only later blocks are spare.
     sent_blocks: int = field(init=False, default=0)
     sent_tokens: int = field(init=False, default=0)
     trim_unanswered: bool = field(init=False, default=False)
-    # Drafted tokens that the executor takes to be worth their computation in its next step.
+    # Drafted tokens that the executor considers worth computing in its next step.
     drafts: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -259,7 +260,7 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Known tokens not yet planned; 1 means that the sequence decodes."""
+        """Known tokens that are not yet planned; 1 means that the sequence decodes."""
         return self.known - self.planned
 
     def advance(self, count: int, step: int) -> bool:
@@ -274,24 +275,24 @@ class Sequence:
 
     @property
     def most_drafts(self) -> int:
-        """Drafts that it may have in a step that decodes it: those that fit."""
+        """Most drafts that fit in a step that decodes the sequence."""
         left = min(self.capacity - self.planned, self.limit - self.known)
         return min(self.drafts, left - 1 - _PLAIN_STEPS)
 
     def send(self, blocks: int) -> None:
-        """The executor has so many blocks of every table."""
+        """Notes that the executor has `blocks` blocks of every table."""
         self.sent_blocks = blocks
         self.sent_tokens = blocks * self.block_size + self.evicted
 
     def extend(self, group: int, slots: list[int]) -> None:
         """Appends slots to a layer group's table."""
-        # Slots allocated before the cache manager knew of the move belong to the table before it.
+        # Slots allocated before the cache manager knew of the move belong to the earlier table.
         if self.eviction is None or self.eviction.relocation_synced == self.eviction.has_evicted:
             self.tables[group] += slots
             self._update_capacity()
 
     def evict_tokens(self) -> bool:
-        """Evicts as the policy says before more is planned; returns whether the sequence waits for private blocks.
+        """Evicts as the policy says before more is planned; returns whether the sequence must wait for private blocks.
 
         The executor evicts by the same rule before it computes the sequence's next tokens.
         """
@@ -318,7 +319,7 @@ class Sequence:
         return False
 
     def _fit_table(self, eviction: Eviction) -> None:
-        """The table ends with the slots that the policy uses at most, or a longer window that is granted."""
+        """Cuts the table to the slots that the policy uses at most, or to those of a longer granted window."""
         most = eviction.policy.most_kept
         assert most is not None
         if eviction.adapts:
@@ -328,7 +329,7 @@ class Sequence:
             self.send(len(self.tables[0]))
 
     def _relocate(self, eviction: Eviction) -> None:
-        """Moves to the private blocks, or to the first of its own blocks where these are private."""
+        """Moves to the private blocks, or to the first of the sequence's own blocks if these are private."""
         eviction.has_evicted = eviction.relocating = True
         if eviction.private_blocks:
             self.tables = [list(eviction.private_blocks)]
@@ -337,9 +338,9 @@ class Sequence:
             self._fit_table(eviction)
 
     def align_to_score_window(self, count: int) -> int:
-        """So many tokens or fewer, so that one step computes all queries whose attention the policy pools.
+        """Returns `count` or fewer tokens, so that one step computes all queries whose attention the policy pools.
 
-        Other sequences' use of the token budget must not change the scores.
+        The use of the token budget by other sequences must not change the scores.
         """
         if self.eviction is None or not self.eviction.policy.score_window:
             return count
@@ -348,11 +349,11 @@ class Sequence:
         return first - self.planned if self.planned < first < self.planned + count < prompt else count
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold that many tokens, without the evicted ones."""
+        """Returns how many blocks hold `tokens` tokens, without the evicted ones."""
         return -(-(tokens - self.evicted) // self.block_size)
 
     def first_spare_block(self) -> int:
-        """Index of the first block that is neither at the executor nor needed within two tokens."""
+        """Returns the index of the first block that is neither at the executor nor needed within two tokens."""
         return max(self.sent_blocks, self.blocks_for(self.known + 2))
 
     def trim(self) -> int:
@@ -365,17 +366,17 @@ class Sequence:
         return keep * self.block_size
 
     def take_progress(self) -> Progress:
-        """Progress since the last call."""
+        """Returns the progress since the last call."""
         start, self.synced, self.synced_tokens = self.synced_tokens, self.computed, len(self.token_ids)
         return Progress(self.computed, self.token_ids[start:])
 
     @property
     def shareable_tokens(self) -> int:
-        """Leading tokens whose blocks stay valid once it is released: none while an onload is pending."""
+        """Leading tokens whose blocks stay valid after the sequence's release: none while an onload is pending."""
         return 0 if self.pending_onloads else self.computed
 
     def onloaded_tokens(self, tier: Tier) -> int:
-        """Tokens that its copies bring from a tier, in the layer group that gets most."""
+        """Returns how many tokens its copies bring from a tier, for the layer group that gets the most."""
         tokens = [0] * len(self.tables)
         for copy in self.copies:
             if copy.source_tier == tier and copy.is_onload:
@@ -384,7 +385,7 @@ class Sequence:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the executor may fail because of it: it did so more than once, and no token came since."""
+        """Whether the executor may fail because of it: the executor failed more than once, and no token came since."""
         return self.failures > 1 and not self.has_new_tokens
 
     @property
@@ -392,7 +393,7 @@ class Sequence:
         return len(self.token_ids) > len(self.attempt.token_ids)
 
     def dump(self) -> dict[str, Any]:
-        """Its numbers, for a log."""
+        """Returns the sequence's numbers, for a log."""
         numbers = {name: getattr(self, name) for name in _DUMPED}
         return numbers | {
             "attempt": self.attempt.number,
@@ -401,7 +402,7 @@ class Sequence:
         }
 
     def next_attempt(self) -> AdmissionAttempt:
-        """The request with all tokens it has, for another admission."""
+        """Returns the request with all its tokens so far, for another admission."""
         return AdmissionAttempt(
             self.request,
             self.token_ids,

@@ -11,7 +11,7 @@ from protos.rpc.settings import MetricsAddress, ProcessSettings
 
 MOST_FRONT_ENDS = 64
 MAX_NAME_BYTES = 256
-# In which forms models write; a router has the same settings.
+# Forms in which models write; a router has the same settings.
 ToolCallForm = Annotated[
     Literal["auto", "hermes", "llama3_json", "pythonic", "mistral", "none"],
     Field(
@@ -77,7 +77,7 @@ class HttpSettings(ProcessSettings):
     @field_validator("http_allowed_origins")
     @classmethod
     def _check_origins(cls, origins: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        # Absent when they are at fault themselves.
+        # These settings are absent if they are invalid themselves.
         if "*" in origins and not info.data.get("insecure", True) and info.data.get("tokens_file") is None:
             raise ValueError(
                 "* lets every web page that is open on this machine use the model: name the pages' origins, "

@@ -36,19 +36,19 @@ from scheduler.sequence import Eviction, Sequence
 CALL_SECONDS = 5.0
 FIRST_BACKOFF = 0.05
 LONGEST_BACKOFF = 0.1
-# Blocks become free also by other events (copies end, other schedulers release): poll while a sequence needs some.
+# Other events free blocks, too (copies end, other schedulers release blocks): poll while a sequence needs some.
 POLL_SECONDS = 0.05
 RETRY_REFUSED_SECONDS = 0.25
-# Admissions in one call, and tokens in all of them: a few milliseconds of the manager's time.
+# Most admissions in one call, and most tokens in all of them: a few milliseconds of the manager's time.
 MAX_ADMISSIONS = 32
 MAX_ADMITTED_TOKENS = 32_768
-# Tokens behind a prompt that are asked for, where they are cached: sequences draft from them.
+# Cached tokens after a prompt that are asked for: sequences draft from them.
 MAX_CONTINUATION = 2048
 
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-# Reasons that concern all requests: the manager does not know this scheduler any more.
+# Reasons that concern all requests: the manager no longer knows this scheduler.
 _FORGOTTEN = ("UNKNOWN_SCHEDULER", "STALE_SCHEDULER", "MANAGER_RESTARTED")
-# The reason that stays after another registration with a newer epoch.
+# The reason that remains after this scheduler registers again with a newer epoch.
 _REPLACED = "STALE_SCHEDULER"
 _NO_EXECUTOR = "EXECUTOR"
 _LOWEST_TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST, Tier.DISK: pb.TIER_UNSPECIFIED}
@@ -83,13 +83,13 @@ class CacheClient:
         self._listener = listener
         self._metrics = metrics
         self._scheduler_id = scheduler_id
-        # In the keys of its sequences.
+        # Part of its sequences' keys.
         self._tag = hashlib.blake2b(scheduler_id.encode(), digest_size=4).hexdigest()
         self._scheduler_epoch = scheduler_epoch
         self._executor_id = executor_id
         self._block_size = block_size
         self._max_running = max_running
-        # Whether the executor can use what may follow a prompt.
+        # Whether the executor can use the tokens that may follow a prompt.
         self._drafts = drafts
         self._manager_epoch = 0
         self._sync_number = 0
@@ -104,28 +104,28 @@ class CacheClient:
         self._reported = asyncio.Event()
         self._reported.set()
         self.registered = asyncio.Event()
-        # Start of the call without an answer, with all its repetitions.
+        # Time of the first attempt of the unanswered call.
         self._asked_at: float | None = None
         self._lease = 1.0
         self._synced_at = 0.0
         self._missing_blocks = 0
         self._free_blocks = 0
-        # The attempt that the manager has no blocks for, the time of its answer, and the free blocks then.
+        # The attempt that the manager had no blocks for, the time of the answer, and the number of free blocks then.
         self._refused: AdmissionAttempt | None = None
         self._refused_at = 0.0
         self._free_at_refusal = 0
-        # Accounts with an exhausted quota, as far as the manager reported them since this time.
+        # Accounts whose quota the manager has reported as exhausted since `_full_since`.
         self._full: set[Account] = set()
         self._full_since = 0.0
         self._tier_costs = TierCosts(block_size)
 
     @property
     def silence(self) -> float:
-        """Seconds for which the manager has not answered; 0 when no call waits for it."""
+        """Seconds for which the manager has not answered; 0 if no call is in flight."""
         return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     def receive(self, update: CacheUpdate) -> None:
-        """Takes what answered steps brought, for the next sync."""
+        """Takes the news of answered steps, for the next sync."""
         if update.session is not None:
             self._session = update.session
         if update.speed is not None:
@@ -147,7 +147,7 @@ class CacheClient:
         await self._reported.wait()
 
     async def run(self) -> None:
-        """Serves for ever; waits for a manager that is away or starts again. Raises SchedulerReplacedError."""
+        """Serves forever; waits while the manager is away or restarts. Raises SchedulerReplacedError."""
         while True:
             await self._register()
             self.registered.set()
@@ -159,14 +159,14 @@ class CacheClient:
             await self._give_up()
 
     async def _register(self) -> None:
-        # A newer epoch than any before: the manager frees the older one's blocks, and syncs count from 1 again.
+        # With a newer epoch, the manager frees the blocks of the older epoch, and syncs count from 1 again.
         self._scheduler_epoch += 1
         try:
             answer = await self._ask_to_register()
         except SchedulerReplacedError as error:
             if self.registered.is_set() or error.newest_epoch < self._scheduler_epoch:
                 raise
-            # A process that starts is the newest, also where the clock of its epoch was set back.
+            # A starting process is the newest, even if the clock that its epoch comes from was set back.
             self._scheduler_epoch = error.newest_epoch + 1
             answer = await self._ask_to_register()
         self._manager_epoch = answer.manager_epoch
@@ -181,7 +181,7 @@ class CacheClient:
         return await self._call(self._stub.RegisterScheduler, message)
 
     async def _give_up(self) -> None:
-        """Has the step loop give all sequences up: they have lost their blocks."""
+        """Makes the step loop give up all sequences: they have lost their blocks."""
         self._lost = True
         self._given_up.clear()
         self._commands.put(ManagerLost())
@@ -219,7 +219,7 @@ class CacheClient:
         return self._synced_at + (min(POLL_SECONDS, self._lease / 3) if wanting else self._lease / 3)
 
     def _next_attempts(self) -> list[AdmissionAttempt]:
-        """The attempts to admit now, in one call. Running sequences that need blocks come first."""
+        """Returns the attempts to admit now, in one call. Running sequences that need blocks take precedence."""
         if self._session <= 0 or len(self._live) >= self._max_running or self._missing_blocks:
             return []
         now = time.monotonic()
@@ -263,7 +263,7 @@ class CacheClient:
             self._forget_refusals()
         if not self._update.is_urgent:
             self._reported.set()
-        # An answer without blocks counts, too: no sequence has missing blocks any more.
+        # An answer without blocks counts, too: it may say that no sequence misses blocks any more.
         self._commands.put(sync_answer(update, answer, session))
 
     async def _admit(self, attempts: Seq[AdmissionAttempt]) -> None:
@@ -288,7 +288,7 @@ class CacheClient:
             self._answered(attempt, answer, session)
 
     async def _ask_for_blocks(self, attempts: Seq[AdmissionAttempt]) -> Seq[pb.AdmitSequenceResponse]:
-        """The answers for the first attempts. A sample with a parent is alone, and shares the parent's blocks."""
+        """Returns the first attempts' answers. A sample with a parent comes alone, and shares the parent's blocks."""
         if attempts[0].parent and (forked := await self._fork(attempts[0])):
             return [forked]
         message = pb.AdmitSequencesRequest(admissions=map(self._admission, attempts))
@@ -321,11 +321,11 @@ class CacheClient:
             )
             self._listener.admitted(attempt, admission)
         else:
-            # Its caller left meanwhile; sequences that share its blocks must see the admission and the end.
+            # Its caller has left meanwhile; sequences that share its blocks must see both the admission and the end.
             self._commands.put(Cancel(attempt.request.arrival))
 
     async def _fork(self, attempt: AdmissionAttempt) -> pb.AdmitSequenceResponse | None:
-        """Shares the parent's blocks. None when that is impossible: then the attempt is admitted like any other."""
+        """Shares the parent's blocks. Returns None if this is impossible: the attempt is then admitted as usual."""
         if attempt.parent in self._update.progress:
             # Only blocks that the manager knows to be computed are shared.
             await self._sync()
@@ -415,13 +415,13 @@ class CacheClient:
 
 
 def _named(miss: common.PrefixMiss) -> common.PrefixMiss:
-    """With the request's name instead of its sequence's."""
+    """Returns the miss with the request's name instead of its sequence's."""
     miss.for_id = caller_id_of(miss.for_id)
     return miss
 
 
 def _sequence(attempt: AdmissionAttempt, answer: pb.AdmitSequenceResponse, block_size: int) -> Sequence:
-    """The sequence of an admitted attempt."""
+    """Builds the sequence of an admitted attempt."""
     eviction = None
     if answer.HasField("eviction_policy"):
         # The manager has checked that the model supports it.

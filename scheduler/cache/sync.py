@@ -1,4 +1,4 @@
-"""The sync with the cache manager: what its next request reports, and what its answer means to the step loop."""
+"""Syncs with the cache manager: what a request reports, and what its answer means to the step loop."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ from scheduler.sequence import Copy, Progress
 def sync_request(
     update: CacheUpdate, scheduler_id: str, scheduler_epoch: int, manager_epoch: int, number: int
 ) -> pb.SyncSequencesRequest:
-    """The request that reports an update, in columns."""
+    """Builds the request that reports an update, in columns."""
     message = pb.SyncSequencesRequest(
         scheduler_id=scheduler_id,
         scheduler_epoch=scheduler_epoch,
@@ -42,13 +42,13 @@ def sync_request(
 
 
 def sync_answer(update: CacheUpdate, answer: pb.SyncSequencesResponse, session: int) -> SyncAnswer:
-    """The answer to an update's request. session: the one with the executor in which it was sent."""
+    """Converts the answer to an update's request. session: with the executor, when the request was sent."""
     slots = cut(answer.extended_slots, answer.extended_counts)
     extensions = zip(answer.extended_handles, answer.extended_groups, map(list, slots), strict=True)
     tables = cut(answer.evicting_slots, answer.evicting_counts)
     return SyncAnswer(
         list(extensions),
-        # A live sequence that the manager does not know, as after its executor was lost, has no blocks either.
+        # A live sequence that the manager does not know (after its executor was lost, say) has no blocks either.
         [*answer.void_handles, *answer.unknown_handles],
         answer.missing_blocks,
         update.released,
@@ -63,7 +63,7 @@ def sync_answer(update: CacheUpdate, answer: pb.SyncSequencesResponse, session: 
 
 
 def copies(transfers: Iterable[pb.Transfer]) -> tuple[Copy, ...]:
-    """The copies that an answer asks for, in its order."""
+    """Returns the copies that an answer asks for, in its order."""
     return tuple(
         Copy(t.ticket, t.group, t.source_slot, t.target_slot, _tier(t.source_tier), _tier(t.target_tier), t.num_tokens)
         for t in transfers

@@ -3,7 +3,7 @@
 from scheduler.bridge import CopySpeed
 from scheduler.request import Tier
 
-# A tier that was too slow is tried again when no copy has been measured for so long.
+# A tier that was too slow is tried again if no copy has been measured for this long.
 RETRY_SECONDS = 30.0
 
 
@@ -14,11 +14,11 @@ class TierCosts:
         """block_size: in tokens."""
         self._block_size = block_size
         self._prompt_token: float | None = None
-        # Seconds per block, and the time since which they are so.
+        # Seconds per block, and the time of their last change.
         self._blocks: dict[Tier, tuple[float, float]] = {}
 
     def observe(self, speed: CopySpeed, now: float) -> None:
-        """Copies have ended, at `now` in seconds of the monotonic clock."""
+        """Takes the times of ended copies, at `now` in seconds of the monotonic clock."""
         self._prompt_token = speed.prompt_token or self._prompt_token
         for tier, seconds in ((Tier.HOST, speed.host_block), (Tier.DISK, speed.disk_block)):
             # An average that has not moved is no new measurement.
@@ -26,7 +26,7 @@ class TierCosts:
                 self._blocks[tier] = seconds, now
 
     def lowest_tier(self, now: float) -> Tier:
-        """The lowest tier whose blocks come sooner than they are computed; a tier without measurement is tried."""
+        """Returns the lowest tier that delivers blocks faster than they are computed; an unmeasured tier is tried."""
         if self._is_slow(Tier.HOST, now):
             return Tier.DEVICE
         return Tier.HOST if self._is_slow(Tier.DISK, now) else Tier.DISK

@@ -1,4 +1,4 @@
-"""Requests that wait for blocks, in the order in which they get them."""
+"""Requests that wait for blocks, in the order in which they will get blocks."""
 
 import asyncio
 import bisect
@@ -22,7 +22,7 @@ class WaitingQueue:
         return len(self._attempts)
 
     def first(self, count: int, full: Set[Account] = frozenset()) -> list[AdmissionAttempt]:
-        """The next `count` attempts in order, without those of accounts that are `full`."""
+        """Returns the next `count` attempts in order, without those of accounts that are `full`."""
         if not full:
             return self._attempts[:count]
         return list(islice((item for item in self._attempts if full.isdisjoint(item.request.cache.accounts)), count))

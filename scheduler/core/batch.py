@@ -1,4 +1,4 @@
-"""The running batch: the live sequences and every change of their state. Owned by the step loop's thread."""
+"""The running batch: the live sequences and every change of their state. The step loop's thread owns it."""
 
 import bisect
 from collections import Counter
@@ -14,8 +14,8 @@ from scheduler.errors import ExecutorLostError
 from scheduler.request import MAX_FAILURES, Tier
 from scheduler.sequence import Eviction, LeaveReason, Sequence
 
-# Progress that is not urgent is reported once in so many steps: the cache manager allocates ahead, and a call per step
-# would cost more than all its other work.
+# Steps between reports of progress that is not urgent: the cache manager allocates ahead, and a call per step would
+# cost it more than all its other work.
 GATHER_STEPS = 8
 _NO_UPDATES, _NO_CACHE_UPDATE = RequestUpdates(), CacheUpdate()
 
@@ -41,17 +41,17 @@ class RunningBatch:
         self._by_arrival: dict[int, Sequence] = {}
         # Sequences with an eviction policy.
         self._evicting: dict[int, tuple[Sequence, Eviction]] = {}
-        # Sequences that the executor was lost over.
+        # Sequences that may be why the executor was lost.
         self._suspects: dict[int, Sequence] = {}
         self._answered = 0
-        # Tokens whose blocks released sequences leave to others, until the cache manager knows of the release.
+        # Tokens whose blocks released sequences leave to other sequences, until the cache manager knows of the release.
         self._released: dict[int, int] = {}
-        # Handles whose preemption or trim is not answered: only then more blocks are reclaimed.
+        # Handles whose preemption or trim is not answered: until it is, no more blocks are reclaimed.
         self._pending_reclaims: set[int] = set()
         self._trimmed_last = False
-        # Sequences that leave and that a step in flight may touch.
+        # Sequences that leave but that a step in flight may still touch.
         self._leaving: list[Sequence] = []
-        # By the handle whose blocks they wait for.
+        # Waiting sequences, by the handle of the sequence whose blocks they wait for.
         self._followers: dict[int, list[Sequence]] = {}
         # The step up to which all progress is reported, and whether the next report is urgent.
         self._reported_step = 0
@@ -64,13 +64,13 @@ class RunningBatch:
 
     @property
     def prefill_tokens(self) -> int:
-        """Prompt tokens that are still to be computed."""
+        """Prompt tokens that have yet to be computed."""
         return sum(sequence.remaining for sequence in self.ranked if sequence.remaining > 1)
 
     def take_updates(self, *, everything: bool = True) -> tuple[RequestUpdates | None, CacheUpdate | None]:
-        """The updates since the last call, None for an empty one.
+        """Returns the updates since the last call, None for an empty update.
 
-        everything: with the progress of all sequences, which else comes with other news or every GATHER_STEPS.
+        everything: includes all sequences' progress, which otherwise comes with other news or every GATHER_STEPS.
         """
         urgent = everything or self._urgent or self.cache_update != _NO_CACHE_UPDATE
         if urgent or self._answered >= self._reported_step + GATHER_STEPS:
@@ -90,7 +90,7 @@ class RunningBatch:
             self.cache_update.progress[sequence.handle] = sequence.take_progress()
 
     def admit(self, sequence: Sequence, *, valid: bool = True) -> None:
-        """Adds an admitted sequence. valid: whether its blocks are; else it is admitted again."""
+        """Adds an admitted sequence. valid: whether its blocks are valid; otherwise the sequence is admitted again."""
         self._by_handle[sequence.handle] = sequence
         self._by_arrival[sequence.request.arrival] = sequence
         if sequence.eviction is not None:
@@ -110,13 +110,13 @@ class RunningBatch:
             self.leave(sequence, LeaveReason.RESTARTED)
 
     def cancel(self, arrival: int) -> None:
-        """Drops a request; unknown ones have ended."""
+        """Drops a request; an unknown request has already ended."""
         sequence = self._by_arrival.get(arrival)
         if sequence is not None:
             self.leave(sequence, LeaveReason.CANCELLED)
 
     def apply(self, answer: SyncAnswer, *, valid: bool = True) -> None:
-        """Applies a sync's answer. valid: whether its copies are about memory that the executor still has."""
+        """Applies a sync's answer. valid: whether the executor still has the memory that its copies concern."""
         if valid:
             self.copies.unsent += answer.copies
         else:
@@ -154,11 +154,11 @@ class RunningBatch:
                     eviction.granted_window = tokens
                 eviction.granted_window = min(eviction.granted_window, tokens)
                 if eviction.granted_window < eviction.policy.window:
-                    # Its blocks are free soon: no sequence is preempted before.
+                    # Its blocks will be free soon: no sequence is preempted before then.
                     self._pending_reclaims.add(handle)
 
     def plan(self, max_tokens: int, budget: PrefillBudget | None = None) -> Plan:
-        """The next step, of at most `max_tokens` tokens; reclaims blocks for sequences that are out of them."""
+        """Plans the next step, of at most `max_tokens` tokens; reclaims blocks for sequences that have none left."""
         for sequence, eviction in self._evicting.values():
             if sequence.leave_reason is None and sequence.evict_tokens():
                 self.cache_update.evicting[sequence.handle] = not eviction.requested
@@ -166,14 +166,14 @@ class RunningBatch:
                     self.cache_update.evicting_windows[sequence.handle] = eviction.wanted_window
                 eviction.requested = True
         self._suspects = {handle: suspect for handle, suspect in self._suspects.items() if suspect.is_suspect}
-        # A single prefill per step shows which sequence the executor fails over.
+        # With a single prefill per step, a failure of the executor shows which sequence causes it.
         max_prefills = 1 if self._suspects else None
         plan = plan_step(self.ranked, max_tokens, budget, max_prefills)
         if self._reclaim_blocks(plan):
             # The victim must not compute, and no sequence may start on blocks that the victim was about to fill.
             plan = plan_step(self.ranked, max_tokens, budget, max_prefills)
         if self.missing_blocks:
-            # Blocks that drafts would fill may be another sequence's.
+            # Another sequence may need the blocks that drafts would fill.
             plan.drafts.clear()
         self._urgent |= plan.needs_blocks_soon
         if self._evicting:
@@ -227,7 +227,7 @@ class RunningBatch:
             self._commit_evictions(step, result)
         sampling = {}
         for sequence in step.decodes:
-            # The step was sent before the stop of the sequence was seen: a stopped one has no result.
+            # The step was sent before the stop of the sequence was seen: a stopped sequence has no result.
             if not sequence.stopped:
                 sequence.computed += 1
                 sampling[sequence.handle] = sequence
@@ -251,9 +251,9 @@ class RunningBatch:
         self._detach_leaving()
 
     def _commit_drafts(self, step: InFlightStep, result: execution_pb2.StepResult) -> int:
-        """Corrects the lengths of sequences by the drafts that were not accepted; returns how many were.
+        """Corrects the lengths of sequences by the drafts that were not accepted; returns how many were accepted.
 
-        Takes how many each sequence wants next.
+        Stores how many drafts each sequence wants next.
         """
         accepted = 0
         if step.drafts:
@@ -328,7 +328,7 @@ class RunningBatch:
 
     def _commit_evictions(self, step: InFlightStep, result: execution_pb2.StepResult) -> None:
         for sequence, computed in step.relocated:
-            # A sequence that has stopped before computes nothing more and has not moved.
+            # A sequence that has already stopped computes nothing more and has not moved.
             if not sequence.stopped:
                 self.cache_update.relocated[sequence.handle] = computed
         columns = zip(result.evicted_sequences, result.evicted_tokens, result.kept_masses, strict=True)
@@ -345,7 +345,7 @@ class RunningBatch:
                 self.cache_update.windows[handle] = tokens
 
     def leave(self, sequence: Sequence, reason: LeaveReason) -> None:
-        """A sequence leaves: at once, or once no step in flight touches its blocks."""
+        """Removes a sequence: at once, or once no step in flight touches its blocks."""
         if sequence.leave_reason is not None:
             if sequence.leave_reason.is_admitted_again and not reason.is_admitted_again:
                 sequence.leave_reason = reason
@@ -361,19 +361,19 @@ class RunningBatch:
     def restart_all(
         self, *, executor_lost: bool, in_flight: Iterable[InFlightStep] = (), is_planned: bool = False
     ) -> None:
-        """Restarts every sequence from its token ids. is_planned: no sequence is why the executor was lost.
+        """Restarts every sequence from its token ids.
 
-        in_flight: steps without an answer. The executor may have received them or not: the cache manager ignores the
-        cancellation of a ticket that is confirmed.
+        is_planned: the executor's end was planned, so no sequence is to blame. in_flight: steps without an answer. The
+        executor may or may not have received them: the cache manager ignores the cancellation of a confirmed ticket.
         """
         steps = list(in_flight)
         sent = (copy.ticket for step in steps for copy in step.copies)
         self.cache_update.cancelled_tickets += [*sent, *self.copies.clear()]
-        # Steps are answered in order: the executor was lost over the first of them.
+        # Steps are answered in order: the executor was lost during the first of them.
         lost_over = steps[0].compute if executor_lost and steps and not is_planned else ()
         accused = [sequence for sequence, _, _ in lost_over if not sequence.has_new_tokens]
         for sequence in accused:
-            # A suspect counts only the failures that no other sequence can have caused.
+            # For a suspect, count only failures that no other sequence could have caused.
             if not sequence.is_suspect or len(accused) == 1:
                 sequence.failures += 1
         for sequence in list(self.ranked):

@@ -1,4 +1,4 @@
-"""How much longer a step that decodes takes for each of its sequences.
+"""How much each sequence adds to the duration of a step that decodes.
 
 Pure: no clock; the caller says how long steps took. All times are in seconds.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from statistics import median
 
-# Sizes of the running batch that are kept, and times of each: a slow step, as another process causes it, changes
-# nothing, and neither does a size that was not seen for long.
+# Sizes of the running batch that are kept, and times kept of each: neither a single slow step (caused by another
+# process, say) nor a size that was not seen for long changes the result.
 _KEPT_SIZES, _KEPT_TIMES = 16, 5
-# Sizes that differ by less than an eighth are one.
+# Sizes that differ by less than an eighth count as equal.
 _SHARES = 8
 
 
@@ -20,17 +20,17 @@ class DecodeTimes:
 
     def __init__(self) -> None:
         self._times: OrderedDict[int, deque[float]] = OrderedDict()
-        # The median of each: a step changes one of them, and is one of a thousand in a second.
+        # The median time of each size, kept because each of a thousand steps per second changes only one of them.
         self._medians: dict[int, float] = {}
         self._slope: float | None = None
 
     @property
     def sequence_seconds(self) -> float | None:
-        """What one more sequence adds to a step; None before steps of different sizes were seen."""
+        """Seconds that one more sequence adds to a step; None until steps of different sizes have been seen."""
         return self._slope
 
     def observe(self, sequences: int, seconds: float) -> None:
-        """A step has decoded these sequences and nothing else."""
+        """Takes the time of a step that decoded this number of sequences and did nothing else."""
         size = _rounded(sequences)
         times = self._times.setdefault(size, deque(maxlen=_KEPT_TIMES))
         times.append(seconds)
@@ -42,7 +42,7 @@ class DecodeTimes:
         self._slope = self._fitted()
 
     def _fitted(self) -> float | None:
-        """The slope of the line through the medians of all sizes that has the least squares."""
+        """Returns the slope of the least-squares line through the medians of all sizes."""
         times = self._medians
         if len(times) < 2:
             return None

@@ -20,16 +20,16 @@ from scheduler.request import Adapter, AdapterChange, WantedWeights
 
 SERVICE = "execution.v1.ExecutorService"
 CONNECT_SECONDS = 2.0
-# Reading an adapter's files may take so long, and those of a model.
+# Longest time to read the files of an adapter, and those of a model.
 LOAD_SECONDS, WEIGHTS_SECONDS = 60.0, 1800.0
-# Between two attempts to load weights.
+# Pause between two attempts to load weights, at first and at most.
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
 # The reason with which an executor ends a session whose weights it is about to change.
 UPDATING_WEIGHTS = "UPDATING_WEIGHTS"
 
 log = structlog.get_logger()
 
-# The scheduler is set up for these properties of the executor: how an error names another value.
+# Executor properties that must not change, with the wording used in the error.
 _SAME = {
     "executor_id": "another name",
     "model_digest": "another model, tokenizer, chat template or end-of-sequence ids",
@@ -39,7 +39,7 @@ _SAME = {
     "plain_rotary": "other rotary embeddings",
 }
 
-# What a session brings; an error ends it.
+# What a session receives; an error ends the session.
 Answer = pb.StreamStepsResponse | ExecutorLostError
 
 
@@ -60,9 +60,9 @@ class ExecutorClient:
     ) -> None:
         """executor: its description when the scheduler was set up for it and its model.
 
-        adapters: those that requests use or may name, from any thread.
-        weights: those to compute with, from any thread; None for whatever the executor has.
-        commands: gets SessionEnded when a session is over; `receive` says whether it was the open one.
+        adapters: returns the adapters that requests use or may name; called from any thread.
+        weights: returns the weights to compute with, None for whatever the executor has; called from any thread.
+        commands: gets SessionEnded when a session is over; `receive` says whether it was the open session.
         """
         self._address = address
         self._security = security
@@ -70,13 +70,13 @@ class ExecutorClient:
         self._commands = commands
         self._wanted = adapters
         self._wanted_weights = weights
-        # To load weights that cannot be used may take as long as to load others: not again before this time.
+        # No attempt to load weights before this time: a failed attempt may take as long as a successful one.
         self._weights_pause = self._weights_due = 0.0
-        # What was other than wanted when the session was opened.
+        # Differences from the wanted adapters when the session was opened.
         self.adapter_changes: list[AdapterChange] = []
         self._scheduler_id = scheduler_id
         self._scheduler_epoch = scheduler_epoch
-        # Of the cache manager that blocks come from; 0 before the first registration.
+        # Epoch of the cache manager that blocks come from; 0 before the first registration.
         self._manager_epoch = 0
         self._channel: grpc.Channel | None = None
         self._requests: queue.SimpleQueue[pb.StreamStepsRequest | None] = queue.SimpleQueue()
@@ -85,8 +85,8 @@ class ExecutorClient:
     def open(self) -> None:
         """Requests a session; `receive` waits until it is open. Raises ExecutorLostError, ExecutorChangedError.
 
-        Only an executor that is serving has announced its pools: blocks admitted before that would belong to the memory
-        of the process before it.
+        Only an executor that is serving has announced its pools: blocks admitted earlier would belong to the memory of
+        the previous process.
         """
         self.close()
         self._channel = open_sync_channel(self._address, self._security)
@@ -132,7 +132,7 @@ class ExecutorClient:
         )
 
     def registered(self, manager_epoch: int) -> None:
-        """Blocks come from this process of the cache manager from now on; no step in flight has others."""
+        """Notes that blocks now come from this process of the cache manager; no step in flight has earlier blocks."""
         self._manager_epoch = manager_epoch
         self._requests.put(pb.StreamStepsRequest(registered=pb.SchedulerRegistered(manager_epoch=manager_epoch)))
 
@@ -141,7 +141,7 @@ class ExecutorClient:
         self._requests.put(pb.StreamStepsRequest(step=step))
 
     def receive(self, seconds: float = 0.0) -> pb.StreamStepsResponse | None:
-        """The session's opening, or the answer to the oldest step in flight; None when it does not come in time.
+        """Returns the session's opening, or the answer to the oldest step in flight; None if it does not come in time.
 
         seconds: how long to wait. Raises ExecutorLostError when the session is over.
         """
@@ -161,7 +161,7 @@ class ExecutorClient:
             self._channel = None
 
     def _load_weights(self, stub: rpc.ExecutorServiceStub, executor: pb.GetExecutorResponse) -> None:
-        """An executor that has started again has the weights of its start. Raises ExecutorLostError."""
+        """Loads the wanted weights again if the executor has restarted with others. Raises ExecutorLostError."""
         wanted = self._wanted_weights()
         if wanted is None or executor.weight_version in (wanted.version, wanted.pending):
             return
@@ -182,7 +182,7 @@ class ExecutorClient:
         log.info("weights updated again", weight_version=wanted.version)
 
     def _load_adapters(self, stub: rpc.ExecutorServiceStub, executor: pb.GetExecutorResponse) -> None:
-        """An executor that has started again has only the adapters of its settings: it loads the others."""
+        """Has a restarted executor, which has only the adapters of its settings, load the other wanted adapters."""
         found = {adapter.name: Adapter.of(adapter) for adapter in executor.adapters}
         wanted = {adapter.name: adapter for adapter in self._wanted()}
         for name in wanted.keys() - found.keys():
@@ -195,7 +195,7 @@ class ExecutorClient:
         self.adapter_changes = [change for change in changes if change.before != change.now]
 
     def _check_same(self, executor: pb.GetExecutorResponse) -> None:
-        """Raises ExecutorChangedError unless tokens and block tables mean what they did, and accepted requests fit."""
+        """Raises ExecutorChangedError unless tokens and block tables keep their meaning and accepted requests fit."""
         known = self._executor
         differs = [what for field, what in _SAME.items() if getattr(executor, field) != getattr(known, field)]
         if executor.max_tokens < known.max_tokens:

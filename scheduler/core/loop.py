@@ -1,4 +1,4 @@
-"""The step loop: plans the next steps while the executor runs one, and waits for the executor alone."""
+"""The step loop: plans the next steps while the executor runs one, and waits for nothing but the executor."""
 
 import contextlib
 import time
@@ -32,27 +32,27 @@ from scheduler.metrics import StepLoad, StepTimes, StepTiming
 
 RECONNECT_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 5.0
-# Up to so many steps, or so many seconds of work, are queued at the executor behind the step that it runs: more of
-# them delay sequences that join or leave.
+# Most steps, and most seconds of work, that are queued at the executor after the step that it runs: more would delay
+# sequences that join or leave.
 MOST_AHEAD, AHEAD_SECONDS = 3, 0.015
 # How long the loop waits for the executor before it reads commands again.
 TURN_SECONDS = 0.05
-# A step is late, and the scheduler does not serve, beyond so many seconds or so many times its expected duration.
-# Beyond the second pair of bounds the executor is lost.
+# A step that takes longer than both LATE_SECONDS and LATE_TIMES its expected duration is late, and the scheduler does
+# not serve. Beyond the second pair of bounds, the executor is lost.
 LATE_SECONDS, LATE_TIMES = 5.0, 5
 LOST_SECONDS, LOST_TIMES = 30.0, 20
-# The expected duration of a step before one has been measured, in seconds: devices compile and load at first.
+# The expected duration of a step before any has been measured, in seconds: at first, devices compile and load.
 FIRST_STEP_SECONDS = 15.0
-# A turn counts as no more than this: in a longer one this process itself did not run.
+# A turn counts as no more than this: during a longer turn, this process itself was stalled.
 LONGEST_TURN_SECONDS = 1.0
-# How long a loop that stops waits for steps in flight.
+# How long a stopping loop waits for steps in flight.
 FINISH_SECONDS = 1.5
 
 log = structlog.get_logger()
 
 
 class StepLoop:
-    """Runs on a plain thread of its own. Commands come in and updates go out; nothing else is shared."""
+    """Runs on a separate plain thread. Commands come in and updates go out; nothing else is shared."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class StepLoop:
         # Seconds since the executor last answered, as far as the loop waited for it, and whether that was reported.
         self._silence = 0.0
         self._silent = False
-        # As the silence, but in a turn in which this process itself stood still hardly any of it counts.
+        # Like `_silence`, but time during which this process itself was stalled hardly counts.
         self._hesitation = 0.0
 
     def run(self) -> None:
@@ -99,7 +99,7 @@ class StepLoop:
         self._finish()
 
     def dump(self) -> dict[str, Any]:
-        """The loop's state for a log, without prompts and outputs. An error leaves it as it was."""
+        """Returns the loop's state for a log, without prompts and outputs. After an error, it is unchanged."""
         return {
             "next_step": self._next_step,
             "in_flight": [
@@ -110,10 +110,10 @@ class StepLoop:
         }
 
     def step(self) -> None:
-        """One turn: read commands, plan a step, send it, commit the oldest answer."""
+        """Takes one turn: reads commands, plans a step, sends it, commits the oldest answer."""
         self._read(self._commands.take())
         if not self._in_flight:
-            # Raises when the session is over. The command that says so may be among those just read.
+            # Raises if the session is over. The command that says so may be among those just read.
             self._executor.receive()
         plan = self._plan()
         if plan is not None:
@@ -136,7 +136,7 @@ class StepLoop:
                 case ManagerFound(epoch):
                     self._executor.registered(epoch)
                 case SessionEnded():
-                    # It wakes the loop, which checks the session before its next step.
+                    # The command wakes the loop, which checks the session before its next step.
                     pass
                 case Stop():
                     self._stopping = True
@@ -148,7 +148,7 @@ class StepLoop:
             self._giving_up = False
 
     def _plan(self) -> Plan | None:
-        """The next step; None when enough steps are in flight, or there is nothing to compute, copy or end."""
+        """Plans the next step; None if enough steps are in flight, or there is nothing to compute, copy or end."""
         if self._batch.copies.onloading:
             self._batch.restart_late(time.monotonic())
         if self._giving_up or not self._wants_more():
@@ -175,7 +175,7 @@ class StepLoop:
         ahead = list(self._in_flight)[1:]
         if not ahead:
             return True
-        # Where blocks are missing, more steps ahead would delay their release.
+        # If blocks are missing, more steps ahead would delay their release.
         if self._batch.missing_blocks or len(ahead) >= MOST_AHEAD:
             return False
         return sum(self._budget.seconds(len(step.decodes), step.prefill_tokens) for step in ahead) < AHEAD_SECONDS
@@ -198,14 +198,14 @@ class StepLoop:
         self._timing.sending += time.perf_counter() - started
 
     def _wait_for_answer(self, *, sent: bool) -> None:
-        """Waits for the oldest answer unless more steps are to be sent; with none in flight, for a command."""
+        """Waits for the oldest answer unless more steps are to be sent; with no step in flight, waits for a command."""
         if self._in_flight and not (sent and self._wants_more()):
             self._receive()
         elif not sent and not self._stopping:
             self._wait()
 
     def _receive(self) -> None:
-        """Applies the answer to the oldest step in flight; returns without it when the loop is to stop."""
+        """Applies the answer to the oldest step in flight; returns without one if the loop is to stop."""
         started = time.perf_counter()
         step = self._in_flight[0]
         expected = self._budget.estimate(len(step.decodes), step.prefill_tokens)
@@ -238,9 +238,9 @@ class StepLoop:
         self._timing = StepTiming()
 
     def _answer(self, expected: float, failure: str) -> execution_pb2.StreamStepsResponse | None:
-        """The executor's answer; None when the loop is to stop. Reads commands and publishes until it comes.
+        """Returns the executor's answer, None if the loop is to stop. Until then, reads commands and publishes.
 
-        expected: duration in seconds. Raises ExecutorLostError when the answer takes far longer.
+        expected: duration in seconds. Raises ExecutorLostError if the answer takes far longer.
         """
         bound, waited = max(LOST_SECONDS, LOST_TIMES * expected), 0.0
         while True:
@@ -262,7 +262,7 @@ class StepLoop:
                 return None
 
     def _count_silence(self, seconds: float, expected: float = 0.0) -> float:
-        """The executor did not answer for so many seconds; returns how many of them count.
+        """Adds seconds during which the executor did not answer; returns how many of them count.
 
         expected: seconds that a step usually takes.
         """
@@ -282,7 +282,7 @@ class StepLoop:
         started, live = time.perf_counter(), len(self._batch)
         commands = self._commands.wait()
         if live:
-            # No live sequence can compute: only the cache manager can help.
+            # No live sequence can compute: only the cache manager can change that.
             self._timing.waiting_for_cachemgr += time.perf_counter() - started
         self._read(commands)
 
@@ -295,7 +295,7 @@ class StepLoop:
 
     def _connect(self) -> None:
         """Opens a session; until then the loop only reads commands."""
-        # An executor that dies over its first step will do so again: the two processes must not spin.
+        # An executor that dies during its first step will do so again: the two processes must not spin.
         if self._failed_sessions > 1:
             self._pause(min(RECONNECT_SECONDS * 2**self._failed_sessions, LONGEST_PAUSE_SECONDS))
         logged = ""
@@ -333,7 +333,7 @@ class StepLoop:
 
     def _restart(self, *, is_planned: bool) -> None:
         if not is_planned:
-            # Known at once here: a router sends the requests to another engine now, rather than when it is silent.
+            # The loss is known at once here: a router moves the requests to another engine without awaiting a silence.
             self._silent = True
             self._batch.updates.executor_answers = False
             # A session that ends with no step in flight predicts nothing about the next one.
@@ -345,7 +345,7 @@ class StepLoop:
         self._publish()
 
     def _finish(self) -> None:
-        """Takes the answers that still come, and releases all blocks."""
+        """Takes the answers that still arrive, and releases all blocks."""
         with contextlib.suppress(ExecutorLostError):
             while self._in_flight and self._silence < FINISH_SECONDS:
                 self._receive()
@@ -357,7 +357,7 @@ class StepLoop:
 
 
 def _speed(result: execution_pb2.StepResult, budget: PrefillBudget) -> CopySpeed:
-    """The executor's copy times beside the time of a prompt token."""
+    """Returns the executor's copy times together with the time of a prompt token."""
     host = result.host_block_time.ToNanoseconds() / 1e9 if result.HasField("host_block_time") else None
     disk = result.disk_block_time.ToNanoseconds() / 1e9 if result.HasField("disk_block_time") else None
     return CopySpeed(host, disk, budget.prompt_token_seconds)

@@ -7,15 +7,15 @@ from scheduler.sequence import Copy, LeaveReason, Sequence
 class CopyTracker:
     """Each copy is sent once, with the next step; tickets that are never sent are reported to the cache manager.
 
-    A sequence with onloads is onloading until all of them have ended. A sequence that leaves meanwhile stays known
-    until then: before that its blocks are not free.
+    A sequence with onloads is onloading until all of them have ended. A sequence that leaves earlier stays known
+    until then, because its blocks are not free before.
     """
 
     def __init__(self) -> None:
         self.unsent: list[Copy] = []
         # Onloads by ticket, with the sequence that they are for.
         self.waiting: dict[int, tuple[Copy, Sequence]] = {}
-        # These sequences by handle.
+        # The sequences with onloads, by handle.
         self.onloading: dict[int, Sequence] = {}
 
     @property
@@ -30,14 +30,14 @@ class CopyTracker:
             self.waiting.update((copy.ticket, (copy, sequence)) for copy in sequence.copies if copy.is_onload)
 
     def take(self) -> list[Copy]:
-        """The copies to be sent, in their order; from here on they count as sent."""
+        """Returns the copies to be sent, in their order; from now on they count as sent."""
         copies, self.unsent = self.unsent, []
         return copies
 
     def cancel(self, sequence: Sequence) -> list[int]:
         """Drops the unsent copies to the device of a sequence that leaves; returns their tickets.
 
-        Its offloads go on: these slots are not written yet, and the cache keeps the blocks.
+        Its offloads go on: their slots are not written yet, and the cache keeps the blocks.
         """
         if not self.unsent or not sequence.copies:
             return []
@@ -49,7 +49,7 @@ class CopyTracker:
         return tickets
 
     def end(self, ticket: int) -> Sequence | None:
-        """An onload has ended, well or not; returns its sequence if that was the last one."""
+        """Notes the end of an onload, successful or not; returns its sequence if this was its last onload."""
         ended = self.waiting.pop(ticket, None)
         if ended is None:
             return None

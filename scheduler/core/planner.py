@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from scheduler.core.prefill_budget import PrefillBudget
 from scheduler.sequence import Sequence
 
-# Most tokens of a prompt that is scored in one step: each has logits of its own.
+# Most tokens of a scored prompt in one step: each token has separate logits.
 SCORED_CHUNK = 128
 
 
@@ -20,15 +20,15 @@ class Plan:
     prefills: list[tuple[Sequence, int]] = field(default_factory=list)
     # Running sequences that must not decode although the message does not name them.
     skipped: list[Sequence] = field(default_factory=list)
-    # Sequences without a slot for a single token more.
+    # Sequences without a slot for even one more token.
     out_of_blocks: list[Sequence] = field(default_factory=list)
-    # Whether a decoding sequence will soon be one of them.
+    # Whether a decoding sequence will soon be out of blocks.
     needs_blocks_soon: bool = False
     # Computing sequences that move to their private blocks.
     relocating: list[Sequence] = field(default_factory=list)
     # Decoding sequences that may compute drafted tokens, too, with their numbers.
     drafts: list[tuple[Sequence, int]] = field(default_factory=list)
-    # Computing sequences whose adaptive window has another length, and those whose attention says how long it is to be.
+    # Computing sequences whose adaptive window has a new length, and those whose attention is to determine the length.
     resizing: list[Sequence] = field(default_factory=list)
     looking: list[Sequence] = field(default_factory=list)
 
@@ -38,12 +38,12 @@ class Plan:
 
     @property
     def compute(self) -> list[tuple[Sequence, int]]:
-        """All sequences that compute, with their token counts but drafts."""
+        """All sequences that compute, with their token counts except drafts."""
         return [*((sequence, 1) for sequence in self.decodes), *self.prefills]
 
     @property
     def num_tokens(self) -> int:
-        """At most: drafts may be fewer."""
+        """The largest possible number of tokens: drafts may be fewer."""
         return len(self.decodes) + sum(count for _, count in (*self.prefills, *self.drafts))
 
 
@@ -52,9 +52,9 @@ def plan_step(
 ) -> Plan:
     """Plans one step of at most `max_tokens` tokens over live sequences, given in order of rank.
 
-    Decodes first, then chunks of prefills in the given order, within the `budget`, then drafts. A sequence that waits
-    for blocks of another starts once that one's planned tokens, with this step's, reach them; a sequence with onloads,
-    once all have ended.
+    Decodes come first, then chunks of prefills in the given order, within the `budget`, then drafts. A sequence waiting
+    for another's blocks starts once the other's planned tokens, including this step's, cover them. A sequence with
+    onloads starts once all have ended.
     """
     plan = Plan()
     prefilling: list[Sequence] = []
@@ -63,7 +63,7 @@ def plan_step(
         if sequence.leave_reason is not None:
             continue
         if sequence.known >= sequence.limit:
-            # Its last token is in flight: a sequence that is not named would sample another one.
+            # Its last token is in flight: if the message did not name the sequence, it would sample one more token.
             plan.skipped.append(sequence)
         elif not sequence.started or sequence.known - sequence.planned > 1:
             if not sequence.pending_onloads:
@@ -88,7 +88,7 @@ def plan_step(
 
 
 class _Prefills:
-    """Adds prefills to a plan that has its decodes."""
+    """Adds prefills to a plan that already has its decodes."""
 
     def __init__(self, plan: Plan, sequences: Seq[Sequence], max_tokens: int, budget: PrefillBudget | None) -> None:
         self._plan = plan
@@ -96,13 +96,13 @@ class _Prefills:
         self._left = max_tokens - len(plan.decodes)
         if budget is not None:
             self._left = budget.within_longest_step(len(plan.decodes), self._left)
-        # Tokens by handle once the step is planned.
+        # Planned tokens by handle, including this step's.
         self._planned = {s.handle: 0 if s.pending_onloads else s.planned for s in sequences}
         for sequence in plan.decodes:
             self._planned[sequence.handle] += 1
 
     def add(self, prefilling: list[Sequence], most: int) -> None:
-        """Adds at most so many of these sequences."""
+        """Adds at most `most` of these sequences."""
         bounded = self._bounded(prefilling)
         bound = self._bound(bounded)
         handles = {sequence.handle for sequence in bounded}
@@ -123,7 +123,7 @@ class _Prefills:
         return self._planned.get(sequence.wait_for, sequence.cached_tokens) < sequence.cached_tokens
 
     def _grant(self, sequence: Sequence, tokens: int, most: int) -> int:
-        """Plans a chunk of at most so many tokens; returns its length."""
+        """Plans a chunk of at most `tokens` tokens; returns its length."""
         free = sequence.capacity - sequence.planned
         if free < 1:
             self._plan.out_of_blocks.append(sequence)
@@ -140,14 +140,14 @@ class _Prefills:
         return count
 
     def _bounded(self, prefilling: Seq[Sequence]) -> list[Sequence]:
-        """Prefills whose requests arrived after a decoding sequence's first token: only these must not delay it."""
+        """Returns the prefills that must not delay decodes: they arrived after a decoding sequence's first token."""
         if self._budget is None or not self._plan.decodes:
             return []
         first = min(sequence.first_token_at for sequence in self._plan.decodes)
         return [s for s in prefilling if self._budget.has_target or s.request.arrived_at > first]
 
     def _bound(self, bounded: Seq[Sequence]) -> int:
-        """Tokens that the budget allows these sequences together, beside the plan's decodes."""
+        """Returns the tokens that the budget allows these sequences together, beside the plan's decodes."""
         if self._budget is None or not bounded:
             return self._left
         arrived = min(sequence.request.arrived_at for sequence in bounded)
@@ -170,9 +170,9 @@ def trimmable(sequences: Seq[Sequence], out_of_blocks: Seq[Sequence]) -> list[Se
 
 
 def choose_victim(sequences: Seq[Sequence]) -> Sequence | None:
-    """The sequence to preempt, of all live ones in order of rank: not started ones first, then the last in rank.
+    """Returns the sequence to preempt, of all live ones in order of rank: the last not started, or else the last.
 
-    The first in rank is never chosen, so that it always ends.
+    The first in rank is never chosen, so that it always finishes.
     """
     candidates = [sequence for sequence in sequences if sequence.leave_reason is None][1:]
     waiting = [sequence for sequence in candidates if not sequence.started]

@@ -9,22 +9,22 @@ from statistics import median
 
 from scheduler.core.decode_times import DecodeTimes
 
-# A single prefill may make a step longer by this share of a step that only decodes.
+# A single prefill may lengthen a step by this share of the duration of a step that only decodes.
 DEFAULT_SHARE = 0.4
-# A prefill gets these tokens even when that is too slow, so that it always ends. Fewer save little: the keys before
-# them are read for one token as for three. Behind thousands of tokens, four make a step 1.6 times as long.
+# A prefill gets at least these tokens even if that is too slow, so that it always ends. Fewer would save little: three
+# tokens read the same keys as one. After thousands of tokens, four make a step 1.6 times as long.
 MIN_TOKENS = 3
-# No step shall take longer, in seconds: blocks are free once all steps in flight have ended, of which two may be long,
-# and that is to be within a second. So many prompt tokens are computed all the same.
+# Limit for a step, in seconds: blocks become free once all steps in flight have ended, of which two may be long, and
+# that must happen within a second. LEAST_CHUNK prompt tokens are computed even beyond the limit.
 LONGEST_STEP, LEAST_CHUNK = 0.3, 32
-# After so many steps with prefills one without is due: the time of decodes changes with the running batch, and only
-# such a step shows it.
+# After this many steps with prefills, a step without them is due: the time of decodes changes with the running batch,
+# and only a step without prefills shows it.
 REFRESH_STEPS = 32
-# A median over these many steps: a single slow step, as another process causes it, changes nothing.
+# Steps in a median: a single slow step (caused by another process, say) changes nothing.
 _KEPT_DECODES, _KEPT_PREFILLS = 3, 5
-# The speed of prefills with what is computed beside them is a mean, as that changes from step to step.
+# Steps in the mean speed of prefills together with all else that a step computes, which changes from step to step.
 _KEPT_WHOLE_STEPS = 32
-# With so many prompt tokens a step shows the cost of a long prefill: with few, the rest of the step counts as much.
+# Prompt tokens from which on a step shows the cost of a long prefill: with fewer, the rest of the step counts as much.
 _MANY_TOKENS = 64
 
 
@@ -37,13 +37,13 @@ class PrefillBudget:
 
     def __init__(self, target_seconds: float = 0.0) -> None:
         self._target = target_seconds
-        # Times of steps that only decoded about as many sequences as the last of them, and the number of these.
+        # Times of decode-only steps with about as many sequences as the last of them, and that number of sequences.
         self._decode_only: deque[float] = deque(maxlen=_KEPT_DECODES)
         self._sequences = 0
         self._decode_times = DecodeTimes()
-        # Of steps with prefills: their prompt tokens, and the time of each of these beyond the decodes.
+        # For each of the last steps with prefills: its prompt tokens, and the time per prompt token beyond the decodes.
         self._prefills: deque[tuple[int, float]] = deque(maxlen=_KEPT_PREFILLS)
-        # Of the last steps with prefills: their prompt tokens, and their whole time.
+        # For each of the last steps with prefills: its prompt tokens, and its whole time.
         self._whole_steps: deque[tuple[int, float]] = deque(maxlen=_KEPT_WHOLE_STEPS)
         # The times of steps with many prompt tokens.
         self._long_prefills: deque[float] = deque(maxlen=_KEPT_PREFILLS)
@@ -51,26 +51,26 @@ class PrefillBudget:
 
     @property
     def prompt_token_seconds(self) -> float | None:
-        """Time of a token of a long prompt; None before it is measured."""
+        """Time of a token of a long prompt; None until it is measured."""
         return (median(self._long_prefills) or None) if self._long_prefills else None
 
     @property
     def prefill_token_seconds(self) -> float | None:
-        """Time that a prompt token takes at the moment, with all that is computed beside it; None before a prefill.
+        """Time that a prompt token takes at the moment, with all that its step computes besides; None before a prefill.
 
-        Of steps with many prompt tokens where there are any: the end of a prompt takes nearly as long as a decode.
+        Steps with many prompt tokens are preferred, because the end of a prompt takes nearly as long as a decode.
         """
         steps = [step for step in self._whole_steps if step[0] >= _MANY_TOKENS] or self._whole_steps
         return sum(seconds for _, seconds in steps) / sum(tokens for tokens, _ in steps) if steps else None
 
     @property
     def decode_step_seconds(self) -> float | None:
-        """Time of the last steps that only decoded; None before it is measured."""
+        """Time of the last steps that only decoded; None until it is measured."""
         return median(self._decode_only) if self._decode_only else None
 
     @property
     def sequence_seconds(self) -> float | None:
-        """What one more sequence adds to a step that only decodes; None before it is measured."""
+        """Time that one more sequence adds to a step that only decodes; None until it is measured."""
         return self._decode_times.sequence_seconds
 
     @property
@@ -79,7 +79,7 @@ class PrefillBudget:
         return self._target > 0
 
     def observe(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
-        """A step has been answered: its decoding sequences, its other tokens, and its time on the device."""
+        """Takes an answered step's number of decoding sequences, its other tokens, and its time on the device."""
         if prompt_tokens:
             self._whole_steps.append((prompt_tokens, seconds))
             self._since_decode_only += 1
@@ -96,25 +96,25 @@ class PrefillBudget:
             self._decode_times.observe(decodes, seconds)
 
     def seconds(self, decodes: int, prompt_tokens: int) -> float:
-        """Time of a step with so many decoding sequences and other tokens; infinite where nothing similar was seen."""
+        """Returns the time of a step with these decodes and prompt tokens; infinite if nothing similar was seen."""
         if (decodes and not self._resembles(decodes)) or prompt_tokens > self._most_known:
             return math.inf
         return self._decode_seconds(decodes) + self._token_seconds() * prompt_tokens or math.inf
 
     def estimate(self, decodes: int, prompt_tokens: int) -> float | None:
-        """As `seconds`, but extrapolated where nothing similar was seen; None before the first step."""
+        """Like `seconds`, but extrapolates if nothing similar was seen; None before the first step."""
         if not self._decode_only and not self._prefills:
             return None
         return self._decode_seconds(decodes) + self._token_seconds() * prompt_tokens
 
     def within_longest_step(self, decodes: int, tokens: int) -> int:
-        """At most so many prompt tokens, beside so many decoding sequences, that a step stays within LONGEST_STEP."""
+        """Returns how many of the prompt tokens keep a step with these decoding sequences within LONGEST_STEP."""
         each = self._token_seconds()
         left = max(0.0, LONGEST_STEP - self._decode_seconds(decodes))
         return tokens if each * tokens <= left else min(tokens, max(LEAST_CHUNK, int(left / each)))
 
     def max_prefill_tokens(self, decodes: int, older: int, waiting: int) -> int | None:
-        """Prompt tokens that the next step may compute. None is no bound; 0 asks for a step that only decodes.
+        """Returns the prompt tokens that the next step may compute: None for no bound, 0 for a step that only decodes.
 
         Called once per step.
 
@@ -123,7 +123,7 @@ class PrefillBudget:
         """
         delayed = decodes if self._target else older
         if not delayed:
-            # No bound for prompts that came before every first token: a burst runs at full speed.
+            # Prompts that arrived before every first token are not bounded: a burst runs at full speed.
             return None
         if not self._resembles(decodes):
             return 0
@@ -135,7 +135,7 @@ class PrefillBudget:
         if decode_only <= 0:
             # The executor reports no times.
             return None
-        # Each prompt behind the first claims the share of one sequence: many prompts may slow a few sequences down.
+        # Each prompt after the first claims the share of one sequence: many prompts may slow a few sequences down.
         extra = self._target - decode_only if self._target else decode_only * (DEFAULT_SHARE + (waiting - 1) / older)
         if not self._prefills or extra <= 0:
             return MIN_TOKENS
@@ -145,7 +145,7 @@ class PrefillBudget:
 
     @property
     def _most_known(self) -> int:
-        """Never far beyond the measured steps: few tokens say little about the cost of many."""
+        """Limit not far beyond the measured steps: few tokens say little about the cost of many."""
         return 2 * max((tokens for tokens, _ in self._prefills), default=0)
 
     def _decode_seconds(self, decodes: int) -> float:

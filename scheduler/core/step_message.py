@@ -13,7 +13,7 @@ _TIERS = {Tier.DEVICE: pb.STEP_TIER_DEVICE, Tier.HOST: pb.STEP_TIER_HOST, Tier.D
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A step that was sent and not answered."""
+    """A step that was sent but is not answered yet."""
 
     number: int
     # Sequences that compute one token and sample the next.
@@ -22,7 +22,7 @@ class InFlightStep:
     prefills: list[tuple[Sequence, int, bool]] = field(default_factory=list)
     # Decoding sequences that may have computed drafts, too, with their numbers.
     drafts: list[tuple[Sequence, int]] = field(default_factory=list)
-    # Sequences that evict for the first time, with the tokens that are computed by then.
+    # Sequences that evict for the first time, with the tokens computed by then.
     relocated: list[tuple[Sequence, int]] = field(default_factory=list)
     # Sequences whose adaptive window became shorter, with its tokens.
     shortened: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -30,7 +30,7 @@ class InFlightStep:
 
     @property
     def compute(self) -> list[tuple[Sequence, int, bool]]:
-        """All computing sequences with their token counts, but drafts, and whether they sample."""
+        """All computing sequences with their token counts, except drafts, and whether they sample."""
         return [*((sequence, 1, True) for sequence in self.decodes), *self.prefills]
 
     @property
@@ -42,9 +42,9 @@ class InFlightStep:
 def build_step(
     number: int, plan: Plan, removed: list[int], copies: Seq[Copy] = (), *, awaits_copies: bool = False
 ) -> tuple[pb.Step, InFlightStep]:
-    """The message of a step; advances the planned lengths of its sequences.
+    """Builds the message of a step; advances the planned lengths of its sequences.
 
-    removed: handles. awaits_copies: whether the executor answers no sooner than an onload has ended.
+    removed: handles. awaits_copies: whether the executor answers only once an onload has ended.
     """
     message = pb.Step(step=number, removed_sequences=removed, awaits_copies=awaits_copies)
     message.idle_sequences.extend(sequence.handle for sequence in plan.skipped)
@@ -71,7 +71,7 @@ def build_step(
     for sequence in plan.decodes:
         if sequence.planned >= sequence.sent_tokens:
             _grow(message, sequence, sequence.planned + 1)
-        # As `advance`, inlined: this runs for every sequence in every step.
+        # Like `advance`, but inlined: this runs for every sequence in every step.
         sequence.planned += 1
         sequence.known += 1
         sequence.last_step = number
@@ -135,7 +135,7 @@ def _join(message: pb.Step, sequence: Sequence) -> None:
 
 
 def _grow(message: pb.Step, sequence: Sequence, tokens: int) -> None:
-    """Sends table entries when the step needs them, so that the other blocks can still be trimmed."""
+    """Sends only the table entries that the step needs, so that the other blocks can still be trimmed."""
     blocks = sequence.blocks_for(tokens)
     if blocks <= sequence.sent_blocks:
         return
