@@ -1,4 +1,4 @@
-"""The stream to one engine, opened again whenever it ends."""
+"""The stream to one engine, which is reopened whenever it ends."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ if TYPE_CHECKING:
 
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 0.3
-# An engine says its load twice a second at least. An engine that says nothing for this long is lost.
+# An engine reports its load at least twice a second. An engine that is silent for this long is lost.
 SILENCE_SECONDS = 5.0
-# An engine that has said nothing for so long, or whose executor or cache manager has not answered, gets requests only
-# where no other does. What has no token there yet goes on elsewhere, and with the executor all that it runs.
+# An engine that is silent for QUIET_SECONDS, or whose executor or cache manager is silent for HESITATION_SECONDS, gets
+# requests only if no other engine does. Its requests without a token move to other engines; if the executor is silent,
+# all its requests do.
 QUIET_SECONDS, HESITATION_SECONDS = 1.0, 1.0
-# Its requests have capacity for about so long without the cache manager, which starts again in less.
+# Requests have capacity for about this long without the cache manager, which restarts in less.
 NO_BLOCKS_SECONDS = 2.5
-# How often silence is counted, and how much of it at most counts each time: when this process itself stood still, its
-# engines have not been silent.
+# How often silence is counted, and how much of it counts each time at most: while this process itself was stalled, its
+# engines were not silent.
 TURN_SECONDS, LONGEST_TURN_SECONDS = 0.25, 0.3
-# An engine that refused a request as it was not ready gets no other one for so long.
+# An engine that refused a request because it was not ready gets no other request for this long.
 AVOID_SECONDS = 1.0
 # Weight of a new duration in the mean duration of requests.
 _WEIGHT = 0.1
@@ -45,48 +46,48 @@ log = structlog.get_logger()
 
 
 async def describe(address: str, security: Security) -> pb.GetEngineResponse:
-    """What an engine says of itself. Raises AioRpcError."""
+    """Returns what an engine says of itself. Raises AioRpcError."""
     async with open_channel(address, security) as channel:
         stub: rpc.EngineServiceAsyncStub = rpc.EngineServiceStub(channel)
         return await stub.GetEngine(pb.GetEngineRequest(), timeout=CALL_SECONDS)
 
 
 class EngineLink:
-    """An engine by its address. Its figures are as of its last message, and of what it was given since."""
+    """An engine at an address. Its figures come from its last message and from what it was given since."""
 
     def __init__(self, address: str, security: Security, first: pb.GetEngineResponse) -> None:
-        """first: the engine whose model all serve."""
+        """first: the engine whose model all engines serve."""
         self.address = address
         self._model_digest = first.executor.model_digest
         self.engine = pb.GetEngineResponse()
         self.is_open = False
-        # Whether its address is in no list any more.
+        # Whether its address is no longer listed.
         self.is_leaving = False
         self.has_other_model = False
-        # What it says is in the way of requests, or why it is not open; empty when nothing is.
+        # What prevents requests, as it says, or why the link is not open; empty if nothing does.
         self.obstacle = "it has not answered yet"
         # Whether its executor, or its cache manager, does not answer.
         self.executor_silent = self.cachemgr_silent = False
-        # For how long, in seconds.
+        # How long they have not answered, in seconds.
         self._executor_silence = self._cachemgr_silence = 0.0
         self.loads = pb.GetLoadsResponse()
-        # That requests there may name, by name.
+        # Adapters that requests to it may name, by name.
         self.adapters: dict[str, Adapter] = {}
         self.rates = Rates()
-        # Since the router started: samples, their prompt tokens, and the cached tokens among these that it expected.
+        # Since the router started: samples sent, their prompt tokens, and how many of these were expected to be cached.
         self.routed_requests = self.routed_tokens = self.expected_tokens = 0
-        # When it was last given a prompt that no engine had cached, in seconds of the monotonic clock.
+        # When it last got a prompt that no engine had cached, in seconds of the monotonic clock.
         self.cold_at = 0.0
         self._security = security
         self._loads_at = self._measured_at = 0.0
-        # Given since its last load: samples and uncached prompt tokens.
+        # Samples and uncached prompt tokens given to it since it last reported its load.
         self._given, self._given_tokens = 0, 0
-        # Prompt tokens that its last load still counts as queued, and that have been computed since.
+        # Prompt tokens that its last reported load counts as queued but that have been computed since.
         self._computed_tokens = 0
         self._avoided_until = 0.0
-        # For the stream that is open; None ends it.
+        # For the open stream; None ends the stream.
         self._commands: asyncio.Queue[pb.StreamRequestsRequest | None] = asyncio.Queue()
-        # When it last said anything, and the seconds of silence since, as far as they count.
+        # When it last said anything, and the seconds of silence that count since then.
         self.heard_at = 0.0
         self._silence = 0.0
 
@@ -96,11 +97,11 @@ class EngineLink:
 
     @property
     def owner(self) -> Owner:
-        """Names the engine's executor in the view of the caches."""
+        """The engine's executor, as the view of the caches names it."""
         return Owner(self.engine.cachemgr_admin_address, self.executor_id)
 
     def obstacle_at(self, now: float) -> str:
-        """Why it would get no request, in words for operators; empty when it would.
+        """Returns why the engine would get no request, in words for operators; empty if it would get requests.
 
         now: in seconds of the monotonic clock, as everywhere here.
         """
@@ -112,27 +113,27 @@ class EngineLink:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether it has said nothing for a while."""
+        """Whether the engine has said nothing for a while."""
         return self._silence >= QUIET_SECONDS
 
     @property
     def makes_no_progress(self) -> bool:
-        """Whether its executor does not answer."""
+        """Whether the engine's executor does not answer."""
         return self.executor_silent or self._executor_silence >= HESITATION_SECONDS
 
     @property
     def gets_no_blocks(self) -> bool:
-        """Whether its cache manager has not answered for so long that its requests stop."""
+        """Whether the engine's cache manager has been silent for so long that requests run out of blocks."""
         return self.cachemgr_silent or self._cachemgr_silence >= NO_BLOCKS_SECONDS
 
     @property
     def hesitates(self) -> bool:
-        """Whether a new request would wait there for something that does not answer."""
+        """Whether a new request to the engine would wait for something that does not answer."""
         waits = self.cachemgr_silent or self._cachemgr_silence >= HESITATION_SECONDS
         return waits or self.makes_no_progress or self.is_quiet
 
     def serves(self, adapter: Adapter | None) -> bool:
-        """Whether requests for an adapter find the same content there; all serve the model alone."""
+        """Returns whether the engine has the adapter with the same content; every engine serves the model alone."""
         if adapter is None:
             return True
         found = self.adapters.get(adapter.name)
@@ -140,26 +141,26 @@ class EngineLink:
 
     @property
     def has_room(self) -> bool:
-        """Whether its waiting queue takes one more."""
+        """Whether the engine's waiting queue takes one more sample."""
         return self.loads.waiting_requests + self._given < self.loads.max_waiting_requests
 
     @property
     def load(self) -> int:
-        """Samples that run and wait: those of its last load, and what was given to it and has ended since."""
+        """Samples that run or wait: those of the last reported load, plus those given since, less those ended since."""
         return max(0, self.loads.running_requests + self.loads.waiting_requests + self._given)
 
     def age_of_rates(self, now: float) -> float:
-        """Seconds since it has last measured the time of a prompt token."""
+        """Returns the seconds since the engine last measured the time of a prompt token."""
         return now - self._measured_at
 
     def queued_tokens(self, now: float) -> float:
-        """Prompt tokens to compute: those of its last load, less what it has computed since, and what it was given."""
+        """Returns the prompt tokens to compute: of the last load, less those computed since, plus those given since."""
         token = self.rates.prompt_token
         computed = max((now - self._loads_at) / token if token else 0.0, self._computed_tokens)
         return max(0.0, self.loads.queued_prompt_tokens - computed) + self._given_tokens
 
     def start(self, message: pb.StartRequest, prompt_tokens: int, expected_tokens: int) -> None:
-        """Sends a request. expected_tokens: of its prompt, the cached ones."""
+        """Sends a request. expected_tokens: prompt tokens that are expected to be cached."""
         self.routed_requests += 1
         self.routed_tokens += prompt_tokens
         self.expected_tokens += expected_tokens
@@ -168,27 +169,27 @@ class EngineLink:
         self._commands.put_nowait(pb.StreamRequestsRequest(start=message))
 
     def note_computed(self, begun: float, tokens: int) -> None:
-        """The prompt of a request that began then is no longer queued there."""
+        """Notes that the prompt of a request, begun at that time, is no longer queued at the engine."""
         if begun >= self._loads_at:
             self._given_tokens -= tokens
         else:
             self._computed_tokens += tokens
 
     def note_end(self) -> None:
-        """A request has ended there, of which its last load may not know."""
+        """Notes that a request has ended, which the engine's last reported load may not reflect."""
         self._given -= 1
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request, which may have ended."""
+        """Ends a request, which may have ended already."""
         if self.is_open:
             self._commands.put_nowait(pb.StreamRequestsRequest(cancel=pb.CancelRequest(request_id=request_id)))
 
     def avoid(self, now: float) -> None:
-        """The engine was not ready after all."""
+        """Keeps requests from the engine for a while, because it was not ready after all."""
         self._avoided_until = now + AVOID_SECONDS
 
     def ended(self, seconds: float) -> None:
-        """A request took so long there."""
+        """Takes the duration of a request at the engine."""
         mean = self.rates.request
         self.rates = self.rates._replace(request=seconds if mean is None else mean + _WEIGHT * (seconds - mean))
 
@@ -214,7 +215,7 @@ class EngineLink:
                     was_silent = True
                     cause = f"it has said nothing for {SILENCE_SECONDS:g} seconds"
                 except Exception as error:
-                    # An engine that the router does not understand must not end the others' requests.
+                    # An engine that the router does not understand must not end the requests of other engines.
                     log.exception("an engine has sent what the router cannot take in", address=self.address)
                     cause = f"the router cannot take in what it sends: {type(error).__name__}"
                 was_open, self.is_open, self.obstacle = self.is_open, False, cause
@@ -240,7 +241,7 @@ class EngineLink:
                     watching.cancel()
         finally:
             call.cancel()
-            # Of a call that has ended by itself gRPC would wait for commands for ever.
+            # For a call that has ended by itself, gRPC would wait for commands forever.
             commands.put_nowait(None)
 
     async def _read(self, call: Call, reports: EngineReports) -> None:
@@ -252,7 +253,7 @@ class EngineLink:
             reports.received(self, response)
 
     async def _watch(self, bound: asyncio.Timeout) -> None:
-        """Ends the conversation once the engine has been silent for too long."""
+        """Ends the stream once the engine has been silent for too long."""
         while self._silence < SILENCE_SECONDS:
             begun = time.monotonic()
             await asyncio.sleep(TURN_SECONDS)
@@ -260,7 +261,7 @@ class EngineLink:
         bound.reschedule(asyncio.get_running_loop().time())
 
     def take_loads(self, response: pb.StreamRequestsResponse) -> None:
-        """The load of the engine after all ends and failures that it has reported; the first load opens the link."""
+        """Takes the engine's load, after all ends and failures that it reported; the first load opens the link."""
         if not self.is_open:
             self.is_open = True
             log.info("engine found", address=self.address, executor=self.executor_id)
@@ -273,7 +274,7 @@ class EngineLink:
         def seconds(field: str) -> float | None:
             return getattr(self.loads, field).ToNanoseconds() / 1e9 if self.loads.HasField(field) else None
 
-        # Here and not for every decision.
+        # Computed here rather than for every decision.
         prompt_token = seconds("prompt_token_time")
         if prompt_token != self.rates.prompt_token:
             self._measured_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""Where a router's engines are: addresses, names that stand for several, and files with an address in each line."""
+"""Where a router's engines are: addresses, names that stand for several addresses, and files with one per line."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ log = structlog.get_logger()
 
 
 class EngineList:
-    """Looks the engines up. A source that cannot be read, or has nothing, stands for what was found there last."""
+    """Looks up the engines. For a source that cannot be read, or is empty, what was found there last still holds."""
 
     def __init__(self, sources: Sequence[str], security: Security) -> None:
         self._sources = sources
         self._security = security
         self._found: dict[str, list[str]] = {}
-        # Addresses that were found last and may not be called, and why a source was not read, by what found them.
+        # By source: the addresses found last that may not be called, and why the source was not read.
         self._refused: dict[str, set[str]] = {}
         self._obstacles: dict[str, str] = {}
 
     async def addresses(self) -> list[str]:
-        """The addresses that names and files stand for at the moment."""
+        """Returns the addresses that names and files stand for at the moment."""
         found: list[str] = []
         for source in self._sources:
             found += await self._of(source)
         return found
 
     def callable(self, found: Iterable[str], source: str) -> list[str]:
-        """Those of these addresses that may be called; what is wrong with others is logged once."""
+        """Returns the addresses that may be called; what is wrong with the others is logged once."""
         usable, refused = [], set()
         for address in found:
             try:
@@ -58,7 +58,7 @@ class EngineList:
             read = _lines if source.startswith(FILE) else _hosts
             found = self.callable(await read(source), source)
         except (OSError, UnicodeError) as error:
-            # Also a file that is being written.
+            # This also happens while a file is being written.
             self._say(source, str(error))
             return self._found.get(source, [])
         if not found:
@@ -75,19 +75,19 @@ class EngineList:
 
 
 async def _lines(source: str) -> list[str]:
-    """The words of a file. Raises OSError, UnicodeError."""
+    """Returns the words of a file. Raises OSError, UnicodeError."""
     return (await asyncio.to_thread(_text, Path(source.removeprefix(FILE)))).split()
 
 
 def _text(path: Path) -> str:
-    # Opening another kind of file may wait for ever.
+    # Opening any other kind of file may block forever.
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(f"{path} is no regular file")
     return path.read_text()
 
 
 async def _hosts(source: str) -> list[str]:
-    """The addresses behind a name. Raises OSError, UnicodeError."""
+    """Returns the addresses that a name stands for. Raises OSError, UnicodeError."""
     host, port = addresses.split_host_port(source.removeprefix(DNS))
     infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     hosts = sorted({str(info[4][0]) for info in infos})

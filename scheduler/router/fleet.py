@@ -1,4 +1,4 @@
-"""Several engines as one: chooses an engine for each sample, and starts it elsewhere when that one is lost."""
+"""Several engines as one: chooses an engine for each sample, and starts the sample elsewhere if the engine is lost."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from scheduler.router.view import CacheView, Owner
 
 _NO_KEYS: array[int] = array("Q")
 
-# Blocks of a prompt whose keys are computed at once: half a millisecond. Others have their turn in between.
+# Blocks of a prompt whose keys are computed at once: half a millisecond. Other tasks run in between.
 BLOCKS_AT_ONCE = 512
 
-# Connections that break at the same time are noticed within so many seconds.
+# Seconds within which connections that break at the same time are noticed.
 NOTICED_SECONDS = 0.2
 
-# How long an output is expected to be before one has ended, and the weight of each in the mean of all.
+# Expected length of an output until one has ended, and the weight of each output in the mean length.
 FIRST_OUTPUT_TOKENS, _OUTPUT_WEIGHT = 128.0, 0.02
 
 log = structlog.get_logger()
 
 
 class Prepared(NamedTuple):
-    """What is known of a prompt before an engine is chosen. matches: of caches that the view does not know."""
+    """What is known of a prompt before an engine is chosen. matches: in caches that the view does not know."""
 
     matches: Mapping[Owner, Match] = {}
     keys: Mapping[KeySpace, array[int]] = {}
@@ -58,9 +58,9 @@ class Routed(SentSample):
     expected: int
     note: Note | None
     started_at: float
-    # When it last had output.
+    # When the sample last had output.
     heard_at: float
-    # Whether its prompt counts as queued at the engine.
+    # Whether the sample's prompt counts as queued at the engine.
     is_queued: bool = True
 
     @property
@@ -69,7 +69,7 @@ class Routed(SentSample):
 
 
 class Fleet:
-    """An Engine that is several engines. On the asyncio loop."""
+    """An Engine that consists of several engines. On the asyncio loop."""
 
     def __init__(
         self,
@@ -80,33 +80,33 @@ class Fleet:
         index: KeyIndex | None = None,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """router_id: begins the names of samples at engines. index: knows caches that the view does not know.
+        """router_id: begins the names that samples have at engines. index: knows caches that the view does not know.
 
-        on_failure: called when the router's own work has failed, so that a request would wait for ever.
+        on_failure: called when the router's own work has failed, so that a request would wait forever.
         """
         self.links: dict[str, EngineLink] = {}
-        # Samples whose prompts are looked up in the index, or are so long that their keys take a while, by arrival.
+        # By arrival: samples whose prompts are looked up in the index, or are so long that their keys take a while.
         self.preparing: dict[int, asyncio.Task[None]] = {}
         self._view = view
         self._index = index
         self._policy = policy
         self._metrics = metrics
         self._on_failure = on_failure
-        # Names of an earlier process with this id may still run.
+        # Samples named by an earlier process with this id may still run.
         self._prefix = f"{router_id}-{secrets.token_hex(3)}"
         self._notes = Notes()
         self._by_name: dict[str, Routed] = {}
         self._by_arrival: dict[int, Routed] = {}
-        # Samples that are at engines, by the id of their request.
+        # Samples that engines run, by the id of their request.
         self._by_request: defaultdict[str, list[Routed]] = defaultdict(list)
         # Samples that no engine takes at the moment, by arrival.
         self._waiting: dict[int, AdmissionAttempt] = {}
-        # Tokens of the outputs that have ended.
+        # Mean number of tokens in outputs that have ended.
         self._mean_output = FIRST_OUTPUT_TOKENS
         # When an engine was lost last.
         self._lost_at = 0.0
         self._hashing = asyncio.Lock()
-        # Which prompt was hashed last, and its keys.
+        # The prompt that was hashed last, and its keys.
         self._hashed: tuple[object, Mapping[KeySpace, array[int]]] = (None, {})
 
     @property
@@ -116,11 +116,11 @@ class Fleet:
 
     @property
     def adapters(self) -> list[Adapter]:
-        """Those that an engine serves, or served when it was heard from last; of two of a name, that of one engine."""
+        """The adapters that any engine serves, or served when last heard from; only one of each name."""
         return list({name: adapter for link in self.links.values() for name, adapter in link.adapters.items()}.values())
 
     def without_engine(self) -> list[AdmissionAttempt]:
-        """Takes the waiting samples whose adapter no engine has any more."""
+        """Removes and returns the waiting samples whose adapter no engine has any more."""
         gone = [
             attempt
             for attempt in self._waiting.values()
@@ -132,7 +132,7 @@ class Fleet:
 
     @property
     def obstacle(self) -> str:
-        """Why no engine takes requests, in words for operators; empty when one does."""
+        """Why no engine takes requests, in words for operators; empty if an engine does."""
         now = time.monotonic()
         obstacles = {link.address: link.obstacle_at(now) for link in self.links.values()}
         if not all(obstacles.values()):
@@ -141,22 +141,23 @@ class Fleet:
         return "; ".join(why) or "none was found"
 
     def find(self, name: str) -> Routed | None:
-        """A sample by its name at an engine."""
+        """Returns the sample with this name at an engine."""
         return self._by_name.get(name)
 
     def on(self, link: EngineLink) -> list[Routed]:
-        """The samples that an engine runs."""
+        """Returns the samples that an engine runs."""
         return [routed for routed in self._by_name.values() if routed.link is link]
 
     def stranded(self, link: EngineLink) -> list[Routed]:
-        """The samples that wait for something that does not answer, if another engine takes requests.
+        """Returns the samples that wait for something that does not answer, if another engine takes requests.
 
-        Where the cache manager is silent, that is an engine of another one: the others of the same shard are avoided.
+        If the cache manager is silent, the other engine must have a different cache manager: the engines of the same
+        shard are avoided.
         """
         now, shard = time.monotonic(), link.engine.cachemgr_admin_address
         samples = self.on(link) if link.hesitates else []
         if not link.makes_no_progress:
-            # Without the cache manager others go on as far as they have blocks.
+            # Without the cache manager, samples go on as long as they have blocks.
             stuck = now - HESITATION_SECONDS if link.gets_no_blocks else 0.0
             samples = [routed for routed in samples if not routed.introduced or routed.heard_at < stuck]
         if not samples:
@@ -175,18 +176,18 @@ class Fleet:
         return samples
 
     def has_room_beside(self, link: EngineLink, routed: Routed) -> bool:
-        """Whether another engine takes a sample that this one has no room for."""
+        """Returns whether another engine takes a sample that this one has no room for."""
         now, adapter = time.monotonic(), routed.attempt.request.adapter
         others = (other for other in self.links.values() if other is not link)
         return any(other.has_room and other.serves(adapter) and not other.obstacle_at(now) for other in others)
 
     def lost(self, link: EngineLink) -> list[Routed]:
-        """The samples of an engine that is lost."""
+        """Notes the loss of an engine; returns its samples."""
         self._lost_at = time.monotonic()
         return self.on(link)
 
     def start(self, attempt: AdmissionAttempt) -> None:
-        """Sends a sample to an engine, at once unless something takes a while; it waits while none takes requests."""
+        """Sends a sample to an engine, at once unless preparing takes a while; waits while no engine takes requests."""
         unknown, spaces = self._to_look_up(attempt.request), self._to_hash(attempt)
         if (unknown or spaces) and self._links_for(attempt, time.monotonic()):
             task = asyncio.create_task(self._prepare(attempt, unknown, spaces))
@@ -196,7 +197,7 @@ class Fleet:
             self._send(attempt)
 
     def _to_look_up(self, request: Request) -> Mapping[str, Owner]:
-        """The executors for which the index is asked."""
+        """Returns the executors that the index is to be asked about."""
         index = self._index
         may_ask = self._policy.reads_caches and not request.cache.no_read and not request.sample_index
         if index is None or not index.executors or not may_ask:
@@ -204,7 +205,7 @@ class Fleet:
         return {name: owner for name, owner in self.unknown_executors().items() if name in index.executors}
 
     def _to_hash(self, attempt: AdmissionAttempt) -> Collection[KeySpace]:
-        """The key spaces in which a prompt has many keys."""
+        """Returns the key spaces in which a prompt has many keys."""
         if attempt.request.cache.no_read:
             return ()
         spaces = {self._space(link.owner) for link in self.links.values() if link.is_open}
@@ -212,9 +213,9 @@ class Fleet:
         return [space for space in spaces if space is not None and tokens > BLOCKS_AT_ONCE * space.block_size]
 
     def unknown_executors(self) -> dict[str, Owner]:
-        """Executors of engines that answer, whose caches the view does not know, by id.
+        """Returns, by id, the executors of answering engines whose caches the view does not know.
 
-        Without those whose id another one has, in another shard: the index by key does not tell them apart.
+        Omits executors whose id occurs in several shards: the index by key does not tell them apart.
         """
         owners = {link.owner for link in self.links.values() if link.is_open}
         counts = Counter(owner.executor_id for owner in owners)
@@ -230,23 +231,23 @@ class Fleet:
         prepared = _NOTHING
         try:
             matches = await self._look_up(attempt, unknown)
-            # One prompt after the other: a part of each in every turn would make turns long.
+            # One prompt after the other: interleaving parts of all prompts would make turns long.
             async with self._hashing:
                 prepared = Prepared(matches, await self._hash(attempt, spaces))
         except Exception:
-            # The request must not wait for ever.
+            # The request must not wait forever.
             log.exception("the look-up of a prompt failed")
         del self.preparing[attempt.request.arrival]
         self._send(attempt, prepared)
 
     def _prepared(self, task: asyncio.Task[None]) -> None:
-        """Its request would wait for ever."""
+        """Reports a failed preparation, because the request would wait forever."""
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a request could not be sent to an engine", exc_info=error)
             self._on_failure()
 
     async def _hash(self, attempt: AdmissionAttempt, spaces: Collection[KeySpace]) -> Mapping[KeySpace, array[int]]:
-        """The keys of a prompt; those that were computed last where it is the same, as for samples of one request."""
+        """Returns a prompt's keys; reuses the last computed keys for an equal prompt, as of a request's samples."""
         cache = attempt.request.cache
         prompt = (cache.salt, attempt.request.adapter_id, frozenset(spaces), attempt.token_ids)
         if self._hashed[0] != prompt:
@@ -254,7 +255,7 @@ class Fleet:
         return self._hashed[1]
 
     async def _look_up(self, attempt: AdmissionAttempt, unknown: Mapping[str, Owner]) -> Mapping[Owner, Match]:
-        """What the index knows of a prompt in the caches of executors."""
+        """Returns what the index knows of a prompt in the caches of executors."""
         if self._index is None or not unknown:
             return {}
         request = attempt.request
@@ -294,19 +295,19 @@ class Fleet:
         link.start(message, prompt, expected)
 
     def _links_for(self, attempt: AdmissionAttempt, now: float) -> list[EngineLink]:
-        """The engines that would take a sample."""
+        """Returns the engines that would take a sample."""
         adapter = attempt.request.adapter
         links = [link for link in self.links.values() if not link.obstacle_at(now) and link.serves(adapter)]
         if attempt.number:
-            # It was taken once, and is not refused now.
+            # The sample was accepted once, and must not be refused now.
             links = [link for link in links if link.has_room]
         if attempt.failures > 1:
-            # This router may have lost all engines at once: only one that is heard from again is surely there.
+            # This router may have lost all engines at once: only an engine that is heard from again is surely there.
             links = [link for link in links if link.heard_at > self._lost_at + NOTICED_SECONDS]
         return links
 
     def start_waiting(self) -> None:
-        """An engine takes requests again."""
+        """Sends the waiting samples, because an engine takes requests again."""
         waiting, self._waiting = self._waiting, {}
         for attempt in waiting.values():
             self.start(attempt)
@@ -320,13 +321,13 @@ class Fleet:
             self.end(routed)
 
     def weight_version(self, arrival: int) -> str | None:
-        """As the cache manager of its engine has it."""
+        """Returns the version of the weights as known to the cache manager of the sample's engine."""
         routed = self._by_arrival.get(arrival)
         executor = None if routed is None else self._view.find(routed.link.owner)
         return None if executor is None else executor.space.weight_version
 
     def note_computed(self, routed: Routed, now: float) -> None:
-        """A sample has its first token: what its engine has cached is known from events soon."""
+        """Notes that a sample has its first token: events will soon tell what its engine has cached."""
         self._leave_queue(routed)
         if routed.note is not None:
             self._notes.computed(routed.note, now)
@@ -337,11 +338,11 @@ class Fleet:
             routed.link.note_computed(routed.started_at, len(routed.attempt.token_ids) - routed.expected)
 
     def note_output(self, tokens: int) -> None:
-        """A sample has ended by itself with this number of tokens: others will, too."""
+        """Takes the number of tokens of a sample that ended by itself, to predict the length of other outputs."""
         self._mean_output += _OUTPUT_WEIGHT * (tokens - self._mean_output)
 
     def end(self, routed: Routed) -> None:
-        """An engine no longer runs a sample."""
+        """Notes that an engine no longer runs a sample."""
         if self._by_name.pop(routed.name, None) is not None:
             self._leave_queue(routed)
             routed.link.note_end()
@@ -354,7 +355,7 @@ class Fleet:
             self._notes.remove(routed.note)
 
     def next_attempt(self, routed: Routed, *, lost: bool) -> AdmissionAttempt:
-        """Ends a sample for another engine: it goes on behind its output. lost: whether its engine was lost over it."""
+        """Ends a sample, to continue after its output at another engine. lost: whether the sample may be to blame."""
         self.end(routed)
         self._metrics.continued.inc()
         failures = 0 if routed.has_new_tokens else routed.attempt.failures
@@ -368,7 +369,7 @@ class Fleet:
     def _choose(
         self, attempt: AdmissionAttempt, links: Sequence[EngineLink], now: float, prepared: Prepared = _NOTHING
     ) -> tuple[EngineLink, Match, int, array[int]]:
-        """The engine for a sample, what it has of the prompt, the cached tokens to expect, and the keys for a note."""
+        """Returns a sample's engine, the prompt's match there, the cached tokens to expect, and the keys for a note."""
         request, tokens = attempt.request, len(attempt.token_ids)
         links = self._suitable(request, links)
         owners = [link.owner for link in links]
@@ -379,14 +380,14 @@ class Fleet:
         for space in known:
             keys[space] = prepared.keys[space] if space in prepared.keys else self._keys(space, attempt)
             same = [owner for owner, its_space in zip(owners, spaces, strict=True) if its_space == space]
-            # What the view has come to know meanwhile is newer.
+            # What the view has learned meanwhile is newer.
             matches |= self._view.match(same, keys[space])
         rates = levelled([link.rates for link in links], [link.age_of_rates(now) for link in links])
         candidates = [
             self._candidate(link, levelled_rates, matches.get(owner, Match()), keys[its_space], now)
             for link, owner, its_space, levelled_rates in zip(links, owners, spaces, rates, strict=True)
         ]
-        # A policy that compares prompts gets keys of one space, always the same one.
+        # A policy that compares prompts always gets keys of the same space.
         left = request.max_tokens - (tokens - len(request.prompt_ids))
         output = min(float(left), self._mean_output)
         prompt = Prompt(keys[known[0] if known else None], tokens, request.cache.session_id or "", output)
@@ -395,11 +396,11 @@ class Fleet:
         return links[at], chosen.match, chosen.cached_tokens(tokens), keys[spaces[at]]
 
     def _suitable(self, request: Request, links: Sequence[EngineLink]) -> Sequence[EngineLink]:
-        """The engines among which a policy chooses."""
+        """Returns the engines among which a policy chooses."""
         # An engine whose queue is full would refuse it.
         links = [link for link in links if link.has_room] or links
         if request.sample_index:
-            # It shares the prompt of the first sample.
+            # The sample shares the prompt of the first sample.
             running = self._by_request.get(request.request_id, ())
             links = [routed.link for routed in running if routed.link in links][:1] or links
         return links
@@ -420,9 +421,10 @@ class Fleet:
         )
 
     def _spaces(self, links: Sequence[EngineLink], owners: Sequence[Owner]) -> list[KeySpace | None]:
-        """The key space of each engine, None where none is known.
+        """Returns the key space of each engine, None if it is not known.
 
-        An engine whose own is not known yet has that of another one with its block size: that does for notes.
+        An engine whose key space is not known yet gets that of an engine with the same block size, which is good enough
+        for notes.
         """
         found = [self._space(owner) for owner in owners]
         by_size = {space.block_size: space for space in found if space is not None}
@@ -439,7 +441,7 @@ class Fleet:
 
 
 async def hash_prompt(attempt: AdmissionAttempt, spaces: Iterable[KeySpace]) -> Mapping[KeySpace, array[int]]:
-    """The keys of a prompt in each of these, computed in parts."""
+    """Returns the keys of a prompt in each of the spaces, computed in parts."""
     cache, adapter_id = attempt.request.cache, attempt.request.adapter_id
     found = {}
     for space in spaces:

@@ -17,24 +17,24 @@ from protos.rpc.redis_client import UNAVAILABLE, open_redis, reason
 from scheduler.router.key_space import KeySpace
 from scheduler.router.score import Match
 
-# A decision waits so long at most, in seconds.
+# How long a decision waits at most, in seconds.
 LOOKUP_SECONDS = 0.02
-# How often executors are read while the view lacks some, and how long Redis may take for them.
+# How often executors are read while the view lacks some of them, and how long Redis may take to answer.
 READ_SECONDS, ANSWER_SECONDS = 0.1, 0.5
-# Blocks of a prompt that are asked for at a time: half a millisecond of work.
+# Blocks of a prompt that are looked up at a time: half a millisecond of work.
 BLOCKS_AT_A_TIME = 64
 
 log = structlog.get_logger()
 
 
 class KeyIndex:
-    """Answers only while it knows executors: a Redis that fails or is late is not asked until it answers again."""
+    """Answers only while it knows executors: if Redis fails or is late, it is not asked until it answers again."""
 
     def __init__(self, url: str) -> None:
         self._redis = open_redis(url)
-        # Those that were asked for and are in Redis.
+        # The executors that were asked for and are in Redis.
         self.executors: dict[str, IndexedExecutor] = {}
-        # Exchanges with Redis that nobody may wait for any more. None is cancelled: its connection would be in doubt.
+        # Exchanges with Redis that nobody may await any more. None is cancelled: its connection would be in doubt.
         self._exchanges: set[asyncio.Task[Any]] = set()
         self._said = ""
 
@@ -58,7 +58,7 @@ class KeyIndex:
         await self._redis.aclose()
 
     def find(self, executor_id: str) -> KeySpace | None:
-        """The key space of an executor that is in Redis; None for others."""
+        """Returns the key space of an executor, None if it is not in Redis."""
         executor = self.executors.get(executor_id)
         if executor is None:
             return None
@@ -67,7 +67,7 @@ class KeyIndex:
     async def match(
         self, executor_ids: Iterable[str], token_ids: array[int], salt: str | None, adapter_id: int | None = None
     ) -> dict[str, Match]:
-        """Blocks at the beginning of a prompt that each of these executors has, as far as Redis answers in time."""
+        """Returns the leading blocks of a prompt that each executor has, as far as Redis answers in time."""
         by_space: dict[KeySpace, dict[str, IndexedExecutor]] = {}
         for executor_id in executor_ids:
             if (space := self.find(executor_id)) is not None:
@@ -87,13 +87,13 @@ class KeyIndex:
             await self._bounded(look_up(), LOOKUP_SECONDS)
         except UNAVAILABLE as error:
             if not found:
-                # Nobody waits for it again until the executors could be read.
+                # Nobody waits for Redis again until the executors have been read.
                 self.executors = {}
                 self._say(reason(error) or type(error).__name__)
         return dict(found)
 
     async def _bounded(self, work: Any, seconds: float) -> Any:
-        """The result of an exchange with Redis. Raises TimeoutError; the exchange goes on then."""
+        """Returns the result of an exchange with Redis. Raises TimeoutError, after which the exchange goes on."""
         task = asyncio.ensure_future(work)
         self._exchanges.add(task)
         task.add_done_callback(self._ended)
@@ -105,7 +105,7 @@ class KeyIndex:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._exchanges.discard(task)
         if not task.cancelled():
-            # It may have failed behind its time.
+            # The exchange may have failed after the timeout.
             task.exception()
 
     async def _read(self, executor_ids: Collection[str]) -> dict[str, IndexedExecutor]:
@@ -119,14 +119,14 @@ class KeyIndex:
                 try:
                     found[executor_id] = IndexedExecutor.decode(value)
                 except FormatError:
-                    # Of another version.
+                    # Written by another version.
                     continue
         return found
 
     async def _matches(
         self, executors: Mapping[str, IndexedExecutor], root: bytes, packed: bytes, block_size: int
     ) -> AsyncIterator[dict[str, Match]]:
-        """What is known behind each answer, up to the first block that no executor has."""
+        """Yields the matches known after each answer, up to the first block that no executor has."""
         counts: dict[str, list[int]] = {}
         going = list(executors)
         width = BLOCKS_AT_A_TIME * block_size * TOKEN_BYTES
@@ -165,7 +165,7 @@ class KeyIndex:
 
 
 def _tier(executor: IndexedExecutor, value: bytes | None) -> int | None:
-    """The tier of a block, None where it is not there or was there under an earlier beginning."""
+    """Returns the tier of a block, None if the executor does not have it or had it only before it began anew."""
     if value is None:
         return None
     try:

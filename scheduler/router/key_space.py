@@ -1,4 +1,4 @@
-"""Which executors have equal keys for equal prompts, and these keys."""
+"""Which executors have equal keys for equal prompts, and how these keys are computed."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from protos.kvcommon.tokens import TOKEN_BYTES, packed_bytes
 
 
 class KeySpace(NamedTuple):
-    """What decides the keys of prompts. Engines of one model may differ in block size, files, or version of weights."""
+    """What determines the keys of prompts. Engines of one model may differ in block size, files, or weight version."""
 
     model_fingerprint: bytes
     block_size: int
     weight_version: str = ""
 
     def root(self, salt: str | None, adapter_id: int | None = None) -> bytes:
-        """The parent key of the first block of a prompt."""
+        """Returns the parent key of a prompt's first block."""
         return root_key(self.model_fingerprint, salt, adapter_id, self.weight_version)
 
     def keys(self, token_ids: array[int], salt: str | None, adapter_id: int | None = None) -> array[int]:
-        """The low 64 bits of the keys of all full blocks of a prompt."""
+        """Returns the low 64 bits of the keys of a prompt's full blocks."""
         return prompt_low_keys(self.root(salt, adapter_id), packed_bytes(token_ids), self.block_size)
 
     def keys_in_parts(
         self, token_ids: array[int], salt: str | None, adapter_id: int | None, blocks: int
     ) -> Iterator[array[int]]:
-        """The same in parts, each computed when it is asked for. blocks: of a part at most."""
+        """Yields the keys in parts, each computed on demand. blocks: most blocks of a part."""
         parent, packed = self.root(salt, adapter_id), packed_bytes(token_ids)
         width = blocks * self.block_size * TOKEN_BYTES
         for start in range(0, len(packed), width):

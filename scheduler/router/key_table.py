@@ -13,17 +13,18 @@ Keys: TypeAlias = npt.NDArray[np.uint64]
 Numbers: TypeAlias = npt.NDArray[np.uint32]
 
 _LEAST_BITS = 10
-# Of all slots: a new table begins when more are used. At most so many of the new one are used by what the old one has.
+# Shares of a table's slots. When more than _FULL are used, a new table begins. The old table's entries fill at most
+# _FRESH of the new table.
 _FULL, _FRESH = 0.6, 0.45
-# Slots of the old table that move to the new one with each key that comes: all have moved before either one is full.
+# Slots of the old table that move to the new table with each added key: all have moved before either table is full.
 _MOVED_WITH_A_KEY = 8
-# Slots that are looked at before others may run: a few milliseconds.
+# Slots that are processed before other tasks may run: a few milliseconds.
 _SLICE = 1 << 15
 _END = 1 << 64
 
 
 class _Slots:
-    """Open addressing with linear probing: the search for a key begins at the slot that its first bits say.
+    """Open addressing with linear probing: the search for a key begins at the slot given by its first bits.
 
     A slot without a key was never used. A key whose number is 0 keeps its slot.
     """
@@ -33,7 +34,7 @@ class _Slots:
         self.keys: Keys = np.zeros(self.size, np.uint64)
         self.numbers: Numbers = np.zeros(self.size, np.uint32)
         self.used = 0
-        # Python reads single elements through these in a third of the time.
+        # Python reads single elements through memoryviews in a third of the time.
         self.key_at, self.number_at = memoryview(self.keys.data), memoryview(self.numbers.data)
 
     def get(self, keys: Keys) -> Numbers:
@@ -48,19 +49,19 @@ class _Slots:
         return found
 
     def add(self, keys: Keys, numbers: Numbers) -> None:
-        """Adds entries of which none is there."""
+        """Adds entries, none of which is present yet."""
         self.used += len(keys)
         at = self._home(keys)
         while len(keys):
             is_free = self.keys[at] == 0
             self.keys[at[is_free]] = keys[is_free]
-            # Of several keys for one slot one has it now.
+            # Of several keys for one slot, one has it now.
             has_slot = self.keys[at] == keys
             self.numbers[at[has_slot]] = numbers[has_slot]
             at, keys, numbers = (at[~has_slot] + 1) & (self.size - 1), keys[~has_slot], numbers[~has_slot]
 
     def between(self, first: int, end: int) -> tuple[Keys, Numbers]:
-        """The entries whose search begins at one of these slots, and at none behind them."""
+        """Returns the entries whose search begins at one of these slots."""
         last = end
         while last < first + self.size and self.key_at[last & (self.size - 1)]:
             last += 1
@@ -75,24 +76,24 @@ class _Slots:
 
 
 class KeyTable:
-    """Maps keys to numbers from 1 on; 0 stands for no entry. Keys are evenly spread, as hashes are, and none is 0.
+    """Maps keys to numbers from 1 on; 0 stands for no entry. Keys are evenly spread, as hashes are, and never 0.
 
-    A table that becomes full moves to a new one bit by bit, in the order of keys, so that no call takes long.
+    A full table moves to a new table bit by bit, in the order of keys, so that no call takes long.
     """
 
     def __init__(self) -> None:
         self._slots = _Slots(_LEAST_BITS)
-        # While entries move: keys below the boundary are in the new table, and those from it on in the old one.
+        # While entries move: keys below the boundary are in the new table, all other keys in the old table.
         self._old: _Slots | None = None
         self._boundary = _END
 
     @property
     def size(self) -> int:
-        """Slots."""
+        """The number of slots."""
         return self._slots.size
 
     def get(self, keys: Keys) -> Numbers:
-        """The number of each key."""
+        """Returns the number of each key."""
         if self._old is None:
             return self._slots.get(keys)
         found, has_moved = np.empty(len(keys), np.uint32), keys < self._boundary
@@ -101,9 +102,9 @@ class KeyTable:
         return found
 
     def change(self, keys: Sequence[int], after: Mapping[int, int]) -> Counter[int]:
-        """Gives each key the number that comes `after` its present one; how many entries there were of each old number.
+        """Replaces each key's number by `after[number]`; returns how many entries had each old number.
 
-        Only entries whose number has changed count.
+        Counts only entries whose number has changed.
         """
         self._make_room(len(keys))
         new, old, boundary = self._slots, self._old or self._slots, self._boundary
@@ -126,15 +127,15 @@ class KeyTable:
     def change_all(
         self, after: Callable[[list[int]], Mapping[int, int]]
     ) -> Iterator[tuple[Mapping[int, int], Counter[int]]]:
-        """Gives entries other numbers, in slices; each with the numbers that came after others, and as `change`.
+        """Replaces the numbers of all entries, in slices; yields each slice's replacements, and counts as in `change`.
 
-        `after`: of these numbers those that change, with what comes after them. Entries may come and change between two
-        slices, if their new numbers are none that change.
+        `after`: returns the replacements for those of the given numbers that change. Between two slices, entries may be
+        added and changed, if their new numbers are not among those that change.
         """
         slots, start = self._slots, 0
         while start < slots.size:
             if self._old is not None or self._slots is not slots:
-                # Entries may be at other places than before.
+                # Entries may have moved to other slots.
                 self._move(_SLICE)
                 slots, start = self._slots, 0
                 yield {}, Counter()
@@ -153,7 +154,7 @@ class KeyTable:
             start += _SLICE
 
     def _make_room(self, more: int) -> None:
-        """For so many further keys."""
+        """Makes room for `more` further keys."""
         if self._old is not None:
             self._move(more * _MOVED_WITH_A_KEY)
         slots = self._slots
@@ -168,7 +169,7 @@ class KeyTable:
         self._move(more * _MOVED_WITH_A_KEY)
 
     def _move(self, count: int) -> None:
-        """Moves the entries of so many slots, if any are left."""
+        """Moves the entries of `count` slots, if any are left."""
         if self._old is None:
             return
         first = self._boundary >> self._old.shift

@@ -27,7 +27,7 @@ class RouterMetrics:
         engines = Gauge(
             f"{PREFIX}_engines", "Engines, by state: ready, away or other model.", ["state"], registry=registry
         )
-        # There from the start: a router that has found no engine yet has none that is ready.
+        # Present from the start: a router that has not found any engine yet has no ready engine.
         self.ready, self.away, self.other_model = map(engines.labels, ("ready", "away", "other model"))
         self.incomplete_views = Gauge(
             f"{PREFIX}_incomplete_views",

@@ -1,6 +1,6 @@
-"""What engines will have cached soon: the prompts that they were just given. Pure: no clock.
+"""Notes of what engines will soon have cached: the prompts that they were just given. Pure: no clock.
 
-Events tell of a block only once it is computed. Until then a burst of prompts with one prefix would scatter.
+Events tell of a block only once it is computed. Without notes, a burst of prompts with one prefix would scatter.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# A note stays so long after the first token of its prompt, in seconds: events come sooner.
+# How long a note stays after the first token of its prompt, in seconds: events come sooner.
 NOTE_SECONDS = 2.0
-# Prompts that begin with the same block, of one engine: the newest are kept.
+# Prompts kept of one engine that begin with the same block: the newest.
 _KEPT = 16
 
 
 @dataclass(slots=True, eq=False)
 class Note:
-    """A prompt that an engine was given. is_computed: whether it has its first token."""
+    """A prompt that an engine was given. is_computed: whether its first token has come."""
 
     engine: str
     keys: Sequence[int]
@@ -39,11 +39,11 @@ class Notes:
 
     def __init__(self) -> None:
         self._notes: dict[_Group, list[Note]] = {}
-        # Notes of computed prompts with their ends, in the order of these.
+        # Notes of computed prompts with the times when they end, in the order of these times.
         self._ending: deque[tuple[float, Note]] = deque()
 
     def add(self, engine: str, keys: Sequence[int]) -> Note | None:
-        """The engine is given a prompt with these keys; None for a prompt without a full block."""
+        """Notes that an engine is given a prompt with these keys; None for a prompt without a full block."""
         if not keys:
             return None
         note = Note(engine, keys)
@@ -54,12 +54,12 @@ class Notes:
         return note
 
     def computed(self, note: Note, now: float) -> None:
-        """The prompt has its first token. now: in seconds, never less than in a call before."""
+        """Notes that the prompt has its first token. now: in seconds, never less than in an earlier call."""
         note.is_computed = True
         self._ending.append((now + NOTE_SECONDS, note))
 
     def remove(self, note: Note) -> None:
-        """The prompt will not be computed there."""
+        """Removes a note, because the engine will not compute the prompt."""
         kept = [other for other in self._notes.get(note.group, ()) if other is not note]
         if kept:
             self._notes[note.group] = kept
@@ -67,7 +67,7 @@ class Notes:
             self._notes.pop(note.group, None)
 
     def match(self, engine: str, keys: Sequence[int], now: float) -> int:
-        """Blocks at the beginning of a prompt that the engine computes, or has just computed."""
+        """Returns how many leading blocks of a prompt the engine computes, or has just computed."""
         while self._ending and self._ending[0][0] <= now:
             self.remove(self._ending.popleft()[1])
         notes = self._notes.get(_Group(engine, keys[0]), ()) if keys else ()
@@ -75,7 +75,7 @@ class Notes:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Equal keys at the beginning of two prompts. A key stands for all before it: the search halves the rest."""
+    """Counts the equal leading keys of two prompts. A key stands for all keys before it, so binary search works."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -9,22 +9,22 @@ from typing import NamedTuple, Protocol
 
 from scheduler.router.score import Candidate, seconds_of_streams, seconds_to_compute, seconds_to_first_token
 
-# Costs that are this close are equal: a share of the smaller one, and seconds. Measured times are not better.
+# Costs that are this close count as equal: a share of the smaller cost, plus seconds. Measurements are not more exact.
 TIE_SHARE, TIE_SECONDS = 0.02, 0.002
-# What a prompt token costs others: it delays those who come behind it, and evicts one that has to be computed again. So
-# it counts this often more, in the share of engines that have prompts to compute. Found with `python -m bench fleet`.
+# Extra weight of a prompt token's cost to others, scaled by the share of busy engines: it delays later prompts, and
+# evicts a token that has to be computed again. Found with `python -m bench fleet`.
 TOKEN_COSTS_OTHERS = 2.0
-# The policy `prefix` follows a prefix of at least this share of the prompt, until the loads differ by more than so many
-# samples and by this factor. These bounds are those of routers that know no events.
+# The policy `prefix` follows a prefix of at least this share of the prompt, until the loads differ by more than
+# IMBALANCE samples and by IMBALANCE_FACTOR. The bounds are those of routers without events.
 PREFIX_SHARE, IMBALANCE, IMBALANCE_FACTOR = 0.5, 32, 1.5
 # Blocks that the policy `prefix` remembers of each engine.
 REMEMBERED_BLOCKS = 1 << 16
 
 
 class Prompt(NamedTuple):
-    """What a policy sees of a request. keys: of its full blocks, in order. session: empty for none.
+    """What a policy sees of a request. keys: those of its full blocks, in order. session: empty for none.
 
-    output_tokens: how many it will generate, as far as that can be expected.
+    output_tokens: how many tokens it is expected to generate.
     """
 
     keys: Sequence[int]
@@ -34,16 +34,16 @@ class Prompt(NamedTuple):
 
 
 class Policy(Protocol):
-    """Chooses among candidates, of which there is at least one."""
+    """Chooses among at least one candidate."""
 
-    # Whether it looks at what engines have cached.
+    # Whether the policy considers what engines have cached.
     reads_caches: bool
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Candidate: ...
 
 
 class RoundRobin:
-    """Each engine in turn."""
+    """Chooses each engine in turn."""
 
     reads_caches = False
 
@@ -56,7 +56,7 @@ class RoundRobin:
 
 
 class LeastLoad:
-    """The engine with the fewest samples, and of these with the fewest prompt tokens to compute."""
+    """Chooses the engine with the fewest samples; of several, the one with the fewest prompt tokens to compute."""
 
     reads_caches = False
 
@@ -65,10 +65,10 @@ class LeastLoad:
 
 
 class Session:
-    """The same engine for all requests of a session, by a hash that moves few sessions when engines come or go.
+    """Chooses one engine for all requests of a session, by a hash that moves few sessions when engines come or go.
 
-    Source: Thaler and Ravishankar, "A name-based mapping scheme for rendezvous" (1996). Requests without a session go
-    by load.
+    Source: Thaler and Ravishankar, "A name-based mapping scheme for rendezvous" (1996). Requests without a session
+    are sent by load.
     """
 
     reads_caches = False
@@ -81,7 +81,7 @@ class Session:
 
 
 class Prefix:
-    """The engine that was last given the longest prefix of the prompt, by this router's own decisions alone."""
+    """Chooses the engine that got the longest prefix of the prompt, going by this router's own decisions alone."""
 
     reads_caches = False
 
@@ -103,7 +103,7 @@ class Prefix:
         while len(given) > REMEMBERED_BLOCKS:
             given.popitem(last=False)
         if len(self._given) > 2 * len(candidates):
-            # Most of them are gone: engines in a cluster get a new address with each start.
+            # Most of the remembered engines are gone: engines in a cluster get a new address with each start.
             names = {one.name for one in candidates}
             self._given = {name: keys for name, keys in self._given.items() if name in names}
         return chosen
@@ -114,19 +114,19 @@ class Prefix:
 
 
 class Cost:
-    """The engine where the prompt costs the least time: its own until its first token, and that of others.
+    """Chooses the engine where the prompt costs the least time: until its own first token, and of other requests.
 
-    A prompt that delays nobody goes where its first token comes soonest. The busier the engines are, the more it waits
-    for one that has its prefix: to compute that again elsewhere would help it and slow down all. Its output makes the
-    steps of all streams there longer, as long as it lasts: so streams spread, also those that share a cached prefix. Of
-    engines that are equally good, a session's last one is chosen, or one that has more of the prompt, or the one that
-    was given a prompt that none had cached longest ago: so all caches fill evenly.
+    A prompt that delays nobody goes where its first token comes soonest. The busier the engines are, the longer it
+    waits for an engine with its prefix: computing the prefix elsewhere would help this prompt but slow down all. Its
+    output lengthens the steps of all streams on its engine: so streams spread, even if they share a cached prefix. Ties
+    go to the session's last engine, then to the engine with more of the prompt, then to the engine that was given a
+    prompt that no engine had cached longest ago: so all caches fill evenly.
     """
 
     reads_caches = True
 
     def __init__(self) -> None:
-        # The engine of each session, in the order of the last use.
+        # The engine of each session, in order of last use.
         self._homes: OrderedDict[str, str] = OrderedDict()
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Candidate:

@@ -1,4 +1,4 @@
-"""Puts the router together: front end, fleet, links to engines, and the view of their caches."""
+"""Assembles the router: front end, fleet, links to engines, and the view of their caches."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ from scheduler.router.service import ROUTER_SERVICE, RouterService
 from scheduler.router.settings import RouterSettings
 from scheduler.router.view import CacheView, ViewFeed
 
-# How often names are looked up, and health is looked at, in seconds.
+# How often names are looked up, and how often health is checked, in seconds.
 LOOKUP_SECONDS, WATCH_SECONDS = 5.0, 0.5
-# Engines that are asked at once what they are, at the start.
+# Most engines that are asked for their description at the same time, at the start.
 MOST_ASKED = 64
 
 log = structlog.get_logger()
 
 
 class Router:
-    """The running router. `failed` is set when it cannot go on, also when it never could begin."""
+    """The running router. `failed` is set when it cannot go on, even if it never began."""
 
     def __init__(self, settings: RouterSettings, health: Health, registry: CollectorRegistry = REGISTRY) -> None:
-        """Raises OSError where the access log cannot be opened."""
+        """Raises OSError if the access log cannot be opened."""
         self.failed = asyncio.Event()
         self._settings = settings
         self._health = health
@@ -67,7 +67,7 @@ class Router:
         self._metrics = RequestMetrics(registry, PREFIX)
         self._router_metrics = RouterMetrics(registry)
         self.service = GenerationService(self, AccessLog(self._metrics, self._access_log and self._access_log.log))
-        # Blocks of several engines have no events in one stream.
+        # One stream cannot carry the events of several engines' blocks.
         self._for_gateways = VllmEngine(self, self.service, None)
         self._requests: RequestTable | None = None
         self._described: pb.GetEngineResponse | None = None
@@ -78,7 +78,7 @@ class Router:
             self.view, policy, self._router_metrics, settings.router_id, self._index, on_failure=self.failed.set
         )
         self._for_operators = RouterService(self.fleet, self.view, settings.policy)
-        # By address: those of engines, and those of cache managers.
+        # Tasks by address: of engines, and of cache managers.
         self._links: dict[str, asyncio.Task[None]] = {}
         self._feeds: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -87,7 +87,7 @@ class Router:
 
     @property
     def services(self) -> Mapping[str, Callable[[grpc.aio.Server], None]]:
-        """The gRPC services by their full names, with what adds them to a server."""
+        """The gRPC services by their full names, each with the function that adds it to a server."""
         return {
             SERVICE: partial(generation_rpc.add_GenerationServiceServicer_to_server, self.service),
             ADMIN_SERVICE: partial(generation_rpc.add_SchedulerAdminServiceServicer_to_server, self.service.admin),
@@ -108,7 +108,7 @@ class Router:
 
     @property
     def engine(self) -> pb.GetEngineResponse:
-        """The engine that has answered first, whose model is that of all. Raises NotReadyError as `requests`."""
+        """The engine that answered first; all others serve its model. Raises NotReadyError like `requests`."""
         if self._described is None:
             raise NotReadyError("the router still waits for an engine", retry_after=1.0)
         return self._described
@@ -143,7 +143,7 @@ class Router:
         requests.open()
 
     def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task that goes on until it is cancelled: any other end is a defect, and ends the process."""
+        """Starts a task that runs until it is cancelled: any other end is a defect, and ends the process."""
         task = asyncio.create_task(work)
         task.add_done_callback(self._ended)
         return task
@@ -171,7 +171,7 @@ class Router:
             await asyncio.to_thread(self._access_log.close)
 
     async def _first_engine(self) -> pb.GetEngineResponse:
-        """The engine that answers first, of the model that was asked for: all others must serve its model."""
+        """Returns the first engine to answer that serves the wanted model: all others must serve the same model."""
         said = dict[str, str]()
         while True:
             found = await self._list.addresses()
@@ -187,7 +187,7 @@ class Router:
             await asyncio.sleep(WATCH_SECONDS)
 
     async def _describe(self, address: str, said: dict[str, str]) -> pb.GetEngineResponse | None:
-        """What an engine says of itself; None when it does not, or serves another model than the one asked for."""
+        """Returns an engine's description; None if it does not answer, or serves a different model than wanted."""
         async with self._asking:
             try:
                 engine = await describe(address, self._settings.security)
@@ -203,7 +203,7 @@ class Router:
         return None
 
     async def _find_engines(self, first: pb.GetEngineResponse, reports: EngineReports) -> None:
-        """Keeps a link to every engine. One whose address is gone gets no more requests, and stays for those it has."""
+        """Keeps a link to every engine. An engine whose address is gone gets no more requests, but finishes its own."""
         while True:
             found = await self._list.addresses()
             for address in found:
@@ -217,19 +217,19 @@ class Router:
                 if not link.is_open or not self.fleet.on(link):
                     self._links.pop(address).cancel()
                     del self.fleet.links[address]
-                    # Engines whose addresses change with each pod leave nothing behind.
+                    # Engines whose addresses change with each pod must leave nothing behind.
                     self._router_metrics.requests.remove(address)
             await asyncio.sleep(LOOKUP_SECONDS)
 
     async def _watch(self, requests: RequestTable, reports: EngineReports) -> None:
-        """Says in health whether an engine takes requests, and follows the cache managers of all engines."""
+        """Reports in health whether an engine takes requests, and follows the cache managers of all engines."""
         has_served = False
         while True:
             open_links = [link for link in self.fleet.links.values() if link.is_open]
             reports.look_at(link for link in open_links if link.is_quiet)
             ready = sum(not link.obstacle for link in open_links)
             obstacle = self.fleet.obstacle
-            # Callers get no addresses of engines.
+            # Callers are not told the addresses of engines.
             changed = requests.set_obstacle("no engine takes requests", bool(obstacle))
             if changed and has_served:
                 if obstacle:
@@ -290,7 +290,7 @@ async def serve(settings: RouterSettings) -> int:
         else:
             collect_rarely()
         await router.failed.wait()
-        # This process cannot recover: it ends as on SIGTERM, with another status.
+        # This process cannot recover: it ends as on SIGTERM, with a different status.
         os.kill(os.getpid(), signal.SIGTERM)
 
     ready = asyncio.create_task(become_ready())

@@ -1,4 +1,4 @@
-"""What engines send, as the request table takes it."""
+"""Turns what engines send into updates of the request table."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ log = structlog.get_logger()
 
 
 class EngineReports:
-    """Listens to engines, and tells the request table."""
+    """Listens to engines, and reports to the request table."""
 
     def __init__(self, fleet: Fleet, requests: RequestTable, metrics: RouterMetrics, adapters: AdapterTable) -> None:
-        """adapters: get those of all engines."""
+        """adapters: receives the adapters of all engines."""
         self._fleet = fleet
         self._adapters = adapters
         self._requests = requests
         self._metrics = metrics
 
     def received(self, link: EngineLink, response: pb.StreamRequestsResponse) -> None:
-        """An engine has sent output, failures or its load."""
+        """Takes the output, failures or load that an engine has sent."""
         updates = RequestUpdates(steps=int(bool(response.outputs)), at=time.monotonic())
         try:
             for chunk in response.outputs:
@@ -43,7 +43,7 @@ class EngineReports:
             for failure in response.failures:
                 if routed := self._fleet.find(failure.request_id):
                     self._fail(link, routed, failure, updates)
-            # After the ends that it no longer counts, and before anything is sent because of them.
+            # After the ends that the load no longer counts, and before anything is sent because of them.
             if response.HasField("loads"):
                 link.take_loads(response)
                 self._take_adapters()
@@ -51,11 +51,11 @@ class EngineReports:
                     self._fleet.start_waiting()
             self._leave(link, updates)
         finally:
-            # Also before an error: samples go on elsewhere behind the tokens that were taken.
+            # Even on an error: samples continue elsewhere after the tokens that were received.
             self._requests.receive(updates)
 
     def lost(self, link: EngineLink, *, was_silent: bool) -> None:
-        """An engine is lost: its samples go on elsewhere. None of them is at fault where it only says nothing."""
+        """Moves the samples of a lost engine elsewhere. If the engine was only silent, no sample is to blame."""
         updates = RequestUpdates(at=time.monotonic())
         running = self._fleet.lost(link)
         log.warning("engine lost", address=link.address, executor=link.executor_id, requests=len(running))
@@ -64,27 +64,27 @@ class EngineReports:
         self._requests.receive(updates)
 
     def _take_adapters(self) -> None:
-        """Requests may name what an engine serves; those whose adapter none has any more end."""
+        """Lets requests name the adapters that engines serve; ends requests whose adapter no engine has any more."""
         self._adapters.replace(self._fleet.adapters)
         for attempt in self._fleet.without_engine():
             self._requests.refused(attempt, AdapterLostError("no engine has the adapter of the request any more"))
 
     def look_at(self, links: Iterable[EngineLink]) -> None:
-        """Moves the samples of engines that say nothing."""
+        """Moves the samples of silent engines."""
         for link in links:
             updates = RequestUpdates(at=time.monotonic())
             self._leave(link, updates)
             self._requests.receive(updates)
 
     def _leave(self, link: EngineLink, updates: RequestUpdates) -> None:
-        """Samples that make no progress at an engine, as it or a neighbour of it is silent, go on elsewhere."""
+        """Moves samples that make no progress because their engine, or a neighbour of it, is silent."""
         stranded = self._fleet.stranded(link)
         if stranded:
             cause = link.obstacle or ("it says nothing" if link.is_quiet else "a neighbour of it does not answer")
             log.warning("requests leave an engine", address=link.address, cause=cause, requests=len(stranded))
         for routed in stranded:
             link.cancel(routed.name)
-            # Requests may be why an executor is silent, and never why a cache manager is.
+            # Requests may be why an executor is silent, but never why a cache manager is.
             self._move(routed, updates, lost=link.executor_silent)
 
     def _move(self, routed: Routed, updates: RequestUpdates, *, lost: bool) -> None:
@@ -96,8 +96,8 @@ class EngineReports:
 
     def _fail(self, link: EngineLink, routed: Routed, failure: pb.RequestFailure, updates: RequestUpdates) -> None:
         error = from_status(status_pb2.Status.FromString(failure.status))
-        # A sample that comes from another engine was taken once. What an engine says of its queue is a little old, and
-        # other routers send to it too.
+        # A sample that comes from another engine was accepted once. An engine's report of its queue is a little old,
+        # and other routers send to it too.
         if (
             error.code is grpc.StatusCode.UNAVAILABLE
             or (error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and routed.attempt.number)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-# Where nothing is measured yet: the order of an engine on a processor. Equal for all engines, so that load decides.
+# Used before anything is measured: typical of an engine on a CPU. Equal for all engines, so that load decides.
 PROMPT_TOKEN_SECONDS, HOST_BLOCK_SECONDS, DISK_BLOCK_SECONDS = 1e-3, 1e-3, 1e-2
-# Rates of engines that differ by less than this factor are equal.
+# Rates of engines that differ by less than this factor count as equal.
 ALIKE = 1.5
-# Seconds after which a difference to the other engines' time of a prompt token counts half.
+# Seconds after which an engine's difference from the other engines' time of a prompt token counts half.
 HALF_LIFE_SECONDS = 10.0
 
 
@@ -33,9 +33,9 @@ class Match(NamedTuple):
 class Rates(NamedTuple):
     """Measured times of an engine, in seconds; None: not measured.
 
-    prompt_token: of a token of a prefill, as fast as prefills go at the moment. host_block, disk_block: of a block's
-    way to the device. request: from the start of a request to its end. step: of a step that only decodes. sequence:
-    what one more sequence adds to such a step.
+    prompt_token: of a prefill's token, at the present speed of prefills. host_block, disk_block: of a block's copy to
+    the device. request: from the start of a request to its end. step: of a step that only decodes. sequence: what one
+    more sequence adds to such a step.
     """
 
     prompt_token: float | None = None
@@ -47,12 +47,12 @@ class Rates(NamedTuple):
 
 
 def levelled(rates: Sequence[Rates], ages: Sequence[float]) -> list[Rates]:
-    """The rates without what says nothing: one that an engine has not measured, or nearly as most have it, is theirs.
+    """Replaces rates that are missing or close to the median by the median of all engines.
 
-    What is measured depends on what was computed: an idle engine that computes few and short parts of prompts looks
-    slower than a busy one that computes long ones. ages: of each engine, seconds since it has measured the time of a
-    prompt token. The older that is, the nearer it is taken to be to the others': an engine that was slow once would
-    else get no more prompts to show that it is not.
+    Measurements depend on what was computed: an idle engine that computes few and short parts of prompts looks slower
+    than a busy engine that computes long parts. ages: for each engine, seconds since it measured the time of a prompt
+    token. The older this time, the closer it is moved to the other engines' times: otherwise, an engine that was slow
+    once would get no more prompts to show that it no longer is.
     """
     tokens = [one.prompt_token for one in rates]
     faded = [
@@ -83,8 +83,8 @@ def _level(value: float | None, middle: float | None) -> float | None:
 class Candidate:
     """An engine that can take a request, at the moment of a decision.
 
-    queued_tokens: prompt tokens that it computes before those of the request. load: samples that run and wait there.
-    cold_at: when it was last given a prompt that no engine had cached.
+    queued_tokens: prompt tokens that it computes before those of the request. load: samples that run or wait there.
+    cold_at: when it last got a prompt that no engine had cached.
     """
 
     name: str
@@ -97,25 +97,25 @@ class Candidate:
     cold_at: float
 
     def cached_tokens(self, prompt_tokens: int) -> int:
-        """Tokens of the prompt that need not be computed; its last token always is."""
+        """Returns how many tokens of the prompt need not be computed; its last token always is."""
         return max(0, min(self.match.blocks * self.block_size, prompt_tokens - 1))
 
     @property
     def token_seconds(self) -> float:
-        """What a prompt token takes."""
+        """Time of a prompt token."""
         return self.rates.prompt_token or PROMPT_TOKEN_SECONDS
 
 
 def seconds_to_compute(candidate: Candidate, prompt_tokens: int) -> float:
-    """What the engine computes for the prompt: the tokens that it has not cached."""
+    """Returns the seconds to compute the tokens of the prompt that the engine has not cached."""
     return (prompt_tokens - candidate.cached_tokens(prompt_tokens)) * candidate.token_seconds
 
 
 def seconds_of_streams(candidate: Candidate, output_tokens: float) -> float:
-    """What the decoding of a sample costs the streams of an engine together, beyond what it costs on an idle one.
+    """Returns what decoding a sample costs all streams of an engine together, beyond its cost on an idle engine.
 
-    Each of its tokens comes later by what the others add to a step, and each of theirs by what it adds. Until that is
-    measured, a sequence in a decode step is taken to cost as much as a prompt token: a step computes a row for each.
+    Each token of the sample is delayed by what the other streams add to a step, and each of their tokens by what the
+    sample adds. Until measured, a sequence in a decode step counts as a prompt token: a step computes a row for each.
     """
     sequence = candidate.token_seconds if candidate.rates.sequence is None else candidate.rates.sequence
     others = min(candidate.load, max(0, candidate.max_running - 1)) if candidate.max_running else candidate.load
@@ -123,12 +123,12 @@ def seconds_of_streams(candidate: Candidate, output_tokens: float) -> float:
 
 
 def seconds_to_first_token(candidate: Candidate, prompt_tokens: int) -> float:
-    """Expected time to first token, in seconds: queue, prefill, onloading, other samples, the wait for admission.
+    """Returns the expected time to first token, in seconds: queue, prefill, onloading, other samples, admission.
 
-    Samples that run there decode between the parts of the prefill, and those to come do, too: a step of each counts.
+    Running and waiting samples decode between the parts of the prefill: one step of each counts.
     """
     rates, block, token = candidate.rates, candidate.block_size, candidate.token_seconds
-    # An engine computes what it cannot onload sooner.
+    # An engine computes blocks that it cannot onload faster.
     host = min(rates.host_block or HOST_BLOCK_SECONDS, token * block)
     disk = min(rates.disk_block or DISK_BLOCK_SECONDS, token * block)
     onloading = candidate.match.host * host + candidate.match.disk * disk
@@ -138,7 +138,7 @@ def seconds_to_first_token(candidate: Candidate, prompt_tokens: int) -> float:
 
 
 def _wait(candidate: Candidate) -> float:
-    """Seconds until a full running batch has a place: places come free evenly while requests last."""
+    """Returns the seconds until a full running batch has a place: places become free evenly as requests end."""
     ahead = candidate.load + 1 - candidate.max_running
     if not candidate.max_running or ahead <= 0:
         return 0.0

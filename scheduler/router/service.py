@@ -15,7 +15,7 @@ ROUTER_SERVICE = "generation.v1.RouterService"
 
 
 class RouterService(rpc.RouterServiceServicer):
-    """Served from the start; a router that has not found any engine yet lists none."""
+    """Served from the start; a router that has not found any engine yet lists no engine."""
 
     def __init__(self, fleet: Fleet, view: CacheView, policy: str) -> None:
         self._fleet = fleet

@@ -69,7 +69,7 @@ class RouterSettings(HttpSettings):
     @field_validator("redis_url")
     @classmethod
     def _check_redis_url(cls, url: str, info: ValidationInfo) -> str:
-        # Absent when it is at fault itself.
+        # The setting is absent if it is invalid itself.
         return check_redis_url(url, insecure=info.data.get("insecure", True))
 
     @field_validator("policy")

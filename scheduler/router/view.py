@@ -1,4 +1,4 @@
-"""Which engine has which block in which tier, as the events of all cache managers tell. Advisory: owners decide."""
+"""Which engine has which block in which tier, according to all cache managers' events. Advisory: owners decide."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from scheduler.router.key_space import KeySpace
 from scheduler.router.key_table import KeyTable, Numbers
 from scheduler.router.score import Match
 
-# Bits of a mask for each lane: the number of a tier, 0 for none.
+# Bits of a mask for each lane, which hold the number of a tier, 0 for none.
 _WIDTH, _LANE = 2, 3
-# Keys of a prompt that are looked up at first: most prompts are cached nowhere beyond their beginning.
+# Keys of a prompt that are looked up first: few prompts are cached beyond their beginning.
 _FIRST_KEYS = 64
 RETRY_SECONDS = 0.5
 
@@ -33,9 +33,9 @@ log = structlog.get_logger()
 
 
 class Owner(NamedTuple):
-    """An executor of one shard. Another shard may have an executor with the same id, and with other blocks.
+    """An executor of one shard. Another shard may have an executor with the same id but different blocks.
 
-    shard: the address of the events of its cache manager, as the engine of the executor announces it.
+    shard: the address of its cache manager's events, as announced by the executor's engine.
     """
 
     shard: str
@@ -46,8 +46,8 @@ class Owner(NamedTuple):
 class KnownExecutor:
     """An executor as its cache manager announces it.
 
-    pool_id: of its pools the one whose blocks count: with several layer groups the one with full attention, which keeps
-    the whole prefix, or the first. lane: where the masks of blocks say what that pool has.
+    pool_id: the pool whose blocks count: with several layer groups, the pool with full attention, which keeps the whole
+    prefix, or else the first. lane: the part of the blocks' masks that says what this pool has.
     """
 
     space: KeySpace
@@ -57,22 +57,22 @@ class KnownExecutor:
 
 @dataclass(slots=True)
 class Generation:
-    """What the events of one cache manager have told since one snapshot: its executors by id."""
+    """What one cache manager's events have told since a snapshot: its executors by id."""
 
     shard: str
     executors: dict[str, KnownExecutor] = field(default_factory=dict)
 
     def lane(self, pool_id: str) -> int | None:
-        """The lane of a pool; None for a pool that does not count, or of an unknown executor."""
+        """Returns the lane of a pool; None for a pool that does not count, or that belongs to an unknown executor."""
         executor = self.executors.get(pool_id.rpartition("/")[0])
         return executor.lane if executor is not None and executor.pool_id == pool_id else None
 
 
 class _Masks:
-    """Numbers for the masks that blocks have. Very many blocks have the same mask; one that none has is forgotten."""
+    """Numbers for the masks of blocks. Very many blocks have the same mask; a mask that no block has is forgotten."""
 
     def __init__(self) -> None:
-        # By number. Number 0 is the empty mask, of blocks that are nowhere.
+        # Masks and their counts of blocks, by number. Number 0 is the empty mask, of blocks that are nowhere.
         self._masks, self._blocks = [0], [0]
         self._numbers = {0: 0}
         self._free: list[int] = []
@@ -84,7 +84,7 @@ class _Masks:
         return self._masks[number]
 
     def number(self, mask: int) -> int:
-        """The number of a mask, which is new when no block has it."""
+        """Returns the number of a mask, a new number if no block has the mask."""
         number = self._numbers.get(mask)
         if number is None:
             if self._free:
@@ -98,7 +98,7 @@ class _Masks:
         return number
 
     def count(self, changed: Counter[int], after: Mapping[int, int]) -> None:
-        """So many blocks of each number have the number `after` it now."""
+        """Moves the changed blocks of each number to the number `after` it."""
         for before, blocks in changed.items():
             self._blocks[after[before]] += blocks
             self._blocks[before] -= blocks
@@ -109,13 +109,13 @@ class _Masks:
 
     @property
     def blocks(self) -> int:
-        """Blocks that are anywhere."""
-        # What all others have gained, number 0 has lost.
+        """The number of blocks that are anywhere."""
+        # Number 0 has lost what all other numbers have gained.
         return -self._blocks[0]
 
 
 class _After(dict[int, int]):
-    """The numbers of masks with some bits cleared and others set, by the numbers of the masks before."""
+    """Maps a mask's number to the number of the mask with some bits cleared and others set."""
 
     def __init__(self, masks: _Masks, keep: int, bits: int) -> None:
         super().__init__()
@@ -129,8 +129,8 @@ class _After(dict[int, int]):
 class CacheView:
     """Blocks by the low 64 bits of their keys, with a mask of the lanes that have them.
 
-    A lane is an executor in one generation. The lanes of a generation are read only once it is `shown`, and no more
-    once it is dropped: their bits are cleared in slices, and then they are given again.
+    A lane is an executor in one generation. The lanes of a generation are read from when it is shown until it is
+    dropped: their bits are then cleared in slices, and afterwards the lanes are reused.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class CacheView:
         self._shown: dict[str, Generation] = {}
         self._num_lanes = 0
         self._free_lanes: list[int] = []
-        # Lanes that are to be cleared.
+        # Lanes that have yet to be cleared.
         self._dropped: set[int] = set()
 
     def __len__(self) -> int:
@@ -156,20 +156,20 @@ class CacheView:
         }
 
     def find(self, owner: Owner) -> KnownExecutor | None:
-        """An executor whose blocks are known; None for others."""
+        """Returns an executor if its blocks are known, otherwise None."""
         generation = self._shown.get(owner.shard)
         return None if generation is None else generation.executors.get(owner.executor_id)
 
     def match(self, owners: Iterable[Owner], keys: array[int]) -> dict[Owner, Match]:
-        """Blocks at the beginning of a prompt that each executor has, by the tier of each; only executors with any.
+        """Returns each executor's leading blocks of a prompt, by their tiers; omits executors without any.
 
-        owners: of the key space of the keys.
+        owners: executors that share the key space of the keys.
         """
         known = [(owner, executor.lane) for owner in owners if (executor := self.find(owner)) is not None]
         found = self._beginning(np.frombuffer(keys, np.uint64)) if known and keys else ()
         if not len(found):
             return {}
-        # Neighbours mostly have the same mask: each run of them is looked at once.
+        # Neighbouring blocks mostly have the same mask: each run of equal masks is processed once.
         starts = np.flatnonzero(np.diff(found, prepend=0))
         lengths = np.diff(starts, append=len(found))
         tiers = self._tiers(found[starts])[:, [lane // _WIDTH for _, lane in known]]
@@ -179,7 +179,7 @@ class CacheView:
         return {owner: match for owner, match in matches if match.blocks}
 
     def _beginning(self, keys: npt.NDArray[np.uint64]) -> Numbers:
-        """The numbers of the masks of a prompt's blocks, up to the first block that is nowhere."""
+        """Returns the mask numbers of a prompt's blocks, up to the first block that is nowhere."""
         found = self._table.get(keys[:_FIRST_KEYS])
         if found.all() and len(keys) > _FIRST_KEYS:
             found = np.concatenate((found, self._table.get(keys[_FIRST_KEYS:])))
@@ -187,28 +187,28 @@ class CacheView:
         return found[: nowhere[0]] if len(nowhere) else found
 
     def _tiers(self, numbers: Numbers) -> npt.NDArray[np.uint8]:
-        """The tier in each lane, 0 for none, of each of these masks."""
+        """Returns the tier in each lane of each of these masks, 0 for none."""
         size = (self._num_lanes * _WIDTH + 7) // 8
         packed = b"".join(self._masks[number].to_bytes(size, "little") for number in numbers.tolist())
         bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little").reshape(len(numbers), -1, _WIDTH)
         return bits[:, :, 0] + 2 * bits[:, :, 1]
 
     def show(self, generation: Generation) -> None:
-        """A generation is complete, and takes the place of the one before of its cache manager."""
+        """Shows a complete generation, which replaces the previous generation of its cache manager."""
         before = self._shown.get(generation.shard)
         self._shown[generation.shard] = generation
         if before is not None and before is not generation:
             self.drop(before)
 
     def drop(self, generation: Generation) -> None:
-        """A generation counts no more."""
+        """Drops a generation, which no longer counts."""
         if self._shown.get(generation.shard) is generation:
             del self._shown[generation.shard]
         for executor_id in list(generation.executors):
             self._lose(generation, executor_id)
 
     def apply(self, generation: Generation, changes: Iterable[pb.CacheChange]) -> None:
-        """Takes in what a cache manager has sent."""
+        """Applies the changes that a cache manager has sent."""
         for change in changes:
             match change.WhichOneof("change"):
                 case "blocks":
@@ -221,7 +221,7 @@ class CacheView:
                     self._lose(generation, change.lost.executor_id)
 
     def _register(self, generation: Generation, executor: pb.Executor) -> None:
-        """A new epoch keeps the lane: what of its blocks is gone is said block by block."""
+        """Registers an executor. A new epoch keeps its lane: lost blocks are reported one by one."""
         if not executor.pools:
             return
         name = executor.executor_id
@@ -229,7 +229,7 @@ class CacheView:
         pool = min(executor.pools, key=lambda pool: (pool.HasField("attention_window"), pool.group))
         pool_id = f"{name}/{pool.group}"
         before = generation.executors.get(name)
-        # Blocks of other weights stay: they match again once these are back.
+        # Blocks of other weights stay: they match again once those weights are back.
         is_same = before is not None and before.space._replace(weight_version=space.weight_version) == space
         if before is not None and is_same and before.pool_id == pool_id:
             lane = before.lane
@@ -250,13 +250,13 @@ class CacheView:
         return (self._num_lanes - 1) * _WIDTH
 
     def _set(self, lane: int, tier: int, keys: Sequence[int]) -> None:
-        """tier: 0 for blocks that the executor has no more. One that this version does not know counts as none, too."""
+        """tier: 0 for blocks that the executor no longer has. A tier unknown to this version counts as none, too."""
         tier = tier if tier <= _LANE else 0
         after = _After(self._masks, ~(_LANE << lane), tier << lane)
         self._masks.count(self._table.change(keys, after), after)
 
     async def sweep(self) -> None:
-        """Clears the lanes that were dropped so far, in slices."""
+        """Clears the lanes that have been dropped so far, in slices."""
         lanes, self._dropped = self._dropped, set()
         if not lanes:
             return
@@ -278,12 +278,12 @@ class ViewFeed:
         self._view = view
         self._address = address
         self._security = security
-        # The complete one, with the last event that it has.
+        # The complete generation, and the number of its last event.
         self._generation: Generation | None = None
         self._number = self._manager_epoch = 0
 
     async def run(self) -> None:
-        """Follows until cancelled, across restarts of the cache manager; then its executors are unknown."""
+        """Follows until cancelled, across restarts of the cache manager; once cancelled, its executors are unknown."""
         try:
             await self._run()
         finally:
@@ -301,7 +301,7 @@ class ViewFeed:
                 except grpc.aio.AioRpcError as error:
                     cause = str(from_rpc_error(error))
                     if error.code() is grpc.StatusCode.OUT_OF_RANGE:
-                        # What it knew may be wrong now; it stays in sight until a snapshot is complete.
+                        # The generation may be wrong now, but stays visible until a snapshot is complete.
                         self._number = self._manager_epoch = 0
                 if cause != said:
                     log.info("following a cache manager again", address=self._address, cause=cause)
