@@ -1,6 +1,6 @@
 """The record of every ended request: metrics, its span, and a line in the access log.
 
-It has no prompt and no output, and of a salt only a part of its hash.
+The record contains no prompt and no output, and only a part of a salt's hash.
 """
 
 import asyncio
@@ -50,16 +50,16 @@ def note(**fields: Any) -> None:
 
 
 class AccessLog:
-    """Writes a line for every call that has ended, however it did, and counts ended and refused requests."""
+    """Writes a line for every call, however it ended, and counts ended and refused requests."""
 
     def __init__(self, metrics: RequestMetrics, log: Any = None) -> None:
-        """log: a logger of structlog's; the process's own for None."""
+        """log: a structlog logger; None for the process's own."""
         self._metrics = metrics
         self._log = log or structlog.get_logger()
 
     @contextlib.contextmanager
     def call(self, peer: str, *, generating: bool = False) -> Iterator[LogLine]:
-        """Around a call. Until its task ends, `note` is about this one. peer: the caller's address."""
+        """Surrounds a call. Until its task ends, `note` refers to this call. peer: the caller's address."""
         line = LogLine({"peer": peer}, generating)
         _line.set(line)
         try:
@@ -88,7 +88,7 @@ class AccessLog:
 
     @contextlib.contextmanager
     def generation(self, message: pb.StreamGenerateRequest, model: str) -> Iterator["GenerationRecord"]:
-        """Around a request for output. model: its name."""
+        """Surrounds a request for output. model: the model's name."""
         record, error = GenerationRecord(message, model, self._metrics), ""
         try:
             yield record
@@ -111,7 +111,7 @@ class GenerationRecord:
         self._span = tracing.begin(f"{self._operation} {model}")
 
     def end(self, error: str) -> None:
-        """Ends the span and adds to the line. error: why the output broke off, empty when it did not."""
+        """Ends the span and adds to the line. error: why the output broke off, empty if it did not."""
         fields: dict[str, Any] = {"generation": self._message.request_id[:128]}
         attributes: dict[str, Attribute] = {}
         if self.stream is not None and self.stream.was_taken:
@@ -123,7 +123,7 @@ class GenerationRecord:
             self._span.end(self._asked() | attributes, error=error)
         if error:
             fields["error"] = error
-        # HTTP requests run in a task of their own, and their line is written outside of it.
+        # HTTP requests run in separate tasks, and their lines are written outside of these tasks.
         if trace_id := structlog.contextvars.get_contextvars().get("trace_id"):
             fields["trace_id"] = trace_id
         note(**fields)
@@ -170,7 +170,7 @@ class GenerationRecord:
 
 
 def _usage(fields: dict[str, Any]) -> dict[str, Attribute]:
-    """The fields of a line under the names of OpenTelemetry, where it has one."""
+    """Returns a line's fields under their OpenTelemetry names, as far as these exist."""
     attributes: dict[str, Attribute] = {
         "gen_ai.response.id": fields["generation"],
         "gen_ai.response.finish_reasons": [fields["finish_reason"]],
@@ -187,7 +187,7 @@ def _usage(fields: dict[str, Any]) -> dict[str, Attribute]:
 
 
 def _finish_reason(stream: Stream, error: str) -> str:
-    """Of samples that ended differently, the reason of those that were cut off."""
+    """Returns the finish reason; if samples ended differently, that of those cut off."""
     reasons = {generation.finish_reason for generation in stream.generations}
     if pb.FINISH_REASON_UNSPECIFIED in reasons:
         return "abort" if error == ABORTED else "error"

@@ -14,41 +14,41 @@ from scheduler.request import Adapter, AdapterChange
 class AdapterTable:
     """The adapters by name, and the samples that use each. On the asyncio loop.
 
-    An adapter that leaves takes no new requests, and stays until the samples that use it have ended.
+    A leaving adapter takes no new requests, and stays until the samples that use it have ended.
     """
 
     def __init__(self, adapters: Iterable[Adapter] = (), most: int = 0) -> None:
-        """most: adapters that the executor can have loaded at a time."""
+        """most: how many adapters the executor can have loaded at a time."""
         self.most = most
         self._by_name = {adapter.name: adapter for adapter in adapters}
         self._leaving: set[str] = set()
-        # By identity.
+        # Numbers of samples by the adapter's identity.
         self._used: Counter[int] = Counter()
         self._unused: dict[int, asyncio.Event] = {}
 
     @property
     def all(self) -> list[Adapter]:
-        """By name, those that leave too."""
+        """All adapters sorted by name, including those that leave."""
         return sorted(self._by_name.values())
 
     @property
     def names(self) -> list[str]:
-        """Of those that take requests."""
+        """Names of the adapters that take requests."""
         return sorted(self._by_name.keys() - self._leaving)
 
     def find(self, name: str) -> Adapter | None:
-        """The adapter that requests by this name get; None for none, and for one that leaves."""
+        """Returns the adapter that requests by this name get; None if there is none or it is leaving."""
         return None if name in self._leaving else self._by_name.get(name)
 
     def is_leaving(self, adapter: Adapter) -> bool:
         return adapter.name in self._leaving
 
     def uses(self, adapter: Adapter) -> int:
-        """Samples that use it."""
+        """Returns the number of samples that use the adapter."""
         return self._used[adapter.adapter_id]
 
     def replace(self, adapters: Iterable[Adapter]) -> None:
-        """These are there now, and no others."""
+        """Replaces all adapters."""
         self._by_name = {adapter.name: adapter for adapter in adapters}
         self._leaving.intersection_update(self._by_name)
 
@@ -68,25 +68,25 @@ class AdapterTable:
             self._leaving.discard(adapter.name)
 
     def stay(self, adapter: Adapter) -> None:
-        """It does not leave after all."""
+        """Keeps an adapter that was to leave."""
         self._leaving.discard(adapter.name)
 
     def get(self, name: str) -> Adapter:
-        """As `find`. Raises UnknownAdapterError."""
+        """Like `find`, but raises UnknownAdapterError."""
         adapter = self.find(name)
         if adapter is None:
             raise UnknownAdapterError(f"there is no adapter {name!r}", fields={"name": "names no loaded adapter"})
         return adapter
 
     def leave(self, name: str) -> Adapter:
-        """No request gets it any more. Raises UnknownAdapterError."""
+        """Makes an adapter leave: no new request gets it. Raises UnknownAdapterError."""
         adapter = self.get(name)
         self._leaving.add(name)
         return adapter
 
     @contextlib.contextmanager
     def using(self, adapter: Adapter | None, samples: int) -> Iterator[None]:
-        """Around the samples of a request. Raises ModelNotFoundError where its adapter has gone meanwhile."""
+        """Surrounds the samples of a request. Raises ModelNotFoundError if its adapter has gone meanwhile."""
         if adapter is None:
             yield
             return
@@ -105,6 +105,6 @@ class AdapterTable:
                     unused.set()
 
     async def unused(self, adapter: Adapter) -> None:
-        """Waits until no sample uses it."""
+        """Waits until no sample uses the adapter."""
         while self._used[adapter.adapter_id]:
             await self._unused.setdefault(adapter.adapter_id, asyncio.Event()).wait()

@@ -1,4 +1,4 @@
-"""What an assistant's output consists of: its reasoning, its content and its calls of tools."""
+"""The parts of an assistant's output: its reasoning, its content and its tool calls."""
 
 from __future__ import annotations
 
@@ -42,35 +42,35 @@ class OutputForms:
 
     @classmethod
     def of(cls, template: str, *, calls: str = "auto", reasoning: str = "auto") -> OutputForms:
-        """What a chat template shows, unless settings say it."""
+        """Returns the forms that a chat template shows, unless settings name them."""
         return cls(
             calls=form_of(template) if calls == "auto" else calls,
             thinks=THINK_END in template if reasoning == "auto" else reasoning == "think_tags",
         )
 
     def new_call_id(self) -> str:
-        """An id for a call, of which Mistral's templates take nine characters."""
+        """Returns an id for a call; Mistral's templates require nine characters."""
         return secrets.token_hex(5)[:9] if self.calls == "mistral" else f"call_{secrets.token_hex(12)}"
 
     @property
     def has_calls(self) -> bool:
-        """Whether calls are found in a free text."""
+        """Whether calls are found in free text."""
         return self.calls in FORMS
 
     def marks_calls(self, special_tokens: Iterable[str]) -> bool:
-        """Whether one of a model's special tokens marks calls."""
+        """Returns whether one of a model's special tokens marks calls."""
         return self.has_calls and not MARKERS.isdisjoint(special_tokens)
 
     def marks_reasoning(self, special_tokens: Iterable[str]) -> bool:
-        """Whether one of them begins or ends the reasoning."""
+        """Returns whether one of a model's special tokens begins or ends the reasoning."""
         return self.thinks and not {THINK_BEGIN, THINK_END}.isdisjoint(special_tokens)
 
 
 class OutputParser:
-    """Splits an output's text, which comes in pieces. Any split gives the same output."""
+    """Parses an output's text, which comes in pieces. However the text is split, the output is the same."""
 
     def __init__(self, forms: OutputForms, use: ToolUse, *, is_thinking: bool, is_forced: bool = False) -> None:
-        """is_thinking: whether the prompt has begun the reasoning. is_forced: a form, from the first token on."""
+        """is_thinking: whether the prompt has begun the reasoning. is_forced: whether it has a form from the start."""
         is_forced = is_forced or use.is_required
         self._tools = _tool_parser(forms, use, is_forced=is_forced)
         thinks = forms.thinks and not is_forced
@@ -82,7 +82,7 @@ class OutputParser:
         return 0 if self._tools is None else self._tools.num_complete
 
     def push(self, text: str, *, last: bool = False) -> OutputPiece:
-        """What a piece of the text adds; with the last one also what was held back."""
+        """Returns what a piece of the text adds; the last piece also releases what was held back."""
         piece = OutputPiece()
         if self._reasoning is not None:
             piece.reasoning, text = self._reasoning.push(text, last=last)
@@ -102,7 +102,7 @@ def _tool_parser(forms: OutputForms, use: ToolUse, *, is_forced: bool) -> FormPa
 
 
 class _Reasoning:
-    """Splits the text in <think> tags at the beginning from the rest. White space around the tags is neither."""
+    """Separates the text in <think> tags at the beginning from the rest. White space around the tags is dropped."""
 
     def __init__(self, *, is_thinking: bool) -> None:
         self._source = Source()
@@ -114,7 +114,7 @@ class _Reasoning:
         self._space = ""
 
     def push(self, text: str, *, last: bool) -> tuple[str, str]:
-        """Reasoning, and text behind it."""
+        """Returns reasoning, and the text after it."""
         self._source.push(text)
         if last:
             self._source.end()

@@ -12,11 +12,11 @@ from jinja2 import nodes
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# A character for private use, which no prompt has.
+# A private-use character, which no prompt contains.
 _MARK = "\ue000"
-# Fields that a template may leave out: it may know roles by their order, and calls by the order of their answers.
+# Fields that a template may leave out: order may imply roles, and the order of answers may imply their calls.
 _DISPENSABLE = frozenset({"role", "tool_call_id"})
-# Variables that templates get from the server, beside special tokens, and names that its renderers know.
+# Variables that templates get from the server besides special tokens, and names that renderers know.
 _OWN_VARIABLES = frozenset(
     ["messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"]
 )
@@ -39,8 +39,8 @@ class Rendering(NamedTuple):
     """How to render a conversation.
 
     add_generation_prompt: whether the beginning of an answer follows. continue_final_message: whether the prompt ends
-    with the content of the last message. arguments: variables of the template, which may read them. tools: that the
-    answer may call.
+    with the content of the last message. arguments: variables that the template may read. tools: tools that the answer
+    may call.
     """
 
     add_generation_prompt: bool = True
@@ -54,10 +54,10 @@ ASKING = Rendering()
 
 
 class ChatTemplate:
-    """A compiled template, run in jinja's sandbox: templates come with the model and are not trusted."""
+    """A compiled template, run in Jinja's sandbox: templates come with the model and are not trusted."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any], *, drops_reasoning: bool = False) -> None:
-        """drops_reasoning: a message may have reasoning that the template leaves out, as an answer has it."""
+        """drops_reasoning: whether messages, like answers, may have reasoning that the template leaves out."""
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
@@ -69,15 +69,15 @@ class ChatTemplate:
         self._dispensable = _DISPENSABLE | {"reasoning"} if drops_reasoning else _DISPENSABLE
 
     def reserves(self, name: str) -> bool:
-        """Whether a variable is not for callers."""
+        """Returns whether a variable is not for callers."""
         return name in _OWN_VARIABLES or name in self._special_tokens
 
     def render(self, messages: Sequence[Mapping[str, Any]], how: Rendering = ASKING) -> str:
-        """The prompt of a conversation.
+        """Renders the prompt of a conversation.
 
-        A message has role and content, and may have name, reasoning, tool_calls and tool_call_id; templates read
-        reasoning also as reasoning_content. Raises ChatTemplateError, and UnreadFieldError for a field that the prompt
-        would lack.
+        A message has role and content, and may have name, reasoning, tool_calls and tool_call_id; templates also read
+        reasoning as reasoning_content. Raises ChatTemplateError, or UnreadFieldError for a field that the prompt would
+        lack.
         """
         prompt = self._render(messages, how)
         if not how.continue_final_message:
@@ -99,11 +99,11 @@ class ChatTemplate:
                 documents=None,
                 **self._special_tokens,
             )
-        except Exception as error:  # Templates compute with what callers give, and raise errors of Python's, too.
+        except Exception as error:  # Templates compute with what callers give, and also raise Python errors.
             raise ChatTemplateError(str(error)) from error
         for index, (message, seen) in enumerate(zip(messages, said, strict=True)):
             for field, value in message.items():
-                # The name of an answering tool is that of its call.
+                # The name of an answering tool is known from its call.
                 is_dispensable = field in self._dispensable or (field == "name" and message["role"] == "tool")
                 if value and not is_dispensable and not seen.has_read(field):
                     raise UnreadFieldError(index, field)
@@ -112,12 +112,12 @@ class ChatTemplate:
     def position(
         self, prompt: str, messages: Sequence[Mapping[str, Any]], index: int, characters: int, how: Rendering = ASKING
     ) -> int:
-        """Characters of the prompt in front of a position in a message. Raises ChatTemplateError."""
+        """Returns the number of prompt characters before a position in a message. Raises ChatTemplateError."""
         return _first_difference(prompt, self.render(_marked(messages, index, characters), how))
 
 
 def _marked(messages: Sequence[Mapping[str, Any]], index: int, characters: int) -> Sequence[Mapping[str, Any]]:
-    """The messages with a mark behind so many characters of one of them."""
+    """Returns the messages with a mark after `characters` characters of one of them."""
     content = messages[index]["content"]
     marked = {**messages[index], "content": f"{content[:characters]}{_MARK}{content[characters:]}"}
     return [*messages[:index], marked, *messages[index + 1 :]]
@@ -176,7 +176,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    # jinja's own filter escapes HTML, and no model was trained on that.
+    # Jinja's own filter escapes HTML, and no model was trained on escaped HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 

@@ -12,17 +12,17 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.kvcommon.tokens import TOKEN_BYTES
 from scheduler.request import NO_PARTS, PromptParts, Request
 
-# Responses that are kept at most, blocks of their prompts together, and how long they are kept. A block takes eight
+# Most responses that are kept, most blocks of all their prompts, and how long responses are kept. A block takes eight
 # bytes.
 MAX_RESPONSES = 4096
 MAX_BLOCKS = 1 << 20
 KEPT_SECONDS = 3600.0
-# Roles of messages that say how to answer.
+# Roles of messages that contain instructions.
 _SYSTEM_ROLES = ("system", "developer")
 
 
 class _Response(NamedTuple):
-    """What is kept of a request whose response is complete: hashes of its prompt's whole blocks, no tokens."""
+    """What is kept of a request with a complete response: hashes of its prompt's whole blocks, no tokens."""
 
     ended_at: float
     salt: str | None
@@ -34,7 +34,7 @@ class _Response(NamedTuple):
 
 
 class RecentResponses:
-    """The last responses. A caller finds only those of its own tenant, or without tenants of its salt."""
+    """The last responses. A caller finds only those of its own tenant or, without a tenant, of its salt."""
 
     def __init__(self, block_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._block_size = block_size
@@ -47,7 +47,7 @@ class RecentResponses:
         return len(self._responses)
 
     def add(self, request: Request, weight_version: str | None) -> None:
-        """Notes a request whose response is complete. weight_version: of its weights; None if they are not known."""
+        """Notes a request whose response is complete. weight_version: None if it is not known."""
         owner = _owner(request, request.response_id)
         self._drop(owner)
         response = _Response(
@@ -92,9 +92,9 @@ class RecentResponses:
         )
 
     def _hashes(self, prompt_ids: array[int]) -> array[int]:
-        """Of each whole block, without those before it."""
+        """Returns a hash of each whole block alone, without the blocks before it."""
         packed, width = prompt_ids.tobytes(), self._block_size * TOKEN_BYTES
-        # Python's hash has a key that nobody outside the process knows, and is the fastest there is.
+        # Python's hash has a key that nobody outside the process knows, and is the fastest available.
         return array("q", [hash(packed[end - width : end]) for end in range(width, len(packed) + 1, width)])
 
     def _drop(self, owner: tuple[str, ...]) -> None:
@@ -112,7 +112,7 @@ class RecentResponses:
 
 
 def _owner(request: Request, name: str) -> tuple[str, ...]:
-    """The key of a name among the responses that a caller may know of."""
+    """Returns the key of a name among the responses that a caller may know of."""
     tenant, salt = request.cache.tenant_id, request.cache.salt
     if tenant:
         return ("tenant", tenant, name)
@@ -120,7 +120,7 @@ def _owner(request: Request, name: str) -> tuple[str, ...]:
 
 
 def _divided(request: Request, earlier: _Response, weight_version: str | None) -> pb.CacheMissReason | None:
-    """What has changed in the root of the keys: then no block is the same."""
+    """Returns what has changed in the root of the keys, after which no block is the same; None for no change."""
     if request.adapter_id != earlier.adapter_id:
         name = "" if request.adapter is None else request.adapter.name
         is_same = name == earlier.adapter
@@ -132,7 +132,7 @@ def _divided(request: Request, earlier: _Response, weight_version: str | None) -
 
 
 def _changed(mine: PromptParts, earlier: PromptParts) -> pb.CacheMissReason:
-    """What has changed in prompts that differ."""
+    """Returns what has changed in prompts that differ."""
     if mine.tools != earlier.tools:
         return pb.CACHE_MISS_REASON_TOOLS_CHANGED
     if mine.system != earlier.system:
@@ -146,7 +146,7 @@ _CHOICE = frozenset({"tool_choice", "tool_name", "single_tool_call"})
 
 
 def parts_of(message: pb.StreamGenerateRequest) -> PromptParts:
-    """Digests of what a conversation is rendered from, besides its other messages."""
+    """Returns digests of what a conversation is rendered from, except for its ordinary messages."""
     if message.cache.HasField("parts"):
         given = message.cache.parts
         return PromptParts(given.tools, given.system, given.template)
@@ -157,13 +157,13 @@ def parts_of(message: pb.StreamGenerateRequest) -> PromptParts:
     tools = inputs.pop("tools", "")
     if chat.tool_choice == pb.TOOL_CHOICE_NONE:
         tools = ""
-    # How tools are to be chosen is not in the prompt.
+    # The choice of tools is not in the prompt.
     template = [f"{name}={value}" for name, value in inputs.items() if name not in _CHOICE]
     system = (f"{said.role}:{said.content}" for said in chat.messages if said.role in _SYSTEM_ROLES)
     return PromptParts(_digest([str(tools)]), _digest(system), _digest(template))
 
 
 def _digest(texts: Iterable[str]) -> int:
-    """0 for no text."""
+    """Returns a digest of texts; 0 for no text."""
     whole = "\0".join(texts)
     return int.from_bytes(blake2b(whole.encode(), digest_size=8).digest(), "little") if whole else 0

@@ -5,9 +5,9 @@ from collections.abc import Sequence as Seq
 from tokenizers import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Tokens that are decoded again with new ones, so that these keep a leading space.
+# Earlier tokens that are decoded again with new tokens, so that the new tokens keep a leading space.
 _CONTEXT = 5
-# A character has at most four bytes: text that is incomplete after so many tokens stays so.
+# A character has at most four bytes: text that is still incomplete after this many tokens stays incomplete.
 _LONGEST_OPEN = 16
 
 
@@ -23,12 +23,12 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special = not keep_special
         self._window = list(prompt_ids[-_CONTEXT:])
-        # Tokens of the window whose text is returned already, and that text.
+        # Number of the window's tokens whose text has been returned, and that text.
         self._read = len(self._window)
         self._before = self._decode(self._window)
 
     def push(self, token_ids: Seq[int]) -> str:
-        """The text that tokens add, without an incomplete character at its end."""
+        """Returns the text that tokens add, without an incomplete character at its end."""
         after = self._decode([*self._window, *token_ids])
         if len(token_ids) > 1 and after.endswith(_REPLACEMENT):
             # Only the last tokens are incomplete: decoding them separately finds these.
@@ -37,7 +37,7 @@ class Detokenizer:
         return self._advance(after, final=len(self._window) - self._read > _LONGEST_OPEN)
 
     def flush(self) -> str:
-        """The text that was held back, at the end of the output."""
+        """Returns the text that was held back, at the end of the output."""
         return self._advance(self._decode(self._window), final=True)
 
     def _advance(self, after: str, *, final: bool) -> str:
@@ -52,7 +52,7 @@ class Detokenizer:
             tail = self._window[-_CONTEXT:]
             self._before = self._decode(tail)
             if len(tail) < len(self._window) and (not self._before or _REPLACEMENT in self._before):
-                # The tail begins within a character, where some decoders drop all bytes in a row, or has no text.
+                # The tail has no text or begins within a character, where some decoders drop all bytes in a row.
                 self._before = self._decode(self._window)
             else:
                 self._window = tail
@@ -66,6 +66,6 @@ class Detokenizer:
 
 
 def _common(left: str, right: str) -> int:
-    """Length of the common prefix."""
+    """Returns the length of the common prefix."""
     shortest = min(len(left), len(right))
     return next((at for at in range(shortest) if left[at] != right[at]), shortest)

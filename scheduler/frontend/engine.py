@@ -11,7 +11,7 @@ from scheduler.request import AdmissionAttempt
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """What an engine has to do: samples in its running batch and in its waiting queue, and the load of its steps."""
+    """The load of an engine: samples in its running batch and in its waiting queue, and the load of its steps."""
 
     running: int
     waiting: int
@@ -20,7 +20,7 @@ class Loads:
 
 
 class Engine(Protocol):
-    """Runs samples, and reports what becomes of them to the RequestTable. On the asyncio loop."""
+    """Runs samples, and reports their outcomes to the RequestTable. On the asyncio loop."""
 
     @property
     def loads(self) -> Loads:
@@ -30,10 +30,10 @@ class Engine(Protocol):
         """Runs a sample from its token ids on."""
 
     def cancel(self, arrival: int) -> None:
-        """Frees what a sample holds; unknown ones have ended."""
+        """Frees what a sample holds; an unknown sample has already ended."""
 
     def weight_version(self, arrival: int) -> str | None:
-        """Version of the weights that a sample is computed with; None if it is not known."""
+        """Returns the version of the weights that a sample is computed with; None if it is not known."""
 
 
 class LocalEngine:
@@ -48,7 +48,7 @@ class LocalEngine:
         *,
         max_running: int,
     ) -> None:
-        """weight_version: of the weights that samples are computed with at present."""
+        """weight_version: returns the version of the weights that samples are computed with at present."""
         self._queue = queue
         self._commands = commands
         self._times = times

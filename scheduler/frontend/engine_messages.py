@@ -1,4 +1,4 @@
-"""Samples as messages to engines in other processes, and what these send back."""
+"""Samples as messages to engines in other processes, and the messages that these send back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scheduler.request import AdmissionAttempt, CacheOptions
 class SentSample:
     """A sample that an engine runs, by its name there. token_ids: of its prompt, and of its output so far.
 
-    introduced: whether the engine has said how many tokens were cached. usage: what it has last counted.
+    introduced: whether the engine has said how many tokens were cached. usage: the engine's last count.
     """
 
     name: str
@@ -37,7 +37,7 @@ class SentSample:
         return len(self.token_ids) > len(self.attempt.token_ids)
 
     def take(self, chunk: pb.StreamGenerateResponse, updates: RequestUpdates, requests: RequestTable) -> None:
-        """Adds its new output to the updates; the table hears at once how the sample was admitted."""
+        """Adds the chunk's new output to the updates; reports the sample's admission to the table at once."""
         # A sample that is aborted before its first token was never admitted, as far as is known.
         if chunk.HasField("usage") and (chunk.token_ids or self.introduced):
             self._take_usage(chunk.usage, updates, requests)
@@ -60,7 +60,7 @@ class SentSample:
             updates.outputs.append((self.arrival, token_id, meta))
 
     def _take_usage(self, usage: pb.Usage, updates: RequestUpdates, requests: RequestTable) -> None:
-        """The first usage says how the sample was admitted, the last one what it has cost."""
+        """Takes a usage: the first says how the sample was admitted, the last what it has cost."""
         before, self.usage = self.usage or pb.Usage(), usage
         if not self.introduced:
             self.introduced = True
@@ -76,7 +76,7 @@ class SentSample:
                 diagnosis=usage.cache_diagnosis if usage.HasField("cache_diagnosis") else None,
             )
             requests.admitted(self.attempt, admission)
-            # Its first step was so long before its first token.
+            # The time from the sample's first step to its first token.
             prefill = usage.time_to_first_token.ToNanoseconds() - usage.queue_time.ToNanoseconds()
             requests.receive(RequestUpdates(started=[self.arrival], at=updates.at - prefill / 1e9))
         updates.preempted.extend([self.arrival] * (usage.preemptions - before.preemptions))
@@ -103,9 +103,10 @@ def _logprobs(logprobs: pb.TokenLogprobs, position: int = 0) -> execution_pb2.To
 def start_request(
     attempt: AdmissionAttempt, name: str, expected: int, eos: Sequence[int], *, compares: bool = False
 ) -> pb.StartRequest:
-    """A sample under a name. expected: its cached tokens. eos: ids that end outputs unless a request ignores them.
+    """Builds the message that starts a sample under a name.
 
-    compares: whether the engine is the one that knows earlier responses.
+    expected: cached tokens that are expected. eos: ids that end outputs unless a request ignores them. compares:
+    whether the engine knows earlier responses itself.
     """
     request = attempt.request
     prompt = len(request.prompt_ids)

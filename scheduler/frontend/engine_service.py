@@ -1,6 +1,6 @@
-"""The service for routers: their requests and what becomes of them, many in each message, on one stream.
+"""The service for routers: their requests and the outcomes, many in each message, on one stream.
 
-Front ends in processes of their own have the same stream, over a pipe.
+Front ends in separate processes have the same stream, over a pipe.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from scheduler.frontend.output import Generation, Stream
 from scheduler.frontend.requests import CACHE_MANAGER_SILENT, EXECUTOR_SILENT, RequestTable, RequestTableSource
 
 ENGINE_SERVICE = "generation.v1.EngineService"
-# How often the load is looked at, and how often it is sent at least, in seconds.
+# How often the load is checked, and how often it is sent at least, in seconds.
 LOADS_SECONDS, HEARTBEAT_SECONDS = 0.1, 0.5
-# A neighbour's silence is sent whenever it has grown by so much.
+# A neighbour's silence is sent whenever it has grown by this many seconds.
 SILENCE_STEP = 0.25
-# How long the last message may take to a router that reads no more.
+# How long the last message may take if the router no longer reads.
 WRITE_SECONDS = 1.0
 
 log = structlog.get_logger()
 
 
 class EngineSource(RequestTableSource, Protocol):
-    """A process that has a request table with an engine of its own once its neighbours are there."""
+    """A process that has a request table with its own engine once its neighbours are available."""
 
     @property
     def engine(self) -> pb.GetEngineResponse:
-        """Raises NotReadyError before that."""
+        """Raises NotReadyError until the request table exists."""
 
 
 class Peer(Protocol):
@@ -49,7 +49,7 @@ class Peer(Protocol):
         """Its address."""
 
     async def write(self, message: pb.StreamRequestsResponse) -> None:
-        """Sends a message; waits while the other end does not read."""
+        """Sends a message; waits for the other end to read."""
 
 
 class EngineService(rpc.EngineServiceServicer):
@@ -71,7 +71,7 @@ class EngineService(rpc.EngineServiceServicer):
 
 @dataclass(slots=True)
 class _Running:
-    """A request of a router. introduced: whether a message has said what of it is cached."""
+    """A request of a router. introduced: whether a message has said how much of it is cached."""
 
     generation: Generation
     introduced: bool = False
@@ -80,10 +80,10 @@ class _Running:
 
 
 class Session:
-    """The requests of one router. Each has a task; one more writes what all of them have for the router."""
+    """The requests of one router. Each has a task; one more task writes all output for the router."""
 
     def __init__(self, requests: RequestTable, access_log: AccessLog | None, context: Peer) -> None:
-        """access_log: None where the other end belongs to this scheduler, and records its requests itself."""
+        """access_log: None if the other end belongs to this scheduler and records its requests itself."""
         self._requests = requests
         self._access_log = access_log
         self._context = context
@@ -91,17 +91,17 @@ class Session:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, _Running] = {}
         self._failures: list[pb.RequestFailure] = []
-        # There is output, or a failure, or the stream is over.
+        # Set if there is output or a failure, or the stream is over.
         self._ready = asyncio.Event()
         self._is_over = False
-        # What was said last: the load, the obstacle and which neighbours are silent, the adapters.
+        # What was sent last: the load, the obstacle and which neighbours are silent, the adapters.
         self._said: tuple[object, ...] | None = None
         self._loads_at = 0.0
 
     async def run(self, commands: AsyncIterator[pb.StreamRequestsRequest]) -> None:
         """Serves until the router ends the stream.
 
-        Raises InvalidField for a command that names no request, and UnexpectedError when nothing can be said any more.
+        Raises InvalidField for a command that names no request, and UnexpectedError if nothing more can be sent.
         """
         writing, reading = asyncio.create_task(self._write()), asyncio.create_task(self._read(commands))
         try:
@@ -117,10 +117,10 @@ class Session:
             for task in tasks:
                 task.cancel()
             try:
-                # A write that is cancelled on its way leaves the call without an end.
+                # A write that is cancelled halfway would leave the call without an end.
                 await asyncio.wait({writing}, timeout=WRITE_SECONDS)
             finally:
-                # Also where the call is cancelled again meanwhile: no task outlives its session.
+                # Even if the call is cancelled again meanwhile: no task outlives its session.
                 writing.cancel()
                 await asyncio.gather(writing, *tasks, return_exceptions=True)
 
@@ -200,7 +200,7 @@ class Session:
         while not self._is_over:
             message = pb.StreamRequestsResponse()
             for name, running in list(self._running.items()):
-                # Its task, which removes it, has not run yet where a peer takes messages without a pause.
+                # If a peer takes messages without a pause, the request's task, which removes it, may not have run yet.
                 if not running.done.is_set():
                     self._take(name, running, message)
             message.failures.extend(self._failures)
@@ -209,7 +209,7 @@ class Session:
             if message.ByteSize():
                 try:
                     await self._context.write(message)
-                except Exception as error:  # Each kind of peer has errors of its own.
+                except Exception as error:  # Each kind of peer raises different errors.
                     log.debug("a router left in the middle of a message", cause=str(error))
                     return
             with contextlib.suppress(TimeoutError):
@@ -236,7 +236,7 @@ class Session:
             running.done.set()
 
     def _add_loads(self, message: pb.StreamRequestsResponse) -> None:
-        """Adds the load when it has changed, and now and then also when it has not."""
+        """Adds the load if it has changed, and from time to time even if it has not."""
         now = time.monotonic()
         if now < self._loads_at + LOADS_SECONDS:
             return

@@ -1,4 +1,4 @@
-"""Has the forms of outputs compiled before their requests wait for blocks."""
+"""Has the forms of outputs compiled before their requests are queued for blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from protos.execution.v1 import execution_pb2_grpc as execution_rpc
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import InvalidField, PassedOnError, from_rpc_error
 
-# Forms that count as compiled: the executor keeps twice as many of those that it has used last.
+# Most forms that count as compiled: the executor keeps twice as many of the last used forms.
 MAX_REMEMBERED = 128
 # The largest grammars take a second.
 COMPILE_SECONDS = 30.0
@@ -24,23 +24,23 @@ log = structlog.get_logger()
 
 
 class ExecutorGrammars:
-    """Has the executor compile forms, so that an error is the request's own, and no step waits.
+    """Has the executor compile forms, so that an error affects only its request, and no step waits.
 
-    Waits are as long as the executor is away. It is not asked again for what it still has.
+    Requests wait for as long as the executor is away. It is not asked again for forms that it still has.
     """
 
     def __init__(self, stub: execution_rpc.ExecutorServiceAsyncStub) -> None:
         self._stub = stub
-        # Digests of compiled forms, the one that was used last at the end.
+        # Digests of compiled forms, with the last used form at the end.
         self._compiled: OrderedDict[bytes, None] = OrderedDict()
 
     def forget(self) -> None:
-        """The executor has lost what it had compiled."""
-        # Calls under way write to the one of before.
+        """Forgets the compiled forms, because the executor has lost them."""
+        # Calls in flight still write to the old dictionary.
         self._compiled = OrderedDict()
 
     async def compile(self, form: common.StructuredOutput, field: str) -> None:
-        """Returns once the form is compiled. Raises InvalidField with the field's name for one that cannot be."""
+        """Returns once the form is compiled. Raises InvalidField with the field's name if that is impossible."""
         digest = sha256(form.SerializeToString(deterministic=True)).digest()
         if digest in self._compiled:
             self._compiled.move_to_end(digest)

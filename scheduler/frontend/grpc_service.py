@@ -39,7 +39,7 @@ class GenerationService(rpc.GenerationServiceServicer):
     """Served from the start; every call is answered with UNAVAILABLE while there is no request table."""
 
     def __init__(self, source: RequestTableSource, access_log: AccessLog, abort: Abort | None = None) -> None:
-        """abort: where requests of other processes are to be ended, too."""
+        """abort: given if requests of other processes are to be ended, too."""
         self.access_log = access_log
         self._source = source
         self._abort = abort or self._abort_here
@@ -54,7 +54,7 @@ class GenerationService(rpc.GenerationServiceServicer):
 
     @contextlib.asynccontextmanager
     async def call(self, context: Context) -> AsyncIterator[None]:
-        """Around a call for output: its line in the access log, and its deadline."""
+        """Surrounds a call for output with its line in the access log and its deadline."""
         with self.access_log.call(context.peer(), generating=True):
             try:
                 async with asyncio.timeout(context.time_remaining()):
@@ -73,8 +73,8 @@ class GenerationService(rpc.GenerationServiceServicer):
     ) -> None:
         """Runs a request of gRPC or HTTP; its cancellation frees everything that the request held.
 
-        usage: whether each chunk has the sample's usage so far, not only the last one. part_of: id of the request with
-        several prompts that it is one of. accept: called with the samples before any of them runs.
+        usage: whether each chunk, not only the last, has the sample's usage so far. part_of: id of the request with
+        several prompts to which this one belongs. accept: called with the samples before any of them runs.
         """
 
         async def send(output: Sequence[tuple[Generation, pb.StreamGenerateResponse]]) -> None:
@@ -101,7 +101,7 @@ class GenerationService(rpc.GenerationServiceServicer):
             await send(output)
 
     async def tokenize(self, request: pb.StreamGenerateRequest, *, add_special: bool = True) -> array[int]:
-        """Ids of a request's prompt, also of one that is longer than the model takes.
+        """Returns the ids of a request's prompt, even if it is longer than the model takes.
 
         add_special: whether those of a text have the special tokens that the tokenizer adds.
         """
@@ -114,32 +114,32 @@ class GenerationService(rpc.GenerationServiceServicer):
         return await self._source.requests.validator.decode(model, token_ids, skip_special=skip_special)
 
     def check_samples(self, prompts: int, samples: int) -> None:
-        """Raises InvalidField, which names "prompt", for more samples of one call than may wait."""
+        """Raises InvalidField, which names "prompt", if one call has more samples than may wait."""
         self._source.requests.check_samples(prompts, samples)
 
     def model(self, name: str = "") -> ModelInfo:
-        """The served model, under the name of an adapter where that is asked for. Raises ModelNotFoundError."""
+        """Returns the served model, or the model with the adapter of this name. Raises ModelNotFoundError."""
         requests = self._source.requests
         adapter = requests.validator.check_model(name)
         return requests.model if adapter is None else requests.model.called(adapter.name)
 
     def loads(self) -> pb.GetLoadsResponse:
-        """The load of the engine, or of the router's engines."""
+        """Returns the load of the engine, or of the router's engines."""
         return self._source.requests.loads()
 
     @property
     def adapters(self) -> list[str]:
-        """Names of the adapters that requests may name as their model."""
+        """Returns the names of the adapters that requests may name as their model."""
         return self._source.requests.adapters.names
 
     @staticmethod
     def _served_name(requests: RequestTable, name: str) -> str:
-        """For logs and traces: no other names than those that are served."""
+        """Returns the model's name for logs and traces, which must contain only served names."""
         return requests.model.name if requests.adapters.find(name) is None else name
 
     @property
     def obstacle(self) -> str:
-        """Why a request would not be served now, but for a full queue; empty when nothing is in its way."""
+        """Why a request would not be served now, other than a full queue; empty if nothing prevents it."""
         try:
             return self._source.requests.obstacle
         except NotReadyError as error:

@@ -1,4 +1,4 @@
-"""How adapters and weights are loaded at run time: by the executor, on an operator's word."""
+"""How adapters and weights are loaded at run time: by the executor, at an operator's request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scheduler.errors import AdapterLeavesError, LoadedElsewhereError
 from scheduler.frontend.adapters import AdapterTable
 from scheduler.request import Adapter, WantedWeights
 
-# Reading an adapter's files may take so long, and those of a model.
+# Longest time to read the files of an adapter, and those of a model.
 LOAD_SECONDS, WEIGHTS_SECONDS = 60.0, 1800.0
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 1.0
@@ -30,13 +30,13 @@ class ModelLoader(Protocol):
     """Loads and unloads adapters, and loads other weights, at run time."""
 
     async def load(self, name: str, path: str) -> Adapter:
-        """Raises ServiceError where that is not possible or not allowed."""
+        """Loads an adapter. Raises ServiceError if this is not possible or not allowed."""
 
     async def unload(self, name: str) -> int:
-        """New requests are refused from now on; returns how many samples still use it. Raises as `load`."""
+        """Refuses new requests for an adapter; returns how many samples still use it. Raises like `load`."""
 
     async def update_weights(self, version: str, path: str) -> int:
-        """Computes with the weights of a folder; returns how many cached blocks are of others. Raises as `load`."""
+        """Switches to a folder's weights; returns how many cached blocks are of other weights. Raises like `load`."""
 
 
 class ExecutorLoader:
@@ -45,10 +45,10 @@ class ExecutorLoader:
     def __init__(
         self, table: AdapterTable, stub: execution_rpc.ExecutorServiceAsyncStub, weights: WantedWeights
     ) -> None:
-        """weights: those that the executor computes with."""
+        """weights: the weights that the executor computes with."""
         self._table = table
         self._stub = stub
-        # Those that the executor has to compute with. Read by the step loop's thread, too.
+        # The weights that the executor must compute with. Read by the step loop's thread, too.
         self.weights = weights
         self._updating = asyncio.Lock()
         # Unloads that wait for running samples, and updates whose operators may not wait for them.
@@ -84,7 +84,7 @@ class ExecutorLoader:
         return running
 
     async def update_weights(self, version: str, path: str) -> int:
-        # The executor goes on without its caller, and this side has to know how it ends.
+        # The executor goes on even if the caller leaves, and this side must know how the update ends.
         return await asyncio.shield(self._run(self._update_weights(version, path)))
 
     async def _update_weights(self, version: str, path: str) -> int:
@@ -101,7 +101,7 @@ class ExecutorLoader:
             return answer.other_blocks
 
     def _run(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Runs it to its end, also when nobody waits."""
+        """Runs work to its end, even if nobody waits for it."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -136,10 +136,10 @@ class ExecutorLoader:
 
 
 class LoaderElsewhere:
-    """For a process that has no executor of its own."""
+    """A loader for a process without its own executor."""
 
     def __init__(self, cause: str) -> None:
-        """cause: why, and what to do instead."""
+        """cause: why nothing can be loaded, and what to do instead."""
         self._cause = cause
 
     async def load(self, name: str, path: str) -> Adapter:  # noqa: ARG002

@@ -22,11 +22,11 @@ from scheduler.frontend.chat_output import THINK_BEGIN, OutputForms, OutputParse
 from scheduler.frontend.chat_template import ASKING, ChatTemplate, Rendering
 from scheduler.request import Request
 
-# Prompts of more characters are tokenized one after the other, so that short prompts find a free thread.
+# Prompts with more characters are tokenized one at a time, so that short prompts find a free thread.
 LARGE_PROMPT = 65_536
-# Tokens at the end of a prompt that hold the tag with which it begins the reasoning.
+# Tokens at the end of a prompt among which the tag that begins the reasoning is searched.
 _OPENING_TOKENS = 16
-# The bound of a sequence without any other, in tokens.
+# The length limit of a sequence that has no other limit, in tokens.
 ENDLESS = 1 << 24
 
 
@@ -50,9 +50,9 @@ class ModelInfo:
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
     ) -> None:
-        """names: that requests call it; answers show the first. Without any they are its own and its id on a hub.
+        """names: what requests may call the model; answers show the first. Default: its own name and its id on a hub.
 
-        The parsers are those of the settings. Raises UnusableModelError.
+        The parsers are the values of the settings. Raises UnusableModelError.
         """
         own = (model.model, model.hub_id) if model.hub_id else (model.model,)
         self.names = tuple(names) or own
@@ -74,9 +74,9 @@ class ModelInfo:
         # A prompt that is too long must be refused, never truncated.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        # Whether every id that the tokenizer gives is one of the model's.
+        # Whether the model knows every id that the tokenizer can return.
         self.own_ids_fit = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=0) < self.vocab_size
-        # Log-probabilities need the texts of many tokens, most of them few different ones.
+        # Log-probabilities need the texts of many tokens, but mostly of the same few.
         self._token_text = lru_cache(KEPT_TEXTS)(self._decode_token)
         self._large = asyncio.Semaphore(1)
         self.output_forms = OutputForms.of(model.chat_template, calls=tool_call_parser, reasoning=reasoning_parser)
@@ -87,13 +87,13 @@ class ModelInfo:
         self._marks_reasoning = self.output_forms.marks_reasoning(special)
 
     def called(self, name: str) -> ModelInfo:
-        """The same under another name, such as that of an adapter."""
+        """Returns the model under a different name, such as an adapter's."""
         other = copy.copy(self)
         other.name = name
         return other
 
     def longest(self, policy: Policy | None) -> int:
-        """Longest prompt plus output under an eviction policy, in tokens: it may exceed the pool."""
+        """Returns the longest prompt plus output under an eviction policy, in tokens, which may exceed the pool."""
         if policy is None or policy.most_kept is None:
             return self.max_tokens
         return ENDLESS if policy.compacted else self._max_positions
@@ -108,7 +108,7 @@ class ModelInfo:
         return self._chat is not None and self._chat.reads_tools
 
     def marks_parts(self, *, has_tools: bool) -> bool:
-        """Whether the text of an answer has to have special tokens, so that calls and reasoning are found in it."""
+        """Returns whether an answer's text needs special tokens, so that calls and reasoning are found in it."""
         return self._marks_reasoning or (self._marks_calls and has_tools)
 
     def reserves(self, variable: str) -> bool:
@@ -116,9 +116,9 @@ class ModelInfo:
         return self._chat is not None and self._chat.reserves(variable)
 
     async def encode_text(self, text: str, most: int | None = None, *, add_special: bool = True) -> array[int]:
-        """Ids of plain text. add_special: with the special tokens that the tokenizer adds.
+        """Returns the ids of plain text. add_special: whether to include the special tokens that the tokenizer adds.
 
-        most: TooLongError is raised for more tokens, without tokenizing the whole text where that is possible.
+        most: TooLongError is raised for more tokens, if possible without tokenizing the whole text.
         """
         async with self._turn(len(text)):
             return await asyncio.to_thread(self._encode_text, text, most, add_special)
@@ -132,32 +132,32 @@ class ModelInfo:
         *,
         size: int | None = None,
     ) -> tuple[array[int], list[int]]:
-        """Ids of a conversation, with the template's special tokens, and the number of ids in front of each breakpoint.
+        """Returns a conversation's ids, including the template's special tokens, and the number before each breakpoint.
 
-        A breakpoint is a message's index, and characters of its content. size: of all texts, where it is known. Raises
-        ChatTemplateError and UnreadFieldError, and TooLongError as `encode_text` does.
+        A breakpoint is a message's index and a number of characters of its content. size: of all texts, if known.
+        Raises ChatTemplateError and UnreadFieldError, and TooLongError like `encode_text`.
         """
         size = sum(len(text) for message in messages for text in message.values()) if size is None else size
         async with self._turn(size):
             return await asyncio.to_thread(self._encode_chat, messages, breakpoints, most, how)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """Text of ids. skip_special: without special tokens."""
+        """Returns the text of ids. skip_special: whether to leave out special tokens."""
         async with self._turn(len(token_ids)):
-            # As a batch: else the tokenizer keeps the GIL.
+            # As a batch: otherwise the tokenizer keeps the GIL.
             [text] = await asyncio.to_thread(
                 self.tokenizer.decode_batch, [list(token_ids)], skip_special_tokens=skip_special
             )
             return str(text)
 
     async def token_runs(self, words: Sequence[str]) -> list[list[int]]:
-        """The ids of words, each as the tokenizer writes it at the beginning of a text and behind a space."""
+        """Returns the ids of words, each as tokenized at the beginning of a text and after a space."""
         texts = [text for word in words for text in dict.fromkeys((word, f" {word.lstrip()}"))]
         encodings = await asyncio.to_thread(self.tokenizer.encode_batch_fast, texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings if encoding.ids]
 
     def output_parser(self, request: Request) -> OutputParser:
-        """Splits the text of a request's output."""
+        """Returns a parser for the text of a request's output."""
         is_thinking = self.output_forms.thinks and self._begins_reasoning(request.prompt_ids)
         # The text around structural tags is free.
         form = request.sampling.structured_output.WhichOneof("form")
@@ -169,15 +169,15 @@ class ModelInfo:
         return str(end).rstrip().endswith(THINK_BEGIN)
 
     def vocabulary(self, token_ids: Sequence[int]) -> list[str]:
-        """The vocabulary's names of tokens, such as "Ġthe"; empty for an unknown id."""
+        """Returns the vocabulary's names of tokens, such as "Ġthe"; an unknown id has an empty name."""
         return [self.tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token; U+FFFD stands for a part of a character."""
+        """Returns the text of one token; U+FFFD stands for a part of a character."""
         return self._token_text(token_id)
 
     def _decode_token(self, token_id: int) -> str:
-        # Two tokens less one: a decoder strips the space in front of the first token only.
+        # The text of two tokens minus that of one: a decoder strips the space only before the first token.
         twice, once = (str(self.tokenizer.decode([token_id] * count, skip_special_tokens=False)) for count in (2, 1))
         return twice[len(once) :]
 
@@ -186,7 +186,7 @@ class ModelInfo:
 
     def _encode_text(self, text: str, most: int | None, add_special: bool) -> array[int]:
         self._check_bytes(text, most)
-        # As a batch: else the tokenizer keeps the GIL. The fast variant has no offsets.
+        # As a batch: otherwise the tokenizer keeps the GIL. The fast variant has no offsets.
         [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
         return pack(encoding.ids, most)
 
@@ -215,14 +215,14 @@ class ModelInfo:
 
 
 def pack(ids: Sequence[int], most: int | None) -> array[int]:
-    """The ids as 32-bit numbers. Raises TooLongError for more than `most`."""
+    """Packs ids as 32-bit numbers. Raises TooLongError for more than `most`."""
     if most is not None and len(ids) > most:
         raise TooLongError(f"has {len(ids)} tokens")
     return array("I", ids)
 
 
 def _read(model: execution_pb2.GetModelResponse) -> tuple[Tokenizer, int | None]:
-    """The tokenizer, and the bytes of its longest token."""
+    """Returns the tokenizer, and the bytes of its longest token."""
     if not model.tokenizer_json:
         raise UnusableModelError(
             f"the model {model.model} has no tokenizer.json, which the scheduler needs: serve a folder that has one"
@@ -239,14 +239,14 @@ def _compiled(model: execution_pb2.GetModelResponse, *, drops_reasoning: bool) -
     try:
         return ChatTemplate(model.chat_template, model.special_tokens, drops_reasoning=drops_reasoning)
     except (jinja2.TemplateError, SyntaxError) as error:
-        # The second is of a template such as `{% break %}` outside a loop: Jinja does not check it before Python does.
+        # The second error comes from templates such as `{% break %}` outside a loop: Python does this check, not Jinja.
         raise UnusableModelError(f"the chat template of the model {model.model} is no template: {error}") from error
 
 
 def _longest_token(tokenizer_json: str) -> int | None:
-    """Bytes of text that a token stands for at most; None where a token may stand for any number.
+    """Returns how many bytes of text a token stands for at most; None if there is no limit.
 
-    Only byte-level BPE without normalisation has such a bound.
+    Only byte-level BPE without normalisation has such a limit.
     """
     described = json.loads(tokenizer_json)
     model, splits, added = described["model"], described.get("pre_tokenizer") or {}, described["added_tokens"]
@@ -259,5 +259,5 @@ def _longest_token(tokenizer_json: str) -> int | None:
         or any(token["lstrip"] or token["rstrip"] for token in added)
     ):
         return None
-    # There a character of a token is a byte; an added token stands for itself.
+    # In byte-level BPE, a character of a token is a byte; an added token stands for itself.
     return max(max(map(len, model["vocab"])), *(len(token["content"].encode()) for token in added), 1)

@@ -15,8 +15,8 @@ from scheduler.frontend.model_info import ModelInfo
 from scheduler.frontend.stop_strings import StopStrings
 from scheduler.request import Request
 
-# Each stream gets a message no sooner than so many seconds, times the number of streams, after its last one: few
-# streams get every token, very many get several at once, since writing would leave no time for other work.
+# The pause between two messages of a stream is at least these seconds times the number of streams: few streams get
+# every token, but very many get several tokens at once, since writing would otherwise leave no time for other work.
 MESSAGE_SECONDS = 2.5e-4
 
 
@@ -38,26 +38,26 @@ class Generation:
     ) -> None:
         """model: turns tokens into text; None for output without text. ready: set when there is output, or an error.
 
-        is_gathered: the output of many requests is taken together, so that every token is worth a notification.
+        is_gathered: whether many requests' output is taken together, so that every token is worth a notification.
         """
         self.request = request
         self.is_gathered = is_gathered
         # Samples that share the prompt once this one has computed it.
         self.followers: Seq[Request] = ()
-        # With what ends the output in its text, every token has to become text at once.
+        # If text can end the output, every token has to become text at once.
         self.has_stop_strings = bool(request.stop or _ends_behind_call(request))
         self.finished = False
-        # Whether the engine has taken it, as far as is known.
+        # Whether the engine has accepted the sample, as far as is known.
         self.was_taken = True
-        # Whether it has had blocks: what of its prompt is cached is known then.
+        # Whether the sample has had blocks: from then on, it is known how much of its prompt is cached.
         self.admitted = False
-        # Of the weights that it was admitted for; None if they are not known.
+        # Version of the weights that it was admitted for; None if it is not known.
         self.weight_version: str | None = None
-        # Unspecified also after an error.
+        # Unspecified even after an error.
         self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
-        # What is counted while it runs. The first sample alone counts the prompt.
+        # What is counted while the sample runs. Only the first sample counts the prompt.
         self.counted = pb.Usage(prompt_tokens=0 if request.sample_index else len(request.prompt_ids))
-        # As the cache manager resolved it; None when no token is evicted.
+        # As the cache manager resolved it; None if no token is evicted.
         self.policy: common.EvictionPolicy | None = None
         # The most tokens kept at once, over all attempts.
         self.most_kept = 0
@@ -75,10 +75,10 @@ class Generation:
         self._stop_strings = StopStrings(request.stop, included=request.include_stop_text)
         # Finds the call that ends the output.
         self._first_call = model.output_parser(request) if model and _ends_behind_call(request) else None
-        # Tokens that are text or end the output, and the ids that are not yet: without stop strings, tokens become text
-        # when they are sent.
+        # Number of tokens that have become text or end the output. The other ids are pending: without stop strings,
+        # tokens become text only when they are sent.
         self._num_detokenized = 0
-        # Tokens of the prompt behind the first whose log-probabilities are known.
+        # Tokens of the prompt after the first whose log-probabilities are known.
         self._scored = 0
         self._pending: list[int] = []
         self._chunk = self._empty_chunk()
@@ -113,7 +113,7 @@ class Generation:
             self._detokenize()
 
     def score_prompt(self, logprobs: Seq[execution_pb2.TokenLogprobs]) -> None:
-        """Adds those of tokens of the prompt; after a preemption the same ones come again."""
+        """Adds log-probabilities of prompt tokens; after a preemption, the same ones come again."""
         for one in logprobs:
             if one.index == self._scored + 1:
                 self._scored = one.index
@@ -129,7 +129,7 @@ class Generation:
         self._ready.set()
 
     def abort(self) -> None:
-        """Ends the output with what there is of it."""
+        """Ends the output as it is so far."""
         self._end(pb.FINISH_REASON_ABORT)
         self._ready.set()
 
@@ -140,7 +140,7 @@ class Generation:
         self._ready.set()
 
     def take(self) -> pb.StreamGenerateResponse | None:
-        """New output, if there is any; the last chunk has a finish reason. No usage. Raises the error of `fail`."""
+        """Returns new output, if any, without usage; the last chunk has a finish reason. Raises the error of `fail`."""
         if self._error is not None:
             raise self._error
         if not self.has_output:
@@ -179,9 +179,9 @@ class Generation:
         return report
 
     def _detokenize(self, *, stopped: bool = False) -> bool:
-        """Turns pending tokens into text; True after a stop string.
+        """Turns pending tokens into text; returns True after a stop string.
 
-        stopped: whether the last one stopped the output, and becomes text only where the request says so.
+        stopped: whether the last token stopped the output; such a token becomes text only if the request says so.
         """
         token_ids, self._pending = self._pending, []
         self._chunk.token_ids.extend(token_ids)
@@ -202,7 +202,7 @@ class Generation:
         return stopped
 
     def _end(self, reason: pb.FinishReason) -> None:
-        """The output ends for another reason than a stop string: text that was held back follows."""
+        """Ends the output for a reason other than a stop string: text that was held back follows."""
         stopped = reason == pb.FINISH_REASON_STOP
         if not self._detokenize(stopped=stopped) and not self._push(self._detokenizer.flush()):
             self._chunk.text += self._stop_strings.flush()
@@ -223,7 +223,7 @@ def _logprobs(found: execution_pb2.TokenLogprobs) -> pb.TokenLogprobs:
 
 
 def _ends_behind_call(request: Request) -> bool:
-    # A required call is forced to be a single one.
+    # A required call is already forced to be a single call.
     return request.tools.single and not request.tools.is_required
 
 
@@ -231,7 +231,7 @@ class Stream:
     """The outputs of all samples of one request, in the order in which they come."""
 
     def __init__(self, samples: Seq[Request], model: ModelInfo | None, ready: asyncio.Event | None = None) -> None:
-        """As of Generation; ready: shared with other streams, by one that takes the output of all of them."""
+        """Arguments as for Generation. ready: shared by several streams if their output is taken together."""
         self._ready = ready or asyncio.Event()
         gathered = ready is not None
         self.generations = [Generation(request, model, self._ready, is_gathered=gathered) for request in samples]
@@ -239,17 +239,17 @@ class Stream:
 
     @property
     def was_taken(self) -> bool:
-        """Whether an engine has taken the request."""
+        """Whether an engine has accepted the request."""
         return self.generations[0].was_taken
 
     @property
     def is_complete(self) -> bool:
-        """Whether all outputs have ended, and none in an error."""
+        """Whether all outputs have ended, none of them in an error."""
         return all(generation.finish_reason for generation in self.generations)
 
     @property
     def finished(self) -> bool:
-        """Whether all outputs have ended; the last chunks may still have to be taken."""
+        """Whether all outputs have ended, even if their last chunks have yet to be taken."""
         return all(generation.finished for generation in self.generations)
 
     async def next(self) -> list[tuple[Generation, pb.StreamGenerateResponse]]:
@@ -261,28 +261,28 @@ class Stream:
 
 
 class StreamFlusher:
-    """Notifies streams of their tokens in turn, a few per step where there are many: the next step must not wait."""
+    """Notifies streams of their tokens in turn, only a few per step if there are many: the next step must not wait."""
 
     def __init__(self, message_seconds: float | None = None) -> None:
-        """message_seconds: in place of MESSAGE_SECONDS, where no step loop shares the interpreter."""
+        """message_seconds: replaces MESSAGE_SECONDS if no step loop shares the interpreter."""
         self._message_seconds = MESSAGE_SECONDS if message_seconds is None else message_seconds
-        # The next in turn is the first.
+        # The first is the next in turn.
         self._order: deque[Generation] = deque()
-        # Time of the last notifications, and later of the end of the writing that they caused: else a loop that is late
-        # would write more and be later.
+        # Time of the last notifications, later moved by the duration of the writes that they caused: otherwise, a late
+        # loop would write more and fall further behind.
         self._since = 0.0
         self._began = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, generation: Generation) -> None:
-        """From here on the generation is notified."""
+        """Notifies the generation from now on."""
         self._order.append(generation)
 
     def remove(self, generation: Generation) -> None:
         self._order.remove(generation)
 
     def flush(self) -> None:
-        """There are new tokens: notifies the generations in turn now, and the others later if no tokens follow."""
+        """Notifies the generations in turn of new tokens, and the others later if no tokens follow."""
         due = int((time.monotonic() - self._since) / self._message_seconds)
         if due:
             self._notify(due)

@@ -1,6 +1,6 @@
-"""What a scheduler and a front end in a process of its own send each other: frames over a pair of sockets.
+"""What a scheduler and a front end in a separate process send each other: frames over a pair of sockets.
 
-Everything goes over the one pair. Its end is the end of the other process: no front end outlives its scheduler.
+Everything goes over this pair. When it closes, the other process has ended: no front end outlives its scheduler.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _HEAD = struct.Struct("<BI")
 
 
 class Frame(enum.IntEnum):
-    """What follows the head of a frame."""
+    """Kinds of frames: what follows the head."""
 
     # From the scheduler, once it serves: generation.v1.GetEngineResponse.
     ENGINE = 1
@@ -24,12 +24,12 @@ class Frame(enum.IntEnum):
     METRICS = 3
     # generation.v1.AbortRequestsRequest to the scheduler, which answers with AbortRequestsResponse.
     ABORT = 5
-    # From the scheduler: the front end ends once its callers have their answers, or at once where a byte follows.
+    # From the scheduler: the front end ends once its callers have their answers, or at once if a byte follows.
     STOP = 4
 
 
 class Pipe:
-    """One end. `read` by one task at a time; anything may send."""
+    """One end of the pair. Only one task at a time may `read`; any may send."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -37,11 +37,11 @@ class Pipe:
 
     @classmethod
     async def over(cls, connected: socket.socket) -> Pipe:
-        """Takes a socket."""
+        """Creates a pipe over a connected socket."""
         return cls(*await asyncio.open_unix_connection(sock=connected))
 
     async def read(self) -> tuple[Frame, bytes] | None:
-        """The next frame; None when the other process has ended."""
+        """Returns the next frame; None if the other process has ended."""
         try:
             kind, size = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
             return Frame(kind), await self._reader.readexactly(size)
@@ -53,10 +53,10 @@ class Pipe:
         self._writer.write(_HEAD.pack(kind, len(content)) + content)
 
     async def send(self, kind: Frame, content: bytes = b"") -> None:
-        """Sends a frame, and waits while the other end does not read. Raises ConnectionError when it has ended."""
+        """Sends a frame, and waits for the other end to read. Raises ConnectionError if the other process has ended."""
         self.put(kind, content)
         await self._writer.drain()
 
     def close(self) -> None:
-        """The other end reads no more frames."""
+        """Closes the pipe: the other end reads no more frames."""
         self._writer.close()

@@ -1,4 +1,4 @@
-"""A front end in a process of its own: HTTP and text, in front of the scheduler at the other end of a pipe."""
+"""A front end in a separate process: HTTP and text, in front of the scheduler at the other end of a pipe."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from scheduler.metrics import RequestMetrics, StepLoad
 from scheduler.request import Adapter, AdmissionAttempt
 from scheduler.settings import SchedulerSettings
 
-# As of StreamFlusher: no step waits for what this process writes, and half of its time is left to read.
+# As for StreamFlusher: no step waits for this process's writes, and half of its time is left for reading.
 MESSAGE_SECONDS = 5e-5
-# For callers to read what their requests end with, and why they end early.
+# Time for callers to read the ends of their answers, and time to read why these end early.
 ENDING_SECONDS, FAILING_SECONDS = 2.0, 0.5
-# Of a request's id in its name at the engine.
+# Most bytes of a request's id in its name at the engine.
 MAX_NAME_BYTES = 100
 _NO_LOADS = Loads(0, 0, 0, StepLoad())
 
@@ -42,7 +42,7 @@ log = structlog.get_logger()
 class RemoteEngine:
     """The Engine at the other end of a pipe. On the asyncio loop."""
 
-    # The engine itself counts what runs and waits: the bounds are for all of its front ends together.
+    # The engine itself counts running and waiting samples: the limits are for all its front ends together.
     loads = _NO_LOADS
 
     def __init__(self, pipe: Pipe, model: ModelInfo) -> None:
@@ -55,13 +55,13 @@ class RemoteEngine:
 
     def start(self, attempt: AdmissionAttempt) -> None:
         request = attempt.request
-        # Operators find it by its id.
+        # Operators find the request by its id.
         begin = request.request_id.encode()[:MAX_NAME_BYTES].decode(errors="ignore")
         sample = SentSample(
             name=f"{begin}-{self._suffix}.{request.arrival}", attempt=attempt, token_ids=attempt.token_ids[:]
         )
         self._by_arrival[sample.arrival] = self._by_name[sample.name] = sample
-        # Callers may come to another front end each time: the scheduler knows the responses of all.
+        # Callers may reach a different front end each time: the scheduler knows the responses of all.
         asked = start_request(attempt, sample.name, 0, self._model.eos_token_ids, compares=True)
         self._send(pb.StreamRequestsRequest(start=asked))
 
@@ -71,7 +71,7 @@ class RemoteEngine:
             self._send(pb.StreamRequestsRequest(cancel=pb.CancelRequest(request_id=sample.name)))
 
     def weight_version(self, arrival: int) -> None:
-        """The engine itself compares requests."""
+        """Returns None: the engine itself compares requests."""
 
     def _forget(self, sample: SentSample) -> None:
         del self._by_arrival[sample.arrival], self._by_name[sample.name]
@@ -80,7 +80,7 @@ class RemoteEngine:
         self._pipe.put(Frame.REQUESTS, command.SerializeToString())
 
     def received(self, response: pb.StreamRequestsResponse, requests: RequestTable) -> None:
-        """Takes news of its samples."""
+        """Takes news of this front end's samples."""
         updates = RequestUpdates(steps=int(bool(response.outputs)), at=time.monotonic())
         for chunk in response.outputs:
             if (sample := self._by_name.get(chunk.request_id)) is not None:
@@ -97,10 +97,10 @@ class RemoteEngine:
 
 
 class FrontEnd:
-    """The parts of the process but for its HTTP server. Counts the requests of its callers, and nothing else."""
+    """The parts of the process except its HTTP server. Counts only the requests of its callers."""
 
     def __init__(self, settings: SchedulerSettings, pipe: Pipe) -> None:
-        """Raises OSError where the access log cannot be opened."""
+        """Raises OSError if the access log cannot be opened."""
         self._settings = settings
         self._pipe = pipe
         self._file = None if settings.access_log is None else FileLog("scheduler", settings.access_log)
@@ -108,7 +108,7 @@ class FrontEnd:
         self.service = GenerationService(self, AccessLog(self._metrics, self._file and self._file.log), self._abort)
         self._requests: RequestTable | None = None
         self._engine: RemoteEngine | None = None
-        # Answers to come by kind, in the order in which they were asked for.
+        # Awaited answers by kind, in the order in which they were asked for.
         self._asked: dict[Frame, list[asyncio.Future[bytes]]] = {Frame.METRICS: [], Frame.ABORT: []}
 
     @property
@@ -119,11 +119,11 @@ class FrontEnd:
         return self._requests
 
     async def metrics(self) -> bytes:
-        """The scheduler's metrics as text, which have those of all its front ends."""
+        """Returns the scheduler's metrics as text, including those of all its front ends."""
         return await self._ask(Frame.METRICS)
 
     async def _abort(self, message: pb.AbortRequestsRequest) -> int:
-        """Ends requests here, and those at other front ends and at the scheduler, which knows all that have begun."""
+        """Ends requests here, at other front ends and at the scheduler, which knows all requests that have begun."""
         here = self.requests.abort(message)
         answer = await self._ask(Frame.ABORT, message.SerializeToString())
         return max(here, pb.AbortRequestsResponse.FromString(answer).aborted_requests)
@@ -135,7 +135,7 @@ class FrontEnd:
         return await answer
 
     async def run(self) -> bool:
-        """Takes what the scheduler sends until it says to stop; whether callers may still read their answers."""
+        """Takes what the scheduler sends until told to stop; returns whether callers may still read their answers."""
         while (frame := await self._pipe.read()) is not None:
             kind, content = frame
             match kind:
@@ -202,12 +202,12 @@ class FrontEnd:
             requests.reported_loads = response.loads
             requests.set_obstacle(EXECUTOR_SILENT, response.executor_silent)
             requests.set_obstacle(CACHE_MANAGER_SILENT, response.cachemgr_silent)
-            # The only other obstacle of an engine.
+            # The only other obstacle that an engine can have.
             requests.set_draining(bool(response.obstacle) and not any(silent))
         self._engine.received(response, self.requests)
 
 
 class _NoHealth:
-    """The scheduler has the health of both."""
+    """Ignores health: the scheduler reports it for both processes."""
 
     def set_serving(self, _serving: bool) -> None: ...

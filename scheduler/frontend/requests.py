@@ -1,4 +1,4 @@
-"""All requests from their acceptance to their end: what the services talk to. On the asyncio loop."""
+"""All requests from their acceptance to their end, as the services see them. On the asyncio loop."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ EXECUTOR_SILENT, CACHE_MANAGER_SILENT = "the executor does not answer", "the cac
 
 
 class Health(Protocol):
-    """Where the process says whether it serves."""
+    """Where the process reports whether it serves."""
 
     def set_serving(self, serving: bool) -> None:
-        """Called with every change."""
+        """Called on every change."""
 
 
 class Silences(NamedTuple):
-    """Seconds for which the neighbours of a scheduler have not answered, the executor beyond what its steps take."""
+    """Seconds for which a scheduler's neighbours have not answered; for the executor, beyond what its steps take."""
 
     executor: float = 0.0
     cachemgr: float = 0.0
@@ -65,9 +65,9 @@ class RequestTable:
         message_seconds: float | None = None,
         compares: bool = True,
     ) -> None:
-        """max_tenant_requests: live requests of one tenant; 0 is no bound. message_seconds: as of StreamFlusher.
+        """max_tenant_requests: live requests of one tenant; 0 is no bound. message_seconds: as for StreamFlusher.
 
-        compares: whether it knows recent responses itself, for requests that are compared with them; else the engine.
+        compares: whether the table itself, not the engine, knows recent responses and compares requests with them.
         """
         self.validator = validator
         self.model = validator.model
@@ -77,25 +77,25 @@ class RequestTable:
         self.max_waiting = max_waiting
         self.preemptions = 0
         self.steps = 0
-        # In a front end: what the engine of all of them says of its load.
+        # In a front end: the load that the engine of all front ends reports.
         self.reported_loads: pb.GetLoadsResponse | None = None
         self._max_tenant_requests = max_tenant_requests
         self._engine = engine
         self._arriving = 0
-        # Samples of requests whose first one has no token yet: they share its prompt, and start then.
+        # Samples that wait for the first token of their request's first sample, whose prompt they share.
         self._followers = 0
         self._health = health
-        # By arrival.
+        # Live samples by arrival.
         self._live: dict[int, Generation] = {}
-        # By the ids by which callers abort them.
+        # Samples by the ids with which callers abort them.
         self._by_abort_id: dict[str, set[Generation]] = {}
         # Live and arriving requests by tenant.
         self._tenants: Counter[str] = Counter()
-        # With the tenant: request ids of other tenants are secret.
+        # Request ids with their tenants: request ids of other tenants are secret.
         self._request_ids: set[tuple[str, str]] = set()
         self._is_open = False
         self._stopping = False
-        # Asked for by an operator: no more requests are taken.
+        # Whether an operator asked to take no more requests.
         self._draining = False
         # What new requests wait for, in words.
         self._obstacles: set[str] = set()
@@ -109,7 +109,7 @@ class RequestTable:
         metrics.waiting.set_function(lambda: self.num_waiting)
 
     def open(self) -> None:
-        """From here on requests are served, and health says so."""
+        """Serves requests from now on, and reports this in health."""
         self._is_open = True
         self._report_health()
 
@@ -123,7 +123,7 @@ class RequestTable:
 
     @property
     def obstacle(self) -> str:
-        """Why a request would not be served now, but for a full queue; empty when nothing is in its way."""
+        """Why a request would not be served now, other than a full queue; empty if nothing prevents it."""
         if self.is_draining:
             return "the scheduler drains: it takes no new requests"
         if self._obstacles:
@@ -131,11 +131,11 @@ class RequestTable:
         return ""
 
     def has_obstacle(self, obstacle: str) -> bool:
-        """Whether new requests wait for something, in words."""
+        """Returns whether new requests wait for something, which is named in words."""
         return obstacle in self._obstacles
 
     def set_obstacle(self, obstacle: str, is_there: bool) -> bool:
-        """Notes whether new requests wait for something, in words; returns whether that is a change."""
+        """Notes whether new requests wait for something, named in words; returns whether that is a change."""
         changed = is_there != (obstacle in self._obstacles)
         (self._obstacles.add if is_there else self._obstacles.discard)(obstacle)
         if changed:
@@ -155,15 +155,15 @@ class RequestTable:
 
     @property
     def num_waiting(self) -> int:
-        """Samples that wait for blocks, that are not tokenized yet, or whose request has no first token yet."""
+        """Samples that wait for blocks, for their tokenization, or for their request's first token."""
         return self._engine.loads.waiting + self._arriving + self._followers
 
     def loads(self) -> pb.GetLoadsResponse:
-        """The load, for callers and routers."""
+        """Returns the load, for callers and routers."""
         if self.reported_loads is not None:
             return self.reported_loads
         loads = self._engine.loads
-        # What waits has no blocks yet, and what of it is cached is not known but from a router.
+        # Waiting samples have no blocks yet; only a router may know how much of them is cached.
         waiting = sum(
             max(0, len(generation.request.prompt_ids) - generation.request.expected_cached_tokens)
             for generation in self._live.values()
@@ -192,9 +192,9 @@ class RequestTable:
 
     @contextlib.contextmanager
     def arriving(self, request_id: str, tenant: str = "", samples: int = 1) -> Iterator[None]:
-        """Counts a request as waiting while it is checked and tokenized. Raises when it would not be taken now.
+        """Counts a request as waiting while it is checked and tokenized. Raises if the request would be refused now.
 
-        samples: how many it asks for. Where nothing waits, they may be more than the bound.
+        samples: how many it asks for. If nothing waits, they may exceed the bound.
         """
         samples = max(1, min(samples, MAX_SAMPLES))
         self._check_id(tenant, request_id)
@@ -216,7 +216,7 @@ class RequestTable:
             self._arriving -= samples
 
     def check_samples(self, prompts: int, samples: int) -> None:
-        """Raises InvalidField where one call asks for more samples than may wait at any time."""
+        """Raises InvalidField if one call asks for more samples than may wait at any time."""
         samples = max(1, min(samples, MAX_SAMPLES))
         if prompts > 1 and prompts * samples > self.max_waiting:
             raise InvalidField(
@@ -245,8 +245,8 @@ class RequestTable:
     def submit(self, stream: Stream, output: array[int] = NO_TOKENS, *, is_follower: bool = False) -> Iterator[None]:
         """Starts a request that was counted as arriving. Leaving the context frees all that it held.
 
-        output: ids that the first sample has generated elsewhere, behind which it goes on. is_follower: whether it is
-        another sample of a request that was taken before, and neither refused nor counted now.
+        output: ids that the first sample generated elsewhere and after which it continues. is_follower: whether this is
+        another sample of an accepted request, which is neither refused nor counted now.
         """
         samples = [generation.request for generation in stream.generations]
         first = samples[0]
@@ -282,7 +282,7 @@ class RequestTable:
                     self._idle.set()
 
     def adapters_in_use(self) -> tuple[list[str], list[str]]:
-        """Names of the adapters of running requests, and of those of waiting ones. From any thread."""
+        """Returns the adapters' names of running and of waiting requests. May be called from any thread."""
         used = [
             (generation.request.adapter.name, generation.admitted)
             for generation in list(self._live.values())
@@ -292,18 +292,18 @@ class RequestTable:
         return sorted(running), sorted(waiting)
 
     def _change_adapters(self, changes: Sequence[AdapterChange]) -> None:
-        """Requests whose adapter the executor does not have any more end."""
+        """Ends requests whose adapter the executor no longer has."""
         self.adapters.change(changes)
         found = {adapter.adapter_id for adapter in self.adapters.all}
         for arrival, generation in self._live.items():
             adapter = generation.request.adapter
             if adapter is not None and adapter.adapter_id not in found and not generation.finished:
                 generation.fail(AdapterLostError(f"the executor no longer has the adapter {adapter.name!r}"))
-                # At once: it must not be admitted in the session that is open now.
+                # At once: the request must not be admitted in the session that is open now.
                 self._engine.cancel(arrival)
 
     def receive(self, updates: RequestUpdates) -> None:
-        """Takes what answered steps brought: one call for all requests."""
+        """Takes the updates of answered steps: one call for all requests."""
         self.steps += updates.steps
         if updates.adapters:
             self._change_adapters(updates.adapters)
@@ -328,7 +328,7 @@ class RequestTable:
             if generation := self._live.get(arrival):
                 generation.score_prompt(logprobs)
         published = 0
-        # By the time of the token before: how many tokens came after it.
+        # Number of new tokens by the time of the previous token.
         earlier: Counter[float] = Counter()
         for arrival, token_id, meta in updates.outputs:
             generation = self._live.get(arrival)
@@ -343,14 +343,14 @@ class RequestTable:
             else:
                 self._publish(generation, token_id, meta, updates.at)
             published += not generation.request.is_prewarm
-        # Without the tokens that a step computed after the end of an output.
+        # Excludes tokens that a step computed after the end of an output.
         self.metrics.output_tokens.inc(published)
         for at, tokens in earlier.items():
             self.metrics.inter_token.observe(updates.at - at, tokens)
         self._flusher.flush()
 
     def _note(self, updates: RequestUpdates) -> None:
-        """Counts what callers hear of at the end."""
+        """Counts what callers are told at the end."""
         for arrival in updates.started:
             if (generation := self._live.get(arrival)) and generation.started_at is None:
                 generation.started_at = updates.at
@@ -381,7 +381,7 @@ class RequestTable:
                 generation.most_kept = max(generation.most_kept, tokens)
 
     def abort(self, message: pb.AbortRequestsRequest) -> int:
-        """Ends live requests with what there is of their output; returns how many."""
+        """Ends live requests with their output so far; returns how many."""
         named = self._live.values() if message.all else self._by_abort_id.get(message.request_id, ())
         found = [
             generation
@@ -399,7 +399,7 @@ class RequestTable:
         self._engine.cancel(generation.request.arrival)
 
     def _aborted_elsewhere(self, arrival: int) -> None:
-        """The engine has ended a sample, and the others of its request end with it."""
+        """Ends all samples of a request, one of which the engine has ended."""
         if (aborted := self._live.get(arrival)) is not None:
             request = aborted.request
             self.abort(pb.AbortRequestsRequest(request_id=request.caller_id, tenant_id=_tenant(request)))
@@ -409,7 +409,7 @@ class RequestTable:
             generation.fail(error)
 
     async def drain(self, seconds: float) -> None:
-        """Takes no more requests and waits for the running ones, for at most so many seconds."""
+        """Takes no more requests and waits for the running ones, for at most `seconds`."""
         self._stopping = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -423,7 +423,7 @@ class RequestTable:
         if admission.eviction_policy is not None:
             generation.policy = admission.eviction_policy
         if generation.started_at is None and not attempt.request.sample_index:
-            # In place of those of an attempt that never started.
+            # Replaces the counts of an attempt that never started.
             counted = generation.counted
             counted.cached_tokens = admission.cached_tokens
             counted.ClearField("retention_receipts")
@@ -435,7 +435,7 @@ class RequestTable:
         if attempt.preempted:
             if admission.has_onloads:
                 self.metrics.swaps.inc()
-            # Else its blocks were still cached, but for the last one.
+            # Otherwise, its blocks were still cached, except for the last.
             elif admission.cached_tokens + self.model.layout.block_size < len(attempt.token_ids):
                 self.metrics.recomputations.inc()
 
@@ -458,39 +458,39 @@ class RequestTable:
             generation.fail(error)
 
     def _publish(self, generation: Generation, token_id: int, meta: TokenMeta | None, now: float) -> None:
-        """A token that may begin or end an output, or has log-probabilities."""
+        """Takes a token that may begin or end an output, or has log-probabilities."""
         first = generation.first_token_at is None
         if first and not generation.request.sample_index:
             self.metrics.first_token.observe(now - generation.request.arrived_at)
         generation.feed(token_id, now, meta)
         if first and not generation.is_gathered:
-            # A request that waits has no tokens to send.
+            # A waiting request has no tokens to send.
             self._flusher.add(generation)
         if generation.finished and not (meta and meta.finished):
             # The engine does not know of stop strings.
             self._engine.cancel(generation.request.arrival)
         if first or generation.finished or generation.is_gathered:
             generation.notify()
-        # With its first token the prompt is computed and can be forked. A sequence that evicts has private blocks, and
-        # scores that no other sequence can know.
+        # At its first token, the prompt is computed and can be forked. A sequence that evicts has private blocks and
+        # scores, which no other sequence can know.
         parent = meta.sequence if meta and not generation.policy else 0
         for request in self._take_followers(generation):
             self._engine.start(AdmissionAttempt(request, request.prompt_ids, parent=parent))
 
     def _take_followers(self, generation: Generation) -> Sequence[Request]:
-        """The other samples of its request, which have not been started."""
+        """Removes and returns the other samples of its request, which have not been started."""
         followers, generation.followers = generation.followers, ()
         self._followers -= len(followers)
         return followers
 
 
 def _tenant(request: Request) -> str:
-    """Empty for none."""
+    """Returns the tenant, empty for none."""
     return request.cache.tenant_id or ""
 
 
 class RequestTableSource(Protocol):
-    """A process that has a request table once its neighbours are there."""
+    """A process that has a request table once its neighbours are available."""
 
     @property
     def requests(self) -> RequestTable:

@@ -4,24 +4,24 @@ from collections.abc import Iterable
 
 
 class StopStrings:
-    """Takes text by chunks and returns it as soon as it cannot be part of a stop string."""
+    """Takes text in chunks and returns it as soon as it cannot be part of a stop string."""
 
     def __init__(self, stops: Iterable[str], *, included: bool = False) -> None:
-        """included: whether the text ends with the stop string, not in front of it."""
+        """included: whether the text ends with the stop string or before it."""
         self._stops = tuple(stops)
         self._included = included
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Text that may be sent, and whether a stop string ends it."""
+        """Returns text that may be sent, and whether a stop string ends it."""
         if not self._stops:
             return text, False
         text = self._held + text
         found = [(at, at + len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            # Of those that begin at the same place, the shortest.
+            # Of several stop strings that begin at the same place, take the shortest.
             begin, end = min(found)
             return text[: end if self._included else begin], True
         keep = self._open_suffix(text)
@@ -29,12 +29,12 @@ class StopStrings:
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
-        """The text that was held back, at the end of the output."""
+        """Returns the text that was held back, at the end of the output."""
         text, self._held = self._held, ""
         return text
 
     def _open_suffix(self, text: str) -> int:
-        """Length of the longest suffix that begins a stop string."""
+        """Returns the length of the longest suffix that begins a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             suffix = text[len(text) - length :]
             if any(stop.startswith(suffix) for stop in self._stops):

@@ -5,7 +5,10 @@ from protos.rpc.identity import Identity, PermissionDeniedError
 
 
 def check_tenant(identity: Identity | None, named: str | None, field: str) -> str:
-    """The tenant of a caller who names one or None, empty for none. field: where. Raises PermissionDeniedError."""
+    """Returns the caller's tenant, empty for none.
+
+    named: the tenant that the request names. field: where it is named. Raises PermissionDeniedError.
+    """
     if identity is None or not identity.tenant:
         return named or ""
     if named not in (None, identity.tenant):
@@ -16,7 +19,7 @@ def check_tenant(identity: Identity | None, named: str | None, field: str) -> st
 
 
 def bind(identity: Identity | None, cache: pb.CacheOptions) -> str:
-    """Replaces salt, session and tenant by the caller's own; returns the tenant, empty for none.
+    """Replaces salt, session and tenant by those bound to the caller; returns the tenant, empty for none.
 
     Raises InvalidField and PermissionDeniedError.
     """

@@ -52,7 +52,7 @@ MAX_LOGPROBS = 20
 MAX_BIASES, MAX_BIAS = 1024, 100
 MAX_BAD_WORDS, MAX_BAD_RUNS = 64, 256
 MAX_FORM_BYTES = 262_144
-# Beyond these, logits leave the range of float32.
+# Beyond these bounds, logits leave the range of float32.
 SAMPLING_BOUNDS = {
     "temperature": (0, 100),
     "repetition_penalty": (0.01, 100),
@@ -65,21 +65,21 @@ MAX_PRIORITY = 100
 MAX_SAMPLES = 64
 MAX_MESSAGES = 4096
 MAX_HINTS_BYTES = 65_536
-# Requests that one call aborts by their ids.
+# Most requests that one call aborts by their ids.
 MAX_ABORTED = 1024
 MAX_ARGUMENTS_BYTES = 65_536
-# Whole numbers up to here are exact as a double, which protobuf makes of all numbers.
+# Whole numbers up to this are exact as doubles, into which protobuf converts all numbers.
 _EXACT = 1 << 53
 # The longest google.protobuf.Duration, in seconds.
 MAX_SECONDS = 315_576_000_000
-# Names of models that an error shows.
+# Most names of models that an error shows.
 _SHOWN_NAMES = 20
 # The field that holds the prompt, by the kind of input.
 _FIELDS = {"text": "text", "chat": "chat.messages", "token_ids": "token_ids.token_ids"}
 
 
 class Breakpoint(NamedTuple):
-    """A position in a conversation, and how long the prompt up to it stays cached; no duration is without end."""
+    """A position in a conversation, and how long the prompt up to it stays cached; no duration means forever."""
 
     message: int
     characters: int
@@ -88,9 +88,9 @@ class Breakpoint(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """A conversation as templates read it, and how. use: of the tools by the output. size: bytes of all texts.
+    """A conversation as templates read it, and how. use: how the output may use tools. size: bytes of all texts.
 
-    form: that calls of the tools force on the output, if any.
+    form: what tool calls force on the output, if anything.
     """
 
     messages: list[dict[str, Any]]
@@ -101,7 +101,7 @@ class Conversation(NamedTuple):
 
 
 class RequestValidator:
-    """Raises InvalidField and ModelNotFoundError; a returned request can run."""
+    """Validates requests. Raises InvalidField and ModelNotFoundError; a returned request can run."""
 
     def __init__(
         self,
@@ -112,9 +112,9 @@ class RequestValidator:
         max_prompt_bytes: int,
         onload_timeout: float,
     ) -> None:
-        """adapters: that requests may name, None for none. onload_timeout: default of requests, in seconds.
+        """adapters: what requests may name, None for none. onload_timeout: default of requests, in seconds.
 
-        grammars: compiles forms of outputs, None where another process does.
+        grammars: compiles forms of outputs, None if another process does.
         """
         self.model = model
         self.adapters = AdapterTable() if adapters is None else adapters
@@ -124,7 +124,7 @@ class RequestValidator:
         self._arrivals = itertools.count(1)
 
     async def validate(self, message: pb.StreamGenerateRequest) -> list[Request]:
-        """Validates cheap things first; text is tokenized in a thread. Returns a request per sample."""
+        """Validates cheap things first, then tokenizes text in a thread. Returns a request per sample."""
         arrived_at = time.monotonic()
         _check_size(message)
         if len(message.request_id.encode()) > MAX_REQUEST_ID_BYTES:
@@ -181,12 +181,12 @@ class RequestValidator:
         return conversation is not None and self.model.marks_parts(has_tools=bool(conversation.how.tools))
 
     async def _compile(self, sampling: execution_pb2.SamplingParams, conversation: Conversation | None) -> None:
-        """Has the form of the output compiled: that of the request, or of calls of tools."""
+        """Has the form of the output compiled: the request's own form, or the form of its tool calls."""
         calls = None if conversation is None else conversation.form
         is_own = sampling.HasField("structured_output")
         if is_own and conversation is not None and conversation.use.is_required:
             raise InvalidField("structured_output", "cannot be given together with a tool_choice that forces calls")
-        # Outputs with a form of their own have no calls.
+        # Outputs with the request's own form have no calls.
         if calls is not None and not is_own:
             sampling.structured_output.CopyFrom(calls)
         if self._grammars is not None and sampling.HasField("structured_output"):
@@ -195,12 +195,12 @@ class RequestValidator:
             await self._grammars.compile(form, field)
 
     def forget_grammars(self) -> None:
-        """The executor has lost what it had compiled."""
+        """Forgets the compiled forms, because the executor has lost them."""
         if self._grammars is not None:
             self._grammars.forget()
 
     def output_of(self, request: Request, token_ids: Sequence[int]) -> array[int]:
-        """Output that a request has from elsewhere, behind which it continues."""
+        """Returns the output that a request has from elsewhere and after which it continues."""
         if len(token_ids) >= request.max_tokens:
             raise InvalidField("output_token_ids", f"must be fewer than max_tokens, which is {request.max_tokens}")
         self._check_ids("output_token_ids", token_ids)
@@ -220,7 +220,7 @@ class RequestValidator:
         return _duration("cache.onload_timeout", cache.onload_timeout).ToNanoseconds() / 1e9
 
     def check_model(self, name: str) -> Adapter | None:
-        """The adapter of a name, None for the model alone and for an empty name. Raises ModelNotFoundError."""
+        """Returns the adapter of a name, None for the model alone and for an empty name. Raises ModelNotFoundError."""
         if name in ("", *self.model.names):
             return None
         adapter = self.adapters.find(name)
@@ -234,7 +234,7 @@ class RequestValidator:
         return adapter
 
     async def encode(self, message: pb.StreamGenerateRequest, *, add_special: bool = True) -> array[int]:
-        """Ids of the prompt, however many; only its model and its text are validated.
+        """Returns the ids of the prompt, however many; validates only its model and its text.
 
         add_special: whether those of a text have the special tokens that the tokenizer adds.
         """
@@ -245,7 +245,7 @@ class RequestValidator:
         return ids
 
     async def decode(self, model: str, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """Text of ids. skip_special: without special tokens."""
+        """Returns the text of ids. skip_special: whether to leave out special tokens."""
         self.check_model(model)
         self._check_ids("token_ids", token_ids)
         return await self.model.decode(token_ids, skip_special=skip_special)
@@ -259,7 +259,7 @@ class RequestValidator:
         *,
         add_special: bool = True,
     ) -> tuple[array[int], Sequence[int]]:
-        """The prompt's ids, and the number in front of each breakpoint. Raises TooLongError for more than `most`."""
+        """Returns the prompt's ids, and the number before each breakpoint. Raises TooLongError for more than `most`."""
         if conversation is not None:
             return await self._chat_ids(conversation, breakpoints, most)
         match message.WhichOneof("input"):
@@ -272,13 +272,13 @@ class RequestValidator:
                 raise InvalidField("input", "is missing: give text, chat or token_ids")
 
     def _kept_tokens(self, message: pb.StreamGenerateRequest, policy: Policy | None) -> int | None:
-        """Tokens of the prompt that its truncation leaves at most; None without one."""
+        """Returns how many tokens of the prompt its truncation leaves at most; None without truncation."""
         if not message.HasField("prompt_truncation"):
             return None
         truncation = message.prompt_truncation
         if not truncation.HasField("max_tokens"):
             output = message.max_tokens if message.HasField("max_tokens") else 1
-            # At least one: max_tokens is what does not fit then.
+            # At least one: the error is then that max_tokens does not fit.
             return max(1, min(self.model.max_tokens - 1, self.model.longest(policy) - output))
         if truncation.max_tokens < 1:
             raise InvalidField("prompt_truncation.max_tokens", "must be at least 1")
@@ -291,7 +291,7 @@ class RequestValidator:
         breakpoints: Sequence[Breakpoint],
         kept: int | None,
     ) -> tuple[array[int], Sequence[int]]:
-        """The prompt's ids, and the number in front of each breakpoint. kept: tokens that stay of a longer prompt."""
+        """Returns the prompt's ids, and the number before each breakpoint. kept: tokens kept of a longer prompt."""
         field, fits = _FIELDS.get(message.WhichOneof("input"), ""), self.model.max_tokens - 1
         try:
             ids, ends = await self._encode(message, conversation, breakpoints, fits if kept is None else None)
@@ -307,7 +307,7 @@ class RequestValidator:
         return ids, ends
 
     async def _conversation(self, message: pb.StreamGenerateRequest) -> Conversation | None:
-        """The conversation that is the prompt; None for another one."""
+        """Returns the conversation that is the prompt; None for any other prompt."""
         if message.WhichOneof("input") != "chat":
             return None
         chat = message.chat
@@ -370,7 +370,7 @@ class RequestValidator:
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
         size = self.model.vocab_size
-        # Fast: a prompt may have very many ids, and the event loop waits.
+        # Fast, because a prompt may have very many ids while the event loop waits.
         if max(ids, default=0) >= size:
             index = next(index for index, token_id in enumerate(ids) if token_id >= size)
             raise InvalidField(f"{field}[{index}]", f"must be below {size}, the vocabulary's size")
@@ -383,7 +383,7 @@ class RequestValidator:
         return sorted({*message.stop_token_ids, *own})
 
     def _restrict(self, message: pb.StreamGenerateRequest, resolved: execution_pb2.SamplingParams) -> None:
-        """Adds what the output may have besides what the model says."""
+        """Adds the restrictions and biases of the output."""
         sampling, size = message.sampling, self.model.vocab_size
         _check_count("sampling.logit_bias", sampling.logit_bias, MAX_BIASES)
         for token_id, bias in sampling.logit_bias.items():
@@ -418,9 +418,9 @@ class RequestValidator:
         if not message.HasField("max_tokens"):
             return fits
         if message.max_tokens > fits:
-            said = f"is more than fits behind {prompt_tokens} prompt tokens, which is {fits}"
+            said = f"is more than fits after {prompt_tokens} prompt tokens, which is {fits}"
             raise ContextLengthError("max_tokens", said)
-        # A prompt cannot be computed without its last token's output, which is dropped then.
+        # A prompt cannot be computed without its last token's output, which is then dropped.
         return max(1, message.max_tokens)
 
 
@@ -430,7 +430,7 @@ def _check_count(field: str, values: Sized, most: int) -> None:
 
 
 def _check_form(form: common.StructuredOutput) -> None:
-    """Whether the form is one that can be compiled; its compiler finds other errors."""
+    """Raises InvalidField for a form that cannot be compiled; its compiler finds other errors."""
     kind = form.WhichOneof("form")
     if kind is None:
         raise InvalidField("structured_output", "must have a form")
@@ -506,7 +506,7 @@ def _read_conversation(chat: pb.ChatInput, how: Rendering, model: ModelInfo) -> 
 
 
 def _form_of_calls(tools: Sequence[Tool], use: ToolUse, model: ModelInfo) -> common.StructuredOutput | None:
-    """What a choice of tools, or a strict one, forces on the output."""
+    """Returns the form that a choice of tools, or a strict tool, forces on the output."""
     if use.is_required:
         return common.StructuredOutput(json_schema=forced_calls_schema(tools, use.name, single=use.single))
     tags = strict_calls(tools, model.output_forms.calls, model.chat_template, single=use.single)
@@ -514,7 +514,7 @@ def _form_of_calls(tools: Sequence[Tool], use: ToolUse, model: ModelInfo) -> com
 
 
 def _said(field: str, message: pb.ChatMessage) -> dict[str, Any]:
-    """A message as templates read it, without empty optional fields. field: its path."""
+    """Returns a message as templates read it, without empty optional fields. field: its path."""
     said = {"role": message.role, "content": message.content}
     more = {"name": message.name, "reasoning": message.reasoning} | read_calls(field, message)
     return said | {name: value for name, value in more.items() if value}
@@ -525,7 +525,7 @@ def _plain_object(struct: Struct) -> dict[str, object]:
 
 
 def _plain(value: Value) -> object:
-    """A template argument as templates read it. Raises InvalidField for a number that JSON does not have."""
+    """Returns a template argument as templates read it. Raises InvalidField for a number that JSON does not have."""
     match value.WhichOneof("kind"):
         case "struct_value":
             return _plain_object(value.struct_value)
@@ -544,13 +544,13 @@ def _plain(value: Value) -> object:
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of a sample other than the first."""
-    # A hash: callers choose neighbouring seeds for requests that shall differ.
+    """Returns the seed of a sample other than the first."""
+    # A hash, because callers choose neighbouring seeds for requests that are to differ.
     return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:8], "big")
 
 
 def _sampling(sampling: pb.SamplingParams, stop_token_ids: list[int]) -> execution_pb2.SamplingParams:
-    """Resolves defaults. NaN fails every comparison."""
+    """Resolves defaults and checks bounds. NaN fails every comparison."""
     resolved = execution_pb2.SamplingParams(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -599,7 +599,7 @@ def _cache_options(message: pb.StreamGenerateRequest) -> CacheOptions:
         tenant_id=_name(cache, "tenant_id"),
         retention=_retention(cache),
         hints=cache.kv_hints if cache.HasField("kv_hints") else None,
-        # Log-probabilities follow from no cached keys and values.
+        # Log-probabilities cannot be derived from cached keys and values.
         no_read=cache.no_read or message.sampling.HasField("num_prompt_logprobs"),
         no_store=cache.no_store,
         eviction_policy=message.eviction_policy if message.HasField("eviction_policy") else None,
@@ -620,7 +620,7 @@ def _comparison(cache: pb.CacheOptions) -> str | None:
 
 
 def _marked(cache: pb.CacheOptions, options: CacheOptions, ends: Sequence[int]) -> CacheOptions:
-    """The options; with store_marked_only only the prompt up to the last breakpoint is stored."""
+    """Returns the options; with store_marked_only, only the prompt up to the last breakpoint is stored."""
     if not cache.store_marked_only:
         return options
     if not ends:
@@ -630,13 +630,13 @@ def _marked(cache: pb.CacheOptions, options: CacheOptions, ends: Sequence[int]) 
 
 
 def _breakpoints(message: pb.StreamGenerateRequest) -> list[Breakpoint]:
-    """The conversation's cache breakpoints in order."""
+    """Returns the conversation's cache breakpoints in order."""
     breakpoints = []
     for index, said in enumerate(message.chat.messages):
         for number, breakpoint_ in enumerate(said.cache_breakpoints):
             field = f"chat.messages[{index}].cache_breakpoints[{number}]"
             if breakpoint_.content_end > len(said.content):
-                raise InvalidField(f"{field}.content_end", "is behind the end of the message's content")
+                raise InvalidField(f"{field}.content_end", "is after the end of the message's content")
             if breakpoint_.retention_priority > MAX_PRIORITY:
                 raise InvalidField(f"{field}.retention_priority", f"must be at most {MAX_PRIORITY}")
             lasts = None
@@ -651,9 +651,9 @@ def _breakpoints(message: pb.StreamGenerateRequest) -> list[Breakpoint]:
 
 
 def _breakpoint_ranges(breakpoints: Sequence[Breakpoint], ends: Sequence[int]) -> list[common.RetentionRange]:
-    """Retention requests for the prompt's tokens. ends: tokens in front of each breakpoint.
+    """Returns retention requests for the prompt's tokens. ends: tokens before each breakpoint.
 
-    The prompt up to a breakpoint is also in front of every later one: a range is kept as long as the longest of these.
+    The prompt up to a breakpoint is also before every later one: a range is kept as long as the longest of these.
     """
     ranges, start = [], 0
     for index, end in enumerate(ends):
@@ -670,7 +670,7 @@ def _breakpoint_ranges(breakpoints: Sequence[Breakpoint], ends: Sequence[int]) -
 
 
 def _keeping(options: CacheOptions, ranges: Sequence[common.RetentionRange]) -> CacheOptions:
-    """The options with more retention requests."""
+    """Returns the options with more retention requests."""
     if not ranges:
         return options
     retention = kvcache_pb2.RetentionConfig(ranges=ranges)

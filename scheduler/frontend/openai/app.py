@@ -41,7 +41,7 @@ from scheduler.frontend.openai.requests import (
 )
 from scheduler.frontend.openai.response_builder import ChatResponseBuilder, CompletionResponseBuilder
 
-# JSON escapes make a text at most so many times as long; other fields come on top.
+# JSON escapes lengthen a text at most by this factor; other fields come on top.
 BODY_FACTOR, BODY_BYTES = 3, 1 << 16
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ _ADAPTER_NAMES = (("name", "lora_name"), ("path", "lora_path"))
 Called = Annotated[Caller, Depends(caller_of)]
 BEARER = "A token of the server's tokens file; any token without one."
 
-# A plain answer. Errors are JSON all the same, which a response class of its own would deny.
+# A plain answer. Errors are still JSON, which a separate response class would deny.
 _TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 # The schema of each event, as in OpenAPI 3.2.
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
@@ -71,9 +71,9 @@ def create_app(
     guard: Guard | None = None,
     origins: Origins = NO_ORIGINS,
 ) -> FastAPI:
-    """guard: checks callers; every caller may do everything without one. origins: of web pages that may call.
+    """guard: checks callers; without a guard, every caller may do everything. origins: of web pages that may call.
 
-    metrics: the text of all metrics, where the registry of this process does not have them.
+    metrics: returns the text of all metrics, if the registry of this process does not have them.
     """
     # FastAPI's documentation pages would load scripts from other sites.
     app = ObservedApp(
@@ -101,7 +101,7 @@ def create_app(
 
 
 def _watching(service: GenerationService, collect: Callable[[], Awaitable[bytes]]) -> APIRouter:
-    """Probes."""
+    """Routes for probes."""
     router = APIRouter()
 
     @router.head("/health", include_in_schema=False)
@@ -202,7 +202,7 @@ def _using(service: GenerationService, guard: Guard, bodies: BodyLimits) -> Iter
 
 
 def _describing(service: GenerationService, guard: Guard, bodies: BodyLimits) -> Iterable[APIRouter]:
-    """The model, the server and its load."""
+    """Routes that describe the model, the server and its load."""
     created = responses.now()
     describing, counting = (_router(guard, f"{SERVICE}/{method}", bodies=bodies) for method in ("GetModel", "GetLoads"))
 
@@ -243,7 +243,7 @@ def _describing(service: GenerationService, guard: Guard, bodies: BodyLimits) ->
 
 
 def _managing(admin: SchedulerAdminService, guard: Guard, bodies: BodyLimits) -> Iterable[APIRouter]:
-    """For operators: adapters, with the bodies that other servers take."""
+    """Routes for operators to manage adapters, with the bodies that other servers take."""
     loads, unloads = f"{ADMIN_SERVICE}/LoadAdapter", f"{ADMIN_SERVICE}/UnloadAdapter"
     loading, unloading = (_router(guard, method, bodies=bodies) for method in (loads, unloads))
 
@@ -276,7 +276,7 @@ def _managing(admin: SchedulerAdminService, guard: Guard, bodies: BodyLimits) ->
 
 
 def _aborting(service: GenerationService, guard: Guard, bodies: BodyLimits) -> APIRouter:
-    """Callers end requests of their own tenant, operators any."""
+    """Routes with which callers end requests of their own tenant, and operators any requests."""
     operators = f"{ADMIN_SERVICE}/AbortRequests"
     aborting = _router(guard, f"{SERVICE}/AbortRequest", operators, bodies=bodies)
 
@@ -313,7 +313,7 @@ def _aborting(service: GenerationService, guard: Guard, bodies: BodyLimits) -> A
 
 
 def _router(guard: Guard, *methods: str, bodies: BodyLimits) -> APIRouter:
-    """Routes for callers of one of these gRPC methods, by full names."""
+    """Returns a router for callers of one of these gRPC methods, given by full names."""
     # For the description only: the route class reads the header.
     bearer = Depends(HTTPBearer(scheme_name="bearer", description=BEARER, auto_error=False))
     return APIRouter(route_class=route_class(guard, methods, bodies), dependencies=[bearer])
@@ -330,7 +330,7 @@ def _generated(whole: type) -> dict[int | str, dict[str, Any]]:
 
 
 def _options(request: Generation) -> dict[str, bool]:
-    """Which events of a stream have the usage, and whether answers have token ids."""
+    """Returns which events of a stream have the usage, and whether answers have token ids."""
     asked = request.stream_options
     return {
         "include_usage": bool(asked and asked.include_usage),
@@ -341,7 +341,7 @@ def _options(request: Generation) -> dict[str, bool]:
 
 
 def _comparisons(request: Generation) -> list[str]:
-    """Fields of the answer that a comparison with an earlier response is to have."""
+    """Returns the answer's fields for a comparison with an earlier response."""
     options = request.prompt_cache_options
     is_asked = {
         "prompt_cache_diagnostics": options is not None and options.comparison_response_id is not None,
@@ -351,7 +351,7 @@ def _comparisons(request: Generation) -> list[str]:
 
 
 def _add_handlers(app: FastAPI, routes: Sequence[APIRoute]) -> None:
-    """Every exception becomes an error in OpenAI's shape. routes: of the API."""
+    """Turns every exception into an error in OpenAI's shape. routes: of the API."""
 
     def add(kind: type[Exception], convert: Callable[[Any, Request], errors.ApiError]) -> None:
         async def answer(request: Request, raised: Any) -> JSONResponse:

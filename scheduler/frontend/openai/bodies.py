@@ -1,4 +1,4 @@
-"""The bodies of requests on their way: how long they may take, how much there may be of them, and in one of them."""
+"""Limits on arriving request bodies: how long they may take, how large one may be, and how large all together."""
 
 import asyncio
 import contextlib
@@ -8,11 +8,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
-# Time for a body to arrive.
+# Longest time for a body to arrive.
 ARRIVAL_SECONDS = 30.0
-# Bytes of all bodies that arrive or are parsed; the first bytes of each are free, so that small requests always fit.
+# Most bytes of all bodies that arrive or are parsed; the first bytes of each body are free, so that small requests
+# always fit.
 HELD_BYTES, FREE_BYTES = 64 << 20, 1 << 16
-# Bounds these marks in JSON, texts included: parsing more values would delay every other request.
+# Limits the number of these marks in JSON, even in texts: parsing more values would delay every other request.
 MARKS, MAX_MARKS = (b",", b":", b"[", b"{"), 1 << 19
 
 
@@ -20,13 +21,13 @@ class BodyLimits:
     """Bounds the bodies of all requests of a server."""
 
     def __init__(self, max_body_bytes: int) -> None:
-        """max_body_bytes: of one body."""
+        """max_body_bytes: limit for one body."""
         self._max_body_bytes = max_body_bytes
         self._free = max(HELD_BYTES, max_body_bytes)
 
     @contextlib.contextmanager
     def limiting(self, request: Request) -> Iterator[Receive]:
-        """Around the reading of a body. Raises HTTPException for one that is compressed, too slow or too large."""
+        """Surrounds the reading of a body. Raises HTTPException if it is compressed, too slow or too large."""
         if request.headers.get("content-encoding", "identity").lower() != "identity":
             raise HTTPException(415, "the body is compressed: send it without Content-Encoding")
         receive, length = request.receive, request.headers.get("content-length", "")

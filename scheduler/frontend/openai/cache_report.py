@@ -13,7 +13,7 @@ from scheduler.frontend.openai.responses import (
     PromptCacheDiagnostics,
 )
 
-# OpenAI knows no adapters, and no salt but its cache key. A changed prefix is input, whatever of it has changed.
+# OpenAI has no adapters, and no salt except its cache key. Any change of the prefix counts as changed input.
 _OPENAI = {
     pb.CACHE_MISS_REASON_MODEL_CHANGED: "model_changed",
     pb.CACHE_MISS_REASON_WEIGHTS_CHANGED: "model_changed",
@@ -34,7 +34,7 @@ _ANTHROPIC = {
 
 
 def prompt_cache_diagnostics(diagnosis: pb.CacheDiagnosis) -> PromptCacheDiagnostics:
-    """OpenAI's shape. It has no reason for a prompt that is unchanged and not cached: such a miss is "unavailable"."""
+    """Returns OpenAI's shape. It has no reason for an unchanged but uncached prompt: its miss is "unavailable"."""
     if diagnosis.outcome == pb.CACHE_OUTCOME_COMPARISON_NOT_FOUND:
         return {"type": "comparison_response_not_found"}
     if diagnosis.outcome == pb.CACHE_OUTCOME_HIT:
@@ -51,7 +51,7 @@ def prompt_cache_diagnostics(diagnosis: pb.CacheDiagnosis) -> PromptCacheDiagnos
 
 
 def diagnostics(diagnosis: pb.CacheDiagnosis) -> Diagnostics | None:
-    """Anthropic's shape, which is about the requests alone: None when they agree, also where blocks were not cached."""
+    """Returns Anthropic's shape, which only compares requests: None if they agree, even if blocks were not cached."""
     if diagnosis.outcome == pb.CACHE_OUTCOME_COMPARISON_NOT_FOUND:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
     if diagnosis.reason in (pb.CACHE_MISS_REASON_UNSPECIFIED, pb.CACHE_MISS_REASON_NOT_CACHED):
@@ -67,7 +67,7 @@ def diagnostics(diagnosis: pb.CacheDiagnosis) -> Diagnostics | None:
 
 
 def add(answer: dict[str, Any], usage: pb.Usage, shapes: Collection[str], block_size: int) -> None:
-    """Adds the comparison in the asked shapes to an answer. usage: of the first sample, which alone has one."""
+    """Adds the comparison to an answer in the requested shapes. usage: of the first sample, which alone has one."""
     if usage.HasField("cache_diagnosis"):
         if "prompt_cache_diagnostics" in shapes:
             answer["prompt_cache_diagnostics"] = prompt_cache_diagnostics(usage.cache_diagnosis)
@@ -79,7 +79,7 @@ def add(answer: dict[str, Any], usage: pb.Usage, shapes: Collection[str], block_
 
 
 def report(usage: pb.Usage, block_size: int) -> CacheReport:
-    """What only the owner of the blocks knows. The reason is that of the first token that was missed."""
+    """Returns what only the owner of the blocks knows. The reason is that of the first missed token."""
     diagnosis = usage.cache_diagnosis
     miss = _first_miss(usage, block_size) if usage.HasField("prefix_miss") else None
     reason: str | None

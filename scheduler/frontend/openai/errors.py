@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: from errors of the service and from the framework's own."""
+"""Errors in OpenAI's shape, made from errors of the service and of the framework."""
 
 import difflib
 import math
@@ -31,18 +31,18 @@ _STATUSES = {
     grpc.StatusCode.UNAVAILABLE: 503,
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
-# An error suggests a path with at least this similarity to an unknown one: 0..1, as difflib measures it.
+# An error suggests a path with at least this similarity to an unknown path: 0..1, as difflib measures it.
 _CLOSE_PATH = 0.7
-# Characters of a path that an error shows and compares.
+# Most characters of a path that an error shows and compares.
 _SHOWN_CHARACTERS = 128
-# By a field that is missing: a field that a caller may have sent instead, and where that belongs.
+# By a missing field: a field that a caller may have sent instead, and the path to which that field belongs.
 _ELSEWHERE = {"messages": ("prompt", "/v1/completions"), "prompt": ("messages", "/v1/chat/completions")}
-# Kinds of pydantic's errors about a value that is no object.
+# Kinds of pydantic errors about a value that is not an object.
 _NO_OBJECT = ("dict_type", "model_attributes_type", "model_type")
-# The framework's words for a wrong value, and ours.
+# The framework's words for a wrong value, and our replacements.
 _SUBJECT = re.compile(r"^(?:Input|List|Dictionary|String) should ")
 _WORDS = (("greater than or equal to", "at least"), ("less than or equal to", "at most"))
-# Why the framework cannot read a body, by the error in its parser.
+# Why the framework cannot read a body, by its parser's error.
 _UNREADABLE: Mapping[type[BaseException], str] = {
     UnicodeDecodeError: "the text is not UTF-8",
     RecursionError: "its values are nested too deeply",
@@ -93,7 +93,7 @@ class ApiError(Exception):
 
     @property
     def reason(self) -> str:
-        """The reason in the access log and the metrics."""
+        """The error's reason in the access log and the metrics."""
         return (self.body["error"]["code"] or "").upper()
 
     def response(self) -> JSONResponse:
@@ -101,7 +101,7 @@ class ApiError(Exception):
 
 
 def from_service(error: ServiceError, names: Sequence[tuple[str, str]] = ()) -> ApiError:
-    """An error of the service. names: its messages' fields in the request, most specific first."""
+    """Converts an error of the service. names: the messages' fields in the request, most specific first."""
     param, message = None, error.message
     for field in error.fields:
         renamed = field if isinstance(error, FieldError) else rename(field, names)
@@ -112,10 +112,10 @@ def from_service(error: ServiceError, names: Sequence[tuple[str, str]] = ()) -> 
 
 
 def rename(field: str, names: Sequence[tuple[str, str]]) -> str:
-    """A field's path under its name over HTTP."""
+    """Returns a field's path under its HTTP name."""
     for ours, theirs in names:
         rest = field.removeprefix(ours)
-        # Whole parts of a path: chat is no prefix of chat_template.
+        # Only whole parts of a path match: chat is no prefix of chat_template.
         if field.startswith(ours) and (ours.endswith((".", "_")) or rest[:1] in ("", ".", "[")):
             # Fields of a range have short names over HTTP.
             return (theirs + rest).replace("].retention_", "].")
@@ -123,7 +123,7 @@ def rename(field: str, names: Sequence[tuple[str, str]]) -> str:
 
 
 def from_validation(error: RequestValidationError) -> ApiError:
-    """The first error of an invalid body. Values that the caller sent are never repeated."""
+    """Converts the first error of an invalid body. Values that the caller sent are never repeated."""
     first: dict[str, Any] = error.errors()[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
@@ -135,7 +135,7 @@ def from_validation(error: RequestValidationError) -> ApiError:
 
 
 def _said(error: Mapping[str, Any], param: str) -> str:
-    """What is wrong with a field, after its name."""
+    """Returns what is wrong with a field, as it follows the field's name."""
     if error["type"] == "missing":
         sent, route = _ELSEWHERE.get(param, ("", ""))
         return f"is missing: {sent} belongs to {route}" if sent and sent in error["input"] else "is missing"
@@ -152,7 +152,7 @@ def _param(path: Sequence[str | int]) -> str:
 
 
 def from_http(error: HTTPException, request: Request, routes: Sequence[APIRoute]) -> ApiError:
-    """An unknown path, a wrong method, a body that is too long or cannot be read. routes: of the API."""
+    """Converts errors of an unknown path, a wrong method, or a too long or unreadable body. routes: of the API."""
     code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
     message, headers = error.detail, dict(error.headers or {})
     if error.status_code == HTTPStatus.NOT_FOUND:
@@ -179,5 +179,5 @@ def _no_path(request: Request, routes: Sequence[APIRoute]) -> str:
 
 
 def unexpected() -> ApiError:
-    """A defect of the server."""
+    """Returns the error for a defect of the server."""
     return from_service(UnexpectedError("the server met an error of its own; its log says which"))

@@ -35,12 +35,12 @@ def _seconds(value: object) -> object:
 
 
 def bounds(low: float, high: float) -> dict[str, JsonValue]:
-    """Bounds for the description only: the validator checks them."""
+    """Returns bounds for the description only: the validator checks them."""
     return {"minimum": low, "maximum": high}
 
 
 class EnumName:
-    """Names a value of a protobuf enum without its prefix; validation returns the whole name."""
+    """Accepts names of a protobuf enum's values without their prefix; validation returns the whole name."""
 
     def __init__(self, kinds: Any, prefix: str) -> None:
         self._names = {name.removeprefix(prefix).lower(): name for name, number in kinds.items() if number}
@@ -58,7 +58,7 @@ class EnumName:
 
 
 def is_encodable(value: str) -> bool:
-    """Whether a text has a UTF-8 form: JSON may have halves of surrogate pairs, a message may not."""
+    """Returns whether a text can be encoded as UTF-8: JSON may have halves of surrogate pairs, a message may not."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -67,7 +67,7 @@ def is_encodable(value: str) -> bool:
 
 
 def encodable(value: str) -> str:
-    """The text. Raises ValueError if no message holds it."""
+    """Returns the text. Raises ValueError if no message can hold it."""
     if not is_encodable(value):
         raise ValueError("must not have a half of a surrogate pair")
     return value
@@ -95,10 +95,10 @@ RetentionSeconds = Annotated[
 ]
 
 
-# Stops at the first error: a caller learns no other.
+# Stops at the first error: a caller is told only one.
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
-# More fields than any object has; with more of them an object is refused unread.
+# More fields than any object has; an object with even more fields is refused unread.
 _MAX_FIELDS = 256
 
 
@@ -226,7 +226,7 @@ class HintAction(StrictModel):
 
 
 def short(value: object, most: int) -> object:
-    """The value, which may be any JSON. Raises ValueError for one of more bytes, or nested too deeply."""
+    """Returns the value, which may be any JSON. Raises ValueError if it has more bytes or is nested too deeply."""
     try:
         size = len(json.dumps(value))
     except RecursionError as error:

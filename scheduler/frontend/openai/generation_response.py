@@ -1,4 +1,4 @@
-"""Runs an HTTP request and answers it, whole or as events, for as long as the caller stays."""
+"""Runs an HTTP request and answers it, whole or as events, while the caller stays connected."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ from scheduler.request import Request as Sample
 
 Write = Callable[[pb.StreamGenerateResponse], Awaitable[object]]
 
-# How long the process waits to send the event that says why a stream ends.
+# How long the process waits at most to send the event that says why a stream ends.
 _LAST_WORD_SECONDS = 0.5
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
@@ -43,9 +43,9 @@ class GenerationResponse(Response):
         *,
         stream: bool,
     ) -> None:
-        """messages: differ in their prompts only. names: of their fields in errors.
+        """messages: differ only in their prompts. names: the names of their fields in errors.
 
-        A request gets the id of its response; of several, each has its number appended.
+        A request gets the id of its response; if there are several requests, each has its number appended.
         """
         for number, message in enumerate(messages):
             message.request_id = builder.id if len(messages) == 1 else f"{builder.id}-{number}"
@@ -78,7 +78,7 @@ class GenerationResponse(Response):
             working.result()
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Created with their output and not from the requested number, which is not validated yet.
+        # Created on output rather than from the requested number, which is not validated yet.
         samples: defaultdict[int, list[pb.StreamGenerateResponse]] = defaultdict(list)
 
         async def add(piece: pb.StreamGenerateResponse) -> None:
@@ -101,7 +101,7 @@ class GenerationResponse(Response):
         except asyncio.CancelledError:
             if self._caller_left:
                 raise
-            # The process ends now and does not wait for a caller that does not read.
+            # The process is ending and does not wait for a caller that does not read.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORD_SECONDS):
                     await events.end(scope, from_service(DrainingError("the scheduler is stopping")))
@@ -154,11 +154,11 @@ class GenerationResponse(Response):
 
 
 class _Events:
-    """Server-sent events. begun: the status is sent."""
+    """Server-sent events. begun: whether the status has been sent."""
 
     def __init__(self, send: Send, builder: ResponseBuilder) -> None:
         self.begun = False
-        # The latest of each sample.
+        # The latest usage of each sample.
         self._usages: dict[int, pb.Usage] = {}
         self._send = send
         self._builder = builder
@@ -183,7 +183,7 @@ class _Events:
         await self.send(self._builder.usage_chunk(self._usages.values()))
 
     async def end(self, scope: Scope, error: ApiError) -> None:
-        """Sends the error as the last event; nothing before the status is sent."""
+        """Sends the error as the last event; sends nothing if the status has not been sent."""
         if self.begun:
             scope[FAILED] = error.status
             await self.send(error.body)

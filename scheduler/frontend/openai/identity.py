@@ -1,4 +1,4 @@
-"""Turns HTTP's Authorization header into an identity, and checks its role."""
+"""Turns the HTTP Authorization header into an identity, and checks its role."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ class Caller:
     """A caller that may call a method, or one of several, for as long as the request runs."""
 
     def __init__(self, guard: Guard, methods: Sequence[str], authorization: str, peer: str) -> None:
-        """Raises UnauthenticatedError and PermissionDeniedError, which the audit log gets with the first method."""
+        """Raises UnauthenticatedError and PermissionDeniedError, which are audited under the first method."""
         self._guard = guard
         self._method = methods[0]
         self._authorization = authorization
@@ -30,12 +30,12 @@ class Caller:
         self._identity: Identity | None = None
         with self._audited():
             self._identity = guard.identify(authorization)
-            # Before the check: the access log names a refused caller, too.
+            # Before the check, so that the access log also names a refused caller.
             assume(self._identity)
             guard.allow(self._identity, *methods)
 
     def may(self, method: str) -> bool:
-        """Whether it may call a gRPC method, by its full name."""
+        """Returns whether the caller may call a gRPC method, given by its full name."""
         try:
             self._guard.allow(self._identity, method)
         except PermissionDeniedError:
@@ -44,13 +44,13 @@ class Caller:
 
     @contextlib.contextmanager
     def authorized(self) -> Iterator[None]:
-        """Around the work, which ends with UnauthenticatedError when the token is revoked. Audits refusals."""
+        """Surrounds the work, which ends with UnauthenticatedError if the token is revoked. Audits refusals."""
         with self._audited(), self._guard.cancel_if_revoked(self._authorization, self._identity):
             yield
 
     @contextlib.contextmanager
     def operating(self, method: str, request: Message) -> Iterator[None]:
-        """Around what an operator does, within `authorized`: a line in the audit log, as the gRPC method has."""
+        """Surrounds an operator's action, within `authorized`; writes the same audit line as the gRPC method."""
         outcome = "OK"
         try:
             yield
@@ -77,9 +77,9 @@ class Caller:
 
 
 def route_class(guard: Guard, methods: Sequence[str], bodies: BodyLimits) -> type[APIRoute]:
-    """Routes for callers of one of these gRPC methods, by full names. A caller is checked before the body is read.
+    """Returns a route class for callers of one of these gRPC methods, which checks callers before reading the body.
 
-    A dependency would be too late: the framework reads the body before it resolves them.
+    A dependency would be too late: the framework reads the body before it resolves dependencies. methods: full names.
     """
 
     class Guarded(APIRoute):
@@ -89,7 +89,7 @@ def route_class(guard: Guard, methods: Sequence[str], bodies: BodyLimits) -> typ
             async def answer(request: Request) -> Response:
                 caller = Caller(guard, methods, request.headers.get("authorization", ""), peer_of(request))
                 with bodies.limiting(request) as receive:
-                    # A new request: the other one would keep the body for as long as the response takes.
+                    # A new request object: the original would keep the body for as long as the response takes.
                     own = Request(request.scope, receive)
                     own.state.caller = caller
                     return await handle(own)
@@ -100,6 +100,6 @@ def route_class(guard: Guard, methods: Sequence[str], bodies: BodyLimits) -> typ
 
 
 async def caller_of(request: Request) -> Caller:
-    """The caller of a guarded route, as a dependency."""
+    """Returns the caller of a guarded route, as a dependency."""
     caller: Caller = request.state.caller
     return caller

@@ -1,4 +1,4 @@
-"""Around every HTTP request: its name, metrics, and its line in the access log."""
+"""Gives every HTTP request its name, metrics, and a line in the access log."""
 
 import secrets
 import time
@@ -35,7 +35,7 @@ NO_ROUTE = "other"
 # As in nginx: the caller left before the whole answer was sent.
 LEFT = 499
 INTERNAL = 500
-# Probes come all the time and get no lines.
+# Probes arrive all the time and get no lines.
 PROBES = ("/health", "/load", "/metrics", "/ping", "/version")
 GENERATION_ROUTES = ("/v1/chat/completions", "/v1/completions")
 _MAX_REQUEST_ID = 128
@@ -44,12 +44,12 @@ _internal_request_id: ContextVar[str] = ContextVar("internal_request_id")
 
 
 def internal_request_id() -> str:
-    """Unique name of the request that is being served; its X-Request-Id may be used again."""
+    """Returns a unique name of the request that is being served; its X-Request-Id may be reused."""
     return _internal_request_id.get()
 
 
 class ObservedApp(FastAPI):
-    """With AccessLogMiddleware also around FastAPI's own middleware, which answers unexpected errors."""
+    """An app whose AccessLogMiddleware also surrounds FastAPI's own middleware, which answers unexpected errors."""
 
     def __init__(self, access_log: AccessLog, origins: Origins, **options: Any) -> None:
         super().__init__(**options)
@@ -61,7 +61,7 @@ class ObservedApp(FastAPI):
 
 
 class AccessLogMiddleware:
-    """ASGI. The caller's X-Request-Id, or a random one, is in the answer and in the log."""
+    """ASGI middleware that puts the caller's X-Request-Id, or a random one, into the answer and the log."""
 
     def __init__(self, app: ASGIApp, access_log: AccessLog) -> None:
         self._app = app
@@ -73,7 +73,7 @@ class AccessLogMiddleware:
         headers = Headers(scope=scope)
         internal, name = secrets.token_hex(8), headers.get(REQUEST_ID_KEY, "")
         name = name[:_MAX_REQUEST_ID] if name.isascii() and name.isprintable() and name else internal
-        # Each request runs in a task of its own, so that nothing needs to be unbound afterwards.
+        # Each request runs in a separate task, so that nothing needs to be unbound afterwards.
         _internal_request_id.set(internal)
         # As it was sent: a decoded path may hold any character.
         path = scope["raw_path"].decode("ascii", "backslashreplace")
@@ -101,7 +101,7 @@ class AccessLogMiddleware:
 
 
 def _end(line: LogLine, scope: Scope, status: int) -> None:
-    """status: of the answer, or of the error that cut it off."""
+    """Ends a line. status: of the answer, or of the error that cut it off."""
     route = getattr(scope.get("route"), "path_format", NO_ROUTE)
     REQUESTS.labels(route, str(status)).inc()
     SECONDS.labels(route).observe(time.monotonic() - line.started)

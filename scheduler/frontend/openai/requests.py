@@ -46,7 +46,7 @@ from scheduler.frontend.tool_calls.definitions import MAX_TOOLS, NAME_PATTERN
 _CLOSE = 0.75
 # Characters of an unknown name that an error shows and compares.
 _MAX_NAME = 64
-# Prompts of one request are bounded as its samples are.
+# Prompts of one request have the same limit as its samples.
 MAX_PROMPTS = validation.MAX_SAMPLES
 
 
@@ -54,7 +54,7 @@ class ListOrText:
     """A list, or a text for a list of one element."""
 
     def __init__(self, element: Callable[[str], object], elements: str) -> None:
-        """element: makes the element of a text. elements: what errors call the elements."""
+        """element: converts a text to an element. elements: what errors call the elements."""
         self._element = element
         self._elements = elements
 
@@ -73,7 +73,7 @@ class ListOrText:
 
 
 class ObjectWith:
-    """Refuses a value that is no object, and names the fields that the object must have."""
+    """Refuses a value that is not an object, and names the fields that the object must have."""
 
     def __init__(self, fields: str) -> None:
         self._fields = fields
@@ -88,7 +88,7 @@ class ObjectWith:
 
 
 def _prompts(value: object) -> object:
-    """One prompt, as a text or token ids, or a list of prompts."""
+    """Returns a list of prompts, from a list or from one prompt, which is a text or token ids."""
     found = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
     if len(found) > MAX_PROMPTS:
         raise ValueError(f"has more than {MAX_PROMPTS} prompts")
@@ -110,7 +110,7 @@ _ONE: list[dict[str, Any]] = [
     {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
 ]
 Prompts = Annotated[
-    # No union of two types: pydantic would name its branches as fields in errors.
+    # Not a union of two types: pydantic would name the branches as fields in errors.
     list[Annotated[str | list[int], SkipValidation, AfterValidator(_encodable_prompt)]],
     BeforeValidator(_prompts),
     WithJsonSchema(
@@ -127,11 +127,11 @@ class LenientModel(LimitedModel):
 
     model_config = ConfigDict(extra="allow")
 
-    # Refused fields, with the values that ask for nothing besides null.
+    # Refused fields, with the values that are allowed, besides null, because they ask for nothing.
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     # Fields that change no output.
     ignored: ClassVar[frozenset[str]] = frozenset()
-    # Fields that an error suggests for names that are not similar to them.
+    # Fields that an error suggests for dissimilar names.
     meant: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
@@ -144,11 +144,11 @@ class LenientModel(LimitedModel):
         return described
 
     def objects(self) -> "Iterator[tuple[str, LenientModel]]":
-        """This object and those in it, each with the prefix of its fields' paths."""
+        """Yields this object and the objects in it, each with the prefix of its fields' paths."""
         yield "", self
 
     def check(self) -> None:
-        """Raises InvalidField for an unknown field, and for a refused one."""
+        """Raises InvalidField for an unknown or refused field."""
         for path, item in self.objects():
             for name, value in (item.model_extra or {}).items():
                 if value is None or name in item.ignored:
@@ -187,7 +187,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _refused(names: str, *nothing: object) -> dict[str, tuple[object, ...]]:
-    """Fields that are refused unless they have a value that asks for nothing."""
+    """Returns fields that are refused unless they have a value that asks for nothing."""
     return dict.fromkeys(names.split(), nothing)
 
 
@@ -311,7 +311,7 @@ _TOOL: dict[str, Any] = {
 
 
 def _choice(value: object) -> object:
-    """A word becomes the type of a choice."""
+    """Turns a word into a choice of that type."""
     if not isinstance(value, str):
         return value
     if value not in _WORDS:
@@ -407,7 +407,7 @@ class Generation(LenientModel):
         ),
         "thinking": (False, {"type": "disabled"}),
     }
-    # Records of other servers, the frequency of events, and options of refused features.
+    # Records for other servers, the frequency of events, and options of refused features.
     ignored: ClassVar = _names(
         "custom_labels metadata safety_identifier service_tier store user stream_interval mm_processor_kwargs "
         "routed_experts_prompt_start routed_experts_start_len spaces_between_special_tokens"

@@ -15,7 +15,7 @@ from scheduler.request import Request
 
 
 def merged(pieces: Sequence[pb.StreamGenerateResponse]) -> pb.StreamGenerateResponse:
-    """The whole output of a sample, of which only the last piece has a usage."""
+    """Merges the pieces of a sample's output, of which only the last has a usage."""
     whole = pb.StreamGenerateResponse()
     for piece in pieces:
         whole.MergeFrom(piece)
@@ -43,9 +43,9 @@ class ResponseBuilder(ABC):
     ) -> None:
         """include_usage: whether a stream ends with an event that has the usage.
 
-        continuous_usage: whether each event has the usage so far. token_ids: whether there are those of prompts and
-        output. prompt_logprobs: whether there are log-probabilities of prompts. comparisons: fields that the answer
-        has for one.
+        continuous_usage: whether each event has the usage so far. token_ids: whether to add the ids of prompts and
+        output. prompt_logprobs: whether to add log-probabilities of prompts. comparisons: the answer's fields for a
+        comparison.
         """
         self.include_usage = include_usage
         self.continuous_usage = continuous_usage
@@ -54,61 +54,61 @@ class ResponseBuilder(ABC):
         self._logprobs = logprobs
         self._token_ids = token_ids
         self._prompt_logprobs = prompt_logprobs
-        # Of each sample, and the first sample of its prompt, whose message has what is known of the prompt.
+        # For each sample, the ids of its prompt, and that prompt's first sample, whose message describes the prompt.
         self._prompt_ids: dict[int, array[int]] = {}
         self._firsts: dict[int, int] = {}
         self._scored: dict[int, Sequence[pb.TokenLogprobs]] = {}
-        # Of each prompt.
+        # Number of samples of each prompt.
         self._samples = 1
         self.id = request_id
         self._created = responses.now()
 
     @abstractmethod
     def content(self, sample: pb.StreamGenerateResponse) -> dict[str, Any]:
-        """The text of a whole sample."""
+        """Returns the text of a whole sample."""
 
     @abstractmethod
     def delta(self, piece: pb.StreamGenerateResponse, *, first: bool) -> dict[str, Any]:
-        """The text of a chunk. first: nothing of the sample was sent before."""
+        """Returns the text of a chunk. first: whether nothing of the sample was sent earlier."""
 
     @abstractmethod
     def has_text(self, delta: dict[str, Any]) -> bool:
-        """Whether the text of a chunk adds something to that of earlier ones."""
+        """Returns whether the text of a chunk adds something to the earlier text."""
 
     @abstractmethod
     def tokens(self, piece: pb.StreamGenerateResponse, offset: int) -> dict[str, Any]:
-        """The log-probabilities in the endpoint's shape. offset: characters of the sample before the piece."""
+        """Returns the log-probabilities in the endpoint's shape. offset: characters of the sample before the piece."""
 
     def accept(self, first: int, samples: Sequence[Request]) -> None:
-        """The samples of a prompt will run. first: index of the first of them."""
+        """Notes that the samples of a prompt will run. first: index of the first sample."""
         self._prompt_ids |= {first + sample.sample_index: sample.prompt_ids for sample in samples}
         self._firsts |= {first + sample.sample_index: first for sample in samples}
         self._samples = len(samples)
 
     def begun(self, piece: pb.StreamGenerateResponse) -> pb.StreamGenerateResponse:
-        """The first piece of a sample, or the whole sample, as the caller gets it."""
+        """Converts the first piece of a sample, or the whole sample, to what the caller gets."""
         if piece.prompt_logprobs:
             self._scored[piece.sample_index] = piece.prompt_logprobs
         return piece
 
     def scored_prompt(self, index: int) -> list[dict[str, responses.PromptLogprob] | None]:
-        """Log-probabilities of the tokens of a sample's prompt, as vLLM has them: by id, None for the first token."""
+        """Returns log-probabilities of a prompt's tokens in vLLM's shape: by id, None for the first token."""
         token_ids, scored = self._prompt_ids[index], self._scored.get(self._firsts[index], ())
-        # An aborted request may not have those of all tokens.
+        # An aborted request may lack the log-probabilities of some tokens.
         pairs = zip(token_ids[1:], scored, strict=False)
         found = [responses.prompt_logprob(self._model, token_id, one) for token_id, one in pairs]
         return [None, *found, *[None] * (len(token_ids) - 1 - len(found))]
 
     @abstractmethod
     def add_prompt_ids(self, answer: dict[str, Any], token_ids: Sequence[int]) -> None:
-        """Adds the ids of a prompt to an answer or an event with its sample as the last choice."""
+        """Adds the ids of a prompt to an answer or event whose last choice is the prompt's sample."""
 
     @abstractmethod
     def add_prompt_logprobs(self, answer: dict[str, Any], scored: Sequence[object]) -> None:
         """Adds the log-probabilities of a prompt in the same way."""
 
     def whole(self, samples: Sequence[pb.StreamGenerateResponse]) -> dict[str, Any]:
-        """The response of a request that does not stream."""
+        """Returns the response of a request that does not stream."""
         answer = self._answer(self.whole_object, [])
         for sample in samples:
             answer["choices"].append(self._choice(sample, self.content(sample)))
@@ -121,9 +121,9 @@ class ResponseBuilder(ABC):
     def chunk(
         self, piece: pb.StreamGenerateResponse, usages: Iterable[pb.Usage], *, first: bool, offset: int
     ) -> dict[str, Any] | None:
-        """An event of a stream. usages: of all samples so far. offset: characters of the sample before it.
+        """Returns an event of a stream. usages: of all samples so far. offset: characters of the sample before it.
 
-        None if there is nothing to send: a chunk may have tokens whose text is held back.
+        Returns None if there is nothing to send: a chunk may have tokens whose text is held back.
         """
         delta = self.delta(piece, first=first)
         if not (first or piece.finish_reason or self._logprobs or self._token_ids or self.has_text(delta)):
@@ -146,13 +146,13 @@ class ResponseBuilder(ABC):
             cache_report.add(answer, sample.usage, self._comparisons, self._model.layout.block_size)
 
     def usage_chunk(self, usages: Iterable[pb.Usage]) -> dict[str, Any]:
-        """The last event of a stream."""
+        """Returns the last event of a stream."""
         answer = self._answer(self.chunk_object, [])
         answer["usage"] = responses.usage(usages)
         return answer
 
     def finish_reason(self, piece: pb.StreamGenerateResponse) -> responses.FinishReason | None:
-        """Why a sample ended, whose text was read before; None if it has not."""
+        """Returns why a sample ended, once its text has been read; None if it has not ended."""
         return responses.finish_reason(piece.finish_reason)
 
     def _add_prompt_ids(self, answer: dict[str, Any], piece: pb.StreamGenerateResponse) -> None:
@@ -194,10 +194,10 @@ class ChatResponseBuilder(ResponseBuilder):
     chunk_object = "chat.completion.chunk"
 
     def __init__(self, *args: Any, include_reasoning: bool = True, **options: Any) -> None:
-        """include_reasoning: whether answers have the reasoning, where the model's form of it is known."""
+        """include_reasoning: whether answers have the reasoning, if the model's form of reasoning is known."""
         super().__init__(*args, **options)
         self._include_reasoning = include_reasoning
-        # Of each sample. Samples with calls have ids of these.
+        # The parser of each sample, and the samples with calls.
         self._parsers: dict[int, OutputParser] = {}
         self._have_calls: set[int] = set()
 
@@ -226,7 +226,7 @@ class ChatResponseBuilder(ResponseBuilder):
         return super().finish_reason(piece)
 
     def _fields(self, piece: pb.StreamGenerateResponse) -> dict[str, Any]:
-        """What a piece of a sample adds to its message."""
+        """Returns what a piece of a sample adds to its message."""
         added = self._parsers[piece.sample_index].push(piece.text, last=bool(piece.finish_reason))
         if added.calls:
             self._have_calls.add(piece.sample_index)
@@ -239,7 +239,7 @@ class ChatResponseBuilder(ResponseBuilder):
         }
 
     def _call(self, piece: CallPiece) -> dict[str, Any]:
-        """A piece of a call, of which the first has its name and an id."""
+        """Returns a piece of a call; the first piece has the call's name and an id."""
         function = {"arguments": piece.arguments}
         if not piece.name:
             return {"index": piece.index, "function": function}
@@ -273,11 +273,11 @@ class CompletionResponseBuilder(ResponseBuilder):
     def __init__(
         self, *args: Any, echoed: Sequence[str | Sequence[int]] = (), is_truncated: bool = False, **options: Any
     ) -> None:
-        """echoed: the prompts, where the text of each sample begins with its own. is_truncated: may be cut."""
+        """echoed: the prompts, if each sample's text begins with its prompt. is_truncated: whether they may be cut."""
         super().__init__(*args, **options)
         self._echoed = echoed
         self._is_truncated = is_truncated
-        # Prompts of samples whose first log-probabilities are still to be sent.
+        # Prompts of samples whose first log-probabilities have yet to be sent.
         self._leading: dict[int, tuple[Sequence[int], Sequence[pb.TokenLogprobs]]] = {}
 
     def begun(self, piece: pb.StreamGenerateResponse) -> pb.StreamGenerateResponse:
@@ -286,7 +286,7 @@ class CompletionResponseBuilder(ResponseBuilder):
             return piece
         index = piece.sample_index
         first, token_ids = self._firsts[index], self._prompt_ids[index]
-        # Every prompt has as many samples.
+        # Every prompt has the same number of samples.
         prompt = token_ids.tolist() if self._is_truncated else self._echoed[first // self._samples]
         text = prompt if isinstance(prompt, str) else self._model.tokenizer.decode(prompt, skip_special_tokens=False)
         self._leading[index] = token_ids, self._scored.get(first, ())
@@ -312,8 +312,8 @@ class CompletionResponseBuilder(ResponseBuilder):
 
     def tokens(self, piece: pb.StreamGenerateResponse, offset: int) -> dict[str, Any]:
         leading, scored = self._leading.pop(piece.sample_index, ((), ()))
-        # Nothing is in front of the first token of a prompt, from which its log-probability would follow. An aborted
-        # request may not have those of the last ones either.
+        # The first token of a prompt has no log-probability, because nothing precedes it. An aborted request may also
+        # lack those of the last tokens.
         of_prompt = [None, *scored, *[None] * len(leading)][: len(leading)]
         pairs = list(zip([*leading, *piece.token_ids], [*of_prompt, *piece.logprobs], strict=True))
         texts = [self._model.token_text(token_id) for token_id, _ in pairs]
@@ -328,7 +328,7 @@ class CompletionResponseBuilder(ResponseBuilder):
 
 
 def _by_text(alternatives: Iterable[responses.Alternative]) -> dict[str, float]:
-    """Log-probabilities by text. Several tokens may have one text, of which the likeliest counts."""
+    """Returns log-probabilities by text. Of several tokens with the same text, the likeliest counts."""
     found: dict[str, float] = {}
     for one in alternatives:
         found[one["token"]] = max(one["logprob"], found.get(one["token"], one["logprob"]))

@@ -11,7 +11,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from scheduler.frontend.model_info import ModelInfo
 
-# Stands for a probability of zero, which JSON has no logarithm of.
+# Stands for the logarithm of a probability of zero, which JSON cannot express.
 LEAST_LOGPROB = -9999.0
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
@@ -367,7 +367,7 @@ class Version(TypedDict):
 
 
 def model_card(model: ModelInfo, created: int, parent: ModelInfo | None = None) -> ModelCard:
-    """created: start of the process, in seconds since 1970. parent: of an adapter, None for the model alone."""
+    """created: start of the process, in seconds since 1970. parent: an adapter's model, None for the model itself."""
     return {
         "id": model.name,
         "object": "model",
@@ -435,7 +435,7 @@ def server_info(model: ModelInfo, loads: pb.GetLoadsResponse, version: str) -> S
 
 
 def usage(usages: Iterable[pb.Usage]) -> Usage:
-    """Usage of all samples of a request."""
+    """Returns the usage of all samples of a request."""
     usages = list(usages)
     prompt, output = (sum(getattr(item, name) for item in usages) for name in ("prompt_tokens", "output_tokens"))
     return {
@@ -482,7 +482,7 @@ def _hint(hint: common.HintAnswer) -> HintOutcome:
 
 
 def eviction(report: pb.EvictionReport) -> Eviction:
-    """The report, with the names of the request."""
+    """Returns the report, with the field names of requests."""
     policy = MessageToDict(report.policy, preserving_proto_field_name=True)
     for part, name, prefix in (
         (policy, "kind", "EVICTION_KIND_"),
@@ -491,7 +491,7 @@ def eviction(report: pb.EvictionReport) -> Eviction:
     ):
         if name in part:
             part[name] = part[name].removeprefix(prefix).lower()
-    # MessageToDict writes 64 bits as a text.
+    # MessageToDict writes 64-bit numbers as text.
     policy["seed"] = report.policy.seed
     return {
         "policy": policy,
@@ -517,7 +517,7 @@ class PromptLogprob(TypedDict):
 
 
 def prompt_logprob(model: ModelInfo, token_id: int, scored: pb.TokenLogprobs) -> dict[str, PromptLogprob]:
-    """A token of a prompt and its alternatives, by their ids."""
+    """Returns a token of a prompt and its alternatives, by their ids."""
     found = [(top.token_id, top.logprob, rank) for rank, top in enumerate(scored.top, 1)]
     if token_id not in {known for known, _, _ in found}:
         found.append((token_id, scored.logprob, scored.rank))
@@ -528,10 +528,10 @@ def prompt_logprob(model: ModelInfo, token_id: int, scored: pb.TokenLogprobs) ->
 
 
 def finish_reason(reason: int) -> FinishReason | None:
-    """None before the sample ends."""
+    """Returns None before the sample ends."""
     return _FINISH.get(reason)
 
 
 def now() -> int:
-    """Seconds since 1970."""
+    """Returns the seconds since 1970."""
     return int(time.time())

@@ -21,7 +21,7 @@ def http_server(
     *,
     metrics: Callable[[], Awaitable[bytes]] | None = None,
 ) -> HttpServer:
-    """metrics: as of create_app."""
+    """metrics: as for create_app."""
     is_local = addresses.is_loopback(settings.http_address)
     app = create_app(
         service,
@@ -35,6 +35,6 @@ def http_server(
         settings.http_address,
         security=settings.security,
         setting=variable(type(settings), "http_address"),
-        # A server that is reached from elsewhere has other names there.
+        # A server that is reached from elsewhere has different names there.
         own_names=is_local and settings.serves_anybody,
     )

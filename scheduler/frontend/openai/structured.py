@@ -32,7 +32,7 @@ def _schema_text(value: object) -> object:
     return text
 
 
-# A JSON Schema, which becomes its text.
+# A JSON Schema, which is converted to its text.
 Schema = Annotated[
     str, BeforeValidator(_schema_text), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]})
 ]
@@ -72,7 +72,7 @@ class StructuralTag(StrictModel):
         return common.StructuredOutput(structural_tags=common.StructuralTags(tags=tags, triggers=self.triggers))
 
 
-# Fields of a response_format, and its type that they belong to.
+# Fields of a response_format, and the type to which each belongs.
 _FIELDS = {"json_schema": "json_schema", "structures": "structural_tag", "triggers": "structural_tag"}
 
 
@@ -105,7 +105,7 @@ class ResponseFormat(StrictModel):
 
 
 def _structural_tag(value: object) -> object:
-    """vLLM takes the object as its text."""
+    """Parses the object's JSON text, which vLLM takes."""
     if not isinstance(value, str):
         return value
     try:
@@ -127,7 +127,7 @@ class StructuredOutputs(StrictModel):
     disable_additional_properties: Literal[False] | None = None
 
     def forms(self, path: str) -> Iterator[Form]:
-        """Those that are given."""
+        """Yields the forms that are given."""
         yield from _named(path + ".json", self.json_, "json_schema")
         yield from _named(path + ".regex", self.regex, "regex")
         yield from _named(path + ".choice", self.choice, "choice")
@@ -139,7 +139,7 @@ class StructuredOutputs(StrictModel):
 
 
 def form_of(request: "Generation") -> Form | None:
-    """The form that a request asks for, if any. Raises FieldError for several."""
+    """Returns the form that a request asks for, if any. Raises FieldError for several forms."""
     forms = list(_forms(request))
     if len(forms) > 1:
         raise FieldError(forms[1][0], f"cannot be given together with {forms[0][0]}")
@@ -163,7 +163,7 @@ def _forms(request: "Generation") -> Iterator[Form]:
 
 
 def _named(path: str, value: str | list[str] | None, kind: str) -> Iterator[Form]:
-    """The form of a field that is given."""
+    """Yields the form of a field if the field is given."""
     if isinstance(value, list):
         yield path, common.StructuredOutput(choice=common.TextChoice(texts=value))
     elif value is not None:

@@ -1,4 +1,4 @@
-"""Turns OpenAI's requests into messages of the generation service, and names of fields back."""
+"""Turns OpenAI's requests into messages of the generation service, and translates names of fields back."""
 
 import json
 import sys
@@ -30,20 +30,20 @@ from scheduler.frontend.openai.structured import Form, form_of
 from scheduler.frontend.tool_calls.definitions import MAX_LEVELS, MAX_TOOLS_BYTES
 from scheduler.frontend.validation import MAX_BREAKPOINTS
 
-# OpenAI's default for completions; a conversation has no bound but the context.
+# OpenAI's default for completions; a conversation has no bound except the context.
 COMPLETION_TOKENS = 16
-# Retention priority of cache_control and prompt_cache_retention: above the default of 35, below operators' own.
+# Retention priority of cache_control and prompt_cache_retention: above the default of 35, below operators' rules.
 CACHED_PRIORITY = 80
 # OpenAI's lifetime of a breakpoint, in seconds.
 DEFAULT_TTL = 1800.0
 # Joins the parts of a message, as in vLLM.
 PART_SEPARATOR = "\n"
-# Nesting of a hint's payload. Protobuf parses 100 nested messages: a level of a payload needs three of them, and the
-# messages around the payload the rest.
+# Most nesting of a hint's payload. Protobuf parses 100 nested messages: a level of a payload needs three of them, and
+# the messages around the payload need the rest.
 _PAYLOAD_LEVELS = 30
-# Digits of the largest token id of any model.
+# Most digits of any model's token ids.
 _ID_DIGITS = 9
-# Characters of a name in the path of a field.
+# Most characters of a name in the path of a field.
 _NAME_CHARACTERS = 64
 
 _CHOICES = {
@@ -77,7 +77,7 @@ NAMES: Names = (
 
 
 def chat(request: ChatCompletionRequest) -> pb.StreamGenerateRequest:
-    """Raises InvalidField for a field that no message has."""
+    """Converts a conversation. Raises InvalidField for a field that no message has."""
     request.check()
     message = _generation(request)
     message.chat.CopyFrom(conversation(request.messages, request, request.prompt_cache_options))
@@ -93,7 +93,7 @@ def chat(request: ChatCompletionRequest) -> pb.StreamGenerateRequest:
 
 
 def completion(request: CompletionRequest) -> list[pb.StreamGenerateRequest]:
-    """One message per prompt. Raises InvalidField for a field that no message has."""
+    """Returns one message per prompt. Raises InvalidField for a field that no message has."""
     request.check()
     shared = _generation(request)
     shared.max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
@@ -125,7 +125,7 @@ def completion(request: CompletionRequest) -> list[pb.StreamGenerateRequest]:
 
 
 def tokenize(request: TokenizeRequest) -> pb.StreamGenerateRequest:
-    """A message with the prompt only. Raises InvalidField."""
+    """Returns a message with only the prompt. Raises InvalidField."""
     request.check()
     if request.messages is not None:
         return pb.StreamGenerateRequest(model=request.model, chat=conversation(request.messages, request))
@@ -133,12 +133,12 @@ def tokenize(request: TokenizeRequest) -> pb.StreamGenerateRequest:
 
 
 def of_prompt(names: Names, number: int) -> Names:
-    """The names for one of several prompts."""
+    """Returns the names for one of several prompts."""
     return tuple((ours, f"prompt[{number}]" if theirs == "prompt" else theirs) for ours, theirs in names)
 
 
 def names(request: Generation) -> Names:
-    """Names of the message's fields in a request."""
+    """Returns the names of the message's fields in a request."""
     is_chat = isinstance(request, ChatCompletionRequest)
     own = [("sampling.num_logprobs", "top_logprobs" if is_chat else "logprobs")]
     own.append(("sampling.num_prompt_logprobs", "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"))
@@ -154,7 +154,7 @@ def names(request: Generation) -> Names:
     if (form := form_of(request)) is not None:
         own.extend(_form_names(form))
     else:
-        # An engine behind a router compiles the form of calls.
+        # An engine behind a router compiles the form of the calls.
         own.extend((f"structured_output.{kind}", "tools") for kind in ("json_schema", "structural_tags"))
     if request.session_id is None:
         own.append(("cache.session_id", "prompt_cache_key"))
@@ -179,7 +179,7 @@ def _form_names(form: Form) -> Iterator[tuple[str, str]]:
 
 
 def names_to_tokenize(request: TokenizeRequest) -> Names:
-    """Names of the message's fields in a request of /tokenize."""
+    """Returns the names of the message's fields in a request of /tokenize."""
     return (*_reasoning(request.messages or ()), *NAMES)
 
 
@@ -192,9 +192,9 @@ def _reasoning(messages: Iterable[Message]) -> Iterator[tuple[str, str]]:
 def conversation(
     messages: Sequence[Message], how: Templated, options: PromptCacheOptions | None = None
 ) -> pb.ChatInput:
-    """The messages with their cache breakpoints, and how to render them.
+    """Returns the messages with their cache breakpoints, and how to render them.
 
-    Raises InvalidField for a message without content, and for arguments that no message holds.
+    Raises InvalidField for a message without content, and for arguments that no message can hold.
     """
     chat = pb.ChatInput(
         add_generation_prompt=how.add_generation_prompt, continue_final_message=how.continue_final_message
@@ -204,7 +204,7 @@ def conversation(
     _add_tools(chat, how)
     options = options or PromptCacheOptions()
     is_implicit = options.mode == "implicit" and options.ttl is not None
-    # A history collects breakpoints: as at OpenAI only the latest ones count.
+    # A history collects breakpoints: as with OpenAI, only the latest count.
     marked = sum(part.prompt_cache_breakpoint is not None for message in messages for part in message.content or ())
     ignored = marked + is_implicit - MAX_BREAKPOINTS
     for index, message in enumerate(messages):
@@ -248,7 +248,7 @@ def _call(call: ToolCall) -> pb.ToolCall:
 
 
 def _add_tools(chat: pb.ChatInput, request: Templated) -> None:
-    """Raises InvalidField for tools that are too large, and for one that no JSON text holds."""
+    """Adds the tools. Raises InvalidField for tools that are too large, and for one that no JSON text can hold."""
     texts, size = [], 0
     for index, tool in enumerate(request.tools or ()):
         try:
@@ -256,12 +256,12 @@ def _add_tools(chat: pb.ChatInput, request: Templated) -> None:
         except RecursionError:
             raise InvalidField(f"tools[{index}]", f"is nested more than {MAX_LEVELS} levels deep") from None
         size += len(texts[-1])
-        # Before any value is looked at: that takes longer.
+        # Checked before any value, because checking values takes longer.
         if size > MAX_TOOLS_BYTES:
             raise InvalidField("tools", f"have more than {MAX_TOOLS_BYTES} bytes")
         _check_payload(tool, f"tools[{index}]", MAX_LEVELS, MAX_LEVELS)
     chat.tools.extend(texts)
-    # Without tools, none is called anyway.
+    # Without tools, no tool is called anyway.
     if request.tool_choice is not None and (request.tools or request.tool_choice.type not in ("none", "auto")):
         chat.tool_choice = _CHOICES[request.tool_choice.type]
         if request.tool_choice.function is not None:
@@ -269,12 +269,12 @@ def _add_tools(chat: pb.ChatInput, request: Templated) -> None:
 
 
 def request_id(request: Generation) -> str | None:
-    """The id that the caller gives the request."""
+    """Returns the id that the caller gives the request."""
     return request.rid if request.request_id is None else request.request_id
 
 
 def _arguments(how: Templated) -> dict[str, object]:
-    """Variables of the template."""
+    """Returns the variables of the template."""
     arguments: dict[str, object] = how.chat_template_kwargs or {}
     _check_payload(arguments, "chat_template_kwargs", _PAYLOAD_LEVELS)
     effort = how.reasoning_effort
@@ -342,7 +342,7 @@ def _sampling(request: Generation) -> pb.SamplingParams:
 
 
 def _biases(biases: Mapping[str, float]) -> dict[int, float]:
-    """The biases by id. Raises InvalidField for a name that is no id."""
+    """Returns the biases by id. Raises InvalidField for a name that is not an id."""
     for name in biases:
         if not (name.isascii() and name.isdigit() and len(name) <= _ID_DIGITS):
             raise InvalidField(f"logit_bias.{name[:_NAME_CHARACTERS]}", "must be named by a token id")
@@ -393,19 +393,19 @@ def _retain(cache: pb.CacheOptions, retention: Retention) -> None:
 
 
 def _policy(policy: EvictionPolicy) -> common.EvictionPolicy:
-    """The fields have the same names."""
+    """Converts a policy, whose fields have the same names."""
     return common.EvictionPolicy(**policy.model_dump(exclude_none=True))
 
 
 def _hints(hints: KvHints) -> common.KvHints:
-    """The fields have the same names. Raises InvalidField for a payload that no message holds."""
+    """Converts hints, whose fields have the same names. Raises InvalidField for a payload that no message can hold."""
     for index, action in enumerate(hints.actions):
         _check_payload(action.payload, f"kv_hints.actions[{index}].payload", _PAYLOAD_LEVELS)
     return ParseDict(hints.model_dump(), common.KvHints())
 
 
 def _check_payload(value: object, path: str, levels: int, most: int = _PAYLOAD_LEVELS) -> None:
-    """Raises InvalidField for the first value or name that no message holds. levels: of the `most` that are left."""
+    """Raises InvalidField for the first value or name that no message can hold. levels: how many of `most` are left."""
     if levels < 0:
         raise InvalidField(path, f"is nested more than {most} levels deep")
     if isinstance(value, str) and not is_encodable(value):
@@ -423,6 +423,6 @@ def _check_payload(value: object, path: str, levels: int, most: int = _PAYLOAD_L
 
 
 def duration(seconds: float) -> Duration:
-    """The message for so many seconds."""
+    """Returns the message for a number of seconds."""
     whole = int(seconds)
     return Duration(seconds=whole, nanos=int((seconds - whole) * 1e9))

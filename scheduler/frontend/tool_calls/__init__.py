@@ -1,1 +1,1 @@
-"""Calls of tools: their definitions, and the forms in which models write them."""
+"""Tools and their calls: definitions of tools, and the forms in which models write calls."""

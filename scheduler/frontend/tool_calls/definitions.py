@@ -1,4 +1,4 @@
-"""Tools as callers define them, and calls in a conversation: checked, and as chat templates read them."""
+"""Tools as callers define them, and calls in a conversation: checked, and converted for chat templates."""
 
 import json
 import re
@@ -11,10 +11,10 @@ from protos.rpc.errors import InvalidField
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 256 << 10
-# Of one message.
+# Most calls of one message.
 MAX_CALLS = 128
 MAX_CALL_ID_BYTES = 256
-# Nesting of a tool and of arguments, and marks of JSON in all arguments together: each takes memory.
+# Most nesting of a tool and of arguments, and most JSON marks in all arguments together: each takes memory.
 MAX_LEVELS, MAX_MARKS = 64, 1 << 18
 NAME_PATTERN = "^[a-zA-Z0-9_-]{1,64}$"
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -26,7 +26,7 @@ _MARKS = ",:[{"
 class Tool:
     """A function that the model may call.
 
-    definition: as templates read it. parameters: a JSON schema of an object. strict: whether arguments have to fit it.
+    definition: as templates read it. parameters: a JSON schema of an object. strict: whether arguments must fit it.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Tool:
 
 
 def read_tools(chat: pb.ChatInput) -> list[Tool]:
-    """The tools of a conversation. Raises InvalidField."""
+    """Returns the tools of a conversation. Raises InvalidField."""
     if len(chat.tools) > MAX_TOOLS:
         raise InvalidField("chat.tools", f"has more than {MAX_TOOLS} entries")
     if sum(len(text.encode()) for text in chat.tools) > MAX_TOOLS_BYTES:
@@ -53,7 +53,7 @@ def read_tools(chat: pb.ChatInput) -> list[Tool]:
 
 
 def check_choice(chat: pb.ChatInput, tools: list[Tool]) -> None:
-    """Raises InvalidField if the tools are not those that must be called."""
+    """Raises InvalidField if the choice of tools does not fit the tools."""
     if chat.tool_choice not in pb.ToolChoice.values():
         raise InvalidField("chat.tool_choice", "is unknown")
     if chat.tool_choice == pb.TOOL_CHOICE_REQUIRED and not tools:
@@ -66,7 +66,7 @@ def check_choice(chat: pb.ChatInput, tools: list[Tool]) -> None:
 
 
 def read_calls(field: str, message: pb.ChatMessage) -> dict[str, Any]:
-    """A message's calls and the id of the call that it answers, as templates read them. Raises InvalidField."""
+    """Returns a message's calls and the id of the call that it answers, for templates. Raises InvalidField."""
     if message.tool_calls and message.role != "assistant":
         raise InvalidField(f"{field}.tool_calls", "are only for messages of the role assistant")
     if len(message.tool_calls) > MAX_CALLS:
@@ -135,7 +135,7 @@ def _tool(field: str, text: str) -> Tool:
                 raise InvalidField(f"{path}.{key[:64]}", "is not a field")
     if parameters is not None and parameters.get("type", "object") != "object":
         raise InvalidField(f"{field}.function.parameters.type", 'must be "object"')
-    # Many templates take it for granted.
+    # Many templates take parameters for granted.
     parameters = {"type": "object", "properties": {}} if parameters is None else parameters
     described = {"name": name} | ({} if description is None else {"description": description})
     described["parameters"] = parameters
@@ -145,7 +145,7 @@ def _tool(field: str, text: str) -> Tool:
 
 
 def _optional(parent: dict[str, Any], path: str, name: str, kind: type, said: str) -> Any:
-    """A field's value; None if it is absent or null. Raises InvalidField for one of another type."""
+    """Returns a field's value; None if it is absent or null. Raises InvalidField for a wrong type."""
     value = parent.get(name)
     if value is not None and not isinstance(value, kind):
         raise InvalidField(f"{path}.{name}", f"must be {said}")
@@ -153,10 +153,10 @@ def _optional(parent: dict[str, Any], path: str, name: str, kind: type, said: st
 
 
 def _object(field: str, text: str) -> dict[str, Any]:
-    """The object of a JSON text. Raises InvalidField."""
+    """Returns the object of a JSON text. Raises InvalidField."""
     try:
         value = json.loads(text, parse_constant=_refuse)
-        # Neither numbers nor texts that have no form in a prompt.
+        # Refuses numbers and texts that cannot be written in a prompt.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         value = None

@@ -1,4 +1,4 @@
-"""The forms in which models write calls, by what their chat templates show."""
+"""The forms in which models write calls, as recognized from their chat templates."""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
 _LLAMA_TAG = "<|python_tag|>"
 _PYTHON_BEGIN, _PYTHON_END = "<|python_start|>", "<|python_end|>"
 MISTRAL_BEGIN, _MISTRAL_ID, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-# Texts that mark calls, for which a tokenizer may have special tokens.
+# Texts that mark calls and for which a tokenizer may have special tokens.
 MARKERS = frozenset(
     {
         HERMES_BEGIN,
@@ -29,7 +29,7 @@ _MAX_NAME = 64
 
 
 def hermes(source: Source, calls: Calls) -> Steps[None]:
-    """Calls in tags, anywhere: <tool_call>{"name": "f", "arguments": {}}</tool_call>."""
+    """Reads calls in tags, anywhere: <tool_call>{"name": "f", "arguments": {}}</tool_call>."""
 
     def tagged() -> Steps[None]:
         yield from source.expect(HERMES_BEGIN)
@@ -44,7 +44,7 @@ def hermes(source: Source, calls: Calls) -> Steps[None]:
 
     while (yield from source.read_until(HERMES_BEGIN, calls.write)):
         if (yield from attempt(source, calls, tagged())):
-            # Some models write several calls into the tags of the first.
+            # Some models write several calls inside the tags of the first.
             while (yield from attempt(source, calls, further())):
                 pass
             yield from source.skip_space()
@@ -55,7 +55,7 @@ def hermes(source: Source, calls: Calls) -> Steps[None]:
 
 
 def llama3_json(source: Source, calls: Calls) -> Steps[None]:
-    """Calls at the beginning, with semicolons between them: {"name": "f", "parameters": {}}."""
+    """Reads calls at the beginning, separated by semicolons: {"name": "f", "parameters": {}}."""
 
     def untagged() -> Steps[None]:
         yield from source.skip_space()
@@ -72,7 +72,7 @@ def llama3_json(source: Source, calls: Calls) -> Steps[None]:
 
 
 def pythonic(source: Source, calls: Calls) -> Steps[None]:
-    """A list of Python's calls at the beginning: [f(a=1), g()]."""
+    """Reads a list of Python calls at the beginning: [f(a=1), g()]."""
 
     def first() -> Steps[None]:
         yield from source.skip_space()
@@ -90,7 +90,7 @@ def pythonic(source: Source, calls: Calls) -> Steps[None]:
 
 
 def mistral(source: Source, calls: Calls) -> Steps[None]:
-    """Calls behind a marker, anywhere: [TOOL_CALLS] [{"name": "f", "arguments": {}}] or [TOOL_CALLS]f[ARGS]{}."""
+    """Reads calls after a marker, anywhere: [TOOL_CALLS] [{"name": "f", "arguments": {}}] or [TOOL_CALLS]f[ARGS]{}."""
 
     def first() -> Steps[None]:
         yield from source.expect(MISTRAL_BEGIN)
@@ -122,7 +122,7 @@ def mistral(source: Source, calls: Calls) -> Steps[None]:
 
 
 def required(source: Source, calls: Calls) -> Steps[None]:
-    """The form that a required choice of any tool forces: [{"name": "f", "parameters": {}}]."""
+    """Reads the form that a required choice of any tool forces: [{"name": "f", "parameters": {}}]."""
 
     def first() -> Steps[None]:
         yield from source.skip_space()
@@ -136,20 +136,20 @@ def required(source: Source, calls: Calls) -> Steps[None]:
 
 
 def named(source: Source, calls: Calls) -> Steps[None]:
-    """The form that the choice of one tool forces: its parameters."""
+    """Reads the form that the choice of one tool forces: its parameters."""
     [name] = calls.names
     yield from attempt(source, calls, read_arguments(source, calls, name))
     yield from source.read_rest(calls.write)
 
 
-# By their names in settings.
+# The forms by their names in settings.
 FORMS: Mapping[str, Form] = {
     "hermes": hermes,
     "llama3_json": llama3_json,
     "pythonic": pythonic,
     "mistral": mistral,
 }
-# What templates have that show no form of these, though they have a mark of one.
+# Marks of templates with other forms, which may also contain a mark of these forms.
 _OTHERS = re.compile(r"<function=|<arg_key>|<function_calls>")
 _MARKS: tuple[tuple[str, str], ...] = (
     ("mistral", r"\[TOOL_CALLS\]"),
@@ -160,7 +160,7 @@ _MARKS: tuple[tuple[str, str], ...] = (
 
 
 def form_of(template: str) -> str:
-    """Name of the form that a chat template shows; empty if it shows none of these."""
+    """Returns the name of the form that a chat template shows; empty if it shows none of these."""
     if _OTHERS.search(template):
         return ""
     return next((name for name, mark in _MARKS if re.search(mark, template)), "")

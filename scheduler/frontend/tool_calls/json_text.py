@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from scheduler.frontend.tool_calls.source import MismatchError, Source, Steps, Write
 
-# Deeper values are no arguments.
+# Most levels of nesting in arguments.
 MAX_LEVELS = 64
 _SPACE = re.compile(r"[ \t\r\n]+")
 _RUN = re.compile(r'[^"\\\x00-\x1f]+')
@@ -14,16 +14,16 @@ _ESCAPED = re.compile(r'["\\/bfnrt]')
 _HEX = re.compile(r"[0-9a-fA-F]{4}")
 # Halves of a surrogate pair, as escapes.
 _FIRST_HALF, _SECOND_HALF = re.compile(r"\\u[dD][89abAB]"), re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
-# In place of a half of a surrogate pair, which a caller could not send back.
+# Replaces a half of a surrogate pair, which a caller could not send back.
 _REPLACEMENT = "\\ufffd"
 _WORD = re.compile(r"[-+.0-9A-Za-z]+")
 _SCALAR = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?|true|false|null")
-# Python reads no longer whole numbers.
+# Python does not parse longer whole numbers.
 _MAX_SCALAR = 4000
 
 
 def read_value(source: Source, write: Write, levels: int = MAX_LEVELS) -> Steps[None]:
-    """Reads a value. Raises MismatchError if the text is no JSON."""
+    """Reads a value. Raises MismatchError if the text is not JSON."""
     match (yield from source.peek()):
         case '"':
             yield from _read_string(source, write)
@@ -39,14 +39,14 @@ def read_value(source: Source, write: Write, levels: int = MAX_LEVELS) -> Steps[
 
 
 def read_text(source: Source) -> Steps[str]:
-    """Reads a string; returns what it stands for."""
+    """Reads a string; returns its decoded value."""
     parts: list[str] = []
     yield from _read_string(source, parts.append)
     return str(json.loads("".join(parts)))
 
 
 def object_in(text: str) -> str:
-    """The object that a whole text is, as JSON text. Raises MismatchError for another text."""
+    """Returns the object that a whole text is, as JSON text. Raises MismatchError for any other text."""
     source = Source()
     source.push(text)
     source.end()
@@ -101,13 +101,13 @@ def _read_string(source: Source, write: Write) -> Steps[None]:
         elif run := source.match(_RUN):
             write(run)
         else:
-            # Models write line breaks as they are, where JSON has escapes only.
+            # Models write raw line breaks, where JSON allows only escapes.
             write(json.dumps((yield from source.following(1)))[1:-1])
     yield from _expect(source, write, '"')
 
 
 def _read_escape(source: Source, write: Write) -> Steps[None]:
-    """Reads an escape, or two for one character. A half of a surrogate pair becomes U+FFFD."""
+    """Reads an escape, or two escapes for one character. A half of a surrogate pair becomes U+FFFD."""
     escape = yield from source.following(2)
     if escape[1] == "u":
         escape += yield from source.following(4)
@@ -128,7 +128,7 @@ def _read_escape(source: Source, write: Write) -> Steps[None]:
 
 
 def _space(source: Source, write: Write) -> Steps[str]:
-    """Reads white space; returns the next character, which stays."""
+    """Reads white space; returns the next character without consuming it."""
     while (following := (yield from source.peek())) and (space := source.match(_SPACE)):
         write(space)
     return following

@@ -1,4 +1,4 @@
-"""What all forms of calls have in common: what a parser gives out, and how an attempt to read a call ends."""
+"""What all forms of calls share: the output of a parser, and attempts to read a call."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _ARGUMENTS = ("arguments", "parameters")
 
 @dataclass
 class CallPiece:
-    """A piece of a call. index: of the call. name: empty in all pieces but the first."""
+    """A piece of a call. index: the call's index. name: empty in all pieces except the first."""
 
     index: int
     name: str
@@ -20,16 +20,16 @@ class CallPiece:
 
 
 class Calls:
-    """Where a form of calls writes what it reads. White space next to a call is no content."""
+    """Receives what a form of calls reads. White space next to a call is not content."""
 
     def __init__(self, names: Collection[str], *, single: bool = False) -> None:
-        """names: of the tools; text with any other name is no call. single: nothing follows the first call."""
+        """names: the tools' names; text with any other name is no call. single: nothing follows the first call."""
         self.names = names
         self.num_begun = 0
         self.num_complete = 0
         self._single = single
         self._pieces: list[str | CallPiece] = []
-        # Of the last piece, which is one of a call.
+        # Arguments of the last piece, if it belongs to a call.
         self._arguments: list[str] = []
         # White space that may be next to a call.
         self._space = ""
@@ -50,7 +50,7 @@ class Calls:
             self._is_behind_call = False
 
     def begin(self, name: str) -> None:
-        """A call begins."""
+        """Begins a call."""
         self._space = ""
         if not self.is_closed:
             self._join_arguments()
@@ -59,7 +59,7 @@ class Calls:
             self._is_behind_call = True
 
     def write_arguments(self, text: str) -> None:
-        """Adds to the arguments of the call that has begun last."""
+        """Adds to the arguments of the call that began last."""
         if self.is_closed:
             return
         if not self._pieces:
@@ -67,7 +67,7 @@ class Calls:
         self._arguments.append(text)
 
     def complete(self) -> None:
-        """The call that has begun last has ended."""
+        """Ends the call that began last."""
         self.num_complete += 1
 
     def _join_arguments(self) -> None:
@@ -93,10 +93,10 @@ Form = Callable[[Source, Calls], Steps[None]]
 
 
 class FormParser:
-    """Finds calls of a form in text that comes in pieces. Any split of a text gives the same content and calls."""
+    """Finds calls of a form in text that comes in pieces. However a text is split, content and calls are the same."""
 
     def __init__(self, form: Form, names: Collection[str], *, single: bool = False) -> None:
-        """As of Calls."""
+        """Arguments as for Calls."""
         self._source = Source()
         self._calls = Calls(names, single=single)
         self._steps = form(self._source, self._calls)
@@ -107,7 +107,7 @@ class FormParser:
         return self._calls.num_complete
 
     def push(self, text: str) -> list[str | CallPiece]:
-        """Content and pieces of calls, in order."""
+        """Returns content and pieces of calls, in order."""
         if self._calls.is_closed:
             return []
         self._source.push(text)
@@ -115,7 +115,7 @@ class FormParser:
         return self._calls.take()
 
     def flush(self) -> list[str | CallPiece]:
-        """What was held back, at the end of the text."""
+        """Returns what was held back, at the end of the text."""
         if not self._calls.is_closed:
             self._source.end()
             next(self._steps, None)
@@ -123,7 +123,7 @@ class FormParser:
 
 
 def attempt(source: Source, calls: Calls, steps: Steps[None]) -> Steps[bool]:
-    """Whether steps succeed, or have begun a call before they fail. Else the source stays where it was."""
+    """Returns whether the steps succeed, or begin a call before they fail. Otherwise, the source is rewound."""
     begun = calls.num_begun
     source.mark()
     try:
@@ -138,7 +138,7 @@ def attempt(source: Source, calls: Calls, steps: Steps[None]) -> Steps[bool]:
 
 
 def read_call(source: Source, calls: Calls) -> Steps[None]:
-    """Reads an object with a name and arguments, in any order. Raises MismatchError."""
+    """Reads an object with name and arguments, in any order. Raises MismatchError."""
     name, has_arguments = "", False
     held: list[str] = []
     yield from source.expect("{")
@@ -176,7 +176,7 @@ def read_call(source: Source, calls: Calls) -> Steps[None]:
 
 
 def _read_field(source: Source, calls: Calls, name: str, held: list[str]) -> Steps[None]:
-    """Reads the value of the field with the arguments. held: gets them while the name is not known."""
+    """Reads the value of the field with the arguments. held: receives them while the name is not known."""
     whole = "" if (yield from source.peek()) == "{" else (yield from _unusual_arguments(source))
     if name:
         _begin(source, calls, name)
@@ -188,7 +188,7 @@ def _read_field(source: Source, calls: Calls, name: str, held: list[str]) -> Ste
 
 
 def _unusual_arguments(source: Source) -> Steps[str]:
-    """Arguments that are null, or an object in a string, as models write them, too. Raises MismatchError."""
+    """Reads arguments that are null, or an object in a string, as some models write. Raises MismatchError."""
     if (yield from source.peek()) == '"':
         return object_in((yield from read_text(source)))
     yield from source.expect("null")
@@ -196,7 +196,7 @@ def _unusual_arguments(source: Source) -> Steps[str]:
 
 
 def read_arguments(source: Source, calls: Calls, name: str) -> Steps[None]:
-    """Reads the arguments of a call, an object. Raises MismatchError."""
+    """Reads a call's arguments, which must be an object. Raises MismatchError."""
     if (yield from source.skip_space()) != "{":
         raise MismatchError
     _begin(source, calls, name)
@@ -205,7 +205,7 @@ def read_arguments(source: Source, calls: Calls, name: str) -> Steps[None]:
 
 
 def read_listed(source: Source, calls: Calls, read: Callable[[Source, Calls], Steps[None]]) -> Steps[None]:
-    """Reads the rest of a list behind its first call. What does not belong to it stays."""
+    """Reads the rest of a list after its first call. Text that does not belong to the list is not consumed."""
     while (yield from attempt(source, calls, _next(source, calls, read))):
         pass
     yield from attempt(source, calls, _close(source))
@@ -226,7 +226,7 @@ def _close(source: Source) -> Steps[None]:
 
 
 def _begin(source: Source, calls: Calls, name: str) -> None:
-    """From here on the text is a call, whatever follows."""
+    """Treats the text as a call from now on, whatever follows."""
     calls.begin(name)
     source.release()
 

@@ -1,4 +1,4 @@
-"""Reads one of Python's calls with keyword arguments, such as f(a=1, b=["x"])."""
+"""Reads a Python call with keyword arguments, such as f(a=1, b=["x"])."""
 
 import ast
 import json
@@ -20,7 +20,7 @@ _NAMES = {"true": True, "false": False, "null": None}
 
 
 def read_python_call(source: Source, calls: Calls) -> Steps[None]:
-    """Reads a call; it is written when it is whole. Raises MismatchError."""
+    """Reads a call, which is written once it is complete. Raises MismatchError."""
     name = yield from source.read(_NAME, _MAX_NAME)
     if name not in calls.names:
         raise MismatchError
@@ -31,7 +31,7 @@ def read_python_call(source: Source, calls: Calls) -> Steps[None]:
 
 
 def _parenthesized(source: Source) -> Steps[str]:
-    """The text up to the parenthesis that closes the first one."""
+    """Returns the text up to the parenthesis that closes the first parenthesis."""
     parts: list[str] = []
     open_brackets: list[str] = []
     while True:
@@ -64,10 +64,10 @@ def _string(source: Source) -> Steps[str]:
 
 
 def _arguments(text: str) -> str:
-    """JSON text of the arguments. Raises MismatchError if a value is none of JSON's."""
+    """Returns the arguments as JSON text. Raises MismatchError if JSON has no such value."""
     try:
         with warnings.catch_warnings():
-            # An unknown escape in a string is no matter for this process.
+            # An unknown escape in a string must not cause a warning of this process.
             warnings.simplefilter("ignore")
             call = ast.parse(f"f{text}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:

@@ -9,9 +9,9 @@ from scheduler.frontend.tool_calls.definitions import Tool
 
 
 def forced_calls_schema(tools: Sequence[Tool], name: str, *, single: bool) -> str:
-    """JSON text of the schema of an output that is nothing but calls.
+    """Returns the JSON schema, as text, of an output that is nothing but calls.
 
-    name: of the tool whose parameters the output is; where it is empty the output is an array of calls.
+    name: the tool whose parameters the output is; if empty, the output is an array of calls.
     """
     if name:
         return arguments_schema(next(tool for tool in tools if tool.name == name))
@@ -19,12 +19,12 @@ def forced_calls_schema(tools: Sequence[Tool], name: str, *, single: bool) -> st
 
 
 def arguments_schema(tool: Tool) -> str:
-    """JSON text of the schema of a tool's arguments."""
+    """Returns the JSON schema, as text, of a tool's arguments."""
     return json.dumps(_of_object(tool), ensure_ascii=False)
 
 
 def listed_calls_schema(tools: Sequence[Tool], field: str, *, single: bool) -> str:
-    """JSON text of the schema of an array of calls. field: of a call, with its arguments."""
+    """Returns the JSON schema, as text, of an array of calls. field: the field of a call with its arguments."""
     bounds = {"minItems": 1} | ({"maxItems": 1} if single else {})
     schema = {
         "type": "array",
@@ -49,7 +49,7 @@ def _of_object(tool: Tool) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references to itself lead to its place in another one."""
+    """Returns a schema whose references to itself lead to its place in an enclosing schema."""
 
     def change(found: dict[str, Any]) -> dict[str, Any]:
         reference = found.get("$ref")

@@ -1,4 +1,4 @@
-"""Text that arrives in pieces, for parsers that are generators: they yield where they need more of it."""
+"""Text that arrives in pieces, for parsers that are generators: they yield when they need more text."""
 
 import re
 from collections.abc import Callable, Generator
@@ -12,16 +12,16 @@ _SPACE = re.compile(r"\s*")
 
 
 class MismatchError(Exception):
-    """The text has not the form that a parser reads."""
+    """The text does not have the form that a parser reads."""
 
 
 class Source:
-    """The text behind a cursor. What a parser gets is the same however the text is split."""
+    """The text after a cursor. A parser gets the same text however it is split."""
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        # Where an attempt began: text from there is kept.
+        # Where an attempt began: text from there on is kept.
         self._mark: int | None = None
         self._has_ended = False
 
@@ -33,11 +33,11 @@ class Source:
             self._mark = 0
 
     def end(self) -> None:
-        """No more text follows: parsers yield no more."""
+        """Ends the text: parsers no longer yield."""
         self._has_ended = True
 
     def mark(self) -> None:
-        """From here on `rewind` leads back to this place, until `release`."""
+        """Makes `rewind` lead back to this place, until `release`."""
         self._mark = self._at
 
     def release(self) -> None:
@@ -48,13 +48,13 @@ class Source:
             self._at = self._mark
 
     def peek(self) -> Steps[str]:
-        """The next character, which stays; empty at the end."""
+        """Returns the next character without consuming it; empty at the end."""
         while self._at == len(self._text) and not self._has_ended:
             yield
         return self._text[self._at : self._at + 1]
 
     def skip_space(self) -> Steps[str]:
-        """Passes over white space; returns the next character as `peek` does."""
+        """Skips white space; returns the next character like `peek`."""
         while True:
             self.match(_SPACE)
             if self._at < len(self._text) or self._has_ended:
@@ -62,7 +62,7 @@ class Source:
             yield
 
     def take(self, literal: str) -> Steps[bool]:
-        """Passes over a text if it follows; whether it did."""
+        """Consumes a text if it follows; returns whether it did."""
         while literal.startswith(self._text[self._at : self._at + len(literal)]):
             if self._text.startswith(literal, self._at):
                 self._at += len(literal)
@@ -73,12 +73,12 @@ class Source:
         return False
 
     def expect(self, literal: str) -> Steps[None]:
-        """Passes over a text. Raises MismatchError if another one follows."""
+        """Consumes a text. Raises MismatchError if different text follows."""
         if not (yield from self.take(literal)):
             raise MismatchError
 
     def match(self, pattern: re.Pattern[str]) -> str:
-        """Passes over what a pattern matches of the text that is there; empty if nothing."""
+        """Consumes and returns what a pattern matches in the text so far; empty if nothing matches."""
         found = pattern.match(self._text, self._at)
         if found is None:
             return ""
@@ -86,7 +86,7 @@ class Source:
         return found[0]
 
     def read(self, pattern: re.Pattern[str], most: int) -> Steps[str]:
-        """The characters that a repeating pattern matches. Raises MismatchError for more than `most`."""
+        """Consumes and returns what a repeating pattern matches. Raises MismatchError for more than `most`."""
         text = self.match(pattern)
         while self._at == len(self._text) and not self._has_ended and len(text) <= most:
             yield
@@ -96,10 +96,10 @@ class Source:
         return text
 
     def following(self, count: int) -> Steps[str]:
-        """The next characters, which are passed over. Raises MismatchError if the text ends within them."""
+        """Consumes and returns the next characters. Raises MismatchError if the text ends within them."""
         while len(self._text) - self._at < count:
             if self._has_ended:
-                # What is cut belongs to what was read before it.
+                # The truncated characters belong to the text that was read before them.
                 self._at = len(self._text)
                 raise MismatchError
             yield
@@ -107,7 +107,7 @@ class Source:
         return self._text[self._at - count : self._at]
 
     def read_until(self, marker: str, write: Write) -> Steps[bool]:
-        """Writes the text up to a marker, where the cursor stays; false if there is none up to the end."""
+        """Writes the text up to a marker, where the cursor stays; returns False if the text ends without a marker."""
         while True:
             found = self._text.find(marker, self._at)
             end = found if found >= 0 else len(self._text) - (0 if self._has_ended else self._open_suffix(marker))
@@ -127,7 +127,7 @@ class Source:
             self._at = len(self._text)
 
     def _open_suffix(self, marker: str) -> int:
-        """Length of the longest suffix of the text that begins the marker."""
+        """Returns the length of the text's longest suffix that begins the marker."""
         left = len(self._text) - self._at
         lengths = range(min(len(marker) - 1, left), 0, -1)
         return next((length for length in lengths if self._text.endswith(marker[:length])), 0)

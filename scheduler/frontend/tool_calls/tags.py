@@ -1,4 +1,4 @@
-"""Calls of strict tools in a free text, as structural tags: a call that begins is valid to its end."""
+"""Calls of strict tools in free text, as structural tags: a call that begins is valid to its end."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -9,14 +9,14 @@ from scheduler.frontend.tool_calls.definitions import Tool
 from scheduler.frontend.tool_calls.forms import HERMES_BEGIN, HERMES_END, MISTRAL_ARGUMENTS, MISTRAL_BEGIN
 from scheduler.frontend.tool_calls.schema import arguments_schema, listed_calls_schema
 
-# In the source of a template a line break may be an escape.
+# In a template's source, a line break may be written as an escape.
 _BREAK = re.compile(rf"{HERMES_BEGIN}(\\n|\n)")
 
 
 def strict_calls(tools: Sequence[Tool], form: str, template: str, *, single: bool) -> common.StructuralTags | None:
-    """The tags of calls in a form of FORMS, as a chat template shows it.
+    """Returns the tags of calls in a form of FORMS, as a chat template shows it.
 
-    single: only one call is wanted. None without a strict tool, and for forms whose calls nothing marks.
+    single: only one call is wanted. None without a strict tool, and for forms without marks of calls.
     """
     if not any(tool.strict for tool in tools):
         return None

@@ -21,12 +21,12 @@ class _Sample:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: vllm.OutputLogProbs | None = None
-    # Whether it has had a chunk.
+    # Whether the sample has had a chunk.
     is_begun: bool = False
 
 
 class Answers:
-    """The answers to one request: chunks and an end for each sample, or the end alone."""
+    """The answers to one request: chunks and an end for each sample, or only the end."""
 
     def __init__(self, asked: vllm.GenerateRequest) -> None:
         params = asked.sampling_params
@@ -36,22 +36,22 @@ class Answers:
         self._has_prompt_top = params.prompt_logprobs > 0
         self._stop = params.stop
         self._stop_token_ids = frozenset(params.stop_token_ids)
-        # By index.
+        # Samples by index.
         self._samples: defaultdict[int, _Sample] = defaultdict(_Sample)
-        # Of the request: its first sample has them.
+        # Counts of the request, which its first sample has.
         self._prompt_tokens = self._cached_tokens = 0
         self._input: vllm.InputLogProbs | None = None
         self._prompt_ids: Sequence[int] = ()
 
     def accept(self, samples: Sequence[Request]) -> None:
-        """Takes the request as it runs."""
+        """Takes the samples of the request that will run."""
         self._prompt_ids = samples[0].prompt_ids
 
     def of(self, chunk: pb.StreamGenerateResponse) -> Iterator[vllm.GenerateResponse]:
-        """The answers to output that has its usage; the last one of a sample lacks the stop string that ended it."""
+        """Yields the answers to a chunk with its usage; a sample's last answer lacks the stop string that ended it."""
         sample = self._samples[chunk.sample_index]
         if not chunk.sample_index:
-            # Its first chunk is in front of all others': they share its prompt.
+            # The first sample's first chunk comes before those of all other samples, which share its prompt.
             self._prompt_tokens, self._cached_tokens = chunk.usage.prompt_tokens, chunk.usage.cached_tokens
             if self._scores_prompt and self._input is None:
                 self._input = self._prompt_logprobs(chunk)
@@ -77,12 +77,12 @@ class Answers:
             yield self._complete(chunk.sample_index, _REASONS[chunk.finish_reason])
 
     def is_stopped_by_text(self, complete: vllm.GenerateComplete, eos_token_ids: tuple[int, ...]) -> bool:
-        """Whether a stop string has ended the output. eos_token_ids: those that end this one."""
+        """Returns whether a stop string has ended the output. eos_token_ids: ids that end this output."""
         stopped = complete.finish_reason == "stop" and not complete.HasField("matched_stop")
         return stopped and bool(self._stop) and not set(complete.output_ids[-1:]) & set(eos_token_ids)
 
     def matched(self, text: str) -> str | None:
-        """The stop string that comes first in the text of an output."""
+        """Returns the stop string that comes first in the text of an output."""
         found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         return min(found)[1] if found else None
 
@@ -114,7 +114,7 @@ class Answers:
 
     def _prompt_logprobs(self, chunk: pb.StreamGenerateResponse) -> vllm.InputLogProbs:
         found = vllm.InputLogProbs(token_ids=self._prompt_ids)
-        # In front of the first token there is nothing.
+        # Nothing precedes the first token.
         found.token_logprobs.add()
         if self._has_prompt_top:
             found.top_logprobs.add()

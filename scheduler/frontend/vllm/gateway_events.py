@@ -1,7 +1,7 @@
-"""What an engine's cache holds for a caller's requests, as the shared contract of gateways tells it.
+"""Events about what an engine's cache holds for a caller's requests, in the shared contract of gateways.
 
-Gateways find blocks by their tokens, and know neither salts nor adapters. So a subscriber is told the blocks that its
-own requests could use, and no others. Each subscription begins with everything: a gateway that was away misses nothing.
+Gateways find blocks by their tokens, and know neither salts nor adapters. So a subscriber is told only the blocks that
+its own requests could use. Each subscription begins with everything, so that a gateway that was away misses nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RETRY_SECONDS = 0.5
 
 
 class EventsEndedError(ServiceError):
-    """The executor or the cache manager has started again, or the subscriber is too slow: it subscribes again."""
+    """The executor or the cache manager has restarted, or the subscriber is too slow: it must subscribe again."""
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "EVENTS_ENDED"
@@ -57,7 +57,7 @@ class KvEvents:
     async def batches(
         self, executor: execution_pb2.GetExecutorResponse, salt: str | None, number: int
     ) -> AsyncGenerator[smg.KvEventBatch]:
-        """Batches from the one behind `number` on. salt: that of the subscriber's requests. Raises EventsEndedError."""
+        """Yields the batches after `number`. salt: the salt of the subscriber's requests. Raises EventsEndedError."""
         told = Told(executor.block_size, salt)
         yield _batch(number := number + 1, [smg.KvCacheEvent(cleared=smg.KvCacheCleared())])
         request = pb.WatchEventsRequest(pool_id=pool_id(executor), salt=salt, include_token_ids=True)
@@ -78,7 +78,7 @@ class KvEvents:
 
 
 def pool_id(executor: execution_pb2.GetExecutorResponse) -> str:
-    """Of the executor's pools the one with full attention, which keeps the whole prefix, or the first."""
+    """Returns the executor's pool with full attention, which keeps the whole prefix, or else the first pool."""
     windows = list(executor.attention_windows)
     return f"{executor.executor_id}/{windows.index(0) if 0 in windows else 0}"
 
@@ -95,14 +95,14 @@ class Told:
     def __init__(self, block_size: int, salt: str | None) -> None:
         self._block_size = block_size
         self._salt = salt
-        # The tiers of blocks by name.
+        # The tiers of known blocks by the blocks' names.
         self._known: dict[int, pb.Tier] = {}
         self._found: list[smg.KvCacheEvent] = []
-        # The block that was stored last.
+        # The block that was last reported as stored.
         self._last: int | None = None
 
     def of(self, events: Iterable[pb.Event]) -> list[smg.KvCacheEvent]:
-        """What is new in the cache manager's events. Raises EventsEndedError once the executor starts again."""
+        """Returns what is new in the cache manager's events. Raises EventsEndedError once the executor restarts."""
         self._found, self._last = [], None
         for event in events:
             if event.kind in _EXECUTOR_CHANGES and not event.snapshot:
@@ -114,7 +114,7 @@ class Told:
             if event.kind == pb.EventKind.EVENT_KIND_REMOVED and before is not None:
                 self._remove(name, before)
             elif event.kind in _PRESENT and event.block.tier != before and self._is_usable(event.block):
-                # It is in one tier at a time.
+                # A block is in only one tier at a time.
                 if before is not None:
                     self._remove(name, before)
                 self._store(name, event.block)
@@ -144,9 +144,9 @@ class Told:
         self._last = name
 
     def _is_usable(self, block: pb.Block) -> bool:
-        """Whether the subscriber's requests could use the block, and find it."""
+        """Returns whether the subscriber's requests could use the block, and find it."""
         salt = block.salt if block.HasField("salt") else None
-        # Of a block that was forgotten meanwhile there are no tokens; one without its parent has no place.
+        # A block that was forgotten meanwhile has no tokens; a block without its parent has no place.
         return (
             salt == self._salt
             and not block.HasField("adapter_id")
@@ -156,6 +156,6 @@ class Told:
 
 
 def _name(key: bytes) -> int:
-    """The low 64 bits of a key as the contract's signed number."""
+    """Returns the low 64 bits of a key as the contract's signed number."""
     [signed] = array("q", low_keys([key]).tobytes())
     return signed

@@ -1,4 +1,4 @@
-"""vLLM's engine contract over gRPC, for gateways. Requests go the way of all others, through GenerationService."""
+"""vLLM's engine contract over gRPC, for gateways. Like all other requests, its requests use GenerationService."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from scheduler.frontend.vllm.gateway_events import KvEvents, NoEventsError
 from scheduler.frontend.vllm.tokenizer_archive import archive
 
 VLLM_SERVICE = "vllm.grpc.engine.VllmEngine"
-# Requests that one call may abort.
+# Most requests that one call may abort.
 MAX_ABORTED = 1024
-# Bytes of the tokenizer in one message.
+# Most bytes of the tokenizer in one message.
 CHUNK_BYTES = 1 << 18
-# The contract has 32 bits for numbers of tokens, and 64 for those of batches.
+# The contract has 32 bits for numbers of tokens, and 64 bits for numbers of batches.
 _MOST_TOKENS, _MOST_BATCHES = (1 << 31) - 1, 1 << 63
-# A hub has no such name: a gateway that asks one for the tokenizer would get that of another model of this name.
+# No hub has such a name: otherwise, a gateway could fetch the tokenizer of a different model with the same name.
 _NO_HUB = "kvkeep:"
 
 
@@ -47,12 +47,12 @@ class VllmEngine(rpc.VllmEngineServicer):
     """Served from the start; without a request table all calls but HealthCheck are answered with UNAVAILABLE."""
 
     def __init__(self, source: EngineSource, generation: GenerationService, events: KvEvents | None) -> None:
-        """events: None serves none."""
+        """events: None to serve no events."""
         self._source = source
         self._generation = generation
         self._events = events
         self._started = time.monotonic()
-        # Made once: the model of a process is always the same.
+        # Made only once, because the model of a process never changes.
         self._archive = b""
 
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
@@ -75,7 +75,7 @@ class VllmEngine(rpc.VllmEngineServicer):
     async def _name_stop(
         self, request: vllm.GenerateRequest, answers: Answers, complete: vllm.GenerateComplete
     ) -> None:
-        """Adds the stop string that has ended an output."""
+        """Adds the stop string that ended an output."""
         model = self._source.requests.model
         eos = () if request.sampling_params.ignore_eos else model.eos_token_ids
         if answers.is_stopped_by_text(complete, eos):

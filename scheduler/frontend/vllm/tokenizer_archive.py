@@ -1,4 +1,4 @@
-"""The tokenizer as a zip archive of the files that the libraries of gateways read."""
+"""The tokenizer as a zip archive of the files that gateways' libraries read."""
 
 import io
 import json
@@ -8,14 +8,14 @@ from protos.execution.v1 import execution_pb2
 
 
 def archive(model: execution_pb2.GetModelResponse) -> bytes:
-    """Equal for equal models: its files have no date."""
+    """Returns the archive, which is equal for equal models: its files have no date."""
     config: dict[str, str] = dict(model.special_tokens)
     if model.chat_template:
         config["chat_template"] = model.chat_template
     files = {
         "tokenizer.json": model.tokenizer_json,
         "tokenizer_config.json": json.dumps(config, sort_keys=True).encode(),
-        # Gateways look there for the ids that end an output.
+        # Gateways look here for the ids that end an output.
         "config.json": json.dumps({"eos_token_id": list(model.eos_token_ids)}).encode(),
     }
     written = io.BytesIO()

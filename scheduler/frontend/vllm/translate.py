@@ -1,4 +1,4 @@
-"""Turns requests of vLLM's engine contract into messages of the generation service, and names of fields back."""
+"""Turns requests of vLLM's engine contract into messages of the generation service; translates field names back."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ NAMES: Sequence[tuple[str, str]] = (
     ("token_ids.token_ids", "tokenized.input_ids"),
     *((name, f"sampling_params.{name}") for name in ("max_tokens", "stop_token_ids", "stop", "n")),
 )
-# What no request may have, with the reason.
+# Fields that no request may have, with the reason.
 _REFUSED = {
     "mm_inputs": "is not supported: prompts have tokens only",
     "media_refs": "is not supported: prompts have tokens only",
@@ -31,12 +31,12 @@ _REFUSED = {
     "kv_transfer_params": "is not supported: no other engine computes prompts",
     "kv_transfer_params_json": "is not supported: no other engine computes prompts",
 }
-# As many tokens of the prompt as fit.
+# Keeps as many tokens of the prompt as fit.
 _ALL_THAT_FIT = -1
 
 
 def request(asked: vllm.GenerateRequest) -> pb.StreamGenerateRequest:
-    """Raises InvalidField, under its name in the request, for what no message has."""
+    """Converts a request. Raises InvalidField, with the request's field name, for what no message has."""
     for field, _ in asked.ListFields():
         if reason := _REFUSED.get(field.name):
             raise InvalidField(field.name, reason)
@@ -53,7 +53,7 @@ def request(asked: vllm.GenerateRequest) -> pb.StreamGenerateRequest:
         # Absent numbers are 0 in the contract.
         n=params.n or 1,
         structured_output=_form(params),
-        # Answers have no text, but stop texts are searched in it.
+        # Answers have no text, but stop texts are searched for in it.
         keep_special_tokens=not params.skip_special_tokens,
         prompt_truncation=_truncation(params),
     )
@@ -74,7 +74,7 @@ def _sampling(params: vllm.SamplingParams) -> pb.SamplingParams:
     return pb.SamplingParams(
         temperature=params.temperature if params.HasField("temperature") else 1.0,
         top_k=params.top_k,
-        # Absent numbers are 0 in the contract, which would be no values of these.
+        # Absent numbers are 0 in the contract, which is not a valid value of these fields.
         top_p=params.top_p or 1.0,
         repetition_penalty=params.repetition_penalty or 1.0,
         min_p=params.min_p,
@@ -89,7 +89,7 @@ def _sampling(params: vllm.SamplingParams) -> pb.SamplingParams:
 
 
 def _alternatives(params: vllm.SamplingParams, field: str) -> int | None:
-    """How many alternatives a field asks for; None for no log-probabilities. Raises InvalidField."""
+    """Returns how many alternatives a field asks for; None for no log-probabilities. Raises InvalidField."""
     if not params.HasField(field):
         return None
     asked: int = getattr(params, field)
@@ -99,7 +99,7 @@ def _alternatives(params: vllm.SamplingParams, field: str) -> int | None:
 
 
 def _form(params: vllm.SamplingParams) -> common.StructuredOutput | None:
-    """The form that the output must have. Raises InvalidField."""
+    """Returns the form that the output must have. Raises InvalidField."""
     match params.WhichOneof("constraint"):
         case "json_schema":
             return common.StructuredOutput(json_schema=params.json_schema)
@@ -118,13 +118,13 @@ def _form(params: vllm.SamplingParams) -> common.StructuredOutput | None:
 
 def _structural_tag(text: str) -> common.StructuredOutput:
     field = "sampling_params.structural_tag"
-    # Before it is parsed, on the event loop.
+    # Checked before it is parsed, on the event loop.
     if len(text) > MAX_FORM_BYTES:
         raise InvalidField(field, f"has more than {MAX_FORM_BYTES} bytes")
     try:
         return StructuralTag.model_validate_json(text).form()
     except ValidationError as error:
-        # Without what the caller has sent.
+        # Leaves out what the caller has sent.
         steps = error.errors(include_input=False)[0]["loc"]
         path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
         raise InvalidField(field + path, "must be the JSON text of structures and triggers") from None
@@ -141,6 +141,6 @@ def _truncation(params: vllm.SamplingParams) -> pb.PromptTruncation | None:
 
 
 def renamed(error: InvalidField) -> InvalidField:
-    """The error of a message's field, about the request's."""
+    """Returns the error of a message's field as an error of the request's field."""
     [(field, description)] = error.fields.items()
     return type(error)(rename(field, NAMES), description)

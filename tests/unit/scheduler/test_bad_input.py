@@ -233,7 +233,7 @@ async def test_every_wrong_field_is_named_and_nothing_changes(stack: Stack) -> N
 async def test_the_error_of_a_long_prompt_names_the_bound(stack: Stack) -> None:
     for said, asked in {
         "has 400 tokens; at most 399 fit": ids(*[1] * 400),
-        "is more than fits behind 390 prompt tokens, which is 10": ids(*[1] * 390, max_tokens=11),
+        "is more than fits after 390 prompt tokens, which is 10": ids(*[1] * 390, max_tokens=11),
     }.items():
         error = await refusal(generate(stack.stub, asked, patience(30)))
         assert (error.reason, said in error.message) == ("CONTEXT_LENGTH_EXCEEDED", True)
