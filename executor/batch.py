@@ -27,7 +27,7 @@ _NO_DRAFTS: Mapping[int, Sequence[int]] = {}
 
 @dataclass(frozen=True)
 class AdapterSpan:
-    """The packed tokens from `begin` to `end`, which one adapter is for; `adapter` is what the model has made of it."""
+    """The packed tokens from `begin` to `end` that use one adapter, given as `adapter` in the model's prepared form."""
 
     adapter: Any
     begin: int
@@ -42,10 +42,10 @@ class SequenceState:
     known: tokens that exist, sampled ones included. computed: leading tokens whose K and V were computed.
     kept: computed tokens that were not evicted: they use the first `kept` slots. reuse_position: a free position among
     those slots that the next token fills; None for none. row: where the device keeps its last token.
-    tables: per layer group the slots of its blocks, [M] int32. cached: tokens that were computed when it joined.
-    adapter: what the model has made of its adapter, None for none. A sequence keeps it also when it is unloaded.
+    tables: per layer group, the slots of its blocks, [M] int32. cached: tokens that were computed when it joined.
+    adapter: its adapter in the model's prepared form, None for none. A sequence keeps an adapter that is unloaded.
     policy: its token eviction policy. evicts: whether it has begun to evict. compacted: whether the kept tokens get new
-    positions. continuation: ids that may follow those it joined with. span: covers its time in the batch.
+    positions. continuation: ids that may follow those that it joined with. span: covers its time in the batch.
     """
 
     handle: int
@@ -69,7 +69,7 @@ class SequenceState:
 
     @classmethod
     def of(cls, new: NewSequence, row: int, adapter: Any = None) -> SequenceState:
-        """The state in which a sequence joins."""
+        """Returns the state in which a sequence joins."""
         return cls(
             handle=new.sequence,
             tokens=np.asarray(new.token_ids, dtype=np.int64),
@@ -90,10 +90,10 @@ class SequenceState:
 
 @dataclass(frozen=True)
 class ScoredSequence:
-    """A sequence of a batch whose attention scores its eviction policy wants.
+    """A sequence of a batch whose eviction policy wants its attention scores.
 
     sequence: its index in the batch. rows: how many of its last queries of this step count, at least 1.
-    squares: whether the squares of the weights are wanted. accumulator: where a forward pass may add the weights up.
+    squares: whether the squares of the weights are wanted. accumulator: where a forward pass may sum the weights.
     """
 
     sequence: int
@@ -106,7 +106,7 @@ class ScoredSequence:
 class ScoredPrompt:
     """Tokens of a prompt whose log-probabilities are wanted: ids [N] int64, from a position on.
 
-    rows: [N] int64, packed indices of the tokens in front of them, and later the indices of their logits.
+    rows: [N] int64, packed indices of the tokens before them, and later the indices of their logits.
     """
 
     sequence: SequenceState
@@ -117,10 +117,10 @@ class ScoredPrompt:
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """The scored queries of a batch as a batch of their own, on the device.
+    """The scored queries of a batch as a separate batch, on the device.
 
     entries: its S sequences. rows: [R] int64, packed indices of the queries. counts: [S] int32, queries per sequence.
-    paged: of the model's only layer group.
+    paged: for the model's only layer group.
     """
 
     entries: tuple[ScoredSequence, ...]
@@ -133,12 +133,12 @@ class ScoredRows:
 class DeviceBatch:
     """One step's packed tokens on the device, in the order of its sequences.
 
-    token_ids: [T] int64. input_token_rows: [T] int64, the row of `last_tokens` that has a token's id, -1 when token_ids
-    has it. positions: [T] int64, by which queries and keys are rotated. slot_mappings: per layer group [T] int64, where
+    token_ids: [T] int64. input_token_rows: [T] int64, the row of `last_tokens` with a token's id, -1 if token_ids has
+    it. positions: [T] int64, by which queries and keys are rotated. slot_mappings: per layer group, [T] int64, where
     keys and values are stored. paged: per layer group. rows: [R] int64, packed indices of the tokens whose logits are
-    wanted. output_token_rows: [R] int64, the rows of `last_tokens` for the tokens sampled from them.
-    last_tokens: [rows of the sequence table] int64. scored: None when no attention scores are wanted.
-    adapters: spans that do not overlap, in order. row_adapters: the same where only `rows` are left.
+    wanted. output_token_rows: [R] int64, the rows of `last_tokens` for the tokens sampled from these logits.
+    last_tokens: [rows of the sequence table] int64. scored: None if no attention scores are wanted.
+    adapters: spans that do not overlap, in order. row_adapters: the spans in terms of `rows` only.
     """
 
     token_ids: Tensor
@@ -154,7 +154,7 @@ class DeviceBatch:
     row_adapters: tuple[AdapterSpan, ...] = ()
 
     def ids(self) -> Tensor:
-        """Token ids, [T] int64, also those that only the device knows."""
+        """Returns token ids, [T] int64, including those that only the device knows."""
         known = self.last_tokens[self.input_token_rows.clamp(min=0)]
         return torch.where(self.input_token_rows < 0, self.token_ids, known)
 
@@ -163,13 +163,13 @@ class DeviceBatch:
 class HostBatch:
     """What a step computes, on the host; its arrays as in DeviceBatch.
 
-    cache_positions: [T] int64, each token's position along its sequence's block tables; not its position in the
-    sequence once tokens were evicted. query_start: [S + 1] int32. seq_lens: [S] int32, slots in use.
-    tables: per layer group [S, M] int32. sampling: the sequences whose last known token is computed now; each has a row
-    for that token and one for each of its drafts.
-    written_slots: per layer group [T] int64, the slots of the blocks that get new tokens. prompts: sequences whose
-    prompts are scored, in order; each has as many of the `rows` as it says, which do not sample. sample_rows: [S_R]
-    int64, indices into `rows` of those that do; None for all.
+    cache_positions: [T] int64, each token's position along its sequence's block tables, which differs from its position
+    in the sequence once tokens were evicted. query_start: [S + 1] int32. seq_lens: [S] int32, slots in use.
+    tables: per layer group, [S, M] int32. sampling: the sequences whose last known token is computed now; each has a
+    row for that token and one for each of its drafts.
+    written_slots: per layer group, [T] int64, the slots of the blocks that get new tokens. prompts: sequences whose
+    prompts are scored, in order; each states how many of the `rows` are its own, which do not sample. sample_rows:
+    [S_R] int64, indices into `rows` of the rows that sample; None for all.
     last_tokens: [rows of the sequence table] int64 on the device. scored: the sequences whose scores are wanted.
     """
 
@@ -203,9 +203,9 @@ class HostBatch:
     def to_device(self, *, tokens: int = 0, sequences: int = 0, into: Tensor | None = None) -> DeviceBatch:
         """Sends the batch to the device in one copy, to the bytes `into` or to new memory.
 
-        Adds tokens without a sequence up to the number of `tokens`, and up to that of `sequences` sequences without
-        tokens and rows of token 0. The addresses in `into` of token_ids, input_token_rows, positions, slot_mappings,
-        query_start, seq_lens and rows depend on these two alone, where the batch has no more.
+        Pads the batch to `tokens` tokens with tokens without a sequence, and to `sequences` sequences with sequences
+        without tokens and rows of token 0. If the batch has no more than that, the addresses in `into` of token_ids,
+        input_token_rows, positions, slot_mappings, query_start, seq_lens and rows depend only on these two numbers.
         """
         added, extra = max(0, tokens - self.num_tokens), max(0, sequences - self.num_sequences)
         query_start, seq_lens = _extended(self.query_start, extra, self.num_tokens), _extended(self.seq_lens, extra)
@@ -259,7 +259,7 @@ class HostBatch:
         return tuple(AdapterSpan(adapter, begin, end) for adapter, begin, end in bounds if begin < end)
 
     def _scored_arrays(self) -> list[np.ndarray]:
-        """What ScoredRows has on the device: rows, counts, query_start, seq_lens, block_tables."""
+        """Returns what ScoredRows has on the device: rows, counts, query_start, seq_lens, block_tables."""
         if not self.scored:
             return []
         chosen = [entry.sequence for entry in self.scored]
@@ -286,9 +286,9 @@ class HostBatch:
 
 
 def sent_bytes(tokens: int, sequences: int, blocks: int, groups: int) -> int:
-    """Most bytes that `HostBatch.to_device` sends for so many tokens of sequences of so many blocks.
+    """Returns how many bytes `HostBatch.to_device` sends at most for these tokens and sequences.
 
-    A row is wanted of each sequence, and the scores of all tokens.
+    blocks: of each sequence. Each sequence wants one row, and the scores of all its tokens.
     """
     parts = 12 + 2 * groups
     numbers = 5 * sequences + 2 + (groups + 1) * sequences * blocks
@@ -304,10 +304,10 @@ def build_batch(
     scored: Sequence[ScoredSequence] = (),
     drafts: Mapping[int, Sequence[int]] = _NO_DRAFTS,
 ) -> HostBatch:
-    """The batch that computes counts[i] >= 1 tokens of sequences[i]. last_tokens: [rows] int64, on the device.
+    """Builds the batch that computes counts[i] >= 1 tokens of sequences[i]. last_tokens: [rows] int64, on the device.
 
-    scored: sequences whose attention scores are wanted. drafts: by handle, the tokens behind the last known one, which
-    are among the sequence's count. Raises ValueError when they ask for more than the batch has.
+    scored: sequences whose attention scores are wanted. drafts: by handle, the tokens after the last known one, which
+    are included in the sequence's count. Raises ValueError if `scored` asks for more than the batch has.
     """
     _check_scored(scored, counts, num_groups)
     query_lens = np.asarray(counts, dtype=np.int64)
@@ -382,7 +382,7 @@ def build_batch(
 
 
 def _scored_prompts(sequences: Sequence[SequenceState], query_start: Int64s) -> list[ScoredPrompt]:
-    """The tokens of prompts that stand behind computed ones, where their log-probabilities are wanted."""
+    """Returns the prompt tokens after computed tokens, for prompts whose log-probabilities are wanted."""
     prompts = []
     for index, sequence in enumerate(sequences):
         if sequence.sampling.num_prompt_logprobs is None:
@@ -396,7 +396,7 @@ def _scored_prompts(sequences: Sequence[SequenceState], query_start: Int64s) -> 
 
 
 def _adapter_spans(sequences: Sequence[SequenceState], query_start: Int64s) -> tuple[AdapterSpan, ...]:
-    """The tokens of each adapter; one span where the sequences of an adapter stand behind each other."""
+    """Returns the tokens of each adapter; consecutive sequences of an adapter share a span."""
     spans: list[AdapterSpan] = []
     for index, sequence in enumerate(sequences):
         if sequence.adapter is None:
@@ -418,12 +418,12 @@ def _table(tables: Sequence[Int32s], seq_lens: Int64s, block_size: int) -> Int32
 
 
 def _extended(array: np.ndarray, extra: int, value: int = 0) -> np.ndarray:
-    """The array with `extra` more rows, filled with `value`."""
+    """Returns the array with `extra` more rows, filled with `value`."""
     return np.concatenate([array, np.full((extra, *array.shape[1:]), value, array.dtype)]) if extra else array
 
 
 def _check_scored(entries: Sequence[ScoredSequence], counts: Sequence[int], groups: int) -> None:
-    """Raises ValueError when entries ask for more than a batch of `counts` tokens per sequence has."""
+    """Raises ValueError if entries ask for more than a batch of `counts` tokens per sequence has."""
     if entries and groups > 1:
         raise ValueError("scored: only models with one layer group compute attention scores")
     if len({entry.sequence for entry in entries}) < len(entries):

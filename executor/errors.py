@@ -6,11 +6,11 @@ from protos.rpc.errors import ServiceError
 
 
 class ModelError(Exception):
-    """The model cannot be run; the message is one sentence for people."""
+    """The model cannot be run; the message is one sentence for operators."""
 
 
 class FamilyError(ModelError):
-    """The executor cannot run models of this family; the message says which it runs."""
+    """The executor cannot run models of this family; the message says which families it runs."""
 
     def __init__(self, message: str) -> None:
         super().__init__(
@@ -24,17 +24,17 @@ class UnsuitableError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception for a message of one line; its type where there is none."""
+    """Returns an exception's first line, for a message of one line; its type if it has no text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].strip().rstrip('.;:')}" if lines else type(error).__name__
 
 
 class CacheFileError(Exception):
-    """A lower tier's file cannot be opened; the message is one sentence for people and names the setting."""
+    """A lower tier's file cannot be opened; the message is one sentence for operators and names the setting."""
 
 
 class BrokenStorageError(CacheFileError):
-    """The storage under a tier accepts no writes any more; the executor can serve without it."""
+    """The storage under a tier no longer accepts writes; the executor can serve without the tier."""
 
 
 class AdapterError(ServiceError):
@@ -80,7 +80,7 @@ class WeightsFixedError(ServiceError):
 
 
 class WeightsError(ServiceError):
-    """Weights cannot take the place of the executor's; the message says why, and those of before stay."""
+    """Weights cannot replace the executor's; the message says why, and the previous weights stay."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "INVALID_WEIGHTS"
@@ -98,14 +98,14 @@ class ExecutorError(ServiceError):
 
 
 class InvalidStepError(ExecutorError):
-    """A step contradicts itself or the pools; nothing of it was applied."""
+    """A step contradicts itself or the pools; no part of it was applied."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "INVALID_STEP"
 
 
 class UnknownSequenceError(ExecutorError):
-    """A step names a sequence that is not in the running set; nothing of it was applied."""
+    """A step names a sequence that is not in the running set; no part of it was applied."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "UNKNOWN_SEQUENCE"
@@ -119,28 +119,28 @@ class CapacityExceededError(ExecutorError):
 
 
 class StepOutOfOrderError(ExecutorError):
-    """A step's number is not one more than the last one's."""
+    """A step's number is not one more than that of the last step."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "STEP_OUT_OF_ORDER"
 
 
 class SessionNotOpenError(ExecutorError):
-    """The first message of a session must open it, and no later one may."""
+    """The first message of a session must open the session, and no later message may."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "SESSION_NOT_OPEN"
 
 
 class StaleSchedulerError(ExecutorError):
-    """A newer scheduler has opened a session before."""
+    """A newer scheduler has already opened a session."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "STALE_SCHEDULER_EPOCH"
 
 
 class WrongExecutorEpochError(ExecutorError):
-    """The scheduler plans for another life of this executor."""
+    """The scheduler plans for an earlier or later process of this executor."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "WRONG_EXECUTOR_EPOCH"
@@ -161,7 +161,7 @@ class SessionReplacedError(ExecutorError):
 
 
 class SchedulerLeftError(ExecutorError):
-    """The lease of the scheduler has ended since it opened the session: its blocks may be those of others."""
+    """The scheduler's lease has ended since it opened the session: its blocks may belong to other schedulers."""
 
     code = grpc.StatusCode.ABORTED
     reason = "SCHEDULER_LEFT"

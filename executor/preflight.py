@@ -1,4 +1,4 @@
-"""What of an executor's settings can be judged in a moment: without torch, and before a stack has started anything."""
+"""Quick checks of an executor's settings: without torch, and before a stack has started anything."""
 
 import importlib.util
 import runpy
@@ -12,13 +12,13 @@ from executor.models.chat_template import read_template
 from executor.settings import ExecutorSettings
 from protos.rpc.settings import variable
 
-# Each driver of a GPU that torch calls "cuda" has one of these: NVIDIA's (its devices may be made by the first program
-# that wants them), that of Linux in Windows, Jetson's and AMD's.
+# Each driver of a GPU that torch calls "cuda" has one of these: NVIDIA's (whose devices may be created by the first
+# program that uses them), the one for Linux in Windows, Jetson's and AMD's.
 _DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg", "/dev/nvmap", "/dev/kfd")))
 
 
 def check(settings: ExecutorSettings, environ: Mapping[str, str]) -> None:
-    """Raises ModelError and CacheFileError, which name the variable and a remedy, where no executor could start."""
+    """Raises ModelError or CacheFileError, which name the variable and a remedy, if no executor could start."""
     check_device(settings.device, environ)
     for tier in tier_files(settings):
         check_space(tier)
@@ -42,7 +42,7 @@ def check(settings: ExecutorSettings, environ: Mapping[str, str]) -> None:
 
 
 def check_device(device: str, environ: Mapping[str, str], drivers: Sequence[Path] = _DRIVERS) -> None:
-    """Raises ModelError for a GPU that certainly is not there. With a driver, torch finds out how many there are."""
+    """Raises ModelError for a GPU that certainly does not exist. With a driver, torch finds out how many there are."""
     if not device.startswith("cuda"):
         return
     if not any(driver.exists() for driver in drivers):
@@ -62,20 +62,20 @@ def check_device(device: str, environ: Mapping[str, str], drivers: Sequence[Path
 
 
 def _torch_version() -> Path | None:
-    """The file in which torch says how it was built, if it has the file."""
+    """Returns the file in which torch says how it was built, if it exists."""
     found = importlib.util.find_spec("torch")
     path = Path(found.origin).with_name("version.py") if found and found.origin else None
     return path if path and path.is_file() else None
 
 
 def computes_on_gpus(version: Path) -> bool:
-    """Whether a torch with this version.py was built for GPUs."""
+    """Returns whether a torch with this version.py was built for GPUs."""
     built = runpy.run_path(str(version))
     return bool(built.get("cuda") or built.get("hip"))
 
 
 def tier_files(settings: ExecutorSettings) -> tuple[FileSettings, FileSettings]:
-    """The files of the host tier and of the disk tier."""
+    """Returns the settings of the host tier's file and of the disk tier's file."""
 
     def of(tier: str, folder: Path) -> FileSettings:
         size, where = f"{tier}_cache_size", f"{tier}_cache_dir"

@@ -1,4 +1,4 @@
-"""Makes ahead of the first start what it would make: the configured model's files, and code compiled for this machine.
+"""Prepares what the first start would otherwise make: the configured model's files, and code for this machine.
 
 `python -m executor.prepare` prints the model's folder.
 """

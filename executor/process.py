@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-# How long a process that stops tries to confirm its last copies.
+# How long a stopping process tries to confirm its last copies.
 CONFIRM_SECONDS = 0.5
 
 
@@ -50,7 +50,7 @@ def main(settings: ExecutorSettings) -> int:
 
 
 def _check_addresses(settings: ExecutorSettings) -> None:
-    """Raises AddressError before the model is loaded for addresses that no server could listen on."""
+    """Raises AddressError, before the model is loaded, for addresses that no server could listen on."""
     for name, address in settings.listening.items():
         if address:
             addresses.prepare(address, insecure=settings.security.may_be_reached, setting=name)
@@ -59,7 +59,7 @@ def _check_addresses(settings: ExecutorSettings) -> None:
 def _load(
     source: str, settings: ExecutorSettings, device: "torch.device"
 ) -> "tuple[ModelFiles, Model, TokenizerFiles]":
-    """Raises ModelError."""
+    """Loads the model. Raises ModelError."""
     from executor.models.files import find
     from executor.models.load import load_model
     from executor.models.tokenizer import load_tokenizer
@@ -73,7 +73,7 @@ def _load(
 def _load_draft(
     settings: ExecutorSettings, device: "torch.device", model: "Model", tokenizer: "TokenizerFiles"
 ) -> "Draft":
-    """The draft model beside a model. Raises ModelError naming the setting."""
+    """Returns the draft model for a model. Raises ModelError naming the setting."""
     from executor.core.draft_model import Draft
 
     try:
@@ -83,7 +83,7 @@ def _load_draft(
 
 
 def _make_invariant(model: "Model") -> None:
-    """Raises ModelError where the model cannot compute so."""
+    """Makes the model batch invariant. Raises ModelError if this is not possible."""
     from executor.models.cpu import CpuModel
 
     if not isinstance(model.forward, CpuModel):
@@ -97,7 +97,7 @@ def _make_invariant(model: "Model") -> None:
 def _load_weights(
     files: "ModelFiles", settings: ExecutorSettings, device: "torch.device", folder: Path | None
 ) -> "Model":
-    """The model again, with the weights of a folder; None for those of its start. Raises ModelError."""
+    """Returns the model with the weights of a folder; None for the weights of the start. Raises ModelError."""
     from executor.models.files import ModelFiles
     from executor.models.load import load_model
 
@@ -109,7 +109,7 @@ def _load_weights(
 
 
 def _kind_seconds(runner: "Runner") -> dict[str, float]:
-    """Of the decoder that computes now: other weights have one of their own."""
+    """Returns the times of the decoder that computes now: other weights have a separate decoder."""
     from executor.models.cpu import CpuModel
 
     assert isinstance(runner.model.forward, CpuModel)
@@ -127,7 +127,7 @@ async def _serve(settings: ExecutorSettings) -> int:
     log.info("starting", model=settings.model or "default")
     _check_addresses(settings)
     preflight.check(settings, os.environ)
-    # Imported late, so that a wrong setting is reported at once and not after seconds.
+    # Imported late, so that a wrong setting is reported at once rather than after seconds.
     import torch
 
     from executor.cache.pool import KvPools, block_bytes, count_blocks, free_memory
@@ -241,7 +241,7 @@ async def _serve(settings: ExecutorSettings) -> int:
             bfloat16_products=decoder.products,
         )
         del decoder
-    # Its weights are freed once others are in their place.
+    # Its weights can be freed once others have replaced them.
     del model
     adapters = Adapters(
         runner,
@@ -284,7 +284,7 @@ async def _serve(settings: ExecutorSettings) -> int:
     worker.start()
     registration = asyncio.create_task(client.run())
     watching = asyncio.create_task(watchdog.run())
-    # They end by themselves only on a bug; then the process must end too.
+    # These tasks end by themselves only because of a bug; then the process must end, too.
     for task in (registration, watching):
         task.add_done_callback(_end_unless_cancelled)
     await server.run_until_stopped(signals, drain)

@@ -10,7 +10,7 @@ from pydantic import ByteSize, Field, ValidationInfo, field_validator
 
 from protos.rpc.settings import MetricsAddress, ProcessSettings, load, variable
 
-# A number of two digits at most: torch keeps it in a byte.
+# A number of at most two digits: torch keeps it in a byte.
 _DEVICE = re.compile("auto|cpu|cuda(:[0-9]{1,2})?")
 
 
@@ -98,22 +98,22 @@ class ExecutorSettings(ProcessSettings):
 
     @property
     def compiled_dir(self) -> Path:
-        """Where code compiled for this machine is kept."""
+        """The folder of code compiled for this machine."""
         return self.cache_dir / "compiled"
 
     @property
     def scales_dir(self) -> Path:
-        """Where calibrated scales are kept."""
+        """The folder of calibrated scales."""
         return self.cache_dir / "scales"
 
     @property
     def disk_dir(self) -> Path:
-        """Where the disk tier's file is kept."""
+        """The folder of the disk tier's file."""
         return self.disk_cache_dir or self.cache_dir / "blocks"
 
     @property
     def given_shares(self) -> tuple[float, ...]:
-        """Shares of memory of each layer group; empty where none are given."""
+        """Shares of memory of the layer groups; empty if none are given."""
         return tuple(map(float, self.pool_shares.split(","))) if self.pool_shares else ()
 
     @property
@@ -180,7 +180,7 @@ class ExecutorSettings(ProcessSettings):
 
 
 def settings_from(environ: Mapping[str, str]) -> ExecutorSettings:
-    """Settings of an environment; XDG_CACHE_HOME moves the cache folder unless its own variable does."""
+    """Reads the settings from an environment; XDG_CACHE_HOME moves the cache folder unless its own variable does."""
     values = dict(environ)
     if environ.get("XDG_CACHE_HOME"):
         values.setdefault("KVKEEP_EXECUTOR_CACHE_DIR", str(Path(environ["XDG_CACHE_HOME"], "kvkeep")))

@@ -10,7 +10,7 @@ from protos.kvcommon.eviction import Policy
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """Random numbers in [0, 1), [N] float64, each of one seed below 2**64 and one position alone.
+    """Returns random numbers in [0, 1), [N] float64, each determined by one seed below 2**64 and one position.
 
     splitmix64 (Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators").
     """
@@ -22,7 +22,7 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
 
 
 def uniform(seed: int, position: int) -> float:
-    """One of `uniforms`."""
+    """Returns one of `uniforms`."""
     return float(uniforms([seed], [position])[0])
 
 
@@ -71,7 +71,7 @@ class Sampling:
 
     @property
     def restricts(self) -> bool:
-        """Whether other tokens than penalised ones have other logits than the model's."""
+        """Whether logits of tokens that are not penalised differ from the model's."""
         return bool(self.grammar or self.logit_bias or self.min_tokens or self.bad_token_ids or self.allowed_token_ids)
 
     @property
@@ -82,10 +82,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class NewSequence:
-    """A sequence that joins. tables: per layer group the slots of its blocks. policy: of its token eviction, or None.
+    """A sequence that joins. tables: per layer group, the slots of its blocks. policy: its token eviction, or None.
 
     traceparent: W3C trace context of its request, empty for none. continuation: ids that may follow, for drafts.
-    adapter_id: of a loaded adapter, None for none.
+    adapter_id: that of a loaded adapter, None for none.
     """
 
     sequence: int
@@ -110,7 +110,7 @@ class BlockTableUpdate:
 
 
 class Tier(enum.IntEnum):
-    """Where a block's bytes are, numbered as in messages."""
+    """Where a block's bytes live, numbered as in messages."""
 
     DEVICE = 1
     HOST = 2
@@ -130,12 +130,12 @@ class Copy:
 
     @property
     def within_device(self) -> bool:
-        """Whether it runs in the order of the device's work, and not asynchronously."""
+        """Whether the copy runs in the order of the device's work, not asynchronously."""
         return self.target_tier is Tier.DEVICE and (self.source_tier is Tier.DEVICE or not self.source)
 
     @property
     def is_onload(self) -> bool:
-        """Whether it brings a block from a lower tier to the device."""
+        """Whether the copy brings a block from a lower tier to the device."""
         return self.target_tier is Tier.DEVICE and not self.within_device
 
 
@@ -143,9 +143,9 @@ class Copy:
 class Step:
     """A diff of the running batch. chunks: sequence -> tokens to compute. idle: sequences that compute nothing.
 
-    evicting: sequences that evict tokens for the first time -> the block table that the kept tokens move to, () where
-    they stay. windows: sequences whose adaptive window has another length from now on -> its tokens. looking: sequences
-    whose output says how long their adaptive window is to be. awaits_copies: the step only waits for an onload.
+    evicting: sequences that evict tokens for the first time -> the block table that the kept tokens move to, () if they
+    stay. windows: sequences whose adaptive window has a new length from now on -> its tokens. looking: sequences whose
+    output says how long their adaptive window is to be. awaits_copies: the step only waits for an onload.
     drafts: decoding sequences -> most drafted tokens.
     """
 
@@ -176,7 +176,7 @@ class Step:
 class Logprobs:
     """Log-probabilities of one token and of the most likely ones, best first.
 
-    rank: how many tokens are at least as likely, itself among them; 0 where that is not asked for.
+    rank: how many tokens, including itself, are at least as likely; 0 if not asked for.
     """
 
     logprob: float
@@ -185,7 +185,7 @@ class Logprobs:
     rank: int = 0
 
     def best(self, count: int) -> "Logprobs":
-        """The same with so many of the most likely ones."""
+        """Returns the log-probabilities with only the `count` most likely tokens."""
         return Logprobs(self.logprob, self.top_ids[:count], self.top_logprobs[:count])
 
 
@@ -201,7 +201,7 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Of the tokens of a sequence's prompt from a position on."""
+    """Log-probabilities of a sequence's prompt tokens from a position on."""
 
     sequence: int
     position: int
@@ -221,9 +221,9 @@ class Evicted:
 class StepOutput:
     """The output of a step. Times in seconds.
 
-    windows: sequence -> tokens that its adaptive window is to have, where the step asked.
-    tickets: its copies within the device. copied, failed: onloads that have ended since the output before.
-    block_times: seconds that a block takes from a lower tier to the device, as far as known.
+    windows: sequence -> tokens that its adaptive window is to have, if the step asked.
+    tickets: its copies within the device. copied, failed: onloads that have ended since the previous output.
+    block_times: seconds to copy a block from a lower tier to the device, as far as known.
     sampled: in the order of each sequence's tokens. num_drafts: drafted tokens among num_tokens.
     wanted_drafts: sequence -> drafted tokens that are worth their computation in its next step.
     """
@@ -245,5 +245,5 @@ class StepOutput:
 
     @property
     def num_accepted(self) -> int:
-        """Drafted tokens that were accepted: each made a sequence sample one token more."""
+        """Drafted tokens that were accepted: each made a sequence sample one more token."""
         return len(self.sampled) - len({token.sequence for token in self.sampled}) if self.num_drafts else 0

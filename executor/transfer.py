@@ -12,13 +12,13 @@ _DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
 def to_device(values: Sequence[float] | np.ndarray, device: torch.device) -> Tensor:
-    """A tensor on the device; on a CPU it shares the memory of `values`."""
+    """Returns a tensor on the device; on a CPU, it shares the memory of `values`."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host, readable once the device has come this far; on a CPU the tensor itself."""
+    """Returns a copy on the host, readable once the device has come this far; on a CPU, the tensor itself."""
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
@@ -27,7 +27,7 @@ def to_host(tensor: Tensor) -> Tensor:
 def send(arrays: Sequence[np.ndarray], device: torch.device, into: Tensor | None = None) -> list[Tensor]:
     """Sends arrays of int32 or int64 in one copy; on a CPU the tensors share the memory of that copy.
 
-    into: [bytes] uint8 on the device, written at offsets that depend on the sizes alone; None for new memory.
+    into: [bytes] uint8 on the device, written at offsets that depend only on the sizes; None for new memory.
     """
     starts = np.cumsum([0] + [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
     host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")

@@ -6,7 +6,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def available_memory(meminfo: Path = MEMINFO) -> int:
-    """Bytes of the host's memory that are available; 2^62 where the kernel does not report them."""
+    """Returns the bytes of host memory that are available; 2^62 if the kernel does not report them."""
     for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":

@@ -14,7 +14,7 @@ from executor.cache.memory import MEMINFO, available_memory
 from executor.cache.shares import Shares
 from executor.errors import ModelError
 
-# Most bytes of the pools on a CPU unless a setting says more: a laptop survives it.
+# Most bytes of the pools on a CPU unless a setting allows more: even a laptop has this much.
 CPU_BYTES = 4 << 30
 
 Slots = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -22,7 +22,7 @@ Slots = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What decides in which pool a layer's keys and values live. window: in tokens, None for full attention."""
+    """What determines the pool of a layer's keys and values. window: in tokens, None for full attention."""
 
     window: int | None
     kv_heads: int
@@ -39,9 +39,9 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class Scales:
-    """k, v: [layers, kv_heads, head_dim] float32, what a group's keys and values in 8 bits are multiplied with.
+    """k, v: [layers, kv_heads, head_dim] float32, factors of a group's 8-bit keys and values.
 
-    Those of the two numbers of a key that are rotated together are alike: rotated keys have the same scales.
+    Two numbers of a key that are rotated together have equal scales, so that rotated keys have the same scales.
     """
 
     k: Tensor
@@ -52,7 +52,7 @@ class Scales:
 class LayerCache:
     """One layer's part of its group's pool. k, v: [num_blocks + 1, block_size, kv_heads, head_dim].
 
-    k_scale, v_scale: [kv_heads, head_dim] float32 of 8 bits, else None.
+    k_scale, v_scale: [kv_heads, head_dim] float32 of 8-bit caches, otherwise None.
     """
 
     group: int
@@ -67,8 +67,8 @@ class Pool:
     """k, v: [layers, num_blocks + 1, block_size, kv_heads, head_dim]; slot 0 is the null block.
 
     last_write_steps: [num_blocks + 1] uint64 on the host, per slot the last step that wrote it, 0 for never.
-    pages: releases the memory of slots that are not in use; None where it is allocated for good.
-    scales: of pools of 8 bits, else None. draft: the keys and values of a draft model, which are part of each block.
+    pages: releases the memory of unused slots; None if memory is allocated permanently.
+    scales: of 8-bit pools, otherwise None. draft: the keys and values of a draft model, which are part of each block.
     """
 
     group: LayerGroup
@@ -85,7 +85,7 @@ class Pool:
 
     @property
     def pairs(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """K and V, and those of a draft model: a block is a slot of all of them."""
+        """K and V, and those of a draft model: a block is a slot in all of them."""
         return (self.k, self.v), *(() if self.draft is None else self.draft.pairs)
 
     @property
@@ -104,12 +104,12 @@ class Pool:
             cache[:, slot].zero_()
 
     def use(self, slots: Slots) -> None:
-        """These slots are about to be written."""
+        """Prepares slots that are about to be written."""
         for pages in self._all_pages:
             pages.use(slots)
 
     def release(self, slot: int) -> None:
-        """Releases the memory of a slot where that is possible."""
+        """Releases the memory of a slot if possible."""
         for pages in self._all_pages:
             pages.release(slot)
 
@@ -137,8 +137,8 @@ class KvPools:
         scales: Sequence[Scales] = (),
         drafts: Mapping[int, Pool] = _NONE,
     ) -> None:
-        """shares: of each group; a number is that many blocks for each, for good. scales: of each group, if `dtype` has
-        8 bits. drafts: by group, a pool of a draft model with as many slots."""
+        """shares: of each group; a number gives each group that many blocks permanently. scales: of each group, if
+        `dtype` has 8 bits. drafts: by group, a draft model's pool with the same number of slots."""
         self.block_size = block_size
         self.dtype = dtype
         self.shares = Shares.fixed([shares] * len(groups)) if isinstance(shares, int) else shares
@@ -155,11 +155,11 @@ class KvPools:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that fit into the smallest pool at first."""
+        """Tokens that initially fit into the smallest pool."""
         return min(self.shares.blocks) * self.block_size
 
     def layer(self, layer: int) -> LayerCache:
-        """Where a layer keeps its keys and values."""
+        """Returns where a layer keeps its keys and values."""
         group, index = self.places[layer]
         pool = self.pools[group]
         if pool.scales is None:
@@ -168,11 +168,11 @@ class KvPools:
 
     @property
     def layers(self) -> list[LayerCache]:
-        """Of all layers, in the order of the model."""
+        """Returns the caches of all layers, in the order of the model."""
         return [self.layer(layer) for layer in range(len(self.places))]
 
     def zero(self, group: int, slot: int, step: int) -> None:
-        """Overwrites a block with zeros, after this step, and releases its memory where that is possible."""
+        """Overwrites a block with zeros, after this step, and releases its memory if possible."""
         pool = self.pools[group]
         pool.zero(slot)
         self.mark_written(group, [slot], step)
@@ -186,7 +186,7 @@ class KvPools:
 
 
 def _allocate(group: LayerGroup, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Pool:
-    # Not zeroed: on a CPU, pages that are never used then never take memory.
+    # Not zeroed, so that on a CPU, pages that are never used never take memory.
     k, v = (torch.empty(_shape(group, num_blocks, block_size), dtype=dtype, device=device) for _ in range(2))
     for cache in (k, v):
         cache[:, 0].zero_()
@@ -194,7 +194,7 @@ def _allocate(group: LayerGroup, num_blocks: int, block_size: int, dtype: torch.
 
 
 def _reserve(group: LayerGroup, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Pool:
-    """A pool in the host's memory, whose pages are allocated when they are written."""
+    """Returns a pool in host memory, whose pages are allocated when they are written."""
     assert device.type == "cpu"
     shape = _shape(group, num_blocks, block_size)
     size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
@@ -229,11 +229,11 @@ class Pages:
         self._is_free = np.zeros(slots, dtype=np.bool_)
 
     def use(self, slots: Slots) -> None:
-        """These slots are about to be written, and are in use until `release`."""
+        """Notes that slots are about to be written, and are in use until `release`."""
         self._is_free[slots] = False
 
     def release(self, slot: int) -> None:
-        """Frees the pages of a slot, but for pages that it shares with slots in use."""
+        """Frees the pages of a slot, except pages that it shares with slots in use."""
         self._is_free[slot] = True
         for layer in range(self._layers):
             start, stop = self._free_pages(layer * self._slots, slot)
@@ -242,7 +242,7 @@ class Pages:
                     memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
     def _free_pages(self, row: int, slot: int) -> tuple[int, int]:
-        """[start, stop) of the pages that hold a part of a slot in the layer that begins at `row`, and nothing else."""
+        """Returns [start, stop) of the pages that hold only a part of a slot in the layer that begins at `row`."""
         begin = (row + slot) * self._size
         end = begin + self._size
         start, stop = begin // mmap.PAGESIZE * mmap.PAGESIZE, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -253,13 +253,13 @@ class Pages:
         return start, stop
 
     def _are_free(self, row: int, begin: int, end: int) -> bool:
-        """Whether all bytes of [begin, end) are of free slots of one layer, or behind the pool."""
+        """Returns whether all bytes of [begin, end) belong to free slots of one layer, or lie after the pool."""
         first, last = begin // self._size - row, (end - 1) // self._size - row
         return first > 0 and last < self._slots and bool(self._is_free[first : last + 1].all())
 
 
 def block_bytes(groups: Sequence[LayerGroup], block_size: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Bytes of one block of each group, K and V of all its layers together. block_size in tokens."""
+    """Returns the bytes of one block of each group, K and V of all its layers together. block_size: in tokens."""
     element = torch.empty(0, dtype=dtype).element_size()
     return tuple(
         2 * len(group.layers) * group.shape.kv_heads * group.shape.head_dim * element * block_size for group in groups
@@ -267,13 +267,13 @@ def block_bytes(groups: Sequence[LayerGroup], block_size: int, dtype: torch.dtyp
 
 
 def count_blocks(sizes: Sequence[int], block_size: int, *, max_tokens: int, free_bytes: int, fraction: float) -> int:
-    """Blocks per pool, were they equally many: the lesser of `max_tokens` (0 for no limit) and `fraction` of the free
-    bytes. sizes: bytes of one block of each group.
+    """Returns the blocks per pool if all have the same number: limited by `max_tokens` (0 for no limit) and `fraction`
+    of the free bytes. sizes: bytes of one block of each group.
 
-    Raises ModelError when not even one block fits.
+    Raises ModelError if not even one block fits.
     """
     size = sum(sizes)
-    # One more than usable: the null block.
+    # One block is not usable: the null block.
     blocks = int(free_bytes * fraction) // size - 1
     if max_tokens:
         blocks = min(blocks, max_tokens // block_size)
@@ -286,7 +286,7 @@ def count_blocks(sizes: Sequence[int], block_size: int, *, max_tokens: int, free
 
 
 def free_memory(device: torch.device, meminfo: Path = MEMINFO) -> int:
-    """Bytes that the pools may share; on a CPU bounded by CPU_BYTES."""
+    """Returns the bytes that the pools may share; on a CPU, limited by CPU_BYTES."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(available_memory(meminfo), CPU_BYTES)

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from executor.errors import ModelError
 
-# What a cache manager with its default settings gives a running sequence ahead of need.
+# Tokens that a cache manager with default settings gives a running sequence ahead of need.
 AHEAD_TOKENS = 32
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Blocks per layer group, the null blocks aside.
+    """Blocks per layer group, not counting the null blocks.
 
-    blocks: that each pool may use at first. slots: that each pool has; more than its blocks where an operator may move
-    memory to it later. memory_bytes: what all pools use together at most; None where each has its slots for good.
+    blocks: what each pool may use at first. slots: what each pool has; more than its blocks if an operator may move
+    memory to it later. memory_bytes: what all pools use together at most; None if each has its slots permanently.
     """
 
     blocks: tuple[int, ...]
@@ -24,7 +24,7 @@ class Shares:
 
     @classmethod
     def fixed(cls, blocks: Sequence[int]) -> "Shares":
-        """Pools of so many blocks each, for good."""
+        """Returns pools with permanent numbers of blocks."""
         return cls(tuple(blocks), tuple(blocks))
 
 
@@ -41,10 +41,10 @@ def share_memory(
 ) -> Shares:
     """Divides `memory_bytes`, which hold at least one block of each group.
 
-    windows: attention window of each group in tokens, None for full attention. weights: shares of the bytes that are
-    given; empty shares them as sequences of `expected_tokens` need it. No share is too small for a prompt of
+    windows: attention window of each group in tokens, None for full attention. weights: given shares of the bytes;
+    if empty, they are shared as sequences of `expected_tokens` need them. No share is too small for a prompt of
     `longest_tokens` that pools with equally many blocks would hold. movable: whether the pools get slots to grow into.
-    Raises ModelError when the weights do not fit the groups.
+    Raises ModelError if the weights do not fit the groups.
     """
     if weights:
         return Shares.fixed(_weighted(windows, block_bytes, memory_bytes, weights))
@@ -86,9 +86,9 @@ def _needed(
     expected_tokens: int,
     longest_tokens: int,
 ) -> tuple[int, ...]:
-    """Blocks for one sequence as it is admitted, and for as many others as possible as they are later.
+    """Returns blocks for one sequence at its admission, and for as many later-stage sequences as possible.
 
-    An admission allocates blocks for a whole prompt in every group; a window releases most of them once it is computed.
+    An admission allocates a whole prompt's blocks in every group; a window releases most of them once it is computed.
     """
     whole = -(-expected_tokens // block_size)
     least = min(-(-longest_tokens // block_size), memory_bytes // sum(block_bytes))
@@ -97,13 +97,13 @@ def _needed(
     ]
 
     def blocks(full: int) -> tuple[int, ...]:
-        """Where full attention has `full` blocks."""
+        """Returns the blocks of each group if full attention has `full` blocks."""
         others = max(0, full - whole)
         return tuple(max(least, min(full, whole) + others * each // whole) for each in kept)
 
     def total(full: int) -> int:
         return sum(count * size for count, size in zip(blocks(full), block_bytes, strict=True))
 
-    # Also where all groups have windows, which get fewer.
+    # This also holds if all groups have windows, which get fewer.
     most = whole * (memory_bytes // min(block_bytes) + 1)
     return blocks(bisect_right(range(most), memory_bytes, key=total) - 1)

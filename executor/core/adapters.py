@@ -1,4 +1,4 @@
-"""The adapters that sequences may be computed with: loaded at the start, and at run time where a setting allows it."""
+"""The adapters that sequences may use: loaded at the start, and at run time if a setting allows it."""
 
 import asyncio
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from executor.models.forward import Model
 from protos.rpc.errors import InvalidField
 
 MAX_NAME_BYTES = 256
-# How long the device keeps an adapter that is unloaded: a step that was sent before may still name it.
+# How long the device keeps an unloaded adapter: a step that was sent earlier may still name it.
 KEEP_SECONDS = 5.0
 
 log = structlog.get_logger()
@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """An adapter under its name. path: of its folder, as it was given."""
+    """An adapter under its name. path: its folder, as it was given."""
 
     name: str
     adapter_id: int
@@ -39,23 +39,23 @@ class LoadedAdapter:
 
 
 class Adapters:
-    """Those that are loaded, by name. On the asyncio loop; two names of one content share its memory."""
+    """The loaded adapters by name. On the asyncio loop; two names with the same content share its memory."""
 
     def __init__(self, runner: Runner, *, folder: Path | None, most: int, largest_rank: int) -> None:
-        """folder: below which adapters are loaded at run time; None allows none. most: adapters at a time."""
+        """folder: where adapters to load at run time must lie; None allows none. most: adapters at a time."""
         self.most = most
         self._runner = runner
         self._folder = folder
         self._largest_rank = largest_rank
         self._by_name: dict[str, LoadedAdapter] = {}
-        # Where each was read from, by its id.
+        # The folder that each adapter was read from, by its id.
         self._folders: dict[int, Path] = {}
-        # None is loaded while it is taken. One at a time: files may be large.
+        # While this is held, no other adapter is loaded. Loads take turns, because files may be large.
         self.turn = asyncio.Lock()
 
     @property
     def loaded(self) -> list[LoadedAdapter]:
-        """By name."""
+        """The loaded adapters, sorted by name."""
         return [adapter for _, adapter in sorted(self._by_name.items())]
 
     def load_given(self, given: Mapping[str, str], setting: str) -> None:
@@ -68,7 +68,7 @@ class Adapters:
                 raise ModelError(f"{setting}: the adapter {name} cannot be loaded: {error}") from error
 
     async def load(self, name: str, path: str) -> LoadedAdapter:
-        """Loads a folder under a name; what is loaded under it already stays.
+        """Loads a folder under a name; an adapter that is already loaded under this name stays.
 
         Raises AdaptersFixedError, InvalidField, AdapterError, AdapterExistsError and TooManyAdaptersError.
         """
@@ -89,7 +89,7 @@ class Adapters:
             return before or self._put(name, path, adapter, prepared)
 
     def prepared_for(self, model: Model) -> dict[int, object]:
-        """What another model makes of the loaded adapters, by their ids; in any thread. Raises AdapterError."""
+        """Returns the loaded adapters prepared for another model, by their ids; in any thread. Raises AdapterError."""
         found: dict[int, object] = {}
         for loaded in self.loaded:
             folder = self._folders.get(loaded.adapter_id)
@@ -103,9 +103,9 @@ class Adapters:
         return found
 
     async def unload(self, name: str, *, validate_only: bool = False) -> None:
-        """No sequence joins with it any more; its memory is free when the last one has left. Raises as `load`.
+        """Keeps new sequences from an adapter; its memory is free once its last sequence has left. Raises like `load`.
 
-        validate_only: only raises.
+        validate_only: only raises, without unloading.
         """
         if self._folder is None:
             raise AdaptersFixedError("no adapters are unloaded at run time here: KVKEEP_EXECUTOR_ADAPTER_DIR is empty")
@@ -124,7 +124,7 @@ class Adapters:
             self._folders.pop(adapter_id, None)
 
     def _check(self, name: str) -> None:
-        """Raises for a name that no adapter can have, and when there are too many adapters."""
+        """Raises for a name that no adapter can have, and if there are too many adapters."""
         if not name or len(name.encode()) > MAX_NAME_BYTES or not name.isprintable() or "," in name:
             raise InvalidField("name", f"must have 1 to {MAX_NAME_BYTES} bytes that can be printed, and no comma")
         if name == self._runner.model.name:

@@ -1,8 +1,8 @@
 """Drafts of a smaller model with the same vocabulary.
 
-Its keys and values stand beside the model's, in the same blocks: what is cached, shared, copied between tiers or
-restored of a prefix is so for both, and the cache manager counts their bytes together. It computes every prompt, so
-that a sequence drafts from its first token on, and output as far as the drafts need it.
+Its keys and values share the model's blocks: caching, sharing, copies between tiers and restoration of a prefix apply
+to both, and the cache manager counts their bytes together. It computes every prompt, so that a sequence drafts from
+its first token on, but output only as far as the drafts need it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from executor.models.forward import ForwardOutput, Model
 from executor.models.tokenizer import TokenizerFiles
 from executor.step import Tier
 
-# Waits until the copies that use these slots have ended: they are about to be written.
+# Waits until the copies that use these slots have ended, because the slots are about to be written.
 Claim = Callable[[Sequence[SlotRef]], None]
 
 
@@ -40,7 +40,7 @@ class Draft:
     ) -> "Draft":
         """files, tokenizer: the draft model's. own_tokenizer: the other model's.
 
-        Raises ModelError where it cannot draft for that one.
+        Raises ModelError if the draft model cannot draft for the other model.
         """
         pair = [one.json for one in (tokenizer, own_tokenizer) if one.json]
         vocabularies = [Tokenizer.from_str(one.decode()).get_vocab() for one in pair]
@@ -57,16 +57,16 @@ class Draft:
         return cls(draft, files, full[0])
 
     def with_bytes(self, sizes: Sequence[int], block_size: int) -> tuple[int, ...]:
-        """Bytes of one block of each group, with the draft model's. sizes: without them."""
+        """Returns the bytes of one block of each group, including the draft model's. sizes: the bytes without these."""
         added = block_bytes(self.model.groups, block_size, self.model.dtype)[0]
         return tuple(size + added * (number == self.group) for number, size in enumerate(sizes))
 
 
 class DraftModel:
-    """Follows the sequences of a running batch, and proposes what the draft model would say next, greedily."""
+    """Follows the sequences of a running batch, and proposes the draft model's greedy next tokens."""
 
     def __init__(self, draft: Draft, pools: KvPools) -> None:
-        """pools: of the draft model alone, with the slots of its group."""
+        """pools: only the draft model's, with the slots of its group."""
         self.pools = pools
         self._model = draft.model
         self._group = draft.group
@@ -76,32 +76,32 @@ class DraftModel:
 
     @classmethod
     def of(cls, draft: Draft, shares: Shares, block_size: int) -> "DraftModel":
-        """With new pools. shares: of all groups of the other model."""
+        """Creates a draft model with new pools. shares: of all groups of the other model."""
         of_group = slice(draft.group, draft.group + 1)
         own = Shares(shares.blocks[of_group], shares.slots[of_group], shares.memory_bytes)
         return cls(draft, KvPools(draft.model.groups, own, block_size, draft.model.dtype, draft.model.device))
 
     @property
     def beside(self) -> dict[int, Pool]:
-        """Its pool, by the group of the other model that shares its blocks."""
+        """The draft model's pool, by the other model's group that shares its blocks."""
         return {self._group: self.pools.pools[0]}
 
     def remove(self, handle: int) -> None:
-        """The sequence has left."""
+        """Removes a sequence that has left."""
         self._followed.pop(handle, None)
 
     def clear(self) -> None:
-        """All sequences have left."""
+        """Removes all sequences."""
         self._followed.clear()
 
     def append(self, sequence: SequenceState, token_ids: Sequence[int]) -> None:
-        """The sequence has sampled these tokens."""
+        """Takes tokens that the sequence has sampled."""
         self._of(sequence).append(token_ids)
 
     def keep_up(self, sequences: Sequence[SequenceState]) -> None:
-        """Computes what the other model has computed of these sequences, as soon as a block is full: it may be shared.
+        """Computes what the other model has computed of these sequences once a block is full, since it may be shared.
 
-        Their slots are written by the same step.
+        The same step writes both models' slots.
         """
         size, behind, ends = self.pools.block_size, [], []
         for sequence in sequences:
@@ -114,7 +114,7 @@ class DraftModel:
             self._compute(behind, ends, samples=False)
 
     def propose(self, wanted: Mapping[int, int], claim: Claim) -> dict[int, list[int]]:
-        """So many tokens for each sequence, by handle; none where the draft model's positions end."""
+        """Returns the wanted number of tokens per sequence, by handle; none where the draft model's positions end."""
         chosen = {
             handle: count
             for handle, count in wanted.items()
@@ -136,7 +136,7 @@ class DraftModel:
     def _compute(
         self, followed: Sequence["_Followed"], ends: Sequence[int], *, samples: bool, claim: Claim | None = None
     ) -> ForwardOutput:
-        """Computes each sequence up to its end. samples: whether the logits behind it are wanted."""
+        """Computes each sequence up to its end. samples: whether the logits after the end are wanted."""
         states = [one.state(end, end if samples else end + 1) for one, end in zip(followed, ends, strict=True)]
         counts = [end - one.ready for one, end in zip(followed, ends, strict=True)]
         batch = build_batch(states, counts, self._no_tokens, self.pools.block_size, 1)
@@ -149,7 +149,7 @@ class DraftModel:
 
 
 class _Followed:
-    """A sequence as the draft model has it: ids with drafts behind them, of which the first `ready` are computed."""
+    """A sequence as the draft model has it: ids followed by drafts, of which the first `ready` are computed."""
 
     def __init__(self, sequence: SequenceState, group: int) -> None:
         self.length = len(sequence.tokens)
@@ -160,7 +160,7 @@ class _Followed:
         self._ids[: self.length] = sequence.tokens
 
     def state(self, end: int, known: int) -> SequenceState:
-        """For a batch that computes the tokens from `ready` to `end`."""
+        """Returns the state for a batch that computes the tokens from `ready` to `end`."""
         return SequenceState(
             handle=self._sequence.handle,
             tokens=self._ids[:end],
@@ -174,7 +174,7 @@ class _Followed:
         )
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """The next tokens. Those that are drafts before them stay computed."""
+        """Appends the next tokens. If they equal earlier drafts, these stay computed."""
         end = self.length + len(token_ids)
         self._reserve(end)
         differs = np.flatnonzero(self._ids[self.length : end] != token_ids)
@@ -184,12 +184,12 @@ class _Followed:
         self.length = end
 
     def draft(self, index: int, token_id: int) -> None:
-        """The draft with this number is that token."""
+        """Sets the draft with this number to a token."""
         self._reserve(self.length + index + 1)
         self._ids[self.length + index] = token_id
 
     def drafts(self, count: int) -> list[int]:
-        """The first drafts."""
+        """Returns the first `count` drafts."""
         return list(map(int, self._ids[self.length : self.length + count]))
 
     def _reserve(self, size: int) -> None:

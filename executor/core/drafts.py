@@ -1,13 +1,13 @@
-"""Drafts: tokens that a decoding sequence is likely to have next, and whether a step should compute them, too.
+"""Drafts: likely next tokens of a decoding sequence, and whether a step should compute them, too.
 
-A step computes drafted tokens behind a sequence's last known one, and each row is sampled as if the drafts before it
-were the sequence's tokens. A draft that equals what is sampled in front of it is accepted, and so is the next one; the
-first other sample is the sequence's next token, and the rows behind it count for nothing.
+A step computes drafted tokens after a sequence's last known token, and each row is sampled as if the drafts before it
+were the sequence's tokens. Drafts are accepted in order as long as each equals the token sampled before it. The first
+sample that differs is the sequence's next token, and the rows after it are ignored.
 
-This is speculative sampling (Leviathan et al. 2023, arXiv 2211.17192) for proposals that are certain: there, a draft x
-is accepted with min(1, p(x) / q(x)), which is p(x) where q(x) = 1, and otherwise the token is drawn from p without x. A
-sample of p is x with probability p(x), and else it is distributed as p without x. Since a sample depends on the seed
-and the output position alone, the output is not only distributed as without drafts but the same.
+This is speculative sampling (Leviathan et al. 2023, arXiv 2211.17192) for certain proposals: there, a draft x is
+accepted with probability min(1, p(x) / q(x)), which is p(x) if q(x) = 1. Otherwise, the token is drawn from p without
+x. A sample of p is x with probability p(x); otherwise, it is distributed as p without x. Since a sample depends only
+on the seed and the output position, the output not only has the same distribution as without drafts but is the same.
 """
 
 import math
@@ -19,30 +19,30 @@ from statistics import median
 from executor.batch import SequenceState
 from executor.core.draft_model import Claim, DraftModel
 
-# The longest and the shortest run of tokens by which an earlier place is found.
+# The lengths of the token runs by which an earlier place is found, longest first.
 _SIZES = (4, 2)
-# Chances that the next draft is accepted before any was, by how many tokens in front of it match: fewer than the first
-# bound, fewer than the second, more.
+# Initial chances that the next draft is accepted, by the number of matching tokens before it: fewer than the first
+# bound, fewer than the second, or more.
 _BOUNDS, _CHANCES = (4, 8), (0.3, 0.5, 0.8)
-# Stands between texts, and is no token.
+# Separates texts, and is not a token.
 _GAP = -1
-# How much the last outcome counts in a chance.
+# Weight of the last outcome in a chance.
 _WEIGHT = 1 / 8
 # A draft with a smaller chance is never computed.
 _LEAST_CHANCE = 0.1
-# The share of a token's time that a drafted one is expected to take before it is measured, how much the last
-# measurement counts, and by how much a step without drafts lowers it: what was too dear is tried again.
+# The share of a token's time that a drafted token is expected to take until measured; the weight of the last
+# measurement; and the factor by which a step without drafts lowers the share, so that costly drafts are tried again.
 _FIRST_SHARE, _COST_WEIGHT, _FORGETTING = 0.3, 1 / 4, 0.995
-# The same of a draft model's drafts: trying them costs passes of their own.
+# The factor for a draft model's drafts: trying these costs additional passes.
 _MODEL_FORGETTING = 0.9998
-# Steps without drafts whose median time others are compared with.
+# Steps without drafts whose median time other steps are compared with.
 _KEPT_STEPS = 5
-# Most drafted tokens of a step: each has logits of its own.
+# Most drafted tokens of a step: each has separate logits.
 MOST_ROWS = 64
 
 
 def count_accepted(token_ids: Sequence[int], drafts: Sequence[int], stop_token_ids: frozenset[int]) -> int:
-    """Of the tokens sampled in front of each draft and behind the last one, how many count, at least 1."""
+    """Returns how many sampled tokens count, at least 1. token_ids: sampled before each draft, and after the last."""
     for index, (token_id, draft) in enumerate(zip(token_ids, drafts, strict=False)):
         if token_id != draft or token_id in stop_token_ids:
             return index + 1
@@ -50,29 +50,29 @@ def count_accepted(token_ids: Sequence[int], drafts: Sequence[int], stop_token_i
 
 
 class NgramProposer:
-    """Proposes what followed the sequence's last tokens where they stood before: in the output, the prompt, or another
-    text that may follow the prompt, which is followed from its beginning.
+    """Proposes what followed the sequence's last tokens where they occurred earlier: in the output, the prompt, or
+    another text that may follow the prompt, which is followed from its beginning.
 
-    The longest run found counts, and of equal ones the latest. A place is followed as long as it is right. All costs
-    are independent of the sequence's length but for the first index. Whether a proposal would have been right is
-    counted for every token, whether it was computed or not.
+    The longest run found counts; of several, the latest. A place is followed as long as it is right. All costs except
+    the first index are independent of the sequence's length. Every token counts for the chance that proposals are
+    right, even if its proposal was not computed.
     """
 
     def __init__(self, token_ids: Sequence[int], continuation: Sequence[int] = ()) -> None:
-        """token_ids: of the sequence so far. continuation: what may follow them."""
+        """token_ids: the sequence's tokens so far. continuation: tokens that may follow them."""
         self._text = [*continuation, _GAP, *token_ids]
-        # By the tokens in front of it, the last place in the text.
+        # The last place in the text after each run of tokens.
         self._places = [
             dict(zip(zip(*(self._text[start:] for start in range(size)), strict=False), count(size))) for size in _SIZES
         ]
         self._chances = list(_CHANCES)
-        # The place that is followed, None without one, and how many tokens in front of it match.
+        # The place that is followed, None for none, and how many tokens before it match.
         self._next: int | None = 0 if continuation else None
         self._matched = _BOUNDS[-1] if continuation else 0
 
     @property
     def chance(self) -> float:
-        """Of the proposal for the next token; 0 without one."""
+        """The chance that the proposal for the next token is right; 0 without a proposal."""
         return self._chances[self._level] if self._next is not None and self._text[self._next] != _GAP else 0.0
 
     @property
@@ -80,7 +80,7 @@ class NgramProposer:
         return sum(self._matched >= bound for bound in _BOUNDS)
 
     def append(self, token_id: int) -> None:
-        """The sequence has one token more."""
+        """Appends a token to the sequence."""
         text = self._text
         if self._next is not None:
             right, level = text[self._next] == token_id, self._level
@@ -96,7 +96,7 @@ class NgramProposer:
             places[run] = len(text)
 
     def propose(self, most: int) -> list[int]:
-        """At most so many tokens. What would follow the end of the text repeats what is proposed before."""
+        """Proposes at most `most` tokens. Beyond the end of the text, earlier proposals are repeated."""
         if self._next is None:
             return []
         proposed = self._text[self._next : self._next + most]
@@ -108,48 +108,48 @@ class NgramProposer:
 
 
 class DraftCosts:
-    """What a drafted token costs of a step, as a share of what it saves: the time of a token without drafts.
+    """The time that a drafted token adds to a step, as a share of what it saves: the time of a token without drafts.
 
-    Measured of steps that decode only, by how many sequences they decode.
+    Measured from steps that only decode, by how many sequences they decode.
     """
 
     def __init__(self, forgetting: float = _FORGETTING) -> None:
-        """forgetting: what a share is multiplied with in a step without drafts."""
+        """forgetting: factor of a share in a step without drafts."""
         self._forgetting = forgetting
         self._plain: dict[int, deque[float]] = {}
         self._shares: dict[int, float] = {}
         self._last_share = _FIRST_SHARE
 
     def observe(self, decodes: int, drafts: int, seconds: float) -> None:
-        """A step has decoded so many sequences and computed so many drafts, in so much time."""
+        """Takes the time of a step, with how many sequences it decoded and how many drafts it computed."""
         plain = self._plain.setdefault(decodes, deque(maxlen=_KEPT_STEPS))
         share = self._shares.get(decodes, self._last_share)
         if not drafts:
             plain.append(seconds)
             share *= self._forgetting
         elif plain and (usual := median(plain)) > 0:
-            # No draft costs more than a token; a step that took longer was held up by other things.
+            # No draft costs more than a token; a step that took longer was delayed by other things.
             seen = min(1.0, max(0.0, seconds - usual) / drafts * decodes / usual)
             share += (seen - share) * _COST_WEIGHT
         self._shares[decodes] = self._last_share = share
 
     def least_chance(self, decodes: int) -> float:
-        """The chance of acceptance from which a draft saves more than it costs; 1 where that is not known."""
+        """Returns the chance of acceptance above which a draft saves more than it costs; 1 if that is not known."""
         if not self._plain.get(decodes):
             return 1.0
         return max(_LEAST_CHANCE, self._shares[decodes])
 
 
 class ModelChance:
-    """How likely it is that a draft model's first proposal for a sequence is right, by what became of the last ones."""
+    """How likely a draft model's first proposal for a sequence is right, judging by the last proposals."""
 
     def __init__(self) -> None:
         self.chance = _CHANCES[-1]
 
     def note(self, drafted: int, accepted: int) -> None:
-        """So many of the drafts were accepted; those behind the first that was not say nothing."""
+        """Takes how many of the drafts were accepted; drafts after the first rejected one say nothing."""
         if not drafted:
-            # What was not worth its computation is tried again.
+            # Drafts that were not worth their computation are tried again.
             self.chance += (_CHANCES[-1] - self.chance) * (1 - _FORGETTING)
         for index in range(min(drafted, accepted + 1)):
             self.chance += ((index < accepted) - self.chance) * _WEIGHT
@@ -158,7 +158,7 @@ class ModelChance:
 class Drafter:
     """Proposes drafts for the sequences of a running batch, as many as are worth their computation.
 
-    What followed the same tokens before is free. A draft model proposes where it is more likely to be right.
+    Proposing what followed the same tokens earlier is free. A draft model proposes if it is more likely to be right.
     """
 
     def __init__(
@@ -168,9 +168,9 @@ class Drafter:
         costs: Callable[[float], DraftCosts] = DraftCosts,
         model: DraftModel | None = None,
     ) -> None:
-        """most: drafted tokens of a sequence in a step. proposer: made of a sequence's tokens and its continuation.
+        """most: drafted tokens of a sequence in a step. proposer: takes a sequence's tokens and continuation.
 
-        costs: of drafts without a draft model, and of those of `model`. model: None for none.
+        costs: of drafts without a draft model, and of drafts of `model`. model: None for none.
         """
         self._most = most
         self._proposer = proposer
@@ -180,11 +180,11 @@ class Drafter:
         self._decodes = 0
         self._model = model
         self._chances: dict[int, ModelChance] = {}
-        # How many drafts of the last step the draft model has made, by sequence.
+        # How many drafts of the last step came from the draft model, by sequence.
         self._by_model: dict[int, int] = {}
 
     def remove(self, handle: int) -> None:
-        """The sequence has left."""
+        """Removes a sequence that has left."""
         self._proposers.pop(handle, None)
         self._wanted.pop(handle, None)
         self._chances.pop(handle, None)
@@ -192,7 +192,7 @@ class Drafter:
             self._model.remove(handle)
 
     def clear(self) -> None:
-        """All sequences have left."""
+        """Removes all sequences."""
         self._proposers.clear()
         self._wanted.clear()
         self._chances.clear()
@@ -200,9 +200,9 @@ class Drafter:
             self._model.clear()
 
     def propose(self, allowed: Mapping[int, int], decodes: int, claim: Claim) -> dict[int, list[int]]:
-        """Drafts of sequences in a step that decodes so many, none empty.
+        """Returns sequences' drafts for a step, none of them empty.
 
-        allowed: by handle, at most how many. claim: is called before slots are written.
+        allowed: by handle, most drafts. decodes: the step's decoding sequences. claim: called before slots are written.
         """
         proposed: dict[int, list[int]] = {}
         of_model: dict[int, int] = {}
@@ -222,7 +222,7 @@ class Drafter:
         return proposed
 
     def extend(self, sequence: SequenceState, token_ids: Sequence[int]) -> None:
-        """The sequence has sampled these tokens. With an eviction policy it never has drafts: its scores count rows."""
+        """Takes sampled tokens of a sequence. With an eviction policy, it never has drafts: its scores count rows."""
         if sequence.policy is not None:
             return
         handle = sequence.handle
@@ -234,17 +234,17 @@ class Drafter:
             self._model.append(sequence, token_ids)
             chance = self._chances.setdefault(handle, ModelChance())
             chance.note(self._by_model.get(handle, 0), len(token_ids) - 1)
-        # A sequence that has drafts needs them again soon after a token that was not foreseen.
+        # A sequence that had drafts will soon need drafts again after an unforeseen token.
         before = self._wanted.pop(handle, 0)
         worth = max(self._worth(handle, self._decodes), self._worth_of_model(handle, self._decodes))
         if wanted := max(before - 1, worth):
             self._wanted[handle] = wanted
 
     def keep_up(self, sequences: Sequence[SequenceState]) -> None:
-        """A step has computed these sequences, and its tokens are sampled.
+        """Has the draft model keep up with a step that computed these sequences and whose tokens are sampled.
 
-        The draft model computes all prompts, as blocks of them are shared, but output only where it has use for it: it
-        can still compute what it has left out when that changes.
+        The draft model computes all prompts, since their blocks are shared, but output only if it is useful: it can
+        compute skipped output later.
         """
         if self._model is not None:
             self._model.keep_up([sequence for sequence in sequences if self._follows(sequence)])
@@ -256,30 +256,30 @@ class Drafter:
         return is_prompt or self._worth_of_model(sequence.handle, self._decodes) > 0
 
     def observe(self, decodes: int, drafts: int, seconds: float) -> None:
-        """A step that decoded only has ended."""
+        """Takes the time of a step that only decoded."""
         self._decodes = decodes
         by_model = sum(self._by_model.values())
         for costs, own in ((self._costs, drafts - by_model), (self._model_costs, by_model)):
-            # Of a step with drafts of both kinds it is not known what each took.
+            # For a step with drafts of both kinds, the time of each kind is not known.
             if own == drafts:
                 costs.observe(decodes, drafts, seconds)
 
     def wanted(self, handles: Sequence[int]) -> dict[int, int]:
-        """How many drafts are worth their computation next, of sequences for which any are."""
+        """Returns how many drafts are worth their computation next, for sequences for which any are."""
         return {handle: self._wanted[handle] for handle in handles if handle in self._wanted}
 
     def _worth(self, handle: int, decodes: int) -> int:
-        """Drafts without a draft model that each save more than they cost."""
+        """Returns how many drafts without a draft model each save more than they cost."""
         proposer = self._proposers.get(handle)
         return 0 if proposer is None else self._count(proposer.chance, self._costs.least_chance(decodes))
 
     def _worth_of_model(self, handle: int, decodes: int) -> int:
-        """The same of the draft model's."""
+        """Returns how many of the draft model's drafts each save more than they cost."""
         found = self._chances.get(handle)
         return 0 if found is None else self._count(found.chance, self._model_costs.least_chance(decodes))
 
     def _count(self, chance: float, least: float) -> int:
-        """The chance of a draft is that of all before it, too."""
+        """Returns how many drafts are worth computing: a draft is right only if all earlier drafts are, too."""
         if chance < least:
             return 0
         return min(self._most, int(math.log(least) / math.log(min(chance, 0.999))))

@@ -1,4 +1,4 @@
-"""Folders that callers name: they lie below one that a setting names, and so does all that is read of them."""
+"""Folders that callers name: they must lie below a configured folder, as must every file read from them."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,9 +7,9 @@ from protos.rpc.errors import InvalidField
 
 
 def folder_below(root: Path, path: str, setting: str, files: Iterable[str]) -> Path:
-    """A folder below a root, by its path or the part of it below the root. files: names or patterns of what is read.
+    """Returns a folder below a root, given by its path or its path from the root. files: names or patterns to be read.
 
-    Links are followed before it is decided whether what they lead to lies below. Raises InvalidField.
+    Links are followed before it is checked whether their targets lie below the root. Raises InvalidField.
     """
     root = root.resolve()
     try:

@@ -1,6 +1,6 @@
 """Compiled forms of outputs: which tokens may come next so that a text follows a grammar.
 
-The grammars are those of the `llguidance` library, which walks a trie of the vocabulary with a lexer and an Earley
+The grammars are compiled by the `llguidance` library, which walks a trie of the vocabulary with a lexer and an Earley
 parser. A mask has one bit per token, packed in little-endian 32-bit words.
 """
 
@@ -23,11 +23,11 @@ from protos.kvcommon.json_schema import rewritten
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Compiled grammars that are kept.
+# Most compiled grammars that are kept.
 MAX_GRAMMARS = 256
-# JSON as models write it on one line; a model that may choose its spaces can write nothing else without end.
+# JSON as models write it on one line; a model that may choose white space could write nothing but white space forever.
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Where a schema has the library's options.
+# The key of a schema with the library's options.
 _OPTIONS = "x-guidance"
 # Formats of texts that the library enforces.
 _FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
@@ -35,7 +35,7 @@ _FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostnam
 _YEAR = r"(000[1-9]|00[1-9]\d|0[1-9]\d\d|[1-9]\d{3})"
 _SECONDS = r"\d\d:\d\d:[0-5]\d(\.\d{1,9})?(Z|[+-])"
 _HELD = {"date": f"^{_YEAR}-", "time": f"^{_SECONDS}", "date-time": f"^{_YEAR}-\\d\\d-\\d\\dT{_SECONDS}"}
-# Characters of a compiler's message that an error shows.
+# Most characters of a compiler's message that an error shows.
 _MAX_CAUSE = 500
 
 
@@ -49,16 +49,16 @@ class Matcher:
         self.ended = False
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """The output has more tokens."""
+        """Advances by further tokens of the output."""
         for token_id in token_ids:
             self.ended = self.ended or token_id in self._eos_token_ids
             if not self.ended:
                 self._matcher.consume_token(token_id)
 
     def fill(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
-        """The tokens that may come behind the output, and behind each draft as if those before it were taken.
+        """Computes which tokens may come after the output, and after each draft as if the drafts up to it were taken.
 
-        masks: [1 + D, W] uint32, overwritten. Behind a draft that the grammar forbids no token may come.
+        masks: [1 + D, W] uint32, overwritten. After a draft that the grammar forbids, no token may come.
         """
         taken = 0
         masks[:] = 0
@@ -68,7 +68,7 @@ class Matcher:
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             if row == len(drafts) or drafts[row] in self._eos_token_ids:
                 break
-            # Unlike others, this call leaves the matcher usable where the grammar forbids the token.
+            # Unlike other calls, this one leaves the matcher usable if the grammar forbids the token.
             if not self._matcher.try_consume_tokens([drafts[row]]):
                 break
             taken += 1
@@ -77,7 +77,7 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer, and keeps those that were used last. Thread-safe."""
+    """Compiles grammars for one tokenizer, and keeps the most recently used ones. Thread-safe."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """tokenizer_json: of the `tokenizers` library, empty for a model without one."""
@@ -85,20 +85,20 @@ class Grammars:
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
-        # The library's view of the vocabulary takes a moment: it is made for the first grammar.
+        # The library's view of the vocabulary takes a moment to build, so it is built for the first grammar.
         self._tokenizer: LLTokenizer | None = None
         self._special: Mapping[str, int] = {}
         self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
         self._lock = threading.Lock()
 
     def lacks(self, grammar: Grammar) -> bool:
-        """Whether it would have to be compiled."""
+        """Returns whether a grammar would have to be compiled."""
         with self._lock:
             found = self._compiled.get(grammar)
             return found is None or not found.done()
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """One for a new output; compiles the grammar if it is not kept. Raises GrammarError."""
+        """Returns a matcher for a new output; compiles the grammar if it is not kept. Raises GrammarError."""
         with self._lock:
             found = self._compiled.get(grammar)
             if found is None:
@@ -112,7 +112,7 @@ class Grammars:
             try:
                 future.set_result(self._compile(grammar))
             except BaseException as error:
-                # Another thread may wait for it.
+                # Another thread may wait for the result.
                 future.set_exception(error)
                 with self._lock:
                     self._compiled.pop(grammar, None)
@@ -131,7 +131,7 @@ class Grammars:
                 self._tokenizer_json.decode(), n_vocab=self._vocab_size, eos_token=sorted(self.eos_token_ids)
             )
             self._special = self._special_tokens(tokenizer)
-            # Last: other threads compile once it is there.
+            # Set last: other threads compile once it is set.
             self._tokenizer = tokenizer
         matcher = LLMatcher(
             self._tokenizer,
@@ -141,7 +141,7 @@ class Grammars:
         )
         if matcher.is_error():
             raise GrammarError(_cause(matcher.get_error()))
-        # The first masks build what later ones reuse, and may find that the grammar is too complex.
+        # The first masks build what later masks reuse, and may find that the grammar is too complex.
         tried = matcher.deep_copy()
         bits = np.unpackbits(np.frombuffer(tried.compute_bitmask(), np.uint8), bitorder="little")
         tried.consume_tokens(bits.nonzero()[0][:1].tolist())
@@ -151,7 +151,7 @@ class Grammars:
         return matcher
 
     def _special_tokens(self, tokenizer: LLTokenizer) -> dict[str, int]:
-        """Ids of the tokens that are no text for the library, by their texts, without those that end outputs."""
+        """Returns the ids, by text, of tokens that are not text for the library, except those that end outputs."""
         added = json.loads(self._tokenizer_json).get("added_tokens") or ()
         found = {token["content"]: int(token["id"]) for token in added}
         return {
@@ -162,7 +162,7 @@ class Grammars:
 
 
 def _library_grammar(grammar: Grammar, special: Mapping[str, int]) -> str:
-    """The grammar in the library's own form. special: ids of special tokens by their texts. Raises GrammarError."""
+    """Returns the grammar in the library's form. special: ids of special tokens by their texts. Raises GrammarError."""
     from llguidance import grammar_from
 
     try:
@@ -178,7 +178,7 @@ def _library_grammar(grammar: Grammar, special: Mapping[str, int]) -> str:
 
 
 class _Tag(NamedTuple):
-    """A part of a free text that has a form. trigger: the beginning of `begin`."""
+    """A part of free text that has a form. trigger: the beginning of `begin`."""
 
     trigger: str
     begin: str
@@ -187,7 +187,7 @@ class _Tag(NamedTuple):
 
 
 def _of_tags(tags: Sequence[_Tag], special: Mapping[str, int]) -> str:
-    """A free text, in which the rest of a tag follows each trigger. Raises GrammarError."""
+    """Returns the grammar of free text in which the rest of a tag follows each trigger. Raises GrammarError."""
     triggers = list(dict.fromkeys(tag.trigger for tag in tags))
     if not tags or not all(triggers):
         raise GrammarError("tags must not be empty, and neither must a trigger")
@@ -211,26 +211,26 @@ def _of_tags(tags: Sequence[_Tag], special: Mapping[str, int]) -> str:
 
 
 def _literal(text: str, special: Mapping[str, int]) -> str:
-    """A text as the library's grammars have it, with tokens where it has special ones."""
+    """Returns a text in the syntax of the library's grammars, with special tokens as tokens."""
     found = sorted((token for token in special if token in text), key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, found))})", text) if found else [text]
     return " ".join(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part)
 
 
 def _prepared(schema: Any) -> Any:
-    """A JSON Schema as the library takes it, with its options. Raises GrammarError."""
+    """Returns a JSON Schema as the library takes it, with its options. Raises GrammarError."""
     if not isinstance(schema, dict):
         return schema
-    # With these the library would pass over keywords that it does not know, or write other white space.
+    # With these options, the library would ignore unknown keywords, or allow different white space.
     if _OPTIONS in schema:
         raise GrammarError(f"{_OPTIONS} is not for callers: leave it out")
     return {_OPTIONS: _JSON_OPTIONS} | rewritten(schema, _readable)
 
 
 def _readable(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same without keywords that say nothing and that the library refuses, and in an order that it reads right."""
+    """Returns the schema without meaningless keywords that the library refuses, in an order that it reads correctly."""
     kept = dict(schema)
-    # The drafts make every format an annotation; formats that are not known have to be passed over.
+    # In the drafts of JSON Schema, every format is an annotation; unknown formats have to be ignored.
     known = kept.get("format")
     if isinstance(known, str) and known not in _FORMATS:
         del kept["format"]
@@ -239,12 +239,12 @@ def _readable(schema: dict[str, Any]) -> dict[str, Any]:
         kept["allOf"] = [*kept.get("allOf", []), {"pattern": _HELD[known]}]
     if kept.get("uniqueItems") is False:
         del kept["uniqueItems"]
-    # After allOf the library would count the items that others describe.
+    # After allOf, the library would count the items that other schemas describe.
     if "additionalItems" in kept and "allOf" in kept:
         kept["allOf"] = kept.pop("allOf")
     return kept
 
 
 def _cause(message: str) -> str:
-    """What the library says, on one line."""
+    """Returns the library's message on one line."""
     return " ".join(message.removesuffix("<non-verbose/>").split())[:_MAX_CAUSE] or "it cannot be compiled"

@@ -1,4 +1,4 @@
-"""What the device's thread reports: step outputs to the session of a scheduler, ended copies to the cache manager."""
+"""What the device's thread reports: step outputs to a scheduler's session, ended copies to the cache manager."""
 
 import threading
 from collections import deque
@@ -32,14 +32,14 @@ class OnloadTracker:
             self._in_flight += count
 
     def ended(self, ticket: int, good: bool) -> None:
-        """An onload has ended."""
+        """Notes that an onload has ended."""
         with self._changed:
             (self._copied if good else self._failed).append(ticket)
             self._in_flight -= 1
             self._changed.notify_all()
 
     def take(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Tickets of the onloads that have ended since the last call: copied ones and failed ones."""
+        """Returns the tickets of onloads that have ended since the last call: first the copied, then the failed."""
         if not self._copied and not self._failed:
             return (), ()
         with self._changed:
@@ -63,7 +63,7 @@ class Session:
     onloads: OnloadTracker = field(default_factory=OnloadTracker)
 
     def end(self, error: ServiceError) -> None:
-        """Ends it with an error, once."""
+        """Ends the session with an error; does nothing the second time."""
         if not self.closed:
             self.closed = True
             self.deliver(error)
@@ -78,29 +78,29 @@ class Confirmations(Protocol):
 
 
 class Outbox:
-    """Holds the last step output back until the worker has it delivered, and reports every copy that has ended."""
+    """Holds back the last step output until the worker has it delivered, and reports every ended copy."""
 
     def __init__(self, confirmations: Confirmations, block_times: Mapping[Tier, float]) -> None:
-        """block_times: seconds that a block takes from a lower tier to the device; changes over time."""
+        """block_times: seconds to copy a block from a lower tier to the device; changes over time."""
         self._confirmations = confirmations
         self._block_times = block_times
         self._held: tuple[Session, StepOutput] | None = None
-        # By ticket, the sessions that wait for onloads.
+        # The sessions that wait for onloads, by ticket.
         self._waiting: dict[int, Session] = {}
         self._step_seconds: deque[float] = deque(maxlen=KEPT_STEPS)
 
     @property
     def session(self) -> Session | None:
-        """The session whose output is held; None when no output is."""
+        """The session whose output is held; None if no output is held."""
         return self._held and self._held[0]
 
     @property
     def longest_step(self) -> float | None:
-        """Seconds of the longest of the last steps; None before the first one. From any thread."""
+        """Seconds of the longest of the last steps; None before the first step. From any thread."""
         return max(self._step_seconds.copy(), default=None)
 
     def hold(self, session: Session, output: StepOutput) -> None:
-        """Takes a step's output; none may be held."""
+        """Takes a step's output; no other output may be held."""
         assert self._held is None
         self._held = session, output
 

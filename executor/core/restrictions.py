@@ -1,4 +1,4 @@
-"""What an output may have besides what the model says: a grammar, allowed and forbidden tokens, and biases."""
+"""What restricts or biases an output besides the model: a grammar, allowed and forbidden tokens, and biases."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Words = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 @dataclass(frozen=True)
 class RowRestrictions:
-    """Of one row of logits. allowed: [W] uint32, a bit per token; None allows all. bias: added to logits, by id."""
+    """Restricts a row of logits. allowed: [W] uint32, a bit per token; None for all. bias: added to logits, by id."""
 
     allowed: Words | None
     bias: tuple[tuple[int, float], ...] = ()
 
 
 class Restrictions:
-    """Those of one sequence, which follow its output. Not thread-safe."""
+    """The restrictions of one sequence, which follow its output. Not thread-safe."""
 
     def __init__(
         self,
@@ -32,10 +32,10 @@ class Restrictions:
         ignored_eos: Iterable[int] = (),
         output: Sequence[int] = (),
     ) -> None:
-        """matcher: of a new output; None without a grammar. words: of a mask.
+        """matcher: for a new output; None without a grammar. words: length of a mask.
 
-        ignored_eos: end-of-sequence ids that are stop ids only because of the grammar. output: that the sequence joins
-        with.
+        ignored_eos: end-of-sequence ids that are stop ids only because of the grammar. output: with which the sequence
+        joins.
         """
         self.sampling = sampling
         self._matcher = matcher
@@ -45,21 +45,21 @@ class Restrictions:
         self._allowed = None
         if sampling.allowed_token_ids:
             self._allowed = _bits({*sampling.allowed_token_ids, *sampling.stop_token_ids}, words)
-        # Tokens that a forbidden run may begin with.
+        # Most earlier tokens that a forbidden run may include.
         self._longest = max(map(len, sampling.bad_token_ids), default=1) - 1
         self._last: tuple[int, ...] = ()
         self._length = 0
         self.take(output)
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """The output has more tokens."""
+        """Takes further tokens of the output."""
         self._length += len(token_ids)
         self._last = self._behind(token_ids)
         if self._matcher is not None:
             self._matcher.take(token_ids)
 
     def rows(self, drafts: Sequence[int] = ()) -> list[RowRestrictions | None]:
-        """Of the token behind the output, and behind each draft as if those before it were taken; None for nothing."""
+        """Returns the restrictions after the output, and after each draft as if it were taken; None for none."""
         grammar = None
         if self._matcher is not None:
             grammar = np.zeros((1 + len(drafts), self._words), dtype=np.uint32)
@@ -68,16 +68,16 @@ class Restrictions:
         return [None if mask is None and not self._bias else RowRestrictions(mask, self._bias) for mask in masks]
 
     def _behind(self, drafts: Sequence[int]) -> tuple[int, ...]:
-        """The last tokens of the output with drafts behind it."""
+        """Returns the last tokens of the output followed by drafts."""
         return (*self._last, *drafts)[-self._longest :] if self._longest else ()
 
     def _mask(self, grammar: Words | None, drafts: Sequence[int]) -> Words | None:
-        """The tokens that all restrictions allow. Where none is left, those that the grammar allows, or else an end."""
+        """Returns the tokens that all restrictions allow. If none is left: what the grammar allows, or else an end."""
         masks = [mask for mask in (grammar, self._allowed) if mask is not None]
         forbidden = self._forbidden(drafts)
         if not masks and not forbidden:
             return None
-        # An ignored end is one only where the grammar allows nothing else.
+        # An ignored end-of-sequence id is allowed only if the grammar allows nothing else.
         mask = _without(_all_of(masks, self._words), self._ignored_eos | forbidden)
         if mask.any():
             return mask
@@ -87,7 +87,7 @@ class Restrictions:
         return _bits(ends, self._words) if ends else None
 
     def _forbidden(self, drafts: Sequence[int]) -> set[int]:
-        """Tokens that must not come behind drafts."""
+        """Returns the tokens that must not come after drafts."""
         sampling, before = self.sampling, self._behind(drafts)
         forbidden = {run[-1] for run in sampling.bad_token_ids if before[len(before) - len(run) + 1 :] == run[:-1]}
         if self._length + len(drafts) < sampling.min_tokens:
@@ -96,12 +96,12 @@ class Restrictions:
 
 
 def _all_of(masks: Sequence[Words], words: int) -> Words:
-    """The tokens of all masks; all tokens without masks."""
+    """Returns the tokens that are in all masks; all tokens if there are no masks."""
     return np.bitwise_and.reduce(masks) if masks else np.full(words, 0xFFFFFFFF, dtype=np.uint32)
 
 
 def _bits(token_ids: Iterable[int], words: int) -> Words:
-    """A mask of tokens."""
+    """Returns a mask of tokens."""
     mask = np.zeros(words, dtype=np.uint32)
     ids = np.fromiter(token_ids, dtype=np.int64)
     np.bitwise_or.at(mask, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
@@ -109,7 +109,7 @@ def _bits(token_ids: Iterable[int], words: int) -> Words:
 
 
 def _without(mask: Words, token_ids: Iterable[int]) -> Words:
-    """The mask without some tokens."""
+    """Returns the mask without some tokens."""
     return mask & ~_bits(token_ids, len(mask))
 
 

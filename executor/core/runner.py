@@ -1,4 +1,4 @@
-"""Runs one step at a time: checks and schedules it, runs the model, samples. Owns the sequences and the pools."""
+"""Runs one step at a time: checks and schedules the step, runs the model, samples. Owns the sequences and the pools."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,15 +34,15 @@ from protos.kvcommon.eviction import Layout
 log = structlog.get_logger()
 
 
-# Waits for the restrictions of rows, by handle: of the last known token, and of each draft.
+# Waits for the restrictions of rows, by handle: for the last known token, and for each draft.
 Restricted = Callable[[], Mapping[int, Sequence[RowRestrictions | None]]]
 
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """A step that was applied: counts[i] tokens of sequences[i] are computed. waited: seconds, for copies.
+    """A step that was applied: counts[i] tokens of sequences[i] are computed. waited: seconds spent on copies.
 
-    drafts: by handle, the drafted tokens among them.
+    drafts: by handle, the drafted tokens among the computed tokens.
     """
 
     step: Step
@@ -62,7 +62,7 @@ class ScheduledStep:
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """A step that is ready for the device. run: computes it; None where it computes no token."""
+    """A step that is ready for the device. run: computes the step; None if it computes no token."""
 
     scheduled: ScheduledStep
     restricted: Restricted
@@ -71,10 +71,10 @@ class PreparedStep:
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step that the device computes. sampled: of the batch's rows; None without any.
+    """A step that the device computes. sampled: from the batch's rows; None without any.
 
-    accepted: of each sampling sequence, how many of its rows count. wanted_drafts: as of StepOutput.
-    windows: sequence -> tokens that its adaptive window is to have, [] int64, where the step asked.
+    accepted: for each sampling sequence, how many of its rows count. wanted_drafts: as in StepOutput.
+    windows: sequence -> tokens that its adaptive window is to have, [] int64, if the step asked.
     """
 
     scheduled: ScheduledStep
@@ -82,7 +82,7 @@ class LaunchedStep:
     accepted: Sequence[int] = ()
     wanted_drafts: Mapping[int, int] = field(default_factory=dict)
     windows: Mapping[int, Tensor] = field(default_factory=dict)
-    # Of each of the batch's prompts, as `score` returns it.
+    # What `score` returned for each of the batch's prompts.
     prompts: Sequence[tuple[Tensor, ...]] = ()
 
     @property
@@ -92,11 +92,11 @@ class LaunchedStep:
 
     @property
     def is_over(self) -> bool:
-        """Whether the device has computed it; does not wait."""
+        """Whether the device has computed the step; does not wait."""
         return self.scheduled.span.is_over
 
     def result(self) -> StepOutput:
-        """Waits for the device; call it once, in the order of the steps. Marks sequences that sampled a stop id."""
+        """Waits for the device; must be called once, in order of steps. Marks sequences that sampled a stop id."""
         scheduled, batch = self.scheduled, self.scheduled.batch
         compute, idle = scheduled.span.seconds()
         return StepOutput(
@@ -116,7 +116,7 @@ class LaunchedStep:
     def _collect(self, sequences: Sequence[SequenceState], result: SampleResult) -> Iterator[SampledToken]:
         logprobs, ids, first = _logprobs(result), result.ids.tolist(), 0
         for sequence, accepted in zip(sequences, self.accepted, strict=True):
-            # On a device that runs ahead, a sequence computes one more token before its stop is known here.
+            # On a device that runs ahead, a sequence computes one more token before its stop is known.
             for row in range(first, first + (0 if sequence.stopped else accepted)):
                 sequence.stopped = ids[row] in sequence.sampling.stop_token_ids
                 chosen = logprobs[row].best(sequence.sampling.num_logprobs or 0) if row in logprobs else None
@@ -136,11 +136,11 @@ class Runner:
         drafter: Drafter | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """tiers: below the device, None for none. copy_ended: called once for each copy that a step does not run within
-        the device, and whether it went well; in any thread.
+        """tiers: below the device, None for none. copy_ended: called in any thread, once for each copy except a step's
+        copies within the device, with whether it succeeded.
 
         drafter: None for no drafts. It needs each token before the next step is launched, so a device that runs ahead
-        can have none. grammars: of the model's tokenizer, None for a model without one.
+        can have no drafter. grammars: for the model's tokenizer, None for a model without a tokenizer.
         """
         self.model = model
         self.pools = pools
@@ -149,7 +149,7 @@ class Runner:
         self._copy_ended = copy_ended
         # Called before this thread waits for copies.
         self._before_waiting: Callable[[], None] = lambda: None
-        # What the model has made of each loaded adapter, by its id.
+        # Each loaded adapter in the model's prepared form, by its id.
         self.adapters: dict[int, Any] = {}
         self._sequences = SequenceTable()
         self._counts: dict[int, TokenCounts] = {}
@@ -157,10 +157,10 @@ class Runner:
         assert drafter is None or not self.overlaps
         self._drafter = drafter
         self.grammars = grammars or Grammars(b"", model.vocab_size, model.eos_token_ids)
-        # Computes masks of grammars beside the model.
+        # Computes grammar masks while the model runs.
         self._masking = ThreadPoolExecutor(1, "masks")
         self._restrictions: dict[int, Restrictions] = {}
-        # Steps whose tokens the restrictions of their sequences do not know yet.
+        # Steps whose tokens have yet to be passed to their sequences' restrictions.
         self._unsettled: list[LaunchedStep] = []
         # More rows than most batches need: a new tensor invalidates captured CUDA graphs.
         self._last_tokens = torch.zeros(1024, dtype=torch.int64, device=model.device)
@@ -177,12 +177,12 @@ class Runner:
 
     @property
     def layout(self) -> Layout:
-        """Block size, windows and rotary embedding, which decide what policies are possible."""
+        """Block size, windows and rotary embedding, which determine the possible policies."""
         return Layout(self.pools.block_size, self._limits.windows, self.model.rotary is not None)
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step can be launched while the step before still runs."""
+        """Whether a step can be launched while the previous step still runs."""
         return self.model.device.type == "cuda"
 
     @property
@@ -196,13 +196,13 @@ class Runner:
         return len(self._sequences)
 
     def warmup(self) -> None:
-        """Does what the first steps would otherwise wait for."""
+        """Does in advance what the first steps would otherwise wait for."""
         self.model.forward.warmup(self.pools, self._last_tokens)
 
     def use(self, forward: Forward, adapters: Mapping[int, Any]) -> None:
-        """Computes with other weights of the same model from now on, and with what these have made of the adapters.
+        """Computes with other weights of the same model from now on, and with the adapters prepared for these weights.
 
-        There may be no sequences. Where warming up fails, those of before stay.
+        There must be no sequences. If warming up fails, the previous weights stay.
         """
         before = self.model
         self.model = replace(before, forward=forward)
@@ -229,8 +229,8 @@ class Runner:
     def prepare(self, step: Step, before_waiting: Callable[[], None] = lambda: None) -> PreparedStep:
         """Applies a step and packs what the device needs. Raises ExecutorError, with nothing changed, if not valid.
 
-        before_waiting: called before this thread waits for copies. Where another error is raised, each copy that is not
-        within the device has been reported or will be.
+        before_waiting: called before this thread waits for copies. If any other error is raised, each copy that is not
+        within the device has been or will be reported.
         """
         restrictions = self._check(step)
         self._before_waiting = before_waiting
@@ -241,17 +241,17 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, prepared: PreparedStep) -> LaunchedStep:
-        """Starts the work of the step that was prepared last."""
+        """Starts the work of the last prepared step."""
         output = None if prepared.run is None else prepared.run()
         return self._sample(prepared.scheduled, output, prepared.restricted)
 
     def _check(self, step: Step) -> dict[int, Restrictions]:
-        """Returns the restrictions of sequences that join."""
+        """Checks a step; returns the restrictions of sequences that join."""
         check_step(step, self.last_step, self._sequences, self._limits)
         return {new.sequence: self._restrictions_of(new) for new in step.new_sequences if new.sampling.restricts}
 
     def _restrictions_of(self, new: NewSequence) -> Restrictions:
-        """Raises InvalidStepError for a grammar that cannot be compiled; others are compiled before they come here."""
+        """Returns a sequence's restrictions. Raises InvalidStepError for a grammar that cannot be compiled."""
         sampling, grammar = new.sampling, new.sampling.grammar
         try:
             matcher = None if grammar is None else self.grammars.matcher(grammar)
@@ -309,26 +309,26 @@ class Runner:
         return ScheduledStep(step, tuple(sequences), tuple(counts), drafts, batch, done, span, waited)
 
     def _propose(self, step: Step, decodes: int) -> dict[int, list[int]]:
-        """The drafts of a step that decodes so many sequences; none but where the step allows them."""
+        """Returns the drafts of a step with `decodes` decoding sequences, only where the step allows them."""
         if self._drafter is None:
             return {}
         allowed = {handle: most for handle, most in step.drafts.items() if not self._sequences.get(handle).stopped}
         return self._drafter.propose(allowed, decodes, self._claim)
 
     def _claim(self, slots: Sequence[SlotRef]) -> None:
-        """A draft model is about to write these slots."""
+        """Prepares slots that a draft model is about to write."""
         if self.tiers.busy:
             self._wait((), slots)
 
     def _grouped(self) -> Iterable[SequenceState]:
-        """All sequences in the order in which they joined, but those of one adapter behind each other."""
+        """Returns all sequences in the order in which they joined, but grouped by adapter."""
         if all(sequence.adapter is None for sequence in self._sequences):
             return self._sequences
         order: dict[int, int] = {}
         return sorted(self._sequences, key=lambda sequence: order.setdefault(id(sequence.adapter), len(order)))
 
     def _restrict(self, scheduled: ScheduledStep) -> Restricted:
-        """Has the restrictions of a step's rows computed while the model runs; the call that is returned waits."""
+        """Computes the restrictions of a step's rows while the model runs; returns a call that waits for them."""
         drafts, handles = scheduled.drafts, [sequence.handle for sequence in scheduled.batch.sampling]
         found = [(handle, self._restrictions[handle]) for handle in handles if handle in self._restrictions]
         if not found:
@@ -349,7 +349,7 @@ class Runner:
         return settle_and_compute
 
     def _sample(self, scheduled: ScheduledStep, output: ForwardOutput | None, restricted: Restricted) -> LaunchedStep:
-        """Samples the next tokens; they can be read when the step is over."""
+        """Samples the next tokens, which can be read when the step is over."""
         sequences, counts, sampling = scheduled.sequences, scheduled.counts, scheduled.batch.sampling
         sampled, accepted, prompts = None, [1] * len(sampling), []
         if output is not None:
@@ -367,7 +367,7 @@ class Runner:
             sequence.reuse_position = None
         for sequence, tokens in zip(sampling, accepted, strict=True):
             sequence.known += tokens
-            # The keys and values of other drafts stand behind the computed tokens, where the next step writes.
+            # The keys and values of rejected drafts come after the computed tokens, where the next step writes.
             rejected = 1 + len(scheduled.drafts.get(sequence.handle, ())) - tokens
             sequence.computed -= rejected
             sequence.kept -= rejected
@@ -385,13 +385,13 @@ class Runner:
         return launched
 
     def _score(self, prompt: ScoredPrompt, logits: Tensor) -> tuple[Tensor, ...]:
-        """As `score`, on the host once the device has come this far."""
+        """Returns what `score` returns, on the host once the device has come this far."""
         device, count = self.model.device, prompt.sequence.sampling.num_prompt_logprobs or 0
         scored = score(logits[to_device(prompt.rows, device)], to_device(prompt.ids, device), count)
         return tuple(map(to_host, scored))
 
     def _settle(self, launched: LaunchedStep) -> None:
-        """Has restrictions follow the tokens that a step sampled; waits for the device."""
+        """Passes the tokens that a step sampled to the restrictions; waits for the device."""
         if launched.sampled is None:
             return
         launched.scheduled.span.seconds()
@@ -408,7 +408,7 @@ class Runner:
         output: ForwardOutput,
         restricted: Mapping[int, Sequence[RowRestrictions | None]],
     ) -> tuple[SampleResult, list[int]]:
-        """Samples all rows; returns with them how many of each sequence's rows count."""
+        """Samples all rows; returns the samples, and how many of each sequence's rows count."""
         rows = [row for s in sequences for row in self._rows(s, drafts.get(s.handle, ()), restricted.get(s.handle))]
         sampled = sample(output.logits, rows, output.best)
         token_rows, ids, accepted, kept, first = output.output_token_rows, sampled.ids, [], [], 0
@@ -427,13 +427,13 @@ class Runner:
         if drafts:
             token_rows, ids = token_rows[kept], ids[kept]
         self._last_tokens.index_copy_(0, token_rows, ids)
-        # Asked for here: after the next step is launched, it would wait for that step too.
+        # Requested here: after the next step is launched, it would wait for that step, too.
         return sampled.on_host(), accepted
 
     def _rows(
         self, sequence: SequenceState, drafts: Sequence[int], restricted: Sequence[RowRestrictions | None] | None
     ) -> Iterator[SamplingRow]:
-        """How to sample behind a sequence's last known token and behind each draft, as if it were the sequence's."""
+        """Returns how to sample after a sequence's last known token and after each draft, as if it were accepted."""
         position, counts = sequence.known - sequence.num_prompt, self._counts.get(sequence.handle)
         for index, restrictions in enumerate(restricted or [None] * (1 + len(drafts))):
             if index and counts is not None:
@@ -441,7 +441,7 @@ class Runner:
             yield SamplingRow(sequence.sampling, position + index, counts, restrictions)
 
     def _note_drafts(self, scheduled: ScheduledStep) -> Mapping[int, int]:
-        """Tells the drafter what the step took; returns how many drafts are worth their computation next."""
+        """Tells the drafter which tokens the step sampled; returns how many drafts are worth their computation next."""
         if self._drafter is None or not scheduled.sequences:
             return {}
         sampling = scheduled.batch.sampling
@@ -451,9 +451,9 @@ class Runner:
 
     @torch.inference_mode()
     def transfer(self, copies: Sequence[Copy]) -> None:
-        """Begins copies, and overwrites slots, that no step asks for, behind all steps launched before.
+        """Begins copies, and overwrites slots, that no step asks for, after all steps launched earlier.
 
-        Each is reported once as ended; copies within the device have run by then.
+        Each copy is reported once as ended; copies within the device have run by then.
         """
         possible = []
         for copy in copies:
@@ -466,7 +466,7 @@ class Runner:
         within = [copy for copy in possible if copy.within_device]
         good = False
         try:
-            # Marked as written after the last step: no earlier step wrote what is there now.
+            # Marked as written after the last step: no earlier step wrote the present contents.
             self._begin(possible, self.last_step + 1)
             good = True
         finally:
@@ -492,7 +492,7 @@ class Runner:
                 self._counts[new.sequence] = self._count(sequence)
         for update in step.table_updates:
             self._sequences.grow(update.sequence, update.group, update.slots)
-        # More than once when very many join together.
+        # More than once if very many join together.
         while self._sequences.rows > len(self._last_tokens):
             self._last_tokens = torch.cat([self._last_tokens, torch.zeros_like(self._last_tokens)])
 
@@ -501,7 +501,7 @@ class Runner:
         return TokenCounts.of(tokens[: sequence.num_prompt], tokens[sequence.num_prompt :], self.model.vocab_size)
 
     def _begin(self, copies: Sequence[Copy], step: int) -> float:
-        """Begins copies in their order, and waits for copies within the device; returns the seconds that it waited."""
+        """Begins copies in their order, and waits for copies within the device; returns the seconds waited."""
         waited, begun = 0.0, 0
         try:
             for within, members in groupby(copies, key=lambda copy: copy.within_device):
@@ -544,7 +544,7 @@ class Runner:
 
 
 def disjoint_runs(copies: Sequence[Copy]) -> list[list[Copy]]:
-    """Splits copies, in order, so that within a run no target is a source or a target of another one."""
+    """Splits copies, in order, into runs in which no target is a source or target of another copy."""
     runs: list[list[Copy]] = []
     sources: set[tuple[int, int]] = set()
     targets: set[tuple[int, int]] = set()
@@ -560,13 +560,13 @@ def disjoint_runs(copies: Sequence[Copy]) -> list[list[Copy]]:
 
 
 def _slots_of(copies: Sequence[Copy]) -> tuple[list[SlotRef], list[SlotRef]]:
-    """The slots that copies within the device read and write."""
+    """Returns the slots that copies within the device read and write."""
     reads = [(Tier.DEVICE, copy.group, copy.source) for copy in copies if copy.source]
     return reads, [(Tier.DEVICE, copy.group, copy.target) for copy in copies]
 
 
 def _joining_reads(step: Step, block_size: int) -> list[SlotRef]:
-    """Blocks that sequences have computed when they join."""
+    """Returns the blocks that sequences have computed when they join."""
     return [
         (Tier.DEVICE, group, slot)
         for new in step.new_sequences
@@ -576,7 +576,7 @@ def _joining_reads(step: Step, block_size: int) -> list[SlotRef]:
 
 
 def _evicting_writes(step: Step, sequences: Sequence[SequenceState]) -> list[SlotRef]:
-    """Blocks that sequences may move kept tokens to; models with policies have one layer group."""
+    """Returns the blocks to which sequences may move kept tokens; models with policies have one layer group."""
     return [
         (Tier.DEVICE, 0, slot)
         for sequence in sequences
@@ -586,13 +586,13 @@ def _evicting_writes(step: Step, sequences: Sequence[SequenceState]) -> list[Slo
 
 
 def _written(batch: HostBatch) -> list[SlotRef]:
-    """Blocks that get new tokens."""
+    """Returns the blocks that get new tokens."""
     groups = enumerate(np.unique(slots).tolist() for slots in batch.written_slots)
     return [(Tier.DEVICE, group, slot) for group, slots in groups for slot in slots]
 
 
 def _logprobs(result: SampleResult) -> dict[int, Logprobs]:
-    """By row, with the most alternatives that any row asked for."""
+    """Returns log-probabilities by row, with the most alternatives that any row asked for."""
     if result.logprobs is None or result.top_ids is None or result.top_logprobs is None:
         return {}
     columns: tuple[Tensor, ...] = (result.logprobs, result.top_ids, result.top_logprobs)
@@ -607,6 +607,6 @@ def _prompt_logprobs(prompt: ScoredPrompt, scored: Sequence[Tensor]) -> PromptLo
 
 
 def _possible(chosen: float, ids: Sequence[int], values: Sequence[float]) -> Logprobs:
-    """Without alternatives that the output must not have, which come last."""
+    """Returns the log-probabilities without forbidden alternatives, which come last."""
     count = sum(value > -math.inf for value in values)
     return Logprobs(chosen, tuple(ids[:count]), tuple(values[:count]))

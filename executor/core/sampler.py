@@ -1,10 +1,10 @@
 """Chooses the next tokens, all rows at once, on the device.
 
-A row's choice is a function of its own logits, its parameters, and one number derived from seed and output position:
-neither the rest of the batch nor a recomputation after a preemption changes it.
+A row's choice is a function of its logits, its parameters, and one number derived from seed and output position:
+neither the rest of the batch nor a recomputation after a preemption changes the choice.
 
 Order and meaning follow transformers: restrictions and biases, repetition penalty (prompt and output), then frequency
-and presence (output); log-probabilities are taken here; then temperature, top-k, top-p over what top-k left, min-p
+and presence (output); then log-probabilities are taken; then temperature, top-k, top-p over what top-k left, min-p
 relative to the best.
 """
 
@@ -20,20 +20,20 @@ from executor.step import Sampling, uniforms
 from executor.transfer import to_device, to_host
 from kernels.draw_tokens.launch import draw_tokens
 
-# Lower temperatures change nothing, and one that is 0 in float32 would divide 0.
+# Lower temperatures change nothing, and a temperature that is 0 in float32 would divide 0 by 0.
 _LEAST_TEMPERATURE = 1e-30
 
 
 @dataclass
 class TokenCounts:
-    """Which tokens a sequence has: prompt [V] bool, output [V] float32 counts. Kept only where penalties need them."""
+    """Which tokens a sequence has: prompt [V] bool, output [V] float32 counts. Kept only if penalties need them."""
 
     prompt: Tensor
     output: Tensor
 
     @classmethod
     def of(cls, prompt: Tensor, output: Tensor, vocab_size: int) -> "TokenCounts":
-        """Counts of the given ids, [N] int64 each, on their device."""
+        """Counts the given ids, [N] int64 each, on their device."""
         seen = torch.zeros(vocab_size, dtype=torch.bool, device=prompt.device)
         seen[prompt] = True
         counts = torch.zeros(vocab_size, dtype=torch.float32, device=prompt.device)
@@ -45,7 +45,7 @@ class TokenCounts:
         self.output.index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.float32))
 
     def with_token(self, token_id: int) -> "TokenCounts":
-        """Counts of the same tokens and one more of the output."""
+        """Returns the counts with one more token of the output."""
         output = self.output.clone()
         output[token_id] += 1
         return TokenCounts(self.prompt, output)
@@ -53,9 +53,9 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """One row to sample: output_position counts generated tokens from 0; counts only when the parameters penalise.
+    """One row to sample: output_position counts generated tokens from 0; counts is set only if the parameters penalise.
 
-    restrictions: what else there is than the model's logits; None for nothing.
+    restrictions: allowed tokens and biases applied to the logits; None for none.
     """
 
     sampling: Sampling
@@ -76,7 +76,7 @@ class SampleResult:
     top_logprobs: Tensor | None = None
 
     def on_host(self) -> "SampleResult":
-        """A copy on the host, readable once the device has come this far."""
+        """Returns a copy on the host, readable once the device has come this far."""
         if self.logprobs is None or self.top_ids is None or self.top_logprobs is None:
             return SampleResult(to_host(self.ids))
         columns = map(to_host, (self.ids, self.logprobs, self.top_ids, self.top_logprobs))
@@ -85,9 +85,9 @@ class SampleResult:
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow], best: Tensor | None = None) -> SampleResult:
-    """logits: [R, V] of any float dtype, one row per entry of `rows`; may be overwritten.
+    """Samples a token per row. logits: [R, V] of any float dtype, one row per entry of `rows`; may be overwritten.
 
-    best: [R] int64, the ids of the largest logits, where they are known.
+    best: [R] int64, the ids of the largest logits, if known.
     """
     restricted = [index for index, row in enumerate(rows) if row.restrictions is not None]
     penalised = [index for index, row in enumerate(rows) if row.counts is not None]
@@ -119,7 +119,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], best: Tensor | None = No
 
 
 def _restrict(logits: Tensor, rows: Sequence[RowRestrictions | None]) -> Tensor:
-    """logits: [P, V]. Returns those of the allowed tokens, with biases; others are minus infinity."""
+    """logits: [P, V]. Returns the logits of allowed tokens, with biases; all others are minus infinity."""
     found = [row for row in rows if row is not None]
     vocab = logits.shape[1]
     every = np.ones(vocab, dtype=bool)
@@ -134,7 +134,7 @@ def _restrict(logits: Tensor, rows: Sequence[RowRestrictions | None]) -> Tensor:
 
 
 def score(logits: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities of tokens of a prompt. logits: [N, V] of any float dtype. ids: [N] int64.
+    """Computes log-probabilities of prompt tokens. logits: [N, V] of any float dtype. ids: [N] int64.
 
     Returns those of the ids, [N] float32, their ranks, [N] int64, and the `count` best, [N, count] int64 and float32.
     """
@@ -146,12 +146,12 @@ def score(logits: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tens
 
 
 def _best(logits: Tensor) -> Tensor:
-    """Ids of the largest logits, [R] int64. On a CPU numpy compares many at a time, which torch does not."""
+    """Returns the ids of the largest logits, [R] int64. On a CPU, numpy compares many at a time, unlike torch."""
     return logits.argmax(-1) if logits.is_cuda else torch.from_numpy(logits.float().numpy().argmax(-1))
 
 
 def _penalise(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """logits: [P, V]. Returns the penalised ones."""
+    """logits: [P, V]. Returns the penalised logits."""
     counts = [row.counts for row in rows if row.counts is not None]
     output = torch.stack([each.output for each in counts])
     seen = torch.stack([each.prompt for each in counts]) | (output > 0)
@@ -162,7 +162,7 @@ def _penalise(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _parameters(rows: Sequence[SamplingRow], logits: Tensor) -> Tensor:
-    """Those of `draw_tokens`, on the device of the logits."""
+    """Returns the parameters of `draw_tokens`, on the device of the logits."""
     samplings = [row.sampling for row in rows]
     parameters = np.empty((len(rows), 5))
     parameters[:, :4] = [(one.temperature, one.top_k, one.top_p, one.min_p) for one in samplings]
@@ -172,5 +172,5 @@ def _parameters(rows: Sequence[SamplingRow], logits: Tensor) -> Tensor:
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    """[len(values), 1] on the device, in the dtype of `like`."""
+    """Returns [len(values), 1] on the device, in the dtype of `like`."""
     return to_device(np.asarray(values, dtype=np.float64)[:, None], like.device).to(like.dtype)

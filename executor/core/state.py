@@ -1,4 +1,4 @@
-"""The sequences of the running batch, and how many tokens a step computes of each."""
+"""The sequences of the running batch, and how many of each one's tokens a step computes."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from protos.rpc import tracing
 
 
 def tokens_due(step: Step, handle: int, *, computed: int, known: int, stopped: bool) -> int:
-    """Tokens of a sequence that a step computes: those of its chunk, else 1 if only the last known token is left."""
+    """Returns how many tokens of a sequence a step computes: its chunk, or 1 if only the last known token is left."""
     if stopped or handle in step.idle:
         return 0
     return step.chunks.get(handle, 1 if known - computed == 1 else 0)

@@ -19,7 +19,7 @@ class Span(Protocol):
         ...
 
     def seconds(self) -> tuple[float, float]:
-        """Time of the step's work and idle time before it; waits for the device."""
+        """Returns the time of the step's work and the idle time before it; waits for the device."""
         ...
 
 
@@ -31,11 +31,11 @@ class Clock:
         self._last: Any = None
 
     def clear(self) -> None:
-        """Forgets the last span: the span of a failed step has no end."""
+        """Forgets the last span, because the span of a failed step has no end."""
         self._last = None
 
     def start(self) -> Span:
-        """The step's work begins here."""
+        """Starts the span of a step whose work begins now."""
         kind = _CudaSpan if self._device.type == "cuda" else _HostSpan
         self._last = kind(self._last)
         return self._last  # type: ignore[no-any-return]
@@ -75,7 +75,7 @@ class _CudaSpan:
         try:
             return bool(self._end.query())  # type: ignore[no-untyped-call]
         except RuntimeError:
-            # Of the device, which can do nothing any more: `seconds` raises it to those who expect it.
+            # The device has failed for good: `seconds` raises the error where it is expected.
             return True
 
     def seconds(self) -> tuple[float, float]:

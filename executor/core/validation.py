@@ -13,8 +13,8 @@ from protos.kvcommon.eviction import Policy
 @dataclass(frozen=True)
 class Limits:
     """Bounds of the model and the pools. num_blocks: slots per layer group on the device. windows: attention window per
-    layer group in tokens, None for full attention. lower_slots: slots per layer group of each lower tier that exists.
-    adapters: ids of the loaded ones, as they are at the moment.
+    layer group in tokens, None for full attention. lower_slots: slots per layer group of each existing lower tier.
+    adapters: ids of the adapters that are loaded at the moment.
     """
 
     vocab_size: int
@@ -44,14 +44,14 @@ class _Future:
 
     @property
     def slots(self) -> int:
-        """Slots in use when it computes more."""
+        """Slots in use when the sequence computes more."""
         if self.policy is None or not self.evicts:
             return self.kept
         return self.policy.kept_after(self.kept, self.computed, self.prompt)
 
 
 def check_step(step: Step, last_step: int, sequences: SequenceTable, limits: Limits) -> None:
-    """Raises the ExecutorError that names the field and the sequence at fault; changes nothing."""
+    """Raises an ExecutorError that names the field and the sequence at fault; changes nothing."""
     if step.number != last_step + 1:
         raise StepOutOfOrderError(
             f"step {step.number} after step {last_step}", fields={"step": f"must be {last_step + 1}"}
@@ -112,7 +112,7 @@ def _check_new(new: NewSequence, limits: Limits) -> None:
         raise _invalid("new_sequences.block_tables", handle, f"must be {len(limits.windows)}, one per layer group")
     _check_sampling(new, limits)
     for slots, window, num_blocks in zip(new.tables, limits.windows, limits.num_blocks, strict=True):
-        # No later token attends to the blocks before this one.
+        # No later token attends to earlier blocks.
         needed = 0 if window is None else max(0, new.num_computed_tokens - window + 1) // limits.block_size
         _check_slots("new_sequences.block_tables.slots", handle, slots, num_blocks, null_until=needed)
         if len(slots) * limits.block_size < new.num_computed_tokens:
@@ -182,7 +182,7 @@ def _check_slots(field: str, handle: int, slots: tuple[int, ...], num_blocks: in
 
 
 def check_copies(copies: Iterable[Copy], limits: Limits, *, zeros: bool = False) -> None:
-    """Raises InvalidStepError when a source or target does not exist. zeros: whether source 0 is allowed."""
+    """Raises InvalidStepError if a source or target does not exist. zeros: whether source 0 is allowed."""
     for copy in copies:
         if copy.group >= len(limits.windows):
             raise _invalid_copy(copy, "copy_groups", f"must be below {len(limits.windows)}")
@@ -250,7 +250,7 @@ def _check_drafts(step: Step, future: dict[int, _Future]) -> None:
 
 
 def _check_named(step: Step, handle: int) -> None:
-    """Of a sequence that computes nothing although it could."""
+    """Raises if the step names a sequence that does not compute in this step."""
     for column, named in (
         ("evicting_sequences", step.evicting),
         ("window_sequences", step.windows),

@@ -10,27 +10,30 @@ from executor.core.worker import Worker
 log = structlog.get_logger()
 
 TICK_SECONDS = 1.0
-# Ticks in which the device's thread may stand still: at least STILL_TICKS, and STILL_TIMES the longest of the last
-# steps. The first step may take longer, as devices compile and load. The scheduler calls a step late by the same
-# measure. A tick counts when it is over: for a process that was stopped, its pause is one tick.
+# Ticks for which the device's thread may stand still: at least STILL_TICKS, and STILL_TIMES the longest of the last
+# steps. The first step may take longer, as devices compile and load. The scheduler uses the same bounds for late
+# steps. A tick counts once it is over: a pause of the whole process is a single tick.
 STILL_TICKS, STILL_TIMES, FIRST_STEP_TICKS = 10, 5, 75
-# Ticks after the end of the session that the device works for: its scheduler has given it up, and only another process
-# helps.
+# Ticks after the end of the session that the device works for: its scheduler has given it up, and only a new process
+# can help.
 ABANDONED_TICKS = 30
 
 
 def still_ticks(longest_step: float | None) -> float:
-    """Ticks in which the device's thread may stand still. longest_step: seconds; None before a step has ended."""
+    """Returns the ticks for which the device's thread may stand still.
+
+    longest_step: seconds; None before a step has ended.
+    """
     if longest_step is None:
         return FIRST_STEP_TICKS
     return max(STILL_TICKS, STILL_TIMES * longest_step / TICK_SECONDS)
 
 
 class Watchdog:
-    """Looks at the device's thread from the asyncio loop."""
+    """Watches the device's thread from the asyncio loop."""
 
     def __init__(self, worker: Worker, set_serving: Callable[[bool], None], give_up: Callable[[], None]) -> None:
-        """set_serving: called with whether the executor can serve. give_up: called once when it never can again."""
+        """set_serving: called with whether the executor can serve. give_up: called once if it never can again."""
         self._worker = worker
         self._set_serving = set_serving
         self._give_up = give_up
@@ -38,7 +41,7 @@ class Watchdog:
         self._moves = True
 
     def set_registered(self, registered: bool) -> None:
-        """Whether the cache manager knows the executor."""
+        """Notes whether the cache manager knows the executor."""
         self._registered = registered
         self._report()
 

@@ -20,11 +20,11 @@ from protos.rpc.errors import ServiceError
 
 log = structlog.get_logger()
 
-# How long a step that only waits for onloads may keep its scheduler waiting.
+# Longest time that a step that only waits for onloads may keep its scheduler waiting.
 AWAIT_SECONDS = 0.02
-# A device is looked at so often while its thread waits for messages: the output of a step is late by half of it.
+# How often a device is polled while its thread waits for messages: a step's output is late by half of this on average.
 LOOK_SECONDS = 2e-4
-# How long a process that stops waits for copies in flight.
+# How long a stopping process waits for copies in flight.
 STOP_SECONDS = 5.0
 
 
@@ -76,22 +76,22 @@ _Job = _Open | _Run | _Close | _Transfer | _Use | _After | _Stop
 
 
 class Worker:
-    """Runs steps strictly in order; on a device that runs ahead, step n+1 is launched before step n is waited for.
+    """Runs steps strictly in order; on a device that runs ahead, step n+1 is launched before waiting for step n.
 
-    Its thread waits for a message or for the device, whichever comes first: a step that arrives while the one before
-    computes is launched behind it at once.
-    On other devices the output of step n is delivered once step n+1 is prepared, or at once without a next step.
+    Its thread then waits for a message or for the device, whichever comes first: a step that arrives while the
+    previous step computes is launched after it at once.
+    On other devices, the output of step n is delivered once step n+1 is prepared, or at once without a next step.
     """
 
     def __init__(self, runner: Runner, outbox: Outbox, device_lost: Callable[[], None]) -> None:
-        """outbox: also takes the runner's ended copies. device_lost: called when the device can run nothing more."""
+        """outbox: also takes the runner's ended copies. device_lost: called if the device can run nothing more."""
         self.runner = runner
         self._outbox = outbox
         self._device_lost = device_lost
         self._queue: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        # The step that was launched and not waited for.
+        # The step that was launched but not yet waited for.
         self._launched: tuple[Session, LaunchedStep] | None = None
-        # The turn of the thread's loop, and its session; None while the thread waits for work.
+        # The number of the thread's turn, and its session; None while the thread waits for work.
         self._turn: tuple[int, Session | None] | None = None
         self._turns = 0
         self._thread = threading.Thread(target=self._work, name="device", daemon=True)
@@ -105,9 +105,9 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> bool:
-        """Finishes what was submitted, copies too if that does not take too long, and ends the thread.
+        """Finishes what was submitted, including copies if that is not too slow, and ends the thread.
 
-        False where the thread has stood still for STOP_SECONDS: nothing that it uses may be closed then.
+        Returns False if the thread has stood still for STOP_SECONDS: then nothing that it uses may be closed.
         """
         self._queue.put(_Stop())
         before = None
@@ -122,7 +122,7 @@ class Worker:
 
     @property
     def turn(self) -> int | None:
-        """Changes with everything that the device's thread does; None while it has no work. From any thread."""
+        """A number that changes with everything that the device's thread does; None while idle. From any thread."""
         turn = self._turn
         return None if turn is None else turn[0]
 
@@ -145,24 +145,24 @@ class Worker:
         self._queue.put(_Run(session, step))
 
     def close(self, session: Session, error: ServiceError | None = None) -> None:
-        """Delivers None, or ends it with an error, when all that was submitted before is answered."""
+        """Delivers None, or ends the session with an error, once all that was submitted earlier is answered."""
         self._queue.put(_Close(session, error))
 
     def transfer(self, copies: tuple[Copy, ...]) -> None:
-        """Begins copies that no session asked for, behind all steps submitted before; confirms each ended copy."""
+        """Begins copies that no session asked for, after all steps submitted earlier; confirms each ended copy."""
         self._queue.put(_Transfer(copies))
 
     def use(self, forward: Forward, adapters: Mapping[int, Any]) -> Future[None]:
-        """Removes all sequences and computes with other weights, behind all that was submitted before.
+        """Removes all sequences and computes with other weights, after all that was submitted earlier.
 
-        The future is done then; where that is not possible, it has the error, and those of before stay.
+        The future is done then; if that is not possible, it has the error, and the previous weights stay.
         """
         done = Future[None]()
         self._queue.put(_Use(forward, adapters, done))
         return done
 
     def after(self, callback: Callable[[], object]) -> None:
-        """Calls back, on the device's thread, once nothing runs any more that was submitted before."""
+        """Calls back, on the device's thread, once nothing that was submitted earlier still runs."""
         self._queue.put(_After(callback))
 
     def give_up(self, tickets: tuple[int, ...]) -> None:
@@ -171,7 +171,7 @@ class Worker:
 
     def _work(self) -> None:
         if self.runner.model.device.type == "cuda":
-            # A setting of the thread; Triton launches on this device.
+            # This is set per thread; Triton launches on this device.
             torch.cuda.set_device(self.runner.model.device)
         while True:
             waiting = self._launched[0] if self._launched is not None else self._outbox.session
@@ -205,11 +205,11 @@ class Worker:
                 case _Stop():
                     self._finish()
                     return
-            # Weights that were refused must not stay until the next message.
+            # Refused weights must not stay in memory until the next message.
             del job
 
     def _next(self) -> _Job | None:
-        """The next message; None where the launched step is over and none has come."""
+        """Returns the next message; None if the launched step is over and no message has come."""
         while self._launched is not None and not self._launched[1].is_over:
             try:
                 return self._queue.get(timeout=LOOK_SECONDS)
@@ -222,7 +222,7 @@ class Worker:
 
     def _begin(self, job: _Job | None, waiting: Session | None) -> None:
         self._turns += 1
-        # Capturing graphs takes as long as it takes, and no session waits for it.
+        # Capturing graphs may take arbitrarily long, and no session waits for it.
         self._turn = None if isinstance(job, _Use) else (self._turns, job.session if isinstance(job, _Run) else waiting)
 
     def _run(self, session: Session, step: Step) -> None:
@@ -232,7 +232,7 @@ class Worker:
         self._outbox.expect(session, step.copies)
         try:
             prepared = self.runner.prepare(step, before_waiting=self._outbox.deliver)
-            # Held back until here: delivering an output takes the interpreter, which preparing a step needs first.
+            # Held back until here: delivering an output needs the GIL, which preparing a step needs first.
             self._outbox.deliver()
             launched = self.runner.launch(prepared)
         except ExecutorError as error:
@@ -240,7 +240,7 @@ class Worker:
             session.end(error)
             self.give_up(step.tickets)
             return
-        except Exception as error:  # The thread's outermost border: one bad step must not take the process with it.
+        except Exception as error:  # Outermost level of the thread: one bad step must not end the process.
             self._finish()
             self._fail(session, step.number, error)
             # The runner reports the other copies.
@@ -263,7 +263,7 @@ class Worker:
         self.runner.clear()
         try:
             self.runner.use(job.forward, job.adapters)
-        except Exception as error:  # As in _run: whoever asked gets it.
+        except Exception as error:  # As in _run: the error goes to whoever asked.
             job.done.set_exception(error)
         else:
             job.done.set_result(None)
@@ -279,7 +279,7 @@ class Worker:
         (session, launched), self._launched = self._launched, None
         try:
             output = launched.result()
-        except Exception as error:  # As above: errors of an asynchronous device surface here.
+        except Exception as error:  # As above: an asynchronous device's errors surface here.
             step = launched.scheduled.step
             self._fail(session, step.number, error)
             self.give_up(step.tickets_within_device)

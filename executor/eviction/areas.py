@@ -1,8 +1,8 @@
 """Eviction of whole blocks between a start and a recent area, as in OpenVINO GenAI's cache eviction.
 
-KVCrush (Jha et al. 2025; as OpenVINO GenAI does it) keeps some blocks for their difference: a block is the pattern of
-its tokens that matter. Of the blocks about to be evicted, it spares some at different distances from one pattern, the
-anchor.
+KVCrush (Jha et al. 2025; as in OpenVINO GenAI) keeps some blocks for their diversity: a block is represented by the
+pattern of its important tokens. Of the blocks about to be evicted, it spares some at different distances from one
+pattern, the anchor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ POOLED = 7
 
 
 class Blocks(Evictor):
-    """Evicts blocks, each layer its own. The start area is always there, so its tokens have the first slots."""
+    """Evicts blocks, in each layer separately. The start area is never evicted, so its tokens have the first slots."""
 
     ordered: ClassVar[bool] = True
 
@@ -35,7 +35,7 @@ class Blocks(Evictor):
         self._slots = 0
 
     def evictable(self, slots: int) -> range:
-        """Evictable blocks of `slots` slots: not in the start or recent area, and not the partly filled last block."""
+        """Returns the evictable blocks of `slots` slots: outside the start and recent areas, and not partly filled."""
         size = self.policy.block_size
         return range(self.policy.start // size, slots // size - self.policy.recent // size)
 
@@ -53,7 +53,7 @@ class Blocks(Evictor):
         return without(gone, slots, size)[:, None]
 
     def kept_mass(self, index: Tensor) -> float | None:
-        """Share of the scores behind the start area, of the slots when `keep` was called."""
+        """Returns the share of the scores after the start area, of the slots when `keep` was called."""
         return share(self.scores(self._slots)[:, None], index)
 
     @abstractmethod
@@ -114,7 +114,7 @@ class Areas(Blocks):
         return view.computed - view.positions[:, 0].clamp(min=self._first or 0)
 
     def least(self, view: KvView, area: range, count: int) -> Tensor:
-        """[L, count] int64: the blocks with the lowest scores; of equal ones the first."""
+        """[L, count] int64: the blocks with the lowest scores; of equal scores, the first."""
         scores = self.scores(view.positions.shape[-1])
         values = scores / self.counts(view) if self.policy.kind is Kind.NORM_SUM else scores
         order = self.of_blocks(values, area).sum(-1).sort(dim=-1, stable=True).indices
@@ -125,7 +125,7 @@ class Areas(Blocks):
         return self._crushed(going, self.of_blocks(scores, area), crush, view.computed)
 
     def _crushed(self, going: Tensor, scores: Tensor, crush: KvCrush, computed: int) -> Tensor:
-        """[L, n - budget]: the blocks that are evicted of `going` [L, n], ascending. scores: [L, N, B]."""
+        """[L, n - budget]: which of the blocks `going` [L, n] are evicted, ascending. scores: [L, N, B]."""
         bits = important(scores.flatten(1)).view_as(scores)
         anchor = anchor_of(crush.anchor, bits, generator(self.policy, computed))
         kept = spared(distances(bits, anchor).gather(-1, going), crush.budget)
@@ -133,7 +133,7 @@ class Areas(Blocks):
 
 
 def pool(values: Tensor, width: int) -> Tensor:
-    """[L, 1, n]: the largest of values [L, 1, n] at a slot and the width - 1 behind it, across blocks."""
+    """[L, 1, n]: the largest of values [L, 1, n] at a slot and the width - 1 slots after it, across blocks."""
     if width < 2 or not values.shape[-1]:
         return values
     return F.max_pool1d(F.pad(values, (0, width - 1), value=-torch.inf), width, stride=1)
@@ -151,7 +151,7 @@ def without(gone: Tensor, slots: int, size: int) -> Tensor:
 
 
 def important(scores: Tensor) -> Tensor:
-    """[L, n] bool: the half of the tokens with the higher scores, [L, n]; of equal ones the later."""
+    """[L, n] bool: the half of the tokens with the higher scores, [L, n]; of equal scores, the later."""
     order = scores.sort(dim=-1, stable=True).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order[..., scores.shape[-1] // 2 :], True)
 
@@ -173,7 +173,7 @@ def anchor_of(kind: Anchor, bits: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def distances(bits: Tensor, anchor: Tensor) -> Tensor:
-    """[L, N] int64: in how many tokens each block of bits [L, N, B] differs from the anchor [L, B] (Hamming)."""
+    """[L, N] int64: Hamming distance, in tokens, of each block of bits [L, N, B] from the anchor [L, B]."""
     return (bits != anchor[:, None]).sum(-1)
 
 

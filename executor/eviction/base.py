@@ -1,4 +1,4 @@
-"""What a policy of token eviction is to the executor: it sees attention scores and says which tokens stay."""
+"""The executor's interface to token eviction policies, which see attention scores and say which tokens stay."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class KvView:
 
 
 def scored_rows(policy: Policy, prompt: int, computed: int, new: int) -> int:
-    """Of `new` queries behind `computed` ones, how many last ones a policy scores by; 0 for policies without scores.
+    """Returns how many last ones of `new` queries, after `computed` ones, a policy scores by; 0 for none.
 
     prompt: tokens of the request's prompt.
     """
     if not policy.uses_scores or (policy.kind is Kind.SNAPKV and computed >= prompt):
         return 0
-    # TOVA ranks by a chunk's last query alone, and may evict behind every chunk.
+    # TOVA ranks only by a chunk's last query, and may evict after every chunk.
     if policy.kind is Kind.TOVA and policy.during_prefill:
         return min(new, 1)
     return min(new, max(0, computed + new - prompt + policy.counted_rows(prompt)))
@@ -52,8 +52,8 @@ def scored_rows(policy: Policy, prompt: int, computed: int, new: int) -> int:
 class Evictor(ABC):
     """The eviction policy of one sequence. Its slots are numbered 0 to T - 1; new tokens come at the end.
 
-    ordered: whether slots stay in the order of their tokens in every layer and head. Otherwise slots that stay do not
-    move, and the last ones fill the gaps. uses_squares: whether SequenceScores.squares are wanted.
+    ordered: whether slots stay in the order of their tokens in every layer and head. Otherwise, kept slots do not move,
+    except that the last ones fill the gaps. uses_squares: whether SequenceScores.squares are wanted.
     """
 
     ordered: ClassVar[bool] = False
@@ -64,12 +64,12 @@ class Evictor(ABC):
         self.shape = shape
 
     def accumulator(self, slots: int) -> ScoreAccumulator | None:
-        """Where a forward pass may add a step's weights up itself. slots: in use after the step."""
+        """Returns where a forward pass may sum a step's weights itself. slots: in use after the step."""
         del slots
         return None
 
     def observe(self, scores: SequenceScores | None, new: int) -> None:
-        """After every step of the sequence: `new` of its slots are new. scores: None where no query was scored."""
+        """Called after every step of the sequence, which added `new` slots. scores: None if no query was scored."""
         del scores, new
 
     @abstractmethod
@@ -78,10 +78,10 @@ class Evictor(ABC):
         ...
 
     def reindex(self, index: Tensor) -> None:
-        """After an eviction: slot i now holds what slot index[..., i] held. index: [L, Hkv, T'] int64."""
+        """Called after an eviction: slot i now holds what slot index[..., i] held. index: [L, Hkv, T'] int64."""
         del index
 
     def kept_mass(self, index: Tensor) -> float | None:
-        """Share of the scores that slots `index` have, [.., T'] int64 as `keep` returns them; None without scores."""
+        """Returns the share of the scores of slots `index`, [.., T'] int64 as `keep` returns; None without scores."""
         del index
         return None

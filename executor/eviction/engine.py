@@ -1,4 +1,4 @@
-"""Carries out eviction policies: evicts before a sequence computes more tokens, and passes on its scores afterwards."""
+"""Carries out eviction policies: evicts before a sequence computes more tokens, and passes its scores on afterwards."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ EVICTORS: dict[Kind, type[Evictor]] = {
 
 @dataclass(eq=False)
 class EvictionState:
-    """A sequence's policy, and which tokens it kept when it last evicted; behind them are the tokens from `since` on.
+    """A sequence's policy and the tokens kept at its last eviction, followed by all tokens from `since` on.
 
     positions: [1 or L, 1 or Hkv, T] int64, each slot's token by its position in the sequence. angles: likewise, the
     position that its key is rotated to when positions are compacted. prompt: tokens of the request's prompt.
@@ -73,7 +73,7 @@ class TokenEviction:
     """The token eviction of one executor. Only models with one layer group evict: policies are checked for that."""
 
     def __init__(self, pools: KvPools, frequencies: Tensor | None, device: torch.device) -> None:
-        """frequencies: [D / 2] float32, radians per position; None when keys cannot be rotated again."""
+        """frequencies: [D / 2] float32, radians per position; None if keys cannot be rotated again."""
         self._pools = pools
         self._frequencies = frequencies
         self._device = device
@@ -95,7 +95,7 @@ class TokenEviction:
         self._states[sequence.handle] = EvictionState(evictor, sequence.num_prompt, nothing, nothing)
 
     def scored(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[ScoredSequence]:
-        """Which scores policies want of a step that computes counts[i] tokens of sequences[i]."""
+        """Returns which scores policies want of a step that computes counts[i] tokens of sequences[i]."""
         if not self._states:
             return []
         scored = []
@@ -111,7 +111,7 @@ class TokenEviction:
     def observe(
         self, sequences: Sequence[SequenceState], counts: Sequence[int], scores: Sequence[SequenceScores]
     ) -> None:
-        """After that step: the scores that the forward pass computed."""
+        """Takes, after that step, the scores that the forward pass computed."""
         if not self._states:
             return
         seen = {entry.sequence: entry for entry in scores}
@@ -122,7 +122,7 @@ class TokenEviction:
                     state.evictor.observe(seen.get(index), count)
 
     def wanted_window(self, sequence: SequenceState) -> Tensor:
-        """[] int64: tokens that an adaptive window is to have by the attention so far, which then counts half."""
+        """[] int64: tokens that an adaptive window is to have by the attention so far, which is then halved."""
         state = self._states[sequence.handle]
         assert isinstance(state.evictor, AdaptiveWindow)
         view = KvView(self.positions(sequence), sequence.computed, lambda: self._keys(sequence))
@@ -130,14 +130,14 @@ class TokenEviction:
             return state.evictor.wanted(view, evicts=sequence.evicts)
 
     def set_window(self, sequence: SequenceState, tokens: int) -> None:
-        """The adaptive window has another length from now on."""
+        """Gives the adaptive window a new length from now on."""
         assert sequence.policy is not None
         sequence.policy = self._states[sequence.handle].evictor.policy = sequence.policy.with_window(tokens)
 
     def evict(self, sequence: SequenceState, table: tuple[int, ...] | None, step: int) -> Evicted | None:
-        """Before a sequence computes more tokens: evicts the tokens that its policy names, if any.
+        """Evicts the tokens that a sequence's policy names, if any, before the sequence computes more tokens.
 
-        table: only for its first eviction: the blocks that the kept tokens move to, or () when they stay.
+        table: only for its first eviction: the blocks that the kept tokens move to, or () if they stay.
         """
         state = self._states.get(sequence.handle)
         if state is None or (table is None and not sequence.evicts):
@@ -149,7 +149,7 @@ class TokenEviction:
             with one_thread(self._device):
                 evicted = self._evict(sequence, state, count, table, step)
         if policy.most_kept is not None and (table == () or policy.bounds is not None):
-            # The scheduler releases the blocks behind.
+            # The scheduler releases the blocks beyond.
             sequence.tables[0] = sequence.tables[0][: -(-policy.most_kept // policy.block_size)]
         return evicted
 
@@ -163,7 +163,7 @@ class TokenEviction:
         index = state.evictor.keep(view, count)
         mass = state.evictor.kept_mass(index)
         if not table and evicted == 1 and _may_reuse(state.evictor, index):
-            # The next token is stored in the evicted token's slot: nothing moves.
+            # The next token is stored in the evicted token's slot, so nothing moves.
             sequence.reuse_position = _missing(index)
             positions[..., sequence.reuse_position] = sequence.computed
             state.positions, state.since = positions, sequence.computed + 1
@@ -177,7 +177,7 @@ class TokenEviction:
         if policy.compacted:
             self._rotate(sequence, state, index)
         sequence.kept = count
-        # A sequence may also move before it has to evict.
+        # A sequence may move even before it has to evict.
         return Evicted(sequence.handle, evicted, mass) if evicted else None
 
     def positions(self, sequence: SequenceState) -> Tensor:
@@ -207,7 +207,7 @@ class TokenEviction:
         return keys if pool.scales is None else keys.float() * pool.scales.k[:, :, None]
 
     def _move(self, sequence: SequenceState, index: Tensor, table: tuple[int, ...] | None, step: int) -> None:
-        """Slot i gets what slot index[.., i] holds; in another table, if there is one."""
+        """Moves what slot index[.., i] holds to slot i, of the new table if there is one."""
         pool, before = self._pools.pools[0], sequence.tables[0]
         if table:
             sequence.tables[0] = np.asarray(table, dtype=np.int32)
@@ -220,7 +220,7 @@ class TokenEviction:
             self._pools.mark_written(0, written, step)
 
     def _rotate(self, sequence: SequenceState, state: EvictionState, index: Tensor) -> None:
-        """Rotates keys to the positions that their tokens have among the kept ones."""
+        """Rotates keys to the positions of their tokens among the kept tokens."""
         assert self._frequencies is not None
         after, deltas = rotation_deltas(_take(_longer(state.angles, sequence.kept, 0), index))
         slots = torch.arange(index.shape[-1], device=self._device).expand_as(index)
@@ -231,7 +231,7 @@ class TokenEviction:
 
 @contextlib.contextmanager
 def one_thread(device: torch.device) -> Iterator[None]:
-    """One torch thread on a CPU: to wake the others takes longer than the work, and the decoder uses the cores."""
+    """Limits torch to one thread on a CPU: waking others takes longer than the work, and the decoder uses the cores."""
     threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -248,26 +248,26 @@ def _longer(known: Tensor, slots: int, offset: int) -> Tensor:
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:
-    """values[.., index], where either may be alike in all layers or heads."""
+    """Returns values[.., index]; either may be the same in all layers or heads."""
     shape = [max(a, b) for a, b in zip(values.shape[:-1], index.shape[:-1], strict=True)]
     return values.expand(*shape, -1).gather(-1, index.expand(*shape, -1))
 
 
 def _in_place(index: Tensor, slots: int) -> Tensor:
-    """The same slots in another order: those below the new length stay, and the others fill the gaps.
+    """Returns the same slots in a different order: those below the new length stay, and the others fill the gaps.
 
     index: [.., n] ascending, of `slots` slots.
     """
     count = index.shape[-1]
     stays = torch.zeros(*index.shape[:-1], slots, dtype=torch.bool, device=index.device).scatter_(-1, index, True)
     result = torch.arange(count, device=index.device).expand_as(index).clone()
-    # As many slots from behind in each layer and head as there are gaps, both row by row.
+    # In each layer and head, as many slots from the end as there are gaps, both row by row.
     result[~stays[..., :count]] = stays[..., count:].nonzero()[:, -1] + count
     return result
 
 
 def _moved(index: Tensor) -> tuple[Tensor, Tensor]:
-    """Of an order in place, sources and targets of the slots that move, [.., m]; some stay where fewer move."""
+    """Returns sources and targets of the slots that an in-place order moves, [.., m]; padded with slots that stay."""
     moves = index != torch.arange(index.shape[-1], device=index.device)
     most = int(moves.sum(dim=-1).max())
     targets = moves.to(torch.int8).topk(most, dim=-1).indices
@@ -275,21 +275,21 @@ def _moved(index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _may_reuse(evictor: Evictor, index: Tensor) -> bool:
-    """Whether the next token may take the free slot: it is the same everywhere, and no policy looks at the order."""
+    """Returns whether the next token may take the free slot: it is the same everywhere, and order does not matter."""
     policy = evictor.policy
     joint = index.shape[0] == index.shape[1] == 1
     return joint and not evictor.ordered and not policy.uses_scores and not policy.compacted
 
 
 def _missing(index: Tensor) -> int:
-    """The only slot that is not kept. index: [1, 1, n] int64, ascending."""
+    """Returns the only slot that is not kept. index: [1, 1, n] int64, ascending."""
     return int((index[0, 0] == torch.arange(index.shape[-1], device=index.device)).sum())
 
 
 def rotation_deltas(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions without gaps: those that the kept keys are rotated to, and how far back they turn; both like `angles`.
+    """Returns the gapless positions that the kept keys are rotated to, and how far back they turn; both like `angles`.
 
-    angles: [.., n] int64, the positions that they are rotated to now, in any order, all different.
+    angles: [.., n] int64, the positions that the keys are rotated to now, in any order, all different.
     """
     after = angles.argsort(-1).argsort(-1)
     return after, angles - after

@@ -1,4 +1,4 @@
-"""The policies that fit on a screen: each ranks single tokens by a score and keeps the first and the last ones."""
+"""The simpler policies: each ranks single tokens by a score and always keeps the first and the last tokens."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from executor.eviction.scoring import SlotScores, complement, generator, lowest
 from kernels.scores import ScoreAccumulator, SequenceScores
 from protos.kvcommon.eviction import Policy
 
-# Of SnapKV's experiments, section 5.
+# The kernel size of SnapKV's experiments, section 5.
 _KERNEL = 7
 
 
 class Ranked(Evictor):
-    """Evicts the tokens with the lowest scores, but for the first and the last ones; of equal ones the earlier."""
+    """Evicts the tokens with the lowest scores, except the first and the last tokens; of equal scores, the earlier."""
 
     @abstractmethod
     def scores(self, view: KvView) -> Tensor:
-        """[1 or L, 1 or Hkv, T] float32, alike where the choice is."""
+        """[1 or L, 1 or Hkv, T] float32; a 1 if all layers or heads choose alike."""
         ...
 
     def keep(self, view: KvView, count: int) -> Tensor:
@@ -43,7 +43,7 @@ class Ranked(Evictor):
 
 
 class AttentionRanked(Ranked):
-    """Ranks by attention that is summed up over all scored queries, each KV head on its own."""
+    """Ranks by attention summed over all scored queries, separately for each KV head."""
 
     def __init__(self, policy: Policy, shape: KvShape) -> None:
         super().__init__(policy, shape)
@@ -53,7 +53,7 @@ class AttentionRanked(Ranked):
         return ScoreAccumulator(self.sums.at_least(slots))
 
     def observe(self, scores: SequenceScores | None, new: int) -> None:
-        """Adds the weights that no forward pass has added."""
+        """Adds the weights that the forward pass has not added."""
         del new
         if scores is not None and scores.accumulator is None:
             self.sums.add(scores.weights)
@@ -83,25 +83,25 @@ class SlidingWindow(Ranked):
 class AdaptiveWindow(AttentionRanked):
     """A sliding window that reaches as far back as recent queries attend to.
 
-    The kept tokens are looked at in steps of a period. A step is worth keeping when its share of the attention, on
-    average over all heads, is more than an eviction may lose. Each head counts the same: one that looks at the first
-    tokens all but always has little attention left for others.
+    The kept tokens are considered in pieces of one period. A piece is worth keeping if its share of the attention, on
+    average over all heads, is more than an eviction may lose. Each head counts the same: a head that nearly always
+    attends to the first tokens has little attention left for other tokens.
     """
 
     def scores(self, view: KvView) -> Tensor:
-        """[1, 1, T] float32: as a sliding window's."""
+        """[1, 1, T] float32, as for a sliding window."""
         return view.positions[:1, :1].to(torch.float32)
 
     def wanted(self, view: KvView, *, evicts: bool) -> Tensor:
         """[] int64: tokens that the window is to have when the sequence evicts next, within its bounds.
 
-        It halves the attention so far, so that older queries count less. evicts: whether the sequence has begun to
-        evict; from then on the window changes by one period at most.
+        Halves the attention so far, so that older queries count less. evicts: whether the sequence has begun to evict;
+        from then on, the window changes by at most one period.
         """
         policy, slots, positions = self.policy, view.positions.shape[-1], view.positions[0, 0]
         assert policy.bounds is not None
         assert policy.most_kept is not None
-        # By each token's age when the sequence evicts next. First tokens, which may be older, have no weight.
+        # By each token's age when the sequence next evicts. First tokens, which may be older, have no weight.
         ahead = max(0, policy.most_kept - slots)
         count = (slots + ahead) // policy.period + 1
         steps = ((view.computed - 1 + ahead - positions) // policy.period).clamp(max=count - 1)
@@ -146,8 +146,8 @@ class SnapKV(AttentionRanked):
 
     Li et al. 2024, SnapKV, section 4.
 
-    Neighbours share the maximum, as in the paper's experiments. An average, as in other implementations, spreads a
-    single strong token thin, and then neither the token nor its neighbours may stay.
+    Neighbours share the maximum, as in the paper's experiments. An average, as in other implementations, dilutes a
+    single strong token, so that neither the token nor its neighbours may stay.
     """
 
     def scores(self, view: KvView) -> Tensor:
@@ -173,7 +173,7 @@ class Tova(Ranked):
         self._weights = SlotScores(shape, 1)
 
     def observe(self, scores: SequenceScores | None, new: int) -> None:
-        """Forgets the query before."""
+        """Takes the step's last query in place of the previous one."""
         del new
         self._weights.clear()
         if scores is not None:
@@ -185,16 +185,16 @@ class Tova(Ranked):
         return self._weights.values(view.positions.shape[-1])
 
     def kept_mass(self, index: Tensor) -> float | None:
-        """Share of the last query's weights."""
+        """Returns the share of the last query's weights."""
         return self._weights.share(index)
 
 
 class H2OTova(AttentionRanked):
-    """Keeps the tokens that the last query attends to most, as TOVA, and beside them those that H2O would keep.
+    """Keeps the tokens that the last query attends to most, like TOVA, and also those that H2O would keep.
 
-    Half of the tokens that the protected ones leave room for is TOVA's. The sum over all queries predicts best what a
-    text that goes on attends to; the last query attends to what the text is about to use. In a step with several
-    tokens, all its queries count as the last one.
+    TOVA chooses half of the unprotected tokens that stay. The sum over all queries predicts best what the further text
+    attends to; the last query attends to what the text is about to use. In a step with several tokens, all its queries
+    count as the last query.
     """
 
     def __init__(self, policy: Policy, shape: KvShape) -> None:
@@ -202,12 +202,12 @@ class H2OTova(AttentionRanked):
         self._last = SlotScores(shape, shape.kv_heads)
 
     def accumulator(self, slots: int) -> ScoreAccumulator | None:
-        """None: the weights of each step are needed by themselves."""
+        """Returns None: the weights of each step are needed separately."""
         del slots
         return None
 
     def observe(self, scores: SequenceScores | None, new: int) -> None:
-        """Adds the weights, and forgets the queries of the step before."""
+        """Adds the weights, and forgets the queries of the previous step."""
         super().observe(scores, new)
         self._last.clear()
         if scores is not None:
@@ -217,7 +217,7 @@ class H2OTova(AttentionRanked):
         """[L, Hkv, T] float32: infinite for TOVA's tokens, too."""
         slots = scores.shape[-1]
         last = self._by_layer(view, self._last.values(slots)).masked_fill(protected, torch.inf)
-        # As many as are protected, without waiting for the device.
+        # The number of protected tokens, without waiting for the device.
         always = min(slots, self.policy.start + self.policy.recent)
         half = (slots - evicted - always) // 2
         spared = complement(lowest(last, view.positions, slots - always - half), slots)
@@ -235,7 +235,7 @@ class RoCo(AttentionRanked):
 
     Ren and Zhu 2024, On the Efficacy of Eviction Policy, section 4: RoCo.
 
-    As many tokens are kept for how much they vary as for being recent: in the paper they replace the recent tokens.
+    As many tokens are kept for their variation as for being recent: in the paper, they replace the recent tokens.
     """
 
     uses_squares: ClassVar[bool] = True
@@ -259,11 +259,11 @@ class RoCo(AttentionRanked):
             self._query_heads = (scores.weights.sum() / (scores.rows * layers * kv_heads)).round()
 
     def scores(self, view: KvView) -> Tensor:
-        """[L, Hkv, T] float32: the mean over queries and query heads, but for a factor that is the same for all."""
+        """[L, Hkv, T] float32: the mean over queries and query heads, up to a common factor."""
         return super().scores(view) / (view.computed - view.positions)
 
     def worth(self, view: KvView, scores: Tensor, protected: Tensor, evicted: int) -> Tensor:
-        """[L, Hkv, T] float32: the score where a token varies little, else infinite."""
+        """[L, Hkv, T] float32: the score of a token that varies little, infinite for all others."""
         slots = scores.shape[-1]
         variation = self._variation(view, scores).masked_fill(protected, torch.inf)
         steady = lowest(variation, view.positions, max(evicted, slots - self.policy.start - 2 * self.policy.recent))
@@ -274,7 +274,7 @@ class RoCo(AttentionRanked):
         self._squares.reindex(index)
 
     def _variation(self, view: KvView, means: Tensor) -> Tensor:
-        """[L, Hkv, T] float32: what orders tokens as the standard deviation does."""
+        """[L, Hkv, T] float32: values that order tokens like the standard deviation."""
         squares = self._squares.values(means.shape[-1]) / (view.computed - view.positions)
         if self._query_heads is None:
             return squares
@@ -309,7 +309,7 @@ class Knorm(Ranked):
 
 
 class RandomTokens(Ranked):
-    """Evicts tokens that are drawn, in each KV head others.
+    """Evicts random tokens, different ones in each KV head.
 
     Any other policy must do better.
     """

@@ -15,7 +15,7 @@ from protos.kvcommon.eviction import Policy
 
 
 class AdaptiveRkv(Blocks):
-    """Keeps blocks until they have the share of the attention that the policy asks for, then by diversity of keys."""
+    """Keeps blocks up to the share of the attention that the policy asks for, then by the diversity of their keys."""
 
     def __init__(self, policy: Policy, shape: KvShape, pooled: int = POOLED) -> None:
         super().__init__(policy, shape, pooled)
@@ -51,7 +51,7 @@ class AdaptiveRkv(Blocks):
             raise ValueError(f"there are keys for {keys.shape[-2]} of {slots} slots, and diversity needs all")
         size = self.policy.block_size
         among = slice(area.start * size, area.stop * size)
-        # Layer by layer: every pair of tokens has a number in between.
+        # Layer by layer, because the intermediate result has a number for every pair of tokens.
         diversity = torch.stack([key_diversity(layer[:, among], size) for layer in keys])
         worth = self.of_blocks(self.scores(slots), area).sum(-1)
         return least_needed(worth, diversity, self.policy.mass, count)

@@ -16,11 +16,11 @@ class SlotScores:
     """Attention that slots have gathered, [L, H, T] float32; 0 for slots that nothing was added to."""
 
     def __init__(self, shape: KvShape, heads: int) -> None:
-        # Longer than needed, and 0 there: a step adds in place, and new slots need no call.
+        # Longer than needed, filled with 0: a step adds in place, and new slots need no call.
         self._held = torch.zeros(shape.layers, heads, _LEAST_SLOTS, dtype=torch.float32, device=shape.device)
 
     def at_least(self, slots: int) -> Tensor:
-        """[L, H, at least slots] contiguous: the sums themselves, until a call for more slots."""
+        """[L, H, at least slots] contiguous: the sums themselves, valid until a call for more slots."""
         held = self._held.shape[-1]
         if slots > held:
             longer = self._held.new_zeros(*self._held.shape[:-1], max(slots, 2 * held))
@@ -29,7 +29,7 @@ class SlotScores:
         return self._held
 
     def values(self, slots: int) -> Tensor:
-        """[L, H, slots]: a view, until a call for more slots."""
+        """[L, H, slots]: a view, valid until a call for more slots."""
         return self.at_least(slots)[..., :slots]
 
     def add(self, values: Tensor, first: int = 0) -> None:
@@ -49,19 +49,19 @@ class SlotScores:
         self._held[..., : kept.shape[-1]] = kept
 
     def share(self, index: Tensor) -> float | None:
-        """Share of the total that slots `index` have, [1 or L, 1 or H, T'] int64; None when all are 0."""
+        """Returns the share of the total of slots `index`, [1 or L, 1 or H, T'] int64; None if all are 0."""
         return share(self._held, index)
 
 
 def share(scores: Tensor, index: Tensor) -> float | None:
-    """Share of scores [L, H, T] that slots `index` have, [1 or L, 1 or H, T'] int64; None when all are 0."""
+    """Returns the share of scores [L, H, T] of slots `index`, [1 or L, 1 or H, T'] int64; None if all are 0."""
     total = float(scores.sum())
     kept = scores.gather(-1, index.expand(*scores.shape[:-1], -1))
     return float(kept.sum()) / total if total else None
 
 
 def lowest(scores: Tensor, positions: Tensor, count: int) -> Tensor:
-    """[.., count] int64: the slots with the lowest scores, in no order; of equal scores those of earlier tokens.
+    """[.., count] int64: the slots with the lowest scores, in no order; of equal scores, those of earlier tokens.
 
     scores: [.., T] float32 without NaN; positions: [.., T] int64, below 2^32.
     """
@@ -76,13 +76,13 @@ def complement(gone: Tensor, total: int) -> Tensor:
     """[.., total - n] int64, ascending: the numbers below total that are not in gone, [.., n], all different."""
     shape, count = gone.shape[:-1], total - gone.shape[-1]
     stays = torch.ones(*shape, total, dtype=torch.bool, device=gone.device).scatter_(-1, gone, False)
-    # Every number that stays gets its own index; the others share the index behind them.
+    # Every number that stays gets its own index; the others share the index after the last of these.
     places = torch.where(stays, stays.cumsum(-1) - 1, count)
     numbers = torch.arange(total, device=gone.device).expand_as(places)
     return torch.empty(*shape, count + 1, dtype=torch.int64, device=gone.device).scatter_(-1, places, numbers)[..., :-1]
 
 
 def generator(policy: Policy, computed: int) -> torch.Generator:
-    """A generator on the CPU that depends on the policy's seed and the number of computed tokens alone."""
-    # The generator uses 32 bits of a seed; all of the policy's 64 shall count.
+    """Returns a generator on the CPU that depends only on the policy's seed and the number of computed tokens."""
+    # The generator uses 32 bits of a seed, but all 64 bits of the policy's seed must count.
     return torch.Generator().manual_seed(int(uniform(policy.seed, computed) * (1 << 32)))

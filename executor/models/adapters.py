@@ -1,4 +1,4 @@
-"""Adapters of low rank (LoRA) as PEFT saves them: a folder with a configuration and a safetensors file."""
+"""Low-rank adapters (LoRA) as PEFT saves them: a folder with a configuration and a safetensors file."""
 
 import hashlib
 import json
@@ -19,10 +19,10 @@ from kernels.weights import LowRank
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG_BYTES = 1 << 20
-# What PEFT puts in front of the names of a model's modules, and behind them.
+# What PEFT puts before and after the names of a model's modules.
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
-# Fields that are read here, and fields that change nothing in what is computed.
+# Fields that are read here, and fields that do not change what is computed.
 _READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules"} | {
     "layers_to_transform",
     "layers_pattern",
@@ -38,8 +38,8 @@ _IGNORED = {"auto_mapping", "base_model_name_or_path", "revision", "inference_mo
     "qalora_group_size",
     "ensure_weight_tying",
 }
-# Values of fields that ask for nothing else than what is computed here. Training may begin with matrices of its own as
-# long as it leaves the model's weights alone, which other ways to begin do not.
+# Values of fields that ask only for what is computed here. Training may use any initial matrices as long as it leaves
+# the model's weights alone, which other initialisations do not.
 _ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": (None, "CAUSAL_LM"),
@@ -50,9 +50,9 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Adapter:
-    """What an adapter's files say. modules: float32, by the name of the linear module that they add to.
+    """The contents of an adapter's files. modules: float32, by the name of the linear module that they add to.
 
-    adapter_id: of its content, the first 64 bits of a SHA-256 over both files. rank: the largest of its modules.
+    adapter_id: identifies the content, the first 64 bits of a SHA-256 over both files. rank: its modules' largest.
     """
 
     adapter_id: int
@@ -63,7 +63,7 @@ class Adapter:
 def read_adapter(folder: Path, linears: Mapping[str, tuple[int, int]], largest_rank: int) -> Adapter:
     """Reads both files once. linears: outputs and inputs of the model's linear modules that adapters may add to.
 
-    Raises AdapterError, whose message names the file and the field, for all that this model cannot compute.
+    Raises AdapterError, which names the file and the field, for everything that this model cannot compute.
     """
     most = sum(largest_rank * (outputs + inputs) * 4 for outputs, inputs in linears.values()) + _MOST_CONFIG_BYTES
     config_bytes, weight_bytes = _read(folder / CONFIG, _MOST_CONFIG_BYTES), _read(folder / WEIGHTS, most)
@@ -131,7 +131,7 @@ def _parse(config: bytes) -> dict[str, Any]:
 
 
 def _check(config: Mapping[str, Any]) -> None:
-    """Raises AdapterError for a field that asks for what is not computed."""
+    """Raises AdapterError for a field that asks for something that is not computed."""
     for name, allowed in _ALLOWED.items():
         if config.get(name, allowed[0]) not in allowed:
             raise _invalid(CONFIG, name, f"is {config[name]!r}, which is not supported; it may be {allowed[-1]!r}")
@@ -144,7 +144,7 @@ def _check(config: Mapping[str, Any]) -> None:
 
 
 def _tensors(weights: bytes) -> dict[str, tuple[Tensor, Tensor]]:
-    """A and B by the name of their module."""
+    """Returns A and B by the name of their module."""
     try:
         tensors = load_tensors(weights)
     except (SafetensorError, ValueError, KeyError) as error:
@@ -166,7 +166,7 @@ def _tensors(weights: bytes) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _targets(config: Mapping[str, Any], linears: Iterable[str]) -> set[str]:
-    """The modules that a configuration names, by the rules of PEFT."""
+    """Returns the modules that a configuration names, by the rules of PEFT."""
     target = config.get("target_modules")
     if not target:
         raise _invalid(CONFIG, "target_modules", "must name modules")
@@ -189,7 +189,7 @@ def _targets(config: Mapping[str, Any], linears: Iterable[str]) -> set[str]:
 
 
 def _matcher(field: str, names: Any, *, every: bool = False) -> Callable[[str], bool]:
-    """Whether a module is meant: by a regular expression, or by a list of names or their last parts."""
+    """Returns a function that tells if a module is meant, by a regular expression, or by names or their last parts."""
     if every:
         return lambda _: True
     if isinstance(names, str):
@@ -200,7 +200,7 @@ def _matcher(field: str, names: Any, *, every: bool = False) -> Callable[[str], 
 
 
 def _by_pattern(config: Mapping[str, Any], field: str, name: str, default: str) -> Any:
-    """A module's own value, by the first pattern that matches its name, else that of all."""
+    """Returns a module's value, by the first pattern that matches its name, or else the default."""
     for pattern, value in (config.get(field) or {}).items():
         if _match(field, rf"(.*\.)?({pattern})$", name, re.match):
             return value

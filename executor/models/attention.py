@@ -1,7 +1,7 @@
 """Attention of a batch over the pools, and the attention function through which transformers calls it in every layer.
 
 transformers hands a model's extra keyword arguments down to its attention function. A step's metadata reaches the
-layers that way, so runners share nothing here.
+layers this way, so that runners share no state here.
 """
 
 from dataclasses import replace
@@ -20,13 +20,13 @@ from kernels.scores import SequenceScores
 from kernels.store_kv.launch import store_kv
 
 NAME = "kvkeep_paged"
-# Keyword arguments of families that change neither which keys count nor how much: positions are in query and key by
-# then, and dropout is for training.
+# Keyword arguments of families that change neither which keys count nor how much: positions are already part of query
+# and key, and dropout is for training.
 HARMLESS = {"logits_to_keep", "dropout", "position_ids", "cache_position", "position_embeddings", "use_cache"}
 
 
 class Layers(Protocol):
-    """What a model call is given as `kvkeep_layers`."""
+    """The argument `kvkeep_layers` of a model call."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
         """Stores key and value [T, Hkv, D], attends query [T, Hq, D]; returns [T, Hq, D], contiguous."""
@@ -50,8 +50,8 @@ def paged(
 ) -> tuple[Tensor, None]:
     """query [1, Hq, T, D], key and value [1, Hkv, T, D] of packed tokens; returns [1, T, Hq, D].
 
-    No mask comes in: transformers builds none for an attention function that it has no mask function for. Raises
-    FamilyError where the module asks for what is not computed here, such as a bias by distance.
+    No mask is passed: transformers builds none for an attention function without a mask function. Raises FamilyError if
+    the module asks for something that is not computed here, such as a bias by distance.
     """
     asked = sorted(name for name, value in others.items() if not (name in HARMLESS or value is None or value is False))
     if asked:
@@ -82,14 +82,14 @@ class PagedLayers:
         self._scoring = ScoringAttention(batch.scored, len(pools.places))
 
     def scores(self) -> tuple[SequenceScores, ...]:
-        """Of the batch's scored sequences, once all layers were computed."""
+        """Returns the scores of the batch's scored sequences, once all layers have been computed."""
         return self._scoring.result()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
         """Stores key and value [T, Hkv, D], then attends query [T, Hq, D]; returns [T, Hq, D]."""
         cache = self._pools.layer(layer)
         slots, paged = self._batch.slot_mappings[cache.group], self._batch.paged[cache.group]
-        # Caches of another float type: attention computes in theirs.
+        # If the caches have a different float type, attention computes in that type.
         dtype = cache.k.dtype if cache.k_scale is None else query.dtype
         key, value = key.to(dtype), value.to(dtype)
         store_kv(key, value, cache.k, cache.v, slots, k_scale=cache.k_scale, v_scale=cache.v_scale)
@@ -114,12 +114,12 @@ class ScoringAttention:
             return paged_attention(query, k_cache, v_cache, batch, args)
         rows, paged = self._scored.rows, self._scored.paged
         if query.is_cuda:
-            # The kernel has the logarithms of the sums of all rows anyway.
+            # The kernel computes the logarithms of the sums of all rows anyway.
             every = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
             out = paged_attention(query, k_cache, v_cache, batch, args, lse=every)
             chosen, lse = query[rows], every[rows]
         else:
-            # A CPU computes them in a slower way that rounds differently: only for the scored rows.
+            # A CPU computes them in a slower way that rounds differently, so only for the scored rows.
             out, chosen = paged_attention(query, k_cache, v_cache, batch, args), query[rows]
             lse = torch.empty(chosen.shape[:2], dtype=torch.float32)
             paged_attention(chosen, k_cache, v_cache, paged, args, lse=lse)
@@ -129,7 +129,7 @@ class ScoringAttention:
         return out
 
     def result(self) -> tuple[SequenceScores, ...]:
-        """One per scored sequence, once all layers were attended."""
+        """Returns the scores of each scored sequence, once all layers have been attended."""
         if self._scored is None or self._sums is None:
             return ()
         return tuple(

@@ -1,8 +1,8 @@
-"""Scales of caches of 8 bits, by the largest keys and values that a fixed text makes.
+"""Scales of 8-bit caches, from the largest keys and values that fixed texts produce.
 
-Keys have outliers: some of a head's numbers are many times as large as the others, in every token. So each number has a
-scale of its own, but for the pairs that rotary embedding turns into each other: a rotation must not change a scale.
-Values have none, and one scale per head.
+Keys have outliers: some of a head's numbers are many times as large as the others, in every token. So each number has
+a separate scale, except that the two numbers rotated into each other by rotary embedding share one: a rotation must
+not change a scale. Values have no outliers, and one scale per head.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from executor.models.tokenizer import TokenizerFiles
 from executor.step import NewSequence
 from kernels.quantization import LARGEST
 
-# A sequence each: the first token of a sequence has keys of its own kind.
+# Each is a separate sequence: the first token of a sequence has unusual keys.
 TEXTS = (
     "The harbour was quiet before sunrise. Two boats had come in late with little to show for it, and their crews sat "
     "on the quay, mending nets and talking about the weather of the last three weeks. Nobody expected a new wind; "
@@ -45,17 +45,18 @@ Answer: 14:05 plus 2 hours is 16:05, and 48 minutes later it is 16:53.
     "Le marché ouvre à huit heures, et les premiers clients attendent déjà devant la porte. Das Wasser stieg bis zum "
     "Abend; am Morgen war der Weg wieder frei. 今天的会议改到下午三点。 Погода была хорошая, и мы пошли пешком.",
 )
-# Of other texts some numbers are larger.
+# Other texts produce some larger numbers.
 MARGIN = 1.25
-# Scales are powers of 2 to this: a difference of rounding seldom changes one, and with it the meaning of stored blocks.
+# Scales are powers of 2 with exponents on this grid: so rounding differences seldom change a scale, and thereby the
+# meaning of stored blocks.
 GRID = 0.25
 _BLOCK_SIZE = 16
 
 
 def calibrate(model: Model, tokenizer: TokenizerFiles, dtype: torch.dtype) -> list[Scales]:
-    """Scales of each layer group for pools of `dtype`; none unless it has 8 bits.
+    """Returns the scales of each layer group for pools of `dtype`; none unless it has 8 bits.
 
-    A model without a tokenizer is given ids from all over its vocabulary. Raises ModelError where keys or values are no
+    A model without a tokenizer gets ids from all over its vocabulary. Raises ModelError if keys or values are not
     numbers.
     """
     if dtype not in LARGEST:
@@ -81,7 +82,7 @@ def _ids(text: str, tokenizer: TokenizerFiles, model: Model) -> list[int]:
 
 @torch.inference_mode()
 def _largest(model: Model, pools: KvPools, ids: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The largest key and value of each group in one sequence, [layers, kv_heads, head_dim] float32 each."""
+    """Yields the largest key and value of each group in one sequence, [layers, kv_heads, head_dim] float32 each."""
     table = tuple(range(1, pools.pools[0].num_blocks + 1))
     new = NewSequence(0, tuple(ids), len(ids), 0, (table,) * len(pools.pools))
     last_tokens = torch.zeros(1, dtype=torch.int64, device=model.device)
@@ -89,7 +90,7 @@ def _largest(model: Model, pools: KvPools, ids: Sequence[int]) -> Iterator[tuple
     model.forward.prepare(batch, pools)()
     for pool in pools.pools:
         keys, values = (cache[:, 1:].flatten(1, 2)[:, : len(ids)].float() for cache in (pool.k, pool.v))
-        # Of a pair the length, which no rotation changes; an odd number of a head stands alone.
+        # For a pair, its length, which no rotation changes; an odd last number stands alone.
         half = keys.shape[-1] // 2
         pairs = torch.hypot(keys[..., :half], keys[..., half : 2 * half])
         k = torch.cat([pairs, pairs, keys[..., 2 * half :].abs()], -1).amax(1)
@@ -97,11 +98,11 @@ def _largest(model: Model, pools: KvPools, ids: Sequence[int]) -> Iterator[tuple
 
 
 def _scale(largest: Tensor, most: float) -> Tensor:
-    """[layers, kv_heads, head_dim] float32, with which `most` is a little more than the largest number."""
+    """[layers, kv_heads, head_dim] float32: scales with which `most` is a little more than the largest number."""
     if not bool(largest.isfinite().all()):
         raise ModelError("the model computes keys or values that are no numbers: its weights are damaged")
-    # In 64 bits, so that what is on the grid stays there.
+    # In 64 bits, so that numbers on the grid stay on it.
     exponents = (largest.double() * MARGIN / most).log2()
     scales = torch.exp2((exponents / GRID).ceil() * GRID).float()
-    # Where all are 0, any will do.
+    # If all numbers are 0, any scale will do.
     return torch.where(largest == 0, 1.0, scales)

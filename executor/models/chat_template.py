@@ -1,4 +1,4 @@
-"""A chat template in a file, in place of a model's own."""
+"""A chat template in a file, which replaces a model's own."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from executor.errors import ModelError, first_line
 
 
 def read_template(path: Path) -> str:
-    """The template of a file. Raises ModelError for one that cannot be read, or that is no template."""
+    """Returns the template in a file. Raises ModelError if it cannot be read or is not a template."""
     try:
         source = path.expanduser().read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -19,7 +19,7 @@ def read_template(path: Path) -> str:
         ) from error
     try:
         ImmutableSandboxedEnvironment(extensions=[loopcontrols]).compile(source)
-    # A break outside of a loop becomes such code of Python's.
+    # A break outside a loop becomes invalid Python code.
     except (jinja2.TemplateError, SyntaxError) as error:
         raise ModelError(
             f"the chat template {path} is no template of Jinja: {first_line(error)}; correct it, or leave the setting "

@@ -1,4 +1,4 @@
-"""From a model's folder to a transformers decoder whose every weight comes from the checkpoint, or a sentence."""
+"""Loads a transformers decoder from a model's folder, with every weight from the checkpoint, or says why it cannot."""
 
 import json
 import re
@@ -26,23 +26,23 @@ from executor.errors import FamilyError, ModelError, first_line
 from executor.models import attention
 from executor.models.files import adapter_instead, check_folder
 
-# Names of weights that a message repeats.
+# Most names of weights that a message repeats.
 _SHOWN = 3
-# Element types that weights are numbers in, as safetensors and torch name them; all others hold codes.
+# Element types of numeric weights, as safetensors and torch name them; all other types hold codes.
 _FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}
 
-# Scales of cached keys and values, as compressed-tensors and ModelOpt name them. No weight of the model.
+# Scales of cached keys and values, as compressed-tensors and ModelOpt name them. They are not weights of the model.
 _CACHE_SCALE = re.compile(r"\.layers\.([0-9]+)\.self_attn\.(?:[kv]_proj\.)?([kv])_scale$")
 
 
 def load_decoder(source: str, dtype: Any) -> Any:
-    """The decoder of a folder or a hub id, on the CPU; dtype: of torch, or "auto" for that of the file.
+    """Returns the decoder of a folder or a hub id, on the CPU. dtype: of torch, or "auto" for the file's own.
 
-    Raises ModelError where the checkpoint is not all of one decoder: weights that are missing, left over or of other
-    shapes, an adapter, an encoder, a format that transformers cannot read here.
+    Raises ModelError unless the checkpoint is exactly one decoder: for weights that are missing, unused or of wrong
+    shapes, an adapter, an encoder, or a format that transformers cannot read here.
     """
     check_folder(source)
-    # Its bars are no log lines, and its table of weights that do not fit becomes one sentence.
+    # Its progress bars are no log lines, and its table of unfitting weights becomes one sentence.
     transformers_logging.disable_progress_bar()
     transformers_logging.get_logger("transformers.modeling_utils").setLevel(transformers_logging.ERROR)
     config = _configuration(source)
@@ -53,14 +53,14 @@ def load_decoder(source: str, dtype: Any) -> Any:
             dtype=dtype,
             attn_implementation=attention.NAME,
             output_loading_info=True,
-            # Else it raises without naming them.
+            # Otherwise it raises without naming them.
             ignore_mismatched_sizes=True,
-            # Else it asks at the terminal.
+            # Otherwise it asks at the terminal.
             trust_remote_code=False,
         )
     except torch.OutOfMemoryError as error:
         raise ModelError(f"there is no memory for the model {source}: {first_line(error)}") from error
-    # Any exception: families and formats bring code of their own, and none of it may end in a traceback.
+    # Any exception: families and formats bring their own code, whose errors must not end in a traceback.
     except Exception as error:
         raise _unreadable(source, config, error) from error
     if (method := _quantized(module.config)) and getattr(module, "hf_quantizer", None) is None:
@@ -75,7 +75,7 @@ def load_decoder(source: str, dtype: Any) -> Any:
 
 
 def _configuration(source: str) -> Any:
-    """The configuration, if it is that of a decoder. Raises ModelError."""
+    """Returns the configuration, if it is that of a decoder. Raises ModelError."""
     said: dict[str, Any] = {}
     try:
         if find_adapter_config_file(source) is not None:
@@ -135,7 +135,7 @@ def _check_generation_config(source: str, config: Any) -> None:
 
 def _check_eos(file: str, source: str, given: Any, vocabulary: int | None) -> None:
     ids = given if isinstance(given, list) else [given]
-    # A boolean is an int to Python alone.
+    # A boolean is an int only in Python.
     if given is not None and not all(type(one) is int and 0 <= one < (vocabulary or one + 1) for one in ids):
         below = f" below {vocabulary}, the size of the vocabulary" if vocabulary else ""
         raise ModelError(
@@ -166,9 +166,9 @@ def _fields_with(said: Mapping[str, Any], value: object, prefix: str = "") -> It
 
 
 def _check_types(source: str, module: Any) -> None:
-    """Raises ModelError where weights are codes: without their scales they are other numbers."""
+    """Raises ModelError if weights are codes, which without their scales are wrong numbers."""
     weights = {name for name, _ in module.named_parameters()}
-    # Masks and counters are integers, too; a type of eight bits or fewer with a point is always a code.
+    # Masks and counters are integers, too; a floating-point type of eight bits or fewer is always a code.
     codes = {
         name: kind
         for name, kind in _stored_types(source)
@@ -183,7 +183,7 @@ def _check_types(source: str, module: Any) -> None:
 
 
 def _stored_types(source: str) -> Iterator[tuple[str, str]]:
-    """Names and element types of the tensors in a checkpoint's files."""
+    """Yields the names and element types of the tensors in a checkpoint's files."""
     folder = _folder(source)
     if files := _files(folder, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
         for file in files:
@@ -191,7 +191,7 @@ def _stored_types(source: str) -> Iterator[tuple[str, str]]:
                 yield from ((name, str(tensors.get_slice(name).get_dtype())) for name in tensors.keys())  # noqa: SIM118
         return
     for file in _files(folder, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
-        # On "meta" no numbers are read.
+        # On "meta", no numbers are read.
         for name, tensor in torch.load(file, map_location="meta", weights_only=True).items():
             if isinstance(tensor, torch.Tensor):
                 yield name, str(tensor.dtype).removeprefix("torch.")
@@ -209,12 +209,12 @@ def cache_scales(source: str) -> dict[tuple[str, int], torch.Tensor]:
 
 
 def _folder(source: str) -> Path:
-    """Where the files of a folder or a hub id are."""
+    """Returns where the files of a folder or a hub id are."""
     return Path(str(cached_file(source, CONFIG_NAME))).parent
 
 
 def _files(folder: Path, whole: str, index: str) -> list[Path]:
-    """The files that are loaded: one that has all weights, or those that an index names."""
+    """Returns the files to load: one with all weights, or those that an index names."""
     if (folder / whole).is_file():
         return [folder / whole]
     if (folder / index).is_file():
@@ -239,7 +239,7 @@ def _unreadable(source: str, config: Any, error: Exception) -> ModelError:
 
 
 def _quantized(config: Any) -> str:
-    """The method by which a checkpoint is quantised; empty where it is not."""
+    """Returns the method by which a checkpoint is quantised; empty if it is not."""
     found = getattr(config, "quantization_config", None)
     if not found:
         return ""
@@ -247,7 +247,7 @@ def _quantized(config: Any) -> str:
 
 
 def _check_weights(source: str, module: Any, info: dict[str, Any]) -> None:
-    """Raises ModelError unless each weight of the model has a value of the checkpoint, and each value is used."""
+    """Raises ModelError unless each weight of the model has a value in the checkpoint, and each value is used."""
     unexpected = [name for name in info["unexpected_keys"] if not _CACHE_SCALE.search(name)]
     faults = [
         (info["missing_keys"], "lacks", "these would be random numbers"),

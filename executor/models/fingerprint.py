@@ -1,4 +1,4 @@
-"""What decides the bytes in a cache: equal fingerprints may share blocks."""
+"""What determines the bytes in a cache: executors with equal fingerprints may share blocks."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ from executor.cache.pool import KvPools
 from executor.models.files import ModelFiles
 from executor.models.forward import Model
 
-# Raise when the meaning of the pools' bytes changes.
+# To be raised whenever the meaning of the pools' bytes changes.
 LAYOUT_VERSION = 1
 _PIECE = 1 << 20
 
@@ -34,7 +34,7 @@ def model_digest(model: Model, files: ModelFiles, *more: object) -> bytes:
 
 
 def weights_digest(source: Path) -> bytes:
-    """SHA-256, 32 bytes, of the weights in a folder or a file, as far as samples of each file tell them apart."""
+    """Returns a SHA-256, 32 bytes, of samples of the weights in a folder or a file."""
     digest = hashlib.sha256()
     whole = [source] if source.is_file() else sorted(source.glob("*.safetensors")) + sorted(source.glob("*.bin"))
     for path in whole:
@@ -44,7 +44,7 @@ def weights_digest(source: Path) -> bytes:
 
 
 def _samples(path: Path) -> bytes:
-    """Digest of a file's first, middle and last piece: reading all of a large model takes minutes."""
+    """Returns a digest of a file's first, middle and last piece: reading all of a large model takes minutes."""
     digest = hashlib.sha256()
     size = path.stat().st_size
     with path.open("rb") as file:

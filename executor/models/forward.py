@@ -1,4 +1,4 @@
-"""What a model computes of a step: the interface of its forward pass, over packed tokens and paged caches."""
+"""The interface of a model's forward pass, over a step's packed tokens and paged caches."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from kernels.weights import LowRank
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """logits: [R, V] of any float dtype, one row per sampling sequence, good until the next pass.
+    """logits: [R, V] of any float dtype, one row per sampling sequence, valid until the next pass.
 
-    best: [R] int64, the ids of the largest logits; None when the pass did not compute them. output_token_rows: as in
+    best: [R] int64, the ids of the largest logits; None if the pass did not compute them. output_token_rows: as in
     DeviceBatch. scores: of the batch's scored sequences, in their order.
     """
 
@@ -31,21 +31,21 @@ class Forward(Protocol):
     """A model's forward pass over the pools."""
 
     def warmup(self, pools: KvPools, last_tokens: Tensor) -> None:
-        """Does what the first steps over these pools would otherwise wait for."""
+        """Does in advance what the first steps over these pools would otherwise wait for."""
         ...
 
     def prepare(self, batch: HostBatch, pools: KvPools) -> Callable[[], ForwardOutput]:
         """Brings the batch to the device; returns the pass over it, to be called once, before the next `prepare`.
 
-        The pass stores the keys and values of the batch's tokens in the pools, and returns the logits of its rows. It
-        leaves the interpreter to other threads for most of its time, which `prepare` does not.
+        The pass stores the keys and values of the batch's tokens in the pools, and returns the logits of its rows.
+        Unlike `prepare`, it releases the GIL for most of its time.
         """
         ...
 
     def adapter(self, modules: Mapping[str, LowRank]) -> Any:
-        """What the spans of a batch carry of an adapter, from what it adds to modules by their names. In any thread.
+        """Prepares an adapter for the spans of a batch, from what it adds to modules by their names. In any thread.
 
-        Its memory is free when neither the caller nor a batch has it any more. Raises AdapterError for a module to
+        Its memory is freed when neither the caller nor a batch has it any more. Raises AdapterError for a module to
         which this pass cannot add.
         """
         ...
@@ -55,7 +55,7 @@ class Forward(Protocol):
 class Model:
     """A loaded decoder with what the executor has to know of it.
 
-    rotary: radians per position, [D / 2] float32, of plain rotary embeddings; None where cached keys cannot be rotated
+    rotary: radians per position, [D / 2] float32, of plain rotary embeddings; None if cached keys cannot be rotated
     again. linears: outputs and inputs of the linear modules that adapters may add to, by their names.
     """
 

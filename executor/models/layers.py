@@ -34,7 +34,7 @@ class Recorder:
 
 
 def check_layers(shapes: dict[int, LayerShape], config: Any) -> None:
-    """Raises ModelError when the paged attention would not compute what the model's configuration says."""
+    """Raises ModelError if the paged attention would not compute what the model's configuration says."""
     count = int(config.num_hidden_layers)
     silent = sorted(set(range(count)) - set(shapes))
     if len(shapes) > count:
@@ -56,7 +56,7 @@ def check_layers(shapes: dict[int, LayerShape], config: Any) -> None:
 
 
 def _configured(config: Any, layer: int) -> tuple[str | None, int | None]:
-    """Kind and window of a layer as configured; kind None when the configuration does not say."""
+    """Returns kind and window of a layer as configured; kind None if the configuration does not say."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -65,7 +65,7 @@ def _configured(config: Any, layer: int) -> tuple[str | None, int | None]:
 
 
 def group_layers(shapes: dict[int, LayerShape]) -> tuple[LayerGroup, ...]:
-    """Groups in the order in which their first layers come."""
+    """Returns groups in the order of their first layers."""
     members: dict[LayerShape, list[int]] = {}
     for layer in sorted(shapes):
         members.setdefault(shapes[layer], []).append(layer)

@@ -19,15 +19,15 @@ log = structlog.get_logger()
 
 # Model types whose layers the fused layers and the compiled decoder compute; a probe checks each model.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-# Rotary embeddings that depend on the position alone.
+# Rotary embeddings that depend only on the position.
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
-# Those of them that do nothing but rotate.
+# Of these, the embeddings that do nothing but rotate.
 _PLAIN_ROTATIONS = ("default", "linear", "llama3")
 _PROBE_LENGTHS = (37, 3)
 
 
 def rope_frequencies(module: Any, config: Any) -> Tensor | None:
-    """Radians per position, [D / 2] float32, of keys that can be rotated again; None for other models."""
+    """Returns radians per position, [D / 2] float32, if keys can be rotated again; None for other models."""
     if not _is_known(module, config):
         return None
     rotary, attention = module.model.rotary_emb, module.model.layers[0].self_attn
@@ -36,7 +36,7 @@ def rope_frequencies(module: Any, config: Any) -> Tensor | None:
     return rotary.inv_freq.float() if plain and whole else None
 
 
-# Projections of a layer, by the matrix that they are joined in.
+# Projections of a layer, by the matrix in which they are joined.
 _PROJECTIONS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "out": ("self_attn.o_proj",),
@@ -46,7 +46,7 @@ _PROJECTIONS = {
 
 
 def layer_adapters(modules: Mapping[str, LowRank], layers: int) -> list[LayerAdapter]:
-    """An adapter layer by layer, from what it adds to modules by their names. Raises AdapterError."""
+    """Returns an adapter layer by layer, from what it adds to modules by their names. Raises AdapterError."""
     left = dict(modules)
     found = [
         LayerAdapter(
@@ -66,9 +66,9 @@ def layer_adapters(modules: Mapping[str, LowRank], layers: int) -> list[LayerAda
 def with_fallback(
     forward: Forward, module: Any, groups: Sequence[LayerGroup], build: Callable[[Weights[Matrix]], Forward], name: str
 ) -> Forward:
-    """The forward pass that `build` makes of the model, if its logits are those of `forward`, which runs `module`.
+    """Returns the forward pass that `build` makes of the model if its logits equal those of `forward`, else `forward`.
 
-    Else `forward`. name: of the faster pass, for the log.
+    `forward` runs `module`. name: of the faster pass, for the log.
     """
     config = module.config.get_text_config(decoder=True)
     if not _is_known(module, config):
@@ -86,14 +86,14 @@ def with_fallback(
     except UnsuitableError as error:
         log.warning("running on torch, which is slower", cause=str(error))
         return forward
-    except Exception as error:  # Whatever keeps it from running here, torch still runs the model.
+    except Exception as error:  # Whatever prevents the faster pass, torch still runs the model.
         log.warning("running on torch, which is slower", cause=f"the {name} fails: {error}", exc_info=error)
         return forward
     return fast
 
 
 def _is_known(module: Any, config: Any) -> bool:
-    """Whether the whole module is of a known family; a multimodal model has its text layers elsewhere."""
+    """Returns whether the whole module is of a known family; a multimodal model has its text layers elsewhere."""
     return module.config is config and config.model_type in FAMILIES
 
 
@@ -158,7 +158,7 @@ def _matrix(layer: Any) -> Matrix:
 
 
 def _joined(linears: Sequence[Any]) -> Matrix:
-    """The matrices of several linear layers, one below the other; the layers keep theirs as views: no second copy."""
+    """Joins the matrices of several linear layers, one below the other; the layers keep views, not second copies."""
     if stored := [matrix for linear in linears if (matrix := stored_matrix(linear)) is not None]:
         return joined(stored)
     merged = torch.cat([linear.weight.detach() for linear in linears])
@@ -171,6 +171,6 @@ def _joined(linears: Sequence[Any]) -> Matrix:
 def probe(
     forward: Forward, groups: Sequence[LayerGroup], vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Logits of a few sequences' last tokens and of one token more each: float32."""
+    """Returns the logits of a few sequences' last tokens and of one more token each: float32."""
     steps = _PROBE_LENGTHS, (1,) * len(_PROBE_LENGTHS)
     return torch.cat(run(forward, groups, vocab_size, dtype, device, range(2), *steps, evicting=True))

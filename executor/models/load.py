@@ -30,7 +30,7 @@ CACHE_DTYPES = DTYPES | {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of a setting; "auto" takes a GPU when there is one. Raises ModelError."""
+    """Returns the device of a setting; "auto" takes a GPU if there is one. Raises ModelError."""
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
@@ -42,7 +42,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_cache_dtype(name: str, model: Model) -> torch.dtype:
-    """The element type of the pools by its setting. Raises ModelError where the model cannot use it here."""
+    """Returns the element type of the pools by its setting. Raises ModelError if the model cannot use it here."""
     dtype = model.dtype if name == "auto" else CACHE_DTYPES[name]
     reason = float8_obstacle(model.device) if dtype == torch.float8_e4m3fn else ""
     if isinstance(model.forward, CpuModel) and dtype not in model.forward.decoder.cache_dtypes:
@@ -55,7 +55,7 @@ def choose_cache_dtype(name: str, model: Model) -> torch.dtype:
 def load_model(
     files: ModelFiles, device: torch.device, dtype: str = "auto", *, compiled_folder: Path | None = None
 ) -> Model:
-    """Loads and probes a model; compiled_folder as in `model_of`. Raises ModelError when it cannot run here."""
+    """Loads and probes a model; compiled_folder as in `model_of`. Raises ModelError if it cannot run here."""
     refuse_other_kernels()
     chosen = _choose_dtype(dtype, device)
     if files.is_gguf:
@@ -72,21 +72,21 @@ def load_model(
 
 
 def model_of(module: Any, name: str, compiled_folder: Path | None = None) -> Model:
-    """A transformers decoder on its device, as the executor runs it. Raises ModelError when it cannot.
+    """Prepares a transformers decoder, on its device, to be run by the executor. Raises ModelError if it cannot.
 
-    Faster code replaces torch where it can: fused kernels on a GPU, compiled code kept in
-    `compiled_folder` on a CPU; None leaves a CPU at torch.
+    Faster code replaces torch if possible: fused kernels on a GPU, compiled code kept in `compiled_folder` on a CPU;
+    with None, a CPU keeps to torch.
     """
     module.eval().requires_grad_(False)
     device = module.device
     if device.type == "cuda":
-        # Triton launches where this points.
+        # Triton launches on this device.
         torch.cuda.set_device(device)
     config = module.config.get_text_config(decoder=True)
     groups = _probe(module, config, device)
     on_torch = TorchForward(module)
     forward: Forward = on_torch
-    # Before a faster pass takes the weights over.
+    # Before a faster pass takes over the weights.
     linears = _linears(module)
     if device.type == "cuda" or compiled_folder is not None:
         forward = _faster(on_torch, module, groups, _max_positions(config), compiled_folder)
@@ -109,7 +109,7 @@ def model_of(module: Any, name: str, compiled_folder: Path | None = None) -> Mod
 
 
 def _linears(module: Any) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of linear modules, by name; without the output matrix, which computes other rows."""
+    """Returns outputs and inputs of linear modules by name, without the output matrix, which has different rows."""
     output = module.get_output_embeddings()
     return {
         name: (one.out_features, one.in_features)
@@ -151,14 +151,14 @@ def _choose_dtype(name: str, device: torch.device) -> Any:
 
 
 def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the processor has instructions for bfloat16; torch, which runs what nothing else can, is slow without."""
+    """Returns whether the processor has instructions for bfloat16, without which the fallback torch is slow."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = next((line for line in lines if line.startswith("flags")), "").split()
     return "avx512_bf16" in flags
 
 
 def refuse_other_kernels() -> None:
-    """Raises ModelError when a distribution `kernels` is installed: transformers would mistake our folder for it."""
+    """Raises ModelError if a distribution `kernels` is installed: transformers would mistake our folder for it."""
     try:
         version = metadata.version("kernels")
     except metadata.PackageNotFoundError:
@@ -177,7 +177,7 @@ def _probe(module: Any, config: Any, device: torch.device) -> tuple[LayerGroup, 
             module(input_ids=one, position_ids=one, use_cache=False, kvkeep_layers=recorder)
     except ModelError:
         raise
-    except Exception as error:  # Each family has code of its own.
+    except Exception as error:  # Each family has its own code.
         raise FamilyError(
             f"{config.model_type}: the model does not take packed tokens with positions through transformers' "
             f"attention interface ({first_line(error)})"
@@ -187,7 +187,7 @@ def _probe(module: Any, config: Any, device: torch.device) -> tuple[LayerGroup, 
 
 
 def _max_positions(config: Any) -> int:
-    """Longest sequence. Rope that changes with the longest sequence of a batch is used up to where it starts to."""
+    """Returns the longest sequence. RoPE that changes with a batch's longest sequence is used until it starts to."""
     longest = getattr(config, "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 1:
         raise ModelError(

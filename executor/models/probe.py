@@ -1,5 +1,5 @@
-"""Runs a few short sequences through a forward pass, over small pools of their own: what a model computes is looked at
-before it is served."""
+"""Runs a few short sequences through a forward pass, over separate small pools, to check what a model computes before
+it is served."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +14,10 @@ from executor.errors import FamilyError, ModelError
 from executor.models.forward import Forward
 from executor.step import NewSequence
 
-# Largest root mean square error of a probe's logits, relative to theirs.
+# Largest root mean square error of a probe's logits, relative to the logits.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 _BLOCK_SIZE = 16
-# Of the packed probe: tokens of each sequence, and how many of them its second step computes.
+# For the packed probe: tokens of each sequence, and how many of them its second step computes.
 _LENGTHS, _LAST = (4, 13, 7), (1, 4, 2)
 
 
@@ -31,10 +31,10 @@ def run(
     *steps: Sequence[int],
     evicting: bool = False,
 ) -> list[Tensor]:
-    """Logits of the last token of each sequence in each step, float32 [sequences, V].
+    """Yields the logits of the last token of each sequence in each step, float32 [sequences, V].
 
     prompts: a number per sequence that distinguishes its tokens. steps: tokens of each sequence that a step computes.
-    evicting: as if one token had been evicted after each step: what follows has a slot that is not its position.
+    evicting: as if one token had been evicted after each step, so that later tokens' slots differ from their positions.
     """
     totals = [sum(counts) for counts in zip(*steps, strict=True)]
     blocks = [-(-total // _BLOCK_SIZE) for total in totals]
@@ -48,7 +48,7 @@ def run(
     logits, last_tokens = [], torch.zeros(len(sequences), dtype=torch.int64, device=device)
     for counts in steps:
         for sequence, count in zip(sequences, counts, strict=True):
-            # Else the logits of these tokens would not be asked for.
+            # Otherwise, the logits of these tokens would not be requested.
             sequence.known = sequence.computed + count
         output = forward.prepare(build_batch(sequences, counts, last_tokens, _BLOCK_SIZE, len(groups)), pools)()
         logits.append(output.logits.float().clone())
@@ -59,7 +59,7 @@ def run(
 
 
 def deviation(computed: Tensor, expected: Tensor) -> float:
-    """Root mean square error, relative to what is expected."""
+    """Returns the root mean square error, relative to the expected values."""
     # Squares of floats may be too large for floats.
     error, size = (one.double().square().mean().sqrt() for one in (computed - expected, expected))
     return float(error / size.clamp(min=1e-30))
@@ -68,9 +68,9 @@ def deviation(computed: Tensor, expected: Tensor) -> float:
 def check_packing(
     forward: Forward, config: Any, groups: Sequence[LayerGroup], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raises FamilyError unless sequences that share a step, at different positions, get what each gets alone.
+    """Raises FamilyError unless sequences at different positions that share a step get the same results as alone.
 
-    Raises ModelError where outputs are no numbers.
+    Raises ModelError if outputs are not numbers.
     """
     vocab_size, sequences = int(config.vocab_size), range(len(_LENGTHS))
     chunks = [length - last for length, last in zip(_LENGTHS, _LAST, strict=True)]
@@ -91,7 +91,7 @@ def check_packing(
         )
     pairs = [(row, own[0]) for row, own in zip(packed, alone, strict=True) if own.isfinite().all()]
     errors = sorted(deviation(row, own) for row, own in pairs)
-    # The middle one: where an expert is chosen by a hair, rounding may choose another one for a token.
+    # The median: if the choice of an expert is close, rounding may change it for a token.
     middle = errors[len(errors) // 2] if errors else 0.0
     if not middle < TOLERANCES.get(dtype, 0.1):
         raise FamilyError(
@@ -100,13 +100,13 @@ def check_packing(
 
 
 class _Counting(TorchFunctionMode):
-    """Notices numbers from 0 for each token of a step: of packed tokens they are no positions.
+    """Notices numbers from 0 for each token of a step, which are not the positions of packed tokens.
 
-    They may be near enough to right for the short sequences of a probe and wrong for long ones.
+    For the short sequences of a probe, such numbers may be nearly right, but for long ones wrong.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        """sizes: tokens of the steps."""
+        """sizes: numbers of tokens of the steps."""
         super().__init__()
         self.counted = False
         self._sizes = sizes

@@ -1,4 +1,4 @@
-"""Which scales caches of 8 bits have: calibrated ones, which are kept; those of the checkpoint; or 1.0."""
+"""The choice of scales for 8-bit caches: calibrated scales, which are kept; those of the checkpoint; or 1.0."""
 
 import hashlib
 import tempfile
@@ -29,9 +29,9 @@ _SETTING = "KVKEEP_EXECUTOR_KV_SCALES"
 def choose_scales(
     choice: str, model: Model, files: ModelFiles, tokenizer: TokenizerFiles, dtype: torch.dtype, folder: Path
 ) -> list[Scales]:
-    """Scales of each layer group for pools of `dtype`; none unless it has 8 bits.
+    """Returns the scales of each layer group for pools of `dtype`; none unless it has 8 bits.
 
-    choice: the setting. folder: where calibrated scales are kept. Raises ModelError where there are none to take.
+    choice: the setting. folder: where calibrated scales are kept. Raises ModelError if the chosen scales do not exist.
     """
     if dtype not in LARGEST:
         return []
@@ -43,7 +43,7 @@ def choose_scales(
 
 
 def _of_layers(model: Model, scale: Callable[[str, int, LayerShape], Tensor]) -> list[Scales]:
-    """Scales from those of "k" and "v" of each layer: one number, or one for each KV head."""
+    """Returns scales made from those of "k" and "v" of each layer: one number, or one for each KV head."""
 
     def stacked(name: str, layers: tuple[int, ...], shape: LayerShape) -> Tensor:
         every = [scale(name, layer, shape).float().reshape(-1, 1) for layer in layers]
@@ -75,8 +75,8 @@ def _of_checkpoint(model: Model, files: ModelFiles) -> list[Scales]:
 def _calibrated(
     model: Model, files: ModelFiles, tokenizer: TokenizerFiles, dtype: torch.dtype, folder: Path
 ) -> list[Scales]:
-    """Scales that the first start calibrates and later starts take."""
-    # With other threads or on another processor a scale might round otherwise, and no stored block would be read.
+    """Returns scales that the first start calibrates and later starts reuse."""
+    # With different threads or on a different processor, a scale could round differently, and no stored block fit.
     text = [hashlib.sha256(tokenizer.json).hexdigest(), *calibration.TEXTS, calibration.MARGIN, calibration.GRID]
     kept = folder / f"{model_digest(model, files, str(dtype), *text).hex()[:32]}.safetensors"
     try:
@@ -94,7 +94,7 @@ def _calibrated(
 
 
 def _read(file: Path, model: Model) -> list[Scales]:
-    """Raises OSError, SafetensorError or KeyError."""
+    """Reads scales. Raises OSError, SafetensorError or KeyError."""
     tensors = load_file(file)
     return [
         Scales(*(tensors[f"{group}.{name}"].to(model.device) for name in "kv")) for group in range(len(model.groups))
@@ -102,7 +102,7 @@ def _read(file: Path, model: Model) -> list[Scales]:
 
 
 def _write(file: Path, scales: list[Scales]) -> None:
-    """Raises OSError or SafetensorError."""
+    """Writes scales. Raises OSError or SafetensorError."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     tensors = {
         f"{group}.{name}": tensor.contiguous().cpu()

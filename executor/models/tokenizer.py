@@ -1,4 +1,4 @@
-"""The tokenizer as other processes need it: files and strings, no library of this process."""
+"""The tokenizer in the form that other processes need: files and strings, no objects of a library."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cl
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """json: of the `tokenizers` library. chat_template: Jinja. Empty where the model has none."""
+    """json: of the `tokenizers` library. chat_template: Jinja. Empty if the model has none."""
 
     json: bytes = b""
     chat_template: str = ""
@@ -29,9 +29,9 @@ class TokenizerFiles:
 
 
 def load_tokenizer(files: ModelFiles, template: Path | None = None) -> TokenizerFiles:
-    """Without a tokenizer the model can still be used with token ids. Raises ModelError for one that is damaged.
+    """Loads the tokenizer; without one, the model takes only token ids. Raises ModelError for a damaged tokenizer.
 
-    template: the file of a chat template in place of the one of the model.
+    template: the file of a chat template that replaces the model's.
     """
     found = _of_gguf(GgufFile(Path(files.source))) if files.is_gguf else _of_folder(files)
     return found if template is None else replace(found, chat_template=read_template(template))

@@ -18,13 +18,13 @@ from kernels.weights import LowRank
 
 @dataclass(frozen=True, eq=False)
 class TorchAdapter:
-    """What an adapter adds, on the device of the model and in its type, by the names of modules."""
+    """What an adapter adds, by the names of modules, on the model's device and in its type."""
 
     modules: Mapping[str, LowRank]
 
 
 def on_device(part: LowRank, like: Tensor) -> LowRank:
-    """The matrices on the device and in the type of a tensor."""
+    """Returns the matrices on the device and in the type of a tensor."""
     return LowRank(part.a.to(like), part.b.to(like), part.scale)
 
 
@@ -38,14 +38,14 @@ class TorchForward:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        # Of the step that is computed.
+        # Spans of the step that is being computed.
         self._spans: Sequence[AdapterSpan] = ()
-        # Modules that look for adapters after they have computed: those that an adapter has added to once.
+        # Modules with a hook that looks for adapters: those to which an adapter has ever added.
         self._hooked: set[str] = set()
         self._slices_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
 
     def warmup(self, pools: KvPools, last_tokens: Tensor) -> None:
-        """Nothing is to be done."""
+        """Does nothing."""
 
     def prepare(self, batch: HostBatch, pools: KvPools) -> Callable[[], ForwardOutput]:
         for span in batch.adapters:
@@ -62,7 +62,7 @@ class TorchForward:
             self._hooked.add(name)
 
     def _add(self, name: str, _module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """After a linear module: adds to its output [1, T, N] in place. inputs: [1, T, K]."""
+        """Adds, after a linear module, to its output [1, T, N] in place. inputs: [1, T, K]."""
         for span in self._spans:
             if (part := span.adapter.modules.get(name)) is not None:
                 add_low_rank(output[0], inputs[0][0], part, span.begin, span.end)

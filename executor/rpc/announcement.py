@@ -1,4 +1,4 @@
-"""How an executor registers at the cache manager: its pools, and what of their blocks is valid."""
+"""How an executor registers at the cache manager: its pools, and which of their blocks are valid."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from executor.cache.tiers.tiers import Tiers
 from executor.step import Tier
 from protos.kvcache.v1 import kvcache_pb2 as kv
 
-# The largest number of a step, for slots whose contents are about to change.
+# The largest step number, for slots whose contents are about to change.
 NEVER = (1 << 64) - 1
 
 
 @dataclass
 class PoolAnnouncement:
-    """How an executor with pools registers. weight_version: as of the last update; empty before."""
+    """How an executor with pools registers. weight_version: as of the last update; empty before any."""
 
     executor_id: str
     epoch: int
@@ -29,9 +29,9 @@ class PoolAnnouncement:
     weight_version: str = ""
 
     def request(self, *, again: bool, awaited: Collection[SlotRef] = ()) -> kv.RegisterExecutorRequest:
-        """again: with the last write of every slot, from which the manager knows the blocks that are still there.
+        """again: whether to add the last write of every slot, by which the manager knows the blocks that still exist.
 
-        awaited: slots that copies will write which have not begun.
+        awaited: slots that will be written by copies that have not begun.
         """
         pools, tiers = self.pools, self.tiers
         snapshot = tiers.snapshot()
@@ -72,7 +72,7 @@ class PoolAnnouncement:
 def _with(
     values: np.ndarray[tuple[int], np.dtype[np.uint64]], tier: Tier, group: int, changing: set[SlotRef], value: int
 ) -> list[int]:
-    """The values of a tier's slots 1, 2, …; `value` where a slot is changing."""
+    """Returns the values of a tier's slots 1, 2, …; `value` for slots that are changing."""
     result: list[int] = values.tolist()
     for its_tier, its_group, slot in changing:
         if (its_tier, its_group) == (tier, group) and slot <= len(result):

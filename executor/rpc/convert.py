@@ -1,4 +1,4 @@
-"""Between the messages of execution.v1 and the executor's own types."""
+"""Converts between the messages of execution.v1 and the executor's own types."""
 
 import json
 import math
@@ -26,7 +26,7 @@ from protos.rpc.errors import InvalidField
 
 
 def parse_step(message: pb.Step, layout: Layout) -> Step:
-    """Raises InvalidStepError when columns do not fit together, or a sampling parameter or a policy is out of range."""
+    """Parses a step. Raises InvalidStepError if columns do not match, or a parameter or policy is out of range."""
     _check_columns("chunk_tokens", message.chunk_tokens, message.chunk_sequences)
     _check_columns("table_groups", message.table_groups, message.table_sequences)
     _check_columns("table_counts", message.table_counts, message.table_sequences)
@@ -155,7 +155,7 @@ def _parse_sampling(message: pb.SamplingParams) -> Sampling:
 
 
 def parse_grammar(message: common.StructuredOutput) -> Grammar:
-    """Raises InvalidStepError for a message without a form."""
+    """Parses a grammar. Raises InvalidStepError for a message without a form."""
     form = message.WhichOneof("form")
     match form:
         case "choice":

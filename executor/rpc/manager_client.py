@@ -1,4 +1,4 @@
-"""The executor's side of its life with the cache manager: registration, lease, confirmed copies."""
+"""The executor's dealings with the cache manager: registration, lease, confirmed copies."""
 
 import asyncio
 import contextlib
@@ -22,18 +22,18 @@ CALL_SECONDS = 5.0
 # A restarted manager does not know the executor until it registers again, so renewals are frequent.
 MAX_RENEWAL_SECONDS = 0.5
 BACKOFF_SECONDS = 0.1
-# A manager refuses an executor for this reason when another process of its name has started since.
+# A manager refuses an executor for this reason if another process with its name has started since.
 _REPLACED = "STALE_EXECUTOR"
-# A manager that has started again does not restore blocks that the steps of a session may still write into.
+# A restarted manager does not restore blocks that the steps of a session may still write into.
 _SCHEDULER_FIRST = "SCHEDULER_FIRST"
-# The manager has very many blocks evicted in another order, in slices.
+# Longest time for an update: the manager reorders the eviction of very many blocks, in slices.
 UPDATE_SECONDS = 60.0
 # How a manager answers an executor that it does not know, or not with this epoch.
 _UNREGISTERED = ("UNKNOWN_EXECUTOR", _REPLACED)
 
 
 class Announcement(Protocol):
-    """How an executor registers. weight_version: of the weights that it computes with."""
+    """How an executor registers. weight_version: version of the weights that it computes with."""
 
     weight_version: str
 
@@ -48,9 +48,9 @@ class Announcement(Protocol):
         ...
 
     def request(self, *, again: bool, awaited: Collection[SlotRef]) -> kv.RegisterExecutorRequest:
-        """The registration as of now; again: it had registered before.
+        """Returns the present registration. again: whether it has registered before.
 
-        awaited: slots that copies will write which have not begun.
+        awaited: slots that will be written by copies that have not begun.
         """
         ...
 
@@ -73,11 +73,11 @@ class Fence(Protocol):
 
     @property
     def manager_epoch(self) -> int:
-        """Of the manager whose blocks running steps may write into; 0 when no step runs."""
+        """Epoch of the manager whose blocks running steps may write into; 0 if no step runs."""
         ...
 
     async def cut_off(self) -> None:
-        """Ends the session and refuses others until `admit_again`; returns when no step runs any more."""
+        """Ends the session and refuses others until `admit_again`; returns once no step runs any more."""
         ...
 
     def admit_again(self) -> None:
@@ -86,11 +86,11 @@ class Fence(Protocol):
 
 
 class TransferLog:
-    """Copies on their way to being confirmed. Only `confirm` may be called outside the asyncio loop."""
+    """Copies that have yet to be confirmed. Only `confirm` may be called outside the asyncio loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        # By ticket, copies that the manager itself asked for and that have not ended.
+        # Copies that the manager itself asked for and that have not ended, by ticket.
         self.open: dict[int, Copy] = {}
         self.done: list[int] = []
         self.failed: list[int] = []
@@ -110,7 +110,7 @@ class TransferLog:
         self.all_confirmed.clear()
 
     def remove(self, done: int, failed: int) -> None:
-        """Forgets the first so many tickets, which are confirmed."""
+        """Forgets the first `done` and `failed` tickets, which are confirmed."""
         del self.done[:done], self.failed[:failed]
         if not self.done and not self.failed:
             self.has_ended.clear()
@@ -118,7 +118,7 @@ class TransferLog:
 
 
 class ManagerClient:
-    """Two loops for the life of the process. All methods are called on the asyncio loop."""
+    """Runs two loops as long as the process lives. All methods are called on the asyncio loop."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class ManagerClient:
         leases: SchedulerLeases,
         fence: Fence,
     ) -> None:
-        """transfers: gets the tickets of ended copies. set_registered: called when a registration is won or lost."""
+        """transfers: receives the tickets of ended copies. set_registered: called if a registration is won or lost."""
         self._stub: kv_rpc.CacheManagerServiceAsyncStub = kv_rpc.CacheManagerServiceStub(channel)
         self._announcement = announcement
         self._worker = worker
@@ -138,10 +138,10 @@ class ManagerClient:
         self._set_registered = set_registered
         self._leases = leases
         self._fence = fence
-        # Tickets from renewals whose copies have begun, as long as a manager may ask for them again.
+        # Tickets of copies from renewals that have begun, as long as a manager may ask for them again.
         self._begun: set[int] = set()
         self._registered = asyncio.Event()
-        # Registrations and updates of the weights: what the manager heard last is what holds.
+        # Orders registrations and updates of the weights: what the manager was told last counts.
         self._telling = asyncio.Lock()
         self._manager_epoch = 0
         self._lease_seconds = self._renewal_seconds = MAX_RENEWAL_SECONDS
@@ -153,34 +153,34 @@ class ManagerClient:
             tasks.create_task(self._confirm_all())
 
     async def update_weights(self, weight_version: str) -> int:
-        """Says that the executor computes with other weights; returns the cached blocks of others.
+        """Tells the manager that the executor computes with new weights; returns the cached blocks of other weights.
 
-        Raises RemoteError; the manager has the version of before then. No session may be open meanwhile.
+        Raises RemoteError, after which the manager keeps the previous version. No session may be open meanwhile.
         """
         async with self._telling:
             try:
                 answer = await self._tell_weights(weight_version, UPDATE_SECONDS)
             except grpc.aio.AioRpcError as failed:
-                # It may have been carried out all the same.
+                # The update may have been carried out nevertheless.
                 await self._tell_for_certain()
                 raise from_rpc_error(failed) from failed
             self._announcement.weight_version = weight_version
             return answer.other_blocks
 
     async def take_weights_back(self, weight_version: str) -> None:
-        """The executor computes with those of before after all; returns once the manager certainly knows that."""
+        """Returns to the previous weights' version; ends once the manager certainly knows."""
         async with self._telling:
             self._announcement.weight_version = weight_version
             await self._tell_for_certain()
 
     async def _tell_for_certain(self) -> None:
-        """Tells the announced version until that is carried out, or a registration will say it."""
+        """Repeats the announced version until the manager has taken it, or a registration will announce it."""
         while True:
             try:
                 await self._tell_weights(self._announcement.weight_version, CALL_SECONDS)
             except grpc.aio.AioRpcError as failed:
                 error = from_rpc_error(failed)
-                # Then the next registration says it.
+                # Then the next registration announces the version.
                 if error.reason in _UNREGISTERED:
                     return
                 log.warning("the version of the weights is not taken back yet", cause=str(error))
@@ -197,7 +197,7 @@ class ManagerClient:
         return await self._stub.UpdateWeights(request, timeout=seconds)
 
     async def confirmed(self, seconds: float) -> None:
-        """Waits until everything is confirmed, but not longer."""
+        """Waits until everything is confirmed, but at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._transfers.all_confirmed.wait()
@@ -217,19 +217,19 @@ class ManagerClient:
         waiting_since: float | None = None
         while True:
             try:
-                # Waits for no connection: each failure is logged, so that a person sees what is missing.
+                # Does not wait for a connection: each failure is logged, so that operators see what is missing.
                 async with self._telling:
                     answer = await self._stub.RegisterExecutor(self._request(again), timeout=CALL_SECONDS)
             except grpc.aio.AioRpcError as failed:
                 error = from_rpc_error(failed)
                 if error.reason == _REPLACED:
-                    # Not for ever: the manager forgets an executor whose lease has run out.
+                    # Not forever: the manager forgets an executor whose lease has run out.
                     self._set_registered(False)
                 log.info("waiting for the cache manager", cause=str(error))
                 await asyncio.sleep(BACKOFF_SECONDS)
                 if error.reason == _SCHEDULER_FIRST:
                     waiting_since = waiting_since or time.monotonic()
-                    # It cannot reach the manager, or is no more: its steps must not keep the blocks for ever.
+                    # The scheduler cannot reach the manager, or is gone: its steps must not keep the blocks forever.
                     if time.monotonic() - waiting_since >= self._lease_seconds:
                         await self._fence.cut_off()
                 continue
@@ -246,14 +246,14 @@ class ManagerClient:
 
     def _request(self, again: bool) -> kv.RegisterExecutorRequest:
         awaited = [(copy.target_tier, copy.group, copy.target) for copy in self._transfers.open.values()]
-        # Read before the contents of the slots: what steps of other managers write is in them then.
+        # Read before the slots' contents, which then include what steps of earlier managers wrote.
         epoch = self._fence.manager_epoch
         request = self._announcement.request(again=again, awaited=awaited)
         request.steps_manager_epoch = epoch
         return request
 
     async def _renew(self) -> None:
-        """Returns when the manager asks for a new registration or is another one."""
+        """Renews the lease; returns if the manager asks for a new registration or has been replaced."""
         request = kv.RenewExecutorRequest(
             executor_id=self._announcement.executor_id,
             executor_epoch=self._announcement.epoch,
@@ -279,7 +279,7 @@ class ManagerClient:
             self._take(answer.transfers)
 
     def _take(self, transfers: Iterable[kv.Transfer]) -> None:
-        """Begins each copy that the manager itself asks for once: it repeats requests until the copy is confirmed."""
+        """Begins each copy that the manager asks for, only once: requests are repeated until the copy is confirmed."""
         asked = {transfer.ticket: transfer for transfer in transfers}
         copies, impossible = [], []
         for ticket, transfer in asked.items():
@@ -326,7 +326,7 @@ class ManagerClient:
 
 
 def _copy(transfer: kv.Transfer) -> Copy:
-    """Raises ValueError for a tier that there is not."""
+    """Converts a transfer. Raises ValueError for a tier that does not exist."""
     target = Tier(transfer.target_tier)
     source = Tier(transfer.source_tier) if transfer.source_slot else target
     return Copy(transfer.ticket, transfer.group, transfer.source_slot, transfer.target_slot, source, target)

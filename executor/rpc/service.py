@@ -56,7 +56,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
         *,
         hub_id: str = "",
     ) -> None:
-        """hub_id: of the model, where that is known."""
+        """hub_id: the model's id on a hub, if known."""
         self._leases = leases
         self._adapters = adapters
         self._identity = identity
@@ -69,7 +69,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
         self._digest = hashlib.sha256(self._model.SerializeToString(deterministic=True)).digest()
 
     def stop(self) -> None:
-        """Ends the session, behind the steps that it has submitted, so that the server need not wait for it."""
+        """Ends the session after the steps that it has submitted, so that the server need not wait for it."""
         error = StoppingError("the executor is stopping")
         session = self._sessions.suspend(error)
         if session is not None:
@@ -169,7 +169,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
                 if kind != "step":
                     raise SessionNotOpenError("only the first message opens a session", fields={"step": "must be set"})
                 if self._leases.times_left(scheduler_id) > times_left:
-                    # A scheduler that was stopped does not know it yet, and opens a session without what it had.
+                    # A scheduler that was stopped does not know this yet; its next session begins without its blocks.
                     self._worker.give_up(tuple(request.step.copy_tickets))
                     raise SchedulerLeftError(f"the lease of scheduler {scheduler_id} has ended: open a new session")
                 step = self._parse(request.step)
@@ -179,7 +179,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
             session.end(error)
 
     async def _compile(self, step: Step) -> None:
-        """The grammars of sequences that join: most are compiled by now, but none after a restart."""
+        """Compiles the grammars of joining sequences: most are compiled already, but none after a restart."""
         grammars = self._runner.grammars
         for new in step.new_sequences:
             grammar = new.sampling.grammar
@@ -188,7 +188,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
             try:
                 await asyncio.to_thread(grammars.matcher, grammar)
             except GrammarError:
-                # The step will say which sequence it is of.
+                # The step will say to which sequence the grammar belongs.
                 continue
             except asyncio.CancelledError:
                 self._worker.give_up(step.tickets)

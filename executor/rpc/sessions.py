@@ -23,7 +23,7 @@ from protos.rpc.errors import ServiceError
 if TYPE_CHECKING:
     from executor.core.worker import Worker
 
-# The epoch of a manager that a session has not named: no manager has it.
+# The epoch if a session has not named a manager: no manager has this epoch.
 UNKNOWN = (1 << 64) - 1
 
 log = structlog.get_logger()
@@ -36,23 +36,23 @@ class SchedulerLeases:
         self._registered: frozenset[str] = frozenset()
         # Answers of the manager so far.
         self.answers = 0
-        # How often each scheduler was registered no more.
+        # How often each scheduler's registration has ended.
         self._left: Counter[str] = Counter()
 
     def update(self, scheduler_ids: Iterable[str]) -> None:
-        """The manager has these now."""
+        """Takes the schedulers that the manager has now."""
         before, self._registered = self._registered, frozenset(scheduler_ids)
         self._left.update(before - self._registered)
         self.answers += 1
 
     def is_registered(self, scheduler_id: str) -> bool:
-        """Whether the cache manager had a scheduler when it answered last."""
+        """Returns whether the cache manager had a scheduler when it last answered."""
         return scheduler_id in self._registered
 
     def times_left(self, scheduler_id: str) -> int:
-        """How often the cache manager has had a scheduler no more that it had before.
+        """Returns how often a scheduler's registration with the cache manager has ended.
 
-        Slots that such a scheduler had come to others with the same answer, or a later one.
+        The slots of such a scheduler go to other schedulers with the same answer or a later one.
         """
         return self._left[scheduler_id]
 
@@ -64,23 +64,23 @@ class Sessions:
         self._executor_epoch = executor_epoch
         self._leases = leases
         self._worker = worker
-        # Of the last session.
+        # The scheduler of the last session.
         self._scheduler_id = ""
         self._scheduler_epoch = 0
-        # How many answers the manager has given once it has surely been asked after that scheduler came.
+        # Number of the manager's answers by which one was certainly requested after that scheduler came.
         self._known_at = 0
         self._current: Session | None = None
         self._manager_epoch = 0
-        # Why none can be opened now: the newest counts.
+        # Why no session can be opened now: the newest counts.
         self._obstacles: list[ServiceError] = []
         self._cut_off: ServiceError | None = None
 
     def open(self, session: Session, *, scheduler_id: str, scheduler_epoch: int, executor_epoch: int) -> None:
-        """Makes a session the current one and ends the session before.
+        """Makes a session the current one and ends the previous session.
 
-        The same scheduler may come again after a broken stream. Another scheduler may come when the lease of the one
-        before has ended: until then its sequences run here. Raises StaleSchedulerError, WrongExecutorEpochError,
-        ExecutorInUseError or what they are suspended with, and the session before stays.
+        The same scheduler may return after a broken stream. A different scheduler may come once the previous one's
+        lease has ended: until then, its sequences run here. Raises StaleSchedulerError, WrongExecutorEpochError,
+        ExecutorInUseError or the error of `suspend`, and the previous session stays.
         """
         if self._obstacles:
             raise self._obstacles[-1]
@@ -101,7 +101,7 @@ class Sessions:
                 retry_after=1.0,
             )
         if scheduler_id != self._scheduler_id:
-            # One answer may be on its way.
+            # One answer may be in flight.
             self._known_at = self._leases.answers + 2
         self._scheduler_id, self._scheduler_epoch = scheduler_id, scheduler_epoch
         if self._current is not None:
@@ -109,23 +109,23 @@ class Sessions:
         self._current = session
 
     def _may_be_registered(self) -> bool:
-        """Whether the lease of the last session's scheduler may last."""
+        """Returns whether the lease of the last session's scheduler may still be valid."""
         return self._leases.answers < self._known_at or self._leases.is_registered(self._scheduler_id)
 
     @property
     def scheduler_epoch(self) -> int:
-        """Epoch of the newest scheduler that has opened a session; 0 before."""
+        """Epoch of the newest scheduler that has opened a session; 0 before any has."""
         return self._scheduler_epoch
 
     @property
     def manager_epoch(self) -> int:
-        """Of the cache manager whose blocks running steps may write into; 0 when no step runs."""
+        """Epoch of the cache manager whose blocks running steps may write into; 0 if no step runs."""
         return self._manager_epoch
 
     def registered(self, session: Session, manager_epoch: int) -> None:
-        """The session's scheduler is registered with this manager, 0 for none.
+        """Notes the manager with which the session's scheduler is registered, 0 for none.
 
-        That counts once everything that was submitted before has ended: until then steps of the session before may run.
+        This counts once all that was submitted earlier has ended: until then, steps of the previous session may run.
         """
         loop = asyncio.get_running_loop()
 
@@ -136,7 +136,7 @@ class Sessions:
         self._worker.after(lambda: loop.call_soon_threadsafe(note))
 
     async def cut_off(self) -> None:
-        """Ends the session and refuses others until `admit_again`; returns when no step runs any more."""
+        """Ends the session and refuses others until `admit_again`; returns once no step runs any more."""
         if self._cut_off is None:
             self._cut_off = SchedulerLeftError(
                 "the cache manager has started again, and the scheduler has not registered with it"
@@ -157,7 +157,7 @@ class Sessions:
             self._cut_off = None
 
     def suspend(self, obstacle: ServiceError) -> Session | None:
-        """Refuses new sessions with this error from now on; returns the current one, for it to be ended."""
+        """Refuses new sessions with this error from now on; returns the current session, which is to be ended."""
         if obstacle not in self._obstacles:
             self._obstacles.append(obstacle)
         return self._current

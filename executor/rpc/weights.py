@@ -1,8 +1,8 @@
-"""Other weights in place of the executor's, for whoever trains the model: loaded beside running steps, then swapped.
+"""Replaces the executor's weights, for whoever trains the model: loaded beside running steps, then swapped.
 
-No step is computed between the moment at which the cache manager learns the new version and the one at which the
-weights are in place: a block has the key of the weights that it was computed with. What the manager learns is the
-version with a digest of the files, as a version may come again with other content.
+No step is computed between the time when the cache manager learns the new version and the time when the weights are in
+place: a block has the key of the weights that it was computed with. The manager is told the version with a digest of
+the files, because a version may return with different content.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ from executor.rpc.sessions import Sessions
 from protos.rpc.errors import InvalidField, PassedOnError, RemoteError
 
 SETTING = "KVKEEP_EXECUTOR_WEIGHTS_DIR"
-# The manager takes 256, of which the digest is some.
+# The manager takes 256 bytes, including the digest.
 MAX_VERSION_BYTES = 200
 _DIGEST_BYTES = 8
-# What is read of a folder.
+# The files that are read from a folder.
 _FILES = ("config.json", "*.json", "*.safetensors", "*.bin")
 
 log = structlog.get_logger()
@@ -49,12 +49,12 @@ class WeightUpdates:
         load: Callable[[Path | None], Model],
         folder: Path | None,
     ) -> None:
-        """load: a model from a folder, None for that of the start; in any thread, raises ModelError.
+        """load: loads a model from a folder, None for that of the start; called in any thread, raises ModelError.
 
-        folder: below which weights are loaded; None allows no updates.
+        folder: where weights must lie; None allows no updates.
         """
         self.version = self.path = ""
-        # What the manager knows them by.
+        # The version by which the manager knows the weights.
         self._key_version = ""
         self._worker = worker
         self._sessions = sessions
@@ -66,10 +66,10 @@ class WeightUpdates:
         self._tasks: set[asyncio.Task[int]] = set()
 
     async def update(self, version: str, path: str) -> int:
-        """Computes with the weights of a folder from now on; returns how many cached blocks are of others.
+        """Computes with the weights of a folder from now on; returns how many cached blocks are of other weights.
 
-        It goes on when its caller has disconnected. Raises WeightsFixedError, InvalidField, WeightsError, AdapterError
-        and PassedOnError; then the weights of before stay.
+        It goes on if its caller disconnects. Raises WeightsFixedError, InvalidField, WeightsError, AdapterError and
+        PassedOnError; then the previous weights stay.
         """
         if self._folder is None:
             raise WeightsFixedError(f"no other weights are loaded at run time here: {SETTING} names a folder for them")
@@ -78,7 +78,7 @@ class WeightUpdates:
         if folder is not None:
             await asyncio.to_thread(_check_indices, folder)
         task = asyncio.create_task(self._update(version, path, folder))
-        # Nobody else may hold it once the caller has left.
+        # Nothing else may hold the task once the caller has left.
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return await asyncio.shield(task)
@@ -96,7 +96,7 @@ class WeightUpdates:
                 _clear_frames(error)
                 raise
             finally:
-                # Of the weights of before, or of those that were refused.
+                # The memory of the previous weights, or of refused ones.
                 await asyncio.to_thread(release_unused_memory)
 
     async def _replace(self, version: str, path: str, folder: Path | None) -> int:
@@ -152,7 +152,7 @@ class WeightUpdates:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Lets go of weights that were refused, which are in the frames of what refused them."""
+    """Releases refused weights, which the frames of the error still hold."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -166,7 +166,7 @@ def _check(version: str, path: str) -> None:
 
 
 def _check_indices(folder: Path) -> None:
-    """What an index names lies beside it. Raises InvalidField."""
+    """Checks that an index only names files beside it. Raises InvalidField."""
     for index in folder.glob("*.index.json"):
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
@@ -178,7 +178,7 @@ def _check_indices(folder: Path) -> None:
 
 
 def _difference(now: Model, new: Model) -> str:
-    """What a model has that its place is not made for; empty for none."""
+    """Returns how a new model differs from what its place is made for; empty if it does not."""
     same_rotary = (now.rotary is None) == (new.rotary is None)
     if same_rotary and now.rotary is not None and new.rotary is not None:
         same_rotary = torch.equal(now.rotary, new.rotary)

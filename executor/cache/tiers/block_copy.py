@@ -25,13 +25,13 @@ class BlockCopier:
         self._files = files
         self._checksums = checksums
         self._local = threading.local()
-        # Seconds that a block takes from a tier to the device, a moving average.
+        # Seconds to copy a block from a tier to the device, a moving average.
         self.block_times: dict[Tier, float] = {}
 
     def run(self, copy: Copy, after: Any, source_read: Callable[[], None]) -> None:
         """Does a copy, once the device is past the mark `after`. Raises CacheSlotError, OSError, RuntimeError.
 
-        source_read: called when the source may be written again, if that is before the end.
+        source_read: called when the source may be overwritten, if that is before the end.
         """
         begin = time.perf_counter()
         if not copy.source:
@@ -57,7 +57,7 @@ class BlockCopier:
         self._device.read(copy.group, copy.source, data, after)
         source_read()
         if not target.in_place:
-            # Only now: a disk may be slow, and the source slot is needed.
+            # Only now, because a disk may be slow, and the source slot is needed.
             target.claim(*slot)
         checksum = _digest(data) if self._checksums else 0
         target.store(*slot, data)
@@ -85,7 +85,7 @@ class BlockCopier:
         target.store(*slot, data)
 
     def _good(self, copy: Copy) -> tuple[Bytes, int]:
-        """The bytes of the source and their checksum; verified on the way to a higher tier."""
+        """Returns the bytes of the source and their checksum, which is verified on the way to a higher tier."""
         source, slot = self._files[copy.source_tier], (copy.group, copy.source)
         if not source.generation(*slot):
             raise CacheSlotError("the slot holds nothing")
@@ -96,7 +96,7 @@ class BlockCopier:
         return data, checksum
 
     def _staging(self, file: SlotFile) -> Bytes:
-        """Of the thread."""
+        """Returns the thread's staging memory."""
         if not hasattr(self._local, "staging"):
             self._local.staging = self._device.staging(max(file.layout.block_bytes))
         return self._local.staging  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Runs copies between tiers in threads of its own, beside the device's work and in the order of what they touch."""
+"""Runs copies between tiers in separate threads, beside the device's work; copies of a slot keep their order."""
 
 import queue
 import threading
@@ -17,15 +17,15 @@ log = structlog.get_logger()
 
 # A slow disk must not delay copies between memories.
 DISK_THREADS = 2
-# How long a step waits for the copies of the blocks in its slots to a disk; then they are lost.
+# How long a step waits for copies to a disk of the blocks in its slots; after that, these copies are lost.
 STALL_SECONDS = 1.0
-# How long a step waits for any other copy: a copy that hangs must not block the device for ever.
+# How long a step waits for any other copy: a copy that hangs must not block the device forever.
 LONGEST_WAIT_SECONDS = 20.0
 
 T = TypeVar("T")
 # Runs one copy: (copy, mark that the device must pass first, callback once the source has been read). May raise.
 Run = Callable[[Copy, Any, Callable[[], None]], None]
-# Called once per copy, in any thread, with whether it ended well.
+# Called once per copy, in any thread, with whether it succeeded.
 Ended = Callable[[Copy, bool], None]
 
 
@@ -40,8 +40,8 @@ class LostSourceError(Exception):
 class CopyThreads:
     """Threads that run copies; they start with the first copy. One thread submits copies and waits for them.
 
-    void: called for every copy that fails: its target must not keep its old contents. memory_threads: those of copies
-    between memories.
+    void: called for every copy that fails, because its target must not keep its old contents. memory_threads:
+    threads for copies between memories.
     """
 
     def __init__(self, run: Run, void: Callable[[Copy], None] = lambda _: None, memory_threads: int = 2) -> None:
@@ -63,7 +63,7 @@ class CopyThreads:
         return bool(self._order)
 
     def submit(self, copies: Sequence[Copy], ended: Ended, after: Any = None) -> None:
-        """Begins copies behind all that were begun before. after: handed to `run`."""
+        """Begins copies after all that were begun earlier. after: handed to `run`."""
         if not self._started:
             self._start()
         metrics.PENDING_COPIES.inc(len(copies))
@@ -71,10 +71,10 @@ class CopyThreads:
             self._dispatch([job for copy in copies if self._order.add(job := Job(copy, ended, after))])
 
     def wait(self, reads: Iterable[SlotRef] = (), writes: Iterable[SlotRef] = ()) -> float:
-        """Until nothing more is written to what the caller will read, nor read from what it will write; in seconds.
+        """Waits until no copy writes what the caller will read, or reads what it will write; returns the seconds.
 
-        Copies to a disk that have not begun after STALL_SECONDS are given up: a disk that hangs must not keep the
-        device. Raises StuckCopyError when a copy that has begun does not end within LONGEST_WAIT_SECONDS.
+        Copies to a disk that have not begun after STALL_SECONDS are given up: a disk that hangs must not block the
+        device. Raises StuckCopyError if a copy that has begun does not end within LONGEST_WAIT_SECONDS.
         """
         with self._changed:
             left = [slot for slot in reads if self._order.is_written(slot)]
@@ -97,10 +97,10 @@ class CopyThreads:
             return waited
 
     def _give_up(self, slots: Iterable[SlotRef]) -> None:
-        """Releases these slots from copies to a disk that have not begun; such copies fail when their turn comes."""
+        """Frees slots from copies to a disk that have not begun; such copies fail when their turn comes."""
         readers = {job: None for slot in slots for job in self._order.readers(slot)}
         for job in readers:
-            # Copies that wait for other copies hold slots for these, too.
+            # Copies that wait for other copies also hold slots on behalf of these.
             if not job.begun and not job.blockers and job.copy.target_tier is Tier.DISK:
                 job.lost_source = True
                 self._dispatch(self._order.read(job))
@@ -112,7 +112,7 @@ class CopyThreads:
             return view(self._order.targets())
 
     def drain(self, seconds: float) -> bool:
-        """Waits until no copy is open, but not for ever; whether that is so."""
+        """Waits until no copy is open, but at most `seconds`; returns whether none is open."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._order, seconds)
 

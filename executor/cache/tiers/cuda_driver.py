@@ -1,6 +1,6 @@
 """Copies of rows between the host and a CUDA device, each by one call of the driver, without a kernel.
 
-A block of a pool is one row of each layer, a layer apart; on the host its rows lie behind each other.
+A block of a pool is one row in each layer, a layer apart; on the host, its rows are consecutive.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ _HOST, _DEVICE = 1, 2
 
 @dataclass(frozen=True)
 class Rows:
-    """`height` rows of `width` bytes, the first at an address, each `pitch` bytes behind the one before."""
+    """`height` rows of `width` bytes, the first at an address, each `pitch` bytes after the previous row."""
 
     address: int
     pitch: int
@@ -26,7 +26,7 @@ class Rows:
 
 
 def block_rows(cache: Tensor, slot: int) -> Rows:
-    """Where a block lies in a pool's cache, [layers, slots, ...] contiguous."""
+    """Returns where a block lies in a pool's cache, [layers, slots, ...] contiguous."""
     size = cache.element_size()
     width = cache.stride(1) * size
     return Rows(cache.data_ptr() + slot * width, cache.stride(0) * size, width, cache.shape[0])

@@ -1,7 +1,6 @@
 """The device's side of copies to and from lower tiers. A block there: K, then V, each layer after layer.
 
-That is [2, layers, block_size, kv_heads, head_dim] of the pool's dtype, as bytes. Behind them stand those of a draft
-model.
+That is [2, layers, block_size, kv_heads, head_dim] of the pool's dtype, as bytes, followed by those of a draft model.
 """
 
 import contextlib
@@ -29,13 +28,13 @@ _Part: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 class DeviceBlocks(Protocol):
     """Moves whole blocks. `read` and `write` are called from several threads, on different slots, and block.
 
-    threads: how many copy best.
+    threads: number of threads that copy fastest.
     """
 
     threads: int
 
     def mark(self) -> Any:
-        """A mark behind the work submitted to the device so far; called by the thread that submits it."""
+        """Returns a mark after the work submitted to the device so far; called by the thread that submits it."""
         ...
 
     def read(self, group: int, slot: int, into: Bytes, after: Any) -> None:
@@ -47,11 +46,11 @@ class DeviceBlocks(Protocol):
         ...
 
     def staging(self, size: int) -> Bytes:
-        """Pinned memory on the host, where the device has use for it."""
+        """Returns memory on the host, pinned if that helps the device."""
         ...
 
     def register(self, memory: Bytes) -> None:
-        """Pins memory of the host, where that is possible."""
+        """Pins memory of the host if possible."""
         ...
 
     def unregister(self, memory: Bytes) -> None:
@@ -60,24 +59,24 @@ class DeviceBlocks(Protocol):
 
 
 def blocks_of(pools: KvPools) -> DeviceBlocks:
-    """Of the device that the pools are on."""
+    """Returns the blocks of the device that the pools are on."""
     device = pools.pools[0].k.device
     return CudaBlocks(pools, device) if device.type == "cuda" else CpuBlocks(pools)
 
 
 class CpuBlocks:
-    """Pools in the host's memory. numpy copies in one thread and without the interpreter's lock."""
+    """Pools in host memory. numpy copies in one thread and without the GIL."""
 
     threads = 2
 
     def __init__(self, pools: KvPools) -> None:
-        # Per group its caches, [layers, slots, bytes] each, and where the parts of a block end.
+        # Per group, its caches, [layers, slots, bytes] each, and where the parts of a block end.
         self._caches = [[_as_bytes(cache) for cache in pool.caches] for pool in pools.pools]
         sizes = [[cache.shape[0] * cache.shape[2] for cache in caches] for caches in self._caches]
         self._ends = [list(accumulate(of_group)) for of_group in sizes]
 
     def mark(self) -> None:
-        """A CPU has no pending work."""
+        """Returns None: a CPU has no pending work."""
 
     def read(self, group: int, slot: int, into: Bytes, after: Any) -> None:  # noqa: ARG002
         for cache, part in self._parts(group, into):
@@ -88,7 +87,7 @@ class CpuBlocks:
             np.copyto(cache[:, slot], part)
 
     def _parts(self, group: int, block: Bytes) -> Iterator[tuple[_Cache, _Part]]:
-        """Each cache of a group with its part of a block's bytes, [layers, bytes]."""
+        """Yields each cache of a group with its part of a block's bytes, [layers, bytes]."""
         begin = 0
         for cache, end in zip(self._caches[group], self._ends[group], strict=True):
             yield cache, block[begin:end].reshape(len(cache), -1)
@@ -109,16 +108,16 @@ def _as_bytes(cache: Tensor) -> _Cache:
 
 
 class CudaBlocks:
-    """Pools on a GPU: each thread copies on a stream of its own, beside the device's work."""
+    """Pools on a GPU: each thread copies on a separate stream, beside the device's work."""
 
     def __init__(self, pools: KvPools, device: torch.device) -> None:
         self._caches = [list(pool.caches) for pool in pools.pools]
         self._device = device
         self._driver = CudaDriver()
         self._local = threading.local()
-        # Addresses.
+        # Addresses of pinned memory.
         self._registered: set[int] = set()
-        # One thread's checksums are a tenth as fast as the bus.
+        # A single thread computes checksums at a tenth of the bus's speed.
         self.threads = max(2, min(8, (os.cpu_count() or 2) // 2))
 
     def mark(self) -> torch.cuda.Event:
@@ -160,7 +159,7 @@ class CudaBlocks:
             torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)  # type: ignore[no-untyped-call]
 
     def _forget_error(self) -> None:
-        """Takes the error that the runtime keeps for the next call that looks: a launch, which would fail for it."""
+        """Clears the error that the runtime keeps for the next call that checks, which would fail a launch."""
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self._device)
 

@@ -1,4 +1,4 @@
-"""Opens a lower tier's file: in a private folder, locked, fully allocated, and empty unless its layout is the same."""
+"""Opens a lower tier's file: in a private folder, locked, fully allocated, and empty unless its layout matches."""
 
 import contextlib
 import errno
@@ -35,13 +35,13 @@ class FileSettings:
 
 
 def file_name(tier: str, executor_id: str) -> str:
-    """A file name per executor: the characters of its id that are allowed, and a digest of the id."""
+    """Returns an executor's file name: the allowed characters of its id, and a digest of the id."""
     readable = re.sub(r"[^A-Za-z0-9_-]", "-", executor_id)[:64]
     return f"{tier}-{readable}-{hashlib.sha256(executor_id.encode()).hexdigest()[:16]}.kv"
 
 
 def check_space(settings: FileSettings) -> None:
-    """Raises CacheFileError where a tier of this size certainly does not fit, long before `open_file` allocates it."""
+    """Raises CacheFileError if a tier of this size certainly does not fit, long before `open_file` allocates it."""
     if not settings.size:
         return
     try:
@@ -50,7 +50,7 @@ def check_space(settings: FileSettings) -> None:
         # open_tiers leaves the tier out.
         return
     try:
-        # The space of existing cache files is used again.
+        # The space of existing cache files is reused.
         ours = sum(entry.stat().st_blocks * 512 for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))
         found = os.fstatvfs(folder)
     finally:
@@ -58,7 +58,7 @@ def check_space(settings: FileSettings) -> None:
     free = found.f_bavail * found.f_frsize
     if settings.in_memory:
         free = min(free, available_memory())
-    # The file is smaller than its size by less than a block of the model, which is not known yet.
+    # The file is smaller than the setting by less than a block of the model, whose size is not known yet.
     if settings.size > (free + ours) * 1.1 + (1 << 20):
         raise CacheFileError(
             f"{settings.size_variable}: no space for {settings.size} bytes in {settings.folder}, which has "
@@ -67,7 +67,7 @@ def check_space(settings: FileSettings) -> None:
 
 
 def open_file(settings: FileSettings, name: str, layout: FileLayout) -> int:
-    """A descriptor of the file, locked for this process, whose contents fit the layout. Raises CacheFileError."""
+    """Returns a descriptor of the file, locked for this process and with fitting contents. Raises CacheFileError."""
     if layout.slots < 1:
         raise CacheFileError(
             f"{settings.size_variable} is {settings.size}: a single block takes {least_size(layout.block_bytes)} bytes"
@@ -87,7 +87,7 @@ def open_file(settings: FileSettings, name: str, layout: FileLayout) -> int:
 
 
 def _open_folder(settings: FileSettings) -> int:
-    """Other users may read the folder, but only this one may write there."""
+    """Opens the folder, which other users may read but in which only this user may write."""
     folder = settings.folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def _open_folder(settings: FileSettings) -> int:
 
 
 def _refused(error: OSError, message: str) -> CacheFileError:
-    """A wrong setting, or a fault of the storage since."""
+    """Returns the error for a wrong setting, or for a later fault of the storage."""
     return (BrokenStorageError if error.errno in (errno.EROFS, errno.EIO) else CacheFileError)(message)
 
 
@@ -140,7 +140,7 @@ def _lock(fd: int, settings: FileSettings, name: str) -> None:
 
 
 def _fit(fd: int, settings: FileSettings, name: str, layout: FileLayout) -> None:
-    """Makes the file anew unless it is of this layout; in both cases all of its space is allocated afterwards."""
+    """Recreates the file unless it has this layout; in both cases, all its space is allocated afterwards."""
     fits = os.fstat(fd).st_size == layout.size and os.pread(fd, len(layout.header), 0) == layout.header
     if not fits and os.fstat(fd).st_size:
         log.info("a cache file of another layout is discarded", file=str(settings.folder / name))
@@ -152,7 +152,7 @@ def _fit(fd: int, settings: FileSettings, name: str, layout: FileLayout) -> None
         if missing > 0:
             os.posix_fallocate(fd, 0, layout.size)
         if not fits:
-            # Written last: an interruption leaves a file that fits no layout. All else in it is zeros.
+            # Written last, so that an interruption leaves a file that fits no layout. All other bytes are zeros.
             os.pwrite(fd, layout.header, 0)
     except OSError as error:
         if not fits:

@@ -12,10 +12,10 @@ SlotRef = tuple[Tier, int, int]
 
 @dataclass(eq=False)
 class Job:
-    """A submitted copy. ended: called once with whether it ended well. after: a mark that the device must pass first.
+    """A submitted copy. ended: called once with whether it succeeded. after: a mark that the device must pass first.
 
-    blockers: number of earlier copies that it waits for. begun: a thread runs it. lost_source: its source was never
-    written, or is no longer kept for it.
+    blockers: number of earlier copies that it waits for. begun: whether a thread runs it. lost_source: whether its
+    source was never written, or is no longer kept for it.
     """
 
     copy: Copy
@@ -31,18 +31,18 @@ class Job:
 
     @property
     def source(self) -> SlotRef | None:
-        """The slot that it reads; None when it writes zeros."""
+        """The slot that the copy reads; None if it writes zeros."""
         return (self.copy.source_tier, self.copy.group, self.copy.source) if self.copy.source else None
 
     @property
     def target(self) -> SlotRef:
-        """The slot that it writes."""
+        """The slot that the copy writes."""
         return self.copy.target_tier, self.copy.group, self.copy.target
 
 
 @dataclass(eq=False)
 class _Use:
-    """Open copies at one slot: the last copy that writes it, and the copies behind that read it."""
+    """Open copies at one slot: the last copy that writes it, and the later copies that read it."""
 
     writer: Job | None = None
     readers: set[Job] = field(default_factory=set)
@@ -58,7 +58,7 @@ class CopyHazards:
         return bool(self._uses)
 
     def add(self, job: Job) -> bool:
-        """Adds a copy behind all others; whether it may run at once. Source and target differ."""
+        """Adds a copy after all others; returns whether it may run at once. Source and target must differ."""
         if job.source is not None:
             use = self._uses.setdefault(job.source, _Use())
             if use.writer is not None:
@@ -77,7 +77,7 @@ class CopyHazards:
         return not job.blockers
 
     def read(self, job: Job) -> list[Job]:
-        """The copy has read its source; returns the copies that may run now."""
+        """Notes that a copy has read its source; returns the copies that may run now."""
         if job.has_read:
             return []
         job.has_read = True
@@ -89,7 +89,7 @@ class CopyHazards:
         return _released(job.until_read)
 
     def end(self, job: Job, good: bool) -> list[Job]:
-        """The copy has ended; returns the copies that may run now."""
+        """Notes that a copy has ended; returns the copies that may run now."""
         ready = self.read(job)
         use = self._uses[job.target]
         if use.writer is job:
@@ -101,21 +101,21 @@ class CopyHazards:
         return ready + _released(job.until_ended)
 
     def readers(self, slot: SlotRef) -> list[Job]:
-        """Open copies that have not read this slot yet."""
+        """Returns the open copies that have not read this slot yet."""
         use = self._uses.get(slot)
         return [] if use is None else list(use.readers)
 
     def is_written(self, slot: SlotRef) -> bool:
-        """Whether an open copy writes this slot: it must not be read."""
+        """Returns whether an open copy writes this slot, which then must not be read."""
         use = self._uses.get(slot)
         return use is not None and use.writer is not None
 
     def is_used(self, slot: SlotRef) -> bool:
-        """Whether an open copy writes this slot or has still to read it: it must not be written."""
+        """Returns whether an open copy writes this slot or has yet to read it, so that it must not be written."""
         return slot in self._uses
 
     def targets(self) -> set[SlotRef]:
-        """Slots that open copies will write."""
+        """Returns the slots that open copies will write."""
         return {slot for slot, use in self._uses.items() if use.writer is not None}
 
     def _forget(self, slot: SlotRef, use: _Use) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 PAGE = 4096
 MAGIC = b"kvkeep\r\n"
-# Raise when the meaning of a file's bytes changes.
+# To be raised whenever the meaning of a file's bytes changes.
 VERSION = 1
 # Per slot: the ticket of the copy that filled it, 0 for none; the checksum of its bytes.
 ENTRY = np.dtype([("generation", "<u8"), ("checksum", "<u8")])
@@ -21,7 +21,7 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 class FileLayout:
     """Layout of one file. block_bytes: per layer group. slots: of each group. identity: SHA-256 over model and shapes.
 
-    boot: 32 bytes that name the boot of the machine in which the file is valid; zeros where checksums find torn blocks.
+    boot: 32 bytes that name the machine's boot for which the file is valid; zeros if checksums find torn blocks.
     """
 
     block_bytes: tuple[int, ...]
@@ -45,30 +45,30 @@ class FileLayout:
         return self.start(len(self.block_bytes))
 
     def start(self, group: int) -> int:
-        """Where a group's first slot begins."""
+        """Returns where a group's first slot begins."""
         before = sum(padded(count) for count in self.block_bytes[:group])
         return PAGE + padded(self.table_bytes) + self.slots * before
 
     def offset(self, group: int, slot: int) -> int:
-        """Where a slot begins in the file; slots are numbered from 1."""
+        """Returns where a slot begins in the file; slots are numbered from 1."""
         return self.start(group) + (slot - 1) * padded(self.block_bytes[group])
 
     def entry(self, group: int, slot: int) -> int:
-        """Where a slot's entry begins."""
+        """Returns where a slot's entry begins."""
         return PAGE + (group * self.slots + slot - 1) * ENTRY.itemsize
 
 
 def padded(count: int) -> int:
-    """Bytes in whole pages."""
+    """Rounds bytes up to whole pages."""
     return -(-count // PAGE) * PAGE
 
 
 def slots_within(size: int, block_bytes: Sequence[int]) -> int:
-    """Slots per group that a file of this size has; 0 when it has none."""
+    """Returns the slots per group of a file of this size; 0 if it has none."""
     each = sum(padded(count) + ENTRY.itemsize for count in block_bytes)
     return max(0, (size - 2 * PAGE) // each)
 
 
 def least_size(block_bytes: Sequence[int]) -> int:
-    """Bytes of a file with one slot per group."""
+    """Returns the bytes of a file with one slot per group."""
     return 2 * PAGE + sum(padded(count) + ENTRY.itemsize for count in block_bytes)

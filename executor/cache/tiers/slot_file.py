@@ -1,4 +1,4 @@
-"""A lower tier: slots for blocks in a file, and of each slot the ticket of the copy that filled it."""
+"""A lower tier: slots for blocks in a file, and for each slot the ticket of the copy that filled it."""
 
 import mmap
 import os
@@ -19,8 +19,8 @@ class CacheSlotError(Exception):
 class SlotFile(ABC):
     """Slots are numbered from 1. The caller makes sure that no other thread uses the slot meanwhile.
 
-    A slot is filled in this order: `claim`, bytes into `buffer`, `store`, `commit`. An interruption in between leaves
-    generation 0, also the end of the process. Everything may raise OSError.
+    A slot is filled in this order: `claim`, bytes into `buffer`, `store`, `commit`. An interruption in between, even
+    the end of the process, leaves generation 0. All methods may raise OSError.
     """
 
     tier: Tier
@@ -45,26 +45,26 @@ class SlotFile(ABC):
         return int(self._table[group, slot - 1]["checksum"])
 
     def claim(self, group: int, slot: int) -> None:
-        """The slot is empty from here on."""
+        """Makes the slot empty."""
         self._table[group, slot - 1] = (0, 0)
         self._store_entry(group, slot, (0, 0))
 
     def commit(self, group: int, slot: int, generation: int, checksum: int) -> None:
-        """The slot holds the bytes that the copy of this ticket wrote."""
+        """Notes that the slot holds the bytes that the copy with this ticket wrote."""
         self._store_entry(group, slot, (generation, checksum))
         self._table[group, slot - 1] = (generation, checksum)
 
     @abstractmethod
     def buffer(self, group: int, slot: int, staging: Bytes) -> Bytes:
-        """Where to put the slot's next bytes: in `staging`, or in the slot itself."""
+        """Returns where to put the slot's next bytes: in `staging`, or in the slot itself."""
 
     @abstractmethod
     def store(self, group: int, slot: int, data: Bytes) -> None:
-        """Writes what is in a slot's `buffer`, or other bytes."""
+        """Writes a slot's bytes: those in its `buffer`, or different bytes."""
 
     @abstractmethod
     def fetch(self, group: int, slot: int, staging: Bytes) -> Bytes:
-        """The slot's bytes: in `staging`, or the slot itself."""
+        """Returns the slot's bytes: in `staging`, or the slot itself."""
 
     @abstractmethod
     def close(self) -> None:
@@ -118,7 +118,7 @@ class HostFile(SlotFile):
 
 
 class DiskFile(SlotFile):
-    """On disk, through the kernel's cache of pages. Not mapped: a disk that fails must be an error, not a signal."""
+    """On disk, through the kernel's page cache. Not mapped: a failing disk must cause an error, not a signal."""
 
     tier = Tier.DISK
     in_place = False

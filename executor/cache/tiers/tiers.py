@@ -39,7 +39,7 @@ class Snapshot:
 
 
 class Tiers:
-    """The lower tiers of some pools; without files there are none.
+    """The lower tiers of some pools; without files, there are none.
 
     `begin` and `wait` are called by the thread that works on the device.
     """
@@ -51,40 +51,40 @@ class Tiers:
             if isinstance(file, HostFile):
                 self._device.register(file.memory)
         mover = BlockCopier(self._device, self._files, checksums=checksums)
-        # Seconds that a block takes from a tier to the device, a moving average, as far as known.
+        # Seconds to copy a block from a tier to the device, a moving average, as far as known.
         self.block_times: Mapping[Tier, float] = mover.block_times
         self._copier = CopyThreads(mover.run, mover.void, self._device.threads)
 
     @property
     def slots(self) -> dict[Tier, int]:
-        """Slots per layer group of each lower tier that there is."""
+        """Slots per layer group of each existing lower tier."""
         return {tier: file.layout.slots for tier, file in self._files.items()}
 
     @property
     def busy(self) -> bool:
-        """Whether a copy is open; while none is there is nothing to wait for."""
+        """Whether a copy is open; otherwise, there is nothing to wait for."""
         return self._copier.busy
 
     def begin(self, copies: Sequence[Copy], ended: Ended) -> None:
-        """Begins copies that are not within the device, behind all copies begun before.
+        """Begins copies that are not within the device, after all copies begun earlier.
 
         ended: called once per copy, in another thread.
         """
         self._copier.submit(copies, ended, self._device.mark())
 
     def wait(self, reads: Iterable[SlotRef] = (), writes: Iterable[SlotRef] = ()) -> float:
-        """Until these slots can be read and written; returns the seconds that it took."""
+        """Waits until these slots can be read and written; returns the seconds that it took."""
         return self._copier.wait(reads, writes)
 
     def snapshot(self) -> Snapshot:
-        """From any thread."""
+        """Returns a snapshot; may be called from any thread."""
 
         return self._copier.look(
             lambda changing: Snapshot({tier: file.generations() for tier, file in self._files.items()}, changing)
         )
 
     def drain(self, seconds: float) -> None:
-        """Waits for copies, but not for ever."""
+        """Waits for copies, but at most `seconds`."""
         if not self._copier.drain(seconds):
             log.warning("copies still run: their target slots stay empty")
 
@@ -107,7 +107,7 @@ def open_tiers(
     disk: FileSettings,
     checksums: bool,
 ) -> Tiers:
-    """The tiers that have a size, without one whose storage is broken. fingerprint: of the model, 32 bytes.
+    """Opens the tiers that have a size, except those with broken storage. fingerprint: of the model, 32 bytes.
 
     Raises CacheFileError.
     """
@@ -122,13 +122,13 @@ def open_tiers(
             try:
                 files.append(kind(open_file(settings, file_name(name, executor_id), layout), layout))
             except BrokenStorageError as error:
-                # Without the tier, its blocks are computed again; that is better than to stop.
+                # Without the tier, its blocks are computed again, which is better than stopping.
                 log.error("a tier is not available", tier=name, cause=str(error))
     return Tiers(pools, files, checksums=checksums)
 
 
 def layout_of(pools: KvPools, fingerprint: bytes, size: int, *, checksums: bool) -> FileLayout:
-    """The layout of these pools' blocks in a file of at most `size` bytes. fingerprint: of the model, 32 bytes."""
+    """Returns the layout of the pools' blocks in a file of at most `size` bytes. fingerprint: the model's, 32 bytes."""
     groups = [(*pool.k[:, 0].shape, str(pool.k.dtype), pool.group.shape.window) for pool in pools.pools]
     identity = hashlib.sha256(json.dumps([fingerprint.hex(), pools.block_size, groups]).encode()).digest()
     block_bytes = tuple(pool.block_bytes for pool in pools.pools)

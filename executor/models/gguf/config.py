@@ -1,4 +1,4 @@
-"""What a GGUF file says about its model, as transformers has it."""
+"""What a GGUF file says about its model, as a transformers configuration."""
 
 import math
 from collections.abc import Callable
@@ -15,16 +15,16 @@ _FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
 }
-# Fields that say nothing about what is computed here.
+# Fields that do not affect what is computed here.
 _SILENT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
-# Ends of an output: of a text, of a turn, of a message that a tool answers.
+# Tokens that end an output: ends of a text, of a turn, of a message that a tool answers.
 _ENDS = ("eos", "eot", "eom")
 
 
 def configuration(file: GgufFile) -> PretrainedConfig:
-    """The configuration of a file's model.
+    """Returns the configuration of a file's model.
 
-    Raises FamilyError for an architecture or a feature that is not served, ModelError for what is missing or damaged.
+    Raises FamilyError for an architecture or feature that is not served, ModelError for missing or damaged fields.
     """
     architecture = file.metadata.get("general.architecture")
     if architecture is None:
@@ -61,7 +61,7 @@ def configuration(file: GgufFile) -> PretrainedConfig:
         rope_parameters=_rope(fields),
         tie_word_embeddings="output.weight" not in file.kinds,
         **({"attention_bias": "blk.0.attn_q.bias" in file.kinds} if architecture == "llama" else {}),
-        # transformers' own are those of some other model.
+        # transformers' defaults belong to some other model.
         bos_token_id=_token(file, "bos", vocabulary),
         eos_token_id=[one for name in _ENDS if (one := _token(file, name, vocabulary)) is not None] or None,
         pad_token_id=_token(file, "padding", vocabulary),
@@ -71,7 +71,7 @@ def configuration(file: GgufFile) -> PretrainedConfig:
 
 
 class _Fields:
-    """Fields of an architecture, each asked for once or more."""
+    """Fields of an architecture, with a record of which were asked for."""
 
     def __init__(self, file: GgufFile, architecture: str) -> None:
         self._file = file
@@ -79,14 +79,14 @@ class _Fields:
         self._asked: set[str] = set()
 
     def whole(self, name: str, otherwise: int | None = None) -> int:
-        """A number from 1. Raises ModelError."""
+        """Returns a whole number from 1. Raises ModelError."""
         value = self._value(name, otherwise)
         if type(value) is not int or value < 1:
             raise self._damaged(name, value, "a whole number from 1, the same for all layers")
         return value
 
     def number(self, name: str, otherwise: float | None = None) -> float:
-        """A number above zero. Raises ModelError."""
+        """Returns a number above zero. Raises ModelError."""
         value = self._value(name, otherwise)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self._damaged(name, value, "a number above zero")
@@ -96,7 +96,7 @@ class _Fields:
         return str(self._value(name, otherwise))
 
     def only(self, name: str, value: object) -> None:
-        """Raises FamilyError for another value than the only one that is served."""
+        """Raises FamilyError for any value except the only served one."""
         if (found := self._value(name, value)) != value:
             raise FamilyError(
                 f"{self._prefix}{name} of the GGUF file {self._file.path} is {found!r}: the executor serves {value!r} "
@@ -104,7 +104,7 @@ class _Fields:
             )
 
     def refuse_others(self) -> None:
-        """Raises FamilyError for fields that were not asked for: they may change what has to be computed."""
+        """Raises FamilyError for fields that were not asked for, because they may change what has to be computed."""
         names = {name.removeprefix(self._prefix) for name in self._file.metadata if name.startswith(self._prefix)}
         if others := sorted(names - self._asked - _SILENT):
             raise FamilyError(
@@ -125,9 +125,9 @@ class _Fields:
 
 
 def _rope(fields: _Fields) -> dict[str, Any]:
-    """Rotary embedding. Frequencies that a tensor changes are no part of it."""
+    """Returns the rotary embedding, without the frequencies that a tensor changes."""
     theta = fields.number("rope.freq_base", 10000.0)
-    # A file that has a factor alone means linear scaling.
+    # A file with only a factor means linear scaling.
     kind, factor = fields.text("rope.scaling.type", "linear"), fields.number("rope.scaling.factor", 1.0)
     if kind not in ("none", "linear"):
         raise FamilyError(f"rope.scaling.type {kind}: the executor serves GGUF files with none or linear scaling")

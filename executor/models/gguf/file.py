@@ -1,7 +1,7 @@
-"""A GGUF file: its metadata, and its tensors as it stores them, which stay in the file until something reads them.
+"""A GGUF file: its metadata, and its tensors in their stored form, which stay in the file until they are read.
 
-The `gguf` package's own reader makes several arrays of every string of a vocabulary, which takes seconds, and it says
-little about a file that is damaged.
+The `gguf` package's own reader creates several arrays for every string of a vocabulary, which takes seconds, and it
+says little about a damaged file.
 """
 
 import math
@@ -21,8 +21,8 @@ from kernels.stored import CODES, FLOATS, StoredMatrix, StoredRows
 
 _MAGIC = struct.pack("<I", GGUF_MAGIC)
 _VERSIONS = (2, 3)
-# The only type that has no other use than in files whose matrices are mostly in one of the others: llama.cpp's
-# quantizer stores the output matrix of a Q4_0 or Q4_1 file in it.
+# A type that is served only because files with mostly other types contain it: llama.cpp's quantizer stores the output
+# matrix of a Q4_0 or Q4_1 file in it.
 _DEQUANTISED = ("Q6_K",)
 SERVED = (*CODES, *FLOATS, *_DEQUANTISED)
 _NUMBERS = {
@@ -52,17 +52,17 @@ class _Tensor:
 
 
 class _CutError(Exception):
-    """The file ends before what is read."""
+    """The file ends too early."""
 
 
 class GgufFile:
-    """metadata: by llama.cpp's names. kinds: the type of each tensor, by its name in the file."""
+    """metadata: by llama.cpp's names. kinds: the type of each tensor, by the tensor's name in the file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ModelError where it is damaged, no GGUF file, a part of one, or has types that are not served."""
+        """Raises ModelError if the file is damaged, not GGUF, a part of a model, or has types that are not served."""
         self.path = path
         try:
-            # Written pages would be copies: torch takes no arrays that cannot be written.
+            # Copy-on-write, because torch takes no read-only arrays.
             self._bytes: NDArray[np.uint8] = np.memmap(path, np.uint8, mode="c")
         except (OSError, ValueError) as error:
             raise ModelError(f"cannot read the model {path}: {first_line(error)}") from error
@@ -81,18 +81,18 @@ class GgufFile:
         return {name: tensor.kind for name, tensor in self._tensors.items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, columns last."""
+        """Returns the shape of a tensor, columns last."""
         return self._tensors[name].shape
 
     def matrix(self, name: str, order: torch.Tensor | None = None) -> StoredMatrix:
-        """A matrix as it is stored; order: [n] int64, which of the stored rows is row i."""
+        """Returns a matrix as it is stored. order: [n] int64, which of the stored rows is row i."""
         tensor = self._tensors[name]
         rows, columns = tensor.shape
         data = torch.from_numpy(self._bytes[tensor.begin : tensor.begin + tensor.size]).view(rows, -1)
         return StoredMatrix(StoredRows(data, tensor.kind, columns, order))
 
     def vector(self, name: str) -> torch.Tensor:
-        """A tensor of one dimension: [n] float32."""
+        """Returns a tensor of one dimension: [n] float32."""
         tensor = self._tensors[name]
         data = torch.from_numpy(self._bytes[tensor.begin : tensor.begin + tensor.size]).view(1, -1)
         return StoredMatrix(StoredRows(data, tensor.kind, tensor.shape[-1])).floats(torch.float32)[0]
@@ -120,7 +120,7 @@ class GgufFile:
 
 
 class _Header:
-    """Reads what stands before the tensors. Raises ValueError, _CutError where the file ends too soon."""
+    """Reads what precedes the tensors. Raises ValueError, or _CutError if the file ends too early."""
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
         self._data = data.data
@@ -208,7 +208,7 @@ class _Header:
 
 
 def _size(name: str, kind: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor. Raises ValueError where rows are no whole blocks."""
+    """Returns the bytes of a tensor. Raises ValueError if rows do not consist of whole blocks."""
     together, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     if shape[-1] % together or not math.prod(shape):
         raise ValueError(f"the tensor {name} in {kind} has the shape {list(shape)}: the file is damaged")

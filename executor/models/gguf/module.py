@@ -1,4 +1,4 @@
-"""A transformers decoder over the matrices of a GGUF file, which stay as they are stored."""
+"""A transformers decoder over the matrices of a GGUF file, which keep their stored form."""
 
 import re
 from collections import Counter
@@ -20,9 +20,9 @@ from kernels.stored import FLOATS, StoredMatrix
 
 log = structlog.get_logger()
 
-# Names that a message repeats.
+# Most names that a message repeats.
 _SHOWN = 3
-# By what a rotation's frequencies are divided, in models whose rotary embedding is no plain one.
+# Divisors of a rotation's frequencies, in models without a plain rotary embedding.
 _FACTORS = "rope_freqs.weight"
 _EMBEDDING = "token_embd.weight"
 _ROTATED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
@@ -30,7 +30,7 @@ _ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2
 
 
 class StoredLinear(nn.Module):
-    """A linear layer whose weights become floats for each call and are dropped behind it."""
+    """A linear layer whose weights become floats for each call and are dropped afterwards."""
 
     def __init__(self, matrix: StoredMatrix, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class StoredLinear(nn.Module):
 
 
 class StoredEmbedding(nn.Module):
-    """An embedding of whose rows those that a call asks for become floats."""
+    """An embedding in which only the rows that a call asks for become floats."""
 
     def __init__(self, matrix: StoredMatrix, dtype: torch.dtype) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class StoredEmbedding(nn.Module):
 
 
 def load_gguf(path: Path, dtype: torch.dtype | None) -> Any:
-    """The decoder of a GGUF file on the CPU; dtype: None for that of the file.
+    """Returns the decoder of a GGUF file on the CPU. dtype: None for the file's own.
 
     Raises ModelError for a file that is damaged, incomplete, or of a kind that is not served.
     """
@@ -63,13 +63,13 @@ def load_gguf(path: Path, dtype: torch.dtype | None) -> Any:
     dtype = dtype or _own_dtype(file)
     try:
         config = configuration(file)
-        # Without memory for weights, which are those of the file.
+        # On "meta", weights take no memory: they come from the file.
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
         module.model.rotary_emb = type(module.model.rotary_emb)(config)
     except ModelError:
         raise
-    # Any exception: transformers checks some of the sizes, and others fail where they are used.
+    # Any exception: transformers checks only some sizes, and others fail where they are used.
     except Exception as error:
         raise ModelError(
             f"the metadata of the GGUF file {path} describe no model that can be built: {first_line(error)}"
@@ -99,7 +99,7 @@ def load_gguf(path: Path, dtype: torch.dtype | None) -> Any:
 
 
 def to_floats(module: Any, device: torch.device) -> None:
-    """Replaces stored matrices by floats on a device, one by one; nothing happens to a module that has none."""
+    """Replaces stored matrices by floats on a device, one by one; does nothing to a module without stored matrices."""
     tied: dict[int, nn.Parameter] = {}
     for name, child in [*module.named_modules()]:
         if not isinstance(child, StoredLinear | StoredEmbedding):
@@ -120,18 +120,18 @@ def to_floats(module: Any, device: torch.device) -> None:
 
 
 def stored_matrix(layer: Any) -> StoredMatrix | None:
-    """The matrix of a layer, if it is one as a file stores it."""
+    """Returns the matrix of a layer if it is in a file's stored form, otherwise None."""
     return layer.matrix if isinstance(layer, StoredLinear | StoredEmbedding) else None
 
 
 def _own_dtype(file: GgufFile) -> torch.dtype:
-    """That of all matrices, if they are floats of one type; else bfloat16, whose range no model exceeds."""
+    """Returns the type of all matrices if they are floats of one type; else bfloat16, whose range no model exceeds."""
     kinds = {kind for name, kind in file.kinds.items() if len(file.shape(name)) > 1}
     return FLOATS[kinds.pop()] if len(kinds) == 1 and kinds <= set(FLOATS) else torch.bfloat16
 
 
 def _names(file: GgufFile, module: Any) -> dict[str, str]:
-    """The file's name of every parameter that the module needs, by transformers' name."""
+    """Returns the file's name of every parameter that the module needs, by transformers' name."""
     architecture = _ARCHITECTURES[file.metadata["general.architecture"]]
     of = gguf.get_tensor_name_map(architecture, module.config.num_hidden_layers)
     return {
@@ -174,7 +174,7 @@ def _misshapen(file: GgufFile, name: str, shape: tuple[int, ...]) -> ModelError:
 
 
 def _order(config: Any, name: str, rows: int) -> Tensor | None:
-    """Which stored row is row i of a query or key projection; None where rows lie in transformers' order.
+    """Returns which stored row is row i of a query or key projection; None if rows are in transformers' order.
 
     For the architecture `llama`, llama.cpp stores the two elements of a head that are rotated together side by side.
     transformers has them half a head apart.

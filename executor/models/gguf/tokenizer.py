@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, whose ids are those of the tokenizer that the file was made from."""
+"""The tokenizer of a GGUF file, with the same ids as the tokenizer that the file was made from."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad
 
 
 def _words(digits: str) -> pre_tokenizers.PreTokenizer:
-    """Splits as Llama 3 and Qwen do, which differ in how many digits stay together."""
+    """Splits like Llama 3 and Qwen, which differ in how many digits stay together."""
     pattern = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -53,7 +53,7 @@ def _qwen2() -> pre_tokenizers.PreTokenizer:
     return _words(r"\p{N}")
 
 
-# How text is split before bytes are merged, by llama.cpp's name of it.
+# How text is split before bytes are merged, by llama.cpp's names.
 _SPLITS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "gpt-2": _gpt2,
     "smollm": _smollm,
@@ -66,7 +66,7 @@ _SPLITS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 
 
 def build_tokenizer(file: GgufFile) -> Tokenizer | None:
-    """The tokenizer of a file; None where it has none. Raises ModelError for one that is damaged or not served."""
+    """Returns a file's tokenizer, None if it has none. Raises ModelError for one that is damaged or not served."""
     kind = file.metadata.get("tokenizer.ggml.model")
     if kind in (None, "none"):
         return None
@@ -83,14 +83,14 @@ def build_tokenizer(file: GgufFile) -> Tokenizer | None:
 
 
 def special_tokens(file: GgufFile) -> dict[str, str]:
-    """Text of the tokens with a meaning of their own, by transformers' names."""
+    """Returns the text of special tokens, by transformers' names."""
     fields = _Vocabulary(file)
     found = {name: fields.token(field) for name, field in _SPECIAL.items()}
     return {name: token for name, token in found.items() if token is not None}
 
 
 def _of_bytes(fields: "_Vocabulary") -> Tokenizer:
-    """BPE of bytes, as GPT-2 has it."""
+    """Builds BPE of bytes, as in GPT-2."""
     split = fields.value("pre")
     if split not in _SPLITS:
         raise ModelError(
@@ -109,7 +109,7 @@ def _of_bytes(fields: "_Vocabulary") -> Tokenizer:
 
 
 def _of_pieces(fields: "_Vocabulary") -> Tokenizer:
-    """SentencePiece's BPE, which merges the pair whose whole has the best score; other characters become bytes."""
+    """Builds SentencePiece's BPE, which merges the pair with the best-scored result; other characters become bytes."""
     scores = fields.listed("scores")
     if len(scores) != len(fields.tokens):
         raise fields.damaged(f"{len(fields.tokens)} tokens and {len(scores)} scores")
@@ -133,7 +133,7 @@ def _of_pieces(fields: "_Vocabulary") -> Tokenizer:
 
 
 class _Vocabulary:
-    """The fields of a tokenizer. Raises ModelError where they are missing or do not fit each other."""
+    """The fields of a tokenizer. Raises ModelError if they are missing or do not fit each other."""
 
     def __init__(self, file: GgufFile) -> None:
         self.path = file.path
@@ -160,7 +160,7 @@ class _Vocabulary:
         return [token for token, one in zip(self.tokens, self.types, strict=True) if one == kind]
 
     def token(self, name: str) -> str | None:
-        """The text of the token that a field names; None where there is no such field."""
+        """Returns the text of the token that a field names; None if there is no such field."""
         number = self.value(f"{name}_token_id", -1)
         if number == -1:
             return None
@@ -169,7 +169,7 @@ class _Vocabulary:
         return self.tokens[number]
 
     def fitting(self, merges: list[tuple[str, ...]]) -> list[tuple[str, str]]:
-        """Merges as the library takes them."""
+        """Returns merges as the library takes them."""
         pairs = [(merge[0], merge[-1]) for merge in merges]
         for left, right in pairs:
             if left not in self.ids or right not in self.ids or left + right not in self.ids:
@@ -177,7 +177,7 @@ class _Vocabulary:
         return pairs
 
     def template(self, *, begins: bool) -> processors.PostProcessor | None:
-        """Puts the tokens around a text that the file asks for; begins: whether one stands before it by default."""
+        """Adds the tokens around a text that the file asks for. begins: whether one precedes the text by default."""
         around = {
             name: self.token(name)
             for name, given in (("bos", begins), ("eos", False))
