@@ -55,7 +55,7 @@ def check_caches(k_cache: Tensor, v_cache: Tensor, layout: str) -> None:
 
 
 def check_query(query: Tensor, kv_heads: int, head_dim: int) -> None:
-    """Raise ValueError unless `query` is [T, Hq, D] with as many heads for each KV head."""
+    """Raise ValueError unless `query` is [T, Hq, D] with the same number of heads for each KV head."""
     check_shape("query", query, [None, None, head_dim], "[T, Hq, D]")
     if query.shape[1] % kv_heads:
         raise ValueError(f"query: expected a multiple of {kv_heads} heads, got {query.shape[1]}")

@@ -1,4 +1,4 @@
-"""Caches of 8 bits: each number of a KV head has one fixed scale for keys and one for values.
+"""8-bit caches: each number of a KV head has one fixed scale for keys and one for values.
 
 Keys have outliers: some of a head's numbers are many times as large as the others, in every token. What is stored is
 x / scale, rounded to the nearest value of the type (of two, the even one) and at most its largest.
@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.checks import check_device, check_dtype, check_like, check_shape
 
 LARGEST = {torch.int8: (-128.0, 127.0), torch.float8_e4m3fn: (-448.0, 448.0)}
-# Of devices that convert float8_e4m3fn; Triton does not compile it for older ones.
+# The least compute capability that converts float8_e4m3fn; Triton does not compile it for older devices.
 FLOAT8_CAPABILITY = (8, 9)
 
 
@@ -42,13 +42,13 @@ def check_scales(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 
 
 def check_float8(k_cache: Tensor) -> None:
-    """Raise ValueError if `k_cache` is float8_e4m3fn on a device that does not convert that."""
+    """Raise ValueError if `k_cache` is float8_e4m3fn on a device that does not convert this type."""
     if k_cache.dtype == torch.float8_e4m3fn and (reason := float8_obstacle(k_cache.device)):
         raise ValueError(f"k_cache: {reason}")
 
 
 def float8_obstacle(device: torch.device) -> str:
-    """Why caches on a device cannot be float8_e4m3fn; empty when they can."""
+    """Returns why caches on a device cannot be float8_e4m3fn; empty if they can."""
     if device.type != "cuda" or (capability := torch.cuda.get_device_capability(device)) >= FLOAT8_CAPABILITY:
         return ""
     return (
@@ -64,5 +64,5 @@ def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dequantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """What quantize was given, as far as 8 bits kept it: x [..., Hkv, D] times scale [Hkv, D], in `dtype`."""
+    """Undoes quantize as far as 8 bits allow: x [..., Hkv, D] times scale [Hkv, D], in `dtype`."""
     return x.to(dtype) * scale.to(dtype)

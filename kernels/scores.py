@@ -1,4 +1,4 @@
-"""Attention scores of one sequence: the softmax weights that its slots got in a step, and where they add up."""
+"""Attention scores of one sequence: the softmax weights that its slots got in a step, and where these are summed."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ScoreAccumulator:
-    """Where weights are added up: [L, 1 or Hkv, S] float32 contiguous, S at least the sequence's slots after the step.
+    """Where weights are summed: [L, 1 or Hkv, S] float32 contiguous, S at least the sequence's slots after the step.
 
-    A slot from `first` on gets the maximum of itself and the `width` - 1 slots behind it. With one row per layer, that
+    A slot from `first` on gets the maximum of itself and the `width` - 1 slots after it. With one row per layer, this
     is the maximum of the weights summed over KV heads.
     """
 
@@ -23,8 +23,8 @@ class SequenceScores:
     """The softmax weights of a sequence's last `rows` queries of a step, over all T slots in use after the step.
 
     weights: [L, Hkv, T] float32, summed over these queries and over the query heads of a KV head. squares: likewise
-    the sums of the squared weights; None where no policy asks. sequence: its index in the batch.
-    accumulator: where the forward pass adds the weights up itself; None where it does not.
+    the sums of the squared weights; None if no policy asks. sequence: its index in the batch.
+    accumulator: where the forward pass sums the weights itself; None if it does not.
     """
 
     weights: Tensor

@@ -1,4 +1,4 @@
-"""Slots that each layer and KV head has for itself: their checks, and a cache as rows that torch copies by index."""
+"""Separate slots per layer and KV head: their checks, and a cache as rows that torch copies by index."""
 
 import torch
 from torch import Tensor
@@ -17,16 +17,16 @@ def check_slots(name: str, slots: Tensor, k_cache: Tensor) -> None:
 
 
 def as_rows(cache: Tensor, heads: int) -> Tensor:
-    """cache [L, N, B, Hkv, D] as [L * N * B * heads, W] integers, a row for `heads`-th part of a slot.
+    """cache [L, N, B, Hkv, D] as [L * N * B * heads, W] integers, a row for each `heads`-th part of a slot.
 
-    Of 64 bits where a row can be cut so: torch selects no float8 on a CPU, and copies few wide elements faster.
+    Of 64 bits if a row can be split so: torch selects no float8 on a CPU, and copies few wide elements faster.
     """
     rows = cache.view(-1, cache.shape[3] // heads * cache.shape[4])
     return rows.view(torch.int64 if rows.shape[1] * rows.element_size() % 8 == 0 else torch.int8)
 
 
 def row_numbers(cache: Tensor, slots: Tensor, heads: int) -> Tensor:
-    """[L * heads * n]: which of as_rows the slots [1 or L, 1 or heads, n] are, layer by layer and head by head."""
+    """[L * heads * n]: which rows of as_rows the slots [1 or L, 1 or heads, n] are, layer by layer and head by head."""
     layers, blocks, block_size = cache.shape[:3]
     first = torch.arange(layers)[:, None, None] * (blocks * block_size)
     return ((first + slots) * heads + torch.arange(heads)[:, None]).flatten()

@@ -12,15 +12,15 @@ from torch import Tensor
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Types whose blocks the compiled decoder computes with as they are.
 CODES = ("Q4_0", "Q4_1", "Q8_0")
-# Dequantised at a time, so that the intermediate results stay in a processor's cache.
+# Numbers dequantised at a time, so that the intermediate results stay in a processor's cache.
 _CHUNK = 1 << 19
 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """One tensor of a file: `data` is [n, bytes of a row] uint8 in ggml's type `kind`, of so many columns.
+    """One tensor of a file: `data` is [n, bytes of a row] uint8 in ggml's type `kind`; a row has `columns` numbers.
 
-    order: [n] int64, which stored row is row i; None where rows lie in their order.
+    order: [n] int64, which stored row is row i; None if rows are stored in order.
     """
 
     data: Tensor
@@ -41,7 +41,7 @@ class StoredMatrix:
     """A matrix [n, k]: the rows of one or more tensors, one below the other."""
 
     def __init__(self, *parts: StoredRows) -> None:
-        """Raises ValueError where they differ in their number of columns."""
+        """Raises ValueError if the parts differ in their number of columns."""
         if len({part.columns for part in parts}) != 1:
             raise ValueError(f"parts: expected equal numbers of columns, got {[part.columns for part in parts]}")
         self.parts = parts
@@ -67,7 +67,7 @@ class StoredMatrix:
             jobs += [(part, first, begin, min(begin + rows, count)) for begin in range(0, count, rows)]
             first += count
 
-        # A mode of the thread, which decides what may be written.
+        # Inference mode is set per thread, and determines what may be written.
         inference = torch.is_inference_mode_enabled()
 
         def fill(job: tuple[StoredRows, int, int, int]) -> None:

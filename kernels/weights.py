@@ -1,4 +1,4 @@
-"""The weights of a decoder of the Llama family, as the fused layers and the compiled decoder take them."""
+"""The weights of a Llama-family decoder, in the form that the fused layers and the compiled decoder take."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing_extensions import TypeVar
 
 from kernels.stored import Matrix
 
-# Matrices: in memory, unless it says that they may be as a file stores them.
+# Type of the matrices: tensors in memory by default, or matrices in a file's stored form.
 M_co = TypeVar("M_co", bound=Matrix, covariant=True, default=Tensor)
 
 

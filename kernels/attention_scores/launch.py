@@ -1,6 +1,6 @@
 """How much attention each cached key got, for policies that evict tokens: Triton on CUDA, torch on a CPU.
 
-It costs a pass over the keys and nothing where it is not called: paged_attention only has to keep `lse`.
+It costs a pass over the keys, and nothing if it is not called: paged_attention only has to keep `lse`.
 """
 
 import torch
@@ -36,8 +36,9 @@ def attention_scores(
     query, k_cache, batch, args: as paged_attention got them; lse: [T, Hq] as it left it.
     counts: [S] int32, how many of a sequence's last queries of this step count: 1 in decode, the queries inside the
         observed window of a prompt, or at least all of them.
-    out: [S, Hkv, K] float32 contiguous, K at least batch.max_seq_len, which is K when none is given. Returned; by the
-        key's slot in its sequence, 0 behind the sequence's end. Sums to counts * Hq / Hkv per head without sinks.
+    out: [S, Hkv, K] float32 contiguous, K at least batch.max_seq_len; created with K equal to that if not given.
+        Returned; by the key's slot in its sequence, 0 after the sequence's end. Without sinks, sums to
+        counts * Hq / Hkv per head.
     squares: like out, gets the sums of the squares of the same weights.
     Raises ValueError naming the argument that is wrong.
     """
@@ -135,7 +136,7 @@ def score_with_triton(
 ) -> None:
     """As score_with_torch, with the same shapes and dtypes, on CUDA or in Triton's interpreter.
 
-    The launch depends on shapes and on batch.max_query_len alone.
+    The launch depends only on shapes and on batch.max_query_len.
     """
     # Imported here because a CPU machine may have no triton.
     import triton

@@ -8,7 +8,7 @@ from kernels.slots import as_rows, check_slots, row_numbers
 
 
 def compact_kv(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Copy each source slot's key and value to its target slot, each layer and head for itself; no other is touched.
+    """Copy each source slot's key and value to its target slot, separately per layer and head; no other is touched.
 
     k_cache, v_cache: [L, N, B, Hkv, D] contiguous, the whole pool.
     sources, targets: [1 or L, 1 or Hkv, n] int64, block * B + offset in the block; with a 1 all layers or heads alike.
@@ -30,12 +30,12 @@ def compact_with_torch(k_cache: Tensor, v_cache: Tensor, sources: Tensor, target
 
     k_cache, v_cache: [L, N, B, Hkv, D] contiguous, of any dtype. sources, targets: [1 or L, 1 or Hkv, n] int64 slots.
     """
-    # Where all heads go alike, one row has them all.
+    # If all heads move alike, one row has all of them.
     heads = max(sources.shape[1], targets.shape[1])
     read, written = (row_numbers(k_cache, slots, heads) for slots in (sources, targets))
     for cache in (k_cache, v_cache):
         rows = as_rows(cache, heads)
-        # As fast as anything that torch has, up to three times as fast as rows[written] = rows[read].
+        # As fast as anything in torch, and up to three times as fast as rows[written] = rows[read].
         rows.index_copy_(0, written, rows.index_select(0, read))
 
 
@@ -65,7 +65,7 @@ def copy_slots_with_triton(
 ) -> None:
     """Copy slots of one pair of tensors (K, V) to slots of another, in one launch.
 
-    source, target: [L, N, B, Hkv, D] contiguous, N and B of each its own, all of one dtype.
+    source, target: [L, N, B, Hkv, D] contiguous, of one dtype; N and B may differ.
     from_slots, to_slots: [1 or L, 1 or Hkv, n] int64 slots in source and target.
     """
     # Imported here because a CPU machine may have no triton.

@@ -31,7 +31,7 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tens
         v_cache[:, targets] = v_cache[:, sources]
 
 
-# Elements one program copies: enough to hide a load's latency, few enough to stay in registers.
+# Elements that one program copies: enough to hide a load's latency, few enough to stay in registers.
 PIECE = 2048
 
 

@@ -8,9 +8,9 @@ import torch
 # How a matrix lies in memory: the compiled code's Stored.
 FLOATS, BF16, SQUEEZED_2, SQUEEZED_3, SQUEEZED_4, CODES_4, CODES_8, ROUNDED_4, ROUNDED_8 = range(9)
 SQUEEZED = (SQUEEZED_2, SQUEEZED_3, SQUEEZED_4)
-# What caches hold: its Cached.
+# What caches hold: the compiled code's Cached.
 CACHED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
-# A file's blocks that need no floats on the way to memory: the compiled code's BlockKind, and the bits of their codes.
+# A file's blocks that can be packed without becoming floats: the compiled code's BlockKind, and the bits of a code.
 BLOCK_KINDS = {"Q4_0": (0, 4), "Q4_1": (1, 4), "Q8_0": (2, 8)}
 
 
@@ -51,7 +51,7 @@ class Scored(ctypes.Structure):
     )
 
 
-# Projections that a matrix joins at most.
+# Most projections that a matrix joins.
 MOST_PARTS = 3
 
 

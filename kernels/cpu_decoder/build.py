@@ -1,7 +1,7 @@
 """Compiles the decoder for this machine, once; later processes load the same library.
 
-`python -m kernels.cpu_decoder.build FOLDER` builds it ahead of need. The compiler's flags in CXXFLAGS count after ours:
-CXXFLAGS=-march=x86-64-v3 builds for every processor with AVX2, on any that has more.
+`python -m kernels.cpu_decoder.build FOLDER` builds it in advance. The compiler's flags in CXXFLAGS come after ours:
+CXXFLAGS=-march=x86-64-v3 builds, on any newer processor, for every processor with AVX2.
 """
 
 import argparse
@@ -23,7 +23,7 @@ FLAGS: tuple[str, ...] = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-share
 
 
 class BuildError(Exception):
-    """The decoder cannot be compiled or loaded here; the message is one sentence for people."""
+    """The decoder cannot be compiled or loaded here; the message is one sentence for operators."""
 
 
 class NoCompilerError(BuildError):
@@ -31,7 +31,7 @@ class NoCompilerError(BuildError):
 
 
 def load(folder: Path) -> ctypes.CDLL:
-    """The compiled decoder, kept in `folder`. Raises BuildError, NoCompilerError without a compiler."""
+    """Loads the compiled decoder, kept in `folder`. Raises BuildError, or NoCompilerError without a compiler."""
     library = compiled(folder)
     try:
         return ctypes.CDLL(str(library))
@@ -40,7 +40,7 @@ def load(folder: Path) -> ctypes.CDLL:
 
 
 def compiled(folder: Path, flags: tuple[str, ...] = FLAGS) -> Path:
-    """The file of the decoder in `folder`, compiled if it is not there. Raises as `load` does."""
+    """Returns the file of the decoder in `folder`, compiled if it is not there. Raises like `load`."""
     compiler, flags = find_compiler(), _with_environment(flags)
     library = folder / f"decoder-{_key(compiler, flags)}.so"
     if not library.exists():
@@ -49,12 +49,12 @@ def compiled(folder: Path, flags: tuple[str, ...] = FLAGS) -> Path:
 
 
 def digest() -> str:
-    """Changes with what the decoder is compiled from, by and for. Raises NoCompilerError."""
+    """Returns a digest of the decoder's sources, compiler and processor. Raises NoCompilerError."""
     return _key(find_compiler(), _with_environment(FLAGS))
 
 
 def find_compiler() -> str:
-    """The first C++ compiler of those known. Raises NoCompilerError."""
+    """Returns the first available C++ compiler of those known. Raises NoCompilerError."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise NoCompilerError(f"there is no C++ compiler here (looked for {', '.join(COMPILERS)})")
@@ -66,7 +66,7 @@ def _with_environment(flags: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _key(compiler: str, flags: tuple[str, ...]) -> str:
-    """Changes with the sources, the compiler and the processor: the folder may be shared by several machines."""
+    """Returns a digest of the sources, the compiler and the processor: several machines may share the folder."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
     digest = hashlib.sha256(b"".join([*((_HERE / name).read_bytes() for name in SOURCES), version, _processor()]))
     digest.update(" ".join(flags).encode())
@@ -74,7 +74,7 @@ def _key(compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _processor() -> bytes:
-    """Bytes that differ between processors with different instructions."""
+    """Returns bytes that differ between processors with different instructions."""
     info = Path("/proc/cpuinfo")
     lines = info.read_bytes().splitlines() if info.exists() else []
     names = (b"flags", b"Features", b"model name")

@@ -1,7 +1,7 @@
-"""How a decoder keeps its matrices: in as few bytes as they need, unless this machine is faster with plain ones.
+"""How a decoder stores its matrices: in as few bytes as they need, unless this machine is faster with plain matrices.
 
-Fewer bytes are read sooner and have to be unpacked. Which of the two costs more depends on the processor, its memory
-and the number of threads, so both are timed, with some layers of the model itself.
+Fewer bytes are read sooner but have to be unpacked. What costs more depends on the processor, its memory and the
+number of threads, so both are timed, with some layers of the model itself.
 """
 
 import ctypes
@@ -19,20 +19,20 @@ from kernels.weights import LayerWeights, Weights
 
 # Sequences that decode together in the steps that are timed: one stream, and a batch.
 _ROWS = (1, 32)
-# A matrix is kept plain where that takes at most this share of the time, as plain ones take more memory.
+# A matrix is kept plain only if that takes at most this share of the time, because plain matrices take more memory.
 _CLEARLY_FASTER = 0.95
-# Weights of the layers that are timed. Two copies of them in turns, so that they come from memory as a step's do.
+# Weights of the layers that are timed. Two copies alternate, so that weights come from memory as in a real step.
 _TIMED_WEIGHTS = 16_000_000
-# Of smaller models all weights stay in caches, and no difference can be felt.
+# The weights of smaller models stay in caches, and no difference is noticeable.
 _FEW_WEIGHTS = 8_000_000
 _ROUNDS = 7
 _BLOCK = 16
 
 
 def faster_plain(library: ctypes.CDLL, weights: Weights[Matrix], dtype: torch.dtype, threads: int) -> frozenset[str]:
-    """Those of MATRICES that the decoder multiplies with clearly faster when they are plain. Takes about a second.
+    """Returns which of MATRICES the decoder multiplies with clearly faster if they are plain. Takes about a second.
 
-    A file's codes stay as they are: an operator serves such a file for its size.
+    A file's codes stay as they are: an operator serves such a file for its small size.
     """
     part = _part(weights)
     if part is None:
@@ -46,18 +46,18 @@ def faster_plain(library: ctypes.CDLL, weights: Weights[Matrix], dtype: torch.dt
     for _ in range(_ROUNDS):
         times = [(of_small.step(), of_plain.step()) for of_small, of_plain in timed]
         for name, phase in MATRICES.items():
-            # One row and a batch count the same. A thread that was not there for a phase says nothing of it.
+            # One row and a batch count the same. A thread that took no part in a phase says nothing about it.
             shares[name].append(prod(now[phase] / before[phase] if before[phase] else inf for before, now in times))
     return frozenset(name for name, found in shares.items() if _is_clear(found))
 
 
 def _is_clear(shares: Sequence[float]) -> bool:
-    """Whether squares of shares of a time are clearly below 1: all of them, so that other processes do not decide."""
+    """Returns whether all squares of time shares are clearly below 1: all, so that other processes do not decide."""
     return max(shares) < 1 and sqrt(median(shares)) < _CLEARLY_FASTER
 
 
 def _part(weights: Weights[Matrix]) -> Weights[Matrix] | None:
-    """The model with so many of its layers, and rows of its head, as are timed; None where nothing is to be timed."""
+    """Returns the model with only the layers and head rows to be timed; None if nothing is to be timed."""
     head, embedding = weights.head, weights.embedding
     if any(isinstance(matrix, StoredMatrix) and matrix.codes for matrix in (head, *_matrices(weights.layers[0]))):
         return None
@@ -86,7 +86,7 @@ class _Timed:
     def __init__(self, decoder: Decoder, weights: Weights[Matrix], rows: int) -> None:
         self._decoder = decoder
         shape = rows, _BLOCK, weights.kv_heads, weights.head_dim
-        # All layers may write to the same blocks: what they compute is of no use.
+        # All layers may write to the same blocks, because their results are not used.
         self._cache = torch.zeros(shape, dtype=torch.bfloat16), torch.zeros(shape, dtype=torch.bfloat16)
         self._layers = len(weights.layers)
         ids, first = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)

@@ -35,14 +35,14 @@ class TokenGroup:
 
 @dataclass(frozen=True, eq=False)
 class CompiledAdapter:
-    """An adapter as one decoder computes it; its weights go when neither this nor a step has it any more."""
+    """An adapter prepared for one decoder; its weights are freed when neither this nor a step has it any more."""
 
     handle: int
 
 
 @dataclass(frozen=True)
 class AdapterSpan:
-    """The packed tokens from `begin` to `end` of a step, which one adapter is for."""
+    """The packed tokens from `begin` to `end` of a step that use one adapter."""
 
     adapter: CompiledAdapter
     begin: int
@@ -50,7 +50,7 @@ class AdapterSpan:
 
 
 def obstacle(library: ctypes.CDLL, weights: Weights[Matrix], dtype: torch.dtype) -> str:
-    """Why this decoder cannot compute a model; empty when it can."""
+    """Returns why this decoder cannot compute a model; empty if it can."""
     abi.declare(library)
     tile, width = library.decoder_tile(), library.decoder_width()
     hidden = weights.final_norm.shape[0]
@@ -66,7 +66,7 @@ def obstacle(library: ctypes.CDLL, weights: Weights[Matrix], dtype: torch.dtype)
 
 
 def _ways(weight: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Ways to keep a matrix, the smallest first, each with the same matrix as that takes it."""
+    """Yields ways to store a matrix, the smallest first, each with the matrix in the form that this way takes."""
     if weight.dtype == torch.float32:
         yield from ((weight, stored) for stored in (abi.CODES_4, abi.CODES_8))
         # Most models are published in bfloat16 or float16: as floats, too, their weights need little more memory than
@@ -83,10 +83,10 @@ def _ways(weight: Tensor) -> Iterator[tuple[Tensor, int]]:
 class Decoder:
     """Owns packed copies of the weights and the threads that compute with them. One step at a time.
 
-    vocabulary: V, the length of a row of logits. cache_dtypes: that caches may have. weight_bytes: of the packed
-    matrices. plain: of MATRICES, those that are kept in floats or bfloat16. products: whether bfloat16 is multiplied by
-    instructions for it, whose rounding differs; else it is widened first. invariant: whether a row's logits depend
-    neither on the rest of its batch nor on the number of threads; rows of scored sequences are left out.
+    vocabulary: V, the length of a row of logits. cache_dtypes: dtypes that caches may have. weight_bytes: of the packed
+    matrices. plain: which of MATRICES are kept in floats or bfloat16. products: whether bfloat16 is multiplied by
+    instructions for it, whose rounding differs; otherwise it is widened first. invariant: whether a row's logits depend
+    neither on the rest of its batch nor on the number of threads; rows of scored sequences are excepted.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class Decoder:
         products: bool | None = None,
         plain: Collection[str] = (),
     ) -> None:
-        """products: whether bfloat16 is multiplied by instructions for it, if there are any; None takes what is faster.
+        """products: whether to multiply bfloat16 by instructions for it, if they exist; None chooses what is faster.
 
-        plain: others take as few bytes as they can.
-        Raises ValueError when `obstacle` finds one.
+        plain: all other matrices take as few bytes as possible.
+        Raises ValueError if `obstacle` finds one.
         """
         reason = obstacle(library, weights, dtype)
         if reason:
@@ -126,18 +126,18 @@ class Decoder:
             "gate_up": [intermediate] * 2,
             "down": [self._hidden],
         }
-        # What the structures below point into; packed weights in one piece, for the large pages.
+        # Tensors that the structures below point into; packed weights are in one piece, for large pages.
         self._kept: list[Tensor] = []
         matrices = [
             weights.head,
             *(m for one in weights.layers for m in (one.qkv, one.out, one.gate_up, one.down)),
         ]
-        # An embedding in codes stays in them; one in floats is looked up as it is.
+        # An embedding stored in codes keeps its codes; an embedding in floats is used as it is.
         embedding = weights.embedding
         coded = embedding if isinstance(embedding, StoredMatrix) and embedding.codes else None
         if coded is not None:
             matrices.append(coded)
-        # Enough however they are stored; what is left is never touched, and so takes no memory.
+        # Enough for any way of storing; the rest is never touched, and so takes no memory.
         most = sum(map(self._most_bytes, matrices))
         self._packed, self.weight_bytes = library.decoder_allocate(most), 0
         if not self._packed:
@@ -170,7 +170,7 @@ class Decoder:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """What the time of all steps so far went to, as one thread saw it; norms and the embedding are the rest."""
+        """Returns what the time of all steps so far went to, as one thread saw it; "rest": norms and embedding."""
         return dict(zip(PHASES, self._seconds, strict=True))
 
     def bind(
@@ -213,10 +213,10 @@ class Decoder:
         cache_positions: [T] int64, positions along the block tables, consecutive in a sequence; a token attends to all
         positions up to its own. query_start: [S + 1] int32; sequence s has the tokens query_start[s] to
         query_start[s + 1], at least one. groups: per group of layers. rows: [R] int64.
-        scores: of which sequences the attention scores are computed, at most once each, and where they go; only for
+        scores: sequences whose attention scores are computed, at most once each, and where the scores go; only for
         models without a window.
-        adapters: spans that do not overlap; tokens outside of them have no adapter.
-        out: [R, V] float32 contiguous, which takes the logits; None for new ones.
+        adapters: spans that do not overlap; tokens outside them have no adapter.
+        out: [R, V] float32 contiguous, which takes the logits; None for a new tensor.
         Raises ValueError naming the argument whose shape or dtype is wrong. Ids, slots and tables are not checked.
         """
         num_tokens, num_sequences = token_ids.shape[0], query_start.shape[0] - 1
@@ -279,7 +279,7 @@ class Decoder:
     def adapter(self, layers: Sequence[LayerAdapter]) -> CompiledAdapter:
         """Packs an adapter. Raises ValueError naming the projection whose matrices do not fit.
 
-        Its weights are rounded to bfloat16 where the model's are, and kept so where that changes none of them.
+        Its weights are rounded to bfloat16 if the model's are, and also stored so if that changes none of them.
         """
         matrices: list[abi.AdapterMatrix] = []
         kept: list[Tensor] = []
@@ -364,7 +364,7 @@ class Decoder:
         )
 
     def _paired(self, rows: Tensor) -> Tensor:
-        """Columns of the gate and of the up projection that meet stand in one tile."""
+        """Reorders rows so that matching columns of the gate and up projections are in one tile."""
         half, width = self._library.decoder_tile() // 2, rows.shape[1]
         return rows.view(2, -1, half, width).transpose(0, 1).reshape(-1, width)
 
@@ -375,7 +375,7 @@ class Decoder:
         bias: Tensor | None = None,
         order: Callable[[Tensor], Tensor] = Tensor.contiguous,
     ) -> abi.Linear:
-        """order: puts rows where the decoder expects them, contiguously."""
+        """order: moves rows to where the decoder expects them, contiguously."""
         if isinstance(matrix, StoredMatrix) and matrix.codes:
             packed, stored = self._pack_blocks(order(matrix.blocks()), matrix.codes, matrix.shape)
         else:
@@ -388,7 +388,7 @@ class Decoder:
         return matrix.detach().to(self._dtype)
 
     def _pack_blocks(self, blocks: Tensor, kind: str, shape: tuple[int, int]) -> tuple[int, int]:
-        """Where a file's blocks lie now, and how. Raises ValueError where a scale is no number."""
+        """Packs a file's blocks; returns where they lie, and how. Raises ValueError if a scale is not a number."""
         at = self._packed + self.weight_bytes
         number, stored = abi.BLOCK_KINDS[kind][0], self._coded(kind)
         size = self._library.decoder_pack_blocks(at, blocks.data_ptr(), *shape, number, stored)
@@ -398,7 +398,7 @@ class Decoder:
         return at, stored
 
     def _coded(self, kind: str) -> int:
-        """How a file's blocks are stored."""
+        """Returns how a file's blocks are stored."""
         four = abi.BLOCK_KINDS[kind][1] == 4
         if self._dtype == torch.float32:
             return abi.CODES_4 if four else abi.CODES_8
@@ -410,7 +410,7 @@ class Decoder:
         return self._packed_bytes(matrix, abi.SQUEEZED_4 if self._dtype == torch.float32 else abi.SQUEEZED_2)
 
     def _pack(self, weight: Tensor, *, plain: bool) -> tuple[int, int]:
-        """Where a matrix lies now, and how: in the first way that it can be, or in the last."""
+        """Packs a matrix; returns where it lies, and how: in the first possible way, or else in the last."""
         at = self._packed + self.weight_bytes
         ways = _ways(weight)
         for same, stored in deque(ways, maxlen=1) if plain else ways:
@@ -427,13 +427,13 @@ class Decoder:
         return int(self._library.decoder_packed_bytes(*weight.shape, stored))
 
     def _at_end(self, release: Callable[..., None], *arguments: int) -> None:
-        # Not at the interpreter's exit: a thread may still be computing, and the system takes all back.
+        # Not at the interpreter's exit: a thread may still be computing, and the system reclaims all memory.
         weakref.finalize(self, release, *arguments).atexit = False
 
     def _floats(self, tensor: Tensor) -> int:
         return self._keep(tensor.float())
 
     def _keep(self, tensor: Tensor) -> int:
-        # A copy, as what it was taken from may go.
+        # A copy, because the original may be freed.
         self._kept.append(tensor.detach().clone().contiguous())
         return self._kept[-1].data_ptr()

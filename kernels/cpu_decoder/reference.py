@@ -31,7 +31,7 @@ def step(
     """As `launch.Decoder.step`, in the dtype of the weights and scores; returns [R, V].
 
     caches: [N, B, Hkv, D] each, of that dtype, or of 8 bits with `scales`, as `launch.Decoder.bind` takes them.
-    adapters: layers, and the first token and the one behind the last.
+    adapters: layers, the first token, and the token after the last.
     """
     query_lens = query_start.diff().tolist()
     seq_lens = (cache_positions[query_start[1:].long() - 1] + 1).tolist()
@@ -88,7 +88,7 @@ def step(
 
 
 def _added(x: Tensor, parts: Sequence[LowRank | None], widths: Sequence[int], begin: int, end: int) -> Tensor:
-    """What an adapter adds to the products of tokens; 0 for tokens outside of its span."""
+    """Returns what an adapter adds to the products of tokens; 0 for tokens outside its span."""
     sums = x.new_zeros(len(x), sum(widths))
     for part, into in zip(parts, torch.split(sums, list(widths), 1), strict=True):
         if part is not None:

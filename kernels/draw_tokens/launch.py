@@ -1,4 +1,4 @@
-"""Tokens at random from the softmax of logits, as sampling parameters shape it: Triton on CUDA, torch on a CPU."""
+"""Draws tokens from the softmax of logits, as shaped by sampling parameters: Triton on CUDA, torch on a CPU."""
 
 import torch
 from torch import Tensor
@@ -6,22 +6,22 @@ from torch import Tensor
 from kernels.checks import check_contiguous, check_device, check_dtype, check_shape
 from kernels.draw_tokens.reference import LARGEST_UNIFORM
 
-# Of a sorted distribution, top-p seldom looks further than this; a row that does is sorted in full.
+# In a sorted distribution, top-p seldom needs more candidates than this; a row that does is fully sorted.
 _CANDIDATES = 512
-# Bits that float32 has behind those of each type.
+# Low bits that float32 has beyond those of each type.
 _SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
-# Logits that a program reads at a time, and its warps: of what needs no more registers than there are, the fastest on
-# an H100 for 256 rows of 128,256 logits.
+# Logits that a program reads at a time, and its warps: the fastest on an H100 for 256 rows of 128,256 logits, among
+# those that spill no registers.
 TILE, WARPS = 8192, 16
 
 
 def draw_tokens(logits: Tensor, rows: Tensor, parameters: Tensor) -> Tensor:
     """logits: [R, V] float32, float16 or bfloat16, the logits of a row side by side.
 
-    rows: [P] int64, those to draw from. parameters: [P, 5] float64 contiguous, of each: temperature, above 0; top-k, 0
-    for none; top-p, 1 for none; min-p, 0 for none; and a random number in [0, 1).
-    Returns ids, [P] int64. Equal logits are kept or dropped together; see the reference. An id depends on its own row
-    alone, not on the others of the batch.
+    rows: [P] int64, the rows to draw from. parameters: [P, 5] float64 contiguous, for each row: temperature, above 0;
+    top-k, 0 for none; top-p, 1 for none; min-p, 0 for none; and a random number in [0, 1).
+    Returns ids, [P] int64. Equal logits are kept or dropped together; see the reference. An id depends only on its own
+    row, not on the rest of the batch.
     Raises ValueError naming the argument whose shape, dtype, device or layout is wrong.
     """
     check_shape("logits", logits, [None, None], "[R, V]")
@@ -71,7 +71,7 @@ def draw_with_torch(logits: Tensor, rows: Tensor, parameters: Tensor) -> Tensor:
     # The largest logit is subtracted first, so that no temperature makes it overflow.
     logits = logits - logits.amax(-1, keepdim=True)
     logits /= temperature.float()[:, None]
-    # The best one stays, whatever the parameters.
+    # The best token stays, whatever the parameters.
     least = min_p.float().log().clamp_(max=0)[:, None]
     filtered = ((top_k > 0) | (top_p < 1)).nonzero()[:, 0]
     if len(filtered):
@@ -80,12 +80,12 @@ def draw_with_torch(logits: Tensor, rows: Tensor, parameters: Tensor) -> Tensor:
     weights = logits.double().exp_().masked_fill_(logits < least, 0)
     cumulative = weights.cumsum_(-1)
     targets = uniform.clamp(max=LARGEST_UNIFORM)[:, None] * cumulative[:, -1:]
-    # Right: an id whose weight is 0 is never hit, the first positive one is hit at 0.
+    # Right: an id whose weight is 0 is never drawn, and 0 draws the first positive one.
     return torch.searchsorted(cumulative, targets, right=True)[:, 0]
 
 
 def _least_kept(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """logits: [P, V]. Smallest logit that top-k and top-p keep, [P, 1]."""
+    """logits: [P, V]. Returns the smallest logit that top-k and top-p keep, [P, 1]."""
     vocab = logits.shape[1]
     width = min(vocab, _CANDIDATES)
     least, complete = _cut(logits.topk(width, -1).values, logits, top_k, top_p)
@@ -101,16 +101,16 @@ def _cut(ordered: Tensor, logits: Tensor, top_k: Tensor, top_p: Tensor) -> tuple
     width, vocab = ordered.shape[1], logits.shape[1]
     bounded = ((top_k > 0) & (top_k < vocab))[:, None]
     last_of_k = torch.where(bounded[:, 0], top_k, vocab).long().clamp_(max=width)[:, None] - 1
-    # Equal ones stay together.
+    # Equal logits stay together.
     in_k = (ordered >= ordered.gather(1, last_of_k)) | ~bounded
     weights = (ordered - ordered[:, :1]).double().exp().masked_fill_(~in_k, 0)
     everything = (logits - ordered[:, :1]).double().exp_().sum(-1, keepdim=True)
     total = torch.where(bounded, weights.sum(-1, keepdim=True), everything)
     before = weights.cumsum(-1) - weights
     kept = in_k & ((before < top_p[:, None] * total) | (top_p[:, None] >= 1))
-    # The best one stays, whatever the parameters.
+    # The best token stays, whatever the parameters.
     kept[:, 0] = True
     last = kept.sum(-1, keepdim=True) - 1
-    # Where the last candidate is in top-k, equal ones may follow it.
+    # If the last candidate is in top-k, equal logits may follow it.
     complete = torch.where(bounded, ~in_k[:, -1:], last < width - 1)
     return ordered.gather(1, last), complete[:, 0]

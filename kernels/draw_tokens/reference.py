@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-# The product with any sum is less than the sum, however it is rounded.
+# Its product with any sum is less than the sum, however it is rounded.
 LARGEST_UNIFORM = 1 - 1e-12
 
 
 def kept_tokens(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Weights, [V] float64, of a row's tokens; 0 for those that top-k, top-p or min-p drop, in this order.
+    """Returns weights, [V] float64, of a row's tokens; 0 for those that top-k, top-p or min-p drop, in this order.
 
     logits: [V]. Equal logits are kept or dropped together. Top-p (Holtzman et al. 2020, "The Curious Case of Neural
     Text Degeneration", section 3.1) looks at what top-k has left, min-p (Nguyen et al. 2024) at the best token.
@@ -21,7 +21,7 @@ def kept_tokens(logits: Tensor, temperature: float, top_k: int, top_p: float, mi
         _, group = logits.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         mass = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, weights)
         above = mass.sum() - mass.cumsum(0)
-        # Dropped where the better ones alone are enough; nothing is better than the best.
+        # Dropped if the better tokens alone are enough; nothing is better than the best.
         enough = above >= top_p * mass.sum()
         enough[-1] = False
         weights[enough[group]] = 0

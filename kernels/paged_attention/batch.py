@@ -1,4 +1,4 @@
-"""What attention is called with: the sequences of a step, shared by the layers of a group, and a layer's arguments."""
+"""Arguments of attention: a step's sequences, shared by the layers of a group, and the arguments of a layer."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class AttentionArgs:
-    """What attention of one layer computes, whatever the step.
+    """A layer's arguments of attention, the same in every step.
 
-    scale: factor of the logits, more than 0. window: tokens that a query sees, itself included; None for all before it.
+    scale: factor of the logits, more than 0. window: tokens that a query sees, itself included; None for all up to it.
     softcap: logits become softcap * tanh(logits / softcap). sinks: [Hq] logits that join the softmax without a value.
     k_scale, v_scale: [Hkv, D] float32, factors of the keys and values in int8 or float8_e4m3fn caches.
     """
@@ -47,10 +47,10 @@ class AttentionArgs:
 class PagedBatch:
     """Which query rows belong to which sequence, and where its keys are. Built once per step and group.
 
-    query_start: [S + 1] int32, sequence s has the rows query_start[s] to query_start[s + 1]; none is fine.
+    query_start: [S + 1] int32, sequence s has the rows query_start[s] to query_start[s + 1], possibly none.
     seq_lens: [S] int32, tokens in the cache, those of this step included.
     block_tables: [S, M] int32, block numbers; entries that no query can see are never read.
-    max_query_len, max_seq_len: at least the largest of their kind (they bound the launch grid on CUDA).
+    max_query_len, max_seq_len: at least the largest lengths (they limit the launch grid on CUDA).
     query_lens, host_seq_lens: the same lengths on the host, for the CPU path and its checks.
     """
 
@@ -64,13 +64,13 @@ class PagedBatch:
     _derived: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, key: Hashable, build: Callable[[], T]) -> T:
-        """What `build` returned the first time it was asked for `key`: later layers of the step reuse it."""
+        """Returns what `build` returned at the first call with `key`: later layers of the step reuse the result."""
         if key not in self._derived:
             self._derived[key] = build()
         return cast(T, self._derived[key])
 
     def check(self, name: str, rows: Tensor, block_size: int) -> None:
-        """Raise ValueError unless the batch fits the packed tensor `rows` [T, ...] of that name; looks once per step.
+        """Raise ValueError unless the batch fits the packed tensor `rows` [T, ...] of that name; checks once per step.
 
         Lengths that only the device has are not checked.
         """

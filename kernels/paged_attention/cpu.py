@@ -1,10 +1,10 @@
 """Paged attention on a CPU: gather a tile's blocks side by side, then one dense attention call.
 
 A tile is either one new token of several sequences of similar length, each over its own blocks, or up to QUERY_TILE
-tokens over common blocks: of one sequence, or of several whose blocks begin alike, as those of a cached prefix do
-(Hydragen, section 3, with one masked call in place of two merged ones).
-Gathering into a small buffer that stays in the processor's cache costs less than the calls that reading in place would
-take (a call per sequence). What is gathered, and the masks, are the same in every layer: they are made once per step.
+tokens over common blocks: of one sequence, or of several sequences whose blocks begin alike, as with a cached prefix
+(Hydragen, section 3, with one masked call instead of two merged calls).
+Gathering into a small buffer that stays in the processor's cache costs less than reading in place, which would take a
+call per sequence. The gathered positions and the masks are the same in every layer: they are made once per step.
 """
 
 from dataclasses import dataclass, replace
@@ -19,12 +19,12 @@ from kernels.quantization import dequantize
 
 # More keys per call spill out of the processor's cache, fewer make the calls themselves expensive.
 DECODE_KEYS = 4096
-# A sequence shorter than this share of its neighbours' length gets a call of its own rather than padding.
+# A sequence shorter than this share of its neighbours' length gets a separate call rather than padding.
 DECODE_FILL = 0.75
 # Bounds the masks of a long prompt, and skips the keys after a tile.
 QUERY_TILE = 256
-# Sequences share a tile while it multiplies no more than this much of what they would alone: larger tiles pay more per
-# multiplication saved, as they read shared keys once.
+# Sequences share a tile if it takes at most this many times the multiplications that they would take alone: larger
+# tiles can afford more multiplications, as they read shared keys only once.
 SHARED_COST = 1.5
 
 Blocks = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
@@ -34,7 +34,7 @@ Blocks = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 class _Span:
     """Queries of one sequence: rows [row, row + queries), the last at position `end` - 1.
 
-    blocks: [M] those they need; the first one begins at position `first`.
+    blocks: [M] the blocks that they need; the first block begins at position `first`.
     """
 
     row: int
@@ -51,7 +51,7 @@ class Tile:
     rows: [sequences * queries] int64; blocks: [sequences * columns / B] int64.
     mask: [sequences, 1, queries, columns], 0 or -inf.
     unseen: gathered columns that no query sees, counted through all sequences.
-    members: the spans of the rows where several share the columns.
+    members: the spans of the rows if several share the columns.
     """
 
     rows: Tensor
@@ -115,7 +115,7 @@ def attend(
     for tile in tiles:
         result, total = compute(tile)
         if tile.members and not bool(result.isfinite().all()):
-            # One member has computed NaN or infinity, and 0 times that is NaN, so each is computed alone.
+            # One member has NaN or infinity among its values, and 0 times these is NaN, so each is computed alone.
             for span in tile.members:
                 alone = _tile([span], window, block_size, query.dtype)
                 write(alone, *compute(alone))
@@ -145,7 +145,7 @@ def _gather(cache: Tensor, tile: Tile, into: Tensor, scale: Tensor | None) -> Te
 def _attend_explicitly(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, args: AttentionArgs, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What the dense call does not know, in float32: attention, and the logarithm of each row's sum of exp(logits).
+    """Computes what the dense call cannot, in float32: attention, and the logarithm of each row's sum of exp(logits).
 
     sinks fit [sequences, Hkv, queries].
     """
@@ -160,7 +160,7 @@ def _attend_explicitly(
 
 
 def plan(batch: PagedBatch, window: int | None, block_size: int, dtype: torch.dtype) -> list[Tile]:
-    """The tiles of a step; masks in `dtype`, the query's."""
+    """Returns the tiles of a step; masks in `dtype`, the query's."""
     query_lens = batch.query_lens or tuple(batch.query_start.diff().tolist())
     seq_lens = batch.host_seq_lens or tuple(batch.seq_lens.tolist())
     tables = batch.block_tables.numpy()
@@ -184,14 +184,14 @@ def plan(batch: PagedBatch, window: int | None, block_size: int, dtype: torch.dt
 
 
 def _group_by_prefix(spans: list[_Span]) -> list[list[_Span]]:
-    """Spans whose blocks begin alike share a tile while what they do not share costs little.
+    """Groups spans whose blocks begin alike into tiles, as long as the blocks that they do not share cost little.
 
-    Every row of a tile is multiplied with every gathered column, so a group of rows R over a union of U blocks costs
-    R * U where its members alone would cost the sum of their rows times their blocks.
+    Every row of a tile is multiplied with every gathered column, so a group of R rows over a union of U blocks costs
+    R * U, while its members alone would cost the sum of their rows times their blocks.
     """
     groups: list[list[_Span]] = []
     rows = shared = union = alone = 0
-    # In the order of the bytes of their blocks, those with a common beginning are neighbours.
+    # Sorted by the bytes of their blocks, spans with a common beginning are neighbours.
     for span in sorted(spans, key=lambda one: one.blocks.tobytes()):
         own = len(span.blocks)
         if groups:
@@ -208,14 +208,14 @@ def _group_by_prefix(spans: list[_Span]) -> list[list[_Span]]:
 
 
 def _common(one: Blocks, other: Blocks) -> int:
-    """How many leading blocks are the same."""
+    """Returns how many leading blocks are the same."""
     length = min(len(one), len(other))
     differing = np.flatnonzero(one[:length] != other[:length])
     return int(differing[0]) if len(differing) else length
 
 
 def _group_by_length(spans: list[_Span], block_size: int) -> list[list[_Span]]:
-    """Longest first, so that a group's first member gives its columns."""
+    """Groups spans by length, longest first, so that a group's first member determines its columns."""
     groups: list[list[_Span]] = []
     for span in sorted(spans, key=lambda one: len(one.blocks), reverse=True):
         longest = len(groups[-1][0].blocks) if groups else 0
@@ -231,7 +231,7 @@ def _group_by_length(spans: list[_Span], block_size: int) -> list[list[_Span]]:
 
 
 def _tile(group: list[_Span], window: int | None, block_size: int, dtype: torch.dtype) -> Tile:
-    """All rows of a group over the union of its blocks: the shared ones first, then each member's own."""
+    """Returns a tile of all rows of a group over the union of its blocks: first shared ones, then each member's own."""
     shared = len(group[0].blocks)
     for span in group[1:]:
         shared = _common(group[0].blocks[:shared], span.blocks)
@@ -249,7 +249,7 @@ def _tile(group: list[_Span], window: int | None, block_size: int, dtype: torch.
 
 
 def _padded_tile(group: list[_Span], window: int | None, block_size: int, dtype: torch.dtype) -> Tile:
-    """One new token of each sequence over its own blocks, side by side, as wide as the first and longest."""
+    """Returns a tile of one new token per sequence over its own blocks, as wide as the first and longest sequence."""
     blocks = np.zeros((len(group), len(group[0].blocks)), dtype=np.int32)
     for into, span in zip(blocks, group, strict=True):
         into[: len(span.blocks)] = span.blocks
@@ -258,7 +258,7 @@ def _padded_tile(group: list[_Span], window: int | None, block_size: int, dtype:
 
 
 def _visible(span: _Span, columns: int, window: int | None) -> Tensor:
-    """[queries, columns] bool: which of the columns from the span's first one on its queries see."""
+    """[queries, columns] bool: which columns, counted from the span's first, its queries see."""
     keys = span.first + torch.arange(columns)
     positions = torch.arange(span.end - span.queries, span.end)[:, None]
     seen = keys <= positions

@@ -50,7 +50,7 @@ def paged_attention(
     k_cache, v_cache: [N, B, Hkv, D] contiguous, one layer of the pool, this step's tokens stored.
     out: [T, Hq, D] contiguous, like query; rows that belong to no sequence are left as they are.
     lse: [T, Hq] float32 contiguous, gets the logarithm of each row's sum of exp(logits), the sink's among them.
-    sizes: how the Triton kernel cuts its work, for measurements; None for those of choose_sizes.
+    sizes: how the Triton kernel splits its work, for measurements; None for those of choose_sizes.
     Raises ValueError naming the argument that is wrong. Block numbers are not checked on CUDA.
     """
     check_caches(k_cache, v_cache, "[N, B, Hkv, D]")
@@ -87,8 +87,8 @@ def attend_with_triton(
 
     query: [T, Hq, D], of any float dtype and strides. k_cache, v_cache: [N, B, Hkv, D], like query, or int8 or
     float8_e4m3fn with scales. out: [T, Hq, D] like query. lse: [T, Hq] float32, natural logarithms.
-    The grid depends on nothing but shapes and the bounds in `batch`, as CUDA graphs need. Keys that are shared out take
-    a second launch, as single queries always do, and one more per step.
+    The grid depends only on shapes and the bounds in `batch`, as CUDA graphs need. Keys that are divided into shares
+    take a second launch; single queries always do, and take one more per step.
     """
     # Imported here because a CPU machine may have no triton.
     from kernels.paged_attention.kernel import merge_shares_kernel, merge_splits_kernel, paged_attention_kernel
@@ -113,7 +113,7 @@ def attend_with_triton(
         )
     decode = batch.max_query_len == 1
     head_dim_padded = max(16, power_of_two(head_dim))
-    # What the kernel writes: the result, or a part per share.
+    # The kernel writes either the result, or a part per share.
     parts, parts_lse, shares = out, lse, None
     if decode:
         shares = batch.once(
@@ -187,10 +187,10 @@ def attend_with_triton(
 
 @dataclass(frozen=True)
 class Shares:
-    """The shares of the keys of sequences of one query each, which programs of their own attend to.
+    """Shares of the keys of sequences with one query each; a separate program attends to each share.
 
-    sequence: [W] int32, the sequence of each share, those of a sequence side by side; -1 behind the last one.
-    first: [S + 1] int32, the first share of each sequence, and how many there are of all.
+    sequence: [W] int32, the sequence of each share, with a sequence's shares side by side; -1 after the last share.
+    first: [S + 1] int32, the first share of each sequence, and the total number of shares.
     """
 
     sequence: Tensor
@@ -198,9 +198,9 @@ class Shares:
 
 
 def share_out(batch: PagedBatch, window: int | None, sizes: TileSizes) -> Shares:
-    """Shares as `share_out_kernel` makes them, on CUDA or in Triton's interpreter; one launch for all layers.
+    """Makes the shares with `share_out_kernel`, on CUDA or in Triton's interpreter; one launch for all layers.
 
-    There is room for the shares of any lengths.
+    There is room for the shares of sequences of any lengths.
     """
     from kernels.paged_attention.kernel import share_out_kernel
 
@@ -228,7 +228,7 @@ def share_out(batch: PagedBatch, window: int | None, sizes: TileSizes) -> Shares
 
 @cache
 def device_of(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability and number of multiprocessors; the interpreter passes for the smallest large device."""
+    """Returns compute capability and number of multiprocessors; the interpreter counts as the smallest large device."""
     if device.type != "cuda":
         return (9, 0), 1
     properties = torch.cuda.get_device_properties(device)

@@ -19,8 +19,8 @@ def paged_attention(
 ) -> Tensor:
     """Attention of query [T, Hq, D] over the caches [N, B, Hkv, D], in the dtype of `query`; returns [T, Hq, D].
 
-    Query i of a sequence is its token seq_len - query_len + i and sees itself and what came before it, of a window
-    the window - 1 tokens before. Query head h reads KV head h // (Hq / Hkv).
+    Query i of a sequence is its token seq_len - query_len + i and sees itself and all earlier tokens, with a window
+    only the window - 1 before it. Query head h reads KV head h // (Hq / Hkv).
     lse: [T, Hq], gets the logarithm of each row's sum of exp(logits). Rows of no sequence are zero.
     """
     if args.k_scale is not None and args.v_scale is not None:
@@ -42,12 +42,12 @@ def paged_attention(
 
 
 def seen_positions(position: int, args: AttentionArgs) -> range:
-    """What the query of a position attends to."""
+    """Returns the positions that a position's query attends to."""
     return range(0 if args.window is None else max(0, position - args.window + 1), position + 1)
 
 
 def slots_of(cache: Tensor, table: list[int], positions: range, query: Tensor) -> Tensor:
-    """Keys or values [N, Hq, D] of a sequence's positions, those of a head for each query head that reads it.
+    """Returns keys or values [N, Hq, D] of a sequence's positions, repeated for each query head that reads a KV head.
 
     query: [T, Hq, D], whose dtype they get.
     """

@@ -1,4 +1,4 @@
-"""How the Triton kernel cuts its work: chosen by rule, since autotuning needs a driver even in the interpreter."""
+"""How the Triton kernel splits its work: chosen by rule, since autotuning needs a driver even in the interpreter."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class TileSizes:
     """Rows (pairs of a query token and a head), query tokens and keys of a tile, and how it is launched.
 
-    splits: programs among which a tile's keys are shared out, a power of two. Where each sequence has one query, a
-    share has at least least_keys, and a long sequence has more shares.
+    splits: programs among which a tile's keys are divided, a power of two. If each sequence has one query, a share has
+    at least least_keys keys, and a long sequence has more shares.
     """
 
     rows: int
@@ -21,27 +21,27 @@ class TileSizes:
 
 
 # Rows of a prompt's tile, keys, warps and stages by head size, for 16-bit activations. Those of sm_90 for heads of 128
-# are the fastest of a sweep on an H100. No device has measured the others: of what compiles without spilling registers
-# they are the largest tiles, with loads enough under way.
+# are the fastest of a sweep on an H100. The others were not measured on any device: they are the largest tiles that
+# compile without spilling registers and keep enough loads in flight.
 Table = dict[int, tuple[int, int, int, int]]
 PROMPT_SM_80: Table = {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)}
 PROMPT_SM_90: Table = {64: (128, 64, 8, 3), 128: (64, 64, 4, 3), 256: (64, 64, 8, 2)}
-# Single tokens: their rows are the fewest that a matrix instruction takes.
+# For single tokens, with the fewest rows that a matrix instruction takes.
 SINGLE_SM_80: Table = {64: (16, 128, 4, 3), 128: (16, 64, 4, 3), 256: (16, 32, 4, 3)}
 SINGLE_SM_90: Table = {64: (16, 128, 4, 3), 128: (16, 64, 4, 2), 256: (16, 32, 4, 3)}
-# Products in float32 have no instruction of their own; small tiles stay in registers.
+# Products in float32 have no matrix instruction; small tiles stay in registers.
 FLOAT32: Table = {64: (64, 32, 8, 1), 128: (32, 32, 8, 1), 256: (32, 32, 8, 1)}
 # Compute capabilities with the shared memory and the matrix instructions that the tables of sm_90 are for.
 LARGE = (9, 10)
 
-# Programs per multiprocessor that share out the keys until there are as many, and what a share has at least.
+# Programs per multiprocessor up to which keys are divided into shares, and the fewest keys of a share.
 SINGLE_PROGRAMS = 3
 PROMPT_PROGRAMS = 1
 SPLIT_KEYS = 256
 MAX_SPLITS = 64
-# What a share of a sequence with one query has at most: sequences of four times that take as long as their neighbours.
+# Most keys of a share of a sequence with one query: sequences of four times that take as long as their neighbours.
 MOST_KEYS = 2048
-# Shares that there are for this in any batch, and for each of its sequences.
+# Additional shares for this in any batch, and for each of its sequences.
 MORE_SHARES = 128
 
 
@@ -60,7 +60,7 @@ def choose_sizes(
     max_seq_len: int,
     window: int | None,
 ) -> TileSizes:
-    """Sizes for `rows` packed query tokens of `sequences`; they depend on shapes and bounds, never on lengths.
+    """Returns sizes for `rows` packed query tokens of `sequences`, which depend on shapes and bounds, never on lengths.
 
     group: query heads per KV head. element_size, cache_element_size: bytes of a query's and of a key's element.
     """
@@ -73,7 +73,7 @@ def choose_sizes(
         num_warps = 4 if single else num_warps
     elif single:
         _, keys, num_warps, num_stages = _of(SINGLE_SM_90 if large else SINGLE_SM_80, head_class)
-        # Half the bytes per tile: one more of them under way.
+        # Half the bytes per tile: one more tile in flight.
         num_stages += cache_element_size < element_size
         prompt_rows = tile_rows
     else:
@@ -90,10 +90,10 @@ def choose_sizes(
 
 
 def _of(table: Table, head_class: int) -> tuple[int, int, int, int]:
-    # Larger heads than any that is known take the smallest tiles.
+    # Heads larger than any known size take the smallest tiles.
     return table[min(head_class, max(table))]
 
 
 def power_of_two(size: int) -> int:
-    """The least power of two that is not less than `size`."""
+    """Returns the least power of two that is not less than `size`."""
     return 1 << (size - 1).bit_length()

@@ -12,14 +12,14 @@ from kernels.rms_norm import reference
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """x over its root mean square, times weight; with a residual this becomes residual + x, which is normed instead.
+    """x over its root mean square, times weight; a residual becomes residual + x, which is normed instead.
 
-    x: [..., N], a row's elements side by side; rows may lie apart as those of a merged product do, [T, H, N] of one
-        [T, M] for instance, which norms per head.
+    x: [..., N], a row's elements side by side; rows may lie apart like those of a merged product, for instance
+        [T, H, N] of one [T, M], which norms per head.
     weight: [N], the dtype of x. eps: added to the mean of squares.
     residual: like x, written; the sum is rounded to its dtype before it is normed.
-    out: like x, and may be x. It is made when none is given, and returned.
-    Computes in float32, and rounds to the dtype of x before the weight as transformers' LlamaRMSNorm does.
+    out: like x, and may be x. Created if not given, and returned.
+    Computes in float32, and rounds to the dtype of x before applying the weight, like transformers' LlamaRMSNorm.
     Raises ValueError naming the argument whose shape, dtype, device or layout is wrong.
     """
     if x.dim() == 0:
@@ -45,7 +45,7 @@ def rms_norm(
 
 
 def in_rows(name: str, tensor: Tensor) -> Tensor:
-    """The tensor as [groups, rows, N], without a copy. Raises ValueError where that cannot be."""
+    """Returns the tensor as [groups, rows, N], without a copy. Raises ValueError if that is impossible."""
     shape = (1, 1, *tensor.shape)
     try:
         shaped = tensor.view(math.prod(shape[:-2]), *shape[-2:])
@@ -56,7 +56,7 @@ def in_rows(name: str, tensor: Tensor) -> Tensor:
     return shaped
 
 
-# Elements a program holds, so that a short row, as of one head, does not come alone.
+# Elements that a program holds, so that several short rows, such as single heads, share a program.
 ELEMENTS = 1024
 
 

@@ -5,9 +5,9 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:
-    """x [..., N] over its root mean square, times weight [N]; with a residual it is x + residual that is normed.
+    """x [..., N] over its root mean square, times weight [N]; with a residual, x + residual is normed instead.
 
-    The residual becomes the sum, rounded to its dtype. Returns what is like x (Zhang and Sennrich 2019, "Root Mean
+    The residual becomes the sum, rounded to its dtype. Returns a tensor like x (Zhang and Sennrich 2019, "Root Mean
     Square Layer Normalization", equation 4).
     """
     if residual is not None:

@@ -23,17 +23,17 @@ def rotary_store(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Rotate query in place; rotate key and store it and value at their slots. Key and value are left.
+    """Rotate query in place; store rotated key and value at their slots. The tensors key and value are not changed.
 
     query: [T, Hq, D] and key, value: [T, Hkv, D], of one dtype, the caches' unless these are quantized; a head's
         elements side by side, tokens and heads at any distance, as in one merged product.
     cos, sin: [P, D] by position, both halves of a row the same; they are rounded to the dtype of query, and so is each
         product, as transformers' llama does with its halves split ("rotate_half").
     positions: [T] int64, at most P - 1, by which tokens are rotated.
-    slot_mapping: [T] int64, as in store_kv; -1 skips the token, its query too.
+    slot_mapping: [T] int64, as in store_kv; -1 skips the token, including its query.
     k_cache, v_cache: [N, B, Hkv, D] contiguous, one layer of the pool.
-    k_scale, v_scale: [Hkv, D] float32 of int8 or float8_e4m3fn caches, which hold what is divided by them.
-    The launch depends on shapes alone, as CUDA graphs need. Raises ValueError naming the argument that is wrong.
+    k_scale, v_scale: [Hkv, D] float32 of int8 or float8_e4m3fn caches, which hold numbers divided by their scale.
+    The launch depends only on shapes, as CUDA graphs need. Raises ValueError naming the argument that is wrong.
     Positions and slots are not checked on CUDA.
     """
     check_caches(k_cache, v_cache, "[N, B, Hkv, D]")
@@ -134,7 +134,7 @@ def rotate_with_triton(
         HALF=head_dim // 2,
         HALF_PADDED=half_padded,
         QUANTIZED=k_scale is not None,
-        # Sixteen elements of each half per thread at most.
+        # At most sixteen elements of each half per thread.
         num_warps=max(1, min(8, group_padded * half_padded // 512)),
         # Products and sums stay apart: fused ones would round differently.
         enable_fp_fusion=False,

@@ -31,7 +31,7 @@ def rotary_store(
 ) -> None:
     """Rotate query [T, Hq, D] in place; store the rotated key and the value [T, Hkv, D] at slot_mapping [T].
 
-    Positions only say how far to rotate. Rows whose slot is -1 are left.
+    Positions only say how far to rotate. Rows whose slot is -1 are left unchanged.
     """
     for row, (position, slot) in enumerate(zip(positions, slot_mapping, strict=True)):
         if slot >= 0:

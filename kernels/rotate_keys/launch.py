@@ -1,4 +1,4 @@
-"""Give cached keys smaller positions, where evicted tokens left a gap: Triton on CUDA, torch on a CPU."""
+"""Give cached keys smaller positions after evicted tokens left a gap: Triton on CUDA, torch on a CPU."""
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ def rotate_keys(k_cache: Tensor, slots: Tensor, deltas: Tensor, frequencies: Ten
     """Turn each named key back by its delta, in place: a key of position p becomes one of p - delta.
 
     k_cache: [L, N, B, Hkv, D] contiguous, the whole pool; halves of a head are pairs, as in rotary_store.
-        Quantized keys need no scales, which a rotation leaves as they are where those of a pair are alike.
+        Quantized keys need no scales, which a rotation does not change if those of a pair are equal.
     slots: [1 or L, 1 or Hkv, n] int64, block * B + offset in the block; with a 1 all layers or heads alike. Of one
         layer and head no slot is named twice.
-    deltas: as slots, in positions. Where it is 0 the key keeps its bytes.
+    deltas: like slots, in positions. With a delta of 0, the key keeps its bytes.
     frequencies: [D / 2] float32, radians per position of the model's plain rotary embedding.
     Angles and products are float32, rounded once to the cache's dtype; keys of 8 bits stay within its range.
     Raises ValueError naming the argument whose shape, dtype or device is wrong. Slots are not checked.
@@ -37,7 +37,7 @@ def rotate_keys(k_cache: Tensor, slots: Tensor, deltas: Tensor, frequencies: Ten
         (rotate_with_triton if k_cache.is_cuda else rotate_with_torch)(k_cache, slots, deltas, frequencies)
 
 
-# Elements that are rotated at once on a CPU: the intermediate results of more leave its caches.
+# Elements that are rotated at once on a CPU: with more, the intermediate results would not fit its caches.
 ELEMENTS = 1 << 18
 
 
@@ -55,7 +55,7 @@ def rotate_with_torch(k_cache: Tensor, slots: Tensor, deltas: Tensor, frequencie
 
 
 def rotate_at_once(k_cache: Tensor, slots: Tensor, deltas: Tensor, frequencies: Tensor) -> None:
-    """As rotate_with_torch, all slots together: takes several times the memory of their keys in float32."""
+    """Like rotate_with_torch, but all slots together: takes several times the memory of their keys in float32."""
     layers, _, _, kv_heads, head_dim = k_cache.shape
     heads = slots.shape[1]
     rows, numbers = as_rows(k_cache, heads), row_numbers(k_cache, slots, heads)

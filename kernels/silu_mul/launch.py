@@ -13,8 +13,8 @@ TILE = 1024
 def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up: [T, 2 I], the gate before up, of any float dtype; a row's elements lie side by side.
 
-    Returns SiLU(gate) * up, [T, I], contiguous and of the same dtype. SiLU is rounded to it before the product, as
-    transformers' LlamaMLP does. Raises ValueError naming the argument whose shape or layout is wrong.
+    Returns SiLU(gate) * up, [T, I], contiguous and of the same dtype. SiLU is rounded to this dtype before the product,
+    as in transformers' LlamaMLP. Raises ValueError naming the argument whose shape or layout is wrong.
     """
     check_shape("gate_up", gate_up, [None, None], "[T, 2 I]")
     if gate_up.shape[1] % 2:
@@ -30,7 +30,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def silu_mul_with_triton(gate_up: Tensor, out: Tensor) -> None:
-    """As silu_mul, into out, [T, I] contiguous, on CUDA or in Triton's interpreter."""
+    """Like silu_mul, into out, [T, I] contiguous, on CUDA or in Triton's interpreter."""
     # Imported here because a CPU machine may have no triton.
     import triton
 

@@ -22,7 +22,7 @@ def store_kv(
     key, value: [T, Hkv, D], any strides, the caches' dtype; of quantized caches any float dtype.
     k_cache, v_cache: [N, B, Hkv, D] contiguous, one layer of the pool.
     slot_mapping: [T] int64, block * B + offset in the block, no slot twice; -1 skips the token.
-    k_scale, v_scale: [Hkv, D] float32 of int8 or float8_e4m3fn caches, which hold what is divided by them.
+    k_scale, v_scale: [Hkv, D] float32 of int8 or float8_e4m3fn caches, which hold numbers divided by their scale.
     Raises ValueError naming the argument whose shape, dtype or device is wrong. Slots are not checked on CUDA.
     """
     check_caches(k_cache, v_cache, "[N, B, Hkv, D]")
