@@ -8,7 +8,7 @@ class UnknownExecutorError(ServiceError):
 
 
 class ExecutorLeaseError(ServiceError):
-    """A renewal without a registration of this epoch: the executor must register again."""
+    """The executor renewed a lease for an unregistered epoch; it must register again."""
 
     reason = "EXECUTOR_NOT_REGISTERED"
 
@@ -18,13 +18,13 @@ class StaleExecutorError(ServiceError):
 
 
 class PoolSpecError(ServiceError):
-    """An executor announces other pools than before under the same epoch."""
+    """The executor announces different pools under an epoch that it has already registered."""
 
     reason = "EXECUTOR_POOLS_CHANGED"
 
 
 class SchedulerFirstError(ServiceError):
-    """Blocks of the executor cannot be restored before its scheduler has given up its sequences of before."""
+    """The executor's blocks cannot be restored until its scheduler has given up its earlier sequences."""
 
     reason = "SCHEDULER_FIRST"
 
@@ -49,7 +49,7 @@ class ManagerRestartedError(ServiceError):
 
 
 class ManagerFailedError(ServiceError):
-    """An earlier call has failed unexpectedly: the process ends and starts again."""
+    """An earlier call failed unexpectedly, so the process ends and starts again."""
 
     reason = "MANAGER_FAILED"
 
@@ -61,7 +61,7 @@ class SyncNumberError(ServiceError):
 
 
 class SequenceExistsError(ServiceError):
-    """The id is in use for a sequence with other content."""
+    """The id is in use for a sequence with different content."""
 
     reason = "SEQUENCE_EXISTS"
 
@@ -71,37 +71,37 @@ class UnknownSequenceError(ServiceError):
 
 
 class VoidSequenceError(ServiceError):
-    """The shared pending blocks of the sequence will not be computed: it can only be released."""
+    """The shared pending blocks of the sequence will not be computed, so the sequence can only be released."""
 
     reason = "VOID_SEQUENCE"
 
 
 class SequenceUnsettledError(ServiceError):
-    """A fork of a sequence with open copies or shared pending blocks."""
+    """The sequence has open copies or shared pending blocks and cannot be forked."""
 
     reason = "SEQUENCE_UNSETTLED"
 
 
 class SequenceEvictsError(ServiceError):
-    """A fork or truncation of a sequence that has evicted tokens, or a fork that would lack scores."""
+    """The sequence has evicted tokens and cannot be forked or truncated, or the fork would lack attention scores."""
 
     reason = "SEQUENCE_EVICTS"
 
 
 class SequenceTooLongError(ServiceError):
-    """The sequence needs more blocks than the pool has, or a quota allows: waiting does not help."""
+    """The sequence needs more blocks than the pool has or a quota allows; waiting does not help."""
 
     reason = "SEQUENCE_TOO_LONG"
 
 
 class SharedBlockError(ServiceError):
-    """A truncation that ends inside a block which other sequences can read."""
+    """The truncation would end inside a block that other sequences can read."""
 
     reason = "SHARED_BLOCK"
 
 
 class WindowPassedError(ServiceError):
-    """A truncation or fork to a length whose attention window was released already."""
+    """The attention window at that length has been released, so the sequence cannot be forked or truncated there."""
 
     reason = "WINDOW_PASSED"
 
@@ -119,7 +119,7 @@ class UnknownRuleError(ServiceError):
 
 
 class RulePolicyError(ServiceError):
-    """A rule gives the request an eviction policy that the model of the executor cannot carry."""
+    """A rule gives the request an eviction policy that the executor's model does not support."""
 
     reason = "RULE_POLICY"
 
@@ -139,7 +139,7 @@ class PoolInUseError(ServiceError):
 
 
 class QuotaTooLargeError(ServiceError):
-    """No pool could keep these floors together."""
+    """The quota floors add up to more blocks than a pool has."""
 
     reason = "QUOTA_TOO_LARGE"
 
@@ -153,18 +153,18 @@ class UnknownHoldError(ServiceError):
 
 
 class BlocksInUseError(ServiceError):
-    """Blocks to remove are in use: nothing was changed."""
+    """Blocks to remove are in use; nothing was changed."""
 
     reason = "BLOCKS_IN_USE"
 
 
 class EventsGoneError(ServiceError):
-    """The events after this number are not kept any more, or do not exist yet: begin with a snapshot."""
+    """The events after this number are no longer kept, or do not exist yet. Begin with a snapshot."""
 
     reason = "EVENTS_GONE"
 
 
 class StateChangesError(ServiceError):
-    """A read of the state at one moment met changes every time: repeat it, or drain the schedulers first."""
+    """The state kept changing, so no consistent snapshot could be read. Retry, or drain the schedulers first."""
 
     reason = "STATE_CHANGES"

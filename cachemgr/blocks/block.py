@@ -1,4 +1,4 @@
-"""A block, which is a node of the prefix tree; its cache scope, and the account that it counts against."""
+"""Blocks, which are nodes of the prefix tree, their cache scopes, and the accounts that they count against."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Account:
-    """A tenant or a salt with a quota: its blocks are counted, and have an eviction order of their own."""
+    """A tenant or a salt with a quota: its blocks are counted, and have a separate eviction order."""
 
     __slots__ = ("quota",)
 
@@ -26,11 +26,11 @@ class Account:
         return ("salt", quota.salt or "") if quota.tenant_id is None else ("tenant_id", quota.tenant_id)
 
     def floor(self, kind: TierKind) -> int:
-        """Blocks that other accounts cannot evict."""
+        """The number of blocks that other accounts cannot evict."""
         return {TierKind.DEVICE: self.quota.device_floor, TierKind.HOST: self.quota.host_floor}.get(kind, 0)
 
     def ceiling(self, kind: TierKind) -> int | None:
-        """The most blocks that it may have; None for no bound."""
+        """The limit on the account's blocks; None for no limit."""
         return {TierKind.DEVICE: self.quota.device_ceiling, TierKind.HOST: self.quota.host_ceiling}.get(kind)
 
 
@@ -60,10 +60,10 @@ class Accounts(dict[AccountKey, Account]):
 
 
 class CacheScope:
-    """Salt, adapter, tenant and session that many blocks have in common, and their extra bytes, mostly none.
+    """Salt, adapter, tenant, session and extra bytes (mostly none) that many blocks have in common.
 
-    Blocks are shared under equal `key`, that is by sequences of one model with equal weights, salt and adapter. It is
-    the parent key of their first blocks.
+    Sequences of one model share blocks if their weights, salt and adapter, and so the `key`, are equal. `key` is the
+    parent key of their first blocks.
     """
 
     __slots__ = (
@@ -98,9 +98,9 @@ class CacheScope:
         self.extra = extra
         self.weight_version = weight_version
         self.owner = (tenant_id, salt)
-        # The account that its blocks count against.
+        # The account that the scope's blocks count against.
         self.account: Account | None = None
-        # The scopes of its tenant and of its salt, which live as long as it does.
+        # The tenant's and the salt's sets of scopes, kept alive by this scope.
         self.names: Sequence[object] = ()
 
 
@@ -154,7 +154,7 @@ class Block(Node):
     )
 
     def __init__(self, index: int, writer: Writer | None = None) -> None:
-        # Not by way of super: a block is made for every one that is taken.
+        # Without super(), for speed: every allocation makes a block.
         self.key = b""
         self.children = None
         self.index = index
@@ -164,13 +164,13 @@ class Block(Node):
         self.tokens = b""
         self.depth = 0
         self.scope: CacheScope | None = None
-        # The largest among its leases, and the first of these.
+        # The highest priority among its leases, and the first lease.
         self.priority = DEFAULT_PRIORITY
         self.lease: Lease | None = None
-        # Whether a lease of it has ended in time.
+        # Whether one of its leases has run its full time.
         self.lease_ended = False
         self.stored_step = 0
-        # Children in its own tier, with full attention.
+        # With full attention: children in the same tier.
         self.children_in_tier = 0
         self.recency = 0
         # Prefix hits since it entered the prefix tree.
@@ -179,7 +179,7 @@ class Block(Node):
         self.lru_next: Block | None = None
 
     def detach(self) -> None:
-        """Drops its references to other blocks, which only a full garbage collection would free."""
+        """Drops references to other blocks: only a full garbage collection would free such cycles."""
         self.parent = self.children = self.lru_prev = self.lru_next = None
 
 

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from cachemgr.retention.priority import RetentionRequest
     from cachemgr.slices import Steps
 
-# Looked up once, not for each block: that takes as long as putting a block into the eviction order.
+# Looked up once: a lookup takes as long as putting a block into the eviction order.
 _DROPPED, _OFFLOADED = Eviction.DROPPED, Eviction.OFFLOADED
 _STORED, _REMOVED, _UPDATED = EventKind.STORED, EventKind.REMOVED, EventKind.UPDATED
 _new = tuple.__new__
 
-# A block that leaves the index for one of these causes is there in another block.
+# The content of a block that leaves the index for one of these causes is still indexed, in a different block.
 _REPLACED = (RemovalCause.COVERED, RemovalCause.OVERWRITTEN, RemovalCause.TRUNCATED)
 _LOST = RemovalCause.EXECUTOR_LOST
 
@@ -44,34 +44,34 @@ _EVICTABLE = "every block without references is evictable: the ancestors of a re
 
 
 class PoolListener(Protocol):
-    """The executor's side of a pool: opens copies and calls them off, and follows blocks that others refer to."""
+    """The executor's side of a pool: opens and cancels copies, and follows blocks that sequences refer to."""
 
     def offloading(self, pool: BlockPool, block: Block, occupant: Block, writer: OffloadingWriter | None) -> CopyTicket:
-        """A block moves to a lower tier: opens its copy, which has the block's reference from now on.
+        """Opens the copy of a block that moves to a lower tier. The copy takes over the block's reference.
 
-        `occupant` has the slot that the block leaves, for the sake of `writer`.
+        `occupant` has the block's old slot; the offload makes room for `writer`.
         """
 
     def offload_recalled(self, ticket: CopyTicket, writer: OffloadingWriter) -> None:
-        """A copy to a lower tier is called off before a scheduler knows of it."""
+        """Cancels a copy to a lower tier that no scheduler knows of yet."""
 
     def superseded(self, pool: BlockPool, old: Block, block: Block) -> None:
-        """A device block has replaced an equal block in the prefix tree."""
+        """Notes that a device block has replaced an equal block in the prefix tree."""
 
     def zeroing(self, pool: BlockPool, block: Block) -> None:
-        """The slot of a block, which has one reference, must be overwritten."""
+        """Requests that the slot of a block, which has one reference, is overwritten."""
 
     def withheld(self, pool: BlockPool, block: Block) -> None:
-        """The slot of a block must be overwritten before other pools may have its memory."""
+        """Requests that the slot of a block is overwritten before other pools may use its memory."""
 
 
 class BlockPool:
     """Owns the blocks of one layer group of one executor.
 
     A slot is empty (no block, its index in a queue), used (references) or cached (in the prefix tree, no references).
-    With full attention a cached block is evictable when no child lies in its own tier; children never lie in a higher
-    one. Callers keep every ancestor of a referenced device block referenced, so that all cached blocks of the device
-    can be evicted, leaf by leaf.
+    With full attention, a cached block is evictable when no child lies in the same tier; children never lie in a
+    higher tier. Callers keep every ancestor of a referenced device block referenced, so that all cached blocks of the
+    device can be evicted, leaf by leaf.
     """
 
     def __init__(
@@ -89,22 +89,22 @@ class BlockPool:
         write_through: bool = True,
         lost_blocks: int = 0,
     ) -> None:
-        """`windowed` are pools whose blocks are useless without the block of the same key in this pool."""
+        """`windowed`: pools in which a block is useless unless this pool has the block with the same key."""
         self.pool_id = f"{executor_id}/{spec.group}"
         self.executor_id = executor_id
         self.window = spec.attention_window
         self.block_size = block_size
         self.offload_min_priority = offload_min_priority
         self.tree = PrefixTree()
-        # Blocks that running sequences fill, by the keys that they will have.
+        # Blocks that running sequences fill, by their future keys.
         self.pending: dict[bytes, Block] = {}
-        # Used blocks whose slots are overwritten before they are empty.
+        # Used blocks whose slots are overwritten before they become empty.
         self.zero_on_free: set[Block] = set()
         self.removals = RemovalHistory(lost_blocks)
         # Set once the executor is lost: leases of the blocks no longer count.
         self.is_lost = False
         self.tokens = TokenMeter()
-        # Leases that ended by time or by their holder, and leases whose block was removed before.
+        # Leases that expired or were ended by their holder, and leases whose block was removed earlier.
         self.honoured_leases = self.broken_leases = 0
         # Counts changes of the pool's share of memory.
         self.share_number = 0
@@ -115,7 +115,7 @@ class BlockPool:
         self._events = events
         self._leases = leases
         self._journal = journal
-        # Lists to which each block is added that replaces another in the index.
+        # Each block that replaces an equal block in the index is added to these lists.
         self.superseding: list[list[Block]] = []
         self._set_up(spec, listener)
         events.add(EventKind.CREATED, BlockView.of_pool(self.pool_id))
@@ -133,7 +133,7 @@ class BlockPool:
         self._listener = listener
         self.write_through = WriteThrough(self, enabled=self._writes_through)
         self.offloader = Offloader(self, self.write_through, listener)
-        # What has the slots, which are to be withheld, of blocks that are being copied to a lower tier.
+        # Blocks are being copied from slots that are to be withheld to a lower tier: the occupants of these slots.
         self._leaving: set[Block] = set()
 
     # Where blocks are
@@ -162,7 +162,7 @@ class BlockPool:
             key, tokens = block.key, block.tokens
             if depth:
                 parent_key = parent.key
-        # Half the time of BlockView(...), for each block that is stored or removed.
+        # Takes half the time of BlockView(...); runs for each block that is stored or removed.
         return _new(
             BlockView,
             (
@@ -182,7 +182,7 @@ class BlockPool:
         )
 
     def listed(self, block: Block) -> BlockView:
-        """As `view`, with how often and when it was used."""
+        """Returns `view` with how often and when the block was used."""
         used = block.refs or not block.recency
         idle = None if used else max(0.0, self._leases.now - self.use_times.at(block.recency))
         return self.view(block)._replace(hits=block.hits, idle=idle)
@@ -190,7 +190,7 @@ class BlockPool:
     # Slots and references
 
     def allocate(self, writer: OffloadingWriter | None) -> Block:
-        """A device block with one reference and no content, for `writer`. Only call it when a block is free.
+        """Returns a device block with one reference and no content, for `writer`. Requires a free block.
 
         The block that it replaces is offloaded or dropped.
         """
@@ -206,7 +206,7 @@ class BlockPool:
             slot = victim.index
             way = self.evict(device, victim, writer)
             if way is _DROPPED:
-                # A new object would take a tenth of the eviction's time.
+                # Reused: a new object would take a tenth of the eviction's time.
                 block = victim
                 block.writer = writer
             else:
@@ -252,7 +252,7 @@ class BlockPool:
         if len(block.tokens) < self.block_size * TOKEN_BYTES:
             longer = longer_sibling(block.parent, block)
             if longer is not None:
-                # The block was in use when the longer one came.
+                # The block was in use when its longer sibling was stored.
                 self._pass_on(block, longer)
                 return
         on_device = tier is self.device
@@ -294,7 +294,7 @@ class BlockPool:
         tier.empty.append(block.index)
 
     def zero(self, block: Block) -> None:
-        """Keeps the slot of a block that is neither used nor in the prefix tree until it is overwritten."""
+        """Reserves the slot of a block that is neither used nor in the prefix tree until the slot is overwritten."""
         block.refs = 1
         block.scope = None
         self.tier_of(block).used += 1
@@ -309,7 +309,7 @@ class BlockPool:
         else:
             tier.order.remove(victim)
         tier.cached -= 1
-        # The mean is that of every eighth slot.
+        # The mean is sampled: only every eighth slot counts.
         if victim.index & 7 == 1:
             tier.counters.note_idle_before_eviction(self._leases.now - self.use_times.at(victim.recency))
         if self._has_lower:
@@ -325,7 +325,7 @@ class BlockPool:
         return _DROPPED
 
     def take_over(self, block: Block, writer: Writer) -> None:
-        """Passes a cached leaf of the device on to a writer, with its content, out of the prefix tree."""
+        """Takes a cached leaf of the device out of the prefix tree and passes it to a writer, with its content."""
         self.acquire(block)
         self.unlink(block, RemovalCause.OVERWRITTEN, writer)
         self.own(block, writer)
@@ -339,9 +339,9 @@ class BlockPool:
     # The share of memory
 
     def resize(self, total: int, written: Iterable[int] | None = None) -> None:
-        """Changes how many device slots may be used; at most the free ones are withheld, empty before cached.
+        """Changes how many device slots may be used. Only free slots are withheld, empty slots before cached blocks.
 
-        Where pools share memory, withheld slots are overwritten: of empty ones those in `written`, None for all.
+        If pools share memory, withheld slots are overwritten; of the empty slots only those in `written` (None: all).
         """
         self.set_total(total)
         # All at once: a registration may withhold millions.
@@ -350,7 +350,7 @@ class BlockPool:
             self.withhold_part()
 
     def withhold_in_steps(self) -> Steps[LeftBlocks]:
-        """After `set_total`: withholds what is free. The blocks that have left for it."""
+        """Withholds free slots after `set_total`. Returns the blocks that had to leave."""
         offloaded, dropped = 0, Counter[TierKind]()
         while self.can_withhold:
             offloaded -= self.device.counters.offloaded
@@ -362,11 +362,11 @@ class BlockPool:
         return LeftBlocks(offloaded, dict(+dropped))
 
     def _removed(self) -> dict[TierKind, int]:
-        """Blocks that were removed from the index so far, per tier."""
+        """Counts the blocks removed from the index so far, per tier."""
         return {tier.kind: sum(tier.counters.removed) for tier in self.tiers}
 
     def estimate_left(self, total: int) -> Steps[LeftBlocks]:
-        """Estimates which blocks leave when `total` slots may be used: quotas and descendants in lower tiers aside."""
+        """Estimates which blocks leave if `total` slots may be used. Ignores quotas and descendants in lower tiers."""
         device, copies = self.device, len(self.write_through.copies)
         leaving = sum(self.blocks[occupant.index] is occupant for occupant in self._leaving)
         owed = device.total - total + device.to_withhold - device.num_empty - leaving
@@ -387,7 +387,7 @@ class BlockPool:
         return LeftBlocks(count - lost, {tier: blocks for tier, blocks in dropped.items() if blocks})
 
     def _is_unwanted_below(self, key: bytes) -> bool:
-        """Whether the block of a key is cached on the device and is dropped rather than offloaded."""
+        """Whether the block with this key is cached on the device and would be dropped rather than offloaded."""
         block = self.tree.by_key.get(key)
         if block is None or block.refs or not self.is_on_device(block):
             return False
@@ -395,19 +395,19 @@ class BlockPool:
 
     @property
     def can_withhold(self) -> bool:
-        """Whether a slot that is still to be withheld is free, beside those whose blocks are on their way down."""
+        """Whether a slot can be withheld now. Slots whose blocks are being copied to a lower tier do not count."""
         device = self.device
         if device.to_withhold <= 0:
             return False
         if device.num_empty:
             return True
         if device.to_withhold <= len(self._leaving):
-            # Blocks that have left their slots meanwhile count no more.
+            # Occupants that have left their slots meanwhile no longer count.
             self._leaving = {occupant for occupant in self._leaving if self.blocks[occupant.index] is occupant}
         return device.cached > 0 and device.to_withhold > len(self._leaving)
 
     def set_total(self, total: int) -> None:
-        """How many slots may be used: no more can be allocated from now on. The slots are withheld later."""
+        """Sets how many slots may be used. Allocation stops at this total at once; slots are withheld later."""
         device = self.device
         if device.total < total:
             device.release_withheld(total - device.total)
@@ -415,7 +415,7 @@ class BlockPool:
         self.share_number += 1
 
     def withhold_part(self) -> None:
-        """Withholds a part of the slots that are to be withheld and not in use."""
+        """Withholds some of the unused slots that are to be withheld."""
         device = self.device
         most = slices.CHANGES if self.spec.share_blocks else slices.LOOKS
         self._withhold(min(device.num_empty, device.to_withhold, most))
@@ -428,7 +428,7 @@ class BlockPool:
             self._withhold(min(device.num_empty, device.to_withhold))
 
     def _give_up(self, victim: Block) -> None:
-        """Offloads an evictable block, as every eviction does where it may, or drops it."""
+        """Offloads an evictable block if it may be offloaded, as every eviction does; drops it otherwise."""
         slot = victim.index
         if not self._has_lower or not self.offloader.demote(victim):
             self.discard_subtree(victim, RemovalCause.POOL_SHRUNK)
@@ -450,7 +450,7 @@ class BlockPool:
         self._listener.withheld(self, Block(index))
 
     def cleared(self, index: int, *, done: bool) -> None:
-        """The executor has overwritten a withheld slot, or has failed to."""
+        """Notes that the executor has overwritten a withheld slot, or requests it again after a failure."""
         self.device.clearing.discard(index)
         if not done:
             self._clear(index)
@@ -460,14 +460,14 @@ class BlockPool:
     def store(
         self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, scope: CacheScope, step: int
     ) -> None:
-        """Enters a used block into the prefix tree, after its lease is granted. No other block may have the key."""
+        """Enters a used block into the prefix tree, after its lease is granted. The key must not be in use."""
         self._enter(block, key, parent_key, tokens, depth, scope, step)
         self.report_stored(block)
 
     def adopt(
         self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, scope: CacheScope, step: int
     ) -> None:
-        """Enters a stored block as cached; its slot is free, and the parent of a device block is there."""
+        """Enters a stored block as cached. Its slot must be free, and a device block's parent must be in the tree."""
         tier = self.tier_of(block)
         self.blocks[block.index] = block
         tier.cached += 1
@@ -476,7 +476,7 @@ class BlockPool:
         block.scope = scope
         self._enter(block, key, parent_key, tokens, depth, scope, step)
         if block.children is not None:
-            # They were restored before it.
+            # Its children were restored earlier.
             self.count_children_in_tier(block)
         if self.is_evictable(block):
             tier.enlist(block, scope.account, newest=False)
@@ -495,7 +495,7 @@ class BlockPool:
             # Quotas have changed since its allocation.
             self.rebook(block, scope)
         block.scope = scope
-        # A sequence that took the block over may have had no step of its own.
+        # A sequence that took the block over may not have run a step yet.
         block.stored_step = max(block.stored_step, step)
         block.hits = 0
         block.parent = parent
@@ -523,7 +523,7 @@ class BlockPool:
             self._leases.announce(self, block)
 
     def rebook(self, block: Block, scope: CacheScope) -> None:
-        """Counts a block against the account of this scope, which equals its own but for the account."""
+        """Counts a block against the account of `scope`, which differs from the block's scope only in the account."""
         tier, before = self.tier_of(block), account_of(block)
         is_listed, is_used = block.lru_prev is not None, int(block.refs > 0)
         if is_listed:
@@ -536,12 +536,12 @@ class BlockPool:
         self.offloader.offer(block)
 
     def supersede(self, block: Block, old: Block, step: int) -> None:
-        """Replaces a block of the prefix tree by an equal used one on the device, with its children and leases."""
+        """Replaces a block of the prefix tree by an equal used device block, which takes over children and leases."""
         parent, tier, device = old.parent, self.tier_of(old), self.device
         assert parent is not None
         self.offloader.drained(block)
         self.report_removed(tier, old)
-        # From now on it counts against the quota of the account whose block it replaces.
+        # From now on, the block counts against the account of the block that it replaces.
         device.count(account_of(block), blocks=-1, used=-1)
         block.key, block.tokens, block.depth, block.scope = old.key, old.tokens, old.depth, old.scope
         block.hits = old.hits
@@ -572,7 +572,7 @@ class BlockPool:
         self.report_stored(block)
 
     def count_children_in_tier(self, block: Block) -> None:
-        """Counts the children in the block's own tier, with full attention."""
+        """With full attention: counts the block's children in the same tier."""
         if self.window is None:
             tier = self.tier_of(block)
             block.children_in_tier = sum([self.tier_of(child) is tier for child in children_of(block)])
@@ -581,7 +581,7 @@ class BlockPool:
         self._events.add(_UPDATED, self.view(block))
 
     def child_left(self, parent: Block, tier: Tier) -> None:
-        """Updates a block, which lies in this tier, after a child has left the tier."""
+        """Updates a block of this tier after a child has left the tier."""
         parent.children_in_tier -= 1
         if parent.children_in_tier:
             return
@@ -594,7 +594,7 @@ class BlockPool:
                 tier.order.insert(parent)
 
     def discard(self, block: Block, cause: RemovalCause) -> None:
-        """Removes a block from the prefix tree; with full attention it has no child. A cached block's slot is freed."""
+        """Removes a block from the prefix tree and frees a cached block's slot. With full attention: leaves only."""
         tier = self.tier_of(block)
         if block.lru_prev is not None:
             tier.delist(block, account_of(block))
@@ -604,7 +604,7 @@ class BlockPool:
             self._empty(tier, block)
 
     def discard_subtree(self, block: Block, cause: RemovalCause) -> None:
-        """As `discard`, with full attention after all descendants."""
+        """Does as `discard`; with full attention, discards all descendants first."""
         if self.window is None and block.children is not None:
             self.lose_children(block)
         self.discard(block, cause)
@@ -632,7 +632,7 @@ class BlockPool:
         ):
             self.child_left(parent, tier)
         tier.indexed -= 1
-        # Its leases may have passed to another, and its slot may stay reserved for a copy.
+        # Its leases may have passed to a different block, and its slot may stay reserved for a copy.
         block.priority = DEFAULT_PRIORITY
         for_sequence_id, owner = "", NO_OWNER
         if writer is not None:
@@ -645,7 +645,7 @@ class BlockPool:
             self.write_through.end(block)
         if self._windowed and cause not in _REPLACED:
             for pool in self._windowed:
-                # Without full attention's block of the same key it can never match.
+                # It can never match without the full-attention block of the same key.
                 useless = pool.tree.by_key.get(block.key)
                 if useless is not None and not useless.refs:
                     pool.discard(useless, RemovalCause.PARENT_EVICTED)
@@ -653,7 +653,7 @@ class BlockPool:
     # Leases
 
     def grant(self, block: Block, request: RetentionRequest | None) -> bool:
-        """Grants a block, in the prefix tree or about to enter it, a lease. False when too many others outrank it."""
+        """Grants a lease to a block that is in the prefix tree or about to enter it. False if too many outrank it."""
         return request is None or self._leases.grant(self, block, request)
 
     def reprioritise(self, block: Block) -> BlockView:
@@ -680,7 +680,7 @@ class BlockPool:
     # The journal
 
     def report_stored(self, block: Block) -> None:
-        """Reports to the journal that a block has come to its slot, or has changed."""
+        """Reports to the journal that a block has arrived in its slot, or has changed."""
         device = self.device
         tier = device if block.index <= device.size else self.tier_of(block)
         for listener in self._events.quiet_listeners:
@@ -694,7 +694,7 @@ class BlockPool:
         self._journal.removed(self.executor_id, self.spec.group, tier.kind, block.index - tier.offset)
 
     def record(self, block: Block) -> BlockRecord | None:
-        """A block as the store keeps it; None when it has left the prefix tree."""
+        """Returns a block as the store keeps it; None if the block has left the prefix tree."""
         if block.parent is None:
             return None
         scope, tier = block.scope, self.tier_of(block)
@@ -739,7 +739,7 @@ class BlockPool:
         )
 
     def records(self) -> Iterator[BlockRecord]:
-        """All blocks of the prefix tree by index; they may change meanwhile."""
+        """Yields all blocks of the prefix tree by index; blocks may change meanwhile."""
         for block in self.blocks:
             record = None if block is None else self.record(block)
             if record is not None:
@@ -748,13 +748,13 @@ class BlockPool:
     # The end of the executor
 
     def lose_all(self) -> None:
-        """The executor is lost: every slot is empty. The journal keeps the blocks that may be restored with it."""
+        """Empties every slot after the loss of the executor. The journal keeps blocks that may be restored later."""
         for block in self.tree.by_key.values():
             self.lose(block)
         self.start_empty(self.spec, self._listener)
 
     def abandon(self, lost_blocks: LostBlocks) -> None:
-        """As `lose_all`, in constant time and without an event for each block."""
+        """Does as `lose_all`, but in constant time and without an event for each block."""
         self.is_lost = True
         lost_blocks.add(self.blocks, self.tree.by_key)
         self.blocks, self.tree = [], PrefixTree()
@@ -770,9 +770,9 @@ class BlockPool:
         block.detach()
 
     def start_empty(self, spec: PoolSpec, listener: PoolListener) -> None:
-        """Makes all slots empty. The caller enters blocks that stay again."""
+        """Makes all slots empty. The caller enters the blocks that stay once more."""
         for block in self.blocks:
-            # Shared before it was computed: its leases were granted already.
+            # Leases were already granted to blocks that were shared before they were computed.
             if block is not None and block.parent is None and block.lease is not None:
                 self._leases.forget(block)
         self.tree = PrefixTree()

@@ -6,12 +6,12 @@ from typing import NamedTuple, Protocol
 from cachemgr.types import Slot, TierKind
 from protos.kvcommon.tokens import unpack
 
-# `last_use` of all blocks of the device, which are not written again for every use.
+# `last_use` of all device blocks: their records are not rewritten at every use.
 USED_LAST = (1 << 63) - 1
 
 
 class LeaseRecord(NamedTuple):
-    """A lease; `remaining` seconds, None when its clock has not started or there is none."""
+    """A lease. `remaining` is in seconds; None if its clock has not started or it has none."""
 
     holder: str
     priority: int
@@ -29,11 +29,11 @@ class CopyRecord(NamedTuple):
 
 
 class BlockRecord(NamedTuple):
-    """Everything needed to put a block back into the index. One is made whenever a block enters it.
+    """Everything needed to put a block back into the index. Made whenever a block enters the index.
 
-    `key` and `parent_key` are 32-byte digests, `parent_key` is None at the root. `depth` counts the blocks before it,
-    `stored_step` is the last executor step that had written to it when it entered the index. `tokens` are packed. In a
-    lower tier `generation` is the ticket of the copy that filled the slot. A larger `last_use` is a later one.
+    `key` and `parent_key` are 32-byte digests; `parent_key` is None at the root. `depth` counts the ancestors.
+    `stored_step` is the last executor step that had written to the block when it entered the index. `tokens` are
+    packed. In a lower tier, `generation` is the ticket of the copy that filled the slot. A larger `last_use` is later.
     """
 
     group: int
@@ -57,11 +57,11 @@ class BlockRecord(NamedTuple):
 
     @property
     def tier_slot(self) -> Slot:
-        """Its group, tier and slot: no two blocks have the same."""
+        """Group, tier and slot, which no two blocks share."""
         return self.group, self.tier, self.slot
 
     def below(self) -> "BlockRecord | None":
-        """The record without the device: that of its write-through copy, or None."""
+        """The record of the block's write-through copy, or None."""
         if self.tier is not TierKind.DEVICE or self.lower_copy is None:
             return None if self.tier is TierKind.DEVICE else self
         return self._replace(**self.lower_copy._asdict(), lower_copy=None)
@@ -73,21 +73,21 @@ class BlockRecord(NamedTuple):
 
 
 class IndexJournal(Protocol):
-    """Gets every change of the prefix tree, at once and in order. Must not fail or block."""
+    """Receives every change of the prefix tree, at once and in order. Must not fail or block."""
 
     def cleared(self, executor_id: str, epoch: int) -> None:
-        """The executor starts an epoch with an empty tree."""
+        """Notes that the executor starts an epoch with an empty tree."""
 
     def stored(
         self, executor_id: str, group: int, tier: TierKind, slot: int, current: Callable[[], BlockRecord | None]
     ) -> None:
-        """A block of the tree has come to this slot, or has changed.
+        """Notes that a block of the tree has arrived in this slot, or has changed.
 
-        `current` gives its record when it is called; None when the block has left the index by then.
+        `current()` returns the block's record at the time of the call; None if the block has left the index by then.
         """
 
     def removed(self, executor_id: str, group: int, tier: TierKind, slot: int) -> None:
-        """The block in this slot has left it, or the tree."""
+        """Notes that the block in this slot has left the slot or the tree."""
 
 
 class NoJournal:

@@ -9,7 +9,7 @@ from protos.kvcommon.block_keys import root_key
 
 
 def account_for(accounts: Mapping[AccountKey, Account], tenant_id: str | None, salt: str | None) -> Account | None:
-    """The account that blocks count against, None for none: a quota of the tenant precedes that of the salt."""
+    """Returns the account that blocks count against, or None. A tenant's quota precedes a salt's quota."""
     tenants = None if tenant_id is None else accounts.get(("tenant_id", tenant_id))
     return tenants or (None if salt is None else accounts.get(("salt", salt)))
 
@@ -24,15 +24,15 @@ class _AccountScopes:
 
 
 class CacheScopes:
-    """The cache scopes of an executor: the same object for all blocks of equal values, as long as there are any."""
+    """The cache scopes of an executor. Blocks with equal values share one object, which lives as long as they do."""
 
     def __init__(self, model_fingerprint: bytes, accounts: Mapping[AccountKey, Account], weight_version: str) -> None:
-        """weight_version: of the weights that new sequences are computed with."""
+        """weight_version: the version of the weights that new sequences are computed with."""
         self.weight_version = weight_version
         self._model_fingerprint = model_fingerprint
         self._accounts = accounts
         self._scopes: WeakValueDictionary[tuple[object, ...], CacheScope] = WeakValueDictionary()
-        # By what a quota may be of, as long as there are scopes of that.
+        # By tenant or salt, as long as scopes of it exist.
         self._by_account: WeakValueDictionary[AccountKey, _AccountScopes] = WeakValueDictionary()
 
     def __iter__(self) -> Iterator[CacheScope]:
@@ -48,11 +48,11 @@ class CacheScopes:
         extra: bytes = b"",
         weight_version: str | None = None,
     ) -> CacheScope:
-        """The cache scope of these values. weight_version: None for that of new sequences."""
+        """The cache scope of these values. weight_version: None for the version of new sequences."""
         version = self.weight_version if weight_version is None else weight_version
         parts = (salt, adapter_id, tenant_id, session_id, extra, version)
         scope, account = self._scopes.get(parts), account_for(self._accounts, tenant_id, salt)
-        # Where quotas are new or deleted, another scope replaces it.
+        # A new scope replaces it after a quota was added or deleted.
         if scope is None or scope.account is not account:
             scope = CacheScope(root_key(self._model_fingerprint, salt, adapter_id, version), *parts)
             scope.account = account
@@ -80,18 +80,18 @@ class CacheScopes:
         return self.of(scope.salt, scope.adapter_id, scope.tenant_id, scope.session_id, extra, scope.weight_version)
 
     def current(self, scope: CacheScope) -> CacheScope:
-        """The scope itself, or the one that has replaced it since quotas have changed."""
+        """The scope itself, or its replacement after quotas have changed."""
         if not self._is_outdated(scope):
             return scope
         return self._like(scope, scope.extra)
 
     @property
     def weight_versions(self) -> set[str]:
-        """Of all weights that there may be blocks of, and of those that new sequences are computed with."""
+        """Versions of all weights of which blocks may exist, and the version of new sequences."""
         return {self.weight_version, *(scope.weight_version for scope in self)}
 
     def outdated(self, changed: Iterable[AccountKey]) -> set[CacheScope]:
-        """The scopes of these accounts that count against a quota of before."""
+        """The scopes of these accounts that still count against an earlier quota."""
         found = [one for key in changed if (one := self._by_account.get(key)) is not None]
         return {scope for one in found for scope in one.scopes if self._is_outdated(scope)}
 

@@ -11,12 +11,12 @@ from cachemgr.slices import Steps
 from cachemgr.types import BlockView, EventKind, ExecutorSpec, LeaseView, RemovalCause
 
 _new = tuple.__new__
-# Of events about executors.
+# The block of events about executors.
 NO_BLOCK = BlockView.of_pool("")
 
 
 class Event(NamedTuple):
-    """What happened to a block; for CREATED only its pool is set. A broken lease has the cause of its block's loss.
+    """What happened to a block. For CREATED, only the pool is set. A broken lease has the cause of its block's loss.
 
     Events about executors have the executor, without the contents of its memory, and no block.
     """
@@ -31,10 +31,10 @@ class Event(NamedTuple):
 
 
 class QuietListener(Protocol):
-    """Follows changes of blocks that are no events."""
+    """Follows changes of blocks that cause no event."""
 
     def changed_quietly(self, pool_id: str, key: bytes) -> None:
-        """The clock of a lease of this block has started."""
+        """Notes that the clock of one of this block's leases has started."""
 
 
 class EventLog:
@@ -58,7 +58,7 @@ class EventLog:
         executor: ExecutorSpec | None = None,
     ) -> None:
         """Numbers an event and keeps it."""
-        # A third of the time of Event(...), for each block that is stored or removed.
+        # Takes a third of the time of Event(...); runs for each block that is stored or removed.
         last, ring = self.last, self._ring
         event = _new(Event, (last + 1, kind, block, cause, lease, for_sequence_id, executor))
         if len(ring) < self._capacity:
@@ -68,10 +68,10 @@ class EventLog:
         self.last = last + 1
 
     def after(self, number: int, limit: int) -> list[Event]:
-        """Up to `limit` events behind a number. Raises EventsGoneError when the first of them is not kept."""
+        """Returns up to `limit` events after a number. Raises EventsGoneError if the first of them is not kept."""
         if number > self.last or number < self.last - len(self._ring):
             raise EventsGoneError(
-                f"events behind {number} are not kept",
+                f"events after {number} are not kept",
                 fields={"after_event_number": "is not that of an event that is kept, nor of the newest"},
                 metadata={"oldest": str(self.last - len(self._ring) + 1), "newest": str(self.last)},
             )
@@ -79,12 +79,12 @@ class EventLog:
         return [self._ring[index % self._capacity] for index in range(number, end)]
 
     def scrub(self, gone: set[bytes], is_meant: Callable[[BlockView], bool]) -> Steps[None]:
-        """Removes the token ids of blocks from all events: of those meant, those in `gone`, and their descendants.
+        """Removes token ids from the events of all blocks that are meant or in `gone`, and of their descendants.
 
-        The keys of all of these are added to `gone`.
+        Adds the keys of all these blocks to `gone`.
         """
         number = self.last - len(self._ring)
-        # In the order of time, in which parents come first; also events that come meanwhile.
+        # In order of time, so that parents come first; includes events that are added meanwhile.
         while number < self.last:
             begin = max(number, self.last - len(self._ring))
             number = min(self.last, begin + slices.LOOKS)

@@ -7,24 +7,24 @@ from heapq import heapify, heappop, heappush
 
 from cachemgr.blocks.block import Block
 
-# Bits of an index in the position of a block among those of its priority.
+# A block's position within its priority has its index in this many low bits.
 _SLOT_BITS = 40
 
 
 class EvictionQueue:
-    """The evictable blocks in eviction order: by priority, within it least recently used first.
+    """The evictable blocks in eviction order: by priority, and LRU within a priority.
 
-    Per priority a ring in the order of use, and a heap for blocks that return to the middle of it: when a lease
-    ends, or when the last child of a block between others is removed. A bit per priority that has blocks.
+    Each priority has a ring in order of use, and a heap for blocks that return to the middle of the ring: when a
+    lease ends, or when a block loses its last child. One bit marks each priority that has blocks.
     """
 
     __slots__ = ("_bits", "_reinserted", "_rings")
 
     def __init__(self) -> None:
         self._bits = 0
-        # Neighbour of blocks that are in a heap of this order, and of no other's.
+        # The neighbour of all blocks in this order's heaps, and of no other blocks.
         self._reinserted = Block(0)
-        # By priority, those that have had blocks: there may be an order for each of very many tenants.
+        # By priority, made on demand: each of very many tenants may have an order.
         self._rings: dict[int, _LruList] = {}
 
     def append(self, block: Block) -> None:
@@ -62,7 +62,7 @@ class EvictionQueue:
         return sum(ring.size for ring in self._rings.values())
 
     def walk(self) -> Iterator[tuple[int, bool, Iterator[tuple[Block, bool]]]]:
-        """Priority, its bit and its blocks for checks: each with whether it is linked, those oldest first."""
+        """For checks: each priority, its bit, and its blocks with whether each is linked, linked blocks oldest first."""
         for priority, ring in sorted(self._rings.items()):
             yield priority, bool(self._bits >> priority & 1), ring.walk()
 
@@ -77,8 +77,8 @@ class _LruList:
         end = Block(0)
         end.lru_prev = end.lru_next = end
         self._end = end
-        # Blocks that are not linked, by their position in the order; the heap also has positions that were given up.
-        # They are numbers, as very many are sorted at once when too many have been given up.
+        # Blocks that are not linked, by their position in the order; the heap also has stale positions.
+        # Positions are numbers, since very many are sorted at once when too many are stale.
         self._reinserted: dict[int, Block] = {}
         self._heap: list[int] = []
         self.size = 0
@@ -129,13 +129,13 @@ class _LruList:
         return oldest
 
     def _pop(self) -> None:
-        """Takes positions that were given up from the top of the heap."""
+        """Takes stale positions from the top of the heap."""
         heap, late = self._heap, self._reinserted
         for _ in range(1 + len(heap) // 8):
             heappop(heap)
             if not heap or heap[0] in late:
                 return
-        # To take very many one by one takes longer.
+        # Sorting once is faster than taking very many one by one.
         self._sort()
 
     def _sort(self) -> None:
@@ -147,7 +147,7 @@ class _LruList:
         while block is not None and block is not self._end:
             yield block, True
             block = block.lru_next
-        # Others may come and go between two of them.
+        # Blocks may come and go during the iteration.
         for block in list(self._reinserted.values()):
             yield block, False
 
@@ -160,7 +160,7 @@ class _LruList:
 
 
 def _position(block: Block) -> int:
-    """Where a block stands among those of its priority: by recency, each at a position of its own."""
+    """A block's unique position within its priority, by recency."""
     return block.recency << _SLOT_BITS | block.index
 
 

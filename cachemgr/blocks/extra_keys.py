@@ -1,4 +1,4 @@
-"""Content that is no token, such as an image, in the keys of blocks."""
+"""Content in the keys of blocks that is not a token, such as an image."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cachemgr.types import ExtraKey
 from protos.kvcommon.block_keys import child_key, extend_chain
 from protos.kvcommon.tokens import TOKEN_BYTES
 
-# Of an extra key in a block, before its digest: first token, number of tokens, length of the digest.
+# The header of an extra key in a block, before its digest: first token, number of tokens, length of the digest.
 _PIECE = struct.Struct("<iII")
 
 
@@ -26,10 +26,10 @@ def cut_extra_keys(extra_keys: Sequence[ExtraKey], num_tokens: int) -> tuple[Ext
 def extra_bytes(extra_keys: Sequence[ExtraKey], start: int, end: int) -> bytes:
     """The extra content of the tokens in [start, end), as it enters the key of their block.
 
-    Nothing behind the block counts: a fork or a truncation within a piece leaves the keys of the blocks before it.
+    Nothing after the block counts: a fork or a truncation within a piece leaves the keys of earlier blocks unchanged.
     """
     parts: list[bytes] = []
-    # They do not overlap: the first that reaches into the block is the first that ends behind its begin.
+    # Extra keys do not overlap: the first that reaches into the block is the first that ends after the block's start.
     for index in range(bisect_right(extra_keys, start, key=_end_of), len(extra_keys)):
         extra = extra_keys[index]
         if extra.start >= end:
@@ -40,7 +40,7 @@ def extra_bytes(extra_keys: Sequence[ExtraKey], start: int, end: int) -> bytes:
 
 
 def extra_digests(extra: bytes) -> Iterator[tuple[int, bytes]]:
-    """From the extra bytes of a block: the first token of each extra key, counted from the block's, and its digest."""
+    """Reads a block's extra bytes: yields each extra key's first token, counted from the block's first, and digest."""
     at = 0
     while at < len(extra):
         start, _, length = _PIECE.unpack_from(extra, at)
@@ -63,7 +63,7 @@ def prefix_keys(root: bytes, packed: bytes, block_size: int, extra_keys: Sequenc
 def extend_keys(
     keys: list[bytes], root: bytes, packed: bytes, block_size: int, extra_keys: Sequence[ExtraKey] = ()
 ) -> None:
-    """As `extend_chain`, with extra keys."""
+    """Does as `extend_chain`, with extra keys."""
     if not extra_keys:
         extend_chain(keys, root, packed, block_size)
         return

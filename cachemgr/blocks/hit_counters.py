@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-# Salts with an entry of their own; all others share one.
+# Salts with a separate entry; all other salts share one entry.
 MAX_SALTS = 100
-# A lookup so long ago counts half when salts compete for the entries.
+# When salts compete for entries, a lookup of this age counts half.
 HALF_LIFE_SECONDS = 600.0
 BUCKET_SECONDS = 10.0
 MAX_WINDOW_SECONDS = 3600.0
@@ -23,9 +23,9 @@ class TokenCount(NamedTuple):
 class TokenMeter:
     """Counts lookups of one pool.
 
-    `salts` has the most active salts of late, each with its lookups since it got its entry; `others` has all other
-    lookups. This is the space-saving algorithm with a half-life: a salt without an entry takes that of the least active
-    salt, with its weight, so that a salt with more than 1 / MAX_SALTS of the tokens always has an entry.
+    `salts` has the most recently active salts, each with its lookups since it got its entry; `others` has all other
+    lookups. This is the space-saving algorithm with a half-life: a salt without an entry takes the entry and the weight
+    of the least active salt. So a salt with more than 1 / MAX_SALTS of the tokens always has an entry.
     """
 
     __slots__ = ("_buckets", "_halved_at", "_weights", "others", "salts", "total")
@@ -34,7 +34,7 @@ class TokenMeter:
         self.total = TokenCount()
         self.salts: dict[str | None, TokenCount] = {}
         self.others = TokenCount()
-        # By salt that has an entry: tokens looked up, older ones for less, and the weight that came with the entry.
+        # By salt with an entry: tokens looked up, discounted by age, plus the weight that came with the entry.
         self._weights: dict[str | None, float] = {}
         self._halved_at = 0.0
         # (begin of the bucket, counts), oldest first.
@@ -63,7 +63,7 @@ class TokenMeter:
         self.salts[salt] = _sum(self.salts.get(salt, TokenCount()), queried, hit)
 
     def since(self, begin: float) -> TokenCount:
-        """Lookups from about this time on, in seconds."""
+        """Returns the lookups since about this time, given in seconds."""
         found = [count for start, count in self._buckets if start + BUCKET_SECONDS > begin]
         return TokenCount(sum(count.queried for count in found), sum(count.hit for count in found))
 

@@ -9,7 +9,7 @@ from cachemgr.retention.leases import LeaseBook
 class LostBlocks:
     """Blocks of lost executors that only running leases refer to.
 
-    They are freed in parts: freeing a million blocks at once would take too long.
+    The blocks are freed in parts, since freeing a million blocks at once would take too long.
     """
 
     def __init__(self, leases: LeaseBook) -> None:
@@ -20,7 +20,7 @@ class LostBlocks:
         return sum(len(blocks) + len(index) for blocks, index in self._rest)
 
     def add(self, blocks: list[Block | None], index: dict[bytes, Block]) -> None:
-        """`blocks` and `index` of a pool that no longer uses them."""
+        """Takes `blocks` and `index` from a pool that no longer uses them."""
         self._rest.append((blocks, index))
 
     def free_some(self, count: int) -> None:

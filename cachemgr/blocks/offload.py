@@ -1,4 +1,4 @@
-"""Lower tiers: blocks are offloaded when their slots are wanted, or written through to the next tier ahead of that."""
+"""Lower tiers: blocks are offloaded when their slots are needed, or written through to the next tier beforehand."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ _DROPPED, _OFFLOADED, _ALREADY_BELOW = Eviction
 
 
 class RecallableOffloads(Protocol):
-    """Offloads that can still be called off."""
+    """Offloads that can still be cancelled."""
 
     def first(self, tier: Tier, account: Account | None) -> Block | None:
-        """The block on its way to this tier that is evicted first, of one account or of all."""
+        """Of the blocks being copied to this tier, the first to evict; of one account, or of all."""
 
 
 class OffloadingWriter(Writer, Protocol):
-    """A writer that other blocks are offloaded for."""
+    """A writer whose allocations offload blocks."""
 
     @property
     def opened(self) -> RecallableOffloads:
-        """Offloads for its blocks that no scheduler knows of yet."""
+        """Offloads for the writer's blocks that no scheduler knows of yet."""
 
 
 class CopyTicket(Protocol):
-    """An open copy from one tier to a lower one, which has a reference to its target.
+    """An open copy from one tier to a lower tier, which has a reference to its target.
 
-    `holds_source` says whether it has one to its source, too.
+    `holds_source` says whether it has a reference to its source, too.
     """
 
     source: Block | None
@@ -59,29 +59,29 @@ class CopyTicket(Protocol):
     def target(self) -> Block: ...
 
     def offer(self) -> None:
-        """The priority or the children of the target have changed: as long as the copy can be recalled, that counts."""
+        """Notes that the target's priority or children have changed, which matters while the copy can be recalled."""
 
 
 class WriteThrough:
     """Copies of device blocks in the next tier that has slots, ahead of their eviction and of the loss of the device.
 
     The slot of a copy counts as free, and against no quota. The newest copy is dropped first, so that no block loses
-    its own before its descendants do.
+    its copy before its descendants do.
     """
 
     def __init__(self, pool: BlockPool, *, enabled: bool) -> None:
-        """Where it is not enabled no copy begins, and replaced blocks below become copies all the same."""
+        """If not `enabled`, no copy begins, but replaced blocks in lower tiers still become copies."""
         self._pool = pool
         self.tier = pool.device.below
         # Index of each copy by its device block.
         self.copies: dict[Block, int] = {}
-        # Copies in flight, by device block. They have a reference to their target only.
+        # Copies in flight, by device block. They refer to their target only.
         self.open: dict[Block, CopyTicket] = {}
-        # Copies in flight, with those that are useless once they end.
+        # The number of copies in flight, including cancelled copies.
         self.running = 0
-        # Replaced blocks below that copies still use, with the device blocks that have replaced them.
+        # Replaced blocks in lower tiers that copies still use, with the device blocks that have replaced them.
         self.successors: dict[Block, Block] = {}
-        # Device blocks that may have no copy, the next to get one last.
+        # Device blocks that may lack a copy; the last one is copied next.
         self.queue: deque[Block] = deque(maxlen=pool.device.size if enabled and self.tier is not None else 0)
 
     # Changes of blocks
@@ -90,7 +90,7 @@ class WriteThrough:
         self.queue.append(block)
 
     def superseded(self, old: Block, block: Block) -> None:
-        """A device block has replaced an equal block, whose copy or slot below is its copy now."""
+        """Makes the copy or lower slot of a replaced block the copy of the equal device block that has replaced it."""
         if self._pool.is_on_device(old):
             index = self.copies.pop(old, None)
             if index is not None:
@@ -101,7 +101,7 @@ class WriteThrough:
         self.enqueue(block)
 
     def inherit(self, old: Block) -> bool:
-        """Keeps the slot of a replaced block below as the copy of its successor. False if that has no use for it."""
+        """Keeps a replaced block's lower slot as its successor's copy. False if the successor has no use for it."""
         block, pool = self.successors.pop(old, None), self._pool
         if block is None or old in pool.zero_on_free or pool.tier_of(old) is not self.tier:
             return False
@@ -114,11 +114,11 @@ class WriteThrough:
         return True
 
     def reject(self, old: Block) -> None:
-        """A block below does not hold its bytes: its slot becomes no copy."""
+        """Notes that a lower block does not hold its bytes: its slot becomes no copy."""
         self.successors.pop(old, None)
 
     def end(self, block: Block) -> None:
-        """A block has left the device or the prefix tree: frees its copy, or overwrites it as its own slot."""
+        """Frees the copy of a block that has left the device or the tree; overwrites it if the block must be overwritten."""
         pool = self._pool
         zeroed = block in pool.zero_on_free
         index = self.copies.pop(block, None)
@@ -134,7 +134,7 @@ class WriteThrough:
             pool.zero_on_free.update(below for below, successor in self.successors.items() if successor is block)
 
     def _cancel(self, block: Block) -> None:
-        """A copy of the block that is in flight, if there is one, is useless once it ends."""
+        """Marks the block's copy in flight, if there is one, as useless."""
         ticket = self.open.pop(block, None)
         if ticket is not None:
             ticket.source = None
@@ -142,7 +142,7 @@ class WriteThrough:
                 self._pool.zero_on_free.add(ticket.target)
 
     def indexes_of(self, block: Block) -> list[int]:
-        """Indexes of lower slots that may hold a device block's bytes; their generations decide."""
+        """Indexes of lower slots that may hold a device block's bytes; the slots' generations decide."""
         index, ticket = self.copies.get(block), self.open.get(block)
         found = [] if index is None else [index]
         if ticket is not None:
@@ -154,7 +154,7 @@ class WriteThrough:
     # Slots
 
     def pop_newest(self) -> int | None:
-        """The index of the newest copy, which is dropped; None when there is none."""
+        """Drops the newest copy and returns its index; None if there is none."""
         if not self.copies:
             return None
         block, index = self.copies.popitem()
@@ -167,7 +167,7 @@ class WriteThrough:
     def next(self, limit: int) -> list[Block]:
         """Blocks to copy down now, at most `limit`, parents before children."""
         found: dict[Block, None] = {}
-        # A stored block may be in an unread slot.
+        # An unread slot may hold a stored block.
         known = self.tier is not None and self.tier.unread is None
         most = min(limit, self.tier.num_empty) if known and self.tier is not None else 0
         while self.queue and len(found) < most:
@@ -178,7 +178,7 @@ class WriteThrough:
         return list(found)
 
     def _chain(self, block: Block, found: dict[Block, None]) -> list[Block]:
-        """A block and its ancestors that have no copy yet; empty for a block that should have none."""
+        """A block and its ancestors that have no copy yet; empty if the block should have no copy."""
         pool, chain = self._pool, list[Block]()
         if not self._should_have_copy(block):
             return chain
@@ -203,7 +203,7 @@ class WriteThrough:
         self.running += 1
 
     def ended(self, ticket: CopyTicket, *, done: bool) -> None:
-        """A copy has ended; the caller releases its target next."""
+        """Notes that a copy has ended; the caller releases its target next."""
         self.running -= 1
         block = ticket.source
         if block is None:
@@ -223,9 +223,9 @@ class Offloader:
         self._pool = pool
         self._write_through = write_through
         self._listener = listener
-        # Blocks in lower tiers whose copies are in flight; no sequence may match them.
+        # Blocks in lower tiers whose copies are in flight; no sequence may match these blocks.
         self.offloading: dict[Block, CopyTicket] = {}
-        # Blocks that are not computed yet, in slots whose former bytes are still to be copied.
+        # Blocks that are not computed yet, in slots whose former bytes have yet to be copied.
         self.draining: dict[Block | None, CopyTicket] = {}
 
     def offload(self, tier: Tier, victim: Block, writer: OffloadingWriter | None) -> Eviction:
@@ -233,7 +233,7 @@ class Offloader:
         pool, lower = self._pool, tier.below
         if lower is None:
             return _DROPPED
-        # Its children in lower tiers are useless without it: it is offloaded whatever its priority.
+        # Children in lower tiers are useless without the block, so it is offloaded whatever its priority.
         carries = pool.window is None and victim.children is not None
         account = account_of(victim)
         closed = lower.is_closed(account)
@@ -256,7 +256,7 @@ class Offloader:
             elif pool.evict(lower, other, writer) is _OFFLOADED:
                 moved = other
         if tier is pool.device:
-            # A copy in flight would come too late, and the slot of a copy that may not stay is free.
+            # A copy in flight would be too late, and the slot of a copy that must not stay becomes free.
             self._write_through.end(victim)
         tier.counters.offloaded += 1
         tier.counters.copied_bytes += pool.spec.block_bytes
@@ -270,10 +270,10 @@ class Offloader:
         return _OFFLOADED
 
     def begin(self, moved: Block, occupant: Block, writer: OffloadingWriter | None) -> None:
-        """Opens the copy of a block that has moved; `occupant` has its old slot."""
+        """Opens the copy of a block that has moved; `occupant` has the old slot."""
         ticket = self._listener.offloading(self._pool, moved, occupant, writer)
         self.offloading[moved] = self.draining[occupant] = ticket
-        # The record has the ticket for its generation.
+        # The record has the ticket as its generation.
         self._pool.report_stored(moved)
 
     def ended(self, ticket: CopyTicket) -> None:
@@ -282,15 +282,15 @@ class Offloader:
             del self.draining[ticket.source]
 
     def drained(self, block: Block) -> None:
-        """A block is computed: the former bytes of its slot are copied, confirmed or not.
+        """Notes that a block is computed, so the former bytes of its slot are copied, confirmed or not.
 
-        From now on its slot is free as soon as it has no references.
+        From now on, the slot is free as soon as the block has no references.
         """
         if self.draining:
             self.draining.pop(block, None)
 
     def reserve(self, block: Block) -> bool:
-        """Reserves a block's slot for the copy of its former bytes. False if there is none."""
+        """Reserves a block's slot for the copy of the slot's former bytes. False if there is no such copy."""
         if block not in self.draining:
             return False
         self.draining.pop(block).holds_source = True
@@ -298,7 +298,7 @@ class Offloader:
         return True
 
     def offer(self, block: Block) -> None:
-        """Updates the eviction order of blocks whose copies can be recalled, if the block is one."""
+        """Updates the block's place in the eviction order if its copy can be recalled."""
         ticket = self.offloading.get(block) if self.offloading else None
         if ticket is not None:
             ticket.offer()
@@ -324,7 +324,7 @@ class Offloader:
             pool.blocks[slot] = occupant
             device.used += 1
             self.begin(block, occupant, None)
-            # Its slot is the copy's now.
+            # The slot belongs to the copy now.
             pool.release(occupant)
         return way is not _DROPPED
 
@@ -335,7 +335,7 @@ class Offloader:
         return self._write_through.pop_newest() if lower is self._write_through.tier else None
 
     def _lie_below(self, lower: Tier, block: Block, index: int) -> None:
-        """A device block moves to the slot of its write-through copy."""
+        """Moves a device block to the slot of its write-through copy."""
         pool, account = self._pool, account_of(block)
         pool.device.counters.offloaded += 1
         pool.report_removed(pool.device, block)
@@ -348,8 +348,8 @@ class Offloader:
         pool.report_stored(block)
 
     def _least(self, lower: Tier, account: Account | None, writer: OffloadingWriter | None) -> Block | None:
-        """The block that a lower tier evicts next: a cached one, or one whose copy can be recalled."""
-        # At its ceiling an account replaces its own blocks only.
+        """The block that a lower tier evicts next: a cached block, or a block whose copy can be recalled."""
+        # At its ceiling, an account replaces only its own blocks.
         shut = account is not None and lower.is_closed(account) and not lower.wants_own(account)
         least = None if shut else lower.victim(account) if lower.shares else lower.order.first()
         moving = None if writer is None else writer.opened.first(lower, account if shut else None)
@@ -358,7 +358,7 @@ class Offloader:
         return moving
 
     def _recall(self, lower: Tier, block: Block, writer: OffloadingWriter | None) -> None:
-        """Calls off the copy of a block and drops it."""
+        """Cancels the copy of a block and drops the block."""
         assert writer is not None
         pool, ticket = self._pool, self.offloading.pop(block)
         del self.draining[ticket.source]
@@ -384,6 +384,6 @@ class Offloader:
             if isinstance(parent, Block) and (tier is pool.device or pool.tier_of(parent) is tier):
                 pool.child_left(parent, tier)
                 if tier is pool.device:
-                    # Its child below is useless without it.
+                    # The child in the lower tier is useless without its parent.
                     self._write_through.enqueue(parent)
         pool.report_updated(block)

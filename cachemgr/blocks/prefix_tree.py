@@ -1,8 +1,8 @@
 """The prefix tree of a pool: blocks by key, and the children of each block.
 
-The children of a node are sorted by their extra bytes and, among equal ones, by their packed tokens. Sorted that way,
-the sibling with the longest common prefix is a neighbour of the position where the tokens would go, and so is every
-sibling that begins with them. Only siblings with equal extra bytes have anything in common.
+The children of a node are sorted by their extra bytes, then by their packed tokens. In this order, the sibling with the
+longest common prefix is a neighbour of the position where the tokens would go, and so is every sibling that begins
+with them. Only siblings with equal extra bytes have a common prefix.
 """
 
 from bisect import bisect_left, bisect_right
@@ -13,22 +13,22 @@ from cachemgr.blocks.block import Block, Node
 from protos.kvcommon.tokens import TOKEN_BYTES
 
 _ORDER = attrgetter("scope.extra", "tokens")
-# On each side, when the nearest children cannot be used.
+# The limit on each side, if the nearest children cannot be used.
 _MOST_LOOKED_AT = 32
 
 
 class PrefixTree:
     """The indexed blocks of a pool by key, and as a tree.
 
-    A tombstone stands for a block that has left and whose children stay: with a window, or in lower tiers. Roots are
-    tombstones too: they never have a block.
+    A tombstone stands for a removed block whose children stay: with a window, or in lower tiers. Roots are tombstones
+    too, since they never have a block.
     """
 
     __slots__ = ("by_key", "tombstones")
 
     def __init__(self) -> None:
         self.by_key: dict[bytes, Block] = {}
-        # Only those that have children.
+        # Only tombstones that have children.
         self.tombstones: dict[bytes, Node] = {}
 
     def node(self, key: bytes) -> Node | None:
@@ -43,7 +43,7 @@ class PrefixTree:
         return node
 
     def link(self, block: Block, parent: Node) -> None:
-        """Enters a block whose key, tokens and scope are set. It takes over the children of its tombstone."""
+        """Enters a block whose key, tokens and scope are set. The block takes over the children of its tombstone."""
         if not isinstance(parent, Block):
             # A tombstone is removed with its last child, and may have been removed.
             self.tombstones[parent.key] = parent
@@ -55,7 +55,7 @@ class PrefixTree:
         self.by_key[block.key] = block
 
     def replace(self, old: Block, block: Block) -> None:
-        """Replaces a block by another block with the same key and tokens."""
+        """Replaces a block by a new block with the same key and tokens."""
         parent = old.parent
         assert parent is not None
         remove_child(parent, old)
@@ -65,7 +65,7 @@ class PrefixTree:
         self.by_key[block.key] = block
 
     def unlink(self, block: Block, parent: Node) -> None:
-        """Removes a block; its children get a tombstone for a parent."""
+        """Removes a block; a tombstone becomes the parent of its children."""
         if parent.children is block:
             parent.children = None
         else:
@@ -89,7 +89,7 @@ class PrefixTree:
 
 
 def adopt_children(node: Node, old: Node) -> None:
-    """Passes the children of one node on to another, which has none."""
+    """Passes the children of `old` on to `node`, which has none."""
     node.children, old.children = old.children, None
     for child in children_of(node):
         child.parent = node
@@ -129,11 +129,11 @@ def remove_child(node: Node, block: Block) -> None:
 def closest_child(
     node: Node, tokens: bytes, extra: bytes = b"", is_usable: Callable[[Block], bool] | None = None
 ) -> tuple[Block | None, int]:
-    """The usable child with the longest common prefix, and that prefix in tokens; (None, 0) when there is none.
+    """The usable child with the longest common prefix, and the prefix length in tokens; (None, 0) if there is none.
 
-    The common prefix shrinks with the distance from the position of the tokens: the search runs outward from there, and
-    ends where no longer prefix follows. Under a root very many children may be in use, so it looks at a few only: a
-    shorter match, or none, costs less than a look at all of them.
+    The common prefix shrinks with the distance from the position of the tokens. So the search runs outward from there,
+    and ends when no longer prefix can follow. It looks at a few children only, since very many of a root's children may
+    be in use: a shorter match, or none, costs less than a look at all children.
     """
     children = node.children
     if children is None or not tokens:
@@ -156,7 +156,7 @@ def closest_child(
 
 
 def covering_child(node: Node, tokens: bytes, extra: bytes = b"") -> Block | None:
-    """A child that begins with these tokens."""
+    """Returns a child that begins with these tokens."""
     children = node.children if isinstance(node.children, list) else children_of(node)
     index = bisect_left(children, (extra, tokens), key=_ORDER)
     for block in children[index : index + 1]:
@@ -166,7 +166,7 @@ def covering_child(node: Node, tokens: bytes, extra: bytes = b"") -> Block | Non
 
 
 def longer_sibling(node: Node, block: Block) -> Block | None:
-    """A sibling that begins with all tokens of this block."""
+    """Returns a sibling that begins with all tokens of this block."""
     children = node.children
     if not isinstance(children, list):
         return None
@@ -186,7 +186,7 @@ def covered_children(node: Node, tokens: bytes, extra: bytes = b"") -> list[Bloc
     beginning = tokens
     index = bisect_left(children, (extra, beginning), key=_ORDER)
     while index > 0 and _ORDER(children[index - 1])[0] == extra:
-        # A prefix of `beginning` is its last predecessor, or lies between that one's common prefix and itself.
+        # A prefix of `beginning` is the predecessor itself, or a prefix of what both have in common.
         block = children[index - 1]
         common = _common_tokens(block.tokens, beginning) * TOKEN_BYTES
         beginning = tokens[:common]
@@ -204,6 +204,6 @@ def _common_tokens(one: bytes, other: bytes) -> int:
     shorter = min(len(one), len(other))
     if one[:shorter] == other[:shorter]:
         return shorter // TOKEN_BYTES
-    # The exclusive or of both has its lowest set bit in the first byte that differs.
+    # The XOR of both has its lowest set bit in the first byte that differs.
     differing = int.from_bytes(one[:shorter], "little") ^ int.from_bytes(other[:shorter], "little")
     return ((differing & -differing).bit_length() - 1) // (8 * TOKEN_BYTES)

@@ -23,32 +23,32 @@ class Share:
         self.order = EvictionQueue()
 
     def protected(self, claimed: int = 0) -> int:
-        """Cached blocks that only the account may evict, after sequences have claimed N = `claimed` of them."""
+        """Cached blocks that only the account may evict, once sequences have claimed `claimed` of them."""
         return max(0, min(self.count, self.floor) - self.used - claimed)
 
     @property
     def is_full(self) -> bool:
-        """Whether its next block must replace one of its own."""
+        """Whether the account's next block must replace one of the account's own blocks."""
         return self.ceiling is not None and self.count >= self.ceiling
 
 
 class Shares:
-    """Finds the share whose block is evicted next, of the shares above their floor or of all. There may be thousands.
+    """Finds the share whose block is evicted next, of thousands of shares: all, or only shares above their floor.
 
-    A heap in which a share has the position of its first block or an earlier one, which is corrected when it is found.
+    In the heap, a share has the position of its first block or an earlier position, which is corrected when found.
     """
 
     __slots__ = ("_floors_count", "_heap", "_positions", "_pushes")
 
     def __init__(self, *, floors_count: bool) -> None:
         self._floors_count = floors_count
-        # (priority, recency, number of the push, share); stale when the share's position is another.
+        # (priority, recency, number of the push, share); stale if it differs from the share's current position.
         self._heap: list[tuple[int, int, int, Share]] = []
         self._positions: dict[Share, tuple[int, int]] = {}
         self._pushes = 0
 
     def note(self, share: Share, at: tuple[int, int], most: int) -> None:
-        """A share has an evictable block at this position of the eviction order. There are at most `most` shares."""
+        """Notes that a share has an evictable block at this position. There are at most `most` shares."""
         position = self._positions.get(share)
         if (position is not None and position <= at) or not self._may_lose(share):
             return

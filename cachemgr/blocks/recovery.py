@@ -34,7 +34,7 @@ class ForgottenBlocks(Protocol):
     """Blocks that were forgotten before they were read."""
 
     def means(self, record: BlockRecord) -> bool:
-        """Whether a stored block is among them."""
+        """Whether a stored block is forgotten."""
 
     def add(self, target: ForgetTarget) -> None:
         """Adds the stored blocks that a later call forgets."""
@@ -48,10 +48,10 @@ def restart(
     held: Mapping[Block, int],
     zeroing: Iterable[int],
 ) -> None:
-    """The executor has started again: the device is void, and a lower slot counts if its copy is on record.
+    """Resets a pool after its executor restarted: the device is void; a lower slot counts if its copy is on record.
 
-    `filled` has for each lower tier the tickets that filled its slots. What stays keeps the references `held`;
-    callers end all others before. Lower indexes in `zeroing` are overwritten.
+    `filled` has the tickets that filled the slots of each lower tier. Blocks that stay keep the references `held`;
+    callers must end all other references first. Lower indexes in `zeroing` are overwritten.
     """
     tree = pool.tree
     staying = {block: index for block in tree.by_key.values() if (index := _slot_below(pool, block, filled))}
@@ -96,7 +96,7 @@ def _slot_below(pool: BlockPool, block: Block, filled: Mapping[TierKind, Sequenc
 
 
 def _move_in(pool: BlockPool, block: Block, index: _LowerSlot, held: int) -> None:
-    """Moves a block to the slot that holds its bytes, with one reference more than it keeps."""
+    """Moves a block to the slot that holds its bytes, with one extra reference."""
     kind, slot, generation = index
     tier = pool.tiers[kind]
     block.detach()
@@ -137,10 +137,10 @@ def _zero(pool: BlockPool, tier: Tier, slot: int) -> None:
 
 
 class Recovery:
-    """Restores stored blocks one by one, parents before children, while sequences use the pools already.
+    """Restores stored blocks one by one, parents before children, while sequences already use the pools.
 
-    A stored block counts if its slot has kept its content until the registration of the executor, and has not been
-    allocated since: `Tier.unread` has these slots. Every difference from the record is reported to the journal.
+    A stored block counts if its slot kept its content until the executor registered and has not been allocated since.
+    `Tier.unread` has these slots. Every difference from the record is reported to the journal.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Recovery:
         self.forgotten = forgotten
         self.purged = purged
         self._forgotten_keys: set[bytes] = set()
-        # All uses since are later ones. The recency of blocks that were on the device counts down from here.
+        # All uses since then are later. The recency of former device blocks counts down from here.
         self._last_uses = [pool.lru_clock for pool in pools]
         for pool in pools:
             group = pool.spec.group
@@ -179,7 +179,7 @@ class Recovery:
                     tier.await_stored_blocks(filled)
 
     def purge(self, is_meant: Callable[[BlockRecord], bool]) -> None:
-        """Stored blocks that are meant, and their descendants, are overwritten instead of restored."""
+        """Has the stored blocks that are meant, and their descendants, overwritten instead of restored."""
         self.purged.append(is_meant)
 
     def overwrite(self, slots: Iterable[Slot]) -> None:
@@ -194,10 +194,10 @@ class Recovery:
                 self._zero(pool, tier, slot)
 
     def restore(self, record: BlockRecord) -> None:
-        """Adopts a block where its bytes are; among equal priorities the least recently used one is evicted first."""
+        """Adopts a block in the slot that holds its bytes. Within a priority, blocks are evicted in LRU order."""
         pool = self._pools[record.group] if record.group < len(self._pools) else None
         if pool is not None and self._is_forgotten(record):
-            # Its descendants are forgotten, too, also where its own bytes are lost.
+            # Its descendants are forgotten too, even if its own bytes are lost.
             self._forgotten_keys.add(record.key)
             self._leave(record)
             self._overwrite(pool, record)
@@ -215,20 +215,20 @@ class Recovery:
         for lease in leases_of(block):
             if self._is_deleted_rule(lease.request.holder):
                 self._leases.revoke(pool, block, lease.request.holder, RemovalCause.RULE_CHANGED)
-        # It may be in the slot of its write-through copy. Its leases may run now, be covered, or come from a block that
-        # it covers.
+        # The block may be in the slot of its write-through copy. Its leases may have started, may be covered, or may
+        # come from a block that it covers.
         stored = pool.record(block)
         if stored is None or _timeless(stored) != _timeless(record):
             self._journal.stored(self._spec.executor_id, *found.tier_slot, partial(pool.record, block))
 
     def end(self) -> None:
-        """No stored block follows: the other slots are empty."""
+        """Ends the recovery: no stored block follows, so all remaining slots are empty."""
         for pool in self._pools:
             for tier in pool.tiers:
                 tier.end_stored_blocks()
 
     def _leave(self, record: BlockRecord) -> None:
-        """Reports a record as removed, unless another block in its slot is reported already."""
+        """Reports a record as removed, unless a block now in its slot has already been reported."""
         if record.group < len(self._pools):
             pool = self._pools[record.group]
             tier = pool.tiers[record.tier]
@@ -247,7 +247,7 @@ class Recovery:
             if at is None or tier is None or tier.unread is None or not tier.is_unread(at.slot):
                 continue
             if tier is not pool.device and self._spec.generations(tier.kind, group)[at.slot - 1] != at.generation:
-                # It was filled for another block.
+                # The slot was filled for a different block.
                 continue
             self._zero(pool, tier, at.slot)
 
@@ -262,7 +262,7 @@ class Recovery:
         return any(is_meant(record) for is_meant in self.purged)
 
     def _believed(self, record: BlockRecord) -> BlockRecord | None:
-        """The record with the slot that holds its bytes; None when they are lost, or the record is unsound."""
+        """The record with the slot that holds its bytes; None if the bytes are lost or the record is unsound."""
         if not self._is_sound(record):
             return None
         below = record.below()
@@ -275,7 +275,7 @@ class Recovery:
         return record if has_copy else record._replace(lower_copy=None)
 
     def _is_sound(self, record: BlockRecord) -> bool:
-        """Whether the key is that of the tokens behind the parent, and the block fits into the tree."""
+        """Whether the key matches the tokens and the parent, and the block fits into the tree."""
         pool = self._pools[record.group]
         if any(not NO_PRIORITY <= lease.priority <= MAX_PRIORITY for lease in record.leases):
             return False
@@ -303,7 +303,7 @@ class Recovery:
         return child_key(parent_key, record.tokens, record.extra) == record.key
 
     def _is_on_device(self, record: BlockRecord) -> bool:
-        """Whether no step has written to the slot since, and the parent is on the device, too."""
+        """Whether no step has written to the slot since then, and the parent is on the device too."""
         pool = self._pools[record.group]
         if not pool.device.is_unread(record.slot):
             return False
@@ -314,7 +314,7 @@ class Recovery:
         return self._spec.last_write_steps[record.group][record.slot - 1] <= record.stored_step
 
     def _is_filled(self, record: BlockRecord) -> bool:
-        """Whether a lower slot was filled by the copy on record, and may hold this block. Its parent may be lost."""
+        """Whether the copy on record filled a lower slot that may hold this block. The parent may be lost."""
         pool = self._pools[record.group]
         if not pool.tiers[record.tier].is_unread(record.slot):
             return False
@@ -348,7 +348,7 @@ class Recovery:
         is_of_other_weights = record.weight_version != self._scopes.weight_version
         if is_of_other_weights:
             leases.restore(pool, block, OTHER_WEIGHTS, None)
-        # The newest comes first in a record, and in a list that grows at its beginning.
+        # Records list the newest lease first; restoring in reverse keeps this order, as new leases are put first.
         for lease in reversed(record.leases):
             if is_of_other_weights or lease.holder == WEIGHTS:
                 continue
@@ -364,7 +364,7 @@ class Recovery:
 
 
 def _timeless(record: BlockRecord) -> BlockRecord:
-    """The record without the passing of time: a lease's clock runs or stands."""
+    """The record without the passing of time: only whether each lease's clock runs."""
     if not record.leases:
         return record
     leases = [lease._replace(remaining=None if lease.remaining is None else 0.0) for lease in record.leases]

@@ -7,10 +7,10 @@ from bisect import bisect_right
 from cachemgr.retention.priority import DEFAULT_PRIORITY
 from cachemgr.types import Removal, RemovalCause
 
-# Times are kept this finely, for so many uses back.
+# The resolution of the times of uses, and the number of times that are kept.
 _RESOLUTION_SECONDS = 0.1
 _MAX_MARKS = 36_000
-# Tenant and salt of nobody.
+# Tenant and salt, if there is no owner.
 NO_OWNER: tuple[str | None, str | None] = (None, None)
 
 
@@ -21,7 +21,7 @@ class RemovalHistory:
 
     def __init__(self, capacity: int) -> None:
         self._half = capacity // 2
-        # The older half is dropped as a whole: finding the oldest entry of a dictionary again and again is slow.
+        # The older half is dropped as a whole, since finding a dictionary's oldest entry again and again is slow.
         self._older: dict[bytes, Removal] = {}
         self._newer: dict[bytes, Removal] = {}
 
@@ -35,12 +35,12 @@ class RemovalHistory:
         for_owner: tuple[str | None, str | None] = NO_OWNER,
         lease_ended: bool = False,
     ) -> None:
-        """As the fields of Removal."""
+        """Adds a removal; the parameters are the fields of Removal."""
         newer = self._newer
         if len(newer) >= self._half:
             self._older = newer
             newer = self._newer = {}
-        # A third of the time of Removal(...), for each removed block.
+        # Takes a third of the time of Removal(...); runs for each removed block.
         newer[key] = tuple.__new__(Removal, (cause, time, for_sequence_id, priority, for_owner, lease_ended))
 
     def discard(self, key: bytes) -> None:
@@ -48,23 +48,23 @@ class RemovalHistory:
         self._older.pop(key, None)
 
     def get(self, key: bytes) -> Removal | None:
-        """How a block was lost, None when that is not known."""
+        """Returns how a block was lost; None if unknown."""
         return self._newer.get(key) or self._older.get(key)
 
 
 class UseTimes:
-    """From the number of a use to the time at which it was, in seconds."""
+    """Maps the number of a use to its time in seconds."""
 
     __slots__ = ("_begin", "_end", "_last", "_numbers", "_times")
 
     def __init__(self) -> None:
-        # The last answer, and for which numbers it holds: blocks are evicted in the order of their uses.
+        # The last answer, and the range of numbers that it holds for: blocks are evicted in the order of their uses.
         self._begin, self._end, self._last = 0, 0, 0.0
         self._numbers: list[int] = []
         self._times: list[float] = []
 
     def note(self, number: int, now: float) -> None:
-        """A use with a larger number than all before."""
+        """Notes a use; its number must be larger than all earlier numbers."""
         if self._times and now - self._times[-1] < _RESOLUTION_SECONDS:
             return
         self._numbers.append(number)
@@ -73,7 +73,7 @@ class UseTimes:
             del self._numbers[: _MAX_MARKS // 2], self._times[: _MAX_MARKS // 2]
 
     def at(self, number: int) -> float:
-        """When the use was; for one too long ago the oldest time that is known."""
+        """The time of a use; for a use too long ago, the oldest known time."""
         if self._begin <= number < self._end:
             return self._last
         if not self._times:

@@ -20,7 +20,7 @@ from cachemgr.types import RemovalCause, TierKind
 class TierCounters:
     """What happened in a tier since its pool was registered; `removed` by cause, the gap in seconds.
 
-    `written_through` blocks of the device were copied here to be in both, `restored` blocks are from before a restart.
+    `written_through` counts copies of blocks that stayed on the device, `restored` blocks from before a restart.
     """
 
     allocated: int = 0
@@ -36,34 +36,34 @@ class TierCounters:
 
     @property
     def evicted(self) -> int:
-        """Blocks that were dropped for others, or as the pool was made smaller."""
+        """Blocks that were dropped for other blocks, or because the pool shrank."""
         return self.removed[RemovalCause.EVICTED] + self.removed[RemovalCause.POOL_SHRUNK]
 
     @property
     def mean_idle_before_eviction(self) -> float:
-        """Mean time between the last use of a block and the end of its stay."""
+        """Mean time from the last use of a block to its eviction."""
         return self.idle_before_eviction_seconds / self.timed_evictions if self.timed_evictions else 0.0
 
     def note_idle_before_eviction(self, seconds: float) -> None:
-        """A block is evicted that was used last so long ago."""
+        """Notes that a block is evicted N = `seconds` after its last use."""
         self.timed_evictions += 1
         self.idle_before_eviction_seconds += seconds
 
 
-# Indexes that were never allocated, at a time.
+# Indexes that were never allocated become `empty` in portions of this size.
 _PORTION = 4096
 
 
 class Tier:
     """Slots 1..size of one kind of memory.
 
-    A pool numbers the slots of all its tiers in one row, its indexes; the first slot is at index `offset` + 1. `used`
-    counts blocks with references, `cached` those without. Slots that the pool may not use are `withheld`, or still
-    `to_withhold` as long as they are in use.
+    Indexes number the slots of all tiers of a pool in one row; the first slot is at index `offset` + 1. `used` counts
+    blocks with references, `cached` blocks without. Slots that the pool may not use are `withheld`; while still in use,
+    they count in `to_withhold`.
     """
 
     def __init__(self, kind: TierKind, offset: int, size: int, below: Tier | None = None) -> None:
-        """`below` is the next lower tier that has slots: evicted blocks are offloaded to it."""
+        """`below` is the next lower tier that has slots; evicted blocks are offloaded there."""
         self.kind = kind
         self.below = below
         self.offset = offset
@@ -73,23 +73,23 @@ class Tier:
         # Blocks of the prefix tree, in use or not.
         self.indexed = 0
         self.withheld: list[int] = []
-        # How many of its slots are withheld once they are free.
+        # How many slots are still to be withheld, once they are free.
         self.to_withhold = 0
-        # Of those withheld, indexes that the executor has yet to overwrite.
+        # Withheld indexes that the executor has yet to overwrite.
         self.clearing: set[int] = set()
         self.counters = TierCounters()
-        # By slot of a lower tier: the ticket of the copy that filled it. Steps fill those of the device.
+        # By slot of a lower tier: the ticket of the copy that filled it. Steps fill the device's slots.
         self.generations = array("Q", bytes(0 if kind is TierKind.DEVICE else 8 * (size + 1)))
-        # Indexes of empty slots, longest empty first. Indexes that were never allocated come in portions, as listing
-        # millions would delay a registration: some are here as long as there are any.
+        # Indexes of empty slots, longest empty first. Indexes that were never allocated are added in portions, since
+        # listing millions would delay a registration. While any are left, some are here.
         self.empty: deque[int] = deque()
         self._fresh = range(offset + 1, offset + size + 1)
         self._refill()
-        # Set while stored blocks are read: free slots beside the empty ones.
+        # Set while stored blocks are read: free slots besides the empty slots.
         self.unread: UnreadSlots | None = None
         # Evictable blocks of accounts without a quota.
         self.order = EvictionQueue()
-        # Of accounts that have blocks here.
+        # The shares of accounts that have blocks here.
         self.shares: dict[Account, Share] = {}
         self._losing, self._holding = Shares(floors_count=True), Shares(floors_count=False)
         # Cached blocks that the floors of all shares protect.
@@ -102,21 +102,21 @@ class Tier:
 
     @property
     def free(self) -> int:
-        """Slots that can be allocated: empty ones and those of cached blocks."""
+        """Slots that can be allocated: empty slots and slots of cached blocks."""
         free = self.size - len(self.withheld) - self.to_withhold - self.used
-        # Pins and overwriting need no free slot: more than the total may be in use while slots are to be withheld.
+        # Pins and overwriting need no free slot, so more than the total may be in use while slots are to be withheld.
         return free if free > 0 else 0
 
     @property
     def num_empty(self) -> int:
-        """Slots that hold no block, as far as is known."""
+        """Slots that are not known to hold a block."""
         return len(self.empty) + len(self._fresh) + len(self.unread or ())
 
     def all_empty(self) -> list[int]:
         return [*self.empty, *self._fresh, *map(self.offset.__add__, self.unread or ())]
 
     def take_empty(self, *, newest: bool = False) -> int:
-        """The index that has been empty for longest, or for the shortest time. Only call it when one is empty."""
+        """Takes the index that has been empty longest (`newest`: shortest). Requires an empty index."""
         if not self.empty:
             assert self.unread is not None
             return self.offset + self.unread.take()
@@ -134,7 +134,7 @@ class Tier:
         self._fresh = self._fresh[_PORTION:]
 
     def withhold(self, count: int) -> None:
-        """Withholds so many slots, which must be empty."""
+        """Withholds `count` slots, which must be empty."""
         goal = len(self.withheld) + count
         fresh = self._fresh[max(0, len(self._fresh) - count) :]
         self._fresh = self._fresh[: len(self._fresh) - len(fresh)]
@@ -151,7 +151,7 @@ class Tier:
         return len(self.withheld) - len(self.clearing) + self.to_withhold
 
     def release_withheld(self, count: int) -> None:
-        """Makes so many more slots usable; slots to be withheld come first. Only call it when so many are ready."""
+        """Makes `count` more slots usable, slots to be withheld first. Requires that `count` slots are ready."""
         kept = min(self.to_withhold, count)
         self.to_withhold -= kept
         count -= kept
@@ -163,7 +163,7 @@ class Tier:
         del self.withheld[-count:]
 
     def await_stored_blocks(self, filled: Sequence[int]) -> None:
-        """Sets the empty slots aside for stored blocks; `filled` is 0 for each slot that was never filled."""
+        """Reserves the empty slots for stored blocks; `filled` is 0 for each slot that was never filled."""
         is_whole = self.num_empty == self.size
         free = None if is_whole else (index - self.offset for index in self.all_empty())
         self.unread = UnreadSlots(islice(filled, self.size), free)
@@ -174,7 +174,7 @@ class Tier:
         return self.unread is not None and 1 <= slot <= self.size and slot in self.unread
 
     def end_stored_blocks(self) -> None:
-        """No stored block follows."""
+        """Makes unread slots empty: no stored block follows."""
         if self.unread is not None:
             self.empty.extend(map(self.offset.__add__, self.unread))
             self.unread = None
@@ -189,9 +189,9 @@ class Tier:
             self.generations[index - self.offset] = generation
 
     def free_for(self, account: Account | None, *, claimed: Collection[Block] = (), within_ceiling: bool = True) -> int:
-        """Slots that can be allocated for an account, within the floors of others and its own ceiling.
+        """Slots that can be allocated for an account, within other accounts' floors and its own ceiling.
 
-        `claimed` are cached blocks that are about to be used. Negative for an account beyond its ceiling.
+        `claimed` are cached blocks that are about to be used. Negative if the account is above its ceiling.
         """
         free = self.free - len(claimed)
         if account is None and not self.shares:
@@ -210,13 +210,13 @@ class Tier:
         return free
 
     def _share(self, account: Account | None) -> Share | None:
-        """An account's share; an empty one for an account that has nothing here."""
+        """An account's share; an empty share if the account has no blocks here."""
         if account is None:
             return None
         return self.shares.get(account) or Share(account, self.kind)
 
     def enlist(self, block: Block, account: Account | None, *, newest: bool) -> None:
-        """Adds a block to its eviction order, as the most recently used or by its recency."""
+        """Adds a block to its eviction order, as the newest or by its recency."""
         share = self.shares.get(account) if account is not None else None
         order = self.order if share is None else share.order
         if newest:
@@ -244,7 +244,7 @@ class Tier:
             if block is not None and (best is None or precedes(block, best)):
                 best = block
         if best is None and self.kind is TierKind.DEVICE:
-            # Descendants of a block that is needed may be protected: the floor gives way, on the device only.
+            # Descendants of a needed block may be protected. On the device only, the floor gives way.
             best = self._holding.first()
         return best
 
@@ -253,12 +253,12 @@ class Tier:
         return self._losing.first()
 
     def wants_own(self, account: Account | None) -> bool:
-        """Whether an account is at its ceiling and has an evictable block."""
+        """Whether an account is at its ceiling and has an evictable block of its own."""
         share = self.shares.get(account) if self.shares and account is not None else None
         return share is not None and share.is_full and share.order.first() is not None
 
     def check_ceiling(self, account: Account | None, wanted: int) -> None:
-        """Raises SequenceTooLongError for more slots than an account may have at any time."""
+        """Raises SequenceTooLongError if `wanted` exceeds the account's ceiling."""
         share = self._share(account)
         if share is not None and share.ceiling is not None and wanted > share.ceiling:
             text = f"{wanted} blocks are more than the {share.ceiling} of its quota"
@@ -271,7 +271,7 @@ class Tier:
         return share is not None and share.is_full
 
     def count(self, account: Account | None, *, blocks: int = 0, used: int = 0) -> None:
-        """Books blocks, and blocks in use, of an account."""
+        """Adds to the counts of an account's blocks and of its blocks in use."""
         if account is None:
             return
         share = self.shares.get(account)
@@ -301,7 +301,7 @@ class Tier:
         self._note(share, share.order.first())
 
     def _note(self, share: Share, block: Block | None) -> None:
-        """Notes that a share has a new first block, or has come above its floor."""
+        """Notes that a share has a new first block, or has risen above its floor."""
         if block is not None:
             for shares in (self._losing, self._holding):
                 shares.note(share, position(block), len(self.shares))

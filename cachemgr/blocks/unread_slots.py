@@ -5,31 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import compress, islice
 
-# The state of a slot whose stored block is not read yet, by slot - 1.
+# The states of a slot while stored blocks are read.
 _NEVER_FILLED, _FILLED, _EXCLUDED = range(3)
 
 
 def _excluded(mark: int) -> bytes:
-    """A table that makes slots with this mark excluded ones, and keeps others."""
+    """Returns a translation table that turns this mark into _EXCLUDED."""
     return bytes(_EXCLUDED if number == mark else number for number in range(256))
 
 
 class UnreadSlots:
-    """Slots that are free, and that a stored block may turn out to be in.
+    """Free slots in which a stored block may turn out to be.
 
-    They are allocated last, slots that were never filled before the others. Each operation takes constant time on
-    average.
+    They are allocated last; among them, slots that were never filled come first. Each operation takes constant time
+    on average.
     """
 
     def __init__(self, filled: Iterable[int], free: Iterable[int] | None) -> None:
-        """`filled` has a number for each slot 1, 2, …, 0 where nothing was written; `free` is None for all slots."""
+        """`filled` has a number for each slot from 1 on: 0 if nothing was written. `free` is None for all slots."""
         marks = bytearray(map(bool, filled))
         if free is not None:
             told, marks = marks, bytearray([_EXCLUDED]) * len(marks)
             for slot in free:
                 marks[slot - 1] = told[slot - 1]
         self._marks = marks
-        # Slots that were never filled lie behind the one, filled ones before the other.
+        # Never filled slots lie from `_begin` on, filled slots before `_end`.
         self._begin, self._end = 0, len(marks)
         self._count = len(marks) - marks.count(_EXCLUDED)
 
@@ -40,23 +40,23 @@ class UnreadSlots:
         return self._marks[slot - 1] != _EXCLUDED
 
     def exclude(self, slot: int) -> None:
-        """The slot is no longer free, or it is known that no stored block is in it."""
+        """Removes a slot that is no longer free, or that is known to hold no stored block."""
         self._marks[slot - 1] = _EXCLUDED
         self._count -= 1
 
     def take(self) -> int:
-        """A slot to allocate. Only call it when one is left."""
+        """Takes a slot to allocate. Requires that one is left."""
         self._begin = index = self._marks.find(_NEVER_FILLED, self._begin)
         if index < 0:
             self._begin = len(self._marks)
-            # A prompt got its slots in ascending order: the last ones have the fewest descendants.
+            # A prompt's slots were allocated in ascending order, so the last ones have the fewest descendants.
             self._end = index = self._marks.rfind(_FILLED, 0, self._end)
         assert index >= 0, "no slot is left"
         self.exclude(index + 1)
         return index + 1
 
     def take_many(self, count: int) -> list[int]:
-        """As `take` so many times, but fast: filled slots come in ascending order."""
+        """Does as `count` calls of `take`, but fast; filled slots come in ascending order."""
         marks = self._marks
         taken = list(islice(self._marked(_NEVER_FILLED), count))
         if taken:
@@ -69,7 +69,7 @@ class UnreadSlots:
         return taken
 
     def __iter__(self) -> Iterator[int]:
-        """All that are left, ascending."""
+        """Yields all slots that are left, in ascending order."""
         return self._marked(_NEVER_FILLED, _FILLED)
 
     def _marked(self, *marks: int) -> Iterator[int]:
