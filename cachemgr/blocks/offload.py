@@ -118,7 +118,7 @@ class WriteThrough:
         self.successors.pop(old, None)
 
     def end(self, block: Block) -> None:
-        """Frees the copy of a block that has left the device or the tree; overwrites it if the block must be overwritten."""
+        """Frees the copy of a block that left the device or tree; overwrites it if the block must be overwritten."""
         pool = self._pool
         zeroed = block in pool.zero_on_free
         index = self.copies.pop(block, None)

@@ -29,12 +29,12 @@ from cachemgr.validation import check_extra_keys, check_id, check_tokens
 from protos.errors import InvalidField
 from protos.kvcommon.tokens import packed_bytes
 
-# Most tokens of an answer that are cached behind a request's own.
+# The limit on `max_continuation_tokens`.
 MAX_CONTINUATION = 65536
 
 
 def check_request(request: AdmitRequest) -> array[int]:
-    """Returns the packed tokens. Raises InvalidField for errors that need no state to be seen."""
+    """Returns the packed tokens. Raises InvalidField for errors that can be found without the state."""
     check_id("sequence_id", request.sequence_id)
     tokens = check_tokens("token_ids", request.token_ids)
     if request.adapter_id is not None and not 0 <= request.adapter_id < 1 << 64:
@@ -56,7 +56,7 @@ def check_request(request: AdmitRequest) -> array[int]:
 
 
 def content(request: AdmitRequest, tokens: array[int]) -> object:
-    """The content of a request: two admissions of one id must agree in it."""
+    """The content of a request; repeated admissions of one id must have equal content."""
     return (
         request.executor_id,
         sha256(packed_bytes(tokens)).digest(),
@@ -77,19 +77,19 @@ def content(request: AdmitRequest, tokens: array[int]) -> object:
 
 
 def holder(request: AdmitRequest) -> str:
-    """The holder of its leases."""
+    """The holder of the request's leases."""
     if request.session_id is not None:
         return SESSION + request.session_id
     return REQUEST + (request.request_id or request.sequence_id)
 
 
 def watermark(pool: BlockPool, config: ManagerConfig) -> int:
-    """Blocks of a pool that admissions leave free for running sequences."""
+    """Number of blocks of a pool that admissions leave free for running sequences."""
     return int(pool.device.total * config.free_watermark)
 
 
 def check_length(executor: Executor, tokens: int, field: str) -> None:
-    """Raises SequenceTooLongError when so many tokens can never fit."""
+    """Raises SequenceTooLongError if N = `tokens` tokens can never fit."""
     blocks = _least_blocks(executor)
     if blocks_for(tokens, executor.block_size) > blocks:
         text = f"{tokens} tokens do not fit into {blocks} blocks of {executor.block_size}"
@@ -101,7 +101,7 @@ def _least_blocks(executor: Executor) -> int:
 
 
 def _check_size(sequence: Sequence, max_new_tokens: int = 0) -> None:
-    """Raises SequenceTooLongError when a new sequence can never have all blocks that it needs at once."""
+    """Raises SequenceTooLongError if a new sequence can never have all blocks that it needs at once."""
     executor, known, eviction = sequence.executor, len(sequence.tokens), sequence.eviction
     if eviction is None:
         check_length(executor, known, "token_ids")
@@ -117,9 +117,9 @@ def _check_size(sequence: Sequence, max_new_tokens: int = 0) -> None:
 
 
 def _lowest_tier(request: AdmitRequest, sequence: Sequence) -> TierKind | None:
-    """The lowest tier whose blocks a sequence may use; None to use no cached block.
+    """The lowest tier whose blocks a sequence may use; None if it may use no cached block.
 
-    A sequence uses none where only a table of its own blocks has slots for evicting tokens.
+        It may use none if its pools have no room for a second table to evict tokens into.
     """
     eviction = sequence.eviction
     if request.no_read:
@@ -132,7 +132,7 @@ def _lowest_tier(request: AdmitRequest, sequence: Sequence) -> TierKind | None:
 
 
 def _stored_tokens(sequence: Sequence, prompt: int) -> int:
-    """Leading tokens of a prompt whose blocks are left in the cache."""
+    """Number of leading tokens of a prompt whose blocks stay in the cache."""
     size, eviction, limit = sequence.block_size, sequence.eviction, sequence.store_limit
     if sequence.no_store:
         return 0
@@ -144,16 +144,16 @@ def _stored_tokens(sequence: Sequence, prompt: int) -> int:
 
 
 def _continuation(request: AdmitRequest, sequence: Sequence) -> tuple[int, ...]:
-    """Tokens behind its own that are cached where it may read."""
+    """Cached tokens after the sequence's own, if it may read them."""
     if request.no_read or request.extra_keys or sequence.eviction is not None:
         return ()
     return prefix_match.find_continuation(sequence, request.max_continuation)
 
 
 class GroupPlan:
-    """The blocks that an admission uses in one group: matched blocks of all tiers, and `new_blocks` empty ones.
+    """The blocks that an admission uses in one group: matched blocks of all tiers, and `new_blocks` empty blocks.
 
-    `on_device` are the matched blocks of the device, and `idle` those of them without a reference.
+    `on_device` are the matched device blocks; `idle` are the device blocks without a reference.
     """
 
     __slots__ = ("idle", "matched", "new_blocks", "on_device", "pool")
@@ -168,22 +168,22 @@ class GroupPlan:
         self.new_blocks = needed - len(blocks) + fetched - (match.in_place and bool(sources))
 
     def spare(self, account: Account | None, config: ManagerConfig, *, within_ceiling: bool = True) -> int:
-        """Free slots that the admission leaves above the watermark; negative when slots are missing."""
+        """Free slots that the admission leaves above the watermark; negative if slots are missing."""
         device = self.pool.device
         free = device.free_for(account, claimed=self.idle, within_ceiling=within_ceiling)
         return free - self.new_blocks - watermark(self.pool, config)
 
     def check_ceiling(self, account: Account | None) -> None:
-        """Raises SequenceTooLongError when a quota does not allow so many slots, whatever else ends."""
+        """Raises SequenceTooLongError if a quota never allows this many slots, whatever else ends."""
         own = sum(account_of(block) is account for block in self.on_device)
         self.pool.device.check_ceiling(account, own + self.new_blocks)
 
 
 class Plan:
-    """The decision about an admission: `preview` reports it and `admit` carries it out as it is.
+    """The decision about an admission: `preview` reports it, and `admit` carries out the same plan.
 
-    Making it changes nothing. Each table gets `needed` blocks for the known tokens and `ahead` more. `missing_blocks`
-    counts over all groups.
+    Making a plan changes nothing. Each table gets `needed` blocks for the known tokens and `ahead` more.
+    `missing_blocks` counts over all groups.
     """
 
     __slots__ = ("ahead", "groups", "match", "missing_blocks", "needed")
@@ -197,13 +197,13 @@ class Plan:
         self.ahead = max(0, min(blocks_ahead, *spare))
 
     def missing_without_ceiling(self, sequence: Sequence, config: ManagerConfig) -> int:
-        """Blocks that would be missing without a ceiling, too."""
+        """Blocks that would be missing even without a ceiling."""
         account = sequence.scope.account
         spare = [group.spare(account, config, within_ceiling=False) for group in self.groups]
         return self._count_missing(sequence, spare, config)
 
     def _count_missing(self, sequence: Sequence, spare: list[int], config: ManagerConfig) -> int:
-        """Missing blocks. A sequence that is alone on its executor may go below the watermark."""
+        """Counts missing blocks. A sequence that is alone on its executor may go below the watermark."""
         alone = not sequence.executor.sequences
         return sum(
             max(0, -free - (watermark(group.pool, config) if alone else 0))
@@ -222,7 +222,7 @@ class Allocator:
     def admit(
         self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor, now: float
     ) -> Sequence | Admission:
-        """The sequence with its blocks, or an answer that says how many are missing, with nothing changed."""
+        """Returns the sequence with its blocks, or changes nothing and returns how many blocks are missing."""
         if scheduler.has_void_sequences_in(executor):
             return Admission(False, missing_blocks=1)
         sequence = self._draft(request, tokens, scheduler, executor)
@@ -232,15 +232,15 @@ class Allocator:
                 plan.missing_blocks, plan.missing_without_ceiling(sequence, self._config), sequence.scope.account
             )
         match = plan.match
-        # Before blocks are evicted for it.
+        # Computed before blocks are evicted for the sequence.
         miss = None
         if request.explain_miss:
             miss = first_miss(sequence, match.tokens, _lowest_tier(request, sequence), now)
-        # Before a block behind its tokens becomes its own.
+        # Read before the sequence takes over a block that continues its tokens.
         continuation = _continuation(request, sequence)
         sequence.handle = self._next_number()
         sequence.content = content(request, tokens)
-        # The keys of the partly used blocks, before the blocks are taken over.
+        # The keys of the partly used blocks, read before the blocks are taken over.
         sources = [block.key for block in match.sources]
         self._claim(sequence, plan)
         for pool in executor.pools:
@@ -262,7 +262,7 @@ class Allocator:
     def preview(
         self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor, max_new_tokens: int
     ) -> Preview:
-        """The outcome of `admit` now."""
+        """Returns the outcome that `admit` would have now."""
         sequence = self._draft(request, tokens, scheduler, executor)
         plan = self._plan(request, sequence, max_new_tokens)
         missing = 1 if scheduler.has_void_sequences_in(executor) else plan.missing_blocks
@@ -270,7 +270,7 @@ class Allocator:
         return Preview(not missing, missing, plan.match.tokens, needed)
 
     def _draft(self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor) -> Sequence:
-        """The sequence for a request and its rules, without a number and without blocks."""
+        """Makes the sequence for a request and its rules, without a number and without blocks."""
         scope = executor.scopes.of(request.salt, request.adapter_id, request.tenant_id, request.session_id)
         rules = self._rules.for_request(request, tokens)
         no_store = request.no_store or any(rule.spec.action.no_store for rule in rules)
@@ -294,15 +294,15 @@ class Allocator:
         return sequence
 
     def _blocks_ahead(self, sequence: Sequence) -> int:
-        """Blocks that carry the sequence to its first sync, at most one more than its tokens need."""
+        """Blocks that last until the sequence's first sync; at most one more than its tokens need."""
         size = sequence.block_size
         ahead = min(size, self._config.capacity_ahead_tokens)
         return blocks_for(sequence.slots_for(len(sequence.tokens) + ahead), size)
 
     def _plan(self, request: AdmitRequest, sequence: Sequence, max_new_tokens: int = 0) -> Plan:
-        """The cached blocks that the sequence uses, and those that it allocates.
+        """Plans the cached blocks that the sequence uses, and the blocks that it allocates.
 
-        Raises SequenceTooLongError when the pool can never hold it, or its quota never allows it.
+        Raises SequenceTooLongError if the pool can never hold the sequence, or its quota never allows it.
         """
         _check_size(sequence, max_new_tokens)
         plan = self._best_plan(sequence, _lowest_tier(request, sequence))
@@ -313,7 +313,7 @@ class Allocator:
 
     def _best_plan(self, sequence: Sequence, lowest: TierKind | None) -> Plan:
         needed = blocks_for(sequence.slots_for(len(sequence.tokens)), sequence.block_size)
-        # Only to its first sync: full capacity ahead for each new sequence would leave no block for the next.
+        # Only until the first sync: full capacity ahead for each new sequence would leave no block for the next.
         ahead = self._blocks_ahead(sequence) - needed
         if lowest is None:
             return Plan(sequence, prefix_match.no_match(sequence), needed, ahead, self._config)
@@ -322,7 +322,7 @@ class Allocator:
             ways.insert(0, Partial.COPY if self._config.partial_reuse else Partial.EXACT)
         matcher = prefix_match.PrefixMatcher(sequence, lowest)
         for way in ways:
-            # A copy needs its source and its target: without free blocks for both the source itself is used.
+            # A copy needs a source and a target block. Without free blocks for both, the source itself is used.
             plan = Plan(sequence, matcher.longest(way), needed, ahead, self._config)
             if not plan.missing_blocks or (way is Partial.COPY and not plan.match.num_copied):
                 break
@@ -359,7 +359,7 @@ class Allocator:
 
 
 def _fetch(sequence: Sequence, table: GroupTable, blocks: list[Block | None]) -> None:
-    """Makes the matched blocks the table; blocks of lower tiers are copied to the device first."""
+    """Fills the table with the matched blocks; blocks of lower tiers are first copied to the device."""
     pool, table.blocks = table.pool, blocks
     for block_index, block in enumerate(blocks):
         if block is not None and not pool.is_on_device(block):
@@ -368,7 +368,7 @@ def _fetch(sequence: Sequence, table: GroupTable, blocks: list[Block | None]) ->
 
 
 def copy_sources(sequence: Sequence, sources: list[Block], num_tokens: int) -> None:
-    """Appends a block to each table that begins with a copy of a source, whose reference becomes the copy's."""
+    """Appends to each table a block that begins as a copy of a source. The copy takes over the source's reference."""
     for table, source in zip(sequence.tables, sources, strict=False):
         target = table.pool.allocate(sequence)
         block_index = len(table.blocks)
@@ -377,14 +377,14 @@ def copy_sources(sequence: Sequence, sources: list[Block], num_tokens: int) -> N
 
 
 def grow(sequence: Sequence, num_blocks: int) -> None:
-    """Allocates blocks until every table has so many; they must be free."""
+    """Allocates blocks until every table has `num_blocks`; enough blocks must be free."""
     for table in sequence.tables:
         allocate, blocks = table.pool.allocate, table.blocks
         blocks += [allocate(sequence) for _ in range(num_blocks - len(blocks))]
 
 
 def refusal(missing: int, missing_without_ceiling: int, account: Account | None) -> Admission:
-    """The answer when blocks are missing, with and without a ceiling."""
+    """Returns the answer for missing blocks, given how many are missing with and without a ceiling."""
     full = None if missing_without_ceiling or account is None else account.key
     return Admission(False, missing_blocks=missing, full_account=full)
 

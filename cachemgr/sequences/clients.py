@@ -21,30 +21,30 @@ if TYPE_CHECKING:
     from cachemgr.sequences.holds import Holds
     from cachemgr.sequences.sequence import Sequence
 
-# For so long after blocks were missing, none are granted that no sequence must have.
+# After blocks were missing, no optional blocks are granted for this time.
 _SHORT_SECONDS = 1.0
 _SCOPE = attrgetter("scope")
 
 
 class GhostCaches(Protocol):
-    """Simulates caches of other sizes and eviction orders from the sequences of one pool."""
+    """Simulates caches of different sizes and eviction orders from the sequences of one pool."""
 
     pool: BlockPool
 
     def admitted(self, sequence: Sequence, now: float, *, is_read: bool, source: bytes) -> None:
-        """A sequence was admitted; `is_read` if it has looked for cached blocks.
+        """Notes that a sequence was admitted; `is_read` if it has looked for cached blocks.
 
-        `source` is the key of the block whose first tokens the sequence copies or takes over, empty for none.
+        `source` is the key of the block whose first tokens the sequence copies or takes over; empty for none.
         """
 
     def stored(self, sequence: Sequence) -> int:
-        """Leading blocks of a sequence that hold the tokens of their keys."""
+        """Returns how many leading blocks of a sequence hold the tokens of their keys."""
 
     def released(self, sequence: Sequence, stored: int) -> None:
-        """A sequence has released its blocks, of which N = `stored` leading blocks were stored."""
+        """Notes that a sequence has released its blocks, the first `stored` of which were stored."""
 
     def report(self, since: float | None) -> GhostReport:
-        """The hits of the caches since about a time, or since the beginning."""
+        """Returns the hits of the caches since about this time; None for all time."""
 
 
 class Executor:
@@ -63,7 +63,7 @@ class Executor:
         ghosts: GhostCaches | None = None,
         recovery: Recovery | None = None,
     ) -> None:
-        """`deadline` is the time at which its lease ends. With `stores_partial`, partly filled blocks can be found.
+        """`deadline` is the end of its lease. With `stores_partial`, partly filled blocks can be found.
 
         `recovery` is given while stored blocks are still to be restored.
         """
@@ -80,22 +80,22 @@ class Executor:
         self.ghosts = ghosts
         self.recovery = recovery
         self.sequences: dict[int, Sequence] = {}
-        # When blocks were last missing, for a sequence that runs or one that waits.
+        # When blocks were last missing, for a running or a waiting sequence.
         self.short_at = -math.inf
 
     def is_short(self, now: float) -> bool:
-        """Whether sequences lack blocks. Schedulers ask again for those that wait, several times a second."""
+        """Whether sequences lack blocks. Schedulers retry waiting sequences several times a second."""
         return now - self.short_at < _SHORT_SECONDS
 
     def cached(self) -> Restored:
-        """Indexed blocks, in use or not."""
+        """Counts indexed blocks, whether in use or not."""
         device = sum(pool.device.indexed for pool in self.pools)
         return Restored(device, sum(len(pool.tree.by_key) for pool in self.pools) - device)
 
     def change_accounts(self, changed: Iterable[AccountKey]) -> Steps[None]:
-        """Books the blocks of these accounts anew, whose quotas are new or deleted.
+        """Books the blocks of these accounts anew, after their quotas were added or deleted.
 
-        Until its turn a block counts against the quota of before; new blocks count against the new quota.
+        Until its turn, a block counts against the earlier quota; new blocks count against the new quota.
         """
         scopes = self.scopes.outdated(changed)
         if not scopes:
@@ -110,14 +110,14 @@ class Executor:
             for part in read_batches(range(len(pool.blocks))):
                 self._rebook(pool, pool.blocks[part[0] : part[-1] + 1], scopes)
                 yield
-            # The blocks that they replace may not have been looked at.
+            # They may have replaced blocks that were not rebooked yet.
             self._rebook(pool, [block for block in later if pool.blocks[block.index] is block], scopes)
         for pool, blocks in superseding:
             pool.superseding = [one for one in pool.superseding if one is not blocks]
 
     def _rebook(self, pool: BlockPool, blocks: Iterable[Block | None], scopes: AbstractSet[CacheScope]) -> None:
         there = list(filter(None, blocks))
-        # Not block by block in Python: most are of other scopes.
+        # Filtered without a Python loop, since most blocks have other scopes.
         for block in compress(there, map(scopes.__contains__, map(_SCOPE, there))):
             assert block.scope is not None
             pool.rebook(block, self.scopes.current(block.scope))
@@ -131,16 +131,16 @@ class Scheduler:
         self.epoch = epoch
         self.deadline = deadline
         self.sequences: dict[int, Sequence] = {}
-        # Names of executors that it has had sequences in.
+        # Names of executors in which the scheduler has had sequences.
         self.executors: set[str] = set()
         self.void: set[int] = set()
         self.sync_number = 0
         self.sync_answer = SyncAnswer()
 
     def has_void_sequences_in(self, executor: Executor) -> bool:
-        """Whether it has sequences in an earlier registration of the executor, whose slots others have by now.
+        """Whether it has sequences in an earlier registration of the executor, whose slots now have other users.
 
-        Their steps stop when the scheduler has received that they are void and has released them.
+        Their steps stop once the scheduler has learnt that they are void and has released them.
         """
         return bool(self.void) and any(
             sequence.executor is not executor and sequence.executor.executor_id == executor.executor_id

@@ -19,7 +19,7 @@ def publish_pending(sequence: Sequence) -> None:
     for table in sequence.tables:
         pending, index = table.pool.pending, table.pool.tree.by_key
         end = min(full, len(table.blocks))
-        # Makes the keys before it too.
+        # Also makes the earlier keys.
         sequence.key(end - 1)
         for block_index in range(table.committed, end):
             block = table.blocks[block_index]
@@ -30,11 +30,11 @@ def publish_pending(sequence: Sequence) -> None:
 
 
 def commit_computed_blocks(sequence: Sequence, *, leaves: bool = False) -> None:
-    """Enters computed blocks into the index and releases those that left the window.
+    """Enters computed blocks into the index and releases blocks that left the window.
 
-    Nothing is committed while a copy into the sequence is open: until the executor has confirmed it, neither the copied
-    tokens nor later ones are known to be right. Blocks before all copies are, at the release. Nothing is committed once
-    tokens were evicted: later blocks do not hold the tokens of their keys.
+    Nothing is committed while a copy into the sequence is open: until the executor confirms the copy, neither the
+    copied tokens nor later tokens are known to be right. At the release, blocks before all open copies are committed.
+    Nothing is committed after tokens were evicted, since later blocks do not hold the tokens of their keys.
     """
     if sequence.void or sequence.has_evicted_tokens or (sequence.tickets and not leaves):
         return
@@ -48,10 +48,10 @@ def commit_computed_blocks(sequence: Sequence, *, leaves: bool = False) -> None:
             own = table.blocks[block_index]
             assert own is not None
             if equal.parent is None:
-                # It has left the index, and has no child any more.
+                # The equal block has left the index and no longer has a child.
                 table.pool.release(table.duplicate_refs.pop(block_index))
             elif equal.refs == 1:
-                # No other sequence uses it any more.
+                # No other sequence uses the equal block any more.
                 table.pool.supersede(own, table.duplicate_refs.pop(block_index), sequence.step)
                 table.pool.release(equal)
         window = table.pool.window
@@ -66,9 +66,9 @@ def commit_computed_blocks(sequence: Sequence, *, leaves: bool = False) -> None:
 
 
 def _filled(sequence: Sequence, full: int) -> int:
-    """How many of so many leading blocks are filled by this sequence or indexed, in every group.
+    """Counts how many of the first `full` blocks are filled by this sequence or indexed, in every group.
 
-    A token depends on all blocks before it in every group: each layer sees what all layers before it have.
+    A token depends on all earlier blocks of every group, since each layer builds on the layers before it.
     """
     for table in sequence.tables:
         for block_index in range(table.committed, full):
@@ -80,7 +80,7 @@ def _filled(sequence: Sequence, full: int) -> int:
 
 
 def _commit_block(sequence: Sequence, table: GroupTable, block_index: int) -> None:
-    """Enters a computed block into the index, unless the index has an equal one."""
+    """Enters a computed block into the index, unless the index has an equal block."""
     block = table.blocks[block_index]
     if block is None:
         return
@@ -94,17 +94,17 @@ def _commit_block(sequence: Sequence, table: GroupTable, block_index: int) -> No
     request = _retention(sequence, block_index)
     equal = pool.tree.by_key.get(key)
     if equal is not None and not (equal.refs and pool.is_on_device(equal)):
-        # Two equal blocks would be one too many in a pool that is just large enough.
+        # Keeping both would be one block too many in a pool that is just large enough.
         pool.supersede(block, equal, sequence.step)
         pool.grant(block, request)
         return
     if equal is not None:
-        # The sequence that commits it may have had no step by then.
+        # The sequence that commits the block later may not have run a step by then.
         block.stored_step = max(block.stored_step, sequence.step)
         pool.grant(equal, request)
         table.refer_to_duplicate(block_index, equal)
         for dependent in sequence.dependents:
-            # Later blocks that they share are children of the equal one, too.
+            # Later blocks that dependents share are children of the equal block, too.
             theirs = dependent.tables[pool.spec.group]
             if block_index < len(theirs.blocks) and theirs.blocks[block_index] is block:
                 theirs.refer_to_duplicate(block_index, equal)
@@ -119,7 +119,7 @@ def _commit_block(sequence: Sequence, table: GroupTable, block_index: int) -> No
 
 
 def _retention(sequence: Sequence, block_index: int) -> RetentionRequest | None:
-    """What is requested for a block; a sequence of other weights than the executor's leaves only what goes first."""
+    """The retention request for a block. If the sequence's weights are outdated, its blocks are evicted first."""
     if sequence.scope.weight_version != sequence.executor.spec.weight_version:
         return OTHER_WEIGHTS
     return sequence.retention.at(block_index * sequence.block_size)
@@ -128,7 +128,7 @@ def _retention(sequence: Sequence, block_index: int) -> RetentionRequest | None:
 def commit_last_block(sequence: Sequence) -> None:
     """Enters the partly filled last block of a sequence that ends, unless a sibling begins with its tokens.
 
-    Pending blocks of the sequence must be retracted before.
+    The sequence's pending blocks must be retracted first.
     """
     if not sequence.executor.stores_partial:
         return
@@ -159,7 +159,7 @@ def commit_last_block(sequence: Sequence) -> None:
 
 
 def retract_pending(sequence: Sequence, start: int = 0) -> None:
-    """Retracts the pending blocks from an index on; sequences that share them are void."""
+    """Retracts the pending blocks from index `start` on; sequences that share them become void."""
     for table in sequence.tables:
         for block_index in range(max(start, table.committed), len(table.blocks)):
             if block_index >= len(sequence.keys):
@@ -172,7 +172,7 @@ def retract_pending(sequence: Sequence, start: int = 0) -> None:
 
 
 def void(sequence: Sequence) -> None:
-    """The content of the sequence will not be computed. It keeps its blocks until its release; none is indexed."""
+    """Marks a sequence whose content will not be computed. It keeps its blocks until its release; none is indexed."""
     if sequence.void:
         return
     sequence.void = True

@@ -1,4 +1,4 @@
-"""Open copies between tiers: their tickets, those that may still be recalled, and prefetches."""
+"""Open copies between tiers: their tickets, copies that may still be recalled, and prefetches."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 class Purpose(enum.Enum):
-    # Into a block of a sequence, from a cached block or its beginning.
+    # Copies all or the beginning of a cached block into a block of a sequence.
     ONLOAD = "onload"
-    # To a lower tier; the source is the block that has the slot now.
+    # Copies to a lower tier; the source is the block that has the slot now.
     OFFLOAD = "offload"
-    # To the device, before a sequence needs the block.
+    # Copies to the device before a sequence needs the block.
     PREFETCH = "prefetch"
-    # No source: the target is overwritten.
+    # Has no source: the target is overwritten.
     ZERO = "zero"
-    # No source: the target is a slot that its pool may no longer use.
+    # Has no source: overwrites a slot that its pool may no longer use.
     CLEAR = "clear"
-    # To a lower tier as well. The source has no reference of the copy: None once it is evicted.
+    # Copies to a lower tier, too, without a reference to its source, which becomes None once it is evicted.
     WRITE_THROUGH = "write_through"
 
 
-# Looked up once, not for each of very many copies.
+# Looked up once for speed: there may be very many copies.
 _ONLOAD, _OFFLOAD, _PREFETCH = Purpose.ONLOAD, Purpose.OFFLOAD, Purpose.PREFETCH
 
 
@@ -48,11 +48,11 @@ class Outcome(enum.Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Ticket:
-    """One open copy. It takes over a reference to its source and one to its target.
+    """One open copy. It takes over a reference to its source and a reference to its target.
 
-    The source of an offload is the block that has its slot now. It needs no reference while a sequence has it: that
-    sequence runs the copy before it computes. It gets one, `holds_source`, when it would become empty. Without a
-    scheduler the executor receives the copy with its next renewal.
+    The source of an offload is the block that has the slot now. While a sequence has the source, the copy needs no
+    reference, as the sequence runs the copy before it computes. When the source would become empty, the copy gets a
+    reference (`holds_source`). Without a scheduler, the executor receives the copy with its next renewal.
     """
 
     number: int
@@ -64,7 +64,7 @@ class Ticket:
     scheduler: Scheduler | None = None
     holds_source: bool = False
     sequence: Sequence | None = None
-    # As long as the copy may still be recalled.
+    # Set as long as the copy may still be recalled.
     opened_by: OpenedCopies | None = None
     # Index of the target in the table of the sequence.
     index: int = 0
@@ -81,7 +81,7 @@ class Ticket:
         spec, slot, to = pool.spec, self.target.index, pool.tier_of(self.target)
         to.fill(slot, self.number)
         origin = to if source is None else pool.tier_of(source)
-        # Half the time of Transfer(...).
+        # Takes half the time of Transfer(...).
         return tuple.__new__(
             Transfer,
             (
@@ -98,11 +98,11 @@ class Ticket:
 
     @property
     def together(self) -> list[Ticket]:
-        """The copies that release their blocks together: those of its prefetch, or it alone."""
+        """The copies that release their blocks together: all copies of its prefetch, or only this copy."""
         return [self] if self.prefetch is None else self.prefetch.tickets
 
     def offer(self) -> None:
-        """The offloaded block may be evicted at another time than before."""
+        """Notes that the offloaded block may have moved in the eviction order."""
         if self.opened_by is not None:
             self.opened_by.offer(self)
 
@@ -121,7 +121,7 @@ class Ticket:
                 self.held_ancestors.append(standing)
 
     def end(self, outcome: Outcome) -> None:
-        """Releases its blocks; a block whose bytes were not copied is lost."""
+        """Ends the copy and releases its blocks; a block whose bytes were not copied is lost."""
         if self.sequence is not None:
             self.sequence.tickets.discard(self)
         if outcome is Outcome.FAILED:
@@ -135,7 +135,7 @@ class Ticket:
         elif self.purpose is Purpose.WRITE_THROUGH:
             self.pool.write_through.ended(self, done=outcome is Outcome.DONE)
         elif self.purpose is Purpose.ZERO and outcome is not Outcome.DONE:
-            # It is requested again.
+            # Overwriting is requested again.
             self.pool.zero_on_free.add(self.target)
         elif self.purpose is Purpose.CLEAR:
             self.pool.cleared(self.target.index, done=outcome is Outcome.DONE)
@@ -149,7 +149,7 @@ class Ticket:
 
     def give_up(self) -> None:
         if self.holds_source and self.source in self.pool.zero_on_free and self.target.parent is None:
-            # Bytes that were forgotten meanwhile may have been copied there.
+            # Bytes that were forgotten meanwhile may have been copied to the target.
             self.pool.zero_on_free.add(self.target)
         self.pool.release(self.target)
         if self.source is not None and self.holds_source:
@@ -158,7 +158,7 @@ class Ticket:
             self.pool.release(block)
 
     def lose_source(self) -> None:
-        """The bytes of the source cannot be read."""
+        """Drops a source whose bytes cannot be read."""
         self._lose(self.source)
 
     def _is_below(self, block: Block | None) -> bool:
@@ -187,39 +187,39 @@ class Tickets(dict[int, Ticket]):
         num_tokens: int = 0,
         scheduler: Scheduler | None = None,
     ) -> Ticket:
-        """Opens a copy. `num_tokens` is 0 where it copies all bytes of a block."""
+        """Opens a copy. `num_tokens` is 0 if all bytes of a block are copied."""
         ticket = Ticket(self._next_number(), purpose, pool, source, target, num_tokens, scheduler)
         self[ticket.number] = ticket
         return ticket
 
 
 class OpenedCopies:
-    """The copies for a sequence that no scheduler has received, in their order.
+    """The copies for a sequence that no scheduler has received yet, in order.
 
-    Until then a lower tier may evict the block of an offload: the copy is recalled. The victims are in a heap per tier,
-    as a long prompt opens a copy for each of its blocks when all tiers are full.
+    Until then, a lower tier may evict the block of an offload, which recalls the copy. Each tier has a heap of victims,
+    since a long prompt opens a copy for each of its blocks when all tiers are full.
     """
 
     __slots__ = ("_heaps", "_tickets")
 
     def __init__(self) -> None:
         self._tickets: dict[int, Ticket] = {}
-        # By tier, of one account or for None of all blocks: (priority, recency, number, ticket). An entry is stale once
-        # its block has a child in its tier, has stopped moving, or has another priority; `offer` adds the next one.
+        # By tier and account (None: all blocks): (priority, recency, number, ticket). An entry is stale once its block
+        # has a child in its tier, has stopped moving, or has a new priority; `offer` then adds a new entry.
         self._heaps: dict[tuple[Tier, Account | None], list[tuple[int, int, int, Ticket]]] = {}
 
     def __iter__(self) -> Iterator[Ticket]:
         return iter(self._tickets.values())
 
     def add(self, ticket: Ticket) -> None:
-        """A copy that has just been opened."""
+        """Adds a copy that has just been opened."""
         self._tickets[ticket.number] = ticket
         if ticket.purpose is _OFFLOAD:
             ticket.opened_by = self
             self.offer(ticket)
 
     def offer(self, ticket: Ticket) -> None:
-        """The offloaded block may have become evictable, or is evicted at another time."""
+        """Notes that the offloaded block may have become evictable, or may have moved in the eviction order."""
         block = ticket.target
         if block.children_in_tier:
             return
@@ -242,12 +242,12 @@ class OpenedCopies:
         return None
 
     def recall(self, ticket: Ticket) -> None:
-        """The copy will not run."""
+        """Withdraws a copy, which then will not run."""
         del self._tickets[ticket.number]
         ticket.opened_by = None
 
     def take(self) -> tuple[Transfer, ...]:
-        """The copies, to send in this order: from now on none can be recalled."""
+        """Hands out the copies in the order in which to send them. From now on, none can be recalled."""
         transfers = tuple([ticket.transfer for ticket in self._tickets.values()])
         self.clear()
         return transfers

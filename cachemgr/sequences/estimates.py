@@ -1,4 +1,4 @@
-"""How many blocks a sequence needs, exactly."""
+"""Exact estimates of the blocks that a sequence needs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from cachemgr.types import BlockEstimate
 
 
 def before_admission(sequence: Sequence, matched: list[list[Block | None]], max_new_tokens: int) -> list[BlockEstimate]:
-    """For a sequence that is not admitted, with its prefix hit by group: its first step allocates all its blocks.
+    """Estimates the blocks of a sequence before its admission; `matched` is its prefix hit by group.
 
-    Blocks in use cost nothing; cached blocks without a reference count as free ones. A sequence that evicts tokens has
-    both of its tables at once.
+    Its first step allocates all its blocks. Blocks in use cost nothing; cached blocks without a reference count as
+    free. A sequence that evicts tokens has both of its tables at once.
     """
     size, tokens = sequence.block_size, len(sequence.tokens)
     found = []
@@ -23,12 +23,12 @@ def before_admission(sequence: Sequence, matched: list[list[Block | None]], max_
         step = blocks_for(sequence.slots_for(tokens), size) - held - absent
         last = sequence.peak_blocks(tokens + max_new_tokens) - held - absent
         if table.pool.window is not None:
-            # It has all blocks of its tokens at once; later blocks replace those that leave the window.
+            # It has all blocks of its tokens at once; later blocks replace blocks that leave the window.
             last = min(last, max(step, _blocks_in_window(table.pool.window, tokens, tokens + max_new_tokens, size)))
         found.append(BlockEstimate(table.pool.spec.group, len(blocks) - absent, step, last))
     return found
 
 
 def _blocks_in_window(window: int, start: int, end: int, size: int) -> int:
-    """The most blocks that a sequence holds at once while it grows from one length to another."""
+    """The maximum number of blocks held at once while a sequence grows from `start` to `end` tokens."""
     return min(blocks_for(end, size) - first_needed(start, window, size), blocks_for(window, size) + 1)

@@ -1,4 +1,4 @@
-"""A second sequence that shares the blocks of a first."""
+"""Forks: a second sequence that shares the blocks of a first."""
 
 from collections.abc import Callable
 
@@ -15,9 +15,9 @@ from protos.errors import InvalidField
 def fork(
     parent: Sequence, sequence_id: str, num_tokens: int | None, config: ManagerConfig, next_number: Callable[[], int]
 ) -> Sequence | Admission:
-    """A sequence that shares the computed blocks of the parent, or an answer that says how many are missing.
+    """Returns a sequence that shares the parent's computed blocks, or how many blocks are missing.
 
-    It has the first `num_tokens` tokens of the parent, or all. Raises InvalidField, SequenceUnsettledError,
+    The fork has the first `num_tokens` tokens of the parent, or all. Raises InvalidField, SequenceUnsettledError,
     SequenceEvictsError, WindowPassedError.
     """
     _check_eviction(parent)
@@ -31,7 +31,7 @@ def fork(
     tokens = parent.tokens[:num_tokens]
     if num_tokens is not None and (num_tokens < 1 or num_tokens != len(tokens)):
         raise InvalidField("num_tokens", f"must be from 1 to the first sequence's {len(parent.tokens)} tokens")
-    # The fork computes its last token itself, for the token after it.
+    # The fork recomputes its last token, to get the next token.
     computed = min(parent.computed, len(tokens) - 1)
     if any(table.window_start > first_needed(computed, table.pool.window, size) for table in parent.tables):
         raise WindowPassedError("the window before that length was released already")
@@ -87,7 +87,7 @@ def fork(
 
 
 def _check_eviction(parent: Sequence) -> None:
-    """Raises SequenceEvictsError when a fork would lack tokens or scores of its parent."""
+    """Raises SequenceEvictsError if a fork would lack tokens or attention scores of its parent."""
     check_in_place(parent, "parent_sequence_id")
     if parent.eviction is not None and parent.eviction.policy.uses_scores:
         text = f"sequence {parent.sequence_id} evicts by scores, which a fork would not have"

@@ -24,29 +24,29 @@ T = TypeVar("T")
 
 _BLOCK: Callable[[tuple[BlockPool, Block]], Block] = itemgetter(1)
 
-# Pins of one executor beyond which hints make no more: operators see all, and each is kept in Redis.
+# Hints make no more pins on an executor with this many: operators see all pins, and each is kept in Redis.
 MAX_PINS = 1000
 
 _NO_TOTALS: Mapping[BlockPool, int] = MappingProxyType({})
 
-# Blocks of expired holds that one call releases: one costs some microseconds.
+# Blocks of expired holds that one call releases; each block takes some microseconds.
 RELEASED_AT_A_TIME = 2048
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Hold:
-    """Referenced blocks, root first, with an end for each owner. A pin has one owner."""
+    """Referenced blocks, root first, with an end time for each owner. A pin has one owner."""
 
     name: str
     blocks: Kept
-    # The end of the hold by owner.
+    # By owner: the time at which the hold ends.
     owners: dict[str, float]
     pin: bool
     session_id: str | None = None
 
 
 class Pinned(NamedTuple):
-    """The answer to a request for a pin: its name, empty for none, and older pins that were degraded."""
+    """The answer to a request for a pin: the pin's name, empty for none, and older pins that were degraded."""
 
     name: str
     receipt: Receipt
@@ -54,10 +54,10 @@ class Pinned(NamedTuple):
 
 
 class Holds:
-    """The holds of one executor, oldest first. Pins together have a budget, a share of each pool."""
+    """The holds of one executor, oldest first. All pins together have a budget, a share of each pool."""
 
     def __init__(self, next_number: Callable[[], int], pin_budget: float, on_pin: Callable[[str], None]) -> None:
-        """`on_pin` is called with the name of a pin that is new, is extended, or has ended."""
+        """`on_pin` is called with the name of each pin that is new, is extended, or has ended."""
         self._next_number = next_number
         self._pin_budget = pin_budget
         self._holds: dict[str, Hold] = {}
@@ -81,7 +81,7 @@ class Holds:
         self._add(Hold(f"hold-{self._next_number()}", blocks, owners, pin=False, session_id=session_id))
 
     def replace(self, pool: BlockPool, old: Block, block: Block) -> None:
-        """Moves all holds of a block to the one that replaces it in the index."""
+        """Moves all holds of a block to the block that replaces it in the index."""
         for hold in self if old in self._held else ():
             for index, (_, held) in enumerate(hold.blocks):
                 if held is old:
@@ -106,9 +106,9 @@ class Holds:
         displace: bool = True,
         validate_only: bool = False,
     ) -> Pinned:
-        """Pins blocks that `complete` gave; those nearest to the root when not all fit.
+        """Pins blocks that `complete` gave; if not all fit, the blocks nearest to the root.
 
-        With `displace` older pins become leases where the budget needs it, else they leave so much less of it.
+        With `displace`, older pins become leases if the budget requires it. Otherwise, older pins use up the budget.
         """
         fitting = self._fitting(blocks, displace=displace)
         if not blocks or not fitting:
@@ -135,15 +135,15 @@ class Holds:
             self._on_pin(same.name)
             return Pinned(same.name, receipt)
         name = f"pin-{self._next_number()}"
-        # Referenced before older pins release common blocks.
+        # Adds references before older pins release common blocks.
         self._add(Hold(name, list(fitting), {owner: now + duration}, pin=True))
         self.degrade(degraded, now)
         return Pinned(name, receipt, names)
 
     def restore_pins(self, pins: Iterable[PinRecord], pools: Sequence[BlockPool], now: float) -> None:
-        """Pins the blocks of an earlier manager's pins that are cached again, oldest pin first.
+        """Restores an earlier manager's pins, oldest first, on their blocks that are cached again.
 
-        The oldest pins become leases as far as all together are beyond the budget.
+        If all pins together exceed the budget, the oldest become leases.
         """
         for pin in sorted(pins, key=lambda pin: pin.number):
             cached = [
@@ -159,16 +159,16 @@ class Holds:
         self.degrade(self.beyond_budget(), now)
 
     def beyond_budget(self, totals: Mapping[BlockPool, int] = _NO_TOTALS) -> list[Hold]:
-        """The oldest pins that are beyond the budget, where pools have the sizes that they have now, or these."""
+        """The oldest pins that are beyond the budget, given the present pool sizes or `totals`."""
         return self._to_degrade([], totals)
 
     def degrade(self, pins: Iterable[Hold], now: float) -> None:
-        """Pins become leases."""
+        """Turns pins into leases."""
         for hold in pins:
             self._degrade(hold, now)
 
     def end_pins(self) -> None:
-        """Reports all pins as ended: their blocks are about to be lost."""
+        """Reports all pins as ended, since their blocks are about to be lost."""
         for hold in self:
             if hold.pin:
                 self._on_pin(hold.name)
@@ -189,7 +189,7 @@ class Holds:
         return freed
 
     def expire(self, now: float) -> None:
-        """Ends holds of which all owners have expired, in several calls if they are long.
+        """Ends holds whose owners have all expired; a long hold takes several calls.
 
         A hold that is too long for one call keeps its owners and its name until its last block is released.
         """
@@ -211,7 +211,7 @@ class Holds:
             self.release(hold)
 
     def clear(self) -> None:
-        """Forgets all holds: their blocks are lost."""
+        """Forgets all holds, since their blocks are lost."""
         self._holds.clear()
         self._held.clear()
         self._pinned.clear()
@@ -259,7 +259,7 @@ class Holds:
         self._num_pins -= hold.pin
 
     def _count(self, hold: Hold, blocks: Kept, change: int) -> None:
-        """Counts blocks that a hold gets or loses. A pin has no block twice."""
+        """Counts blocks that a hold gains or loses. A pin has no block twice."""
         pinned = self._pinned
         if change > 0:
             self._held.update(map(_BLOCK, blocks))
@@ -291,18 +291,18 @@ class Holds:
         return fitting
 
     def _same(self, blocks: Kept, owner: str) -> Hold | None:
-        """The pin of these blocks that the owner has already."""
+        """Returns the pin of exactly these blocks that the owner already has."""
         alike = [
             hold
             for hold in self._holds.values()
             if hold.pin and owner in hold.owners and len(hold.blocks) == len(blocks)
         ]
         wanted = {block for _, block in blocks} if alike else set()
-        # Most pins differ in their tails only.
+        # Compared from the tail, since most pins differ only there.
         return next((hold for hold in alike if all(block in wanted for _, block in reversed(hold.blocks))), None)
 
     def _to_degrade(self, fresh: Kept, totals: Mapping[BlockPool, int] = _NO_TOTALS) -> list[Hold]:
-        """Older pins that exceed the budget, oldest first; a block of several pins counts once."""
+        """Older pins to degrade so that the rest fits the budget, oldest first. A block of several pins counts once."""
         kept = {block for _, block in fresh}
         together = self._pinned_in + Counter(pool for pool, block in fresh if block not in self._pinned)
         over = +Counter({pool: count - self._budget(pool, totals.get(pool)) for pool, count in together.items()})
@@ -331,7 +331,7 @@ class Holds:
 
 
 def _count_down(counter: Counter[T], keys: Iterable[T]) -> None:
-    """Counts down, and deletes entries of 0."""
+    """Decrements the counts of these keys, and deletes entries that reach 0."""
     for key in keys:
         count = counter[key] - 1
         if count:
@@ -341,16 +341,16 @@ def _count_down(counter: Counter[T], keys: Iterable[T]) -> None:
 
 
 class _Ancestors:
-    """The blocks whose ancestors are all cached; each block is checked once."""
+    """Collects blocks whose ancestors are all cached; checks each block once."""
 
     def __init__(self, *, arrived: bool) -> None:
-        """`arrived`: whether blocks with an open copy are left out, with their descendants."""
+        """`arrived`: whether to leave out blocks with an open copy, and their descendants."""
         self._arrived = arrived
         self.with_ancestors: dict[Block, BlockPool] = {}
         self._left_out: set[Block] = set()
 
     def add(self, pool: BlockPool, block: Block) -> bool:
-        """Whether all ancestors of a block are cached: a block of a lower tier may outlive them."""
+        """Whether all ancestors of a block are cached; a block of a lower tier may outlive its ancestors."""
         line: list[Block] = []
         node: Node | None = block
         is_complete = True
@@ -372,7 +372,7 @@ class _Ancestors:
 
 
 def with_ancestors(blocks: Kept) -> Kept:
-    """Indexed blocks with their bytes in place, root first, and under full attention all their ancestors."""
+    """These blocks if indexed and with their bytes in place, root first; with full attention, all ancestors too."""
     standing = _Ancestors(arrived=True)
     for pool, block in blocks:
         standing.add(pool, block)

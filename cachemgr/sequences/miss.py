@@ -20,26 +20,26 @@ _CAUSES = {
 
 
 def first_miss(sequence: Sequence, cached_tokens: int, lowest: TierKind | None, now: float) -> Miss | None:
-    """The first full block behind a match, before anything is allocated; None when the match lacks no full block.
+    """Explains the first full block after a match, before anything is allocated; None if no full block is missing.
 
-    lowest: tier of the lowest blocks that the sequence may use; None when it may use none.
+    lowest: the lowest tier whose blocks the sequence may use; None if it may use no cached block.
     """
     size = sequence.block_size
     index = cached_tokens // size
-    # The last token is computed anyway.
+    # The last token is always computed.
     if index >= (len(sequence.tokens) - 1) // size:
         return None
     if lowest is None:
         return Miss(MissCause.NOT_READ)
     for table in sequence.tables:
         pool = table.pool
-        # With a window, blocks before it may be the missing ones.
+        # With a window, an earlier block may be the missing one.
         start = index if pool.window is None else first_needed((index + 1) * size, pool.window, size)
         for block_index in range(start, index + 1):
             miss = _miss_of(sequence, pool, sequence.key(block_index), lowest, now)
             if miss is not None:
                 return miss
-    # The blocks are there: the eviction policy reuses no more of them.
+    # The blocks are cached, but the eviction policy reuses no more of them.
     return Miss(MissCause.NOT_READ)
 
 
@@ -64,5 +64,5 @@ def _removed(sequence: Sequence, lost: Removal, now: float) -> Miss:
 
 
 def _same_owner(mine: tuple[str | None, str | None], other: tuple[str | None, str | None]) -> bool:
-    """Whether two are of one tenant; without tenants a salt stands for one."""
+    """Whether two owners are one tenant; without tenants, the salt identifies the owner."""
     return mine[0] == other[0] and (mine[0] is not None or mine[1] == other[1])

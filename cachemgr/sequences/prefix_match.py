@@ -27,28 +27,28 @@ if TYPE_CHECKING:
 
 
 _START = attrgetter("start")
-# Children of a block that are looked at for what may follow it.
+# How many children of a block are looked at to find its continuation.
 _MOST_BEHIND = 32
 
 
 class Partial(enum.Enum):
-    """How a block is used of which only the beginning matches."""
+    """How to use a block when only its beginning matches."""
 
     NONE = "nothing"
-    # It is copied when it ends where the prompt does: its key is exact.
+    # Copy the block only if it ends where the prompt does, so that its key is exact.
     EXACT = "exact key"
-    # Its beginning is copied.
+    # Copy the block's beginning.
     COPY = "copy"
-    # The block becomes the sequence's own, if it has no reference and no child.
+    # Give the block itself to the sequence, if the block has no reference and no child.
     TAKE_OVER = "take over"
 
 
 @dataclass(slots=True)
 class Match:
-    """`tokens` leading tokens are cached. Per group: the whole blocks, None where the window needs none.
+    """`tokens` leading tokens are cached. `blocks` has each group's whole blocks, None if the window needs none.
 
-    With `num_copied` the last of the tokens are the beginning of `sources[group]`, to be copied, or taken over when
-    `in_place`. `writer` is the sequence that has yet to compute the end of the match.
+    The last `num_copied` tokens are the beginning of `sources[group]`, which is copied, or taken over if `in_place`.
+    `writer` is the sequence that has yet to compute the end of the match.
     """
 
     tokens: int = 0
@@ -60,9 +60,9 @@ class Match:
 
 
 def find_continuation(sequence: Sequence, most: int) -> tuple[int, ...]:
-    """At most so many tokens that stand behind a sequence's tokens in cached blocks of its scope.
+    """Returns at most `most` tokens that follow a sequence's tokens in cached blocks of its scope.
 
-    Where several do, those of the block with most hits; of very many blocks, a few are looked at.
+    Among several continuations, the block with most hits counts; only a few of very many blocks are looked at.
     """
     pool = next((table.pool for table in sequence.tables if table.pool.window is None), sequence.tables[0].pool)
     size, length = sequence.block_size, len(sequence.tokens)
@@ -85,9 +85,9 @@ def no_match(sequence: Sequence) -> Match:
 
 
 class _Walk(NamedTuple):
-    """What the groups have of a prompt. found: of each group, its blocks up to the first that full attention misses.
+    """What the groups have of a prompt. found: each group's blocks up to the first block that full attention misses.
 
-    runs: of each group with a window, for each index where the run of blocks begins that ends there.
+    runs: for each group with a window, by index: the start of the run of blocks that ends there.
     """
 
     top: int
@@ -96,7 +96,7 @@ class _Walk(NamedTuple):
 
 
 class PrefixMatcher:
-    """Finds the longest match of a sequence in a tier and those above: one walk for all ways to use a part of a block.
+    """Finds the longest match of a sequence in a tier and those above. One walk serves every kind of partial use.
 
     A match leaves at least the last token to compute, and all tokens whose scores count.
     """
@@ -110,11 +110,11 @@ class PrefixMatcher:
             eviction = sequence.eviction
             self._limit = min(self._limit, eviction.policy.reusable(len(sequence.tokens), eviction.prompt))
         self._pools = [table.pool for table in sequence.tables]
-        # By whether blocks count that another sequence has yet to compute.
+        # By whether pending blocks, which another sequence has yet to compute, count.
         self._walks: dict[bool, _Walk] = {}
 
     def longest(self, partial: Partial) -> Match:
-        """The longest match, with this use of a block of which only the beginning matches."""
+        """The longest match, with this use of a block when only its beginning matches."""
         match = self._find(partial, pending=True)
         if match.writer is not None and not _single_writer_covers(match):
             match = self._find(partial, pending=False)
@@ -185,14 +185,14 @@ class PrefixMatcher:
         return block not in pool.offloader.offloading and pool.tier_of(block).kind <= self._lowest
 
     def _is_covered(self, walk: _Walk, block_index: int, tokens: int) -> bool:
-        """Whether every group with a window has the blocks that the next token attends to."""
+        """Whether every group with a window has all blocks that the next token attends to."""
         for pool, runs in zip(self._pools, walk.runs, strict=True):
             if runs is not None and runs[block_index] > first_needed(tokens, pool.window, self._size):
                 return False
         return True
 
     def _partial(self, block_index: int, partial: Partial) -> tuple[list[Block], int]:
-        """The blocks with the longest common beginning that is in every group, and its tokens."""
+        """The blocks with the longest common beginning that every group has, and its length in tokens."""
         start = block_index * self._size
         end = min(start + self._size, self._limit)
         parent_key = self._sequence.key(block_index - 1)
@@ -211,13 +211,13 @@ class PrefixMatcher:
         return best
 
     def _beginnings(self, start: int, end: int) -> Iterable[tuple[int, bytes]]:
-        """Ends of a possible common beginning, with the extra bytes of the cached block then; of plain text only one.
+        """Yields possible ends of a common beginning, each with the cached block's extra bytes; plain text has one end.
 
-        A block that ends before an image has no key of it. The image of a cached block may end earlier or later than
-        that of the sequence, which matters only after the end of the shorter one.
+        A block that ends before an image has no key of the image. The image of a cached block may end earlier or later
+        than the sequence's image, which matters only after the end of the shorter image.
         """
         own_keys = self._sequence.extra_keys
-        # Of the keys that begin before the block only the last may reach into it.
+        # Of the keys that begin before the block, only the last may reach into the block.
         first = max(0, bisect_left(own_keys, start, key=_START) - 1)
         keys = own_keys[first : bisect_left(own_keys, start + self._size, key=_START)]
         yield end, extra_bytes(keys, start, start + self._size)
@@ -231,7 +231,7 @@ class PrefixMatcher:
                 yield min(other, own), extra_bytes(cut, start, start + self._size)
 
     def _exact(self, block_index: int) -> tuple[list[Block], int]:
-        """The block of every group that holds just the rest of the prompt, and its tokens."""
+        """Each group's block that holds exactly the rest of the prompt, and its length in tokens."""
         start, end = block_index * self._size, self._limit
         if not 0 < end - start < self._size:
             return [], 0
@@ -273,7 +273,7 @@ class PrefixMatcher:
 
 
 def _single_writer_covers(match: Match) -> bool:
-    """Whether the writer of the end of the match waits itself for every other writer."""
+    """Whether the writer of the end of the match itself waits for every other writer."""
     assert match.writer is not None
     for table, blocks in zip(match.writer.tables, match.blocks, strict=True):
         for index, block in enumerate(blocks):
@@ -285,7 +285,7 @@ def _single_writer_covers(match: Match) -> bool:
 
 
 def keys_of(spec: ExecutorSpec, prefix: Prefix, weight_version: str | None = None) -> list[bytes]:
-    """Keys that the full blocks of a prompt have in an executor. weight_version: None for its present one."""
+    """Keys of a prompt's full blocks in an executor. weight_version: None for the executor's present version."""
     root = _root_of(spec, prefix, weight_version)
     return prefix_keys(root, packed_bytes(pack(prefix.token_ids)), spec.block_size, prefix.extra_keys)
 
@@ -296,7 +296,7 @@ def _root_of(spec: ExecutorSpec, prefix: Prefix, weight_version: str | None) -> 
 
 
 def cached_chain(pool: BlockPool, keys: list[bytes]) -> list[Block]:
-    """Full blocks of these keys that can be matched: with full attention up to the first missing block."""
+    """The matchable full blocks of these keys; with full attention, only up to the first missing block."""
     found = []
     for key in keys:
         block = pool.tree.by_key.get(key)
@@ -308,7 +308,7 @@ def cached_chain(pool: BlockPool, keys: list[bytes]) -> list[Block]:
 
 
 def cached_blocks_of(executor: Executor, pool: BlockPool, prefix: Prefix) -> list[Block]:
-    """Cached full blocks of a prompt, of all weights, also those without their ancestors."""
+    """Cached full blocks of a prompt, for all weights, including blocks without their ancestors."""
     found = (
         pool.tree.by_key.get(key)
         for version in executor.scopes.weight_versions
@@ -318,7 +318,7 @@ def cached_blocks_of(executor: Executor, pool: BlockPool, prefix: Prefix) -> lis
 
 
 def partial_blocks(executor: Executor, pool: BlockPool, prefix: Prefix, weight_version: str) -> list[Block]:
-    """Blocks after the full ones of a prompt that begin with its last tokens, or hold their beginning."""
+    """Blocks after a prompt's full blocks that begin with the prompt's last tokens, or hold their beginning."""
     keys = keys_of(executor.spec, prefix, weight_version)
     rest = packed_bytes(pack(prefix.token_ids[len(keys) * executor.block_size :]))
     node = pool.tree.node(keys[-1] if keys else _root_of(executor.spec, prefix, weight_version))

@@ -12,7 +12,7 @@ from cachemgr.types import ExecutorSpec, ManagerConfig, PoolShare, PoolSpec, Tie
 from cachemgr.validation import check_id, check_weight_version
 from protos.errors import InvalidField
 
-# Each slot costs memory of this process from the start.
+# Each slot takes memory of this process from the start.
 MAX_SLOTS = 1 << 24
 # Positions and capacities are 32-bit numbers in messages.
 MAX_POOL_TOKENS = (1 << 32) - 1
@@ -66,7 +66,7 @@ def _check_pools(spec: ExecutorSpec) -> None:
 
 
 def _check_contents(spec: ExecutorSpec, group: int, path: str) -> None:
-    """Generations are given for every slot, or for none."""
+    """Checks that steps and generations are given for every slot, or for none."""
     pool = spec.pools[group]
     steps = spec.last_write_steps[group] if spec.last_write_steps else ()
     if steps and len(steps) != pool.num_blocks:
@@ -119,7 +119,7 @@ def lower_tiers_survive(before: ExecutorSpec, spec: ExecutorSpec) -> bool:
 
 
 def divide_device_memory(pools: list[BlockPool], spec: ExecutorSpec, shares: Mapping[str, PoolShare]) -> None:
-    """Gives every pool its first share of their common memory, or the share that an operator has set."""
+    """Gives every pool its initial share of the common memory, or the share that an operator has set."""
     memory = spec.memory_bytes
     given = {pool: shares[pool.pool_id] for pool in pools if fits(pool, shares.get(pool.pool_id))}
     totals = {pool: pool.spec.share_blocks or pool.spec.num_blocks for pool in pools}

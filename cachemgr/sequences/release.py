@@ -1,4 +1,4 @@
-"""How sequences end or shrink, and how all of a lost executor or scheduler ends."""
+"""Ends and shrinks sequences, and ends everything of a lost executor or scheduler."""
 
 from collections.abc import Iterable, Iterator
 
@@ -19,14 +19,14 @@ from cachemgr.sequences.token_eviction_state import blocks_for
 from cachemgr.types import EventKind, ExecutorSpec, Freed, RemovalCause, Slot, TierKind
 from protos.errors import InvalidField
 
-# Blocks of a lost executor that are reported one by one.
+# Up to this many blocks of a lost executor are reported one by one.
 MOST_REPORTED = 4096
-# Slots of a restarted executor that one call carries over: each takes some microseconds.
+# Slots of a restarted executor that one call carries over; each takes some microseconds.
 MOST_CARRIED_OVER = 8192
 
 
 def free_blocks(executor: Executor) -> int:
-    """Free blocks over all groups."""
+    """Counts free blocks over all groups."""
     return sum(pool.device.free for pool in executor.pools)
 
 
@@ -34,7 +34,7 @@ def release(sequence: Sequence, now: float) -> None:
     """Commits the last blocks and releases all, or hands them to a hold."""
     executor = sequence.executor
     commit_computed_blocks(sequence, leaves=True)
-    # Before the last block is committed: sequences that share it pending get less.
+    # Before the last block is committed, since sequences that share it while pending expect fewer tokens.
     retract_pending(sequence)
     commit_last_block(sequence)
     stored = 0 if executor.ghosts is None else executor.ghosts.stored(sequence)
@@ -65,17 +65,17 @@ def tickets_of(executor: Executor, scheduler: Scheduler) -> list[Ticket]:
 def end_ticket(executor: Executor, ticket: Ticket) -> None:
     """Ends a copy of a lost scheduler, if it is still open.
 
-    The executor ends the old session before it takes a step of another one, and runs steps in order: the next sequence
-    in the slots writes after the last copy that could still run.
+    The executor ends the old session before it takes a step of a new session, and runs steps in order. So the next
+    sequence in the slots writes after the last copy that could still run.
     """
     if executor.tickets.pop(ticket.number, None) is not None:
         end_copy(ticket, Outcome.CANCELLED)
 
 
 def end_copies(executor: Executor, done: Iterable[int], failed: Iterable[int], step: int) -> int:
-    """Ends copies that the executor reports, by their tickets; returns how many of them were not open.
+    """Ends copies that the executor reports, by their tickets; returns how many of the tickets were not open.
 
-    No later step has written for them.
+    No step after `step` has written for these copies.
     """
     unknown = 0
     for numbers, outcome in ((failed, Outcome.FAILED), (done, Outcome.DONE)):
@@ -87,14 +87,14 @@ def end_copies(executor: Executor, done: Iterable[int], failed: Iterable[int], s
             if ticket.sequence is not None:
                 ticket.sequence.step = max(ticket.sequence.step, step)
             elif ticket.purpose is Purpose.PREFETCH:
-                # No sequence will report later which step wrote it.
+                # No sequence will report later which step wrote the block.
                 ticket.target.stored_step = max(ticket.target.stored_step, step)
             end_copy(ticket, outcome)
     return unknown
 
 
 def end_copy(ticket: Ticket, outcome: Outcome) -> None:
-    """Ends a copy that is no longer open, with its effects on the sequence."""
+    """Ends a copy whose ticket has been removed, with its effects on the sequence."""
     sequence = ticket.sequence
     ticket.end(outcome)
     if sequence is None:
@@ -106,7 +106,7 @@ def end_copy(ticket: Ticket, outcome: Outcome) -> None:
 
 
 def _hand_to_holds(sequence: Sequence, now: float) -> None:
-    """Hands the blocks to their holds, and pins those that a rule pins."""
+    """Hands the blocks to their holds, and pins the blocks that a rule pins."""
     executor = sequence.executor
     if sequence.has_evicted_tokens:
         kept = list(cached_before_eviction(sequence))
@@ -124,7 +124,7 @@ def _hand_to_holds(sequence: Sequence, now: float) -> None:
 
 
 def to_zero(executor: Executor) -> Iterator[tuple[BlockPool, int]]:
-    """Indexes whose bytes were forgotten and not yet overwritten. The sequences of the executor end."""
+    """Yields indexes whose bytes were forgotten but not yet overwritten. The executor's sequences are about to end."""
     for sequence in executor.sequences.values():
         if sequence.forgotten:
             zero_on_free_of(sequence)
@@ -137,7 +137,7 @@ def to_zero(executor: Executor) -> Iterator[tuple[BlockPool, int]]:
 
 
 def slots_to_zero(executor: Executor) -> Iterator[Slot]:
-    """The same slots by tier; lower tiers first, which outlive the process of the executor."""
+    """Yields the slots of `to_zero`, lower tiers first, since these outlive the executor's process."""
     on_device: list[Slot] = []
     for pool, block_index in to_zero(executor):
         tier = pool.tier_at(block_index)
@@ -150,9 +150,9 @@ def slots_to_zero(executor: Executor) -> Iterator[Slot]:
 
 
 def end_executor(executor: Executor, events: EventLog, lost_blocks: LostBlocks) -> None:
-    """Ends an executor: its sequences are void, and its blocks can be neither found nor freed any more.
+    """Ends an executor: its sequences become void, and its blocks can no longer be found or freed.
 
-    Each block has an event of its own, unless there are too many; the last event is that of the executor.
+    Each block gets a separate event, unless there are too many; the last event is about the executor.
     """
     _end_epoch(executor)
     executor.holds.clear()
@@ -166,15 +166,15 @@ def end_executor(executor: Executor, events: EventLog, lost_blocks: LostBlocks) 
 
 
 def can_carry_over(before: Executor, spec: ExecutorSpec) -> bool:
-    """Whether an executor has so few slots, before and now, that one call can carry its blocks over."""
+    """Whether an executor has few enough slots, before and now, to carry its blocks over in one call."""
     slots = sum(pool.num_blocks + pool.host_blocks + pool.disk_blocks for pool in spec.pools)
     return max(slots, sum(len(pool.blocks) for pool in before.pools)) <= MOST_CARRIED_OVER
 
 
 def carry_over(before: Executor, spec: ExecutorSpec, listener: PoolListener) -> None:
-    """Keeps the blocks of a restarted executor that its lower tiers still have, and slots to overwrite.
+    """Keeps the blocks that a restarted executor's lower tiers still have, and the slots to overwrite.
 
-    `spec` is that of the new epoch, which takes over pools, scopes and holds of the one `before`.
+    `spec` is the spec of the new epoch, which takes over the pools, scopes and holds of `before`.
     """
     zeroing = list(to_zero(before))
     _end_epoch(before)
@@ -213,7 +213,7 @@ def truncate(sequence: Sequence, num_tokens: int) -> Freed:
         )
     check_in_place(sequence, "sequence_id")
     size = sequence.block_size
-    # K and V of the newest token do not count: the next step writes them, to `cut`.
+    # K and V of the newest token do not count: the next step writes them to the block at `cut`.
     computed = min(sequence.computed, num_tokens - 1)
     cut, keep = computed // size, blocks_for(num_tokens, size)
     rewritten = computed < sequence.computed
@@ -240,7 +240,7 @@ def truncate(sequence: Sequence, num_tokens: int) -> Freed:
 
 
 def _check_truncation(sequence: Sequence, table: GroupTable, computed: int, cut: int, rewritten: bool) -> list[Block]:
-    """The blocks to take out of the index, tail first."""
+    """Returns the blocks to take out of the index, tail first; raises if the truncation is impossible."""
     if not rewritten:
         return []
     if table.window_start > first_needed(computed, table.pool.window, sequence.block_size):
@@ -277,7 +277,7 @@ def _make_writable(sequence: Sequence, table: GroupTable, cut: int) -> None:
 
 
 def _void_copies_from(sequence: Sequence, cut: int, kept: int) -> None:
-    """Voids forks whose copy has not run and would read the next tokens of the sequence."""
+    """Voids forks whose copy has not run yet and would read overwritten tokens of the sequence."""
     sources = {table.blocks[cut] for table in sequence.tables}
     for ticket in sequence.executor.tickets.values():
         if ticket.source in sources and ticket.num_tokens > kept and ticket.sequence is not None:

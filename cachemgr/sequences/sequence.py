@@ -25,11 +25,11 @@ _NOT_ADMITTED = Admission(False)
 
 @dataclass(slots=True, eq=False, repr=False)
 class GroupTable:
-    """The blocks of one sequence in one pool; None where the window does not need one.
+    """The blocks of one sequence in one pool; None if the window does not need the block.
 
-    Blocks before `committed` hold the tokens of their keys, and are indexed where they may be. `window_start` is the
-    first index that the window has not released. `duplicate_refs` are indexed blocks that equal blocks of this table
-    and that other sequences use: the references keep them until their children are evicted.
+    Blocks before `committed` hold the tokens of their keys, and are indexed if allowed. `window_start` is the first
+    index that the window has not released. `duplicate_refs` are indexed blocks that equal blocks of this table and that
+    other sequences use; the references keep them until their children are evicted.
     """
 
     pool: BlockPool
@@ -44,7 +44,7 @@ class GroupTable:
         return Table(self.pool.spec.group, slots)
 
     def references(self, start: int = 0) -> Iterator[Block]:
-        """All referenced blocks from an index on, last ones first."""
+        """Yields all referenced blocks from an index on, last blocks first."""
         for index in range(len(self.blocks) - 1, start - 1, -1):
             block = self.blocks[index]
             if block is not None:
@@ -88,16 +88,16 @@ class Sequence:
     retention: BlockRetention
     no_store: bool
     extra_keys: tuple[ExtraKey, ...] = ()
-    # Blocks that reach behind so many tokens are not stored; None for no bound.
+    # Blocks that end after this many tokens are not stored; None for no limit.
     store_limit: int | None = None
     computed: int = 0
     cached_tokens: int = 0
-    # Keys of its full blocks, as far as they were needed.
+    # Keys of its full blocks, computed on demand.
     keys: list[bytes] = field(default_factory=list)
     # Last executor step that may have written to its blocks.
     step: int = 0
     void: bool = False
-    # No byte of its blocks may outlive it.
+    # Whether the bytes of its blocks must not outlive it.
     forgotten: bool = False
     tables: list[GroupTable] = field(init=False)
     # None for a sequence that keeps all its tokens.
@@ -106,10 +106,10 @@ class Sequence:
     tickets: set[Ticket] = field(default_factory=set)
     # Copies for its blocks that no scheduler has received yet.
     opened: OpenedCopies = field(default_factory=OpenedCopies)
-    # Sequences that may share blocks which this one has not filled, and those whose blocks this one shares.
+    # Sequences that may share blocks that this sequence has yet to fill, and sequences whose blocks this one shares.
     dependents: set[Sequence] = field(default_factory=set)
     waits_on: set[Sequence] = field(default_factory=set)
-    # Seconds from the release by owner of a hold.
+    # By owner of a hold: its duration in seconds after the release.
     holds: dict[str, float] = field(default_factory=dict)
     content: object = None
     admission: Admission = _NOT_ADMITTED
@@ -119,7 +119,7 @@ class Sequence:
 
     @classmethod
     def probe(cls, executor: Executor, prefix: Prefix) -> Sequence:
-        """A sequence for a look-up, with one token more, as the last token is never matched."""
+        """Makes a sequence for a lookup, with one extra token, since the last token is never matched."""
         tokens = pack([*prefix.token_ids, 0])
         scope = executor.scopes.of(prefix.salt, prefix.adapter_id)
         no_scheduler: Any = None
@@ -132,7 +132,7 @@ class Sequence:
 
     @property
     def num_blocks(self) -> int:
-        """Length of each of its tables."""
+        """The length of each of its tables."""
         return len(self.tables[0].blocks)
 
     @property
@@ -141,33 +141,33 @@ class Sequence:
         return self.num_blocks * self.executor.block_size
 
     def stores_to(self, tokens: int) -> bool:
-        """Whether a block that ends behind so many tokens may be left in the cache."""
+        """Whether a block that ends after N = `tokens` tokens may stay in the cache."""
         return not self.no_store and (self.store_limit is None or tokens <= self.store_limit)
 
     @property
     def has_evicted_tokens(self) -> bool:
-        """Whether it has evicted tokens: its slots are not those of its leading tokens any more."""
+        """Whether it has evicted tokens, so that its slots no longer hold its leading tokens."""
         return self.eviction is not None and self.eviction.has_begun
 
     @property
     def private(self) -> list[Block]:
-        """Blocks for its first eviction, besides those in its table."""
+        """Blocks for its first eviction, besides the blocks in its table."""
         return [] if self.eviction is None else self.eviction.private
 
     @property
     def most_computed(self) -> int:
-        """Tokens that can be computed into its table; without a bound once it has evicted tokens."""
+        """Tokens that can be computed into its table; unlimited once it has evicted tokens."""
         eviction = self.eviction
         if eviction is None:
             return self.capacity
         return len(self.tokens) if eviction.has_begun else eviction.usable(self.capacity)
 
     def slots_for(self, tokens: int) -> int:
-        """Slots of its present table that so many known tokens use at most."""
+        """Slots of its present table that N = `tokens` known tokens use at most."""
         return tokens if self.eviction is None else self.eviction.slots_for(tokens)
 
     def peak_blocks(self, tokens: int) -> int:
-        """Blocks that it has at once in each pool, at most, until it has so many tokens."""
+        """The maximum number of blocks per pool at once, until it has N = `tokens` tokens."""
         if self.eviction is None:
             return blocks_for(tokens, self.block_size)
         return self.eviction.peak_blocks(tokens, self.block_size, no_store=self.no_store)
@@ -177,7 +177,7 @@ class Sequence:
         return packed_bytes(self.tokens[start:end])
 
     def key(self, index: int) -> bytes:
-        """Key of a full block; of the root for -1."""
+        """Key of a full block; -1 gives the root's key."""
         if index < 0:
             return self.scope.key
         if index >= len(self.keys):
@@ -186,7 +186,7 @@ class Sequence:
         return self.keys[index]
 
     def extra_of(self, start: int, end: int) -> bytes:
-        """Digests of content that the tokens of a block stand for."""
+        """The extra bytes of a block with these tokens."""
         return extra_bytes(self.extra_keys, start, end) if self.extra_keys else b""
 
     def block_scope(self, start: int, end: int) -> CacheScope:
@@ -199,11 +199,11 @@ class Sequence:
 
     @property
     def blocks_held(self) -> int:
-        """Blocks over all groups, without those that left a window."""
+        """Number of blocks over all groups, without blocks that left a window."""
         return sum(block is not None for table in self.tables for block in table.blocks) + len(self.private)
 
     def depend_on_writers(self) -> None:
-        """Notes every sequence that has yet to fill a block of this one."""
+        """Notes every sequence that has yet to fill a block of this sequence."""
         for table in self.tables:
             for block in table.blocks:
                 writer = None if block is None else block.writer
@@ -213,5 +213,5 @@ class Sequence:
 
 
 def first_needed(tokens: int, window: int | None, block_size: int) -> int:
-    """Index of the first block that the token at position `tokens` attends to: it sees itself and window - 1 before."""
+    """Index of the first block that the token at position `tokens` sees: itself and window - 1 earlier tokens."""
     return 0 if window is None else max(0, (tokens - window + 1) // block_size)

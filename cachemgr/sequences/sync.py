@@ -1,4 +1,4 @@
-"""One sync: columns of progress in, columns of capacity out."""
+"""A sync, which takes columns of progress and returns columns of capacity."""
 
 from collections.abc import Container, Iterator
 from collections.abc import Sequence as Seq
@@ -38,13 +38,13 @@ class Sync:
         self._running: list[Sequence] = []
         self.answer = SyncAnswer()
         self.released: list[Sequence] = []
-        # Policies of sequences that have begun to evict.
+        # Policies of sequences that have begun to evict in this sync.
         self.evicted: list[Kind] = []
         # Changes of adaptive windows.
         self.windows: list[WindowChange] = []
 
     def check(self) -> None:
-        """Raises InvalidField for columns that do not fit together or to the known state."""
+        """Raises InvalidField for columns that fit neither each other nor the known state."""
         request = self._request
         _same_length("computed_tokens", request.computed_tokens, request.handles)
         _same_length("new_token_counts", request.new_token_counts, request.handles)
@@ -69,12 +69,12 @@ class Sync:
             sequence = self._scheduler.sequences.get(handle)
             if sequence is None or sequence.void:
                 continue
-            # The last known token may have been sampled after the trim: it has no slot before it is computed.
+            # The last known token may have been sampled after the trim; it has no slot until it is computed.
             if capacity < sequence.slots_for(known.get(handle, len(sequence.tokens)) - 1):
                 raise InvalidField(f"trimmed_capacity_tokens[{row}]", "must not be less than the computed tokens")
 
     def _check_progress(self) -> dict[int, int]:
-        """Known tokens by handle. Raises InvalidField."""
+        """Returns the number of known tokens by handle. Raises InvalidField."""
         request, moved = self._request, set(self._request.evicted_handles)
         known: dict[int, int] = {}
         columns = zip(request.handles, request.computed_tokens, request.new_token_counts, strict=True)
@@ -90,7 +90,7 @@ class Sync:
         return known
 
     def apply(self, now: float) -> SyncAnswer:
-        """Progress, then evictions, releases, trims and cancellations, and then capacity for running sequences."""
+        """Applies progress, then evictions, releases, trims and cancellations; then grants capacity."""
         self._progress()
         for handle in self._request.released_handles:
             sequence = self._find(handle)
@@ -135,7 +135,7 @@ class Sync:
             if sequence is not None and not sequence.void:
                 moved.append((sequence, computed))
                 self._advance(sequence, computed)
-        # Older sequences fill the blocks that younger ones share: they come first.
+        # Older sequences come first, since they fill the blocks that younger sequences share.
         self._running.sort(key=_handle)
         for sequence in self._running:
             commit_computed_blocks(sequence)
@@ -148,7 +148,7 @@ class Sync:
         self._running.append(sequence)
 
     def _move(self, sequence: Sequence, computed: int) -> None:
-        # Before the last block is committed: sequences that share it pending get less.
+        # Before the last block is committed, since sequences that share it while pending expect fewer tokens.
         retract_pending(sequence)
         commit_last_block(sequence)
         token_eviction.move(sequence)
@@ -168,7 +168,7 @@ class Sync:
                 table.cut(keep)
 
     def _cancel(self) -> None:
-        """Only the scheduler that has received a copy knows that it was never sent: only its copies are cancelled."""
+        """Cancels only the scheduler's own copies: only their receiver knows that it never sent them."""
         for number in self._request.cancelled_tickets:
             for executor in self._executors.values():
                 ticket = executor.tickets.get(number)
@@ -177,7 +177,7 @@ class Sync:
                     end_copy(ticket, Outcome.CANCELLED)
 
     def _extend(self, now: float) -> None:
-        """Capacity for the next two steps comes before capacity ahead of need."""
+        """Grants capacity: for the next two steps first, then ahead of need."""
         trimmed = set(self._request.trimmed_handles)
         running = [sequence for sequence in self._running if not sequence.void and self._is_live(sequence)]
         before = {sequence: sequence.num_blocks for sequence in running}
@@ -200,14 +200,14 @@ class Sync:
                 self._report(sequence, start)
 
     def _about_to_grow(self) -> Iterator[Sequence]:
-        """Sequences that may get blocks for longer adaptive windows."""
+        """Yields sequences that may get blocks for longer adaptive windows."""
         for handle in (*self._request.evicting_handles, *self._request.window_handles):
             sequence = self._scheduler.sequences.get(handle)
             if sequence is not None and not sequence.void:
                 yield sequence
 
     def _grant(self, now: float) -> None:
-        """Blocks for sequences that are about to evict: each gets all of its blocks, or none."""
+        """Grants blocks to sequences that are about to evict: each gets all of its blocks, or none."""
         handles = self._request.evicting_handles
         wanted = self._request.evicting_window_tokens or [0] * len(handles)
         for handle, window in sorted(zip(handles, wanted, strict=True)):
@@ -231,7 +231,7 @@ class Sync:
                 self.answer.evicting_slots.extend(block.index for block in sequence.private)
 
     def _windows(self) -> Iterator[tuple[Sequence, int, int]]:
-        """Sequences that name an adaptive window, with the one that they have blocks for and the one that they name."""
+        """Yields sequences that ask for an adaptive window, with the granted window and the requested window."""
         for handle, tokens in zip(self._request.window_handles, self._request.window_tokens, strict=True):
             sequence = self._find(handle)
             if sequence is not None and not sequence.void:
@@ -245,7 +245,7 @@ class Sync:
                 self._answer_window(sequence, before, tokens)
 
     def _lengthen_windows(self, now: float) -> None:
-        """Longer windows where no sequence lacks blocks; else takes back what was granted before any must end."""
+        """Lengthens windows if no sequence lacks blocks; else takes grants back, before any sequence must end."""
         for sequence, before, tokens in self._windows():
             if tokens > before:
                 token_eviction.change_window(sequence, tokens, self._spare(sequence, now))
@@ -271,7 +271,7 @@ class Sync:
                     self.windows.append(WindowChange.TAKEN_BACK)
 
     def _count_window(self, sequence: Sequence, *, before: int, window: int) -> int:
-        """The adaptive window of a sequence that had another and asked for this one; 0 without one."""
+        """Counts a change of a window from `before` after a request for `window`; returns the present window, or 0."""
         eviction = sequence.eviction
         assert eviction is not None
         if eviction.policy.bounds is None:
@@ -285,7 +285,7 @@ class Sync:
         return present
 
     def _spare(self, sequence: Sequence, now: float) -> int:
-        """Blocks that a sequence may have beyond what it must have: none while any sequence lacks some."""
+        """Optional blocks that a sequence may get; none while any sequence lacks blocks."""
         if sequence.executor.is_short(now):
             return 0
         (table,) = sequence.tables
@@ -296,14 +296,14 @@ class Sync:
         return sequence.handle in self._scheduler.sequences
 
     def _grow(self, sequence: Sequence, tokens: int, *, above_watermark: bool) -> int:
-        """Allocates blocks for so many tokens as far as they are free; returns how many are missing."""
+        """Allocates blocks for N = `tokens` tokens as far as blocks are free; returns how many are missing."""
         wanted = blocks_for(sequence.slots_for(tokens), sequence.block_size)
         have = sequence.num_blocks
         if wanted <= have:
             return 0
         pools = sequence.executor.pools
         account = sequence.scope.account
-        # A running sequence may exceed its ceiling; cached blocks of its account are evicted first.
+        # A running sequence may exceed its account's ceiling; the account's cached blocks are evicted first.
         spare = min(
             pool.device.free_for(account, within_ceiling=False)
             - (watermark(pool, self._config) if above_watermark else 0)

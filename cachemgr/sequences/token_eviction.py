@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def resolve(request: AdmitRequest, rules: Iterable[Rule], executor: Executor) -> Policy | None:
-    """The policy of a new sequence: its own, else that of the first rule with one.
+    """The policy of a new sequence: from the request, else from the first rule that has a policy.
 
-    Raises InvalidField for the policy of the request, and RulePolicyError for one of a rule that the model cannot
-    carry.
+    Raises InvalidField for a bad policy in the request, and RulePolicyError for a rule's policy that the model does
+    not support.
     """
     windows = [pool.window for pool in executor.pools]
     layout = Layout(executor.block_size, windows, executor.spec.plain_rotary)
@@ -44,7 +44,7 @@ def resolve(request: AdmitRequest, rules: Iterable[Rule], executor: Executor) ->
 
 
 def check_columns(request: SyncRequest, sequences: Mapping[int, Sequence]) -> None:
-    """Raises InvalidField for eviction columns that do not fit to the known state."""
+    """Raises InvalidField for eviction columns that do not fit the known state."""
     for row, handle in enumerate(request.evicting_handles):
         sequence = sequences.get(handle)
         if sequence is None or sequence.void:
@@ -71,7 +71,7 @@ def check_columns(request: SyncRequest, sequences: Mapping[int, Sequence]) -> No
 
 
 def check_windows(request: SyncRequest, sequences: Mapping[int, Sequence]) -> None:
-    """Raises InvalidField for adaptive windows that do not fit to the known state."""
+    """Raises InvalidField for adaptive windows that do not fit the known state."""
     named = zip(request.evicting_handles, request.evicting_window_tokens, strict=False)
     for row, (handle, tokens) in enumerate(named):
         sequence = sequences.get(handle)
@@ -93,7 +93,7 @@ def _check_window(sequence: Sequence, tokens: int, field: str) -> None:
 
 
 def check_in_place(sequence: Sequence, field: str) -> None:
-    """Raises SequenceEvictsError when the slots do not hold the leading tokens, or may not at any moment."""
+    """Raises SequenceEvictsError if the slots do not hold the leading tokens, or may soon stop holding them."""
     eviction = sequence.eviction
     if eviction is not None and (eviction.has_begun or (eviction.granted and not eviction.private)):
         text = f"sequence {sequence.sequence_id} has evicted tokens: it cannot be forked or cut"
@@ -101,7 +101,7 @@ def check_in_place(sequence: Sequence, field: str) -> None:
 
 
 def may_evict(sequence: Sequence) -> bool:
-    """Whether all its blocks are known to be right: a failed copy could not be repeated after an eviction."""
+    """Whether all its blocks are known to be right, since a failed copy could not be repeated after an eviction."""
     (table,) = sequence.tables
     return not sequence.tickets and all(
         block is None or block.writer is None or block.writer is sequence for block in table.blocks
@@ -109,9 +109,9 @@ def may_evict(sequence: Sequence) -> bool:
 
 
 def grant(sequence: Sequence, window: int, spare: int) -> int:
-    """Allocates the blocks to evict into; returns how many are missing, with nothing changed.
+    """Allocates the blocks to evict into. If blocks are missing, returns how many and changes nothing.
 
-    window: the adaptive one that it asks for; it gets as much of it as `spare` blocks are enough for.
+    window: the adaptive window that the sequence asks for; it gets as much as `spare` blocks allow.
     """
     eviction, (table,) = sequence.eviction, sequence.tables
     assert eviction is not None
@@ -119,7 +119,7 @@ def grant(sequence: Sequence, window: int, spare: int) -> int:
         return 0
     if eviction.policy.most_kept is None or not _all_its_own(sequence):
         count = blocks_for(eviction.slots, sequence.block_size)
-        # A running sequence may exceed its ceiling; cached blocks of its account are evicted first.
+        # A running sequence may exceed its account's ceiling; the account's cached blocks are evicted first.
         missing = count - table.pool.device.free_for(sequence.scope.account, within_ceiling=False)
         if missing > 0:
             return missing
@@ -127,7 +127,7 @@ def grant(sequence: Sequence, window: int, spare: int) -> int:
         count = blocks_for(eviction.slots, sequence.block_size)
         eviction.private = [table.pool.allocate(sequence) for _ in range(count)]
     else:
-        # Of its own blocks it keeps those that it would free otherwise, where others do not need them.
+        # The sequence keeps blocks that it would otherwise free, unless other sequences need them.
         count = blocks_for(eviction.slots, sequence.block_size)
         if _widen(sequence, window, spare + len(table.blocks) - count if spare else 0):
             _complete(sequence)
@@ -136,7 +136,7 @@ def grant(sequence: Sequence, window: int, spare: int) -> int:
 
 
 def _widen(sequence: Sequence, window: int, spare: int) -> bool:
-    """Its adaptive window becomes longer, as far as `spare` blocks are enough; returns whether it did."""
+    """Lengthens the adaptive window as far as `spare` blocks allow; returns whether it became longer."""
     eviction = sequence.eviction
     assert eviction is not None
     policy = eviction.policy
@@ -148,7 +148,7 @@ def _widen(sequence: Sequence, window: int, spare: int) -> bool:
 
 
 def _complete(sequence: Sequence) -> None:
-    """Allocates the blocks that its table lacks for all slots of its policy; they must be free."""
+    """Allocates the blocks that the table lacks for all slots of the policy; enough blocks must be free."""
     eviction, (table,) = sequence.eviction, sequence.tables
     assert eviction is not None
     count = blocks_for(eviction.slots, sequence.block_size) - len(table.blocks)
@@ -179,9 +179,9 @@ def _all_its_own(sequence: Sequence) -> bool:
 
 
 def move(sequence: Sequence) -> None:
-    """The sequence has evicted tokens for the first time. Its blocks of before, which are committed, stay cached.
+    """Moves a sequence to its private table after its first eviction. Its earlier, committed blocks stay cached.
 
-    Later blocks are not: they hold only a part of the tokens of their keys.
+    Later blocks are not cached, since they hold only a part of the tokens of their keys.
     """
     eviction, (table,) = sequence.eviction, sequence.tables
     assert eviction is not None
@@ -202,9 +202,9 @@ def move(sequence: Sequence) -> None:
 
 
 def zero_on_free_of(sequence: Sequence) -> None:
-    """No byte of blocks that only this sequence has may outlive their use."""
+    """Has the blocks that only this sequence has overwritten when they are freed."""
     for table in sequence.tables:
-        # Blocks that another sequence has yet to fill are left to it.
+        # Blocks that another sequence has yet to fill are left to that sequence.
         table.pool.zero_on_free.update(
             block
             for block in table.references()
@@ -214,7 +214,7 @@ def zero_on_free_of(sequence: Sequence) -> None:
 
 
 def cached_before_eviction(sequence: Sequence) -> Iterator[tuple[BlockPool, Block]]:
-    """Of a sequence that has evicted tokens: its earlier blocks that are still cached, from the root on."""
+    """Yields the earlier blocks of a sequence that has evicted tokens, as far as still cached, from the root on."""
     eviction, (table,) = sequence.eviction, sequence.tables
     assert eviction is not None
     size = sequence.block_size

@@ -1,4 +1,4 @@
-"""Opening copies, and what the pools of an executor ask for."""
+"""Opens copies, including copies that the pools of an executor request."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from cachemgr.types import Transfer
 if TYPE_CHECKING:
     from cachemgr.blocks.offload import CopyTicket
 
-# Open write-through copies at a time, over all pools of an executor.
+# The limit on open write-through copies over all pools of an executor.
 MAX_WRITE_THROUGH_COPIES = 64
 
 
 class PoolFollower:
-    """The listener of the pools of an executor: it opens their copies. The writers of their blocks are sequences."""
+    """The listener of an executor's pools, which opens their copies. All writers of blocks are sequences."""
 
     def __init__(self, tickets: Tickets, holds: Holds) -> None:
         self._tickets = tickets
         self._holds = holds
 
     def offloading(self, pool: BlockPool, block: Block, occupant: Block, writer: Writer | None) -> Ticket:
-        """Opens the copy of a block that is evicted for a sequence; `occupant` has its slot now."""
+        """Opens the copy of a block that is evicted for a sequence; `occupant` has the block's old slot."""
         sequence = cast("Sequence | None", writer)
         scheduler = None if sequence is None else sequence.scheduler
         ticket = self._tickets.open(Purpose.OFFLOAD, pool, occupant, block, scheduler=scheduler)
@@ -40,26 +40,26 @@ class PoolFollower:
         cast("Sequence", writer).opened.recall(self._tickets.pop(ticket.number))
 
     def zeroing(self, pool: BlockPool, block: Block) -> None:
-        """Opens the copy that overwrites a slot before it is empty."""
+        """Opens the copy that overwrites a slot before the slot becomes empty."""
         self._tickets.open(Purpose.ZERO, pool, None, block)
 
     def withheld(self, pool: BlockPool, block: Block) -> None:
-        """Opens the copy that overwrites a slot before other pools may have its memory."""
+        """Opens the copy that overwrites a slot before other pools may use its memory."""
         self._tickets.open(Purpose.CLEAR, pool, None, block)
 
     def superseded(self, pool: BlockPool, old: Block, block: Block) -> None:
-        """A device block replaces an equal one in the index, and gets its children."""
+        """Notes that a device block replaces an equal block in the index, and gets its children."""
         if not old.refs:
             return
         self._holds.replace(pool, old, block)
         for ticket in self._tickets.values():
             if ticket.source is old and ticket.sequence is not None and not ticket.num_tokens:
-                # It copies the one below for itself, and may share what others compute behind it.
+                # The sequence makes its own copy of the lower block, and may share later blocks that others compute.
                 ticket.sequence.tables[pool.spec.group].refer_to_duplicate(ticket.index, block)
 
 
 def onload(sequence: Sequence, pool: BlockPool, source: Block, target: Block, index: int, num_tokens: int) -> None:
-    """Copies a source into a block of a sequence. The reference of the source becomes the copy's."""
+    """Copies a source into a block of a sequence. The copy takes over the source's reference."""
     pool.acquire(target)
     ticket = sequence.executor.tickets.open(Purpose.ONLOAD, pool, source, target, num_tokens, sequence.scheduler)
     ticket.sequence, ticket.index = sequence, index
@@ -72,7 +72,7 @@ def onload(sequence: Sequence, pool: BlockPool, source: Block, target: Block, in
 
 
 def open_write_through_copies(executor: Executor) -> None:
-    """Begins copies of device blocks to empty slots below; the executor receives them with its next renewal."""
+    """Begins copies of device blocks to empty lower slots; the executor receives the copies with its next renewal."""
     for pool in executor.pools:
         write_through, tier = pool.write_through, pool.write_through.tier
         for block in write_through.next(MAX_WRITE_THROUGH_COPIES // len(executor.pools) - write_through.running):
@@ -86,7 +86,7 @@ def open_write_through_copies(executor: Executor) -> None:
 
 
 def prefetch(executor: Executor, pool: BlockPool, chain: list[Block]) -> list[Transfer]:
-    """Prefetches blocks of a chain, parents first, as far as blocks are free and up to a block with an open copy."""
+    """Prefetches blocks of a chain, parents first, until no block is free or a block has an open copy."""
     here = [block for block in chain if pool.is_on_device(block)]
     below = [block for block in chain if not pool.is_on_device(block)]
     free = pool.device.free_for(None, claimed=[block for block in here if not block.refs])

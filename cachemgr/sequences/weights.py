@@ -1,4 +1,4 @@
-"""The order of eviction once an executor computes with other weights: no prompt matches the blocks of before."""
+"""Eviction order after a change of an executor's weights, when no prompt matches earlier blocks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def reorder_blocks(executor: Executor, leases: LeaseBook) -> Steps[int]:
-    """Has blocks of other weights than the executor's evicted first, and those of its own no more.
+    """Has blocks of outdated weights evicted first, and restores the normal order for blocks of the current weights.
 
-    Returns how many are of others.
+    Returns the number of blocks of outdated weights.
     """
     others = 0
     for pool in executor.pools:
