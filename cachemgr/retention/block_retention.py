@@ -1,4 +1,4 @@
-"""The retention requests of one sequence: looked up per block, and answered with receipts."""
+"""The retention requests of one sequence, looked up per block and answered with receipts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cachemgr.types import ManagerConfig, Outcome, Receipt, Retention
 
 
 class BlockRetention:
-    """The retention requests of a sequence, else those of rules, by position of a block's first token."""
+    """A sequence's retention requests, or else the rules' requests, by position of a block's first token."""
 
     __slots__ = (
         "_decode",
@@ -50,14 +50,14 @@ class BlockRetention:
         )
         self._prompt_tokens = prompt_tokens
         self._holder = holder
-        # Positions of blocks of the prompt that have too many leases of a higher priority or more time.
+        # Positions of prompt blocks that already have too many leases with a higher priority or more time.
         self.refused: set[int] = set()
         self._has_own = bool(retention.ranges) or retention.decode_priority is not None
-        # With the match of each when the request came: a rule whose match has changed since no longer applies.
+        # Each rule with its match at the time of the request; a rule whose match has changed since no longer applies.
         self.rules = tuple((rule, rule.spec.match) for rule in rules)
 
     def at(self, position: int) -> RetentionRequest | None:
-        """The retention request for the block that begins at this position, in tokens."""
+        """The retention request for the block that begins at this token position."""
         request = self._own(position)
         return request if not self.rules else self._ruled(position, request)
 
@@ -70,7 +70,7 @@ class BlockRetention:
         return None
 
     def _ruled(self, position: int, own: RetentionRequest | None) -> RetentionRequest | None:
-        """Rules set priorities only where a request sets nothing at all; their offload floors always count."""
+        """Applies rules: they set priorities only if the request sets nothing; their offload floors always count."""
         for rule, match in self.rules:
             ruled = rule.request() if rule.spec.match == match and rule.covers(position) else None
             if ruled is None:
@@ -81,7 +81,7 @@ class BlockRetention:
         return own
 
     def state(self) -> list[object]:
-        """Its content, for a dump of the state."""
+        """Returns the content, for a dump of the state."""
         rules = [rule.spec.name for rule, _ in self.rules]
         return [
             list(zip(self._starts, self._ends, self._requests, strict=True)),
@@ -91,7 +91,7 @@ class BlockRetention:
         ]
 
     def pin(self) -> tuple[Rule, float] | None:
-        """The first rule that pins, and for how long, when the request says nothing itself."""
+        """The first rule that pins, and for how long, if the request itself sets nothing."""
         for rule, match in self.rules:
             duration = rule.spec.action.pin_duration if rule.spec.match == match else None
             if duration is not None and not rule.deleted and not self._has_own:
@@ -101,7 +101,7 @@ class BlockRetention:
     def receipts(
         self, retention: Retention, block_size: int, *, no_store: bool, config: ManagerConfig
     ) -> list[Receipt]:
-        """One receipt per retention request, in their order, or one per rule that applies instead."""
+        """Returns one receipt per retention request, in order, or one per rule that applies instead."""
         found = []
         holder = self._holder
         for index, part in enumerate(retention.ranges):
@@ -109,7 +109,7 @@ class BlockRetention:
             blocks = max(0, -(-end // block_size) - -(-part.start // block_size))
             reasons = []
             if part.start >= self._prompt_tokens:
-                reasons.append(f"it begins behind the prompt's {self._prompt_tokens} tokens")
+                reasons.append(f"it begins after the prompt's {self._prompt_tokens} tokens")
             elif not blocks:
                 reasons.append(f"no block of {block_size} tokens begins in it")
             refused = sum(part.start <= position < end for position in self.refused)

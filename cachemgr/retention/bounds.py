@@ -1,4 +1,4 @@
-"""Bounds of retention requests: the operator's, and checks of what callers ask for."""
+"""Bounds of retention requests: the operator's bounds, and checks of callers' requests."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from cachemgr.types import ManagerConfig, Retention
 from protos.errors import InvalidField
 
 MAX_PRIORITY = 100
-# Of one request.
+# The limit for one request.
 MAX_RANGES = 64
-# The most seconds that google.protobuf.Duration holds.
+# The limit of google.protobuf.Duration, in seconds.
 MAX_DURATION = 315_576_000_000.0
-# Longest lease of a session, in seconds: the end of a session is never announced. Its next request begins a new lease.
-# It bounds a hint without a session, too, whose request cannot be taken back.
+# The limit on a session's lease, in seconds, since the end of a session is never announced. The session's next request
+# begins a new lease. It also limits a hint without a session, whose request cannot be taken back.
 MAX_SESSION_SECONDS = 86_400.0
 
 
 def bounded(holder: str, priority: int, duration: float | None, config: ManagerConfig) -> tuple[int, float | None]:
-    """Priority and duration within the operator's bounds; leases of sessions and hints always end."""
+    """Limits priority and duration to the operator's bounds; leases of sessions and hints always end."""
     longest = config.max_retention_seconds
     if duration is None and holder.startswith((SESSION, HINT)):
         duration = MAX_SESSION_SECONDS
@@ -29,7 +29,7 @@ def bounded(holder: str, priority: int, duration: float | None, config: ManagerC
 
 
 def check_retention(retention: Retention) -> None:
-    """Raises InvalidField with the field's path for contradictory retention requests."""
+    """Raises InvalidField, with the field's path, for contradictory retention requests."""
     check_priority("retention.decode_retention_priority", retention.decode_priority)
     if retention.decode_duration is not None:
         check_duration("retention.decode_retention_duration", retention.decode_duration)

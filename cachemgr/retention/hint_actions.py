@@ -1,6 +1,6 @@
-"""The envelope of hints and the retention that hints ask for, before anything is carried out.
+"""The envelope of hints and the retention that hints ask for, before any hint is carried out.
 
-The envelope is that of vLLM and Dynamo: protocol_version "0.1", message_id, and actions with action_id,
+The envelope is the one of vLLM and Dynamo: protocol_version "0.1", message_id, and actions with action_id,
 action_type, action_version and a payload.
 """
 
@@ -23,7 +23,7 @@ MAX_ACTIONS = 64
 
 
 def check(path: str, hints: Hints) -> None:
-    """Raises InvalidField for an envelope that cannot be read; each action is answered by itself."""
+    """Raises InvalidField for an envelope that cannot be read; each action is answered separately."""
     if hints.protocol_version != PROTOCOL_VERSION:
         raise InvalidField(f"{path}.protocol_version", f'must be "{PROTOCOL_VERSION}"')
     if not hints.actions:
@@ -35,7 +35,7 @@ def check(path: str, hints: Hints) -> None:
 
 
 def with_retention(request: AdmitRequest) -> AdmitRequest:
-    """The request with the retention that its hints ask for, unless it has a retention. Raises InvalidField."""
+    """Returns the request with its hints' retention, unless it already has a retention. Raises InvalidField."""
     if request.hints is None:
         return request
     check("hints", request.hints)
@@ -43,7 +43,7 @@ def with_retention(request: AdmitRequest) -> AdmitRequest:
 
 
 def _asked_retention(hints: Hints) -> Retention:
-    """The retention that the first Retain asks for, also for blocks that are still to be computed."""
+    """The retention that the first Retain asks for, including for blocks that are yet to be computed."""
     for action in hints.actions:
         if action.action_type == "Retain" and action.action_version == ACTION_VERSION:
             try:
@@ -59,7 +59,7 @@ def _asked_retention(hints: Hints) -> Retention:
 
 
 class PayloadError(ValueError):
-    """A payload lacks a value that its action needs, or has an invalid one."""
+    """A payload lacks a value that its action needs, or has an invalid value."""
 
 
 def gives_retention(action: HintAction) -> bool:

@@ -1,10 +1,10 @@
 """Leases: granted retention requests, each of one holder for one block.
 
-A block has the largest priority among its leases, or the default one. The clock of a lease starts when its block is
-without references for the first time, and runs on from then, whether the block is used again or not.
+A block has the highest priority among its leases, or the default priority. The clock of a lease starts when its block
+first has no references, and then runs on, whether the block is used again or not.
 
-A block shared by very many sequences has few leases all the same: of more than `MAX_LEASES` the lowest breaks, which is
-the one of the lowest priority, and of these the one that ends first.
+Even a block shared by very many sequences has at most `MAX_LEASES` leases. Beyond that, the lease of the lowest
+priority breaks; among equal priorities, the lease that ends first.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ class LeasedBlock(Protocol):
     """A block as its leases see it."""
 
     lease: Lease | None
-    # Whether a lease of it has ended in time.
+    # Whether one of its leases has run its full time.
     lease_ended: bool
     priority: int
 
     @property
     def refs(self) -> int:
-        """Its references: clocks run while there are none."""
+        """Number of references. A lease's clock starts when there are none."""
 
     @property
     def parent(self) -> object:
-        """None as long as it is not in the index."""
+        """None as long as the block is not in the index."""
 
 
 class LeasedPool(Protocol):
-    """The pool of a block as its leases see it. The pool is asked about its own blocks only."""
+    """The pool of a block as its leases see it. The pool is only asked about its own blocks."""
 
     honoured_leases: int
     broken_leases: int
     is_lost: bool
 
     def reprioritise(self, block: Any) -> BlockView:
-        """Gives a block whose leases have changed the priority that these have now, and shows it."""
+        """Updates the priority of a block whose leases have changed, and returns its view."""
 
     def view(self, block: Any) -> BlockView:
-        """The block as seen from outside."""
+        """Returns the block as seen from outside."""
 
 
 class LeaseEvents(Protocol):
-    """Where leases are announced."""
+    """The log in which leases are announced."""
 
     def add(
         self, kind: EventKind, block: BlockView, cause: RemovalCause = RemovalCause.NONE, lease: LeaseView | None = None
@@ -59,28 +59,28 @@ class LeaseEvents(Protocol):
         """Numbers an event and keeps it."""
 
 
-# Of one block. Whatever is done with a block's leases looks at all of them, and its record in Redis holds them.
+# The limit for one block: every operation looks at all of its leases, and its record in Redis holds them.
 MAX_LEASES = 16
 
-# Leases that one call ends: very many may be over at the same moment. To end one takes some microseconds.
+# Leases that one call ends, since very many may expire at the same moment. Each takes some microseconds.
 ENDED_AT_A_TIME = 2048
 
-# Entries that are kept before those of leases that have ended otherwise are looked for.
+# Below this many entries, there is no search for leases that have ended early.
 _MIN_LIMIT = 10_000
 
-# Looked up once: very many may end at a time.
+# Looked up once, since very many leases may end at a time.
 _EXPIRED, _NONE = EventKind.LEASE_EXPIRED, RemovalCause.NONE
 
 
 def shown_priority(request: RetentionRequest) -> int:
-    """The priority of a request without others."""
+    """The priority that a request alone gives."""
     return DEFAULT_PRIORITY if request.priority == NO_PRIORITY else request.priority
 
 
 class Lease:
-    """One holder's request for one block, in a list that begins at `block.lease`. `block` is None when it has ended.
+    """One holder's request for one block, in a list that begins at `block.lease`. `block` is None after its end.
 
-    `deadline` is None as long as the clock does not run, and for a request without a duration.
+    `deadline` is None until the clock runs, and for a request without a duration.
     """
 
     __slots__ = ("block", "deadline", "next", "pool", "request")
@@ -93,15 +93,15 @@ class Lease:
         self.next: Lease | None = None
 
     def remaining(self, now: float) -> float | None:
-        """Seconds until it ends; None for no end."""
+        """Seconds until the lease ends; None for no end."""
         return self.request.duration if self.deadline is None else max(0.0, self.deadline - now)
 
 
 def leases_of(block: LeasedBlock) -> Iterator[Lease]:
-    """All leases of a block, the newest first."""
+    """Yields all leases of a block, newest first."""
     lease = block.lease
     while lease is not None:
-        # Read first: the caller may end the lease.
+        # Read before the yield, since the caller may end the lease.
         following = lease.next
         yield lease
         lease = following
@@ -116,15 +116,15 @@ def effective_priority(block: LeasedBlock) -> int:
 
 
 def offload_floor(block: LeasedBlock, default: int) -> int:
-    """The priority that a block must have to be moved to a lower tier rather than dropped."""
+    """The minimum priority for a block to be moved to a lower tier rather than dropped."""
     floors = [lease.request.offload_min_priority for lease in leases_of(block)]
     return max((floor for floor in floors if floor is not None), default=default)
 
 
 class Deadlines:
-    """Leases whose clocks run, in a queue per duration: those of one duration end in the order of their starts.
+    """Leases whose clocks run, in a queue per duration: leases of one duration end in the order of their starts.
 
-    A lease is added and taken in constant time while there are few durations.
+    While there are few durations, adding and taking a lease takes constant time.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class Deadlines:
         return self._size
 
     def add(self, lease: Lease, now: float, seconds: float) -> None:
-        """Starts a clock; `now` never decreases."""
+        """Starts a lease's clock; `now` never decreases."""
         lease.deadline = now + seconds
         queue = self._queues.get(seconds)
         if queue is None:
@@ -152,16 +152,16 @@ class Deadlines:
             self._drop_ended()
 
     def is_due(self, now: float) -> bool:
-        """Whether there is a lease whose time is over."""
+        """Whether a lease's time is over."""
         return bool(self._heads) and self._heads[0][0] <= now
 
     def due(self, now: float, count: int) -> Iterator[Lease]:
-        """Takes so many leases whose time is over, in the order of the deadlines; some may have ended otherwise."""
+        """Takes up to `count` leases whose time is over, in order of deadline; some may have ended early."""
         heads, queues = self._heads, self._queues
         while count and self.is_due(now):
             _, number, seconds = heappop(heads)
             queue = queues[seconds]
-            # As far as no other queue comes in between.
+            # Up to the next deadline of another queue.
             until = min(now, heads[0][0]) if heads else now
             while count and queue and _deadline(queue[0]) <= until:
                 count -= 1
@@ -173,7 +173,7 @@ class Deadlines:
                 del queues[seconds]
 
     def _drop_ended(self) -> None:
-        """Drops leases that have ended before their time, which would otherwise stay until then."""
+        """Drops leases that have ended early, which would otherwise stay until their deadline."""
         for seconds, queue in list(self._queues.items()):
             alive = deque(lease for lease in queue if lease.block is not None)
             if alive:
@@ -199,11 +199,11 @@ class LeaseBook:
         self.now = 0.0
         self._events = events
         self._deadlines = Deadlines()
-        # By holder, in the order in which they were given.
+        # By holder, in the order in which the leases were granted.
         self._of_rules: dict[str, dict[Lease, None]] = {}
 
     def advance(self, now: float) -> None:
-        """Ends leases whose time is over, the earliest first, and at most `ENDED_AT_A_TIME`."""
+        """Ends at most `ENDED_AT_A_TIME` leases whose time is over, earliest first."""
         self.now = max(now, self.now)
         for lease in self._deadlines.due(self.now, ENDED_AT_A_TIME):
             if lease.block is not None and not lease.pool.is_lost:
@@ -211,11 +211,11 @@ class LeaseBook:
 
     @property
     def is_behind(self) -> bool:
-        """Whether leases whose time is over still count."""
+        """Whether some leases whose time is over have not been ended yet."""
         return self._deadlines.is_due(self.now)
 
     def grant(self, pool: LeasedPool, block: LeasedBlock, request: RetentionRequest) -> bool:
-        """Adds a lease, which replaces the holder's older one. False when it is the lowest of too many."""
+        """Adds a lease, which replaces the holder's older lease. False if there are too many and it is the lowest."""
         lease = Lease(pool, block, request)
         self._end_older(lease, block)
         broken = self._add(lease, block)
@@ -233,7 +233,7 @@ class LeaseBook:
         return is_granted
 
     def start(self, block: LeasedBlock) -> bool:
-        """Starts the clocks of a block that has no references. Whether there were any to start."""
+        """Starts the clocks of a block without references. Returns whether there were any to start."""
         started = [lease for lease in leases_of(block) if lease.deadline is None and lease.request.duration is not None]
         for lease in started:
             assert lease.request.duration is not None
@@ -241,7 +241,7 @@ class LeaseBook:
         return bool(started)
 
     def restore(self, pool: LeasedPool, block: LeasedBlock, request: RetentionRequest, remaining: float | None) -> None:
-        """Adds a stored lease to a block that is restored; its clock runs on, or starts."""
+        """Adds a stored lease to a block that is being restored; the lease's clock runs on, or starts."""
         lease = Lease(pool, block, request)
         seconds = request.duration if remaining is None else remaining
         if seconds is not None:
@@ -253,7 +253,7 @@ class LeaseBook:
     def move(self, source: LeasedBlock, target: LeasedBlock) -> None:
         """Passes leases on to a block that holds the same tokens and more.
 
-        Both keep their priorities, as they may stand in the eviction order: the caller discards the source and
+        Both blocks keep their priorities, since they may be in the eviction order: the caller discards the source and
         reprioritises the target.
         """
         target.lease_ended = target.lease_ended or source.lease_ended
@@ -270,14 +270,14 @@ class LeaseBook:
             self._events.add(EventKind.LEASE_GRANTED, view, lease=self.view(lease))
 
     def forget(self, block: LeasedBlock) -> None:
-        """Ends all leases of a block that never entered the prefix tree, which were never announced."""
+        """Ends all leases of a block that never entered the prefix tree; these leases were never announced."""
         for lease in leases_of(block):
             self._unlink(lease, block)
-        # Its slot may have to wait for a copy.
+        # The slot may still have to wait for a copy.
         block.priority = DEFAULT_PRIORITY
 
     def break_all(self, block: LeasedBlock, view: BlockView, cause: RemovalCause) -> None:
-        """Ends all leases of a block that leaves the prefix tree; `view` is its last one."""
+        """Ends all leases of a block that leaves the prefix tree; `view` is the block's last view."""
         for lease in leases_of(block):
             lease.pool.broken_leases += 1
             self._events.add(EventKind.LEASE_BROKEN, view, cause, self.view(lease))
@@ -285,7 +285,7 @@ class LeaseBook:
         block.priority = DEFAULT_PRIORITY
 
     def revoke(self, pool: LeasedPool, block: LeasedBlock, holder: str, cause: RemovalCause) -> None:
-        """Ends a holder's lease of a block that stays."""
+        """Ends a holder's lease of a block that stays in the prefix tree."""
         for lease in leases_of(block):
             if lease.request.holder == holder:
                 view = self.view(lease)
@@ -298,7 +298,7 @@ class LeaseBook:
                 self._events.add(EventKind.LEASE_BROKEN, pool.view(block), cause, view)
 
     def of_rule(self, holder: str) -> list[Lease]:
-        """All leases that a rule has given."""
+        """All leases that a rule has granted."""
         return [lease for lease in self._of_rules.get(holder, ()) if not lease.pool.is_lost]
 
     def view(self, lease: Lease) -> LeaseView:
@@ -307,12 +307,12 @@ class LeaseBook:
         return LeaseView(request.holder, shown_priority(request), lease.remaining(self.now), lease.deadline is not None)
 
     def _add(self, lease: Lease, block: LeasedBlock) -> Lease | None:
-        """Links a lease; returns the one that breaks when there are too many."""
+        """Links a lease; returns the lease that breaks if there are too many."""
         self._link(lease, block)
         leases = list(leases_of(block))
         if len(leases) <= MAX_LEASES:
             return None
-        # Of equal ones the oldest.
+        # Among equal leases, the oldest.
         lowest = min(reversed(leases), key=lambda one: (one.request.priority, self._end(one)))
         self._unlink(lowest, block)
         return lowest
@@ -330,7 +330,7 @@ class LeaseBook:
         """Ends the older lease of the same holder, if there is one."""
         older = _held_by(block, lease.request.holder)
         if older is not None:
-            # It lasted until its holder replaced it.
+            # It counts as honoured, since it lasted until its holder replaced it.
             older.pool.honoured_leases += 1
             self._unlink(older, block)
 

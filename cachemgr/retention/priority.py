@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 DEFAULT_PRIORITY = 35
-# Of a retention request that sets no priority.
+# The priority of a retention request that sets none.
 NO_PRIORITY = -1
 
-# How names of holders begin.
+# Prefixes of holders' names.
 SESSION, REQUEST, RULE, PIN, HINT = "session/", "request/", "rule/", "pin/", "hint/"
-# Holder of the lease of a block of other weights than those of its executor.
+# Holder of the lease of a block whose weights are not its executor's current weights.
 WEIGHTS = "weights"
 
 
@@ -20,9 +20,9 @@ class RetentionRequest(NamedTuple):
     holder: str
     priority: int
     duration: float | None = None
-    # Blocks of a lower priority are dropped rather than offloaded; None leaves it to the setting.
+    # Blocks of a lower priority are dropped rather than offloaded; None leaves the decision to the setting.
     offload_min_priority: int | None = None
 
 
-# What a block of other weights has in place of all other requests: such blocks are evicted before all others.
+# Replaces all requests of a block whose weights are outdated, so that it is evicted before all other blocks.
 OTHER_WEIGHTS = RetentionRequest(WEIGHTS, 0)

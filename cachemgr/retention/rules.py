@@ -1,4 +1,4 @@
-"""Operators' rules: what happens to the blocks of requests that say nothing themselves."""
+"""Operators' rules: what happens to the blocks of requests that set nothing themselves."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 _Scope = tuple[str | None, str | None, int | None]
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-# Rules for the same prompts, block ranges aside: an admission asks each of them about each of its blocks.
+# The limit on rules that differ only in block ranges: an admission asks each of them about each of its blocks.
 MAX_ALIKE = 64
 FIELDS = ("order", "match", "action")
 
 
 class Rule:
-    """A rule and its present state; sequences that it applies to refer to it, and see every change."""
+    """A rule and its present state. The sequences to which it applies refer to it, and see every change."""
 
     __slots__ = ("deleted", "spec")
 
@@ -44,11 +44,11 @@ class Rule:
 
     @property
     def holder(self) -> str:
-        """The holder of its leases."""
+        """The holder of the rule's leases."""
         return RULE + self.spec.name
 
     def covers(self, position: int) -> bool:
-        """Whether it applies to a block that begins at this position, in tokens."""
+        """Whether the rule applies to a block that begins at this token position."""
         match = self.spec.match
         if self.deleted or position < match.start:
             return False
@@ -57,7 +57,7 @@ class Rule:
         return match.end is None or position < match.end
 
     def request(self) -> RetentionRequest | None:
-        """Its retention request for the blocks that it covers."""
+        """The rule's retention request for the blocks that it covers."""
         action = self.spec.action
         if action.priority is None and action.offload_min_priority is None:
             return None
@@ -66,18 +66,18 @@ class Rule:
 
 
 def _position(rule: Rule) -> tuple[int, str]:
-    """The position among all rules: the first one with an action counts."""
+    """The rule's position among all rules; the first rule with an action counts."""
     return rule.spec.order, rule.spec.name
 
 
 class _Group:
-    """Rules for the same salt, tenant and adapter, by the digest of the prefix that prompts must have."""
+    """Rules for the same salt, tenant and adapter, by digest of the required prefix."""
 
     __slots__ = ("by_prefix", "lengths")
 
     def __init__(self) -> None:
         self.by_prefix: dict[bytes, list[Rule]] = {}
-        # How many prefixes there are of each length in bytes.
+        # The number of prefixes of each length in bytes.
         self.lengths: Counter[int] = Counter()
 
     def add(self, rule: Rule, prefix: bytes) -> None:
@@ -96,7 +96,7 @@ class _Group:
                 del self.lengths[len(prefix)]
 
     def about(self, packed: memoryview) -> Iterator[Rule]:
-        """Rules for a prompt, which is hashed once and looked up once per length of prefixes."""
+        """Yields the rules for a prompt: hashes the prompt once, with one lookup per prefix length."""
         digest, end = sha256(), 0
         for length in sorted(self.lengths):
             if length > len(packed):
@@ -107,9 +107,9 @@ class _Group:
 
 
 class RuleBook:
-    """All rules in order, and those for a request without a look at all of them.
+    """All rules in order. Finds the rules for a request without looking at all rules.
 
-    `next_number` gives numbers that no earlier manager gave: an etag is never that of another state of a rule.
+    `next_number` gives numbers that no earlier manager gave, so that different states never have the same etag.
     """
 
     def __init__(self, next_number: Callable[[], int]) -> None:
@@ -135,7 +135,7 @@ class RuleBook:
         return rule
 
     def is_deleted(self, holder: str) -> bool:
-        """Whether a lease's holder is a deleted rule, which stored blocks may still have."""
+        """Whether a lease's holder is a deleted rule; stored blocks may still have such leases."""
         return holder.startswith(RULE) and holder.removeprefix(RULE) not in self._rules
 
     def for_request(self, request: AdmitRequest, tokens: array[int]) -> list[Rule]:
@@ -148,7 +148,7 @@ class RuleBook:
         return sorted((rule for group in groups for rule in group.about(packed)), key=_position)
 
     def new(self, spec: RetentionRule) -> Rule:
-        """A checked rule that is not in force yet. Raises InvalidField, RuleExistsError."""
+        """Makes a checked rule that is not in force yet. Raises InvalidField, RuleExistsError."""
         check_spec(spec)
         if spec.name in self._rules:
             raise RuleExistsError(f"there is a rule {spec.name}", fields={"rule.name": "is in use"})
@@ -161,12 +161,12 @@ class RuleBook:
         self._enter(rule)
 
     def restore(self, spec: RetentionRule) -> None:
-        """Puts a stored rule in force with its etag, unless there is one of its name."""
+        """Puts a stored rule in force with its etag, unless a rule with its name exists."""
         if spec.name not in self._rules:
             self._enter(Rule(spec))
 
     def changed(self, spec: RetentionRule, mask: tuple[str, ...]) -> RetentionRule:
-        """A rule as it would be after a change of the fields in the mask. Raises what `get` and a check raise."""
+        """The rule as it would be after a change of the fields in the mask. Raises what `get` and a check raise."""
         known = self.get(spec.name, "rule.name").spec
         _check_etag("rule.etag", spec.etag, known.etag)
         result = known
@@ -185,7 +185,7 @@ class RuleBook:
         self._enter(rule)
 
     def get_for_delete(self, name: str, etag: str) -> Rule:
-        """A rule that is to be deleted. Raises UnknownRuleError, StaleRuleError."""
+        """Returns a rule that is to be deleted. Raises UnknownRuleError, StaleRuleError."""
         rule = self.get(name)
         _check_etag("etag", etag, rule.spec.etag)
         return rule
@@ -238,7 +238,7 @@ def _with_field(known: RetentionRule, given: RetentionRule, path: str, index: in
     return replace(known, **{whole: replace(getattr(known, whole), **{name: getattr(getattr(given, whole), name)})})
 
 
-# Fields as messages name them, and as they are named here.
+# Maps names of fields in messages to their names here.
 _IN_MESSAGES = {"priority": "retention_priority", "duration": "retention_duration"}
 _PARTS = {
     whole: {_IN_MESSAGES.get(field.name, field.name): field.name for field in fields(part)}
