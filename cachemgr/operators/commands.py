@@ -61,7 +61,7 @@ _KINDS = {RetentionRule: Kind.RULE, Quota: Kind.QUOTA, PoolShare: Kind.SHARE}
 
 
 class OperatorCommands:
-    """All calls of operators that change something. Calls that may touch very many blocks yield between slices."""
+    """All operators' calls that change something. Calls that may touch very many blocks yield between slices."""
 
     def __init__(self, state: ManagerState, forgotten: ForgetHistory, journal: OperatorJournal) -> None:
         self._state = state
@@ -75,7 +75,7 @@ class OperatorCommands:
     # Blocks
 
     def purge(self, selected: BlockFilter, *, validate_only: bool, skip_used: bool = False) -> Steps[Purged]:
-        """Drops cached blocks with their descendants: of those that are cached at the beginning, the ones not in use.
+        """Drops blocks that are cached at the beginning and not in use, with their descendants.
 
         Raises InvalidField, UnknownPoolError, UnknownExecutorError, BlocksInUseError.
         """
@@ -91,8 +91,8 @@ class OperatorCommands:
     def forget(self, target: ForgetTarget, *, validate_only: bool) -> Steps[Forgotten]:
         """Removes blocks from every tier and has their bytes overwritten. Raises InvalidField, UnknownExecutorError.
 
-        `Forgetting` says what becomes of sequences that are admitted meanwhile. Stored blocks that are not back in
-        the index yet, of whatever executor, are overwritten when they come.
+        See `Forgetting` for sequences that are admitted meanwhile. Stored blocks of any executor that are not back in
+        the index yet are overwritten when they are restored.
         """
         self._state.begin()
         if target == ForgetTarget():
@@ -118,10 +118,10 @@ class OperatorCommands:
     # Pools
 
     def update_pool(self, pool_id: str, total_blocks: int, etag: str, *, validate_only: bool) -> Steps[Resized]:
-        """Changes how many device blocks a pool may use: at once, and the pool gives free blocks up in slices.
+        """Changes how many device blocks a pool may use, at once; the pool gives up free blocks in slices.
 
-        Cached blocks are offloaded where they may be. A block that comes into use meanwhile without a free slot, as for
-        a pin, is given up once it is free again. The oldest pins become leases where their budget is too small now.
+        Cached blocks are offloaded if allowed. A block that comes into use meanwhile without a free slot, such as for
+        a pin, is given up once it is free again. If the pins' budget is now too small, the oldest pins become leases.
         Raises InvalidField, UnknownPoolError, StalePoolError, PoolInUseError.
         """
         now = self._state.begin()
@@ -160,7 +160,7 @@ class OperatorCommands:
         return Resized(pool_view(pool), names, left)
 
     def _check_memory(self, executor: Executor, pool: BlockPool, total_blocks: int) -> None:
-        """Raises InvalidField or PoolInUseError when the memory does not hold so many blocks of a pool."""
+        """Raises InvalidField or PoolInUseError if the memory cannot hold `total_blocks` blocks of a pool."""
         memory, growth = executor.spec.memory_bytes, total_blocks - pool.device.total
         if memory is None or growth <= 0:
             return
@@ -179,7 +179,7 @@ class OperatorCommands:
     # Rules
 
     def create_rule(self, spec: RetentionRule, *, validate_only: bool) -> Steps[tuple[RetentionRule, int]]:
-        """Makes a rule, which applies at once; returns it and the cached blocks that it matches.
+        """Makes a rule, which applies at once; returns the rule and how many cached blocks it matches.
 
         Raises InvalidField, RuleExistsError.
         """
@@ -195,7 +195,7 @@ class OperatorCommands:
     def update_rule(
         self, spec: RetentionRule, mask: tuple[str, ...], *, validate_only: bool
     ) -> Steps[tuple[RetentionRule, int, int]]:
-        """Changes a rule at once, and its leases in slices; returns it, how many leases change, and its cached blocks.
+        """Changes a rule at once, and its leases in slices; returns it, its changed leases, and its cached blocks.
 
         Raises InvalidField, UnknownRuleError, StaleRuleError.
         """
@@ -226,7 +226,7 @@ class OperatorCommands:
         return changed, len(leased), len(matching)
 
     def delete_rule(self, name: str, etag: str, *, validate_only: bool) -> Steps[int]:
-        """Deletes a rule at once, and its leases in slices; returns how many leases end with it.
+        """Deletes a rule at once, and its leases in slices; returns how many leases end with the rule.
 
         Raises UnknownRuleError, StaleRuleError.
         """
@@ -273,7 +273,7 @@ class OperatorCommands:
     # Quotas
 
     def set_quota(self, quota: Quota, *, validate_only: bool) -> Steps[Quota]:
-        """Sets an account's quota at once; cached blocks come to count against a new one in slices.
+        """Sets an account's quota at once; in slices, cached blocks begin to count against a new quota.
 
         Raises InvalidField, QuotaTooLargeError.
         """
@@ -309,7 +309,7 @@ class OperatorCommands:
                     )
 
     def delete_quota(self, quota: Quota) -> Steps[None]:
-        """Deletes an account's quota at once; cached blocks cease to count against it in slices.
+        """Deletes an account's quota at once; in slices, cached blocks cease to count against it.
 
         Raises InvalidField, UnknownQuotaError.
         """
@@ -327,7 +327,7 @@ class OperatorCommands:
         check_hints("hints", hints)
         executors = self._state.check_prefix("prefix", prefix)
         if session_id is None:
-            # The message id names the holder of the leases: without it senders would end the leases of each other.
+            # The message id names the leases' holder; without an id, senders would end each other's leases.
             check_id("hints.message_id", hints.message_id)
         else:
             check_id("session_id", session_id)
@@ -352,7 +352,7 @@ class OperatorCommands:
         return pinned
 
     def release_hold(self, name: str) -> int:
-        """Ends a hold or pin; returns the blocks that became evictable. Raises UnknownHoldError."""
+        """Ends a hold or pin; returns how many blocks became evictable. Raises UnknownHoldError."""
         self._state.begin()
         for executor in self._state.executors.values():
             hold = executor.holds.get(name)
@@ -363,10 +363,10 @@ class OperatorCommands:
     # What an earlier manager knew
 
     def restore(self, rules: Iterable[RetentionRule], quotas: Iterable[Quota], shares: Iterable[PoolShare]) -> None:
-        """Restores the entries of an earlier manager. Entries that have changed since are newer and stay.
+        """Restores the entries of an earlier manager. Entries that have changed since then are newer and stay.
 
-        Rules and quotas apply from now on; very many cached blocks come to count against new quotas in later calls of
-        `expire`. A share applies at once to a pool of its size, else from the next registration of its executor on.
+        Rules and quotas apply from now on; if very many cached blocks must be counted against new quotas, later calls
+        of `expire` do so. A share applies at once to a pool of its size, else from its executor's next registration.
         """
         self._state.begin()
         for spec in rules:
@@ -378,7 +378,7 @@ class OperatorCommands:
             self._state.run_in_slices(self._change_accounts([Account(quota).key for quota in new]))
         new_shares = {share.pool_id: share for share in shares if share.pool_id not in self._state.shares}
         self._state.shares |= new_shares
-        # Pools that shrink come first: their memory is what other pools get.
+        # Shrinking pools come first: other pools get their memory.
         known = [(pool, new_shares[pool.pool_id]) for pool in self._state.pools() if pool.pool_id in new_shares]
         for pool, share in sorted(known, key=lambda pair: pair[1].total_blocks - pair[0].device.total):
             if self._may_have(pool, share):
@@ -396,7 +396,7 @@ class OperatorCommands:
 
     def _change_accounts(self, keys: list[AccountKey]) -> Steps[None]:
         changing = [executor.change_accounts(keys) for executor in self._state.executors.values()]
-        # All first slices together: from then on no new block counts against a quota of before.
+        # All first slices run together; after them, no new block counts against an earlier quota.
         for change in changing:
             next(change, None)
         for change in changing:
@@ -405,7 +405,7 @@ class OperatorCommands:
 
 
 def _blocks_of_prefix(pool: BlockPool, packed: bytes) -> Steps[list[Block]]:
-    """Cached blocks whose tokens, with those of their ancestors, are the beginning of these tokens."""
+    """Cached blocks whose tokens, after their ancestors' tokens, are a prefix of these tokens."""
     found: list[Block] = []
     nodes: list[Node] = list(pool.tree.tombstones.values())
     while nodes:

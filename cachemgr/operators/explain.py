@@ -1,4 +1,4 @@
-"""Why a prompt is cached or not: where each block is, and the reason for the first missing block."""
+"""Explains how far a prompt is cached: where each block is, and why the first missing block is missing."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from cachemgr.sequences.clients import Executor
     from cachemgr.types import ExtraKey
 
-# Roots of other weights, salts and adapters that are searched for a missing block.
+# The limit on roots of different weights, salts and adapters that are searched for a missing block.
 _MAX_ROOTS = 1000
-# Blocks that are hashed for it in groups with a window, whose blocks may outlive their ancestors.
+# The limit on blocks hashed for this search in groups with a window, whose blocks may outlive their ancestors.
 _MAX_HASHED = 4096
 
 
@@ -58,9 +58,9 @@ def _explain_miss(
 
 
 def _elsewhere(executor: Executor, pool: BlockPool, prefix: Prefix, block_index: int) -> MissReason:
-    """Whether the same tokens are cached of other weights, under another salt or for another adapter.
+    """Returns whether the same tokens are cached for different weights, under a different salt, or for another adapter.
 
-    With full attention the tokens are followed down each tree without hashing: most trees differ in the first block.
+    With full attention, each tree is descended by tokens, without hashing, since most trees differ in the first block.
     """
     size = executor.block_size
     packed = packed_bytes(pack(prefix.token_ids[: (block_index + 1) * size]))
@@ -77,7 +77,7 @@ def _elsewhere(executor: Executor, pool: BlockPool, prefix: Prefix, block_index:
         if _is_cached(pool, scope.key, packed, size, prefix.extra_keys):
             if is_own:
                 return MissReason.OTHER_WEIGHTS
-            # The least that differs is said.
+            # Reports the closest match.
             reason = max(reason, MissReason.OTHER_ADAPTER if scope.salt == prefix.salt else MissReason.OTHER_SALT)
     return reason
 
@@ -85,7 +85,7 @@ def _elsewhere(executor: Executor, pool: BlockPool, prefix: Prefix, block_index:
 def _is_cached(pool: BlockPool, root: bytes, packed: bytes, size: int, extra_keys: Sequence[ExtraKey]) -> bool:
     """Whether the last full block of these tokens is cached under a root."""
     if pool.window is not None:
-        # The blocks before it may have been evicted.
+        # Earlier blocks may have been evicted.
         return prefix_keys(root, packed, size, extra_keys)[-1] in pool.tree.by_key
     node = pool.tree.node(root)
     for start in range(0, len(packed) // TOKEN_BYTES, size):

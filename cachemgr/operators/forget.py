@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 class Forgetting:
     """A call of ForgetBlocks while it runs.
 
-    It removes blocks that are in the index when it begins. A matching sequence that is admitted meanwhile counts as an
-    earlier one: nothing that it computes stays. Blocks that another session has come to use by then stay.
+    It removes blocks that are in the index when it begins. A matching sequence that is admitted meanwhile is treated
+    like earlier sequences: nothing that it computes stays. Blocks that another session has begun to use by then stay.
     """
 
     def __init__(
         self, executors: list[Executor], target: ForgetTarget, events: EventLog, registered: Mapping[str, Executor]
     ) -> None:
-        """`registered` are all executors by name, also later ones: an executor may start again and keep its pools."""
+        """`registered` has all executors by name, including later ones: a restarted executor may keep its pools."""
         self._executors = executors
         self._registered = registered
         self.target = target
         self._events = events
         self._receipt = Forgotten({})
-        # By executor: keys of blocks to remove and, for a prefix, of blocks that were lost before.
+        # By executor: keys of blocks to remove and, for a prefix, of blocks that were lost earlier.
         self._gone: dict[str, set[bytes]] = {}
         # Blocks that other sessions use.
         self._used: set[Block] = set()
@@ -71,14 +71,14 @@ class Forgetting:
         there = [(one, [(pool, list(pool.tree.by_key)) for pool in one.pools]) for one in self._executors]
         for executor in self._executors:
             self._begin(executor)
-            # From here on no matching block enters the index.
+            # From now on, no matching block enters the index.
             for sequence in () if validate_only else executor.sequences.values():
                 self._mark(sequence)
         plans: list[tuple[Executor, RemovalPlan]] = []
         for executor, indexed in there:
             plans.append((executor, (yield from self._plan(executor, indexed))))
         for executor, plan in plans:
-            # Holds of these blocks end: a pin does not delay forgetting.
+            # Holds of these blocks end, since a pin does not delay forgetting.
             holds = yield from _holds_of(executor, plan)
             held = Counter(block for hold in holds for _, block in hold.blocks)
             if validate_only:
@@ -93,7 +93,7 @@ class Forgetting:
         return receipt
 
     def _begin(self, executor: Executor) -> None:
-        # There may be events about blocks of the prompt that were lost before.
+        # The log may have events about blocks of the prompt that were lost earlier.
         prefix = self.target.prefix
         gone = self._gone[executor.executor_id] = set()
         if prefix is not None:
@@ -102,13 +102,13 @@ class Forgetting:
 
     def _plan(self, executor: Executor, indexed: list[tuple[BlockPool, list[bytes]]]) -> Steps[RemovalPlan]:
         plan, gone = RemovalPlan(), self._gone[executor.executor_id]
-        # Keys that a group of full attention loses: a window's block of such a key can never match again.
+        # Keys that a full-attention group loses: a window's block with such a key can never match again.
         lost: set[bytes] = set()
         for pool, keys in sorted(indexed, key=lambda one: one[0].window is not None):
             found = yield from self._find(executor, pool, keys, lost)
             for part in write_batches(found.items()):
                 for block, key in part:
-                    # Its slot may have been taken meanwhile, and hold what nobody asked to forget.
+                    # The slot may have been reused meanwhile for content that nobody asked to forget.
                     if block.parent is not None and block.key == key:
                         plan.add(pool, block)
                         gone.add(key)
@@ -130,7 +130,7 @@ class Forgetting:
             for key, pools in keyed:
                 self._take_out(key, pools, held)
             yield
-        # Afterwards: an indexed block may be replaced by a longer one when its reference is released.
+        # Last, since an indexed block may be replaced by a longer block when its reference is released.
         for hold in holds:
             if executor.holds.get(hold.name) is hold:
                 executor.holds.release(hold)
@@ -141,13 +141,13 @@ class Forgetting:
     ) -> Steps[dict[Block, bytes]]:
         """The blocks of a pool that the target matches, with their keys.
 
-        lost: keys that groups of full attention lose.
+        lost: keys that full-attention groups lose.
         """
         target = self.target
         if target.prefix is not None:
             blocks = _of_prefix(executor, pool, target)
             if pool.window is not None:
-                # Behind a tombstone they have no ancestor block.
+                # These blocks have no ancestor block if they follow a tombstone.
                 blocks += [block for key in lost if (block := pool.tree.by_key.get(key)) is not None]
             return (yield from with_descendants([(block, block.key) for block in blocks]))
         mine: dict[Block, bytes] = {}
@@ -165,13 +165,13 @@ class Forgetting:
             found.update((block, mine[block]) for block in some if block not in theirs)
             yield
         self._receipt.shared_blocks += len(mine) - len(found)
-        # A session's block in a window does not need its ancestors: another session may go on using it without them.
+        # A session's block in a window does not need its ancestors: another session may keep using the block alone.
         return found if pool.window is not None else (yield from with_descendants(found.items()))
 
     def _of_other_sessions(
         self, executor: Executor, pool: BlockPool, mine: dict[Block, bytes], lost: set[bytes]
     ) -> Steps[set[Block]]:
-        """Blocks of a session that other sessions use, or have stored a descendant of.
+        """The session's blocks that other sessions use, or whose descendants they have stored.
 
         A block whose ancestors are lost in another group can never match again, and needs no ancestors.
         """
@@ -212,7 +212,7 @@ class Forgetting:
             _leave_nothing(sequence)
 
     def _matches_sequence(self, sequence: Sequence) -> bool:
-        """Whether blocks that a live sequence has, or will compute, come from the forgotten ones."""
+        """Whether blocks that a live sequence has, or will compute, come from forgotten blocks."""
         target = self.target
         if target.salt is not None:
             return sequence.scope.salt == target.salt
@@ -222,7 +222,7 @@ class Forgetting:
         return any(key in gone for key in sequence.keys)
 
     def _take_out(self, key: bytes, pools: tuple[BlockPool, ...], held: Counter[Block]) -> None:
-        """Removes the blocks of a key from the index, with their present descendants."""
+        """Removes the blocks with a key from the index, with their present descendants."""
         found: list[tuple[BlockPool, Block]] = []
         for pool in pools:
             block = pool.tree.by_key.get(key)
@@ -238,12 +238,12 @@ class Forgetting:
             pool.zero_on_free.add(block)
             _count(self._receipt, pool, block, held)
         for pool, block in found:
-            # With a block of full attention those of windows may be removed already.
+            # A window's block may already be gone with its full-attention block.
             if block.parent is not None:
                 pool.discard(block, RemovalCause.FORGOTTEN)
 
     def _is_shared(self, block: Block, standing: list[Block]) -> bool:
-        """Whether another session has come to need a block."""
+        """Whether another session has begun to need a block."""
         if self.target.session_id is None:
             return False
         return block in self._used or any(not _stored(other.scope, self.target) for other in standing)
@@ -256,7 +256,7 @@ class Forgetting:
 
         lost: set[bytes] = set()
         done: set[str] = set()
-        # Another executor may register between two steps.
+        # A new executor may register between two steps.
         while left := [executor_id for executor_id in self._gone if executor_id not in done]:
             for executor_id in left:
                 for part in read_batches(self._gone[executor_id]):
@@ -276,7 +276,7 @@ def _count(receipt: Forgotten, pool: BlockPool, block: Block, held: Counter[Bloc
 
 
 def _stored(scope: Scope | None, target: ForgetTarget) -> bool:
-    """Whether the salt or session of the target stored the blocks of a scope."""
+    """Whether the target's salt or session stored the blocks of a scope."""
     if scope is None:
         return False
     if target.salt is not None:
@@ -285,7 +285,7 @@ def _stored(scope: Scope | None, target: ForgetTarget) -> bool:
 
 
 def _holds_of(executor: Executor, plan: RemovalPlan) -> Steps[list[Hold]]:
-    """Holds that have some of these blocks; of equal keys in another group a hold may keep blocks that stay."""
+    """Holds that have some of these blocks. A hold may also keep blocks with equal keys in a group where they stay."""
     holds = []
     for hold in executor.holds:
         if any(block.parent is not None and plan.means(pool, block) for pool, block in hold.blocks):
@@ -295,7 +295,7 @@ def _holds_of(executor: Executor, plan: RemovalPlan) -> Steps[list[Hold]]:
 
 
 def _of_prefix(executor: Executor, pool: BlockPool, target: ForgetTarget) -> list[Block]:
-    """The blocks of a prompt and, where a block is lost, its descendants."""
+    """The blocks of a prompt and, if a block is lost, its descendants."""
     assert target.prefix is not None
     found: list[Block] = []
     for version in executor.scopes.weight_versions:
@@ -317,11 +317,11 @@ def _leave_nothing(sequence: Sequence) -> None:
                 del table.pool.pending[sequence.keys[index]]
 
 
-# Kept targets and the tokens of their prefixes, together.
+# The limit on kept targets plus the tokens of their prefixes.
 MOST_KEPT = 1 << 16
-# Lost executors whose last call is known. To others all kept targets apply again.
+# The limit on lost executors whose last call is known. To all other executors, all kept targets apply again.
 MOST_REACHED = 1 << 14
-# Kept slots of lost executors, all together, and lost executors whose purges are kept.
+# The limit on kept slots of all lost executors together, and on lost executors whose purges are kept.
 MOST_SLOTS = 1 << 16
 MOST_PURGED = 1 << 10
 
@@ -329,21 +329,21 @@ MOST_PURGED = 1 << 10
 class ForgetHistory:
     """Targets of ForgetBlocks, for blocks that are restored later and slots that were not yet overwritten.
 
-    A target applies to all blocks that the store had of an executor before the call ended, and to the slots of an
-    executor that was lost before it had overwritten them. Calls are numbered. Beyond `MOST_KEPT` the oldest targets are
-    dropped; of executors that have been away for longer all stored blocks are forgotten.
+    A target applies to all blocks of an executor that the store had before the call ended, and to slots that a lost
+    executor had not overwritten. Calls are numbered. Beyond `MOST_KEPT`, the oldest targets are dropped; all stored
+    blocks of executors that have been away for longer are then forgotten.
     """
 
     def __init__(self) -> None:
-        # With the number of the last call, which comes last.
+        # Each target with the number of its last call, in the order of these numbers.
         self._targets: dict[ForgetTarget, int] = {}
         self._size = 0
         self._number = 0
-        # Calls that have not ended, by their numbers.
+        # Unfinished calls by number.
         self._running: dict[int, Forgetting] = {}
         # The last call whose target was dropped.
         self._dropped = 0
-        # By executor: the last call that has reached all its stored blocks.
+        # By executor: the last call that has reached all of its stored blocks.
         self._reached: dict[str, int] = {}
         self._slots: dict[str, list[Slot]] = {}
         self._num_slots = 0
@@ -353,7 +353,7 @@ class ForgetHistory:
         """Notes a call that begins, with its target; returns the number of the call."""
         target = forgetting.target
         if target.prefix is not None:
-            # Of a request, they are a list.
+            # In a request, the token ids are a list, which cannot be hashed.
             target = ForgetTarget(prefix=replace(target.prefix, token_ids=tuple(target.prefix.token_ids)))
         self._number += 1
         if self._targets.pop(target, None) is None:
@@ -367,25 +367,25 @@ class ForgetHistory:
         return self._number
 
     def end(self, number: int) -> None:
-        """A call has removed its blocks from the index of every registered executor."""
+        """Notes that a call has removed its blocks from the index of every registered executor."""
         del self._running[number]
 
     def sequence_admitted(self, sequence: Sequence) -> None:
-        """Notifies the running calls of a sequence that is admitted meanwhile."""
+        """Tells the running calls about a sequence that is admitted meanwhile."""
         for forgetting in self._running.values():
             forgetting.sequence_admitted(sequence)
 
     def lost(self, executor_id: str) -> None:
-        """An executor is lost whose blocks were all in the index: calls that have ended need not reach them again."""
+        """Notes the loss of an executor whose blocks were all in the index: ended calls need not reach them again."""
         self._reached.pop(executor_id, None)
         self._reached[executor_id] = min(self._running, default=self._number + 1) - 1
         if len(self._reached) > MOST_REACHED:
             del self._reached[next(iter(self._reached))]
 
     def not_zeroed(self, executor_id: str, slots: Iterable[Slot]) -> None:
-        """An executor is lost before these slots were overwritten. Beyond `MOST_SLOTS` the oldest are dropped."""
+        """Notes slots that a lost executor has not overwritten. Beyond `MOST_SLOTS`, the oldest are dropped."""
         known = self._slots.pop(executor_id, [])
-        # The executor may be lost again in its recovery.
+        # The executor may be lost again during its recovery.
         found = list(dict.fromkeys(chain(islice(slots, MOST_SLOTS), known)))[:MOST_SLOTS]
         self._num_slots += len(found) - len(known)
         if found:
@@ -394,7 +394,7 @@ class ForgetHistory:
             self._num_slots -= len(self._slots.pop(next(iter(self._slots))))
 
     def lost_in_recovery(self, executor_id: str, purged: list[IsMeant]) -> None:
-        """An executor is lost before all purged blocks were read."""
+        """Notes the purges of an executor that was lost before all purged blocks were read."""
         if purged:
             self._purged[executor_id] = purged
         if len(self._purged) > MOST_PURGED:
@@ -411,7 +411,7 @@ class ForgetHistory:
         return found
 
     def of(self, spec: ExecutorSpec) -> ForgottenRecords:
-        """The filter of stored blocks for an executor that registers."""
+        """Makes the filter of stored blocks for an executor that registers."""
         reached = self._reached.get(spec.executor_id, 0)
         found = ForgottenRecords(spec, everything=reached < self._dropped)
         for target, number in self._targets.items():
@@ -423,7 +423,7 @@ class ForgetHistory:
 class ForgottenRecords:
     """Stored blocks of an executor that are to be forgotten, without their descendants.
 
-    Blocks of a session are forgotten also where another session has descendants: the other records are yet to be read.
+    A session's blocks are forgotten even if another session has descendants, since those records are yet to be read.
     """
 
     def __init__(self, spec: ExecutorSpec, *, everything: bool = False) -> None:
@@ -432,13 +432,13 @@ class ForgottenRecords:
         self._salts: set[str] = set()
         self._sessions: set[str] = set()
         self._prefixes: list[Prefix] = []
-        # Keys of these by the version of the weights.
+        # Keys of the prefixes' blocks by the version of the weights.
         self._keys: dict[str, set[bytes]] = {}
-        # Prompts of less than a block, by salt and adapter.
+        # Prompts shorter than a block, by salt and adapter.
         self._beginnings: dict[tuple[str | None, int | None], list[bytes]] = {}
 
     def add(self, target: ForgetTarget) -> None:
-        """Adds a target, which may be about another executor."""
+        """Adds a target, which may be about a different executor."""
         prefix = target.prefix
         if target.salt is not None:
             self._salts.add(target.salt)
@@ -472,7 +472,7 @@ class ForgottenRecords:
         return found
 
     def _begins(self, record: BlockRecord) -> bool:
-        """Whether a prompt of less than a block and a first block begin with the same tokens."""
+        """Whether a prompt shorter than a block and this first block begin with the same tokens."""
         prompts = self._beginnings.get((record.salt, record.adapter_id), ())
         return any(record.tokens.startswith(prompt) or prompt.startswith(record.tokens) for prompt in prompts)
 

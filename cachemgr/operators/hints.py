@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
     Blocks = list[tuple[BlockPool, Block]]
 
-# Outcome, detail and blocks of an action.
+# An action's outcome, its detail, and how many blocks it changed.
 Result = tuple[HintOutcome, str, int]
 
-# Blocks of all pins of one envelope together, beyond which it makes no more pins: some 30 ms of work.
+# The limit on blocks of all pins of one envelope together: some 30 ms of work.
 MAX_PINNED_BLOCKS = 1 << 15
 
 
 class HintRunner:
-    """Carries out hints about one prefix. `transfers` are the copies that it began."""
+    """Carries out hints about one prefix. `transfers` are the copies that the hints began."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class HintRunner:
         now: float,
         tenant_id: str | None = None,
     ) -> None:
-        """`prefixes`: per executor the keys of the full blocks of the prefix, hashed once for all actions.
+        """`prefixes`: per executor, the keys of the prefix's full blocks, hashed once for all actions.
 
-        `holder` holds the leases; pins have the owners that hints name, as owners of the tenant.
+        `holder` holds the leases; pins have the owners that hints name, as owners within the tenant.
         """
         self._owners = HINT if tenant_id is None else f"{HINT}{tenant_id}/"
         self._prefixes = prefixes
@@ -50,8 +50,8 @@ class HintRunner:
         self._config = config
         self._now = now
         self._is_last_request = True
-        # Cached blocks of the prefix, until an action moves blocks, and results of moves that moved no block, until an
-        # action changes anything: to look a long prompt up for each of very many actions takes long.
+        # Kept because looking a long prompt up for each of very many actions is slow: cached blocks of the prefix until
+        # an action moves blocks, and results of moves that moved no block until an action changes anything.
         self._found: Blocks | None = None
         # By executor: the blocks that a pin may keep.
         self._pinnable: list[tuple[Executor, Blocks]] | None = None
@@ -60,11 +60,11 @@ class HintRunner:
         self.transfers: list[Transfer] = []
 
     def run(self, hints: Hints, *, later: bool = False) -> list[HintAnswer]:
-        """One answer per action, in order. `later`: blocks that are retained and missing are about to be computed."""
+        """Returns one answer per action, in order. `later`: missing blocks to retain are about to be computed."""
         requests = [index for index, action in enumerate(hints.actions) if gives_retention(action)]
         answers = []
         for index, action in enumerate(hints.actions):
-            # Each request replaces the one before: only the last one is granted on every block.
+            # Each request replaces the request before; only the last is granted on every block.
             self._is_last_request = index == requests[-1] if requests else False
             answers.append(self._answer(action))
         if not later:
@@ -108,7 +108,7 @@ class HintRunner:
         return self._found
 
     def _moved(self, kind: str, move: Callable[[Blocks], Result], blocks: Blocks) -> Result:
-        """The result of a move of blocks: an earlier one, if that moved no block and nothing has changed since."""
+        """Moves blocks; reuses an earlier result if that move moved no block and nothing has changed since."""
         if kind not in self._futile:
             result = move(blocks)
             if result[2]:
@@ -136,7 +136,7 @@ class HintRunner:
         return (HintOutcome.CLIPPED if clipped else HintOutcome.ACCEPTED), "; ".join(clipped), count
 
     def _grant(self, request: RetentionRequest, blocks: Blocks) -> int:
-        """Grants a request; returns how many blocks have it, or had it until a later action replaced it."""
+        """Grants a request; returns how many blocks have it, or had it until a later action replaced the request."""
         if not self._is_last_request:
             return len(blocks)
         self._futile.clear()
@@ -164,7 +164,7 @@ class HintRunner:
             ]
         self._num_pinned += sum(len(mine) for _, mine in self._pinnable)
         for executor, mine in self._pinnable:
-            # A hint may neither displace the pins of operators nor pin in the name of an operator.
+            # A hint must not displace operators' pins or pin in the name of an operator.
             pinned = executor.holds.pin(mine, self._owners + owner, self._now, granted, displace=False)
             count += pinned.receipt.num_blocks
             names.append(pinned.name)
@@ -194,7 +194,7 @@ class HintRunner:
 
     @staticmethod
     def _offload(blocks: Blocks) -> Result:
-        # Leaves first: a block can only be offloaded when it has no child on the device.
+        # Leaves first, since a block can only be offloaded when it has no child on the device.
         movable = [(pool, block) for pool, block in reversed(blocks) if pool.is_on_device(block)]
         count = sum(block.lru_prev is not None and pool.offloader.demote(block) for pool, block in movable)
         if count < len(movable):
@@ -212,7 +212,7 @@ class HintRunner:
         begun: list[Transfer] = []
         for executor, keys in self._prefixes:
             for pool in executor.pools:
-                # Looked up again: blocks of the prefix may have been evicted for those of another group.
+                # Looked up again, since blocks of the prefix may have been evicted for another group's blocks.
                 begun += prefetch(executor, pool, cached_chain(pool, keys))
         self.transfers += begun
         if not begun:

@@ -20,12 +20,12 @@ from cachemgr.slices import pop_batches
 from cachemgr.types import PoolViolation
 from protos.kvcommon.block_keys import child_key
 
-# Yields contradictions, and None after each small step. The state must not change between the steps.
+# Yields contradictions, and None after each small step. The state must not change between steps.
 Part = Callable[[], Iterator[PoolViolation | None]]
 
 
 def parts(executor: Executor, pools: list[BlockPool]) -> list[Part]:
-    """The checks of this executor's pools among these, which may run at different moments."""
+    """The checks of those of these pools that are this executor's. Each check may run at a different moment."""
     return [
         partial(_Check(executor, pool).run, part)
         for pool in executor.pools
@@ -53,7 +53,7 @@ class _Check:
         self._violations: list[PoolViolation] = []
 
     def run(self, part: Callable[[_Check], Iterator[None]]) -> Iterator[PoolViolation | None]:
-        """Runs one part from its beginning."""
+        """Runs one part from the beginning."""
         self._blocks, self._violations = [], []
         blocks = self._pool.blocks
         for start in range(0, len(blocks), 512):
@@ -62,7 +62,7 @@ class _Check:
         for _ in part(self):
             yield None
         yield from self._violations
-        # A few at a time, part by part: to free very many at once takes long.
+        # A few at a time, since freeing very many at once takes long.
         for _ in pop_batches(self._blocks):
             yield None
 
@@ -71,7 +71,7 @@ class _Check:
             self._violations.append(PoolViolation(self._pool.pool_id, slot, message))
 
     def references(self) -> Iterator[None]:
-        """Each block has as many references as are known."""
+        """Checks that each block has exactly the known references."""
         expected: Counter[Block] = Counter()
         for block in self._expected_references():
             expected[block] += 1
@@ -93,7 +93,7 @@ class _Check:
                     yield from sequence.private
         for hold in self._executor.holds:
             yield from (block for pool, block in hold.blocks if pool is self._pool)
-        # Tickets that wait for others of their kind keep their references.
+        # Tickets that wait for other tickets of their prefetch keep their references.
         groups = (ticket.together for ticket in self._executor.tickets.values() if ticket.pool is self._pool)
         for ticket in {ticket for group in groups for ticket in group}:
             if ticket.purpose is Purpose.CLEAR:
@@ -103,12 +103,12 @@ class _Check:
                 yield ticket.source
 
     def counters(self) -> Iterator[None]:
-        """The counters of tiers and quotas match a count."""
+        """Checks that the counters of tiers and quotas match a recount."""
         pool = self._pool
         for tier in pool.tiers:
             name = tier.kind.name.lower()
             used = cached = indexed = 0
-            # Slots that were met, and by account all blocks and blocks in use.
+            # Slots that were seen; and by account, all blocks and blocks in use.
             seen = bytearray(tier.size + 1)
             accounts = {account: [0, 0] for account in tier.shares}
             copies = pool.write_through.copies.values() if tier is pool.write_through.tier else ()
@@ -156,7 +156,7 @@ class _Check:
             self._report(tier.first_of_shares() is best, 0, f"would evict another {name} block than the first")
 
     def slots(self) -> Iterator[None]:
-        """Each block is at its index, and is in use or cached."""
+        """Checks that each block is at its index, and is in use or cached."""
         for index, at in enumerate(self._pool.blocks):
             yield
             if at is not None:
@@ -170,7 +170,7 @@ class _Check:
         seen[slot if 1 <= slot <= tier.size else 0] += seen[slot if 1 <= slot <= tier.size else 0] < 2
 
     def write_through_copies(self) -> Iterator[None]:
-        """Write-through copies are of device blocks that need one."""
+        """Checks that only device blocks that need a write-through copy have one."""
         pool, write_through = self._pool, self._pool.write_through
         for block, index in write_through.copies.items():
             yield
@@ -196,7 +196,7 @@ class _Check:
             self._report(left, below.index, "has a successor and is not in use")
 
     def order(self) -> Iterator[None]:
-        """Evictable blocks are in the eviction order, and no others."""
+        """Checks that exactly the evictable blocks are in the eviction order."""
         pool, listed = self._pool, set()
         for tier in pool.tiers:
             owned = [(None, tier.order), *((account, share.order) for account, share in tier.shares.items())]
@@ -226,7 +226,7 @@ class _Check:
             self._report(in_pool, 0, "a block that is not in the pool is in the eviction order")
 
     def leases(self) -> Iterator[None]:
-        """Priorities are those of the leases."""
+        """Checks that priorities follow from the leases."""
         for block in self._blocks:
             yield
             leases = list(leases_of(block))
@@ -250,7 +250,7 @@ class _Check:
             )
 
     def keys(self) -> Iterator[None]:
-        """Indexed blocks are in the index, and no others."""
+        """Checks that the index has exactly the indexed blocks."""
         pool = self._pool
         indexed = 0
         for block in self._blocks:
@@ -261,7 +261,7 @@ class _Check:
         self._report(len(pool.tree.by_key) == indexed, 0, "index and blocks do not agree")
 
     def tree(self) -> Iterator[None]:
-        """The index is the tree that the keys say."""
+        """Checks that the index is the tree that the keys define."""
         pool = self._pool
         parents: dict[Block, Node] = {}
         for node in itertools.chain(pool.tree.tombstones.values(), pool.tree.by_key.values()):
@@ -297,7 +297,7 @@ class _Check:
                     block.index,
                     f"counts {block.children_in_tier} children near it, {near} are",
                 )
-        # To free a million entries at once takes long.
+        # In parts, since freeing a million entries at once takes long.
         while parents:
             parents.popitem()
             yield
@@ -312,13 +312,13 @@ class _Check:
             higher = pool.tier_of(parent).kind <= pool.tier_of(block).kind
             self._report(higher, block.index, "lies in a higher tier than its parent")
         else:
-            # A block of a lower tier may outlive its parent, until that is computed again.
+            # A block of a lower tier may outlive its parent until the parent is computed again.
             is_first = block.scope is not None and parent is not None and parent.key == block.scope.key
             outlived = block.depth > 0 and not is_first and not self._pool.is_on_device(block)
             self._report(outlived or (is_first and block.depth == 0), block.index, "has lost its parent")
 
     def pending(self) -> Iterator[None]:
-        """Pending blocks have a live sequence that fills them."""
+        """Checks that each pending block has a live sequence that fills it."""
         for key, block in self._pool.pending.items():
             yield
             writer = block.writer
@@ -336,7 +336,7 @@ class _Check:
             self._report(promised, block.index, "is pending under a key that its writer does not have")
 
     def writers(self) -> Iterator[None]:
-        """A block that a sequence may still write belongs to it alone and is not indexed."""
+        """Checks that a block that a sequence may still write belongs to that sequence alone and is not indexed."""
         owners: dict[Block, int] = {}
         for sequence in self._executor.sequences.values():
             lengths = {len(table.blocks) for table in sequence.tables}

@@ -1,4 +1,4 @@
-"""The entries of operators that outlive a manager: rules, quotas, shares of pools, and pins."""
+"""Operators' entries that outlive a manager: rules, quotas, shares of pools, and pins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Entry = RetentionRule | Quota | PoolShare | PinRecord
 
 
 def entry_name(entry: Entry) -> str:
-    """The name of an entry among those of its kind."""
+    """The name of an entry, unique within its kind."""
     if isinstance(entry, Quota):
         field = "tenant_id" if entry.tenant_id is not None else "salt"
         return f"{field}/{getattr(entry, field)}"
@@ -30,11 +30,11 @@ class OperatorJournal(Protocol):
     """Receives every change of an entry at once. Must not fail or block."""
 
     def operator_changed(self, kind: Kind, name: str, executor_id: str = "") -> None:
-        """The entry of this name is new, changed, or deleted. `executor_id` is set for pins."""
+        """Notes that the entry of this name is new, changed, or deleted. `executor_id` is set for pins."""
 
 
 class NoOperatorJournal:
-    """Keeps nothing."""
+    """A journal that keeps nothing."""
 
     def operator_changed(self, kind: Kind, name: str, executor_id: str = "") -> None:
-        """Forgets it."""
+        """Ignores the change."""

@@ -11,7 +11,7 @@ from cachemgr.types import BlockFilter, Purged, RemovalCause
 
 
 def matches(pool: BlockPool, block: Block, selected: BlockFilter) -> bool:
-    """Whether a filter matches a block, its prefix aside."""
+    """Whether a filter matches a block; ignores the filter's prefix."""
     scope = block.scope
     if scope is None:
         wanted = (selected.salt, selected.adapter_id, selected.session_id, selected.tenant_id)
@@ -30,7 +30,7 @@ def matches(pool: BlockPool, block: Block, selected: BlockFilter) -> bool:
 
 
 def may_match_record(selected: BlockFilter, record: BlockRecord) -> bool:
-    """Whether a filter may match a stored block: its tier and its priority are not known yet."""
+    """Whether a filter may match a stored block, whose tier and priority are not known yet."""
     return (
         selected.salt in (None, record.salt)
         and selected.adapter_id in (None, record.adapter_id)
@@ -46,10 +46,10 @@ def purge(
     validate_only: bool,
     skip_used: bool,
 ) -> Steps[Purged]:
-    """Drops matching blocks that are not in use, with their descendants; or only counts them.
+    """Drops matching blocks that are not in use, with their descendants; or only counts the blocks.
 
-    Each pool comes with the only blocks to consider, None for all. Blocks that have come into use since, or have a new
-    child, stay. Raises BlocksInUseError, with nothing changed, when some are in use and must not be skipped.
+    Each pool comes with the only blocks to consider, None for all. Blocks that have since come into use or got a new
+    child stay. If some blocks are in use and must not be skipped, raises BlocksInUseError and changes nothing.
     """
     plans, used = yield from _plan(pools, selected)
     if validate_only or (used and not skip_used):
@@ -70,7 +70,7 @@ def purge(
                 purged += len(free)
                 used += len(found) - len(free)
                 for pool, block in free:
-                    # A block of a window may have been removed with one of full attention.
+                    # A window's block may have been removed with its full-attention block.
                     if block.parent is not None:
                         pool.discard(block, RemovalCause.PURGED)
             yield
@@ -99,7 +99,7 @@ def _is_free(pool: BlockPool, block: Block) -> bool:
 
 
 def _add_useless(plan: RemovalPlan, pool: BlockPool) -> Steps[None]:
-    """Adds the blocks of a window whose keys groups of full attention lose."""
+    """Adds the windows' blocks whose keys full-attention groups lose."""
     for keys in read_batches(plan.of_full_attention()):
         for key in keys:
             useless = pool.tree.by_key.get(key)
@@ -111,9 +111,9 @@ def _add_useless(plan: RemovalPlan, pool: BlockPool) -> Steps[None]:
 def _select(
     pool: BlockPool, keys: list[bytes], among: set[Block] | None, selected: BlockFilter
 ) -> Steps[tuple[list[Block], int]]:
-    """Matching blocks without their descendants, and how many matching blocks stay. It uses the keys up."""
+    """Returns matching blocks without their descendants, and how many matching blocks stay. Consumes `keys`."""
     meant: list[Block] = []
-    # Blocks in use, and with full attention their ancestors. Sources and targets of copies are in use, too.
+    # Blocks in use, which include sources and targets of copies; with full attention, also their ancestors.
     stay: set[Block] = set()
     for part in pop_batches(keys):
         for key in part:

@@ -11,17 +11,17 @@ from cachemgr.slices import LOOKS, Steps
 
 
 class RemovalPlan:
-    """Blocks of one executor to remove, by their keys: until their turn they may be evicted or moved."""
+    """Blocks of one executor to remove, by key, since blocks may be evicted or moved before their turn."""
 
     def __init__(self) -> None:
-        # By depth and key the number of the pools: a dictionary of bytes and numbers is nothing that a garbage
-        # collection walks, which takes 50 ms for a million keys.
+        # By depth and key: the pools, as one number. A garbage collection does not walk a dictionary of bytes and
+        # numbers; a walk of a million keys takes 50 ms.
         self._by_depth: dict[int, dict[bytes, int]] = {}
         self._holders: list[tuple[BlockPool, ...]] = [()]
         self._numbers: dict[tuple[int, BlockPool], int] = {}
 
     def add(self, pool: BlockPool, block: Block) -> bool:
-        """Adds a block. False when the plan has it already."""
+        """Adds a block. False if the plan already has it."""
         keyed = self._by_depth.setdefault(block.depth, {})
         number = keyed.get(block.key, 0)
         if pool in self._holders[number]:
@@ -30,9 +30,9 @@ class RemovalPlan:
         return True
 
     def add_all(self, pool: BlockPool, blocks: list[Block]) -> Steps[None]:
-        """Adds those of these blocks that are still indexed, with full attention also their descendants.
+        """Adds the blocks that are still indexed; with full attention, also their descendants.
 
-        It uses the list up.
+        Consumes the list.
         """
         at = 0
         while blocks:
@@ -46,7 +46,7 @@ class RemovalPlan:
                     yield
 
     def of_full_attention(self) -> Iterator[bytes]:
-        """Keys of blocks of pools with full attention; pools of known keys may be added meanwhile."""
+        """Yields the keys of blocks of pools with full attention. Meanwhile, pools may be added to known keys."""
         for keyed in self._by_depth.values():
             for key, number in keyed.items():
                 if any(pool.window is None for pool in self._holders[number]):
@@ -63,7 +63,7 @@ class RemovalPlan:
         return pool in self._holders[self._by_depth.get(block.depth, {}).get(block.key, 0)]
 
     def blocks(self) -> Iterator[tuple[BlockPool, Block]]:
-        """The blocks that are still indexed."""
+        """Yields the blocks that are still indexed."""
         for found in self._by_depth.values():
             for key, number in found.items():
                 for pool in self._holders[number]:
@@ -72,21 +72,21 @@ class RemovalPlan:
                         yield pool, block
 
     def deepest_first(self) -> Iterator[tuple[bytes, tuple[BlockPool, ...]]]:
-        """All keys, once: descendants come before their ancestors."""
+        """Yields every key once, descendants before their ancestors."""
         for depth in sorted(self._by_depth, reverse=True):
             for key, number in self._by_depth.pop(depth).items():
                 yield key, self._holders[number]
 
 
 def with_descendants(blocks: Iterable[tuple[Block, bytes]]) -> Steps[dict[Block, bytes]]:
-    """These blocks, each with its key, and their present descendants.
+    """Returns these blocks, each with its key, and their present descendants.
 
-    Between two steps a block may leave the index, and be there again with another key.
+    Between two steps, a block may leave the index and return with a different key.
     """
     found: dict[Block, bytes] = {}
     at = 0
     for first in blocks:
-        # Not all at once: a new list of a million entries is young, and the next collections walk all of it.
+        # Not all at once: the next garbage collections would walk all of a new list of a million entries.
         rest = [first]
         while rest:
             block, key = rest.pop()

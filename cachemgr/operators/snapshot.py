@@ -1,4 +1,4 @@
-"""The cache at one event number, read while it changes: blocks that change behind the reader are read again."""
+"""A snapshot of the cache at one event number, read while the cache changes: changed blocks are read again."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 class _Seen(NamedTuple):
     view: BlockView
-    # With the deadline, None while the clock of a lease stands still.
+    # Each lease with its deadline; None before the lease's clock starts.
     leases: list[tuple[LeaseView, float | None]]
 
 
 class SnapshotReader:
-    """Every change of a block is an event, or a quiet change of its leases.
+    """Reads a snapshot. Every change of a block is an event, or a quiet change of its leases.
 
-    So a reader that reads changed blocks again ends with the same result as a reader that reads all blocks at one
-    moment. Only reference counts may be older.
+    So a reader that rereads changed blocks gets the same result as a reader that reads all blocks at one moment. Only
+    reference counts may be older.
     """
 
     def __init__(self, events: EventLog, leases: LeaseBook, executors: Callable[[], list[Executor]]) -> None:
-        """`executors` are those of the moment."""
+        """`executors` returns the present executors."""
         self._events = events
         self._leases = leases
         self._executors = executors
@@ -46,7 +46,7 @@ class SnapshotReader:
         self._events.quiet_listeners.remove(self)
 
     def changed_quietly(self, pool_id: str, key: bytes) -> None:
-        """The leases of a block have changed: it is read again."""
+        """Notes that a block's leases have changed, so that the block is read again."""
         self._touched[pool_id, key] = None
 
     def steps(self) -> Iterator[None]:
@@ -60,18 +60,18 @@ class SnapshotReader:
                 index += 1
                 yield
                 if pool.blocks is not blocks:
-                    # Its executor has started again, or is lost: the blocks of the old list may be gone.
+                    # The executor has restarted or is lost, so the blocks of the old list may be gone.
                     blocks, index = pool.blocks, 0
 
     def catch_up(self) -> None:
-        """Reads changed blocks again. Raises EventsGoneError when more has changed than the log keeps."""
+        """Reads changed blocks again. Raises EventsGoneError if more has changed than the log keeps."""
         pools = {pool.pool_id: pool for executor in self._executors() for pool in executor.pools}
         self._specs = [executor.spec for executor in self._executors()]
         while self.number < self._events.last:
             for event in self._events.after(self.number, 1000):
                 self.number = event.number
                 if event.executor is not None and event.kind is EventKind.EXECUTOR_LOST:
-                    # Not all of its blocks have events.
+                    # Not all blocks of a lost or restarted executor have events.
                     for pool_id in event.executor.pool_ids:
                         self._seen.pop(pool_id, None)
                 self._touched[event.block.pool_id, event.block.key] = None
@@ -91,9 +91,9 @@ class SnapshotReader:
         self._seen.setdefault(pool.pool_id, {})[block.key] = _Seen(pool.view(block), leases)
 
     def events(self) -> Iterator[Event | None]:
-        """The snapshot at `number`, once: each executor, its pools, and the blocks of each, parents before children.
+        """Yields the snapshot at `number`, once: each executor, its pools, and each pool's blocks, parents first.
 
-        None while it sorts.
+        Yields None while it sorts.
         """
         for spec in self._specs:
             yield Event(self.number, EventKind.EXECUTOR_REGISTERED, NO_BLOCK, executor=spec)
@@ -103,7 +103,7 @@ class SnapshotReader:
 
     def _blocks(self, found: dict[bytes, _Seen]) -> Iterator[Event | None]:
         by_depth: dict[int, list[_Seen]] = {}
-        # Taken from the end, and reversed again: to free all at once would take long.
+        # Reversed and taken from the end, since freeing all at once would take long.
         while found:
             _, seen = found.popitem()
             by_depth.setdefault(seen.view.depth, []).append(seen)

@@ -1,4 +1,4 @@
-"""The whole state of a manager as lines of JSON, the same for the same history. No token ids in it."""
+"""The whole state of a manager as lines of JSON, without token ids. Equal histories give equal lines."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from cachemgr.types import RetentionRule
 
 
-# Made once: there is a line for each block.
+# Made once, since there is a line for each block.
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 def state_hash(lines: Iterable[str]) -> str:
-    """SHA-256 over the lines of a state."""
+    """The SHA-256 of the lines of a state."""
     digest = sha256()
     for state_line in lines:
         digest.update(hashed(state_line))
@@ -36,12 +36,12 @@ def state_hash(lines: Iterable[str]) -> str:
 
 
 def hashed(state_line: str) -> bytes:
-    """The part of a line in the hash of a state."""
+    """A line's contribution to the hash of a state."""
     return state_line.encode() + b"\n"
 
 
 def line(kind: str, **facts: Any) -> str:
-    """One line of a state."""
+    """Encodes one line of a state."""
     return _encode({"kind": kind, **facts})
 
 
@@ -58,7 +58,7 @@ def scheduler_state(scheduler: Scheduler) -> str:
 
 
 def rule_state(spec: RetentionRule) -> str:
-    """A rule; of its tokens only a digest."""
+    """The line of a rule, with only a digest of its tokens."""
     facts = asdict(spec)
     prefix = facts["match"].pop("prefix_token_ids")
     requested = spec.action.eviction_policy
@@ -67,7 +67,7 @@ def rule_state(spec: RetentionRule) -> str:
 
 
 def executor_state(executor: Executor) -> Iterator[str | Iterator[str]]:
-    """An executor with its pools, sequences, copies and holds; an iterator for the blocks of each pool."""
+    """Yields the lines of an executor, its pools, sequences, copies and holds; an iterator for each pool's blocks."""
     yield line(
         "executor",
         id=executor.executor_id,
@@ -90,7 +90,7 @@ def executor_state(executor: Executor) -> Iterator[str | Iterator[str]]:
 
 
 def _numbers(numbers: Iterable[int]) -> list[int | str]:
-    """How many numbers there are, and a digest of them in their order: there may be millions."""
+    """The count of the numbers and a digest of them in order, since there may be millions."""
     packed = array("Q", numbers)
     return [len(packed), sha256(packed.tobytes()).hexdigest()]
 
@@ -140,7 +140,7 @@ def _write_through(write_through: WriteThrough) -> dict[str, Any]:
         for number in (block.index, index, tier.generation(index))
     )
     return {
-        # In the order in which they were made.
+        # In order of creation.
         "write_through_copies": [len(write_through.copies), _numbers(numbers)[1]],
         "write_through_open": [[block.index, ticket.number] for block, ticket in write_through.open.items()],
         "write_through_running": write_through.running,
