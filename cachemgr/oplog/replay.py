@@ -1,4 +1,4 @@
-"""Runs an operation log again and prints the state that it leads to, so that a bug report is a file."""
+"""Replays an operation log and prints the resulting state, so that a bug report is a file."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ Request = TypeVar("Request", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The manager that a log leads to. `refused` calls got an error, as they did when the log was written."""
+    """The manager after a replay. `refused` counts calls that got an error, as they did when the log was written."""
 
     manager: CacheManager
     operations: int
@@ -68,7 +68,7 @@ class _Calls:
         self._handlers = handlers(self._data) | handlers(CacheAdminService(context))
 
     def run(self, entry: pb.LoggedOperation) -> None:
-        """Carries out a call. Raises what it raises, and OperationLogError."""
+        """Carries out a call. Raises what the call raises, and OperationLogError."""
         mutations = self._mutations
         match entry.method:
             case names.EXPIRE:

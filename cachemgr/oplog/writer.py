@@ -1,6 +1,6 @@
 """The operation log: every call that changes a manager, with its time, in a file that can be replayed.
 
-Each entry is a length-prefixed LoggedOperation. The first has the manager's epoch and settings. The
+Each entry is a length-prefixed LoggedOperation. The first entry has the manager's epoch and settings. The
 file holds token ids, so only its owner may read it.
 """
 
@@ -32,18 +32,18 @@ log = structlog.get_logger()
 
 
 class OperationLogError(ValueError):
-    """A file that is no operation log, or one that another version wrote."""
+    """The file is no operation log, or was written by a different version."""
 
 
 class OperationLog:
-    """Writes entries as they happen, each before its call, so that a crash loses none.
+    """Writes each entry before its call is carried out, so that a crash loses none.
 
-    No call fails over the log. When an entry cannot be written, the log ends before it for good, as a replay needs
-    every call: `is_whole` says so, with a metric and one line in the process's log.
+    No call fails because of the log. If an entry cannot be written, the log ends there for good, since a replay needs
+    every call. `is_whole`, a metric and one line in the process's log report this.
     """
 
     def __init__(self, file: BinaryIO, now: float, epoch: int, config: ManagerConfig) -> None:
-        """`file` is unbuffered: an entry that is refused leaves nothing behind to be written later."""
+        """`file` is unbuffered, so that a refused entry leaves nothing to be written later."""
         self._file = file
         self._end = 0
         self.is_whole = True
@@ -54,9 +54,9 @@ class OperationLog:
 
     @classmethod
     def create(cls, path: Path, now: float, epoch: int, config: ManagerConfig) -> "OperationLog":
-        """A new file that only its owner can read; the file of an earlier start is renamed to PATH.1, PATH.2 and so on.
+        """Creates a file that only its owner can read; an earlier start's file is renamed to PATH.1, PATH.2 and so on.
 
-        Raises OperationLogError, also where another process still writes that file.
+        Raises OperationLogError, also if another process still writes the earlier file.
         """
         try:
             _move_aside(path)
@@ -112,7 +112,7 @@ class OperationLog:
         ENDED.set(1)
         log.error("the operation log ends here: an entry could not be written", error=error.strerror)
         with contextlib.suppress(OSError):
-            # A replay must not meet a part of an entry.
+            # A replay must not find a partial entry.
             self._file.truncate(self._end)
 
     def close(self) -> None:
@@ -120,13 +120,13 @@ class OperationLog:
 
 
 def _move_aside(path: Path) -> None:
-    """Renames the file of an earlier start. Raises OSError; BlockingIOError where its process still writes it."""
+    """Renames the file of an earlier start. Raises OSError; BlockingIOError if a process still writes the file."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return
     if stat.S_ISREG(mode):
-        # A log can be read by its owner; a file that cannot is no log that is written.
+        # A log's owner can read it, so an unreadable file is not a log that is being written.
         with contextlib.suppress(PermissionError), path.open("rb") as earlier:
             fcntl.flock(earlier, fcntl.LOCK_EX | fcntl.LOCK_NB)
         numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
@@ -134,10 +134,10 @@ def _move_aside(path: Path) -> None:
 
 
 def read(file: BinaryIO) -> Iterator[pb.LoggedOperation]:
-    """All entries. Raises OperationLogError; an entry that a crash has cut short ends the log."""
+    """Yields all entries. Raises OperationLogError; an entry that a crash has cut short ends the log."""
     while True:
         try:
-            # It needs `read` only, and gives None at the end.
+            # It only needs `read`, and returns None at the end.
             entry = cast(
                 "pb.LoggedOperation | None",
                 proto.parse_length_prefixed(pb.LoggedOperation, cast("io.BytesIO", file)),
@@ -166,7 +166,7 @@ def settings_of(start: pb.LoggedOperation) -> tuple[int, ManagerConfig]:
 
 
 def stored_blocks(entry: pb.LoggedOperation) -> list[BlockRecord]:
-    """Blocks that the store has of an executor. Raises OperationLogError."""
+    """The blocks of an executor that the store has. Raises OperationLogError."""
     try:
         return [decode_block(block.field, block.record) for block in entry.blocks]
     except RecordError as error:
@@ -174,7 +174,7 @@ def stored_blocks(entry: pb.LoggedOperation) -> list[BlockRecord]:
 
 
 def stored_pins(entry: pb.LoggedOperation) -> list[PinRecord]:
-    """Pins that the store has of an executor. Raises OperationLogError."""
+    """The pins of an executor that the store has. Raises OperationLogError."""
     try:
         return [pin_of(message) for message in entry.pins]
     except RecordError as error:
