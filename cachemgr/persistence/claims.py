@@ -1,4 +1,4 @@
-"""Which cache manager writes to Redis, and which executors are there: notes beside the copy of the index."""
+"""Notes in Redis, beside the copy of the index: which cache manager writes, and which executors are present."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from redis.exceptions import RedisError
 from cachemgr.persistence.lease_clock import StoreClocks, parse_time
 from cachemgr.persistence.redis_keys import OPERATORS, Keys
 
-# How long the copy of an absent executor is kept, while a manager runs.
+# How long the copy of an absent executor is kept while a manager runs.
 KEPT_SECONDS = 24 * 3600.0
-# How often it is noted which executors are here. A new manager gives all of them this time to register.
+# How often present executors are noted. A new manager gives all of them this time to register.
 LOOK_SECONDS = 3600.0
 
 
 class SupersededError(RedisError):
-    """Another cache manager keeps its records under the same names."""
+    """A cache manager that started later keeps its records under the same names."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -28,9 +28,9 @@ class SupersededError(RedisError):
 
 
 class Claim:
-    """Of several managers with the same keys, the manager that started last writes to Redis; the others do not.
+    """Of several managers with the same keys, only the manager that started last writes to Redis.
 
-    The epoch of that manager is in Redis. Each manager writes its epoch once, and again after Redis has lost it.
+    Redis holds that manager's epoch. Each manager writes its epoch once, and again if Redis has lost it.
     """
 
     def __init__(self, redis: Redis, keys: Keys, epoch: int) -> None:
@@ -40,10 +40,10 @@ class Claim:
         self._is_made = False
 
     async def check(self) -> None:
-        """Raises SupersededError where a later manager has claimed the keys, and UNAVAILABLE."""
+        """Raises SupersededError if a later manager has claimed the keys. Raises UNAVAILABLE."""
         value = await self._redis.get(self._key)
         found = int(value) if value is not None and value.isdigit() else 0
-        # A manager that starts takes over, also from a manager whose clock was ahead.
+        # A starting manager takes over, even from a manager whose clock was ahead.
         if self._is_made and found > self._epoch:
             raise SupersededError
         if found != self._epoch:
@@ -52,9 +52,9 @@ class Claim:
 
 
 class Absences:
-    """Notes in Redis when each executor was last here, on the operators' clock, which continues where it stopped.
+    """Notes in Redis when each executor was last present, on the operators' clock, which resumes where it stopped.
 
-    The names of executors are in a hash of their own: a new manager finds the executors of the manager before.
+    A separate hash has the names of executors, so that a new manager finds the previous manager's executors.
     """
 
     def __init__(self, redis: Redis, keys: Keys, clocks: StoreClocks, is_here: Callable[[str], bool]) -> None:
@@ -66,7 +66,7 @@ class Absences:
         self._next_look = 0.0
 
     async def begin(self) -> None:
-        """Reads the time of the manager before, if that is not known yet. Raises UNAVAILABLE."""
+        """Reads the previous manager's time, if it is not known yet. Raises UNAVAILABLE."""
         if OPERATORS in self._clocks:
             return
         time = parse_time(await self._redis.get(self._keys.operators("time"))) or 0.0
@@ -74,7 +74,7 @@ class Absences:
         self._next_look = time + LOOK_SECONDS
 
     async def look(self) -> list[str]:
-        """Notes registered executors when that is due, and returns those absent for too long. Raises UNAVAILABLE."""
+        """Notes registered executors if due, and returns executors absent for too long. Raises UNAVAILABLE."""
         now = self._clocks.time(OPERATORS)
         if now < self._next_look:
             return []
@@ -82,7 +82,7 @@ class Absences:
         gone = []
         async for field, value in self._redis.hscan_iter(self._keys.operators("executors")):
             executor_id, time = field.decode(errors="replace"), parse_time(value)
-            # A time that cannot be right is replaced by the present time.
+            # An impossible time is replaced by the present time.
             if self.is_here(executor_id) or time is None or time > now:
                 here.append(executor_id)
             elif now - time > KEPT_SECONDS:
@@ -94,11 +94,11 @@ class Absences:
         return gone
 
     async def forget(self, executor_id: str) -> None:
-        """Its copy is deleted; so is the note. Raises UNAVAILABLE."""
+        """Deletes the note about an executor whose copy is deleted. Raises UNAVAILABLE."""
         await self._redis.hdel(self._keys.operators("executors"), executor_id)
 
     def note(self, pipeline: Pipeline, executor_ids: Collection[str]) -> None:
-        """Writes that these executors are registered now."""
+        """Adds to the pipeline that these executors are registered now."""
         if executor_ids:
             time = repr(self._clocks.time(OPERATORS))
             pipeline.hset(self._keys.operators("executors"), mapping=dict.fromkeys(executor_ids, time))

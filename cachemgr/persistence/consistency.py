@@ -9,12 +9,12 @@ from cachemgr.persistence.records import RecordError, decode_block, encode_slot
 from cachemgr.slices import sliced
 from cachemgr.types import PinRecord, Slot
 
-# Seconds: times are sums of others.
+# In seconds; allows for rounding, as times are sums.
 _TOLERANCE = 0.001
 
 
 class Difference(NamedTuple):
-    """One of them; no executor and group when it is about what operators said, slot 0 when about no block."""
+    """One difference. Operators' entries have no executor and group; slot is 0 if the difference is about no block."""
 
     message: str
     executor_id: str = ""
@@ -28,15 +28,15 @@ async def compare_blocks(
     indexed: Iterable[BlockRecord],
     is_pending: Callable[[Slot], bool],
 ) -> list[Difference]:
-    """Compares fields and values of a hash with records as they are stored.
+    """Compares fields and values of a hash with the records that should be stored.
 
-    Whatever is pending when it is looked at has changed since the comparison began, and is left out.
+    A block that is pending when it is compared has changed since the comparison began, and is left out.
     """
     expected: dict[bytes, BlockRecord] = {}
     async for part in sliced(indexed):
         expected.update((encode_slot(*record.tier_slot), record) for record in part)
     found = []
-    # A hash that grows meanwhile may give a field twice.
+    # A hash that grows during the scan may return a field twice.
     seen: set[bytes] = set()
     async for field, value in stored:
         if field in seen:
@@ -66,7 +66,7 @@ def compare_entries(
     is_pending: Callable[[str], bool],
     executor_id: str = "",
 ) -> list[Difference]:
-    """The same for operators' entries; pins have their end."""
+    """Compares operators' entries likewise; pins have their end time."""
     have = {entry_name(entry): entry for entry in stored}
     want = {entry_name(entry): entry for entry in present}
     names = [name for name in {**have, **want} if not is_pending(name)]

@@ -1,7 +1,7 @@
-"""The index by key in Redis: which executors have a block, for routers that do not know it from events yet.
+"""The index by key in Redis: which executors have a block, for routers that have not seen enough events yet.
 
-One background task follows the manager's events in a table of its own, and writes what has changed. Readers take it for
-a hint, so nothing waits for it: while Redis is away changes are dropped, and the whole table is written afterwards.
+One background task follows the manager's events in a separate table, and writes changes. Readers treat the index as a
+hint, so nothing waits for it. While Redis is down, changes are dropped; afterwards the whole table is written.
 """
 
 from __future__ import annotations
@@ -30,48 +30,48 @@ PENDING = Gauge("kvkeep_key_index_pending_blocks", "Changed blocks that the inde
 LAG = Gauge("kvkeep_key_index_lag_events", "Events that the index by key does not have yet.")
 REWRITES = Counter("kvkeep_key_index_rewrites", "Times that an executor's whole index by key was written.")
 
-# What nobody writes any more is gone after so long, and what stays is written again in half of it: in seconds.
+# Seconds after which entries expire. Entries that stay are rewritten in half of this time.
 KEPT_SECONDS = 24 * 3600
-# Redis is asked for losses so often while nothing happens, and tried again so often while it is away.
+# Seconds between checks for data loss while idle, and between retries while Redis is down.
 BEAT_SECONDS, RETRY_SECONDS = 1.0, 1.0
-# Redis may take so long for the last writes of a process that ends.
+# The limit on the time for the last writes of a process that ends.
 CLOSE_SECONDS = 3.0
-# Events that are taken in at a time, and blocks that are written: about a millisecond.
+# Events that are processed at a time, and blocks that are written at a time: about a millisecond each.
 _EVENTS, _BLOCKS = 512, 64
 
 log = structlog.get_logger()
 
 
 class Place(NamedTuple):
-    """Where a block is. first: the key of the first block of its chain. Equal places of a chain are one object."""
+    """The place of a block. first: the key of the first block of its chain. Equal places of a chain are one object."""
 
     first: bytes
     tier: TierKind
 
 
 class IndexedPool:
-    """The blocks of an executor's pool, and which of them Redis does not have as they are.
+    """The blocks of an executor's pool, and which of them are out of date in Redis.
 
-    Of several layer groups it is the one with full attention, which keeps the whole prefix, or the first.
+    Of several layer groups, the pool is the first with full attention, which keeps the whole prefix, or else the first.
     """
 
     def __init__(self, spec: ExecutorSpec, number: int) -> None:
-        """number: the event as of which it is empty."""
+        """number: the event after which the pool is empty."""
         self.spec = spec
         group = min(spec.pools, key=lambda pool: (pool.attention_window is not None, pool.group)).group
         self.pool_id = spec.pool_ids[group]
         self.blocks: dict[bytes, Place] = {}
-        # Tiers of blocks whose parent is not there, by the key of the parent and their own: they lie in lower tiers,
-        # and no prompt finds them until the parent is back.
+        # Tiers of orphaned blocks, by their parent's key and their own. These blocks lie in lower tiers, and no prompt
+        # finds them until the parent is back.
         self._orphans: dict[bytes, dict[bytes, TierKind]] = {}
         # Changed blocks by key, with the first key of their chain.
         self.changed: dict[bytes, bytes] = {}
-        # Whether all of it must be written. Changes are not noted then.
+        # Whether the whole pool must be written. Meanwhile, changes are not noted.
         self.is_stale = False
-        # Entries as of earlier events do not count.
+        # Entries from earlier events do not count.
         self.since = number
         self.written_at = monotonic()
-        # What Redis has of the executor, for certain; None before the first write.
+        # The executor's announcement that Redis has acknowledged; None before the first write.
         self.acknowledged: bytes | None = None
         # The version of the weights that was written last.
         self.written_version = spec.weight_version
@@ -83,12 +83,12 @@ class IndexedPool:
 
     @property
     def is_pending(self) -> bool:
-        """Whether Redis does not have all of it."""
+        """Whether anything is not in Redis yet."""
         is_written = self.acknowledged is not None and self.written_version == self.spec.weight_version
         return self.is_stale or bool(self.changed) or not is_written
 
     def note(self, event: Event) -> None:
-        """Takes in an event about a block of the pool."""
+        """Processes an event about a block of the pool."""
         block = event.block
         if event.kind is EventKind.REMOVED:
             place = self.blocks.pop(block.key, None)
@@ -98,7 +98,7 @@ class IndexedPool:
                 orphans.pop(block.key, None)
                 if not orphans:
                     del self._orphans[block.parent_key]
-        # Prompts are looked up by full blocks. Of a block that was forgotten since there are no tokens.
+        # Prompts are looked up by full blocks. A block that was forgotten since then has no tokens.
         elif block.num_tokens == self.spec.block_size:
             self._store(block)
 
@@ -114,7 +114,7 @@ class IndexedPool:
             self._place(block.key, block.tier, known or Place(block.key, block.tier))
 
     def _place(self, key: bytes, tier: TierKind, near: Place) -> None:
-        """Enters a block of the chain of `near`, and the orphans below it."""
+        """Enters a block of the chain of `near`, and the orphaned blocks below it."""
         entering = [(key, tier)]
         while entering:
             key, tier = entering.pop()
@@ -128,16 +128,16 @@ class IndexedPool:
             self.changed[key] = place.first
 
     def rewrite(self) -> None:
-        """All of it must be written. What Redis has of it counts no more then."""
+        """Marks the whole pool to be written again."""
         self.is_stale = True
         self.changed.clear()
 
     def chunks(self) -> Iterator[list[tuple[bytes, bytes]]]:
-        """Takes what must be written: keys, each with the first key of its chain."""
+        """Takes the changes to write: keys, each with the first key of its chain."""
         rest: Iterator[tuple[bytes, bytes]]
         if self.is_stale:
             self.is_stale = False
-            # A block that leaves meanwhile has changed.
+            # A block that leaves meanwhile is skipped here, and noted as changed.
             rest = ((key, place.first) for key in list(self.blocks) if (place := self.blocks.get(key)) is not None)
         else:
             taken, self.changed = self.changed, {}
@@ -147,23 +147,23 @@ class IndexedPool:
 
 
 class KeyIndex:
-    """Brings the events of a manager to Redis."""
+    """Writes the effects of a manager's events to Redis."""
 
     def __init__(
         self, redis: Redis, queries: Queries, *, epoch: int, shard: str, interval: float, max_pending: int
     ) -> None:
-        """epoch, shard: the manager's. interval: seconds that changes gather. max_pending: changed blocks at most."""
+        """epoch, shard: the manager's. interval: seconds that changes gather. max_pending: limit on changed blocks."""
         self._redis = redis
         self._queries = queries
         self._epoch = epoch
         self._shard = shard
         self._interval = interval
         self._max_pending = max_pending
-        # By pool id.
+        # The pools by id.
         self._pools: dict[str, IndexedPool] = {}
-        # Executors that are lost, and in Redis still.
+        # Lost executors that are still in Redis.
         self._lost: set[str] = set()
-        # The last event that is taken in, and the last one that Redis has.
+        # The number of the last processed event, and of the last event that Redis has.
         self._number = self._written = 0
         self._beat_at = 0.0
         self._flushing: asyncio.Future[None] | None = None
@@ -171,8 +171,8 @@ class KeyIndex:
 
     @property
     def is_current(self) -> bool:
-        """Whether Redis has all that has happened."""
-        # What an exchange under way writes is pending no more, and not in Redis yet.
+        """Whether Redis is up to date."""
+        # Changes in flight are no longer pending, but not in Redis yet.
         is_writing = self._flushing is not None and not self._flushing.done()
         return self._written == self._queries.last_event and not self._is_pending and not is_writing
 
@@ -185,12 +185,12 @@ class KeyIndex:
         return monotonic() >= self._beat_at
 
     async def run(self) -> None:
-        """Follows the manager until it is cancelled. What fails in it is a defect, and ends the process."""
+        """Follows the manager until it is cancelled. Any error is a bug, and ends the process."""
         while True:
             await asyncio.sleep(RETRY_SECONDS if self._up is False else self._interval)
             await self._follow()
             if self._is_pending or (self._pools and self._is_beat_due):
-                # Not ended with this task: the outcome of an exchange with Redis would not be known.
+                # Not cancelled with this task, or the outcome of an exchange with Redis would be unknown.
                 self._flushing = asyncio.ensure_future(self._flush())
                 await asyncio.wait({self._flushing})
                 self._flushing.result()
@@ -200,7 +200,7 @@ class KeyIndex:
             LAG.set(self._queries.last_event - self._written)
 
     async def close(self, *, write: bool = True) -> None:
-        """Writes what is pending, if that is wanted and Redis is there, and closes the connection."""
+        """Writes pending changes, if `write` and Redis is up, and closes the connection."""
         task = asyncio.ensure_future(self._write_last(write=write))
         await asyncio.wait({task}, timeout=CLOSE_SECONDS)
         task.cancel()
@@ -216,7 +216,7 @@ class KeyIndex:
     # Events
 
     async def _follow(self) -> None:
-        """Takes in all events."""
+        """Processes all events."""
         while self._number != self._queries.last_event:
             try:
                 events = self._queries.events_after(self._number, _EVENTS)
@@ -232,7 +232,7 @@ class KeyIndex:
                 pool.rewrite()
 
     async def _begin_again(self) -> None:
-        """Takes in the whole cache in place of events that are gone, unless more are gone meanwhile."""
+        """Reads the whole cache in place of events that are gone, unless more events are gone meanwhile."""
         with contextlib.closing(self._queries.snapshot()) as snapshot:
             try:
                 async for _ in sliced(snapshot.steps()):
@@ -265,7 +265,7 @@ class KeyIndex:
                 pools[pool.pool_id] = pool
                 self._lost.discard(pool.spec.executor_id)
             else:
-                # Started again: blocks that are gone with it have events of their own.
+                # The executor has restarted; blocks that it lost have separate events.
                 known.spec = event.executor
         elif event.kind is EventKind.EXECUTOR_LOST:
             assert event.executor is not None
@@ -276,7 +276,7 @@ class KeyIndex:
     # Redis
 
     async def _flush(self) -> None:
-        """Writes what is pending. All of it follows later, when that fails."""
+        """Writes pending changes. After a failure, everything is written again later."""
         number, is_beat = self._number, self._is_beat_due
         try:
             await self._remove_lost()
@@ -334,7 +334,7 @@ class KeyIndex:
                 pipeline.expire(name, KEPT_SECONDS)
 
     async def _announce(self, pools: list[IndexedPool], number: int) -> None:
-        """Last, as only then the entries are all there. What was announced before must still be there."""
+        """Announces executors, last, once all their entries are written. Earlier announcements must still be there."""
         written = [pool for pool in pools if self._pools.get(pool.pool_id) is pool and not pool.is_stale]
         specs = [pool.spec for pool in written]
         values = [self._announcement(pool, number) for pool in written]
@@ -348,7 +348,7 @@ class KeyIndex:
             if expected is None or found == expected:
                 continue
             if self._is_of_later_manager(found):
-                # That one finds its own missing, and writes it again.
+                # The later manager finds its announcement missing, and writes it again.
                 log.warning("another cache manager has the executor now", executor=pool.spec.executor_id)
                 del self._pools[pool.pool_id]
             else:

@@ -1,7 +1,7 @@
 """The time of an executor's leases and pins: a clock that runs while a manager does.
 
-Redis keeps its time beside the records. These say when on this clock something ends: what remains is the difference,
-so that nothing need be written as time passes but the clock, and no two hosts' clocks are compared.
+Redis keeps the clock's time beside the records, whose end times are on this clock; the remaining time is the
+difference. So as time passes, only the clock is written, and the clocks of two hosts are never compared.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from cachemgr.types import PinRecord
 
 
 class StoreClocks:
-    """A clock for each executor, by the manager's time. All in seconds."""
+    """A clock for each executor, driven by the manager's time. All times are in seconds."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -23,22 +23,22 @@ class StoreClocks:
         return iter(list(self._zero))
 
     def start(self, executor_id: str, time: float = 0.0) -> None:
-        """The clock shows this time now."""
+        """Sets the clock to this time."""
         self._zero[executor_id] = self._source.now - time
 
     def forget(self, executor_id: str) -> None:
-        """The executor has no clock any more."""
+        """Removes the executor's clock."""
         self._zero.pop(executor_id, None)
 
     def time(self, executor_id: str) -> float:
-        """The time of an executor's clock."""
+        """The present time of an executor's clock."""
         if executor_id not in self._zero:
             self.start(executor_id)
         return self._source.now - self._zero[executor_id]
 
 
 def with_end_times(record: BlockRecord, time: float) -> BlockRecord:
-    """The record with the end of each lease instead of the remaining time."""
+    """Returns the record with each lease's end time instead of its remaining time."""
     if not record.leases:
         return record
     leases = (
@@ -49,7 +49,7 @@ def with_end_times(record: BlockRecord, time: float) -> BlockRecord:
 
 
 def with_remaining_times(record: BlockRecord, time: float) -> BlockRecord:
-    """The record with the remaining time of each lease, 0 for a lease that should have ended, instead of its end."""
+    """Returns the record with each lease's remaining time instead of its end time; 0 if the lease is overdue."""
     if not record.leases:
         return record
     leases = (
@@ -60,17 +60,17 @@ def with_remaining_times(record: BlockRecord, time: float) -> BlockRecord:
 
 
 def pin_with_end_time(pin: PinRecord, time: float) -> PinRecord:
-    """As `with_end_times`, for a pin."""
+    """Does as `with_end_times`, for a pin."""
     return pin._replace(remaining=pin.remaining + time)
 
 
 def pin_with_remaining_time(pin: PinRecord, time: float) -> PinRecord:
-    """As `with_remaining_times`, for a pin."""
+    """Does as `with_remaining_times`, for a pin."""
     return pin._replace(remaining=max(0.0, pin.remaining - time))
 
 
 def parse_time(value: bytes | str | None) -> float | None:
-    """A time that a manager wrote, None for any other value."""
+    """Returns a time that a manager wrote; None for any other value."""
     try:
         time = float(value or b"")
     except ValueError:

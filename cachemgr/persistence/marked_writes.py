@@ -1,6 +1,6 @@
-"""Writes that find out when Redis has lost acknowledged data.
+"""Writes that detect when Redis has lost acknowledged data.
 
-Redis has lost data when it starts again empty, from an older file, or as a replica that did not have everything yet.
+Redis loses data when it restarts empty, from an older file, or as a replica that did not have everything yet.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +14,10 @@ from cachemgr.persistence.redis_keys import Keys
 
 
 class MarkedWrites:
-    """Sends pipelines with the owner's clock behind all else, and asks for the time that was there before.
+    """Sends pipelines that end with the owner's clock, and asks for the clock's earlier time.
 
-    All keys of an owner lie on one node, which loses the newest writes. With the last acknowledged time every
-    acknowledged write is there; without it `lost` is called with the owner.
+    All keys of an owner lie on one node, which loses its newest writes first. If Redis still has the last acknowledged
+    time, no acknowledged write is missing; otherwise `lost` is called with the owner.
     """
 
     def __init__(self, redis: Redis, keys: Keys, clocks: StoreClocks, lost: Callable[[str], None]) -> None:
@@ -25,19 +25,19 @@ class MarkedWrites:
         self._keys = keys
         self._clocks = clocks
         self._lost = lost
-        # Times that may be there: the last acknowledged one, and those sent since without an answer.
+        # Times that Redis may have: the last acknowledged time, and times sent since then without an answer.
         self._possible: dict[str, set[bytes | None]] = {}
 
     def found(self, owner: str, time: bytes | None) -> None:
-        """Redis was read at this time of the owner: another time at the first write means a loss."""
+        """Notes the owner's time when Redis was read; a different time at the first write means a loss."""
         self._possible.setdefault(owner, set()).add(time)
 
     def forget(self, owner: str) -> None:
-        """Nothing of the owner is there any more."""
+        """Forgets an owner of whom Redis has nothing any more."""
         self._possible.pop(owner, None)
 
     async def write(self, owners: Sequence[str], fill: Callable[[Pipeline], object]) -> None:
-        """Sends what `fill` adds to a pipeline, all of it for these owners. Raises UNAVAILABLE."""
+        """Sends what `fill` adds to a pipeline, all for these owners. Raises UNAVAILABLE."""
         times = [repr(self._clocks.time(owner)) for owner in owners]
         async with self._redis.pipeline(transaction=False) as pipeline:
             fill(pipeline)

@@ -1,4 +1,4 @@
-"""Operators' settings in Redis: rules, quotas, shares of pools, and pins. Written behind, read before all else."""
+"""Operators' settings in Redis: rules, quotas, shares of pools, and pins. Written in the background, read first."""
 
 from collections.abc import Container, Iterable, Iterator
 from functools import partial
@@ -29,8 +29,8 @@ log = structlog.get_logger()
 class OperatorStore:
     """Writes entries that have changed to Redis on request.
 
-    As long as Redis was not read nothing of what it may hold is written over unread: entries that have changed since
-    the start are newer and win, and all others are handed to `calls`.
+    Until Redis has been read, nothing that it may hold is overwritten unread. Entries that have changed since the start
+    are newer and win; all other entries are handed to `calls`.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class OperatorStore:
         self._was_read = False
 
     def rewrite_shared(self) -> None:
-        """All that belongs to no executor is written as a whole, unless Redis was not read yet: it may hold more."""
+        """Has everything that belongs to no executor rewritten, unless Redis, which may hold more, was not read yet."""
         if self._was_read:
             for kind in _SHARED:
                 self._queue.rewrite(kind)
 
     async def read(self) -> None:
-        """Hands stored entries that have not changed since to the manager; only the first time. Raises UNAVAILABLE.
+        """Hands stored entries that have not changed since to the manager, only the first time. Raises UNAVAILABLE.
 
-        Without an await between the last look at what has changed and the call.
+        There is no await between the last check for changes and the call.
         """
         if self._was_read:
             return
@@ -82,13 +82,13 @@ class OperatorStore:
             log.info("operators' settings restored", **{kind.value: len(field) for kind, field in fields.items()})
 
     async def stored_pins(self, executor_id: str) -> list[PinRecord]:
-        """An executor's pins as they lie in Redis. Raises UNAVAILABLE."""
+        """An executor's pins as stored in Redis. Raises UNAVAILABLE."""
         entries = await self.stored(Kind.PIN, executor_id)
         return [entry for entry in entries if isinstance(entry, PinRecord)]
 
     async def stored(self, kind: Kind, executor_id: str = "") -> list[Entry]:
-        """The entries of a hash; pins have their end, not the time that is left. Raises UNAVAILABLE."""
-        # A hash that grows meanwhile may give an entry twice.
+        """The entries of a hash; pins have their end time, not their remaining time. Raises UNAVAILABLE."""
+        # A hash that grows during the scan may return an entry twice.
         found: dict[str, Entry] = {}
         unreadable = 0
         async for field, value in self._redis.hscan_iter(self._key(kind, executor_id), count=_CHUNK):
@@ -102,7 +102,7 @@ class OperatorStore:
         return list(found.values())
 
     async def compare(self, executor_ids: Iterable[str]) -> list[Difference]:
-        """Differences between Redis and the manager, of pins those of these executors. Raises UNAVAILABLE."""
+        """Differences between Redis and the manager; of pins, only these executors' pins. Raises UNAVAILABLE."""
         found = []
         for kind, executor_id in [*((kind, "") for kind in _SHARED), *((Kind.PIN, one) for one in executor_ids)]:
             stored = await self.stored(kind, executor_id)
@@ -113,9 +113,9 @@ class OperatorStore:
         return found
 
     async def write(self, *, pins: bool, unread: Container[str] = ()) -> None:
-        """Brings all changes to Redis, of pins or of everything else. Raises UNAVAILABLE; then nothing is forgotten.
+        """Writes all changes to Redis, of pins or of everything else. Raises UNAVAILABLE, and then forgets no change.
 
-        Those of `unread` executors wait.
+        Changes of `unread` executors wait.
         """
         for hash_ in self._queue.hashes:
             if (hash_[0] is Kind.PIN) is pins and hash_[1] not in unread:
@@ -163,7 +163,7 @@ class OperatorStore:
 
 
 def _chunks(names: list[str]) -> Iterator[list[str]]:
-    """At least one, which may be empty: a hash is cleared also when nothing comes into it."""
+    """Yields at least one chunk, perhaps empty, since a hash is cleared even if nothing is added."""
     rest = iter(list(names))
     yield list(islice(rest, _CHUNK))
     while chunk := list(islice(rest, _CHUNK)):

@@ -8,20 +8,20 @@ from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.operators.operator_journal import Kind
 from cachemgr.types import Slot, TierKind
 
-# Gives the block of a slot when it is called; None when there is none.
+# Returns the present block of a slot, or None.
 Current = Callable[[], BlockRecord | None]
-# A hash of operators' entries: their kind, and for pins the executor.
+# A hash of operators' entries: their kind and, for pins, the executor.
 Hash = tuple[Kind, str]
-# At so many changed blocks they are written at once.
+# With this many changed blocks, they are written at once.
 FLUSH_AT = 2_000
 
 
 @dataclass(slots=True)
 class Changes:
-    """What one executor's hash in Redis lacks.
+    """The changes that one executor's hash in Redis lacks.
 
-    `blocks` maps slots to functions that give their block, None where a block left the index. With `cleared` the hash
-    is emptied first and takes `epoch`. With `resync` the changes are incomplete: everything must be written again.
+    `blocks` maps slots to functions that return the block, or to None if a block left the index. With `cleared`, the
+    hash is first emptied and takes `epoch`. With `resync`, changes are incomplete and everything must be rewritten.
     """
 
     epoch: int
@@ -31,7 +31,7 @@ class Changes:
 
 
 class PendingBlocks:
-    """Collects changes of `bound` blocks at most: beyond it an executor is marked for a resync."""
+    """Collects changes of at most `bound` blocks; beyond that, an executor is marked for a resync."""
 
     def __init__(self, bound: int) -> None:
         self._bound = bound
@@ -40,21 +40,21 @@ class PendingBlocks:
 
     @property
     def pending(self) -> int:
-        """Blocks waiting to be written."""
+        """Number of blocks waiting to be written."""
         return self._pending
 
     def is_pending(self, executor_id: str, slot: Slot) -> bool:
-        """Whether a slot's block is not written yet."""
+        """Whether a slot's block has not been written yet."""
         changes = self._changes.get(executor_id)
         return changes is not None and (changes.cleared or slot in changes.blocks)
 
     def clear(self, executor_id: str, epoch: int) -> None:
-        """The executor has no indexed block, and this epoch."""
+        """Notes that the executor has this epoch and no indexed block."""
         self._drop(executor_id)
         self._changes[executor_id] = Changes(epoch, cleared=True)
 
     def put(self, executor_id: str, epoch: int, slot: Slot, current: Current | None) -> None:
-        """A block entered the index in a slot, or left it (None)."""
+        """Notes that a block entered the index in a slot, or left the index (None)."""
         changes = self._changes.setdefault(executor_id, Changes(epoch))
         if changes.resync:
             return
@@ -65,18 +65,18 @@ class PendingBlocks:
             self.resync(executor_id, epoch)
 
     def resync(self, executor_id: str, epoch: int) -> None:
-        """Drops the executor's changes: its whole index is written next."""
+        """Drops the executor's changes, and has its whole index written next."""
         self._drop(executor_id)
         self._changes[executor_id] = Changes(epoch, cleared=True, resync=True)
 
     def drop(self, executor_id: str) -> bool:
-        """Forgets an executor's changes; whether there were any."""
+        """Forgets an executor's changes; returns whether there were any."""
         had = executor_id in self._changes
         self._drop(executor_id)
         return had
 
     def take(self, unread: Container[str] = ()) -> tuple[str, Changes] | None:
-        """Hands out the changes of one executor, the one that waits longest. Those of `unread` executors wait."""
+        """Hands out the changes of the executor that waits longest. Changes of `unread` executors wait."""
         executor_id = next((one for one in self._changes if one not in unread), None)
         if executor_id is None:
             return None
@@ -85,7 +85,7 @@ class PendingBlocks:
         return executor_id, changes
 
     def requeue(self, executor_id: str, failed: Changes) -> None:
-        """Queues changes again that were not written; changes since then are newer and win."""
+        """Requeues changes that were not written; changes since then are newer and win."""
         newer = self._changes.get(executor_id)
         if newer is not None and newer.cleared:
             return
@@ -106,7 +106,7 @@ class PendingBlocks:
 
 
 class PendingEntries:
-    """Collects names of operators' entries that have changed. Beyond `bound` of them a hash is written as a whole."""
+    """Collects names of changed operators' entries. Beyond `bound` names, a hash is written as a whole."""
 
     def __init__(self, bound: int) -> None:
         self._bound = bound
@@ -115,31 +115,31 @@ class PendingEntries:
 
     @property
     def pending(self) -> int:
-        """Entries waiting to be written."""
+        """Number of entries waiting to be written."""
         return sum(map(len, self._changed.values()))
 
     @property
     def hashes(self) -> list[Hash]:
-        """Those that have changed."""
+        """The hashes with changes."""
         return list({**dict.fromkeys(self._whole), **self._changed})
 
     def put(self, kind: Kind, name: str, executor_id: str = "") -> None:
-        """An entry is new, changed, or deleted."""
+        """Notes that an entry is new, changed, or deleted."""
         self._changed.setdefault((kind, executor_id), {})[name] = None
         if self.pending > self._bound:
             self.rewrite(kind, executor_id)
 
     def rewrite(self, kind: Kind, executor_id: str = "") -> None:
-        """The hash is written as a whole, soon."""
+        """Has the hash written as a whole, soon."""
         self._changed.pop((kind, executor_id), None)
         self._whole.add((kind, executor_id))
 
     def is_pending(self, kind: Kind, name: str, executor_id: str = "") -> bool:
-        """Whether an entry is not written yet."""
+        """Whether an entry has not been written yet."""
         return name in self._changed.get((kind, executor_id), ()) or (kind, executor_id) in self._whole
 
     def take(self, hash_: Hash) -> list[str] | None:
-        """Hands out the names that have changed in a hash; None when it is to be written as a whole."""
+        """Hands out the changed names of a hash; None if the hash is to be written as a whole."""
         names = list(self._changed.pop(hash_, ()))
         if hash_ in self._whole:
             self._whole.discard(hash_)
@@ -147,7 +147,7 @@ class PendingEntries:
         return names
 
     def requeue(self, hash_: Hash, names: list[str]) -> None:
-        """Queues names again that were not written."""
+        """Requeues names that were not written."""
         self._changed[hash_] = {**dict.fromkeys(names), **self._changed.get(hash_, {})}
 
 
@@ -155,12 +155,12 @@ class PendingChanges:
     """The journal that a manager reports to. Nothing here blocks or fails."""
 
     def __init__(self, max_pending: int = 200_000, flush_at: int = FLUSH_AT) -> None:
-        """`max_pending` bounds blocks and entries, each; at `flush_at` blocks `is_large` is set."""
+        """`max_pending` limits blocks and entries, each; at `flush_at` blocks, `is_large` is set."""
         self.blocks = PendingBlocks(max_pending)
         self.entries = PendingEntries(max_pending)
-        # The epoch of each executor that the manager has accepted last.
+        # The last epoch of each executor that the manager has accepted.
         self.epochs: dict[str, int] = {}
-        # Executors that have registered since that was written.
+        # Executors whose registration has not been written yet.
         self.arrived: set[str] = set()
         self.has_changed = asyncio.Event()
         self.is_large = asyncio.Event()
@@ -168,43 +168,43 @@ class PendingChanges:
 
     @property
     def pending(self) -> int:
-        """Blocks and entries whose change is not in Redis yet."""
+        """Number of blocks and entries whose change is not in Redis yet."""
         return self.blocks.pending + self.entries.pending
 
     def cleared(self, executor_id: str, epoch: int) -> None:
-        """The executor starts an epoch with an empty index."""
+        """Notes that the executor starts an epoch with an empty index."""
         self.registered(executor_id, epoch)
         self.blocks.clear(executor_id, epoch)
         self.note()
 
     def registered(self, executor_id: str, epoch: int) -> None:
-        """The manager has accepted an epoch."""
+        """Notes that the manager has accepted an epoch."""
         self.epochs[executor_id] = epoch
         self.arrived.add(executor_id)
 
     def stored(self, executor_id: str, group: int, tier: TierKind, slot: int, current: Current) -> None:
-        """A block entered a slot, or the block there changed; it is read when it is written."""
+        """Notes that a block entered a slot or changed there; it is read at the time of writing."""
         self._put(executor_id, (group, tier, slot), current)
 
     def removed(self, executor_id: str, group: int, tier: TierKind, slot: int) -> None:
-        """The block left its slot or the index."""
+        """Notes that the block left its slot or the index."""
         self._put(executor_id, (group, tier, slot), None)
 
     def operator_changed(self, kind: Kind, name: str, executor_id: str = "") -> None:
-        """An operator's entry is new, changed, or deleted. Written at once: entries change seldom, and are missed."""
+        """Notes that an entry is new, changed, or deleted. Such rare but important changes are written at once."""
         self.entries.put(kind, name, executor_id)
         self.has_changed.set()
         self.is_large.set()
 
     def replace(self, executor_id: str, epoch: int) -> None:
-        """All of an executor is written again, soon."""
+        """Has everything of an executor written again, soon."""
         self.epochs[executor_id] = epoch
         self.blocks.resync(executor_id, epoch)
         self.entries.rewrite(Kind.PIN, executor_id)
         self.note()
 
     def note(self) -> None:
-        """Something is to be written."""
+        """Notes that there is something to write."""
         self.has_changed.set()
         if self.blocks.pending >= self._flush_at:
             self.is_large.set()

@@ -23,23 +23,23 @@ class Source(Protocol):
         """Every indexed block of an executor."""
 
     def entries(self, kind: Kind, executor_id: str = "") -> Iterable[Entry]:
-        """All entries of a kind, of pins those of an executor."""
+        """All entries of a kind; for pins, only the executor's."""
 
     def entry(self, kind: Kind, name: str, executor_id: str = "") -> Entry | None:
-        """One of them."""
+        """One entry, or None."""
 
 
 class Restoring(Protocol):
-    """The calls that restore stored state; each is in the operation log."""
+    """The calls that restore stored state; each call is in the operation log."""
 
     def restore_operators(self, stored: pb.StoredOperators) -> None:
-        """Rules, quotas and shares."""
+        """Restores rules, quotas and shares."""
 
     def restore_blocks(self, executor_id: str, executor_epoch: int, stored: list[BlockRecord]) -> None:
-        """A part of an executor's blocks."""
+        """Restores a part of an executor's blocks."""
 
     def end_recovery(self, executor_id: str, executor_epoch: int, pins: list[PinRecord]) -> Restored:
-        """No blocks follow, and these pins; returns the blocks that are cached then."""
+        """Ends the restoring of blocks and restores these pins; returns how many blocks are then cached."""
 
     def is_recovering(self, executor_id: str) -> bool:
-        """Whether stored blocks of an executor are still to come."""
+        """Whether stored blocks of an executor have yet to be restored."""

@@ -1,4 +1,4 @@
-"""What Redis has of one executor, as it is read and handed out to be restored."""
+"""Redis's copy of one executor, while it is read and handed out to be restored."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from cachemgr.persistence.lease_clock import with_remaining_times
 from cachemgr.persistence.records import RecordError, decode_block, depth_of
 from cachemgr.types import PinRecord
 
-# Blocks that are restored at a time: a fraction of the time that the event loop may be kept.
+# Blocks that are restored at a time: takes a fraction of the time for which the event loop may be blocked.
 _PART = 256
 
 log = structlog.get_logger()
 
 
 class Reading:
-    """The copy of one executor. Blocks stay encoded until they are restored: a million are in memory at once."""
+    """The copy of one executor. Blocks stay encoded until they are restored, since a million may be in memory."""
 
     def __init__(self, executor_id: str, *, is_stale: bool) -> None:
-        """`is_stale` says that changes which Redis lacks are not known any more."""
+        """`is_stale`: whether changes that Redis lacks are no longer known."""
         self.executor_id = executor_id
         self.is_stale = is_stale
-        # Whether parts were handed out, or are not wanted any more.
+        # Whether parts were handed out, or are no longer wanted.
         self.is_spent = False
         self.is_complete = asyncio.Event()
         self.has_been_restored = asyncio.Event()
         self.clear()
 
     def clear(self) -> None:
-        """Begins again."""
+        """Clears the reading, to begin again."""
         self.epoch: int | None = None
         self.time = 0.0
         self.pins: list[PinRecord] = []
@@ -40,7 +40,7 @@ class Reading:
         self._by_depth: dict[int, list[tuple[bytes, bytes]]] = {}
 
     def add(self, field: bytes, value: bytes) -> None:
-        """Adds a field of the hash of blocks; a field may come twice."""
+        """Adds a field of the hash of blocks; the same field may be added twice."""
         self._by_depth.setdefault(depth_of(value), []).append((field, value))
         self.num_blocks += 1
 
@@ -49,9 +49,9 @@ class Reading:
         return self.epoch == epoch
 
     def parts(self, epoch: Callable[[], int], time: Callable[[], float]) -> Iterator[list[BlockRecord]]:
-        """Blocks, parents before children, with the time that remains of their leases; each part is handed out once.
+        """Yields blocks, parents before children, with their leases' remaining times; each part is handed out once.
 
-        Both callables are asked at each part. For another epoch only blocks of lower tiers are handed out.
+        Both callables are called at each part. For a different epoch, only blocks of lower tiers are handed out.
         """
         self.is_spent = True
         unreadable = 0

@@ -1,7 +1,7 @@
 """The values in Redis: a message of kvcache.proto for each block, and for each rule, quota, share and pin.
 
-Those of operators have a byte with the version before them. Times of leases and pins are those of the executor's clock,
-as in `cachemgr/persistence/lease_clock.py`.
+Operators' messages follow a byte with the version. Times of leases and pins are on the executor's clock, as in
+`cachemgr/persistence/lease_clock.py`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _PIN_NAME = re.compile(r"pin-[0-9]{1,19}")
 
 
 class RecordError(ValueError):
-    """Bytes in Redis are no record of this version: their reader leaves them out."""
+    """Bytes in Redis are no record of this version; the reader skips them."""
 
 
 def encode_slot(group: int, tier: TierKind, slot: int) -> bytes:
-    """The hash field of a block is its slot, so that a new block in a slot replaces the old one."""
+    """Encodes the hash field of a block, its slot, so that a new block in a slot replaces the old block."""
     return _SLOT.pack(group, tier, slot)
 
 
 def encode_block(record: BlockRecord) -> bytes:
-    """The hash value of a block; its slot is the field."""
+    """Encodes the hash value of a block; the field is the slot."""
     message = pb.BlockRecord(
         depth=record.depth,
         key=record.key,
@@ -71,7 +71,7 @@ def encode_block(record: BlockRecord) -> bytes:
 
 
 def depth_of(value: bytes) -> int:
-    """The depth of a block whose record need not be readable: 0 then."""
+    """The depth of a block; 0 if the record is not readable."""
     try:
         return pb.BlockRecord.FromString(value).depth
     except DecodeError:
@@ -79,7 +79,7 @@ def depth_of(value: bytes) -> int:
 
 
 def decode_block(field: bytes, value: bytes) -> BlockRecord:
-    """Reads a record back. Raises RecordError for anything that `encode_block` did not write."""
+    """Decodes a record. Raises RecordError for anything that `encode_block` did not write."""
     try:
         message = pb.BlockRecord.FromString(value)
     except DecodeError as error:
@@ -126,7 +126,7 @@ def _lease(message: pb.BlockRecord.Lease) -> LeaseRecord:
 
 
 def to_message(entry: Entry) -> Message:
-    """As the store keeps it, and the operation log."""
+    """Converts an entry to the message that the store and the operation log keep."""
     match entry:
         case RetentionRule():
             return _rule(entry)
@@ -140,7 +140,7 @@ def to_message(entry: Entry) -> Message:
 
 def _rule(spec: RetentionRule) -> pb.RetentionRule:
     message = rule_message(spec)
-    # The message for clients ends with microseconds.
+    # The message for clients has only microseconds.
     for field, value in (
         ("retention_duration", spec.action.duration),
         ("pin_duration", spec.action.pin_duration),
@@ -151,7 +151,7 @@ def _rule(spec: RetentionRule) -> pb.RetentionRule:
 
 
 def pin_message(record: PinRecord) -> pb.StoredPin:
-    """A pin as a message."""
+    """Converts a pin to a message."""
     return pb.StoredPin(
         name=record.name,
         owner=record.owner,
@@ -162,7 +162,7 @@ def pin_message(record: PinRecord) -> pb.StoredPin:
 
 
 def pin_of(message: pb.StoredPin) -> PinRecord:
-    """Raises RecordError for one that no manager wrote."""
+    """Converts a message to a pin. Raises RecordError for a message that no manager wrote."""
     keys = [message.keys[start : start + DIGEST_BYTES] for start in range(0, len(message.keys), DIGEST_BYTES)]
     if not _PIN_NAME.fullmatch(message.name) or not message.owner:
         raise RecordError("a pin needs a name and an owner")
@@ -172,12 +172,12 @@ def pin_of(message: pb.StoredPin) -> PinRecord:
 
 
 def encode_entry(entry: Entry) -> bytes:
-    """The hash value of an entry."""
+    """Encodes the hash value of an entry."""
     return _VERSION + to_message(entry).SerializeToString(deterministic=True)
 
 
 def decode_entry(kind: Kind, name: str, value: bytes) -> Entry:
-    """Reads an entry back. Raises RecordError for anything that `encode_entry` did not write under this name."""
+    """Decodes an entry. Raises RecordError for anything that `encode_entry` did not write under this name."""
     if value[:1] != _VERSION:
         raise RecordError("entry of another version")
     try:
@@ -207,7 +207,7 @@ def _decode_entry(kind: Kind, data: bytes) -> Entry:
 
 
 def rule_of(message: pb.RetentionRule) -> RetentionRule:
-    """A rule."""
+    """Converts a message to a rule."""
     match, action = message.match, message.action
     floor = action.offload_min_priority if action.HasField("offload_min_priority") else None
     return RetentionRule(
@@ -236,7 +236,7 @@ def rule_of(message: pb.RetentionRule) -> RetentionRule:
 
 
 def rule_message(spec: RetentionRule) -> pb.RetentionRule:
-    """A rule as a message."""
+    """Converts a rule to a message."""
     match, action = spec.match, spec.action
     return pb.RetentionRule(
         name=spec.name,
@@ -262,7 +262,7 @@ def rule_message(spec: RetentionRule) -> pb.RetentionRule:
 
 
 def quota_of(message: pb.Quota) -> Quota:
-    """A quota."""
+    """Converts a message to a quota."""
     account = message.WhichOneof("account")
     device, host = message.HasField("device_ceiling_blocks"), message.HasField("host_ceiling_blocks")
     return Quota(
@@ -276,7 +276,7 @@ def quota_of(message: pb.Quota) -> Quota:
 
 
 def quota_message(spec: Quota) -> pb.Quota:
-    """A quota as a message."""
+    """Converts a quota to a message."""
     return pb.Quota(
         tenant_id=spec.tenant_id,
         salt=spec.salt,
@@ -288,12 +288,12 @@ def quota_message(spec: Quota) -> pb.Quota:
 
 
 def share_of(message: pb.PoolShare) -> PoolShare:
-    """An operator's share of a pool."""
+    """Converts a message to an operator's share of a pool."""
     return PoolShare(message.pool_id, message.total_blocks, message.num_blocks, message.share_number)
 
 
 def share_message(share: PoolShare) -> pb.PoolShare:
-    """An operator's share of a pool as a message."""
+    """Converts an operator's share of a pool to a message."""
     return pb.PoolShare(
         pool_id=share.pool_id,
         total_blocks=share.total_blocks,

@@ -1,7 +1,7 @@
-"""The copy of the prefix index in Redis: written behind by one background task, read back after a restart.
+"""The copy of the prefix index in Redis: written by one background task, read back after a restart.
 
-Nothing here blocks or fails the cache manager. While Redis is away changes are coalesced up to a bound; beyond it
-they are dropped and the whole index is written when Redis answers again.
+Nothing here blocks or fails the cache manager. While Redis is down, changes are coalesced up to a limit. Beyond the
+limit, they are dropped, and the whole index is written when Redis answers again.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ RESYNCS = Counter("kvkeep_redis_resyncs", "Times that an executor's whole index 
 RECOVERING = Gauge("kvkeep_recovering_executors", "Executors whose stored blocks are not all restored yet.")
 
 SCHEMA = b"2"
-# Bounds of waiting for Redis: a start, calls that need its content or its acknowledgement, and a comparison of all.
+# Limits on waiting for Redis: at the start, in calls that need its content or acknowledgement, and in a comparison.
 START_SECONDS = 1.0
 WAIT_SECONDS = 3.0
 COMPARE_SECONDS = 60.0
-# Longest time between two writes of the clocks.
+# The maximum time between two writes of the clocks.
 BEAT_SECONDS = 1.0
-# Redis may carry out a write whose answer did not come for so long.
+# Redis may still carry out an unanswered write within this time.
 _SETTLE_SECONDS = 1.0
-# Blocks that are written, and read, at a time.
+# How many blocks are written, and read, at a time.
 _CHUNK, _READ = 256, 1024
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ log = structlog.get_logger()
 
 
 class IndexStore:
-    """Brings the changes of a queue to Redis, and the stored blocks back to the manager."""
+    """Writes queued changes to Redis, and hands stored blocks back to the manager."""
 
     def __init__(
         self,
@@ -85,9 +85,9 @@ class IndexStore:
         self._absences = Absences(redis, keys, self._clocks, self._is_here)
         self._operators = OperatorStore(redis, keys, self._clocks, self._writes, queue.entries, source, calls)
         self._interval = interval
-        # Of executors whose copy is not restored yet.
+        # Readings of executors whose copy is not restored yet.
         self._readings: dict[str, Reading] = {}
-        # Those of registered executors, in the order in which they are restored.
+        # Readings of registered executors, in the order in which they are restored.
         self._registered: asyncio.Queue[Reading] = asyncio.Queue()
         self._recovering: set[Reading] = set()
         self._one_at_a_time = asyncio.Lock()
@@ -102,21 +102,21 @@ class IndexStore:
 
     @property
     def pending(self) -> int:
-        """Blocks and operators' entries whose change is not in Redis yet."""
+        """Number of blocks and operators' entries whose change is not in Redis yet."""
         return self._queue.pending
 
     async def run(self) -> None:
-        """Writes and recovers for ever. What fails in it is a defect, and ends the process."""
+        """Writes and recovers for ever. Any error is a bug, and ends the process."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_writing())
             while True:
                 group.create_task(self.restore(await self._registered.get()))
 
     async def _keep_writing(self) -> None:
-        """Flushes for ever: soon after a change, at once when there are many, and slower while Redis is away."""
+        """Flushes for ever: soon after a change, at once after many changes, and less often while Redis is down."""
         pause = self._interval
         while True:
-            # Not wait_for, which in Python 3.11 forgets a cancellation when what it waits for has just happened.
+            # Not wait_for, which in Python 3.11 loses a cancellation if the awaited event has just happened.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_SECONDS):
                     await self._queue.has_changed.wait()
@@ -131,7 +131,7 @@ class IndexStore:
             await self.flush_soon(None)
 
     async def flush(self) -> bool:
-        """Writes everything that is pending; False when Redis could not be reached, which loses nothing."""
+        """Writes all pending changes; False if Redis could not be reached, which loses nothing."""
         async with self._one_at_a_time:
             self._queue.has_changed.clear()
             self._queue.is_large.clear()
@@ -143,18 +143,18 @@ class IndexStore:
             return reached
 
     async def start(self) -> None:
-        """Reads operators' settings, if Redis answers in a short time; else `run` does it later."""
+        """Reads operators' settings if Redis answers quickly; otherwise `run` reads them later."""
         await self.flush_soon(START_SECONDS)
 
     async def flush_soon(self, seconds: float | None = WAIT_SECONDS) -> bool:
-        """As `flush`; after this time the answer is no and the flush continues in the background."""
+        """Does as `flush`; returns False after `seconds`, while the flush continues in the background."""
         return await self._run_bounded(self.flush(), seconds) or False
 
     async def _run_bounded(self, work: Coroutine[None, None, T], seconds: float | None) -> T | None:
-        """The result of the work, None when it takes too long; it continues then, also when the caller is cancelled.
+        """The result of the work; None if it takes too long. The work then continues, even if the caller is cancelled.
 
-        An exchange with Redis is never cancelled: its outcome would not be known. And Redis's client may forget that
-        it was, as it uses wait_for, which does so in Python 3.11.
+        An exchange with Redis is never cancelled, or its outcome would be unknown. Redis's client may also lose the
+        cancellation, since it uses wait_for, which does so in Python 3.11.
         """
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -169,7 +169,7 @@ class IndexStore:
         try:
             await self._claim.check()
             await self._absences.begin()
-            # Before anything that takes long to make: a Redis that takes no writes now says so here.
+            # Before any expensive work: if Redis accepts no writes now, this fails.
             came = await self._beat()
             if self._in_doubt:
                 await asyncio.sleep(_SETTLE_SECONDS)
@@ -179,7 +179,7 @@ class IndexStore:
             await self._operators.read()
             await self._operators.write(pins=False)
             while (taken := self._queue.blocks.take(self._readings)) is not None:
-                # What is taken waits until it is written, and a slow Redis takes long.
+                # Taken changes still wait until they are written, which takes long with a slow Redis.
                 PENDING.set(self.pending + len(taken[1].blocks))
                 try:
                     await self._write(*taken)
@@ -195,7 +195,7 @@ class IndexStore:
         return self._set_up(True)
 
     async def _beat(self) -> list[str]:
-        """Writes the clocks, and which executors have registered; returns those."""
+        """Writes the clocks, and which executors have registered; returns these executors."""
         owners = list(dict.fromkeys((OPERATORS, *self._clocks)))
         came = list(self._queue.arrived)
 
@@ -207,9 +207,9 @@ class IndexStore:
         return came
 
     async def _forget_absent(self) -> None:
-        """Deletes copies of absent executors. An executor that registers meanwhile reads all of its copy, or none.
+        """Deletes copies of absent executors. An executor that registers meanwhile reads all of its copy, or nothing.
 
-        Its first write finds the clock missing then, and all of its index is written again.
+        If nothing, its first write finds the clock missing, and its whole index is written again.
         """
         for executor_id in await self._absences.look():
             if self._absences.is_here(executor_id):
@@ -233,19 +233,19 @@ class IndexStore:
             self._queue.replace(owner, self._queue.epochs[owner])
 
     async def _write(self, executor_id: str, changes: Changes) -> None:
-        # Read chunk by chunk: a block that changes meanwhile is noted again.
+        # Read chunk by chunk; a block that changes meanwhile is noted again.
         blocks: Iterable[tuple[Slot, BlockRecord | None]] = (
             (slot, self._current(executor_id, current)) for slot, current in changes.blocks.items()
         )
         if changes.resync:
             RESYNCS.inc()
             now = self._clocks.time(executor_id)
-            # So are these.
+            # Also read chunk by chunk.
             blocks = ((block.tier_slot, with_end_times(block, now)) for block in self._source.records(executor_id))
             log.info("writing the whole index again", executor=executor_id)
         key = self._keys.executor(executor_id, "blocks")
         for number, chunk in enumerate(_chunks(blocks)):
-            # In an order in which each part of it may be the last that arrives.
+            # Ordered so that the data stays valid if the write is cut off anywhere.
             def fill(pipeline: Pipeline, first: bool = number == 0, chunk: Chunk = chunk) -> None:
                 if first and changes.cleared:
                     pipeline.delete(key)
@@ -261,16 +261,16 @@ class IndexStore:
         return None if block is None else with_end_times(block, self._clocks.time(executor_id))
 
     async def recall(self, executor_id: str, seconds: float = WAIT_SECONDS) -> Reading:
-        """Begins to read the copy that Redis has of an executor, and waits for it for this time at most.
+        """Begins to read Redis's copy of an executor, and waits for it for at most `seconds`.
 
-        The reading lasts as long as it takes, also when Redis is away. Until the manager has accepted the epoch,
-        nothing of the executor is written: nothing is deleted unread. The copy is read again for a new registration.
+        The reading takes as long as necessary, even while Redis is down. Until the manager has accepted the epoch,
+        nothing of the executor is written, so nothing is deleted unread. A new registration reads the copy again.
         """
         reading = self._readings.get(executor_id)
         if reading is None or reading.is_spent:
             was_stale = reading is not None and reading.is_stale
             if executor_id in self._queue.epochs:
-                # What this process has not written yet of an earlier registration.
+                # Writes changes that are still pending from an earlier registration.
                 await self.flush_soon(seconds)
             is_stale = self._queue.blocks.drop(executor_id) or was_stale
             reading = self._readings[executor_id] = Reading(executor_id, is_stale=is_stale)
@@ -288,7 +288,7 @@ class IndexStore:
             task.result()
 
     async def _read(self, reading: Reading) -> None:
-        """Tries for ever: each page has its own deadline, the whole has none."""
+        """Reads a copy, with retries for ever: each page has a deadline, the whole reading has none."""
         count, pause = _READ, self._interval
         while True:
             reading.clear()
@@ -300,7 +300,7 @@ class IndexStore:
                 reading.is_complete.set()
                 return
             await asyncio.sleep(pause)
-            # Smaller pages come through where large ones take longer than an answer may.
+            # Smaller pages may succeed if large pages exceed the deadline of an answer.
             pause, count = min(pause * 2, 1.0), max(16, count // 2)
 
     async def _read_all(self, reading: Reading, count: int) -> None:
@@ -316,19 +316,19 @@ class IndexStore:
         self._writes.found(executor_id, clock if isinstance(clock, bytes) else None)
 
     def registered(self, executor_id: str, epoch: int) -> None:
-        """The manager has accepted an epoch; its changes are written once its stored blocks are restored."""
+        """Notes that the manager has accepted an epoch; changes are written once its stored blocks are restored."""
         self._queue.registered(executor_id, epoch)
         reading = self._readings.get(executor_id)
         if reading is not None and reading.is_spent:
-            # Another registration took the first parts.
+            # An earlier registration took the first parts.
             reading.is_stale = True
 
     def epoch_of(self, executor_id: str) -> int:
-        """The epoch that was accepted last, 0 for none."""
+        """The last accepted epoch; 0 for none."""
         return self._queue.epochs.get(executor_id, 0)
 
     async def recover(self, reading: Reading, seconds: float) -> None:
-        """The executor is registered: what is read, or will be, comes into the index. Waits `seconds` for that."""
+        """Queues a registered executor's reading to be restored, and waits for at most `seconds`."""
         if reading not in self._recovering:
             self._recovering.add(reading)
             RECOVERING.set(len(self._recovering))
@@ -338,7 +338,7 @@ class IndexStore:
                 await reading.has_been_restored.wait()
 
     async def restore(self, reading: Reading) -> None:
-        """Brings a reading into the index, once it is complete, and lets changes of its executor be written then."""
+        """Restores a reading to the index once it is complete, and then lets changes of its executor be written."""
         executor_id, calls = reading.executor_id, self._calls
         await reading.is_complete.wait()
         begin = monotonic()
@@ -346,7 +346,7 @@ class IndexStore:
             if not self._is_wanted(reading):
                 break
             calls.restore_blocks(executor_id, self.epoch_of(executor_id), part)
-            # Calls that wait come first.
+            # Waiting calls come first.
             await asyncio.sleep(0)
         self._recovering.discard(reading)
         RECOVERING.set(len(self._recovering))
@@ -371,16 +371,16 @@ class IndexStore:
         )
 
     def _is_wanted(self, reading: Reading) -> bool:
-        """Whether the executor is still registered for which a reading was begun."""
+        """Whether the registration for which a reading was begun still exists."""
         if self._readings.get(reading.executor_id) is not reading:
             return False
         return not reading.num_blocks or self._calls.is_recovering(reading.executor_id)
 
     def _parts(self, reading: Reading) -> Iterator[list[BlockRecord]]:
-        """The blocks of a complete reading, as `Reading.parts` returns them; the executor's clock runs on."""
+        """Yields the blocks of a complete reading, as `Reading.parts` does; the executor's clock runs on."""
         executor_id = reading.executor_id
         if executor_id not in self._clocks:
-            # Leases have as much time left as when the manager died.
+            # Leases keep the remaining time that they had when the manager died.
             self._clocks.start(executor_id, reading.time)
         return reading.parts(lambda: self.epoch_of(executor_id), lambda: self._clocks.time(executor_id))
 
@@ -390,7 +390,7 @@ class IndexStore:
         return self._source.knows_executor(executor_id) or (reading is not None and not reading.is_spent)
 
     def _restored(self, reading: Reading) -> None:
-        """Every readable block is in the index or rejected: changes are written from now on."""
+        """Notes that every readable block is in the index or rejected; from now on, changes are written."""
         executor_id = reading.executor_id
         del self._readings[executor_id]
         if reading.is_stale or not reading.is_of(self.epoch_of(executor_id)):
@@ -399,9 +399,9 @@ class IndexStore:
         self._queue.note()
 
     async def compare(self, executor_ids: Iterable[str]) -> list[Difference] | None:
-        """Where Redis disagrees with the manager, once it has all changes; None when that takes too long.
+        """Differences between Redis and the manager, once Redis has all changes; None if this takes too long.
 
-        Other writes wait meanwhile.
+        Meanwhile, other writes wait.
         """
         return await self._run_bounded(self._compare(list(executor_ids)), COMPARE_SECONDS)
 
@@ -413,10 +413,10 @@ class IndexStore:
                 found = await self._operators.compare([one for one in executor_ids if one not in self._readings])
                 for executor_id in executor_ids:
                     if executor_id in self._readings:
-                        # All of it is still to be written.
+                        # The whole index has yet to be written.
                         continue
                     now = self._clocks.time(executor_id)
-                    # What changes meanwhile is pending when it is compared.
+                    # A block that changes meanwhile is pending when it is compared.
                     indexed = (with_end_times(block, now) for block in self._source.records(executor_id))
                     stored = self._redis.hscan_iter(self._keys.executor(executor_id, "blocks"), count=_READ)
                     is_pending = partial(self._queue.blocks.is_pending, executor_id)
@@ -427,7 +427,7 @@ class IndexStore:
             return found
 
     async def close(self, *, write: bool = True) -> None:
-        """Writes what is pending, if that is wanted and Redis is there, and closes the connection."""
+        """Writes pending changes, if `write` and Redis is up, and closes the connection."""
         if write and not await self.flush_soon():
             log.warning("stopping with changes that Redis does not have", changes=self.pending)
         for task in list(self._tasks):
@@ -449,7 +449,7 @@ class IndexStore:
 def _chunks(
     blocks: Iterable[tuple[Slot, BlockRecord | None]],
 ) -> Iterable[Chunk]:
-    """At least one chunk, which may be empty: an epoch is written also without blocks."""
+    """Yields at least one chunk, perhaps empty, since an epoch is written even without blocks."""
     rest = iter(blocks)
     yield list(itertools.islice(rest, _CHUNK))
     while chunk := list(itertools.islice(rest, _CHUNK)):

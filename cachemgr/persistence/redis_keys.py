@@ -9,9 +9,9 @@ OPERATORS = ""
 
 @dataclass(frozen=True)
 class Keys:
-    """The names of one cache manager's keys. shard: its name among those that share the Redis, empty for none.
+    """The names of one cache manager's keys. shard: its name among managers that share a Redis; empty for none.
 
-    In a cluster all keys of an owner, an executor's id or OPERATORS, lie on one node.
+    In a cluster, all keys of an owner (an executor's id or OPERATORS) lie on one node.
     """
 
     shard: str = ""
@@ -25,9 +25,9 @@ class Keys:
         return self._key("operators", what)
 
     def clock(self, owner: str) -> str:
-        """Where an owner's clock lies."""
+        """The key of an owner's clock."""
         return self.operators("time") if owner == OPERATORS else self.executor(owner, "clock")
 
     def _key(self, owner: str, what: str) -> str:
-        # No quoted id and no shard has a slash: names of two shards are never equal.
+        # No quoted id and no shard has a slash, so names of two shards are never equal.
         return f"kvkeep:{{{self.shard and f'{self.shard}/'}{owner}}}:{what}"
