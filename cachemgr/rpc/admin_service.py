@@ -1,4 +1,4 @@
-"""The operators' gRPC service: parse, call the manager, convert. What a manager's method raises reaches the caller."""
+"""The operators' gRPC service: parse, call the manager, convert. Errors of a manager's method reach the caller."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.durations import seconds
 
-# gRPC hands every method its context, of which nothing is needed here.
+# gRPC passes every method its context, which is not needed here.
 # ruff: noqa: N802, ARG002
 
 _DUMP_LINES = 1000
@@ -63,7 +63,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         )
 
     async def ListPools(self, request: pb.ListPoolsRequest, context: Any) -> pb.ListPoolsResponse:
-        """Pools by name."""
+        """Lists pools by name."""
         limit = paging.page_limit(request.page_size)
         after = paging.decode_token("pools", request.page_token)
         rest = (view for view in self._manager.queries.pools() if view.pool_id > after)
@@ -77,7 +77,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         return pb.GetPoolResponse(pool=tenancy.redact_pool(found))
 
     async def ListBlocks(self, request: pb.ListBlocksRequest, context: Any) -> pb.ListBlocksResponse:
-        """Blocks of a pool by slot."""
+        """Lists blocks of a pool by slot."""
         limit = paging.page_limit(request.page_size)
         after = paging.decode_number("blocks", request.page_token)
         pool_id = _required_pool(request.pool_id)
@@ -92,7 +92,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         return pb.ListBlocksResponse(blocks=blocks, next_page_token=token)
 
     async def ListPrefixes(self, request: pb.ListPrefixesRequest, context: Any) -> pb.ListPrefixesResponse:
-        """Chains by the slot of their last block."""
+        """Lists chains by the slot of their last block."""
         limit = paging.page_limit(request.page_size)
         after = paging.decode_number("prefixes", request.page_token)
         rest = self._manager.queries.prefixes(_in_pool(request.filter, _required_pool(request.pool_id)), after)
@@ -103,7 +103,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         )
 
     async def ListLeases(self, request: pb.ListLeasesRequest, context: Any) -> pb.ListLeasesResponse:
-        """Leases by the slot of their block; a page ends with all leases of its last block."""
+        """Lists leases by the slot of their block; a page has all leases of its last block."""
         limit = paging.page_limit(request.page_size)
         after = paging.decode_number("leases", request.page_token)
         found: list[pb.BlockLease] = []
@@ -129,7 +129,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
     async def ListRetentionRules(
         self, request: pb.ListRetentionRulesRequest, context: Any
     ) -> pb.ListRetentionRulesResponse:
-        """Rules in the order in which they are asked."""
+        """Lists rules in the order in which they are applied."""
         seen = filter(tenancy.sees_rule, self._manager.queries.rules())
         page, token = await _keyed(seen, _rule_key, (int, str), request, "rules")
         rules = [rule_message(rule) for rule in page]
@@ -140,7 +140,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         return pb.GetRetentionRuleResponse(rule=rule_message(rule))
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
-        """Quotas by account and pool."""
+        """Lists quotas by account and pool."""
         seen = (usage for usage in self._manager.queries.quotas() if tenancy.sees_account(usage[0]))
         page, token = await _keyed(seen, _quota_key, (str, str, str), request, "quotas")
         quotas = [
@@ -165,7 +165,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         )
 
     async def PreviewAdmission(self, request: pb.PreviewAdmissionRequest, context: Any) -> pb.PreviewAdmissionResponse:
-        """The outcome of an admission, which changes nothing."""
+        """Returns the outcome that an admission would have; changes nothing."""
         try:
             admission = convert.admit_request(request.admission)
             found = self._manager.queries.preview(admission, request.max_new_tokens)
@@ -186,17 +186,17 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         return convert_admin.stats(pool if tenancy.sees_all() else None, meter, tokens)
 
     async def GetGhostCaches(self, request: pb.GetGhostCachesRequest, context: Any) -> pb.GetGhostCachesResponse:
-        """Hits of caches of other sizes and policies."""
+        """Returns the hits of caches of different sizes and policies."""
         if not request.executor_id:
             raise InvalidField("executor_id", "must name a registered executor")
         since = _begin(request, self._manager.queries.now)
         return convert_admin.ghost_caches(self._manager.queries.ghosts(request.executor_id, since))
 
     async def DumpState(self, request: pb.DumpStateRequest, context: Any) -> AsyncIterator[pb.DumpStateResponse]:
-        """The state in pieces; all of it at one moment."""
+        """Streams the state as of one moment, in pieces."""
         lines = await steady(self._state, self._manager.queries.fingerprint)
         digest = sha256()
-        # From the end, and let go of at once: to free all of them together would take long.
+        # Taken from the end and released at once, since freeing all together would take long.
         lines.reverse()
         while lines:
             part = lines[: -_DUMP_LINES - 1 : -1]
@@ -211,7 +211,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
             yield from (part,) if isinstance(part, str) else part
 
     async def ForgetBlocks(self, request: pb.ForgetBlocksRequest, context: Any) -> pb.ForgetBlocksResponse:
-        """Waits for Redis, for a while: the receipt must be true."""
+        """Forgets blocks, and waits a while for Redis, since the receipt must be true."""
         receipt = await self._ForgetBlocks(request)
         if not request.validate_only:
             receipt.store_updated = await self.context.keep()
@@ -224,7 +224,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         return convert_admin.forgotten(forgotten)
 
     async def ListSequences(self, request: pb.ListSequencesRequest, context: Any) -> pb.ListSequencesResponse:
-        """Sequences by handle."""
+        """Lists sequences by handle."""
         limit = paging.page_limit(request.page_size)
         after = paging.decode_number("sequences", request.page_token)
         if request.HasField("salt"):
@@ -337,7 +337,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
 
 
 def _paths(update_mask: FieldMask) -> tuple[str, ...]:
-    """The fields that change. Raises InvalidField for none: to change all of them by an oversight may cost leases."""
+    """The fields to change. Raises InvalidField for none, since changing all fields by mistake may cost leases."""
     if not update_mask.paths:
         raise InvalidField("update_mask", "must name at least one field")
     return tuple(update_mask.paths)
@@ -350,7 +350,7 @@ def _required_pool(pool_id: str) -> str:
 
 
 def _begin(request: pb.GetStatsRequest | pb.GetGhostCachesRequest, now: float) -> float | None:
-    """When a request's window begins; None without one."""
+    """The time at which a request's window begins; None without a window."""
     if not request.HasField("window"):
         return None
     window = seconds(request.window)
@@ -372,7 +372,7 @@ def _slot(item: tuple[int, BlockView]) -> int:
 async def _keyed(
     items: Iterable[T], key: Callable[[T], tuple[Any, ...]], kinds: tuple[type, ...], request: Any, listing: str
 ) -> tuple[list[T], str]:
-    """A page of a listing in the order of keys: an item that is added or removed between two pages moves no other."""
+    """A page of a listing in order of keys, so that items added or removed between two pages move no other item."""
     limit = paging.page_limit(request.page_size)
     after = paging.decode_key(listing, request.page_token, *kinds)
     rest = (item if key(item) > after else None for item in items)
@@ -380,7 +380,7 @@ async def _keyed(
 
 
 def _hold_key(view: HoldView) -> tuple[str, int, str]:
-    """By executor, oldest first, by owner."""
+    """Orders holds by executor, then oldest first, then by owner."""
     return view.executor_id, int(view.name.rpartition("-")[2]), view.owner
 
 

@@ -1,4 +1,4 @@
-"""Between messages and the domain's types, one function per message. Nothing is decided here."""
+"""Converts between messages and the domain's types, one function per message. Nothing is decided here."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -16,7 +16,7 @@ from protos.kvcommon.tokens import pack, unpack
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.durations import duration, seconds
 
-# Enum values are given by name, which the generated types take as they take numbers.
+# Enum values are given by name; the generated types accept names as well as numbers.
 KINDS = {kind: f"EVENT_KIND_{kind.name}" for kind in types.EventKind}
 TIERS = {tier: f"TIER_{tier.name}" for tier in types.TierKind}
 _TIERS = {pb.Tier.Value(name): tier for tier, name in TIERS.items()}
@@ -64,7 +64,7 @@ def admit_request(request: pb.AdmitSequenceRequest) -> types.AdmitRequest:
         scheduler_id=request.scheduler_id,
         scheduler_epoch=request.scheduler_epoch,
         executor_id=request.executor_id,
-        # By way of a list, which protobuf makes faster than it gives one number after the other.
+        # Via a list, which protobuf makes faster than it yields single numbers.
         token_ids=pack(list(request.token_ids)),
         salt=request.salt if request.HasField("salt") else None,
         adapter_id=request.adapter_id if request.HasField("adapter_id") else None,
@@ -88,7 +88,7 @@ def admit_request(request: pb.AdmitSequenceRequest) -> types.AdmitRequest:
 
 
 def tier(field: str, number: int) -> types.TierKind | None:
-    """A tier, None when it is not said. Raises InvalidField for a number that is none's."""
+    """Returns a tier; None if unspecified. Raises InvalidField for an unknown number."""
     if number and number not in _TIERS:
         raise InvalidField(field, "is not a known tier")
     return _TIERS.get(number)
@@ -263,7 +263,7 @@ def pool(view: types.PoolView) -> pb.Pool:
 
 
 def block(view: types.BlockView, *, token_ids: bool = False) -> pb.Block:
-    """A block, with its token ids only where they were asked for."""
+    """Converts a block; with its token ids only if requested."""
     return pb.Block(
         pool_id=view.pool_id,
         slot=view.slot,
@@ -335,7 +335,7 @@ def event(happened: Event, *, snapshot: bool, token_ids: bool = False) -> pb.Eve
 
 
 def executor(spec: types.ExecutorSpec, *, lost: bool = False) -> pb.Executor:
-    """An executor as watchers see it."""
+    """Converts an executor, as watchers see it."""
     if lost:
         return pb.Executor(executor_id=spec.executor_id, executor_epoch=spec.executor_epoch)
     return pb.Executor(
@@ -362,7 +362,7 @@ def receipt(given: types.Receipt) -> common.RetentionReceipt:
 
 
 def hints(message: common.KvHints) -> types.Hints:
-    """The envelope. Raises InvalidField for a payload that is no JSON."""
+    """Converts the envelope. Raises InvalidField for a payload that is not JSON."""
     return types.Hints(
         message.protocol_version,
         message.message_id,

@@ -1,4 +1,4 @@
-"""Between the operators' messages and the domain's types, one function per message. Nothing is decided here."""
+"""Converts between operators' messages and the domain's types, one function per message. Nothing is decided here."""
 
 from cachemgr import types
 from cachemgr.blocks.block_pool import BlockPool
@@ -14,7 +14,7 @@ _REASONS = {reason: f"MISS_REASON_{reason.name if reason else 'UNSPECIFIED'}" fo
 
 
 def prefix(selector: pb.PrefixSelector) -> types.Prefix:
-    """A prompt in one cache scope."""
+    """Converts a prompt in one cache scope."""
     return types.Prefix(
         tuple(selector.token_ids),
         selector.executor_id,
@@ -25,7 +25,7 @@ def prefix(selector: pb.PrefixSelector) -> types.Prefix:
 
 
 def block_filter(selected: pb.BlockFilter) -> types.BlockFilter:
-    """The blocks that an operator selects. Raises InvalidField for a tier that is none."""
+    """Converts an operator's selection of blocks. Raises InvalidField for an unknown tier."""
     has_priority = selected.HasField("max_retention_priority")
     return types.BlockFilter(
         pool_id=selected.pool_id,
@@ -78,7 +78,7 @@ def account(request: pb.DeleteQuotaRequest) -> types.Quota:
 
 
 def pinned(found: list[Pinned]) -> pb.PinPrefixResponse:
-    """Answer for all executors: the receipt of the executor that pinned most, with all names."""
+    """Makes the answer for all executors: the receipt of the executor that pinned most, with all names."""
     best = max(found, key=lambda one: one.receipt.num_blocks, default=None)
     if best is None:
         return pb.PinPrefixResponse(
@@ -140,7 +140,7 @@ def explanation(found: types.Explanation) -> pb.Explanation:
 
 
 def stats(pool: BlockPool | None, meter: TokenMeter, tokens: TokenCount) -> pb.GetStatsResponse:
-    """The lookups of a pool, in all and in a window; its other counters where they may be seen."""
+    """The lookups of a pool, in total and in a window; its other counters if the caller may see them."""
     salts = sorted(meter.salts.items(), key=lambda item: -item[1].queried)
     per_salt = [pb.SaltStats(salt=salt, tokens=_tokens(count)) for salt, count in salts]
     if meter.others.queried:

@@ -1,4 +1,4 @@
-"""The data plane's gRPC service: parse, call the manager, convert. What a manager's method raises reaches callers."""
+"""The data plane's gRPC service: parse, call the manager, convert. Errors of a manager's method reach callers."""
 
 import asyncio
 from time import monotonic, perf_counter
@@ -18,11 +18,11 @@ from protos.rpc import tracing
 from protos.rpc.durations import duration, seconds
 from protos.rpc.epochs import check_epoch
 
-# gRPC hands every method its context, of which nothing is needed here.
+# gRPC passes every method its context, which is not needed here.
 # ruff: noqa: N802, ARG002
 
 
-# Admissions of one call: other calls wait for them.
+# The limit on admissions of one call, as other calls wait meanwhile.
 MAX_ADMISSIONS = 256
 
 
@@ -34,7 +34,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         self._manager = context.manager
 
     async def RegisterExecutor(self, request: pb.RegisterExecutorRequest, context: Any) -> pb.RegisterExecutorResponse:
-        """Restores stored blocks, when the manager itself does not know the executor."""
+        """Registers an executor; restores stored blocks if the manager itself does not know the executor."""
         store = self.context.store
         check_epoch("executor_epoch", request.executor_epoch)
         spec = convert.executor_spec(request)
@@ -55,9 +55,9 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
     def register(
         self, request: pb.RegisterExecutorRequest, spec: ExecutorSpec, *, later: bool = False
     ) -> pb.RegisterExecutorResponse:
-        """Registers an executor; `later` says that stored blocks come by `restore_blocks` until `end_recovery`.
+        """Registers an executor; `later`: stored blocks follow by `restore_blocks` until `end_recovery`.
 
-        `spec` is the request, converted: to do that again takes long where there are very many slots.
+        `spec` is the converted request, since converting very many slots again would take long.
         """
         manager = self._manager
         restored = self.context.mutations.run(
@@ -71,8 +71,8 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         )
 
     async def _end_epoch(self, spec: ExecutorSpec, store: IndexStore) -> None:
-        """An executor has started again with very many blocks: those of lower tiers are read from the store."""
-        # Else Redis lacks blocks of the index: a long call is better than their loss.
+        """Ends the epoch of a restarted executor with very many blocks; its lower tiers are read from the store."""
+        # If Redis lacks blocks of the index, a long call is better than the loss of these blocks.
         is_stored = await store.flush_soon()
         if is_stored and self._manager.is_too_large_to_carry_over(spec):
             self.context.mutations.end_epoch(spec.executor_id, store.epoch_of(spec.executor_id))
@@ -80,9 +80,9 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
     async def _recall(
         self, request: pb.RegisterExecutorRequest, spec: ExecutorSpec, store: IndexStore
     ) -> pb.RegisterExecutorResponse:
-        """Registers an executor; it waits a moment for its stored blocks, which come into the index later then.
+        """Registers an executor and waits a moment for its stored blocks, which may enter the index later.
 
-        Raises SchedulerFirstError when there may be blocks, and sequences of an earlier manager may be writing yet.
+        Raises SchedulerFirstError if there may be blocks into which an earlier manager's sequences may still write.
         """
         executor_id, begin = spec.executor_id, monotonic()
         reading = await store.recall(executor_id)
@@ -117,7 +117,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
 
     @mutation
     def RegisterScheduler(self, request: pb.RegisterSchedulerRequest) -> pb.RegisterSchedulerResponse:
-        """Frees what an older epoch held."""
+        """Registers a scheduler, and frees everything that an older epoch held."""
         manager = self._manager
         newest = manager.queries.scheduler_epoch(request.scheduler_id)
         check_epoch("scheduler_epoch", request.scheduler_epoch, newest)
@@ -127,11 +127,11 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         )
 
     async def AdmitSequences(self, request: pb.AdmitSequencesRequest, context: Any) -> pb.AdmitSequencesResponse:
-        """Admits as many sequences as fit. Other calls may be answered between two. Raises the first one's error."""
+        """Admits as many sequences as fit; other calls may run between two. Raises the first admission's error."""
         if not 1 <= len(request.admissions) <= MAX_ADMISSIONS:
             raise InvalidField("admissions", f"must have 1 to {MAX_ADMISSIONS} entries")
         answers: list[pb.AdmitSequenceResponse] = []
-        # By executor and account: the answer to the first admission that waits for its quota, for those after it.
+        # By executor and account: the answer to the first admission that waits for its quota, reused for later ones.
         full: dict[tuple[str, AccountKey | None], pb.AdmitSequenceResponse] = {}
         end = perf_counter() + SLICE_SECONDS
         for admission in request.admissions:
@@ -155,7 +155,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
 
     @logged
     def _AdmitSequence(self, request: pb.AdmitSequenceRequest) -> pb.AdmitSequenceResponse:
-        """Admits a sequence. A request that polls for blocks has one span: for the call that allocates them."""
+        """Admits a sequence. A request that polls for blocks has a span only for the call that allocates them."""
         span = tracing.join("kvcache.v1.CacheManagerService/AdmitSequences", request.traceparent)
         admission = self._manager.admit(convert.admit_request(request))
         if admission.admitted and span is not tracing.OFF:
@@ -182,7 +182,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
 
     @mutation
     def ForkSequence(self, request: pb.ForkSequenceRequest) -> pb.ForkSequenceResponse:
-        """Shares a sequence's blocks with a second one."""
+        """Shares a sequence's blocks with a second sequence."""
         num_tokens = request.num_tokens if request.HasField("num_tokens") else None
         return convert.fork_response(
             self._manager.fork(_caller(request), request.parent_sequence_id, request.sequence_id, num_tokens)
@@ -190,7 +190,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
 
     @mutation
     def HoldSequence(self, request: pb.HoldSequenceRequest) -> pb.HoldSequenceResponse:
-        """Keeps blocks beyond their sequence."""
+        """Keeps blocks beyond the end of their sequence."""
         held = self._manager.hold(_caller(request), request.sequence_id, request.owner, seconds(request.duration))
         return pb.HoldSequenceResponse(held_blocks=held)
 

@@ -9,14 +9,14 @@ from protos.errors import ServiceError
 
 
 class ShuttingDownError(ServiceError):
-    """The process is about to stop: watch again when it has started again."""
+    """The process is about to stop; watch again after it has restarted."""
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "SHUTTING_DOWN"
 
 
 class EventFeed:
-    """Shared by the servicers of one process."""
+    """The wake-ups that all servicers of one process share."""
 
     def __init__(self, queries: Queries) -> None:
         self._queries = queries
@@ -25,7 +25,7 @@ class EventFeed:
         self._changed = asyncio.Event()
 
     def notify(self) -> None:
-        """Wakes the watchers if there are events that they do not know."""
+        """Wakes the watchers if there are new events."""
         if self._queries.last_event != self._announced:
             self._wake()
 
@@ -40,7 +40,7 @@ class EventFeed:
         self._changed = asyncio.Event()
 
     async def wait_for_events(self, after: int) -> None:
-        """Returns when there is an event behind this number. Raises ShuttingDownError."""
+        """Returns once there is an event after this number. Raises ShuttingDownError."""
         while not self._closed and self._queries.last_event <= after:
             await self._changed.wait()
         if self._closed:

@@ -1,4 +1,4 @@
-"""The events' gRPC service: a snapshot, then every event, many in each message."""
+"""The gRPC service of events: a snapshot, then every event, many per message."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.identity import current
 
-# gRPC hands every method its context, of which nothing is needed here.
+# gRPC passes every method its context, which is not needed here.
 # ruff: noqa: N802, ARG002
 
-# Bounds of a message, whichever is met first. gRPC's clients take 4 MiB.
+# Limits of a message, whichever is reached first. gRPC's clients accept 4 MiB.
 MAX_EVENTS, MAX_BYTES = 512, 1 << 20
-# Events, or slots of a snapshot, that a message of keys is about at most: two milliseconds of work.
+# The limit on events, or slots of a snapshot, per message of keys: two milliseconds of work.
 MAX_KEYS = 4096
-# Watchers of keys get a message so often at most. They all get it at the same moments, and so the same one.
+# The minimum time between messages for watchers of keys. All get messages at the same moments, so messages are shared.
 KEYS_SECONDS = 0.02
-# Watchers are at most so many batches apart, or each makes its own.
+# How many batches are kept; watchers that are further apart each make their own.
 _KEPT = 16
 
 
@@ -45,7 +45,7 @@ class Wanted(NamedTuple):
 
     @classmethod
     def of(cls, request: pb.WatchEventsRequest) -> Wanted:
-        """Those that the caller being served asks for, and may see."""
+        """The events that the current caller asks for and may see."""
         identity = current()
         salt = request.salt if request.HasField("salt") else None
         tenant = "" if identity is None else identity.tenant
@@ -78,8 +78,8 @@ class Wanted(NamedTuple):
 def pack(
     wanted: Wanted, events: Iterable[Event], *, manager_epoch: int, snapshot: bool
 ) -> Iterator[pb.WatchEventsResponse]:
-    """The events that are wanted, in as few messages as the bounds allow; none when no event is wanted."""
-    # The sequence that a slot was needed for may be of another salt.
+    """Packs the wanted events into as few messages as the limits allow; none if no event is wanted."""
+    # The sequence that needed the slot may have a different salt.
     hidden = wanted.salt is not None or bool(wanted.tenant)
     found: list[pb.Event] = []
     size = 0
@@ -98,19 +98,19 @@ def pack(
 
 
 def pack_keys(wanted: Wanted, events: Iterable[Event]) -> list[pb.CacheChange]:
-    """What the events that are wanted have changed."""
+    """Returns the net changes of the wanted events."""
     return key_events.changes(events, None if wanted.is_all else wanted.includes)
 
 
 class Batches:
-    """The newest messages, for watchers that come to the same events."""
+    """The newest messages, shared by watchers that reach the same events."""
 
     def __init__(self, manager: CacheManager) -> None:
         self._manager = manager
         self._kept: dict[tuple[Wanted, int, int], list[pb.WatchEventsResponse]] = {}
 
     def behind(self, wanted: Wanted, number: int, end: int) -> tuple[Iterable[pb.WatchEventsResponse], int]:
-        """The messages of the next events up to `end`, and the number of the last of these.
+        """The messages of the next events up to `end`, and the number of the last event in them.
 
         Raises EventsGoneError.
         """
@@ -122,11 +122,11 @@ class Batches:
         events = self._manager.queries.events_after(number, last - number)
         epoch = self._manager.epoch
         if wanted.keys_only:
-            # Also without a change: whoever continues behind its number loses nothing.
+            # Sent even without a change, so that a watcher that continues after its number loses nothing.
             changes = pack_keys(wanted, events)
             found = [pb.WatchEventsResponse(manager_epoch=epoch, changes=changes, last_event_number=last)]
         elif wanted.token_ids:
-            # Not kept: prompts that are forgotten must be gone from memory.
+            # Not kept, since forgotten prompts must be gone from memory.
             return pack(wanted, events, manager_epoch=epoch, snapshot=False), last
         else:
             found = list(pack(wanted, events, manager_epoch=epoch, snapshot=False))
@@ -145,7 +145,7 @@ class CacheEventService(pb_grpc.CacheEventServiceServicer):
         self._keys_seconds = keys_seconds
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
-        """A snapshot unless told where to continue, then every event. A consumer too slow gets OUT_OF_RANGE."""
+        """Streams a snapshot, unless told where to continue, then every event. Slow consumers get OUT_OF_RANGE."""
         self._check(request)
         wanted, queries = Wanted.of(request), self._manager.queries
         if request.HasField("after_event_number"):
@@ -169,7 +169,7 @@ class CacheEventService(pb_grpc.CacheEventServiceServicer):
                 messages, number = self._batches.behind(wanted, number, end)
                 for message in messages:
                     yield message
-                # A filter may leave nothing to send of many events.
+                # A filter may leave nothing to send, even of many events.
                 await asyncio.sleep(0)
             await self._feed.wait_for_events(number)
             if wanted.keys_only:
@@ -189,14 +189,14 @@ class CacheEventService(pb_grpc.CacheEventServiceServicer):
             )
 
     async def _turn(self) -> None:
-        """Waits for the moment at which all watchers of keys get what has come since the last one."""
+        """Waits for the moment at which all watchers of keys get the changes since the last such moment."""
         if self._keys_seconds:
             await asyncio.sleep(self._keys_seconds - asyncio.get_running_loop().time() % self._keys_seconds)
 
     async def _key_snapshot(self, wanted: Wanted) -> AsyncIterator[pb.WatchEventsResponse]:
-        """The cache in parts, each with the events up to it: behind the last part it is the cache at its number.
+        """Yields the cache in parts, each with the events up to it. Together, the parts are the cache at the last event.
 
-        Every change of a block while the parts are read is an event, and counts for more than what was read before.
+        Every change of a block while the parts are read is an event, and overrides what was read earlier.
         """
         queries, epoch = self._manager.queries, self._manager.epoch
         number = queries.last_event
@@ -219,7 +219,7 @@ class CacheEventService(pb_grpc.CacheEventServiceServicer):
         )
 
     def _keys_in_parts(self, wanted: Wanted, pool: BlockPool) -> Iterator[list[pb.CacheChange]]:
-        """The indexed blocks of a pool; it may change between two parts."""
+        """Yields the indexed blocks of a pool, which may change between two parts."""
         is_meant = None if wanted.is_all else lambda block: wanted.shows(block.scope)
         blocks, after = pool.blocks, 0
         while after < len(blocks):
@@ -227,5 +227,5 @@ class CacheEventService(pb_grpc.CacheEventServiceServicer):
             yield key_events.of_keys(pool.pool_id, found.items())
             after += MAX_KEYS
             if pool.blocks is not blocks:
-                # Its executor has started again: blocks that stay may have other indexes.
+                # The executor has restarted, so blocks that stay may have new indexes.
                 blocks, after = pool.blocks, 0

@@ -1,4 +1,4 @@
-"""Events as routers need them: what many of them come to, by pool and tier, with the low 64 bits of each key."""
+"""Events as routers need them: the net changes of many events, by pool and tier, with the low 64 bits of each key."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from cachemgr.types import EventKind, TierKind
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.block_keys import low_keys
 
-# Looked up once, not for each event.
+# Looked up once for speed.
 _STORED, _REMOVED, _UPDATED = EventKind.STORED, EventKind.REMOVED, EventKind.UPDATED
 _EXECUTORS = (EventKind.EXECUTOR_REGISTERED, EventKind.EXECUTOR_LOST)
 
 
 def changes(events: Iterable[Event], is_wanted: Callable[[Event], bool] | None = None) -> list[pb.CacheChange]:
-    """What events that follow each other have changed."""
+    """Returns the net changes of successive events."""
     found: list[pb.CacheChange] = []
-    # By pool and key the tier in which a block is in the end; None once it has left the index.
+    # By pool and key: the tier in which the block finally is; None if it has left the index.
     pools: dict[str, dict[bytes, TierKind | None]] = {}
     for event in events:
         kind, block = event.kind, event.block
@@ -46,7 +46,7 @@ def _of_pools(pools: Mapping[str, Mapping[bytes, TierKind | None]]) -> list[pb.C
 
 
 def of_keys(pool_id: str, by_tier: Iterable[tuple[TierKind | None, list[bytes]]]) -> list[pb.CacheChange]:
-    """Blocks of a pool by the tier that they are in, None for blocks that have left the index."""
+    """The changes of a pool's blocks by their present tier; None for blocks that have left the index."""
     return [
         pb.CacheChange(
             blocks=pb.BlockKeys(

@@ -1,7 +1,7 @@
 """The calls that change the manager: at one moment of its time, in the operation log, and never left half done.
 
-A servicer's method is such a call when it is decorated with `mutation` or `long_mutation`. Its name, its request and
-the time are logged before it is carried out; a replay calls the same method with the same request at the same time.
+A servicer's method decorated with `mutation` or `long_mutation` is such a call. Its name, request and time are logged
+before the call is carried out; a replay calls the same method with the same request at the same time.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from cachemgr.types import PinRecord, Restored
 from protos.errors import ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
-# Seconds between two looks for expired leases.
+# Seconds between two checks for expired leases.
 EXPIRE_SECONDS = 0.5
-# Entries of the log that are no method of a service.
+# Log entries that are not methods of a service.
 EXPIRE, CONTINUE, END_EPOCH, RESTORE_BLOCKS, END_RECOVERY = (
     "Expire",
     "Continue",
@@ -44,7 +44,7 @@ Request = TypeVar("Request", bound=Message)
 
 
 class ManagerClock:
-    """The manager's time. It stands still within a call, so that the log can say which time the call saw."""
+    """The manager's time. It is constant within a call, so that the log has the time that the call saw."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -54,7 +54,7 @@ class ManagerClock:
         return self.now
 
     def advance(self) -> float:
-        """Reads the clock behind it."""
+        """Reads the underlying clock."""
         self.now = self._clock()
         return self.now
 
@@ -72,14 +72,14 @@ class CallLog(Protocol):
         *,
         later: bool = False,
     ) -> None:
-        """A call is about to be carried out at this time. Must not fail."""
+        """Logs that a call is about to be carried out at this time. Must not fail."""
 
 
 class Mutations:
-    """The one way to change a manager.
+    """The only way to change a manager.
 
-    A call that fails with anything but a ServiceError after the manager has begun it may have done half of its work.
-    `on_failure` gets the method and the error, and every later call is refused with ManagerFailedError.
+    A call that has begun to change the manager and fails with anything but a ServiceError may have left its work half
+    done. `on_failure` gets the method and the error, and every later call is refused with ManagerFailedError.
     """
 
     def __init__(
@@ -95,24 +95,24 @@ class Mutations:
         self._clock = clock
         self._log = log
         self._expired_at = clock.now
-        # The call that is carried out in steps, with its method; its answer behind the last step.
+        # The call that is carried out in steps, with its method; its answer follows the last step.
         self._long_call: tuple[str, Steps[Any]] | None = None
         self.answer: Any = None
         self._one_at_a_time = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def run(self, method: str, request: Message | None, call: Callable[[], Answer], *, later: bool = False) -> Answer:
-        """Carries out a call. Raises what it raises; the log has the attempt, too, as it moves the time.
+        """Carries out a call. Raises what the call raises; even then the log has the call, as it advances the time.
 
-        `later` is for a registration whose stored blocks come by `restore_blocks` until `end_recovery`.
+        `later` is for a registration whose stored blocks follow by `restore_blocks` until `end_recovery`.
         """
         self._note(method, request, later=later)
         return self._whole(method, call)
 
     async def run_in_slices(self, method: str, request: Message, steps: Callable[[], Steps[Answer]]) -> Answer:
-        """Carries out a call that may touch very many blocks: others are answered meanwhile. One such call at a time.
+        """Carries out a call that may touch very many blocks, while other calls are answered. One such call at a time.
 
-        It continues when its caller has disconnected.
+        It continues even if its caller disconnects.
         """
         task = asyncio.create_task(self._run_in_slices(method, request, steps))
         self._tasks.add(task)
@@ -122,7 +122,7 @@ class Mutations:
     def _has_ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            # A caller that has disconnected does not look at it.
+            # Retrieved here in case the caller has disconnected.
             task.exception()
 
     async def _run_in_slices(self, method: str, request: Message, steps: Callable[[], Steps[Answer]]) -> Answer:
@@ -137,13 +137,13 @@ class Mutations:
             return answer
 
     def begin(self, method: str, request: Message, steps: Callable[[], Steps[Any]]) -> None:
-        """Begins a call whose steps `go_on` takes; none may be under way."""
+        """Begins a call whose steps `go_on` takes; no other such call may be running."""
         self._note(method, request)
         self._long_call = method, steps()
         self.answer = None
 
     def go_on(self) -> bool:
-        """Takes a step of the call that has begun; whether it was the last. Raises what the call raises."""
+        """Takes a step of the running call; returns whether it was the last. Raises what the call raises."""
         self._note(CONTINUE)
         if self._long_call is None:
             return True
@@ -170,7 +170,7 @@ class Mutations:
         return False
 
     def end_epoch(self, executor_id: str, executor_epoch: int) -> None:
-        """The executor has started again with more than one call can keep of this epoch: the store has it."""
+        """Ends the epoch of a restarted executor that has too many blocks to keep in one call; the store has them."""
         self._note(END_EPOCH, pb.RecoveringExecutor(executor_id=executor_id, executor_epoch=executor_epoch))
         self._whole(END_EPOCH, lambda: self.manager.end_epoch(executor_id, executor_epoch))
 
@@ -178,20 +178,20 @@ class Mutations:
         return self.manager.is_recovering(executor_id)
 
     def restore_blocks(self, executor_id: str, executor_epoch: int, stored: list[BlockRecord]) -> None:
-        """A part of the blocks that the store remembers."""
+        """Restores a part of the stored blocks."""
         executor = pb.RecoveringExecutor(executor_id=executor_id, executor_epoch=executor_epoch)
         self._note(RESTORE_BLOCKS, executor, stored)
         self._whole(RESTORE_BLOCKS, lambda: self.manager.restore_blocks(executor_id, executor_epoch, stored))
 
     def end_recovery(self, executor_id: str, executor_epoch: int, pins: list[PinRecord]) -> Restored:
-        """The store has no more blocks, and these pins; returns the blocks that are cached then."""
+        """Ends the restoring of blocks and restores these pins; returns how many blocks are then cached."""
         executor = pb.RecoveringExecutor(executor_id=executor_id, executor_epoch=executor_epoch)
         self._note(END_RECOVERY, executor, pins=pins)
         self._whole(END_RECOVERY, lambda: self.manager.end_recovery(executor_id, executor_epoch, pins))
         return self.manager.cached_blocks(executor_id)
 
     def restore_operators(self, stored: pb.StoredOperators) -> None:
-        """Rules, quotas and shares that the store remembers."""
+        """Restores stored rules, quotas and shares."""
         self._note(RESTORE_OPERATORS, stored)
         self._whole(
             RESTORE_OPERATORS,
@@ -201,9 +201,9 @@ class Mutations:
         )
 
     def expire(self) -> None:
-        """Ends what is over by time; due every EXPIRE_SECONDS.
+        """Ends leases and holds whose time is over; due every EXPIRE_SECONDS.
 
-        A later call means a pause of the process, or a long call. It follows from the times in the
+        A later call means a pause of the process, or a long call. The delay follows from the times in the
         log, so a replay sees the same pauses.
         """
         self._note(EXPIRE)
@@ -212,14 +212,14 @@ class Mutations:
         self._whole(EXPIRE, lambda: self.manager.expire(late))
 
     def _whole(self, method: str, call: Callable[[], Answer]) -> Answer:
-        """Answers nothing from a state that a call has left half changed."""
+        """Carries out a call; answers nothing from a state that a call has left half changed."""
         begun = self.manager.begun
         try:
             return call()
         except ServiceError:
             raise
         except Exception as error:
-            # A request that could not even be read has changed nothing.
+            # A request that could not be read has changed nothing.
             if self.manager.begun > begun:
                 self.failed = True
                 if self._on_failure is not None:
@@ -237,7 +237,7 @@ class Mutations:
     ) -> None:
         if self.failed:
             raise ManagerFailedError("an earlier call has failed unexpectedly: the cache manager ends and starts again")
-        # Stored leases are as of the time that the clock shows: the time since would prolong each of them.
+        # Stored leases are as of the clock's present time; advancing it would extend each lease.
         now = self._clock.now if method in (RESTORE_BLOCKS, END_RECOVERY) else self._clock.advance()
         if self._log is not None:
             self._log.write(now, method, request, stored, pins, later=later)
@@ -245,7 +245,7 @@ class Mutations:
 
 @dataclass(frozen=True)
 class ServiceContext:
-    """The parts that all servicers share. Without Redis there is no store."""
+    """The parts that all servicers share. Without Redis, there is no store."""
 
     mutations: Mutations
     feed: EventFeed
@@ -253,11 +253,11 @@ class ServiceContext:
 
     @property
     def manager(self) -> CacheManager:
-        """To read from; mutations change it."""
+        """The manager, for reading; mutations change it."""
         return self.mutations.manager
 
     async def keep(self) -> bool:
-        """Waits a moment until Redis has all changes; whether it has, or there is none."""
+        """Waits a moment for Redis to have all changes; returns whether it does, or there is no Redis."""
         return self.store is None or await self.store.flush_soon()
 
 
@@ -266,7 +266,7 @@ class Servicer(Protocol):
 
     @property
     def context(self) -> ServiceContext:
-        """Where they are carried out."""
+        """The context in which its mutations are carried out."""
 
 
 Service = TypeVar("Service", bound=Servicer)
@@ -281,7 +281,7 @@ class Method(Protocol[Asked, Answered]):
 
 
 def logged(handler: Callable[[Service, Request], Answer]) -> Callable[[Service, Request], Answer]:
-    """A change of the manager with an entry of its own in the log, under its name without leading underscores."""
+    """Makes a change of the manager with a separate log entry, under its name without leading underscores."""
     name = handler.__name__.lstrip("_")
 
     @functools.wraps(handler)
@@ -294,7 +294,7 @@ def logged(handler: Callable[[Service, Request], Answer]) -> Callable[[Service, 
 
 
 def mutation(handler: Callable[[Service, Request], Answer]) -> Method[Request, Answer]:
-    """A method of a service that changes the manager at once."""
+    """Makes a service method that changes the manager at once."""
     change = logged(handler)
 
     @functools.wraps(handler)
@@ -305,7 +305,7 @@ def mutation(handler: Callable[[Service, Request], Answer]) -> Method[Request, A
 
 
 def long_mutation(handler: Callable[[Service, Request], Steps[Answer]]) -> Method[Request, Answer]:
-    """The same for one that may touch very many blocks, in steps."""
+    """Makes a service method that changes the manager in steps, as it may touch very many blocks."""
     name = handler.__name__.lstrip("_")
 
     @functools.wraps(handler)
@@ -319,7 +319,7 @@ def long_mutation(handler: Callable[[Service, Request], Steps[Answer]]) -> Metho
 
 
 def kept(call: Method[Request, Answer]) -> Method[Request, Answer]:
-    """A change by an operator is in Redis with its answer, if Redis can be reached: a death must not undo it."""
+    """Makes an operator's change wait until Redis has it, if reachable: a crash after the answer must not undo it."""
     method: Callable[[Servicer, Request], Awaitable[Answer]] = cast("Any", call)
 
     @functools.wraps(call)
@@ -332,7 +332,7 @@ def kept(call: Method[Request, Answer]) -> Method[Request, Answer]:
 
 
 def handlers(servicer: object) -> dict[str, Callable[[Any], Any]]:
-    """A servicer's mutations by their names in the log: functions of the request, of long ones generators."""
+    """A servicer's mutations by their names in the log, as functions of the request; generators for long mutations."""
     return {
         name.lstrip("_"): functools.partial(inspect.unwrap(method), servicer)
         for name, method in vars(type(servicer)).items()

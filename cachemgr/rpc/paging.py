@@ -1,4 +1,4 @@
-"""Pages of a listing: sizes within bounds, and tokens that say behind which item the next page begins."""
+"""Pages of a listing: sizes within limits, and tokens that say after which item the next page begins."""
 
 import base64
 import binascii
@@ -18,19 +18,19 @@ T = TypeVar("T")
 
 
 def page_limit(page_size: int) -> int:
-    """Items of a page: 0 means 50, more than 1000 means 1000. Raises InvalidField for a negative size."""
+    """The number of items of a page: 0 means 50, more than 1000 means 1000. Raises InvalidField for a negative size."""
     if page_size < 0:
         raise InvalidField("page_size", "must not be negative")
     return min(page_size or DEFAULT_SIZE, MAX_SIZE)
 
 
 def encode_token(listing: str, cursor: str) -> str:
-    """A token for one listing; opaque to clients."""
+    """Makes a token for one listing; opaque to clients."""
     return base64.urlsafe_b64encode(f"{listing}:{cursor}".encode()).decode()
 
 
 def decode_token(listing: str, token: str) -> str:
-    """The cursor in a token, empty for an empty one. Raises InvalidField for a token that this listing did not give."""
+    """The cursor in a token; empty for an empty token. Raises InvalidField for a token of another listing."""
     if not token:
         return ""
     try:
@@ -43,16 +43,16 @@ def decode_token(listing: str, token: str) -> str:
 
 
 def decode_number(listing: str, token: str) -> int:
-    """As `decode_token`, for listings in the order of a number; 0 for an empty token."""
+    """Does as `decode_token`, for listings in order of a number; 0 for an empty token."""
     cursor = decode_token(listing, token) or "0"
-    # Longer ones are not even read: Python refuses to.
+    # Python refuses to parse much longer numbers.
     if not cursor.isdecimal() or len(cursor) > len(str(sys.maxsize)) or int(cursor) > sys.maxsize:
         raise InvalidField("page_token", "is not one that this method gave")
     return int(cursor)
 
 
 def decode_key(listing: str, token: str, *kinds: type) -> tuple[Any, ...]:
-    """As `decode_token`, for listings in the order of several values of these types; () for an empty token."""
+    """Does as `decode_token`, for listings in order of several values of these types; () for an empty token."""
     cursor = decode_token(listing, token) or "[]"
     try:
         key = json.loads(cursor)
@@ -66,7 +66,7 @@ def decode_key(listing: str, token: str, *kinds: type) -> tuple[Any, ...]:
 async def cut_in_slices(
     items: Iterable[T | None], limit: int, listing: str, cursor: Callable[[T], object]
 ) -> tuple[list[T], str]:
-    """As `cut`, for a long search: others are served meanwhile. None stands for what the search passes over."""
+    """Does as `cut`, for a long search, while other calls are served. None stands for an item that does not match."""
     found: list[T] = []
     async for part in sliced(items):
         found += [item for item in part if item is not None]
@@ -76,7 +76,7 @@ async def cut_in_slices(
 
 
 def cut(items: Iterable[T], limit: int, listing: str, cursor: Callable[[T], object]) -> tuple[list[T], str]:
-    """The first `limit` items and the token of the next page, empty when nothing is left."""
+    """The first `limit` items and the token of the next page; the token is empty if nothing is left."""
     found = list(islice(items, limit + 1))
     if len(found) <= limit:
         return found, ""

@@ -1,4 +1,4 @@
-"""Requests and answers that a token with a tenant allows; a token without one allows all."""
+"""Restricts requests and answers to a token's tenant; a token without a tenant allows all."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,14 +12,14 @@ from protos.rpc.identity import Identity, PermissionDeniedError, Role, current
 
 
 def check(method: str, request: Any) -> None:
-    """Refuses requests about other tenants before the call is served, whether there is such a thing or not.
+    """Refuses requests about other tenants before the call is served, whether the named object exists or not.
 
     Raises PermissionDeniedError, InvalidField.
     """
     identity = current()
     if identity is None:
         return
-    # A scheduler has all prompts anyway.
+    # A scheduler sees all prompts anyway.
     reads_prompts = identity.role in (Role.OPERATOR, Role.SCHEDULER)
     if not reads_prompts and getattr(request, "include_token_ids", False):
         raise PermissionDeniedError(
@@ -35,7 +35,7 @@ def check(method: str, request: Any) -> None:
 
 
 def check_ids(_method: str, request: Any) -> None:
-    """Refuses an executor or a scheduler that speaks as another one. Raises PermissionDeniedError."""
+    """Refuses an executor or scheduler that uses another's id. Raises PermissionDeniedError."""
     identity = current()
     if identity is None or not identity.ids:
         return
@@ -46,14 +46,14 @@ def check_ids(_method: str, request: Any) -> None:
 
 
 def _named(request: Any) -> Iterable[tuple[str, Any]]:
-    """The messages of a request that may say whose call it is, with their paths."""
+    """The messages of a request that may name the caller, with their paths."""
     yield "", request
     if isinstance(request, pb.AdmitSequencesRequest):
         yield from ((f"admissions[{index}].", admission) for index, admission in enumerate(request.admissions))
 
 
 def _allow(_identity: Identity, _request: Any) -> None:
-    """Nothing in such a request names a tenant."""
+    """Allows a request in which nothing names a tenant."""
 
 
 def _check_name(identity: Identity, message: Any, field: str, path: str) -> None:
@@ -134,7 +134,7 @@ _CHECKS: Mapping[str, Callable[[Identity, Any], None]] = {
 
 
 def sees_all() -> bool:
-    """Whether the caller is about no single tenant."""
+    """Whether the caller is not limited to one tenant."""
     identity = current()
     return identity is None or not identity.tenant
 
@@ -150,7 +150,7 @@ def _owns(salt: str | None) -> bool:
 
 
 def sees_account(account: Quota) -> bool:
-    """Whether a quota is the caller's."""
+    """Whether a quota belongs to the caller."""
     return _owns(account.tenant_id if account.tenant_id is not None else account.salt)
 
 
@@ -160,31 +160,31 @@ def sees_rule(rule: RetentionRule) -> bool:
 
 
 def visible_rule(rule: RetentionRule) -> RetentionRule:
-    """The rule. Raises UnknownRuleError as if there were none, where there is one of others."""
+    """Returns the rule. Raises UnknownRuleError, as if it did not exist, for a rule of other tenants."""
     if not sees_rule(rule):
         raise UnknownRuleError(f"there is no rule {rule.name!r}", fields={"name": "is not known"})
     return rule
 
 
 def sees_hold(hold: HoldView) -> bool:
-    """Whether a hold is of the caller's blocks."""
+    """Whether a hold keeps the caller's blocks."""
     return _owns(hold.salt)
 
 
 def check_hold(name: str, holds: Iterable[HoldView]) -> None:
-    """Raises UnknownHoldError as if there were none, where a hold is of others."""
+    """Raises UnknownHoldError, as if it did not exist, for a hold of other tenants."""
     if not any(hold.name == name and sees_hold(hold) for hold in holds):
         raise UnknownHoldError(f"there is no hold {name!r}", fields={"name": "is not known"})
 
 
 def check_sequence(sequence_id: str, scope: Scope | None) -> None:
-    """Raises UnknownSequenceError as if there were none, where a sequence is of others."""
+    """Raises UnknownSequenceError, as if it did not exist, for a sequence of other tenants."""
     if not sees(scope):
         raise UnknownSequenceError(f"there is no sequence {sequence_id!r}", fields={"sequence_id": "is not known"})
 
 
 def redact_explanation(found: Explanation) -> Explanation:
-    """An explanation that says nothing of others' prompts."""
+    """Returns the explanation without information about other tenants' prompts."""
     if not sees_all():
         if found.miss_reason is MissReason.OTHER_SALT:
             found.miss_reason = MissReason.NEVER_STORED
@@ -194,14 +194,14 @@ def redact_explanation(found: Explanation) -> Explanation:
 
 
 def redact_pool(pool: pb.Pool) -> pb.Pool:
-    """A pool without what all tenants together do in it."""
+    """Returns the pool without its totals over all tenants."""
     if sees_all():
         return pool
     return pb.Pool(pool_id=pool.pool_id, spec=pool.spec, block_size=pool.block_size, total_blocks=pool.total_blocks)
 
 
 def visible_lookups(meter: TokenMeter) -> TokenMeter:
-    """The lookups of the caller's salts."""
+    """Returns the lookups of the caller's salts only."""
     if sees_all():
         return meter
     seen = TokenMeter()

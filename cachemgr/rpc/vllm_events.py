@@ -13,14 +13,14 @@ from cachemgr.types import BlockView, Scope, TierKind
 from protos.kvcommon.block_keys import low_keys
 from protos.kvcommon.tokens import unpack
 
-# What the readers call the tiers.
+# The readers' names of the tiers.
 _MEDIA = {TierKind.DEVICE: "GPU", TierKind.HOST: "CPU", TierKind.DISK: "STORAGE"}
-# An extra key that begins with it names the salt; any other text counts as part of no salt.
+# An extra key with this prefix names the salt; any other text is not part of a salt.
 _SALT = "dynamo-cache-salt:"
 
 
 class BlockStored(msgspec.Struct, tag=True):
-    """Blocks behind each other, which have come to a tier. `extra_keys` has an entry for each block."""
+    """Consecutive blocks of a chain that have entered a tier. `extra_keys` has an entry for each block."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -44,23 +44,23 @@ class AllBlocksCleared(msgspec.Struct, tag=True):
 
 
 class Batch:
-    """A batch that grows. Blocks of one chain that come one after the other share an event, as do removed ones."""
+    """A batch that grows. Consecutive blocks of one chain share an event, as do removed blocks."""
 
     def __init__(self, block_size: int, *, token_ids: bool) -> None:
-        """`token_ids`: whether stored blocks come with their tokens."""
+        """`token_ids`: whether to send stored blocks with their tokens."""
         self._block_size = block_size
         self._token_ids = token_ids
         self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
-        # The stored block that was added last.
+        # The key of the last added stored block.
         self._last_key = b""
         self.num_blocks = 0
 
     def clear(self) -> None:
-        """All blocks are gone, whatever was told before."""
+        """Adds that all blocks are gone; drops earlier events of the batch."""
         self._events = [AllBlocksCleared()]
 
     def store(self, block: BlockView) -> None:
-        """Adds a full block that has come to its tier."""
+        """Adds a full block that has entered its tier."""
         event = self._events[-1] if self._events else None
         medium = _MEDIA[block.tier]
         if not isinstance(event, BlockStored) or event.medium != medium or block.parent_key != self._last_key:
@@ -76,7 +76,7 @@ class Batch:
     def _new_chain(self, block: BlockView, medium: str) -> BlockStored:
         adapter = None if block.scope is None else block.scope.adapter_id
         parent = low_keys([block.parent_key])[0] if block.parent_key else None
-        # Readers tell adapters apart by their names, and take blocks without a name for those of the base model.
+        # Readers distinguish adapters by name, and assign blocks without a name to the base model.
         name = None if adapter is None else str(adapter)
         return BlockStored([], parent, [], self._block_size, adapter, medium, name, [])
 
@@ -94,12 +94,12 @@ class Batch:
         return bool(self._events)
 
     def encoded(self) -> bytes:
-        """The message, with the present time. It has no rank: the reader's own for this address counts."""
+        """The message, with the present time. It has no rank, so that the reader's own rank for this address counts."""
         return msgspec.msgpack.encode((time.time(), self._events, None))
 
 
 def _extra_keys(scope: Scope | None) -> list[str | tuple[str, int]] | None:
-    """What tells the block from others with the same tokens: adapter, content without tokens, salt and weights."""
+    """The parts that distinguish blocks with the same tokens: adapter, content without tokens, salt and weights."""
     if scope is None:
         return None
     found: list[str | tuple[str, int]] = []
@@ -115,7 +115,7 @@ def _extra_keys(scope: Scope | None) -> list[str | tuple[str, int]] | None:
 
 @lru_cache(maxsize=1024)
 def salt_name(salt: str) -> str:
-    """How a salt is told: as it is when a router has made it, else by the first 16 hex digits of its SHA-256."""
+    """The name of a salt in events: the salt itself if a router made it, else 16 hex digits of its SHA-256."""
     if salt.startswith(_SALT) and salt != _SALT:
         return salt
     return _SALT + sha256(salt.encode()).hexdigest()[:16]

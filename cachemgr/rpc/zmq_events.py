@@ -1,8 +1,8 @@
-"""What each executor's cache holds, published over ZeroMQ as vLLM publishes it, for routers that follow engines.
+"""Publishes the contents of each executor's cache over ZeroMQ, in vLLM's format, for routers that follow engines.
 
 Every executor has a PUB socket for its batches and a ROUTER socket for replays. A reader that has missed batches asks
-for a replay by number; where these are not kept it gets all that is there instead. Numbers grow over restarts, so that
-a reader notices each one. Readers that are too slow miss batches: none can slow the cache manager or make it grow.
+for a replay by number; if these batches are no longer kept, it gets the whole cache instead. Numbers grow over
+restarts, so that a reader notices each restart. Slow readers miss batches, and so never slow or grow the cache manager.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from cachemgr.slices import sliced
 from cachemgr.types import EventKind, ExecutorSpec, TierKind
 from protos.rpc import addresses
 
-# Events that are looked at in one slice.
+# How many events one slice looks at.
 _MAX_EVENTS = 512
-# Bounds of a batch, whichever is met first; a block is more than the bytes only by itself.
+# Limits of a batch, whichever is reached first; only a batch with a single block may exceed the bytes.
 _MAX_BLOCKS, _MAX_BYTES = 512, 1 << 16
-# Roughly, of a block: its hash and extra keys, and a token.
+# Approximate sizes in bytes: a block's hash and extra keys, and a token.
 _BLOCK_BYTES, _TOKEN_BYTES = 32, 5
-# Batches that wait for a slow reader; further ones are dropped for it.
+# The limit on batches that wait for a slow reader; further batches are dropped for that reader.
 WAITING_BATCHES = 256
-# Bytes of batches that an executor keeps for replays, and what one takes beside its message.
+# Bytes of batches that are kept per executor for replays, and the overhead of a batch besides its message.
 KEPT_BYTES, _KEPT_BATCH_BYTES = 16 << 20, 128
-# Without news there is a batch without events, from which new readers and those that missed the last one learn it.
+# If there are no events for this time, an empty batch tells new readers, and readers that missed a batch, the number.
 BEAT_SECONDS = 1.0
-# A reader that takes nothing of a replay for so long gets no more of it, and how often it is tried.
+# The time after which a replay ends if its reader takes nothing, and the time between attempts to send.
 _PATIENCE_SECONDS, _RETRY_SECONDS = 10.0, 0.02
-# Replays that an executor's readers may ask for at once. When others wait, a reader must take something sooner, and a
-# whole replay within the last of these times.
+# The limit on replays that an executor's readers may request at once. If other readers wait, a reader must take
+# something within the first of these times, and the whole replay within the second.
 _MOST_REPLAYS, _SHORT_PATIENCE_SECONDS, _SHARED_SECONDS = 32, 0.5, 30.0
-# For what is sent last.
+# The time limit for the last messages at the end.
 _LINGER_MILLISECONDS = 100
-# What ends a replay, in place of a number.
+# Marks the end of a replay, in place of a number.
 _END = (-1).to_bytes(8, "big", signed=True)
 
 BATCHES = Counter("kvkeep_zmq_batches", "Batches of events published to routers.", ["executor"])
@@ -60,9 +60,9 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class ZmqSettings:
-    """Addresses are of executors whose names end with no number or with 0; others add theirs to the ports.
+    """The base addresses. An executor whose name ends in a number adds it to the ports.
 
-    Without an address for replays there are none. In `topic` {executor_id} and {model} stand for those of the executor.
+    Without an address for replays, there are none. In `topic`, {executor_id} and {model} are the executor's.
     """
 
     events: str
@@ -72,20 +72,20 @@ class ZmqSettings:
 
 
 class Stream:
-    """The batches of one address: what is published there of which executor, and the newest ones for replays."""
+    """The batches of one address: the blocks published there of which executor, and the newest batches for replays."""
 
     def __init__(
         self, publisher: zmq.Socket[bytes], replays: zmq.asyncio.Socket | None, next_number: int, *, token_ids: bool
     ) -> None:
         self.replays = replays
-        # By reader, the numbers from which it has asked for batches and has not got all: one replay after the other.
+        # By reader: the first numbers of requested replays that are not finished; a reader's replays run one by one.
         self.asked: dict[bytes, deque[int]] = {}
         self.executor_id = self.pool_id = ""
         self.is_lost = True
         # The number of the newest batch.
         self.last = next_number - 1
-        # The tiers of published blocks by key, the block that came to its tier last at the end. The ancestors of a
-        # device block are on the device: they come before it.
+        # The tiers of published blocks by key, in the order in which blocks entered their tier. The ancestors of a
+        # device block are on the device, and so come before it.
         self.known: dict[bytes, TierKind] = {}
         self.batch_blocks = _MAX_BLOCKS
         self._publisher = publisher
@@ -101,8 +101,8 @@ class Stream:
         return Batch(self._block_size, token_ids=self._token_ids)
 
     def begin(self, executor: ExecutorSpec, pool_id: str, topic: str) -> None:
-        """From now on it is about the blocks of this pool, which may have some of its executor's last epoch."""
-        # What waits is about the executor before, and for the readers of its topic.
+        """Begins to publish the blocks of this pool, which may have blocks of its executor's last epoch."""
+        # Waiting events are about the previous executor, for the readers of its topic.
         self.flush()
         self.executor_id, self.pool_id, self.is_lost = executor.executor_id, pool_id, False
         self._topic = topic.replace("{executor_id}", executor.executor_id).replace("{model}", executor.model).encode()
@@ -112,18 +112,18 @@ class Stream:
         self._batch = self.new_batch()
 
     def end(self) -> None:
-        """The executor is lost."""
+        """Ends the publishing of a lost executor."""
         self.is_lost = True
         self.clear()
 
     def clear(self) -> None:
-        """No block is there any more."""
+        """Adds that all blocks are gone."""
         self.known.clear()
         self._batch = self.new_batch()
         self._batch.clear()
 
     def note(self, event: Event) -> None:
-        """Adds what an event changes to the next batch, which is published when it is full."""
+        """Adds the change of an event to the next batch, which is published when it is full."""
         block, batch = event.block, self._batch
         before = self.known.get(block.key)
         if event.kind is EventKind.REMOVED:
@@ -135,7 +135,7 @@ class Stream:
             if before is not None:
                 del self.known[block.key]
                 batch.remove(block.key, before)
-            # Readers know full blocks only. Of a block that was forgotten since there are no tokens.
+            # Readers only know full blocks. A block that was forgotten since then has no tokens.
             if block.num_tokens == self._block_size:
                 self.known[block.key] = block.tier
                 batch.store(block)
@@ -143,7 +143,7 @@ class Stream:
             self.publish()
 
     def flush(self) -> None:
-        """Publishes the events that wait, if there are some."""
+        """Publishes waiting events, if any."""
         if self._batch:
             self.publish()
 
@@ -158,7 +158,7 @@ class Stream:
         message = self._batch.encoded()
         self._batch = self.new_batch()
         self.last += 1
-        # A reader with too many waiting batches misses this one.
+        # A reader with too many waiting batches misses this batch.
         self._publisher.send_multipart((self._topic, self.last.to_bytes(8, "big"), message), zmq.DONTWAIT)
         BATCHES.labels(self.executor_id).inc()
         self._kept.append(message)
@@ -167,7 +167,7 @@ class Stream:
             self._kept_bytes -= len(self._kept.popleft()) + _KEPT_BATCH_BYTES
 
     def kept_from(self, number: int) -> list[tuple[int, bytes]] | None:
-        """The batches from a number on; None where the first of them is not kept."""
+        """The batches from a number on; None if the first of them is no longer kept."""
         first = self.last + 1 - len(self._kept)
         if number < first:
             return None
@@ -176,46 +176,46 @@ class Stream:
         return list(enumerate(islice(self._kept, number - first, None), start=number))
 
     def close(self) -> None:
-        """Closes the sockets. Replays are answered before: readers may wait for their end for ever."""
+        """Closes the sockets, but ends replays first, since readers may wait for their end for ever."""
         self._publisher.close(linger=0)
         if self.replays is None:
             return
         socket: zmq.Socket[bytes] = zmq.Socket.shadow(self.replays)
         readers = [reader for reader, numbers in self.asked.items() for _ in numbers]
         with contextlib.suppress(zmq.Again):
-            # Not for as long as requests come: that may be for ever.
+            # Limited, since requests may keep coming for ever.
             while len(readers) < WAITING_BATCHES:
                 readers.append(socket.recv_multipart(zmq.DONTWAIT)[0])
         for reader in readers:
-            # There is no room for it where too many batches wait for a slow one.
+            # Fails if too many batches already wait for a slow reader.
             with contextlib.suppress(zmq.ZMQError):
                 socket.send_multipart((reader, b"", _END, b""), zmq.DONTWAIT)
         self.replays.close(linger=_LINGER_MILLISECONDS)
 
     def forget(self) -> None:
-        """Drops the kept batches: there may be tokens of forgotten blocks in them."""
+        """Drops the kept batches, which may have tokens of forgotten blocks."""
         self._kept.clear()
         self._kept_bytes = 0
 
 
 class ZmqEvents:
-    """Follows the events of a manager, and publishes those of each executor's first layer group with full attention."""
+    """Follows a manager's events; publishes the events of each executor's first layer group with full attention."""
 
     def __init__(self, queries: Queries, feed: EventFeed, settings: ZmqSettings, first_number: int) -> None:
-        """`first_number` is that of the first batch of each executor, and larger at every start."""
+        """`first_number` is the number of each executor's first batch, and is larger at every start."""
         self._queries = queries
         self._feed = feed
         self._settings = settings
         self._first_number = first_number
         self._scrubs = queries.scrubs
-        # By the number that executors add to the ports, and by the pools that they are about.
+        # Streams by the number that executors add to the ports, and by the pool that they publish.
         self._streams: dict[int, Stream] = {}
         self._by_pool: dict[str, Stream] = {}
         self._context = zmq.asyncio.Context()
         self._tasks: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
-        """Publishes until it is cancelled; behind the end of the feed nothing new comes."""
+        """Publishes until it is cancelled; after the end of the feed, there is nothing new."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 await self._follow()
@@ -240,7 +240,7 @@ class ZmqEvents:
         await asyncio.Event().wait()
 
     async def _publish_after(self, number: int) -> int:
-        """Publishes all events behind a number; returns that of the last. Raises EventsGoneError."""
+        """Publishes all events after a number; returns the number of the last event. Raises EventsGoneError."""
         while happened := self._queries.events_after(number, _MAX_EVENTS):
             self._publish(happened)
             number = happened[-1].number
@@ -252,9 +252,9 @@ class ZmqEvents:
         return number
 
     async def _begin_again(self, number: int) -> int:
-        """Publishes the whole cache in place of events behind a number that are gone.
+        """Publishes the whole cache in place of events after a number that are gone.
 
-        Returns the number of the last event that it has, or the same one when more is gone meanwhile.
+        Returns the number of the last event that it includes, or the given number if more events are gone meanwhile.
         """
         with contextlib.closing(self._queries.snapshot()) as snapshot:
             try:
@@ -296,7 +296,7 @@ class ZmqEvents:
             stream.begin(executor, pool_id, self._settings.topic)
 
     def _stream_of(self, executor_id: str) -> Stream | None:
-        """The stream for an executor; None, with an error in the log, where it can have none."""
+        """The stream for an executor; None, with an error in the log, if it can have none."""
         number = addresses.number_of(executor_id)
         stream = self._streams.get(number)
         if stream is None:
@@ -311,7 +311,7 @@ class ZmqEvents:
         return None
 
     def _open(self, executor_id: str, number: int) -> Stream | None:
-        """Opens the sockets for executors with a number; None, with an error in the log, where that is not possible."""
+        """Opens the sockets for executors with a number; None, with an error in the log, if that fails."""
         publisher = zmq.Socket(self._context, zmq.PUB)
         publisher.sndhwm = WAITING_BATCHES
         replays = self._context.socket(zmq.ROUTER) if self._settings.replays else None
@@ -337,7 +337,7 @@ class ZmqEvents:
         return stream
 
     async def _answer_replays(self, stream: Stream, socket: zmq.asyncio.Socket) -> None:
-        """Takes the requests of an executor's readers, as long as there are few."""
+        """Takes the requests of an executor's readers while few replays are open."""
         assert self._tasks is not None
         places = asyncio.Semaphore(_MOST_REPLAYS)
         while True:
@@ -351,13 +351,13 @@ class ZmqEvents:
     async def _answer(
         self, stream: Stream, socket: zmq.asyncio.Socket, reader: bytes, places: asyncio.Semaphore
     ) -> None:
-        """The replays that one reader asks for, in the order of its requests."""
+        """Sends the replays that one reader asks for, in order of its requests."""
         numbers = stream.asked[reader]
         while numbers:
             has_ended = False
             try:
                 has_ended = await self._replay(stream, socket, reader, places)
-            except Exception:  # Whatever a reader asks for, others and the manager go on.
+            except Exception:  # A reader's request must not stop other readers or the manager.
                 REFUSED.labels("failed").inc()
                 log.exception("a replay failed", executor=stream.executor_id)
             if not has_ended:
@@ -368,7 +368,7 @@ class ZmqEvents:
     async def _replay(
         self, stream: Stream, socket: zmq.asyncio.Socket, reader: bytes, places: asyncio.Semaphore
     ) -> bool:
-        """Sends a replay whole, or returns false; its request is taken out at the moment when its end is sent."""
+        """Sends a whole replay, or returns False; removes its request at the moment when its end is sent."""
         numbers, until = stream.asked[reader], time.monotonic() + _SHARED_SECONDS
         kept = stream.kept_from(numbers[0])
         REPLAYS.labels("everything" if kept is None else "kept").inc()
@@ -378,9 +378,9 @@ class ZmqEvents:
         return await _send(socket, (reader, b"", _END, b""), places, until, numbers.popleft)
 
     async def _everything(self, stream: Stream) -> AsyncIterator[tuple[int, bytes]]:
-        """The published blocks in as many batches as needed, of which the last one has the number of the newest batch.
+        """Yields the published blocks in as many batches as needed; the last has the number of the newest batch.
 
-        A block that changes meanwhile is as it is by its turn, or left out: its change is in a later batch.
+        A block that changes meanwhile is sent as of its turn, or left out; its change is in a later batch.
         """
         keys, pool_id, size = list(stream.known), stream.pool_id, stream.batch_blocks
         begins = range(0, len(keys), size)
@@ -402,9 +402,9 @@ async def _each(kept: list[tuple[int, bytes]]) -> AsyncIterator[tuple[int, bytes
 
 
 async def _request(socket: zmq.asyncio.Socket) -> tuple[bytes, int]:
-    """The next request for a replay: who asks, and from which number on. Other messages are counted."""
+    """The next request for a replay: who asks, and from which number on. Other messages are only counted."""
     while True:
-        # A request that is taken out at the end of the process would be lost.
+        # Polls first: a request that is received at the end of the process would be lost.
         await socket.poll()
         try:
             reader, *frames = await socket.recv_multipart(zmq.DONTWAIT)
@@ -422,9 +422,9 @@ async def _send(
     until: float,
     sent: Callable[[], object] = lambda: None,
 ) -> bool:
-    """Sends one message of a replay; false when its reader is gone, or takes nothing, or has taken too long.
+    """Sends one message of a replay; False if its reader is gone, takes nothing, or has taken too long.
 
-    sent: called before anything else can happen. places: locked when other readers wait. until: when it ends then.
+    sent: called before anything else can happen. places: locked if other readers wait. until: the time limit then.
     """
     begun = now = time.monotonic()
     while now < (min(begun + _SHORT_PATIENCE_SECONDS, until) if places.locked() else begun + _PATIENCE_SECONDS):
@@ -437,14 +437,14 @@ async def _send(
             return False
         else:
             sent()
-            # Others are served between two messages.
+            # Other calls are served between two messages.
             await asyncio.sleep(0)
             return True
     return False
 
 
 def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str, number: int) -> str:
-    """Binds to a port that is so much larger; returns the address. Raises ZMQError, ValueError."""
+    """Binds to the address with `number` added to its port; returns the address. Raises ZMQError, ValueError."""
     host, port = addresses.split_host_port(addresses.moved(address, number))
     host = "127.0.0.1" if host == "localhost" else host
     socket.tcp_keepalive = 1
