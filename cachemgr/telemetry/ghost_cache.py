@@ -1,20 +1,20 @@
-"""Ghost caches: the hits of a pool with another size or another eviction order, from live requests.
+"""Ghost caches: the hits of a pool with a different size or eviction order, from live requests.
 
 Only blocks whose keys lie below a bound are simulated, in caches smaller by the same share: spatially hashed sampling
 as in SHARDS (Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC construction with SHARDS", FAST '15). Keys are
-hashes already. Misses are counted, and hits are the rest: many blocks miss once, but few blocks hit very often, and
-each of them is in a sample or not. The misses of the real pool are known of all blocks: they say how many misses the
-sample stands for. A cache of another size has mostly the same misses, so that chance hardly counts.
+already hashes. Misses are counted, and hits are the rest: many blocks miss once, but few blocks hit very often, and a
+sample has each of these few or not. The misses of the real pool are known for all blocks, and so say how many misses
+the sample stands for. A cache of a different size has mostly the same misses, so that chance hardly matters.
 
-Where all blocks are simulated, each cache matches beginnings of blocks among its own. In a sample most of these are
-missing: there a beginning is a hit where the block is still cached that the real pool copied it from. Beginnings that
-only a larger cache would have are not counted then, and no cache has more hits than a cache that evicts nothing.
+If all blocks are simulated, each cache matches beginnings of its own blocks. In a sample, most of these blocks are
+missing, so a beginning is a hit if the block from which the real pool copied it is still cached. Beginnings that only
+a larger cache would have are then not counted, and no cache has more hits than a cache that evicts nothing.
 
-A block is a hit only if all its ancestors are. Nothing has to check that: a sequence uses a block with its ancestors,
-and releases them later. So an ancestor is evicted later in every order here, and each block is simulated alone.
+A block is a hit only if all its ancestors are hits. This needs no check: a sequence uses a block with its ancestors,
+and releases the ancestors later. So every order here evicts an ancestor later, and each block is simulated alone.
 
-Not simulated are pins, quotas, rules that change, purges, and capacity ahead of need. All tiers count as one cache of
-their common size.
+Pins, quotas, changes of rules, purges, and capacity ahead of need are not simulated. All tiers count as one cache of
+their total size.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from cachemgr.types import ManagerConfig
 
 DEVICE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-# Of all tiers together, where there are several.
+# Sizes relative to all tiers together, if there are several.
 TIER_FACTORS = (0.5, 1.0, 2.0, 4.0)
-# Half a megabyte: enough to distinguish some million blocks.
+# Half a megabyte, which is enough to distinguish some million blocks.
 _SEEN_BITS = 1 << 22
 _EVERY_KEY = b"\xff" * 33
 
@@ -47,24 +47,24 @@ _REUSED = RetentionRequest("reused", DEFAULT_PRIORITY + 1, 600.0)
 
 
 class _Counts:
-    """Lookups of a time. A miss in a zone is a hit of the caches from that number on."""
+    """Lookups of a period. A miss in a zone is a hit of the caches from that number on."""
 
     def __init__(self, begin: float, policies: int, zones: int) -> None:
         self.begin = begin
         # Full blocks of prompts, their tokens that can be hits, all tokens, and the hits of the pool among them.
         self.blocks = self.reachable = self.tokens = self.found = 0
-        # Hits of the pool in blocks of which only the beginning matched.
+        # Hits of the pool in blocks with only a matching beginning.
         self.partly = 0
-        # The least hits of a cache that evicts nothing.
+        # A lower bound on the hits of a cache that evicts nothing.
         self.endless = 0
-        # Full blocks that the pool missed: all of them, and those of the sample.
+        # Full blocks that the pool missed: all, and the ones in the sample.
         self.pool_missed_blocks = self.pool_missed_tokens = 0
         self.sampled_missed_blocks = self.sampled_missed_tokens = 0
         # Tokens of beginnings whose source is in the sample.
         self.sampled_partly = 0
-        # By policy and cache, where all blocks are simulated.
+        # By policy and cache, if all blocks are simulated.
         self.hit_tokens = [[0] * zones for _ in range(policies)]
-        # By policy and zone, of the sample.
+        # By policy and zone, in the sample.
         self.missed_blocks = [[0] * (zones + 1) for _ in range(policies)]
         self.missed_tokens = [[0] * (zones + 1) for _ in range(policies)]
         self.missed_partly = [[0] * (zones + 1) for _ in range(policies)]
@@ -90,9 +90,9 @@ class _PolicyCaches:
 
 
 class Ghosts:
-    """The ghost caches of one pool with full attention. They sample `sample` blocks of as many as the device has.
+    """The ghost caches of one pool with full attention. A cache as large as the device samples `sample` blocks.
 
-    With `partial_reuse` blocks of which only the beginning matches are hits, too.
+    With `partial_reuse`, blocks with only a matching beginning are hits, too.
     """
 
     def __init__(self, pool: BlockPool, sample: int, *, partial_reuse: bool) -> None:
@@ -105,7 +105,7 @@ class Ghosts:
         self._sizes = self._wanted_sizes()
         limits = self._limits()
         self._policies = [_PolicyCaches(policy, limits) for policy in GhostPolicy]
-        # A bit for each key that was ever looked up or stored; keys may share one.
+        # A bit for each key that was ever looked up or stored; keys may share a bit.
         self._seen = bytearray(_SEEN_BITS // 8)
         self._all = self._counts(0.0)
         self._buckets: deque[_Counts] = deque(maxlen=int(MAX_WINDOW_SECONDS / BUCKET_SECONDS) + 1)
@@ -124,9 +124,9 @@ class Ghosts:
         return _Counts(begin, len(GhostPolicy), len(self._sizes))
 
     def admitted(self, sequence: LiveSequence, now: float, *, is_read: bool, source: bytes = b"") -> None:
-        """A sequence was admitted; `is_read` if it has looked for cached blocks.
+        """Notes that a sequence was admitted; `is_read` if it has looked for cached blocks.
 
-        `source` is the key of the block whose first tokens the sequence copies or takes over, empty for none.
+        `source` is the key of the block whose first tokens the sequence copies or takes over; empty for none.
         """
         if self.pool.device.total != self._total:
             self._resize()
@@ -134,7 +134,7 @@ class Ghosts:
         full = len(sequence.tokens) // size
         sequence.key(full - 1)
         keys = sequence.keys
-        # The last token is computed: without partial reuse, with all of the block that ends with it.
+        # The last token is computed; without partial reuse, so is the whole block that ends with it.
         last = len(sequence.tokens) - 1
         reachable = min(full * size, last if self._partial_reuse else last // size * size)
         counted = self._counted(sequence, now, full, reachable) if is_read else ()
@@ -154,7 +154,7 @@ class Ghosts:
             counts.pool_missed_blocks += full - known
             counts.pool_missed_tokens += max(0, reachable - known * size)
             counts.sampled_partly += partly
-        # The source of the beginning is in use, too, and among the blocks that are simulated.
+        # The source of the beginning is in use, too, and is among the simulated blocks.
         copied_from = bool(source and sequence.tickets)
         in_use = (self.pool.device.used - copied_from) * self.rate
         for index, policy in enumerate(self._policies):
@@ -183,14 +183,14 @@ class Ghosts:
             caches.fit(in_use)
 
     def _content(self, sequence: LiveSequence, block_index: int) -> Content | None:
-        """The content by which a beginning matches a full block, where all blocks are simulated."""
+        """The content by which a beginning matches a full block, if all blocks are simulated."""
         if self.rate < 1.0:
             return None
         start, end = block_index * self._size, (block_index + 1) * self._size
         return Content(sequence.key(block_index - 1), sequence.packed(start, end), sequence.block_scope(start, end))
 
     def _count_hits(self, index: int, sequence: LiveSequence, counted: tuple[_Counts, ...]) -> None:
-        """Counts the hits of each cache of a policy, where all blocks are simulated and the prompt was looked up."""
+        """Counts the hits of each cache of a policy, if all blocks are simulated and the prompt was looked up."""
         if counted:
             for number, tokens in enumerate(self._hits(sequence, self._policies[index].caches)):
                 for counts in counted:
@@ -201,7 +201,7 @@ class Ghosts:
         size, number, most = self._size, len(self._sizes), len(sequence.tokens) - 1
         found = [0] * number
         sources: dict[Ghost, None] = {}
-        # Caches from this one on have all blocks so far.
+        # Caches from this number on have all blocks so far.
         first = 0
         for block_index in range(most // size + 1):
             block = caches.blocks.get(sequence.key(block_index)) if block_index < most // size else None
@@ -246,7 +246,7 @@ class Ghosts:
         return counted
 
     def _requests(self, sequence: LiveSequence, indexes: Sequence[int]) -> list[RetentionRequest | None]:
-        """The retention request of each block, or a larger one of its descendants, which it outlives."""
+        """The retention request of each block, raised to its descendants' requests, since it outlives them."""
         requests, size = sequence.retention, self._size
         best = requests.at(len(sequence.tokens))
         found = []
@@ -256,7 +256,7 @@ class Ghosts:
         return found[::-1]
 
     def stored(self, sequence: LiveSequence) -> int:
-        """Leading blocks of a sequence that hold the tokens of their keys."""
+        """Returns how many leading blocks of a sequence hold the tokens of their keys."""
         eviction = sequence.eviction
         # Once it has evicted tokens, its table says nothing of its earlier blocks.
         if eviction is not None and eviction.has_begun:
@@ -264,11 +264,11 @@ class Ghosts:
         return self._storable(sequence, sequence.tables[self.pool.spec.group].committed)
 
     def _storable(self, sequence: LiveSequence, blocks: int) -> int:
-        """Of so many leading blocks, those within the bound on what the sequence stores."""
+        """How many of N = `blocks` leading blocks are within the limit on what the sequence stores."""
         return blocks if sequence.store_limit is None else min(blocks, sequence.store_limit // self._size)
 
     def released(self, sequence: LiveSequence, stored: int) -> None:
-        """A sequence has released its blocks, of which N = `stored` leading blocks were stored."""
+        """Notes that a sequence has released its blocks, the first `stored` of which were stored."""
         size, bound = self._size, self._bound
         in_use = self.pool.device.used * self.rate
         keys = sequence.keys[:stored]
@@ -313,7 +313,7 @@ class Ghosts:
             seen[at >> 3] |= 1 << (at & 7)
 
     def _count_seen(self, keys: Sequence[bytes], known: int) -> int:
-        """Leading keys that were seen before, of which so many are known to be."""
+        """How many leading keys were seen before; the first `known` are known to be."""
         seen = self._seen
         for block_index in range(known, len(keys)):
             at = int.from_bytes(keys[block_index][:4], "little") % _SEEN_BITS
@@ -332,17 +332,17 @@ class Ghosts:
         return found
 
     def _resize(self) -> None:
-        """An operator has changed the share of the device: the sizes change with it, the sample does not."""
+        """Adapts the sizes after an operator has changed the share of the device; the sample stays."""
         self._total = self.pool.device.total
         zones = len(self._sizes)
         sizes = self._wanted_sizes()
-        # Two sizes that are equal by chance stay two.
+        # Two sizes that happen to be equal stay separate.
         self._sizes = sizes + [sizes[-1]] * (zones - len(sizes)) if len(sizes) <= zones else sizes[:zones]
         for policy in self._policies:
             policy.caches.limits = self._limits()
 
     def report(self, since: float | None = None) -> GhostReport:
-        """The hits from about this time on, or from the beginning."""
+        """The hits since about this time; None for all time."""
         found = [self._all] if since is None else [one for one in self._buckets if one.begin + BUCKET_SECONDS > since]
         blocks, reachable, tokens, hit, partly, endless = (
             sum(getattr(counts, field) for counts in found)
@@ -389,12 +389,12 @@ def _extent(request: RetentionRequest) -> tuple[int, float]:
 
 
 def _is_covered(caches: NestedCaches, content: Content | None) -> bool:
-    """Whether a cached block begins with these tokens, also in caches that are too small for that block."""
+    """Whether a cached block begins with these tokens, even in caches that are too small for that block."""
     return content is not None and caches.covering(content) is not None
 
 
 def ghosts_of(pools: Iterable[BlockPool], config: ManagerConfig) -> Ghosts | None:
-    """The ghost caches of an executor: of its first pool with full attention, which decides the prefix hits."""
+    """Makes the ghost caches of an executor, for its first pool with full attention, which decides the prefix hits."""
     pool = next((pool for pool in pools if pool.window is None), None)
     if pool is None or not config.ghost_sample:
         return None

@@ -1,8 +1,8 @@
-"""Caches of several sizes without bytes, nested in each other: the blocks that each of them would still have.
+"""Simulated caches of several sizes, nested in each other: the blocks that each cache would still have.
 
-With an eviction order that does not depend on the size, the blocks of a smaller cache are a part of those of a larger
-one. So one pass over the uses simulates all sizes (Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for
-storage hierarchies", IBM Systems Journal 9(2), 1970). A block that one cache evicts is in larger caches only.
+With an eviction order that does not depend on the size, a larger cache has all blocks of a smaller cache. So one pass
+over the uses simulates all sizes (Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for storage
+hierarchies", IBM Systems Journal 9(2), 1970). A block that one cache evicts is only in larger caches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Content(NamedTuple):
 class Ghost(Block):
     """A block without bytes. `zone` is the number of the smallest cache that has it.
 
-    `stored` is false until a sequence has computed it. A beginning matches only blocks with a node, that of the parent.
+        `stored` is false until a sequence has computed the block. A beginning matches only blocks with a parent node.
     """
 
     __slots__ = ("node", "stored", "zone")
@@ -48,22 +48,22 @@ class Ghost(Block):
 
 
 class NestedCaches:
-    """`limits` are the sizes in blocks, ascending. Leases count as in a pool.
+    """The caches of one eviction order. `limits` are the sizes in blocks, ascending. Leases count as in a pool.
 
-    No child is evicted after its parent: callers use all ancestors of a block, and request at least as much retention
-    for a block as for its descendants.
+    No child is evicted after its parent, since callers use all ancestors of a block, and request at least as much
+    retention for a block as for its descendants.
     """
 
     def __init__(self, limits: tuple[float, ...]) -> None:
         self.limits = limits
         self.blocks: dict[bytes, Ghost] = {}
-        # By the key of their parent, blocks that a beginning may match.
+        # Blocks that a beginning may match, by the key of their parent.
         self._parents: dict[bytes, Node] = {}
-        # Not read; the lease book counts here.
+        # Never read; the lease book needs these counters.
         self.honoured_leases = self.broken_leases = 0
         self.is_lost = False
         self._orders = [EvictionQueue() for _ in limits]
-        # Blocks of each zone, those in use with the first.
+        # Blocks of each zone; used blocks count in the first zone.
         self._counts = [0] * len(limits)
         self._used = 0
         self._uses = 0
@@ -73,7 +73,7 @@ class NestedCaches:
         self._leases.advance(now)
 
     def use(self, key: bytes, content: Content | None = None) -> tuple[Ghost, int]:
-        """Adds a reference; returns the block, and the number of the smallest cache that had it, or of all caches."""
+        """Adds a reference; returns the block and the smallest cache that had it, or the number of caches if none."""
         block = self.blocks.get(key)
         if block is None:
             zone = len(self.limits)
@@ -113,7 +113,7 @@ class NestedCaches:
             self._leases.start(block)
 
     def beginnings(self, parent: bytes, tokens: bytes, extra: bytes, caches: range) -> Iterator[tuple[int, Ghost, int]]:
-        """The caches among these with a child that begins alike, with the best child and its common tokens."""
+        """Yields the caches that have a child with a common beginning, with the best child and its common tokens."""
         node = self._parents.get(parent)
         if node is None:
             return
@@ -128,7 +128,7 @@ class NestedCaches:
             yield number, best, common
 
     def touch(self, block: Ghost) -> None:
-        """The caches that have the block have read it: it is the last to be evicted."""
+        """Notes that the caches that have the block have read it, so that it is evicted last."""
         if not block.refs:
             order = self._orders[block.zone]
             order.remove(block)
@@ -141,14 +141,14 @@ class NestedCaches:
         return parent in self._parents
 
     def covering(self, content: Content) -> Ghost | None:
-        """A block that begins with this content."""
+        """Returns a block that begins with this content."""
         node = self._parents.get(content.parent)
         found = None if node is None else covering_child(node, content.tokens, content.scope.extra)
         assert found is None or isinstance(found, Ghost)
         return found
 
     def cover(self, content: Content) -> None:
-        """Forgets blocks that no sequence uses and that are the beginning of a longer one."""
+        """Forgets unused blocks that are the beginning of a longer block."""
         node = self._parents.get(content.parent)
         for block in [] if node is None else covered_children(node, content.tokens, content.scope.extra):
             assert isinstance(block, Ghost)
@@ -169,13 +169,13 @@ class NestedCaches:
 
     @staticmethod
     def view(_: Block) -> BlockView:
-        """An empty view: no event is read."""
+        """Returns an empty view, since no event is read."""
         return BlockView.of_pool("")
 
     def fit(self, in_use: float) -> None:
-        """Evicts from each cache what exceeds its size. A cache whose blocks are all in use may exceed it.
+        """Evicts the excess from each cache. A cache whose blocks are all in use may exceed its size.
 
-        `in_use` counts the used blocks of the real pool. They include blocks that have no key yet.
+        `in_use` counts the used blocks of the real pool, including blocks that have no key yet.
         """
         total = max(0.0, in_use - self._used)
         limits, orders, counts = self.limits, self._orders, self._counts

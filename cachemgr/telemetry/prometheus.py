@@ -1,4 +1,4 @@
-"""What a cache manager has counted, for Prometheus: read when it is scraped."""
+"""A cache manager's counters for Prometheus, read at each scrape."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 LONGEST_STALL = Gauge(
     "kvkeep_cachemgr_longest_stall_seconds", "Longest time of the last minute without an answer to any call."
 )
-# A scrape that meets a longer stall gets what the one before got.
+# A scrape during a longer stall gets the previous scrape's answer.
 _SCRAPE_SECONDS = 5.0
 _POOL, _TIER = ["pool"], ["pool", "tier"]
 
 
 class CacheCollector(Collector):
-    """Reads a manager's counters in the thread that made the collector: scrapes come in another one."""
+    """Reads a manager's counters in the thread that made the collector, while scrapes come in another thread."""
 
     def __init__(self, queries: Queries) -> None:
-        """To be made in the event loop that runs the queries."""
+        """Must be called in the event loop that runs the queries."""
         self._queries = queries
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._families: list[Metric] = []
 
     def describe(self) -> list[Metric]:
-        """Nothing: to register the collector reads no counter."""
+        """Returns nothing, so that registering the collector reads no counter."""
         return []
 
     def collect(self) -> list[Metric]:
@@ -54,7 +54,7 @@ class CacheCollector(Collector):
 
 
 def families(queries: Queries) -> Iterator[Metric]:
-    """All families of a manager's pools, tiers, salts and sequences. A pool of a lost executor is in none."""
+    """Yields all families of a manager's pools, tiers, salts and sequences, without pools of lost executors."""
     pools = queries.block_pools()
     yield from _pool_families(pools)
     yield from _tier_families(pools)
@@ -143,7 +143,7 @@ def _tier_families(pools: list[BlockPool]) -> Iterator[Metric]:
 
 
 def _lower_tier_families(pools: list[BlockPool]) -> Iterator[Metric]:
-    """Of pools with lower tiers."""
+    """Yields the families of pools with lower tiers."""
     total = GaugeMetricFamily("kvkeep_tier_blocks", "Usable slots of a tier.", labels=_TIER)
     used = GaugeMetricFamily(
         "kvkeep_tier_used_blocks", "Slots under a copy, a hold or a pin; on the device also in use.", labels=_TIER
@@ -184,7 +184,7 @@ def _lower_tier_families(pools: list[BlockPool]) -> Iterator[Metric]:
 
 
 def _salt_families(pools: list[BlockPool]) -> Iterator[Metric]:
-    # A salt itself opens what is cached under it.
+    # Hashed, since knowing a salt gives access to everything cached under it.
     labels = [*_POOL, "salt_sha256"]
     queried = CounterMetricFamily(
         "kvkeep_salt_queried_tokens", "Prompt tokens looked up in the prefix cache, by salt.", labels=labels
@@ -199,7 +199,7 @@ def _salt_families(pools: list[BlockPool]) -> Iterator[Metric]:
 
 
 class Stalls:
-    """The longest stall of the last minute: kept for the half minute that runs and for the one before."""
+    """The longest stall of the last minute, kept for the current half minute and the previous one."""
 
     _PERIOD_SECONDS = 30.0
 
@@ -208,7 +208,7 @@ class Stalls:
         self._longest = self._before = 0.0
 
     def note(self, now: float, seconds: float) -> None:
-        """The event loop was late by so many seconds."""
+        """Notes that the event loop was late by N = `seconds` seconds."""
         if now - self._begun >= self._PERIOD_SECONDS:
             is_next = now - self._begun < 2 * self._PERIOD_SECONDS
             self._before, self._longest, self._begun = self._longest if is_next else 0.0, 0.0, now
