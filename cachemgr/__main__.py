@@ -19,7 +19,7 @@ def main() -> None:
     )
     replaying.add_argument("file", metavar="FILE", type=Path, help="written because of KVKEEP_CACHEMGR_OPERATION_LOG")
     asked = parser.parse_args()
-    # Imported late, so that --help takes no seconds.
+    # Imported late, so that --help is fast.
     if asked.command is None:
         from cachemgr.process import run
 

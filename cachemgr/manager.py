@@ -1,4 +1,4 @@
-"""The cache manager decides about every block of every executor. It is synchronous and has no clock of its own."""
+"""The cache manager, which decides about every block of every executor. It is synchronous and has no own clock."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -79,10 +79,10 @@ FREED_AT_A_TIME = 20_000
 
 
 class CacheManager:
-    """The calls of executors and schedulers. `queries` has all calls that read, `operators` those of operators.
+    """The calls of executors and schedulers. `queries` has all calls that read, `operators` has operators' calls.
 
-    Every call is all or nothing: after a ServiceError nothing has changed. Any other error is a fault of this program
-    and may leave half of a call; the process ends then.
+    Every call is all or nothing: after a ServiceError, nothing has changed. Any other error is a bug and may leave a
+    call half done; the process then ends.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class CacheManager:
         operator_journal: OperatorJournal | None = None,
         new_ghosts: Callable[[Iterable[BlockPool], ManagerConfig], GhostCaches | None] = lambda _pools, _config: None,
     ) -> None:
-        """`epoch` is positive and grows with every start of the process: handles and tickets are numbered from it.
+        """`epoch` is positive and grows with every start of the process; handles and tickets are numbered from there.
 
-        `clock` gives a monotonic time in seconds; every call that depends on time reads it once. `new_ghosts` makes the
-        ghost caches of an executor that registers, from its pools.
+        `clock` returns a monotonic time in seconds; every call that depends on time reads it once. `new_ghosts` makes
+        the ghost caches of a registering executor from its pools.
         """
         self.epoch = epoch
         self.config = config or ManagerConfig()
@@ -113,29 +113,29 @@ class CacheManager:
 
     @property
     def begun(self) -> int:
-        """Calls that have begun to change the state."""
+        """Number of calls that have begun to change the state."""
         return self._state.begun
 
     @property
     def lost_blocks(self) -> int:
-        """Entries of lost executors that later calls of `expire` free."""
+        """Number of entries of lost executors that later calls of `expire` free."""
         return len(self._state.lost_blocks)
 
     @property
     def is_behind(self) -> bool:
-        """Whether `expire` is due again at once."""
+        """Whether `expire` should be called again at once."""
         is_held = any(executor.holds.is_behind for executor in self._state.executors.values())
         is_paid = not any(pool.can_withhold for pool in self._state.pools())
         return is_held or bool(self._state.unfinished_slices) or self._state.leases.is_behind or not is_paid
 
     def go_on(self) -> None:
-        """Begins the next slice of a call: leases have ended meanwhile."""
+        """Begins the next slice of a call; leases may have ended meanwhile."""
         self._state.begin()
 
     # Executors
 
     def has_old_writers(self, spec: ExecutorSpec) -> bool:
-        """Whether steps of an executor that registers may still write into blocks of an earlier manager."""
+        """Whether steps of a registering executor may still write into blocks of an earlier manager."""
         return spec.steps_manager_epoch not in (0, self.epoch)
 
     def register_executor(
@@ -146,20 +146,20 @@ class CacheManager:
         *,
         later: bool = False,
     ) -> Restored:
-        """Registers an executor, or registers it again; returns its cached blocks that stay.
+        """Registers an executor, or registers it again; returns how many cached blocks stay.
 
-        A new epoch has an empty device; of lower tiers stays what `spec` lists. `stored` and `pins` come from the
-        store: those of this epoch, or of lower tiers for an older one. They count for an executor that is not
-        registered; each record is checked, and a record that does not hold is reported to the journals as removed. With
-        `later` they come in calls of `restore_blocks`, and `end_recovery` is the last.
+        A new epoch has an empty device; lower tiers keep the blocks that `spec` lists. `stored` and `pins` come from
+        the store: records of this epoch or, for an older epoch, of lower tiers. They only count if the executor is not
+        registered; each record is checked, and an invalid record is reported to the journals as removed. With `later`,
+        they follow in calls of `restore_blocks`, and `end_recovery` is the last call.
 
-        Raises InvalidField, StaleExecutorError, PoolSpecError. Raises SchedulerFirstError when blocks may be restored
-        and sequences of an earlier manager may still write into them.
+        Raises InvalidField, StaleExecutorError, PoolSpecError. Raises SchedulerFirstError if blocks may be restored
+        while sequences of an earlier manager may still write into them.
         """
         now = self._state.begin()
         check_spec(spec)
         known = self._state.executors.get(spec.executor_id)
-        # The epoch ends with the lease: the clock behind epochs may go back between two starts.
+        # Only while registered: an epoch ends with its lease, since the clock may go back between two starts.
         if known is not None and spec.executor_epoch < known.epoch:
             raise StaleExecutorError(
                 f"executor {spec.executor_id} has started again since", fields={"executor_epoch": "is an older one"}
@@ -171,7 +171,7 @@ class CacheManager:
                     "the pools of one epoch do not change", fields={"pools": "differ from the registered ones"}
                 )
             known.deadline = deadline
-            # The executor knows best: it may not have come to use those that it has announced.
+            # The executor knows best: it may not have switched to the weights that it announced.
             at_once(self._use_weights(known, spec.weight_version))
             return known.cached()
         stored = [] if known is not None else list(stored)
@@ -213,7 +213,7 @@ class CacheManager:
         if recovery is not None:
             for record in sorted(stored, key=lambda record: record.depth):
                 recovery.restore(record)
-        # Before pins are restored: their budget is a share of the pool. The sample of ghost caches is one, too.
+        # Before pins are restored, since their budget is a share of the pool. So is the sample of ghost caches.
         divide_device_memory(pools, spec, self._state.shares)
         executor = Executor(
             spec.without_contents(),
@@ -235,8 +235,8 @@ class CacheManager:
     def _recovery(
         self, spec: ExecutorSpec, known: Executor | None, pools: list[BlockPool], scopes: CacheScopes, *, needed: bool
     ) -> Recovery | None:
-        """The recovery of an executor that registers; None unless blocks may be restored or must be overwritten."""
-        # Taken out in any case: neither applies to later blocks.
+        """Makes the recovery of a registering executor; None unless blocks may be restored or must be overwritten."""
+        # Taken out in any case, since neither applies to later blocks.
         to_zero = self._forgotten.to_zero(spec.executor_id)
         purged = self._forgotten.purged(spec.executor_id)
         if not needed and not to_zero:
@@ -249,9 +249,9 @@ class CacheManager:
         return recovery
 
     def is_too_large_to_carry_over(self, spec: ExecutorSpec) -> bool:
-        """Whether a restarted executor has too many slots to carry over in one call: then `end_epoch` comes first.
+        """Whether a restarted executor has too many slots to carry over in one call, so that `end_epoch` comes first.
 
-        False while the store has less than the index, and where holds would be lost that are in no store.
+        False while the store has less than the index, and if holds would be lost that are in no store.
         """
         known = self._state.executors.get(spec.executor_id)
         if known is None or spec.executor_epoch <= known.epoch or not lower_tiers_survive(known.spec, spec):
@@ -261,7 +261,7 @@ class CacheManager:
         return not can_carry_over(known, spec)
 
     def end_epoch(self, executor_id: str, executor_epoch: int) -> None:
-        """Ends an epoch whose executor has restarted, as the end of its lease does.
+        """Ends an epoch whose executor has restarted, as the end of its lease would.
 
         Blocks of its lower tiers are restored from the store when the executor registers.
         """
@@ -272,19 +272,19 @@ class CacheManager:
             del self._state.executors[executor_id]
 
     def is_recovering(self, executor_id: str) -> bool:
-        """Whether blocks of an executor are still to be restored."""
+        """Whether blocks of an executor have yet to be restored."""
         executor = self._state.executors.get(executor_id)
         return executor is not None and executor.recovery is not None
 
     def cached_blocks(self, executor_id: str) -> Restored:
-        """Cached blocks of an executor; none of an unknown executor."""
+        """Counts cached blocks of an executor; none for an unknown executor."""
         executor = self._state.executors.get(executor_id)
         return Restored(0, 0) if executor is None else executor.cached()
 
     def restore_blocks(self, executor_id: str, executor_epoch: int, stored: Iterable[BlockRecord]) -> None:
-        """Restores a part of the stored blocks: all parents come before their children, over all calls.
+        """Restores a part of the stored blocks. Over all calls, parents come before their children.
 
-        Blocks that do not hold are reported to the journal as removed. Blocks of an earlier epoch are ignored.
+        Invalid blocks are reported to the journal as removed. Blocks of an earlier epoch are ignored.
         """
         self._state.begin()
         executor = self._state.executors.get(executor_id)
@@ -294,7 +294,7 @@ class CacheManager:
             executor.recovery.restore(record)
 
     def end_recovery(self, executor_id: str, executor_epoch: int, pins: Iterable[PinRecord] = ()) -> None:
-        """Ends the restoring of blocks, and restores `pins` as far as their blocks are cached again."""
+        """Ends the restoring of blocks, and restores `pins` whose blocks are cached again."""
         self._state.begin()
         executor = self._state.executors.get(executor_id)
         if executor is not None and executor.epoch == executor_epoch and executor.recovery is not None:
@@ -307,7 +307,7 @@ class CacheManager:
         executor.holds.restore_pins(pins, executor.pools, self._state.leases.now)
 
     def _end_executor(self, executor: Executor) -> None:
-        # Stored blocks of this executor were used before all later blocks.
+        # Stored blocks of this executor count as used before all later blocks.
         self._state.uses = max(self._state.uses, *(pool.lru_clock for pool in executor.pools)) + MAX_SLOTS
         if executor.recovery is None:
             self._forgotten.lost(executor.executor_id)
@@ -319,7 +319,7 @@ class CacheManager:
     def renew_executor(self, executor_id: str, executor_epoch: int, manager_epoch: int) -> None:
         """Renews the lease, and begins write-through copies.
 
-        Raises ExecutorLeaseError or ManagerRestartedError when the executor must register again.
+        Raises ExecutorLeaseError or ManagerRestartedError if the executor must register again.
         """
         now = self._state.begin()
         if manager_epoch != self.epoch:
@@ -336,7 +336,7 @@ class CacheManager:
         open_write_through_copies(executor)
 
     def update_weights(self, executor_id: str, executor_epoch: int, weight_version: str) -> Steps[int]:
-        """An executor computes with other weights from now on; returns how many cached blocks that leaves behind.
+        """Notes that an executor computes with new weights from now on; returns how many cached blocks are outdated.
 
         Raises InvalidField, UnknownExecutorError, StaleExecutorError.
         """
@@ -349,7 +349,7 @@ class CacheManager:
             return 0
         executor.spec = replace(executor.spec, weight_version=weight_version)
         executor.scopes.weight_version = weight_version
-        # Its watchers know its keys anew.
+        # Watchers learn the executor's new keys.
         self._state.events.add(EventKind.EXECUTOR_REGISTERED, NO_BLOCK, executor=executor.spec)
         return (yield from reorder_blocks(executor, self._state.leases))
 
@@ -381,9 +381,9 @@ class CacheManager:
     # Schedulers and sequences
 
     def register_scheduler(self, scheduler_id: str, scheduler_epoch: int) -> None:
-        """Registers a scheduler; a newer epoch releases the sequences of the older one.
+        """Registers a scheduler; a newer epoch releases the sequences of the older epoch.
 
-        Very many blocks are released in later calls of `expire`. Raises InvalidField, StaleSchedulerError.
+        If there are very many blocks, later calls of `expire` release them. Raises InvalidField, StaleSchedulerError.
         """
         now = self._state.begin()
         check_id("scheduler_id", scheduler_id)
@@ -405,7 +405,7 @@ class CacheManager:
         self._state.schedulers[scheduler_id] = Scheduler(scheduler_id, scheduler_epoch, deadline)
 
     def admit(self, request: AdmitRequest) -> Admission:
-        """Matches, claims and allocates; renews the lease of the scheduler. Equal content gives the same answer.
+        """Matches, claims and allocates; renews the scheduler's lease. Repeats with equal content get the same answer.
 
         Raises InvalidField, UnknownExecutorError, UnknownSchedulerError, StaleSchedulerError, SequenceExistsError,
         SequenceTooLongError.
@@ -430,7 +430,7 @@ class CacheManager:
         return admission
 
     def sync(self, request: SyncRequest) -> SyncAnswer:
-        """Takes progress and gives capacity. A repeat of the last number gets the same answer.
+        """Takes progress and grants capacity. A repeat of the last number gets the same answer.
 
         Raises InvalidField, UnknownSchedulerError, StaleSchedulerError, ManagerRestartedError, SyncNumberError.
         """
@@ -458,12 +458,12 @@ class CacheManager:
         self._state.windows.update(sync.windows)
         for sequence in sync.released:
             del self._state.sequences[sequence.sequence_id]
-        # Both together and last: a repeat gets the answer of this number or none.
+        # Both together and last, so that a repeat gets the answer of this number or none.
         scheduler.sync_number, scheduler.sync_answer = request.sync_number, answer
         return answer
 
     def truncate(self, caller: SchedulerEpoch, sequence_id: str, num_tokens: int) -> Freed:
-        """Drops the tokens of a sequence from a length on. All computed tokens must have been reported before.
+        """Drops a sequence's tokens from a length on. All computed tokens must have been reported first.
 
         Raises UnknownSchedulerError, StaleSchedulerError, InvalidField, SharedBlockError, WindowPassedError,
         VoidSequenceError, SequenceEvictsError.
@@ -492,9 +492,9 @@ class CacheManager:
         return self._enter(found)
 
     def hold(self, caller: SchedulerEpoch, sequence_id: str, owner: str, duration: float) -> int:
-        """Keeps the blocks of a sequence for `duration` seconds from its release on; returns how many.
+        """Keeps a sequence's blocks for `duration` seconds after its release; returns how many blocks.
 
-        Of a sequence that has evicted tokens it keeps the blocks that were cached before. Raises UnknownSchedulerError,
+        If the sequence has evicted tokens, keeps the blocks that were cached earlier. Raises UnknownSchedulerError,
         StaleSchedulerError, InvalidField, UnknownSequenceError.
         """
         self._state.begin()
@@ -507,10 +507,10 @@ class CacheManager:
         return sum(block is not None for table in sequence.tables for block in table.blocks)
 
     def expire(self, late: float = 0.0) -> None:
-        """Ends leases and holds whose time is over. Call it a few times per lease.
+        """Ends leases and holds whose time is over. Must be called a few times per lease duration.
 
-        `late`: for how many seconds longer than planned the manager has not run. It could receive no renewal meanwhile,
-        so the leases of schedulers and executors last longer by that time. Holds and retention durations do not.
+        `late`: how many seconds longer than planned the manager did not run. It could not receive renewals meanwhile,
+        so the leases of schedulers and executors are extended by that time. Holds and retention durations are not.
         """
         now = self._state.begin()
         if self._state.unfinished_slices:
@@ -532,7 +532,7 @@ class CacheManager:
             if pool.can_withhold:
                 pool.withhold_part()
 
-    # What the calls above share
+    # Helpers of the calls above
 
     def _enter(self, sequence: LiveSequence | Admission) -> Admission:
         if isinstance(sequence, Admission):
@@ -544,7 +544,7 @@ class CacheManager:
         return sequence.admission
 
     def _release_all(self, scheduler: Scheduler) -> None:
-        """Releases the sequences of a lost scheduler in slices. From now on no call can name them."""
+        """Releases the sequences of a lost scheduler in slices. From now on, no call can name them."""
         for sequence in scheduler.sequences.values():
             del self._state.sequences[sequence.sequence_id]
         self._state.run_in_slices(self._release_in_steps(scheduler))
@@ -552,7 +552,7 @@ class CacheManager:
     def _release_in_steps(self, scheduler: Scheduler) -> Steps[None]:
         touched = 0
         sequences = list(scheduler.sequences.values())[::-1]
-        # To free a million blocks in one call would stall all other calls.
+        # Freeing a million blocks in one call would stall all other calls.
         while sequences:
             sequence = sequences.pop()
             if touched >= slices.LOOKS:
@@ -570,7 +570,7 @@ class CacheManager:
 
 
 def _note_shortage(found: LiveSequence | Admission, executor: Executor, now: float) -> None:
-    """A request waits for blocks, other than those of a quota."""
+    """Notes a shortage if a request waits for blocks for a reason other than a quota."""
     if isinstance(found, Admission) and found.missing_blocks and found.full_account is None:
         executor.short_at = now
 

@@ -45,19 +45,19 @@ DATA_SERVICE = "kvcache.v1.CacheManagerService"
 ADMIN_SERVICE = "kvcache.v1.CacheAdminService"
 EVENT_SERVICE = "kvcache.v1.CacheEventService"
 
-# Asked of the admin address; all services go on without it.
+# Reported on the admin address; all services continue without Redis.
 REDIS_HEALTH = "redis"
 OPERATION_LOG_HEALTH = "operation_log"
-# A stall seems shorter by so much at most.
+# A measured stall is too short by at most this time.
 _BEAT_SECONDS = 0.02
-# Written in about a second.
+# This many lines are written in about a second.
 _MAX_STATE_LINES = 100_000
 
 log = structlog.get_logger()
 
 
 class CacheManagerProcess:
-    """Create it inside the event loop that runs it. Without a Redis in its settings it keeps nothing over a restart."""
+    """Create it inside the event loop that runs it. Without a Redis in the settings, a restart loses everything."""
 
     def __init__(self, settings: CachemgrSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
         config = ManagerConfig(
@@ -75,7 +75,7 @@ class CacheManagerProcess:
         )
         managed = ManagerClock(clock)
         queue = PendingChanges(settings.redis_max_pending) if settings.redis_url else None
-        # Nanoseconds since 1970 are newer at every start.
+        # Nanoseconds since 1970 grow with every start.
         self._manager = CacheManager(time.time_ns(), managed, config, queue, queue, ghosts_of)
         self._log: OperationLog | None = None
         if settings.operation_log is not None:
@@ -103,7 +103,7 @@ class CacheManagerProcess:
                 max_pending=settings.redis_max_pending,
             )
         self._state_file = settings.state_dir.expanduser() / failed_state(settings.shard)
-        # Set to the error of a call that may have left half of its work.
+        # Set to the error of a call that may have left its work half done.
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._feed = EventFeed(self._manager.queries)
         self._zmq: ZmqEvents | None = None
@@ -154,7 +154,7 @@ class CacheManagerProcess:
         if self._store is not None:
             await self._store.start()
         else:
-            # Neither up nor down.
+            # Redis is neither up nor down.
             UP.set(math.nan)
             log.warning("KVKEEP_REDIS_URL names no redis: a restart of the cache manager loses the cache")
         await self._server.start()
@@ -173,7 +173,7 @@ class CacheManagerProcess:
         if serving not in done:
             serving.cancel()
             if self._mutations.failed:
-                # Nothing of a half changed state gets to Redis: the next process finds what a killed one leaves.
+                # No half-changed state is written to Redis: the next process finds the same as after a kill.
                 self._stop_background()
             await self._drain()
             await self._server.stop()
@@ -182,7 +182,7 @@ class CacheManagerProcess:
             task.result()
 
     async def stop(self) -> None:
-        """Drains and ends everything, with the last changes written to Redis."""
+        """Drains and ends everything, and writes the last changes to Redis."""
         await self._drain()
         await self._server.stop()
         await self._finish()
@@ -206,7 +206,7 @@ class CacheManagerProcess:
             task.cancel()
 
     def _fail(self, method: str, error: Exception) -> None:
-        """Ends the process, with the manager's state in a file: a call may have left half of its work."""
+        """Writes the manager's state to a file and ends the process, since a call may have left its work half done."""
         written = _write_state(self._state_file, self._manager)
         log.critical(
             "a call failed unexpectedly; the cache manager ends, to start again from its stored state",
@@ -243,17 +243,17 @@ class CacheManagerProcess:
 
 
 def failed_state(shard: str = "") -> str:
-    """The file in the state folder that holds a manager's state as of a call that failed unexpectedly."""
+    """The name of the file in the state folder for a manager's state after a call that failed unexpectedly."""
     return f"cachemgr-{shard and f'{shard}-'}failed.jsonl"
 
 
 def _write_state(path: Path, manager: CacheManager) -> bool:
-    """Writes the first lines of a manager's state, without token ids, for its owner only. Whether that succeeded."""
+    """Writes the first lines of a manager's state, without token ids, for its owner only; returns the success."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            # Line by line: a state that is half changed may not be readable to its end.
+            # Line by line, since a half-changed state may not be readable to its end.
             for line in itertools.islice(manager.queries.state(), _MAX_STATE_LINES):
                 file.write(line + "\n")
     except Exception as error:
@@ -263,7 +263,7 @@ def _write_state(path: Path, manager: CacheManager) -> bool:
 
 
 def run() -> None:
-    """Runs until SIGTERM or Ctrl-C. Raises SettingsError, and SystemExit with what hindered the start."""
+    """Runs until SIGTERM or Ctrl-C. Raises SettingsError, and SystemExit with the reason of a failed start."""
     settings = load(CachemgrSettings, os.environ)
     if settings.key_index and not settings.redis_url:
         raise SettingsError(f"{variable(CachemgrSettings, 'key_index')} needs KVKEEP_REDIS_URL")

@@ -52,7 +52,7 @@ from cachemgr.types import (
 from protos.errors import InvalidField
 from protos.kvcommon.eviction import Kind
 
-# Copies in the answer to a renewal at most: a message holds 4 MB.
+# The limit on copies in the answer to a renewal, since a message holds 4 MB.
 MAX_TRANSFERS = 10_000
 
 
@@ -68,9 +68,9 @@ class Queries:
         return [found for part in self.check_pool_in_parts(pool_id) for found in part() if found is not None]
 
     def check_pool_in_parts(self, pool_id: str = "") -> list[Callable[[], Iterator[PoolViolation | None]]]:
-        """As `check_pool`, part by part, with None after each small step.
+        """Does as `check_pool`, part by part, with None after each small step.
 
-        `fingerprint` must not change between the steps of a part, and may between two parts.
+        `fingerprint` must not change between the steps of a part, but may change between two parts.
         """
         pools = self._state.pools(pool_id)
         return [
@@ -80,14 +80,14 @@ class Queries:
         ]
 
     def _check_part(self, executor: Executor, part: Part) -> Iterator[PoolViolation | None]:
-        # An executor may have been lost meanwhile; its pools may belong to another epoch.
+        # An executor may have been lost meanwhile, or its pools may belong to a new epoch.
         if self._state.executors.get(executor.executor_id) is executor:
             yield from part()
 
     def fingerprint(self) -> object:
-        """A value that changes with every block and lease, but not with time and renewals.
+        """A value that changes with every change of a block or lease, but not with time and renewals.
 
-        Nor with the tokens of a sequence within its last block: else it would change with every step.
+        Tokens of a sequence within its last block do not count, or the value would change with every step.
         """
         return (
             self._state.number,
@@ -117,18 +117,18 @@ class Queries:
         return pool_view(self._state.pool(pool_id))
 
     def blocks(self, pool_id: str, after_index: int = 0) -> Iterator[tuple[int, BlockView] | None]:
-        """Blocks in use and cached, with their indexes; None for empty slots. Raises UnknownPoolError."""
+        """Yields used and cached blocks with their indexes; None for empty slots. Raises UnknownPoolError."""
         pool = self._state.pool(pool_id)
         return (None if block is None else (block.index, pool.listed(block)) for block in _from(pool, after_index))
 
     def cached_views(self, pool_id: str, keys: Iterable[bytes]) -> Iterator[BlockView]:
-        """Those blocks of a pool with these keys that are indexed when it is their turn; none of an unknown pool."""
+        """Yields a pool's blocks with these keys that are indexed at their turn; none for an unknown pool."""
         for pool in self._state.pools():
             if pool.pool_id == pool_id:
                 yield from (pool.view(block) for key in keys if (block := pool.tree.by_key.get(key)) is not None)
 
     def filtered_blocks(self, selected: BlockFilter, after_index: int = 0) -> Iterator[tuple[int, BlockView] | None]:
-        """Blocks of one pool that a filter matches, None for others.
+        """Yields blocks of one pool that a filter matches, None for other blocks.
 
         Raises UnknownPoolError, InvalidField, UnknownExecutorError.
         """
@@ -140,9 +140,9 @@ class Queries:
                     yield None
 
     def prefixes(self, selected: BlockFilter, after_index: int = 0) -> Iterator[PrefixView | None]:
-        """Cached chains of one pool whose last block a filter matches, None for other blocks.
+        """Yields cached chains of one pool whose last block a filter matches, None for other blocks.
 
-        Raises as `filtered_blocks`.
+        Raises the same errors as `filtered_blocks`.
         """
         for _, pool, among in self._state.filtered(selected):
             for block in _from(pool, after_index):
@@ -155,7 +155,7 @@ class Queries:
     def leases(
         self, pool_id: str, holder: str, after_index: int = 0
     ) -> Iterator[tuple[int, BlockView, LeaseView] | None]:
-        """Leases of a pool by index of their block, with None after each slot; with a name those of one holder.
+        """Yields leases of a pool by index of their block, with None after each slot; with a name, one holder's leases.
 
         Raises UnknownPoolError.
         """
@@ -168,7 +168,7 @@ class Queries:
             yield None
 
     def holds(self, owner: str = "") -> Iterator[HoldView]:
-        """Holds and pins, each by owner, oldest first."""
+        """Yields holds and pins, one item per owner, oldest first."""
         now = self._state.leases.now
         for _, executor in sorted(self._state.executors.items()):
             for hold in executor.holds:
@@ -180,9 +180,9 @@ class Queries:
                         yield HoldView(hold.name, hold.pin, name, left, executor.executor_id, len(hold.blocks), salt)
 
     def executor_transfers(self, executor_id: str) -> list[Transfer]:
-        """Open copies that no scheduler sends, in the order in which they must run: as many as a message holds.
+        """Open copies that no scheduler sends, in the order in which they must run, as many as a message holds.
 
-        None while steps of void sequences may read and write slots that have been freed since.
+        Empty while steps of void sequences may read and write slots that have been freed since.
         """
         executor = self._state.executors.get(executor_id)
         if executor is None or any(one.has_void_sequences_in(executor) for one in self._state.schedulers.values()):
@@ -191,7 +191,7 @@ class Queries:
         return list(islice(transfers, MAX_TRANSFERS))
 
     def scheduler_epoch(self, scheduler_id: str) -> int:
-        """The newest epoch of a scheduler; 0 without one."""
+        """The newest epoch of a scheduler; 0 if unknown."""
         known = self._state.schedulers.get(scheduler_id)
         return 0 if known is None else known.epoch
 
@@ -207,7 +207,7 @@ class Queries:
         return self._state.rules.get(name).spec
 
     def quotas(self) -> Iterator[tuple[Quota, str, int, int]]:
-        """Quotas by account, with the device and host blocks that each pool has of it; an empty name for no pool."""
+        """Yields quotas by account, with the account's device and host blocks per pool; an empty name for no pool."""
         for _, account in sorted(self._state.accounts.items()):
             pools = self._state.pools()
             for pool in pools:
@@ -217,7 +217,7 @@ class Queries:
                 yield account.quota, "", 0, 0
 
     def account_of(self, tenant_id: str | None, salt: str | None) -> AccountKey | None:
-        """The account that blocks of a tenant under a salt count against; None when there is no quota."""
+        """The account that blocks of a tenant under a salt count against; None if there is no quota."""
         account = account_for(self._state.accounts, tenant_id, salt)
         return None if account is None else account.key
 
@@ -225,7 +225,7 @@ class Queries:
         return executor_id in self._state.executors
 
     def entries(self, kind: EntryKind, executor_id: str = "") -> Iterator[Entry]:
-        """All entries of a kind; of pins those of one executor, oldest first."""
+        """Yields all entries of a kind; for pins, one executor's pins, oldest first."""
         match kind:
             case EntryKind.RULE:
                 yield from self.rules()
@@ -240,7 +240,7 @@ class Queries:
                         yield _pin_record(hold, self._state.leases.now)
 
     def entry(self, kind: EntryKind, name: str, executor_id: str = "") -> Entry | None:
-        """One present entry, None when there is none."""
+        """One present entry; None if there is none."""
         match kind:
             case EntryKind.RULE:
                 return self.rule(name) if name in self._state.rules else None
@@ -256,7 +256,7 @@ class Queries:
                 return None if hold is None else _pin_record(hold, self._state.leases.now)
 
     def block_pools(self, pool_id: str = "") -> list[BlockPool]:
-        """All pools by name, or the named one, to read their counters. Raises UnknownPoolError."""
+        """All pools by name, or the named pool, to read their counters. Raises UnknownPoolError."""
         return self._state.pools(pool_id)
 
     @property
@@ -265,13 +265,13 @@ class Queries:
         return self._state.leases.now
 
     def ghosts(self, executor_id: str, since: float | None = None) -> tuple[GhostReport, PoolView] | None:
-        """The report of ghost caches since a time, and their pool; None without. Raises UnknownExecutorError."""
+        """The report of ghost caches since a time, and their pool; None without ghosts. Raises UnknownExecutorError."""
         executor = self._state.executor(executor_id)
         ghosts = executor.ghosts
         return None if ghosts is None else (ghosts.report(since), pool_view(ghosts.pool))
 
     def explain(self, prefix: Prefix, group: int) -> list[Explanation]:
-        """Where the blocks of a prompt are, in each executor. Raises InvalidField, UnknownExecutorError."""
+        """Explains where the blocks of a prompt are, per executor. Raises InvalidField, UnknownExecutorError."""
         found = []
         for executor in self._state.check_prefix("prefix", prefix):
             if group >= len(executor.pools):
@@ -286,7 +286,7 @@ class Queries:
         return found
 
     def explain_sequence(self, sequence_id: str, group: int) -> list[Explanation]:
-        """As `explain`, about the tokens of a live sequence. Raises UnknownSequenceError."""
+        """Does as `explain` for the tokens of a live sequence. Raises UnknownSequenceError."""
         sequence = self._state.sequences.get(sequence_id)
         if sequence is None:
             raise UnknownSequenceError(f"there is no sequence {sequence_id!r}", fields={"sequence_id": "is not known"})
@@ -295,21 +295,21 @@ class Queries:
         return self.explain(Prefix(tokens, executor_id, scope.salt, scope.adapter_id, sequence.extra_keys), group)
 
     def sequences(self, after_handle: int = 0) -> Iterator[Sequence]:
-        """Live sequences by handle, to read."""
+        """Yields live sequences by handle, to read only."""
         return (sequence for sequence in list(self._state.sequences.values()) if sequence.handle > after_handle)
 
     def evicted_sequences(self) -> dict[Kind, int]:
-        """Sequences that have begun to evict tokens, by the kind of their policy."""
+        """Counts sequences that have begun to evict tokens, by kind of policy."""
         return dict(self._state.evicted)
 
     def window_changes(self) -> dict[WindowChange, int]:
-        """Changes of adaptive windows since the start."""
+        """Counts changes of adaptive windows since the start."""
         return {change: self._state.windows[change] for change in WindowChange}
 
     def preview(self, request: AdmitRequest, max_new_tokens: int) -> Preview:
-        """The outcome of an admission; changes nothing. Raises as `admit`, but for sequences that exist.
+        """The outcome of an admission; changes nothing. Raises as `admit` does, except for sequences that exist.
 
-        A request without a scheduler_id is of no scheduler.
+        A request without a scheduler_id belongs to no scheduler.
         """
         tokens = check_request(request)
         request = with_retention(request)
@@ -327,7 +327,7 @@ class Queries:
     def indexed_keys(
         self, pool: BlockPool, after_index: int, limit: int, is_meant: Callable[[Block], bool] | None = None
     ) -> dict[TierKind, list[bytes]]:
-        """Keys of the indexed blocks among the next `limit` slots of a pool that are meant, by tier."""
+        """Keys of the wanted indexed blocks among the next `limit` slots of a pool, by tier."""
         found: dict[TierKind, list[bytes]] = {}
         for tier in pool.tiers:
             first, end = tier.offset + 1, tier.offset + tier.size + 1
@@ -342,20 +342,20 @@ class Queries:
         return found
 
     def records(self, executor_id: str) -> Iterator[BlockRecord]:
-        """Every indexed block of an executor by index, at the moment of its turn; none of an unknown executor."""
+        """Yields an executor's indexed blocks by index, each as of its turn; none for an unknown executor."""
         executor = self._state.executors.get(executor_id)
         for pool in executor.pools if executor is not None else ():
             yield from pool.records()
 
     def state(self) -> Iterator[str]:
-        """The state that decides about later calls, as lines of JSON."""
+        """Yields the state that later calls depend on, as lines of JSON."""
         for part in self.state_outline():
             yield from (part,) if isinstance(part, str) else part
 
     def state_outline(self) -> Iterator[str | Iterator[str]]:
-        """As `state`, with iterators for its long parts.
+        """Does as `state`, but with iterators for the long parts.
 
-        The outline is taken at one moment. Its iterators give the state of that moment as long as `fingerprint` does
+        The outline is taken at one moment. Its iterators yield the state of that moment as long as `fingerprint` does
         not change.
         """
         yield line(
@@ -382,7 +382,7 @@ class Queries:
 
     @property
     def scrubs(self) -> int:
-        """Grows whenever forgotten token ids have left the events."""
+        """A counter that grows whenever forgotten token ids have been removed from the events."""
         return self._state.events.scrubs
 
     def snapshot(self) -> SnapshotReader:
@@ -400,12 +400,12 @@ class Queries:
 def _pin_record(hold: Hold, now: float) -> PinRecord:
     ((owner, end),) = hold.owners.items()
     blocks = tuple((pool.spec.group, block.key) for pool, block in hold.blocks)
-    # Below 0 until `expire` ends the pin.
+    # Negative until `expire` ends the pin.
     return PinRecord(hold.name, owner, end - now, blocks)
 
 
 def _from(pool: BlockPool, after_index: int) -> Iterator[Block | None]:
-    # By index, as blocks may come and go between two of them, and a copy of the list takes as long as many calls.
+    # By index, as blocks may come and go during the iteration, and copying the list would take as long as many calls.
     for index in range(after_index + 1, len(pool.blocks)):
         yield pool.blocks[index] if index < len(pool.blocks) else None
 

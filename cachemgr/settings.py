@@ -97,13 +97,13 @@ class CachemgrSettings(ProcessSettings):
     @field_validator("zmq_events", "zmq_replays")
     @classmethod
     def _check_zmq_address(cls, address: str, info: ValidationInfo) -> str:
-        """ZeroMQ has neither TLS nor tokens here, and binds to numbers only."""
+        """Checks an address of ZeroMQ, which has neither TLS nor tokens here and binds to numeric addresses only."""
         if not address:
             return address
         host, port = addresses.split_host_port(address)
         if not addresses.is_own_name(f"[{host}]" if ":" in host else host) or not port:
             raise ValueError("must have localhost or an IP address, and a port that is not 0")
-        # Absent when it is at fault itself.
+        # Absent if `insecure` itself is invalid.
         if not info.data.get("insecure", True) and not addresses.is_loopback(address):
             raise ValueError(
                 f"{address} can be reached from other machines without TLS: use a loopback address, or allow it with "
@@ -120,6 +120,6 @@ class CachemgrSettings(ProcessSettings):
     @field_validator("redis_url")
     @classmethod
     def _check_redis_url(cls, url: str, info: ValidationInfo) -> str:
-        """Redis holds the prompts of all tenants: it needs TLS where an answer of a server here does."""
-        # Absent when it is at fault itself.
+        """Checks the URL: Redis holds all tenants' prompts, so it needs TLS whenever a server here does."""
+        # Absent if `insecure` itself is invalid.
         return check_redis_url(url, insecure=info.data.get("insecure", True))

@@ -1,7 +1,7 @@
-"""Calls that change very many blocks, in steps, and reads of very many, in slices: others are answered in between.
+"""Calls that change very many blocks, in steps, and reads of very many blocks, in slices; other calls run in between.
 
-A step is atomic and depends on nothing but the manager's state, so a log of the steps leads to the same state again.
-During a read the state may change between two slices.
+A step is atomic and depends only on the manager's state, so a replay of the steps leads to the same state.
+During a read, the state may change between two slices.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import TypeVar
 
 from cachemgr.errors import StateChangesError
 
-# Blocks that one step looks at, and that one step changes: some milliseconds each.
+# How many blocks one step looks at, and how many it changes: some milliseconds each.
 LOOKS, CHANGES = 8192, 256
-# A slice is short beside what callers wait for anyway. A read that is disturbed takes longer ones up to the second.
+# A slice is short compared to other waits of callers. A disturbed read takes longer slices, up to the second limit.
 SLICE_SECONDS, LONGEST_SLICE_SECONDS = 0.01, 0.03
-# A read that needs the state to stand still gives up after so long.
+# A read that needs an unchanged state gives up after this time.
 PATIENCE_SECONDS = 20.0
-# Items between two looks at the clock.
+# How many items are processed between two looks at the clock.
 _ITEMS = 32
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ Steps = Generator[None, None, T]
 
 
 def at_once(steps: Steps[T]) -> T:
-    """The result of a call that is carried out without a break."""
+    """Runs a call without a break and returns its result."""
     while True:
         try:
             next(steps)
@@ -38,12 +38,12 @@ def at_once(steps: Steps[T]) -> T:
 
 
 def read_batches(items: Iterable[T]) -> Iterator[list[T]]:
-    """The items in parts of as many as one step looks at."""
+    """Yields the items in parts, each as large as one step looks at."""
     return _parted(items, LOOKS)
 
 
 def pop_batches(items: list[T]) -> Iterator[list[T]]:
-    """As `read_batches`, from the end, and nothing stays: a garbage collection walks all of a list that is young."""
+    """Does as `read_batches`, from the end, and empties the list, since garbage collections walk new lists."""
     while items:
         part = items[-LOOKS:]
         del items[-LOOKS:]
@@ -51,7 +51,7 @@ def pop_batches(items: list[T]) -> Iterator[list[T]]:
 
 
 def write_batches(items: Iterable[T]) -> Iterator[list[T]]:
-    """As many as one step changes, at a time."""
+    """Yields the items in parts, each as large as one step changes."""
     return _parted(items, CHANGES)
 
 
@@ -62,7 +62,7 @@ def _parted(items: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 async def sliced(items: Iterable[T], seconds: float = SLICE_SECONDS) -> AsyncIterator[list[T]]:
-    """The items in lists, one per slice. The state may change between two of them."""
+    """Yields the items in lists, one per slice. The state may change between two slices."""
     found: list[T] = []
     end = time.perf_counter() + seconds
     for number, item in enumerate(items, start=1):
@@ -76,9 +76,9 @@ async def sliced(items: Iterable[T], seconds: float = SLICE_SECONDS) -> AsyncIte
 
 
 async def steady(read: Callable[[], Iterable[T | None]], state: Callable[[], object]) -> list[T]:
-    """All items but None of a read during which the state did not change.
+    """Returns all items except None of a read during which the state did not change.
 
-    What fits into one slice is always read at once. Raises StateChangesError when the state does not stand still.
+    A read that fits into one slice always succeeds. Raises StateChangesError if the state keeps changing.
     """
     give_up, seconds = time.perf_counter() + PATIENCE_SECONDS, SLICE_SECONDS
     while True:
@@ -90,7 +90,7 @@ async def steady(read: Callable[[], Iterable[T | None]], state: Callable[[], obj
                 found.append(item)
             if not number % _ITEMS and time.perf_counter() >= end:
                 await asyncio.sleep(0)
-                # Before it reads on: the object that it reads may be another by now, or none.
+                # Checked before it reads on: the object that it reads may have been replaced or removed.
                 if state() != before:
                     break
                 end = time.perf_counter() + seconds
@@ -99,5 +99,5 @@ async def steady(read: Callable[[], Iterable[T | None]], state: Callable[[], obj
         if time.perf_counter() >= give_up:
             raise StateChangesError("the state changes all the time while it is read", retry_after=1.0)
         seconds = min(2 * seconds, LONGEST_SLICE_SECONDS)
-        # Not for longer: right behind a change it is longest until the next one.
+        # Not longer: right after a change, the time until the next change is longest.
         await asyncio.sleep(SLICE_SECONDS)

@@ -38,49 +38,49 @@ if TYPE_CHECKING:
 
 
 class ManagerState:
-    """Executors, schedulers, sequences and rules, and how calls find them by their names."""
+    """Executors, schedulers, sequences and rules, and the lookup of each by name."""
 
     def __init__(self, epoch: int, clock: Callable[[], float], config: ManagerConfig) -> None:
         self.epoch = epoch
         self.clock = clock
         self.config = config
-        # Numbers of handles and tickets, never given twice, also not by a later manager process.
+        # The last number of a handle or ticket. No number is given twice, not even by a later manager process.
         self.number = epoch << 20 if epoch < 1 << 43 else epoch
-        # The first LRU time of a new pool: after those of all blocks that may be stored.
+        # The first LRU time of a new pool, after the times of all blocks that may be stored.
         self.uses = self.number + MAX_SLOTS
-        # Calls that have begun to change something.
+        # Number of calls that have begun to change something.
         self.begun = 0
         self.events = EventLog(config.event_history)
         self.leases = LeaseBook(self.events)
         self.rules = RuleBook(self.next_number)
         self.accounts = Accounts()
-        # By pool: shares that operators have set.
+        # Shares that operators have set, by pool.
         self.shares: dict[str, PoolShare] = {}
         self.executors: dict[str, Executor] = {}
         self.schedulers: dict[str, Scheduler] = {}
-        # Live sequences by id, in the order of their handles.
+        # Live sequences by id, in order of their handles.
         self.sequences: dict[str, Sequence] = {}
-        # Sequences that have begun to evict tokens.
+        # Number of sequences that have begun to evict tokens, by kind of policy.
         self.evicted: Counter[Kind] = Counter()
-        # Changes of adaptive windows.
+        # Number of changes of adaptive windows.
         self.windows: Counter[WindowChange] = Counter()
         self.lost_blocks = LostBlocks(self.leases)
-        # Calls that have not ended: each call of `expire` runs a slice.
+        # Unfinished calls; each call of `expire` runs a slice.
         self.unfinished_slices: deque[Steps[None]] = deque()
 
     def begin(self) -> float:
-        """The time, after the leases that end by it. Each call that changes something begins with it."""
+        """Returns the time, after ending leases that are over. Each call that changes something begins with this."""
         self.begun += 1
         self.leases.advance(self.clock())
         return self.leases.now
 
     def next_number(self) -> int:
-        """A number that no handle, ticket or name has had."""
+        """A number that no handle, ticket or name has had yet."""
         self.number += 1
         return self.number
 
     def number_after(self, spec: ExecutorSpec) -> None:
-        """Skips the numbers of filled slots in lower tiers: the clock behind the epoch may have been set back."""
+        """Skips the numbers of filled slots in lower tiers: the clock may have been set back before this epoch."""
         for slots in chain(spec.host_generations, spec.disk_generations):
             newest = max(slots, default=0)
             if newest >= 1 << 63:
@@ -88,20 +88,20 @@ class ManagerState:
             self.number = max(self.number, newest)
 
     def run_in_slices(self, call: Steps[None]) -> None:
-        """Runs the first slice of a call now; calls of `expire` run the others."""
+        """Runs the first slice of a call now; calls of `expire` run the remaining slices."""
         for _ in call:
             self.unfinished_slices.append(call)
             return
 
     def executor(self, executor_id: str, field: str = "executor_id") -> Executor:
-        """Raises UnknownExecutorError."""
+        """Returns a registered executor. Raises UnknownExecutorError."""
         executor = self.executors.get(executor_id)
         if executor is None:
             raise UnknownExecutorError(f"executor {executor_id} is not registered", fields={field: "is not registered"})
         return executor
 
     def pools(self, pool_id: str = "", field: str = "pool_id") -> list[BlockPool]:
-        """All pools by name, or the named one. Raises UnknownPoolError."""
+        """All pools by name, or the named pool. Raises UnknownPoolError."""
         if pool_id:
             return [self.pool(pool_id, field)]
         return sorted(
@@ -129,7 +129,7 @@ class ManagerState:
     def filtered(
         self, selected: BlockFilter, field: str = "pool_id"
     ) -> list[tuple[Executor, BlockPool, set[Block] | None]]:
-        """Pools that a filter selects, each with the only blocks that its prefix leaves; None for all.
+        """Pools that a filter selects, each with the only blocks that the filter's prefix leaves; None for all.
 
         `field` names the pool of the filter in errors. Raises InvalidField, UnknownPoolError, UnknownExecutorError.
         """
@@ -150,7 +150,7 @@ class ManagerState:
         ]
 
     def scheduler(self, scheduler_id: str, scheduler_epoch: int) -> Scheduler:
-        """Raises UnknownSchedulerError, StaleSchedulerError."""
+        """Returns a registered scheduler. Raises UnknownSchedulerError, StaleSchedulerError."""
         scheduler = self.schedulers.get(scheduler_id)
         if scheduler is None:
             raise UnknownSchedulerError(
@@ -164,7 +164,7 @@ class ManagerState:
         return scheduler
 
     def own_sequence(self, caller: SchedulerEpoch, sequence_id: str) -> Sequence | None:
-        """A sequence of the caller; None for an unknown sequence, or one of another scheduler.
+        """A sequence of the caller; None if it is unknown or belongs to another scheduler.
 
         Raises UnknownSchedulerError, StaleSchedulerError.
         """
@@ -173,7 +173,7 @@ class ManagerState:
         return sequence if sequence is not None and sequence.scheduler is scheduler else None
 
     def live_sequence(self, caller: SchedulerEpoch, sequence_id: str, field: str = "sequence_id") -> Sequence:
-        """As `own_sequence`. Raises UnknownSequenceError and VoidSequenceError, too."""
+        """Does as `own_sequence`. Also raises UnknownSequenceError and VoidSequenceError."""
         sequence = self.own_sequence(caller, sequence_id)
         if sequence is None:
             raise UnknownSequenceError(f"there is no sequence {sequence_id!r}", fields={field: "is not known"})

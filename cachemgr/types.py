@@ -1,4 +1,4 @@
-"""Requests and answers of the manager. Tokens are ids, lengths are in tokens, times in seconds."""
+"""Requests and answers of the manager. Tokens are ids, lengths are in tokens, and times are in seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Scope(Protocol):
-    """The cache scope of a block, its tenant and session, its extra keys as they enter its key, and its weights."""
+    """The cache scope of a block: tenant, session, weights, and extra keys as they enter the block's key."""
 
     salt: str | None
     adapter_id: int | None
@@ -27,25 +27,25 @@ class Scope(Protocol):
 class ManagerConfig:
     lease_seconds: float = 10.0
     capacity_ahead_tokens: int = 32
-    # Share of a pool that capacity ahead and admissions leave free.
+    # Share of a pool that capacity ahead of need and admissions leave free.
     free_watermark: float = 0.01
     partial_reuse: bool = True
     # Blocks of a lower priority are dropped rather than offloaded.
     offload_min_priority: int = 35
     # Whether device blocks are copied to empty host slots before they are evicted.
     write_through: bool = True
-    # Removed blocks whose keys are kept, to explain why they are missing.
+    # How many keys of removed blocks are kept, to explain why blocks are missing.
     lost_blocks: int = 20_000
-    # Whether the beginning of a longer block is copied; else such a block is taken over if it has no reference.
+    # Whether the beginning of a longer block is copied. Otherwise, such a block is taken over if it has no reference.
     copy_on_partial_reuse: bool = True
-    # Bounds of retention requests; 0 seconds for no bound.
+    # Limits on retention requests; 0 seconds for no limit.
     max_retention_priority: int = 100
     max_retention_seconds: float = 0.0
     # Share of a pool that pins may keep.
     pin_budget: float = 0.1
     # Events that are kept for consumers.
     event_history: int = 100_000
-    # Sampled blocks of a ghost cache of the size of the device; 0 for no ghost caches.
+    # Sampled blocks of a ghost cache as large as the device; 0 for no ghost caches.
     ghost_sample: int = 0
 
 
@@ -78,8 +78,8 @@ class PoolSpec:
 class ExecutorSpec:
     """What an executor announces: settings, and the contents of its memory.
 
-    `last_write_steps[group]` has an entry per slot 1..num_blocks, or is empty; generations of a lower tier likewise:
-    the ticket of the copy that filled each slot.
+    `last_write_steps[group]` has an entry per slot 1..num_blocks, or is empty. So have the generations of a lower tier,
+    which are the tickets of the copies that filled the slots.
     """
 
     executor_id: str
@@ -93,9 +93,9 @@ class ExecutorSpec:
     plain_rotary: bool = False
     host_generations: Sequence[Sequence[int]] = ()
     disk_generations: Sequence[Sequence[int]] = ()
-    # Of the weights that it computes with; empty for those that it was started with.
+    # The version of the weights that it computes with; empty for the weights of its start.
     weight_version: str = ""
-    # Of the manager whose blocks its steps may still write into; 0 when no step runs.
+    # The epoch of the manager whose blocks running steps may still write into; 0 if no step runs.
     steps_manager_epoch: int = 0
 
     @property
@@ -115,13 +115,13 @@ class ExecutorSpec:
         return replace(self, last_write_steps=(), host_generations=(), disk_generations=(), steps_manager_epoch=0)
 
     def generations(self, tier: TierKind, group: int) -> Sequence[int]:
-        """Generations of the slots 1, 2, … of a lower tier of a pool; empty when they are not known."""
+        """Generations of the slots 1, 2, … of a lower tier of a pool; empty if unknown."""
         known = self.host_generations if tier is TierKind.HOST else self.disk_generations
         return known[group] if known else ()
 
 
 class Restored(NamedTuple):
-    """Cached blocks of an executor after a registration: on its device, and in its lower tiers."""
+    """Number of cached blocks of an executor after a registration: on its device, and in its lower tiers."""
 
     device_blocks: int
     lower_blocks: int
@@ -180,7 +180,7 @@ class SchedulerEpoch(NamedTuple):
     epoch: int
 
 
-# Of an account with a quota: "tenant_id" or "salt", and its name.
+# The key of an account with a quota: "tenant_id" or "salt", and the name.
 AccountKey = tuple[str, str]
 
 
@@ -203,13 +203,13 @@ class AdmitRequest:
     eviction_policy: EvictionPolicyRequest | None = None
     no_read: bool = False
     no_store: bool = False
-    # Blocks of tiers below it are not used.
+    # Blocks of tiers below this tier are not used.
     lowest_tier: TierKind = TierKind.DISK
-    # Tokens that are wanted of what is cached behind its own.
+    # How many cached tokens that follow the request's own tokens are wanted.
     max_continuation: int = 0
     # Whether the answer says why the first missing block is missing.
     explain_miss: bool = False
-    # Only whole blocks of so many leading tokens are left in the cache; None for no bound.
+    # Only whole blocks within this many leading tokens stay in the cache; None for no limit.
     store_tokens: int | None = None
 
 
@@ -236,9 +236,9 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The answer to an admission or a fork. Not admitted: nothing was allocated, `missing_blocks` were missing.
+    """The answer to an admission or a fork. If not admitted, nothing was allocated and `missing_blocks` were missing.
 
-    `full_account`: the ceiling of this account alone was reached. `continuation`: tokens cached behind its own.
+    `full_account`: only the ceiling of this account was reached. `continuation`: cached tokens after the request's own.
     """
 
     admitted: bool
@@ -255,7 +255,7 @@ class Admission:
     eviction_policy: Policy | None = None
     continuation: tuple[int, ...] = ()
     miss: Miss | None = None
-    # Leading tokens of the prompt whose blocks are left in the cache.
+    # Number of leading tokens of the prompt whose blocks stay in the cache.
     store_tokens: int = 0
 
 
@@ -285,7 +285,7 @@ class SyncRequest:
 
 
 class WindowChange(enum.Enum):
-    """What happened to a longer adaptive window. One that is taken back is returned once it is short again."""
+    """What happened to a longer adaptive window. A window that is taken back counts as returned once it is short."""
 
     GRANTED = "granted"
     REFUSED = "refused"
@@ -352,7 +352,7 @@ class TierUsage(NamedTuple):
 
 
 class BlockView(NamedTuple):
-    """A block in answers and events. Keys and packed tokens are empty where there are none."""
+    """A block in answers and events. Keys and packed tokens are empty if there are none."""
 
     pool_id: str
     slot: int
@@ -364,7 +364,7 @@ class BlockView(NamedTuple):
     depth: int
     tier: TierKind = TierKind.DEVICE
     scope: Scope | None = None
-    # Both only in a listing. `idle`: seconds since the last use, None while it is in use.
+    # Both are set only in a listing. `idle`: seconds since the last use; None while the block is in use.
     hits: int = 0
     idle: float | None = None
 
@@ -412,9 +412,9 @@ class RemovalCause(enum.IntEnum):
 
 
 class LeaseView(NamedTuple):
-    """A lease as seen from outside. `remaining` seconds until its end; None for no end.
+    """A lease as seen from outside. `remaining`: seconds until its end; None for no end.
 
-    `started`: whether its clock runs; only in a listing.
+    `started`: whether its clock runs; set only in a listing.
     """
 
     holder: str
@@ -426,7 +426,7 @@ class LeaseView(NamedTuple):
 class Removal(NamedTuple):
     """How a block left the index: cause, time, the sequence that needed blocks, and the priority of the block.
 
-    `for_owner` are tenant and salt of that sequence. `lease_ended`: its last lease had ended before.
+        `for_owner` are tenant and salt of that sequence. `lease_ended`: the block's last lease had ended earlier.
     """
 
     cause: RemovalCause
@@ -439,7 +439,7 @@ class Removal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Blocks that a tenant, or else a salt, keeps and may have in each tier of each pool; None for no bound."""
+    """Blocks that a tenant or a salt keeps, and may have, in each tier of each pool; None for no limit."""
 
     tenant_id: str | None = None
     salt: str | None = None
@@ -450,7 +450,7 @@ class Quota:
 
 
 class Resized(NamedTuple):
-    """A pool of a new size, the names of pins that became leases as the budget shrank, and the blocks that left."""
+    """A resized pool, the names of pins that became leases as the budget shrank, and the blocks that left."""
 
     pool: PoolView
     degraded: tuple[str, ...]
@@ -458,7 +458,7 @@ class Resized(NamedTuple):
 
 
 class LeftBlocks(NamedTuple):
-    """Cached blocks of a pool that moved from the device to a lower tier, and those that were dropped, per tier."""
+    """Numbers of a pool's cached blocks that moved from the device to a lower tier, or were dropped, per tier."""
 
     offloaded: int
     dropped: dict[TierKind, int]
@@ -467,7 +467,7 @@ class LeftBlocks(NamedTuple):
 class PoolShare(NamedTuple):
     """How many device blocks an operator lets a pool use. `number` is the etag of the pool.
 
-    It is for a pool of `num_blocks` slots: with another number the executor was configured anew.
+        It is for a pool of `num_blocks` slots; a different number means that the executor was reconfigured.
     """
 
     pool_id: str
@@ -477,7 +477,7 @@ class PoolShare(NamedTuple):
 
 
 class PinRecord(NamedTuple):
-    """A pin; `remaining` in seconds, `blocks` as groups and keys, root first."""
+    """A pin. `remaining` is in seconds; `blocks` are groups and keys, root first."""
 
     name: str
     owner: str
@@ -526,7 +526,7 @@ class RetentionRule:
 
 @dataclass(frozen=True, slots=True)
 class PoolViolation:
-    """One contradiction; slot 0 when it is about the pool."""
+    """One contradiction; slot 0 if it is about the pool."""
 
     pool_id: str
     slot: int
@@ -535,7 +535,7 @@ class PoolViolation:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A prompt in one cache scope, in one executor or, without a name, in all."""
+    """A prompt in one cache scope, in one executor or, without a name, in all executors."""
 
     token_ids: Sequence[int]
     executor_id: str = ""
@@ -577,7 +577,7 @@ class ForgetTarget:
 
 @dataclass(slots=True)
 class Forgotten:
-    """The receipt, in blocks: removed per tier, and of these in use, being overwritten; shared ones that stay."""
+    """The receipt, in blocks: removed per tier; of these, in use, being overwritten; and shared blocks that stay."""
 
     removed: dict[TierKind, int]
     used_blocks: int = 0
@@ -587,7 +587,7 @@ class Forgotten:
 
 @dataclass(frozen=True, slots=True)
 class HoldView:
-    """A hold or pin in answers; `remaining` seconds. All its blocks are under one salt."""
+    """A hold or pin in answers; `remaining` is in seconds. All its blocks are under one salt."""
 
     name: str
     pin: bool
@@ -599,7 +599,7 @@ class HoldView:
 
 
 class BlockEstimate(NamedTuple):
-    """Blocks of one sequence in one group: reusable cached ones, those of its next step, and those until its end."""
+    """Blocks of one sequence in one group: reusable cached blocks, blocks of its next step, and blocks to its end."""
 
     group: int
     reusable: int
@@ -669,10 +669,10 @@ class MissCause(enum.IntEnum):
 
 
 class Miss(NamedTuple):
-    """Why the first missing block of a prompt was not used, without a word about other tenants.
+    """Why the first missing block of a prompt was not used, without information about other tenants.
 
-    `removed_ago` in seconds. `for_own`: a sequence of the same owner got the slot, and only then has an id. `tier`: of
-    a block that is cached too far down.
+    `removed_ago` is in seconds. `for_own`: a sequence of the same owner got the slot; only then is its id given.
+    `tier`: the tier of a block that is cached too far down.
     """
 
     cause: MissCause
@@ -697,9 +697,9 @@ class MissReason(enum.IntEnum):
 
 @dataclass(slots=True)
 class Explanation:
-    """The cached blocks of a prompt in one executor, and the reason for the first missing one.
+    """The cached blocks of a prompt in one executor, and the reason for the first missing block.
 
-    Ages in seconds; `blocks` with their leases and the time since the last use.
+    Ages are in seconds. `blocks` have their leases and the time since the last use.
     """
 
     executor_id: str
@@ -712,7 +712,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class PrefixView:
-    """A cached chain by its last block: tokens, blocks per tier, and the least priority among them."""
+    """A cached chain by its last block: tokens, blocks per tier, and the lowest priority among the blocks."""
 
     index: int
     last_block: BlockView
@@ -724,11 +724,11 @@ class PrefixView:
 class GhostPolicy(enum.IntEnum):
     """Eviction orders; numbers as in the message."""
 
-    # Priorities, durations and leases, as pools have them.
+    # By priorities, durations and leases, as in pools.
     RETENTION = 1
-    # Only the last use.
+    # Only by the last use.
     LRU = 2
-    # The same, but a block that was found once is evicted after blocks that never were, for a while.
+    # As LRU, but for a while, blocks that were found once are evicted after blocks that were never found.
     SEGMENTED_LRU = 3
 
 
@@ -742,7 +742,7 @@ class GhostCache(NamedTuple):
 
 
 class GhostReport(NamedTuple):
-    """All simulated caches, the queries and hits of the real pool, and the share of blocks that is sampled."""
+    """All simulated caches, the queries and hits of the real pool, and the sampled share of blocks."""
 
     caches: list[GhostCache]
     queried_blocks: int
@@ -751,5 +751,5 @@ class GhostReport(NamedTuple):
     sample_rate: float
 
 
-# Of a slot: group, tier, and its number in the tier.
+# A slot: group, tier, and its number in the tier.
 Slot = tuple[int, TierKind, int]

@@ -1,4 +1,4 @@
-"""Checks of what comes from outside that several calls share. All raise InvalidField."""
+"""Checks of external input that several calls share. All raise InvalidField."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from protos.kvcommon.tokens import pack
 
 MAX_ID_BYTES = 256
 MAX_DIGEST_BYTES = 64
-# Of one prompt: more than one piece for each 32 tokens of 128k.
+# The limit for one prompt: one piece for each 32 tokens of 128k.
 MAX_EXTRA_KEYS = 4096
 
 
 def check_id(field: str, value: str) -> None:
-    """An id is not empty and not too long."""
+    """Checks that an id is not empty and not too long."""
     if not value:
         raise InvalidField(field, "must not be empty")
     if len(value.encode()) > MAX_ID_BYTES:
@@ -24,13 +24,13 @@ def check_id(field: str, value: str) -> None:
 
 
 def check_weight_version(version: str) -> None:
-    """The version of weights is not too long; empty for those that an executor was started with."""
+    """Checks that a weight version is not too long; it is empty for the weights of an executor's start."""
     if version:
         check_id("weight_version", version)
 
 
 def check_tokens(field: str, token_ids: Sequence[int]) -> array[int]:
-    """Token ids are there and have 32 bits; returns them packed."""
+    """Checks that there are token ids and that they have 32 bits; returns them packed."""
     if not token_ids:
         raise InvalidField(field, "must not be empty")
     try:
@@ -40,7 +40,7 @@ def check_tokens(field: str, token_ids: Sequence[int]) -> array[int]:
 
 
 def check_extra_keys(path: str, extra_keys: Collection[ExtraKey], num_tokens: int) -> None:
-    """Content lies within the tokens, in order and not overlapping, in few enough pieces."""
+    """Checks that content lies within the tokens, in order and without overlap, in few enough pieces."""
     if len(extra_keys) > MAX_EXTRA_KEYS:
         raise InvalidField(path, f"must be at most {MAX_EXTRA_KEYS}")
     end = 0
