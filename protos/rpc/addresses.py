@@ -9,12 +9,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 _UNIX = "unix:"
-# sun_path holds 108 bytes with its closing zero.
+# sun_path holds 108 bytes including the terminating zero.
 _MAX_SOCKET_PATH = 107
 _MAX_PORT = 65_535
 _NUMBER = re.compile(r"\d+$", re.ASCII)
 
-# The answer to a request with another Host header.
+# The answer to a request with a foreign Host header.
 WRONG_HOST = "without TLS and tokens this server answers to localhost or an IP address in the Host header only\n"
 
 
@@ -23,14 +23,14 @@ class AddressError(Exception):
 
 
 def socket_path(address: str) -> Path | None:
-    """Path of a unix address, None for host:port."""
+    """Path of a unix address; None for host:port."""
     if not address.startswith(_UNIX):
         return None
     return Path(address.removeprefix(_UNIX).removeprefix("//"))
 
 
 def split_host_port(address: str) -> tuple[str, int]:
-    """Host (without brackets) and port of "host:port"; raises ValueError."""
+    """Returns host (without brackets) and port of "host:port". Raises ValueError."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdecimal()):
         raise ValueError("must be host:port or unix:/path")
@@ -44,7 +44,7 @@ def split_host_port(address: str) -> tuple[str, int]:
 
 
 def validate(address: str) -> str:
-    """The address itself; raises ValueError when it is neither host:port nor an absolute unix:/path."""
+    """Returns the address. Raises ValueError if it is neither host:port nor an absolute unix:/path."""
     path = socket_path(address)
     if path is None:
         split_host_port(address)
@@ -60,7 +60,7 @@ def number_of(name: str) -> int:
 
 
 def moved(address: str, by: int) -> str:
-    """A host:port with a port that is so much larger; port 0 stays. Raises ValueError where there is no such port."""
+    """Returns host:port with `by` added to the port; port 0 stays. Raises ValueError if there is no such port."""
     host, _, text = address.rpartition(":")
     _, port = split_host_port(address)
     if port and port + by > _MAX_PORT:
@@ -82,7 +82,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_own_name(host: str) -> bool:
-    """Whether a Host header names no site: it is localhost or an IP address."""
+    """Whether a Host header is localhost or an IP address, and so names no site."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
         return name == "localhost" or bool(ipaddress.ip_address(name))
@@ -91,11 +91,11 @@ def is_own_name(host: str) -> bool:
 
 
 def prepare(address: str, *, insecure: bool, setting: str = "") -> None:
-    """Checks that a server may listen here; clears a unix socket that a killed process left behind.
+    """Checks that a server may listen here; removes a unix socket that a killed process left behind.
 
-    insecure: others may reach it as it is; with TLS always.
+    insecure: other machines may reach it without TLS, too.
 
-    Raises AddressError, which names the address and, when given, the setting it came from.
+    Raises AddressError, which names the address and, if given, the setting that it came from.
     """
     hint = f" (set by {setting})" if setting else ""
     if not insecure and not is_loopback(address):
@@ -122,7 +122,7 @@ def prepare(address: str, *, insecure: bool, setting: str = "") -> None:
 
 
 def check_distinct(listening: Mapping[str, str]) -> None:
-    """Raises AddressError where two settings, the names, choose one address to listen on. Empty ones are off."""
+    """Raises AddressError if two settings (the keys) choose the same address to listen on. Empty addresses are off."""
     seen: list[tuple[str, str]] = []
     for setting, address in listening.items():
         for other_setting, other in seen:
@@ -141,12 +141,12 @@ def _overlap(one: str, other: str) -> bool:
     if port != other_port or port == 0:
         return False
     hosts = {"127.0.0.1" if name == "localhost" else name for name in (host, other_host)}
-    # A server on all addresses of IPv6 has those of IPv4, too.
+    # A server on all addresses of IPv6 also listens on those of IPv4.
     return len(hosts) == 1 or "::" in hosts or ("0.0.0.0" in hosts and not any(":" in name for name in hosts))  # noqa: S104
 
 
 def in_use(address: str, setting: str = "") -> AddressError:
-    """The error for an address that another process holds."""
+    """Makes the error for an address that another process holds."""
     hint = f" ({setting} chooses another)" if setting else ""
     return AddressError(f"cannot listen on {address}: already in use{hint}")
 

@@ -15,21 +15,21 @@ from google.protobuf.message import Message
 
 from protos.rpc.identity import Identity
 
-# So many refusals have a line of their own within a second; the others are counted.
+# This many refusals per second have a separate line; further refusals are counted.
 _REFUSALS = 20
 _WINDOW_SECONDS = 1.0
-# Reads that a console repeats: one in so many seconds is written per token and method.
+# Of the reads that a console repeats, one in this many seconds is written per token and method.
 REPEAT_SECONDS = 60.0
-# Longest request that is written as it is.
+# The limit on the length of a request that is written in full.
 _MAX_REQUEST = 4096
-# Prompts, in whatever message they come.
+# Fields with prompts, in any message.
 _SECRET = ("token_ids", "prefix_token_ids", "extra_keys")
 
 log = structlog.get_logger()
 
 
 class Audit:
-    """Writes the lines. The file is opened for each of them, so that it can be moved away at any time."""
+    """Writes the lines. The file is opened for each line, so that it can be moved away at any time."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -38,7 +38,7 @@ class Audit:
         self._written: dict[tuple[Identity | None, str], float] = {}
 
     def was_written(self, identity: Identity | None, method: str) -> bool:
-        """Whether a repeated read of this token was written a short while ago; if not, it counts as written now."""
+        """Whether a repeated read of this token was written recently; if not, it counts as written now."""
         key, now = (identity, method), time.monotonic()
         if now - self._written.get(key, -REPEAT_SECONDS) < REPEAT_SECONDS:
             return True
@@ -46,11 +46,11 @@ class Audit:
         return False
 
     def called(self, identity: Identity | None, method: str, peer: str, request: Any, outcome: str) -> None:
-        """An operator's call has ended, or a stream has begun."""
+        """Logs that an operator's call has ended, or that a stream has begun."""
         self._write("audit", **_caller(identity), method=method, peer=peer, request=_shown(request), outcome=outcome)
 
     def refused(self, identity: Identity | None, method: str, peer: str, outcome: str) -> None:
-        """A caller was refused; very many refusals in a short time are one line together."""
+        """Logs that a caller was refused; very many refusals in a short time share one line."""
         self._refusals += 1
         if self._refusals <= _REFUSALS:
             self._write("call denied", **_caller(identity), method=method, peer=peer, outcome=outcome, count=1)
@@ -58,7 +58,7 @@ class Audit:
             self._timer = asyncio.get_running_loop().call_later(_WINDOW_SECONDS, self.flush)
 
     def flush(self) -> None:
-        """Writes how many refusals have no line yet."""
+        """Logs how many refusals have no line yet."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -89,7 +89,7 @@ def _caller(identity: Identity | None) -> dict[str, str]:
 
 
 def _shown(request: Any) -> Any:
-    """A request without prompts: a message, or the query of a path."""
+    """Returns a request, which is a message or the query of a path, without prompts."""
     if isinstance(request, Message):
         shown = type(request)()
         shown.CopyFrom(request)

@@ -1,4 +1,4 @@
-"""Channels between processes: keepalive, retries on UNAVAILABLE only, no proxies, TLS and a token where given."""
+"""Channels between processes: keepalive, retries only on UNAVAILABLE, no proxies, TLS and a token if given."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from protos.rpc.addresses import socket_path
 from protos.rpc.identity import AUTHORIZATION_KEY
 from protos.rpc.security import PLAIN, Security
 
-# A connection on which nothing comes is pinged after so long, and given up when the ping is not answered in time: a
-# process that is stopped, and a machine that is gone, close nothing.
+# An idle connection is pinged after the first time, and given up if the ping is not answered within the second: a
+# stopped process or a lost machine closes no connection.
 KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT_SECONDS = 20, 5
 
-# Of calls, as stubs ask a channel for them.
+# Kinds of calls, as stubs request them from a channel.
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 _RETRIES = {
@@ -41,10 +41,10 @@ def _options(max_message_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
-        # While data flows gRPC sends pings of its own, to measure the connection, and none of keepalive's.
-        # They are given a minute by default.
+        # While data flows, gRPC sends pings to measure the connection, and no keepalive pings. By default, these pings
+        # have a timeout of a minute.
         ("grpc.http2.ping_timeout_ms", (KEEPALIVE_SECONDS + KEEPALIVE_TIMEOUT_SECONDS) * 1000),
-        # A restarted server is found soon: the few processes of a stack overwhelm no server with their attempts.
+        # A restarted server is found soon; the few processes of a stack cannot overwhelm it with their attempts.
         ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.min_reconnect_backoff_ms", 1_000),
         ("grpc.max_reconnect_backoff_ms", 100),
@@ -52,20 +52,20 @@ def _options(max_message_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.service_config", json.dumps(_RETRIES)),
         # Processes of one stack talk to each other directly, whatever the machine's proxy settings are.
         ("grpc.enable_http_proxy", 0),
-        # A connection of its own, so that one channel's back-off never delays another's.
+        # A separate connection, so that one channel's back-off never delays another channel.
         ("grpc.use_local_subchannel_pool", 1),
     ]
 
 
 def _server_name(address: str) -> list[tuple[str, str]]:
-    """Which name a certificate must have, where the address is none: a socket's is that of this machine."""
+    """The option with the name that a certificate must have, if the address has none: a socket is on this machine."""
     return [("grpc.ssl_target_name_override", "localhost")] if socket_path(address) else []
 
 
 def open_channel(address: str, security: Security = PLAIN, *, max_message_bytes: int = 64 << 20) -> grpc.aio.Channel:
-    """A channel for asyncio to host:port or unix:/path. Every call on it should carry a deadline (`timeout=`).
+    """Opens a channel for asyncio to host:port or unix:/path. Every call should carry a deadline (`timeout=`).
 
-    Raises AddressError where the token of `security` would travel in the clear.
+    Raises AddressError if the token of `security` would travel in the clear.
     """
     credentials, options = security.channel_credentials(address), _options(max_message_bytes)
     if credentials is None:
@@ -76,7 +76,7 @@ def open_channel(address: str, security: Security = PLAIN, *, max_message_bytes:
 
 
 def open_sync_channel(address: str, security: Security = PLAIN, *, max_message_bytes: int = 64 << 20) -> grpc.Channel:
-    """A channel for threads, else as `open_channel`."""
+    """Opens a channel for threads; otherwise does as `open_channel`."""
     credentials, options = security.channel_credentials(address), _options(max_message_bytes)
     if credentials is None:
         channel = grpc.insecure_channel(address, options=options)
@@ -86,10 +86,10 @@ def open_sync_channel(address: str, security: Security = PLAIN, *, max_message_b
 
 
 class _AuthorizedChannel:
-    """A channel, of asyncio or of threads, with this process's token in the metadata of each call.
+    """A channel, for asyncio or threads, with this process's token in the metadata of each call.
 
-    gRPC's call credentials ask for the token in another thread, which takes a quarter of a millisecond per call. They
-    are refused without TLS to another machine, which KVKEEP_INSECURE allows.
+    gRPC's call credentials get the token in another thread, which takes a quarter of a millisecond per call. They also
+    refuse another machine without TLS, which KVKEEP_INSECURE allows.
     """
 
     def __init__(self, channel: Any, security: Security) -> None:
@@ -104,7 +104,7 @@ class _AuthorizedChannel:
         def method(*arguments: Any, **options: Any) -> Callable[..., Any]:
             call = kind(*arguments, **options)
             authorized = self._authorized(call)
-            # Of calls of threads: gives the metadata of the answer, too.
+            # Only in calls for threads: also returns the metadata of the answer.
             if hasattr(call, "with_call"):
                 authorized.with_call = self._authorized(call.with_call)  # type: ignore[attr-defined]
             return authorized

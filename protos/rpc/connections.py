@@ -1,7 +1,7 @@
-"""The connections of one listener: when there are too many, those without a call make room for others.
+"""The connections of one listener: if there are too many, connections without a call are closed to make room.
 
-gRPC itself can only refuse connections that come. Callers that connect, ask nothing and connect again would shut
-everybody else out.
+gRPC itself can only refuse new connections. Callers that keep connecting without any request would lock everybody
+else out.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import structlog
 from protos.rpc.logs import Summaries
 from protos.rpc.metrics import CLOSED_CONNECTIONS
 
-# How often open files are counted: usually, and while there have been too many within the last seconds.
+# Seconds between counts of open files: usually, and for CALM_SECONDS after there were too many.
 COUNT_SECONDS, CROWDED_SECONDS, CALM_SECONDS = 0.5, 0.02, 5.0
-# Of the time, at most this share goes into looking at connections.
+# At most this share of the time is spent on looking at connections.
 _SHARE = 0.2
-# Connections that are closed before others have their turn.
+# How many connections are closed before other tasks get their turn.
 _AT_ONCE = 64
 _OPEN_FILES = Path("/proc/self/fd")
 
@@ -45,30 +45,30 @@ class Peer(NamedTuple):
 
 
 class _File(NamedTuple):
-    """An open file. inode: tells it from a later one with its number. peer: None for what is no connection."""
+    """An open file. inode: distinguishes it from a later file with its number. peer: None if it is no connection."""
 
     inode: int
     peer: Peer | None
 
 
 class Connections:
-    """Knows the calls of each connection of a listener, and closes connections without one."""
+    """Knows the calls of each connection of a listener, and closes connections without a call."""
 
     def __init__(self, server: str, most: int) -> None:
-        """server: its name in the log and in metrics. most: gRPC lets in twice as many, until some are closed."""
+        """server: its name in the log and in metrics. most: the limit; gRPC briefly admits twice as many."""
         self._server = server
         self._most = most
-        # Running calls by peer, and the peers that have called, the last one last.
+        # Running calls by peer; and the peers that have called, the most recent last.
         self._calls: Counter[Peer | None] = Counter()
         self._called: dict[Peer | None, None] = {}
-        # Open files by their numbers, in the order in which they were found.
+        # Open files by number, in the order in which they were found.
         self._files: dict[int, _File] = {}
         self._closed = 0
         self._summaries = Summaries()
 
     @contextlib.contextmanager
     def calling(self, text: str) -> Iterator[None]:
-        """Around a call: its connection stays. text: what gRPC says of the peer."""
+        """Wraps a call, so that its connection stays open. text: gRPC's name of the peer."""
         peer = peer_of(text)
         self._calls[peer] += 1
         try:
@@ -85,13 +85,13 @@ class Connections:
     async def keep_room(self, port: int) -> None:
         """Closes connections without a call while there are too many. Runs until it is cancelled.
 
-        Connections that never had a call are closed first, the oldest of them first; then those whose last call is
-        longest ago.
+        Connections that never had a call are closed first, oldest first; then connections in the order of their last
+        call, oldest first.
         """
         crowded_at = -CALM_SECONDS
         while True:
             begun = time.monotonic()
-            # Any exception: a listener that is guarded no longer would be shut by the next flood.
+            # Any exception: without this guard, the next flood would lock out the listener.
             try:
                 if _count_files() <= self._most:
                     self._files.clear()
@@ -104,7 +104,7 @@ class Connections:
             await asyncio.sleep(max(pause, (now - begun) / _SHARE))
 
     async def _make_room(self, port: int) -> bool:
-        """Whether there were too many. A quarter fewer than may be are left, or as many without a call as a quarter."""
+        """Closes connections down to three quarters of the limit, or to a quarter without a call. Whether too many."""
         await asyncio.to_thread(self._find, port)
         found = [(number, file) for number, file in self._files.items() if file.peer is not None]
         if len(found) <= self._most:
@@ -117,7 +117,7 @@ class Connections:
         victims, closed = idle[:wanted], 0
         for begin in range(0, len(victims), _AT_ONCE):
             for number, file in victims[begin : begin + _AT_ONCE]:
-                # Calls have begun meanwhile.
+                # Calls may have begun meanwhile.
                 closed += file.peer not in self._calls and _close(number, file)
             await asyncio.sleep(0)
         self._count(closed)
@@ -131,7 +131,7 @@ class Connections:
             with contextlib.suppress(OSError):
                 known, inode = before.get(number), os.fstat(number).st_ino
                 after[number] = known if known and known.inode == inode else _File(inode, _peer(number, port))
-        # A file number that a new connection has got counts from now on.
+        # If a new connection has reused a file number, it counts as new.
         same = {number: file for number, file in before.items() if after.get(number) is file}
         self._files = same | after
 
@@ -146,9 +146,9 @@ class Connections:
 
 
 def _open_files() -> Iterable[int]:
-    """Their numbers, others among them where no file can be opened; none where the system does not list them."""
+    """Numbers of open files, perhaps too many if no file can be opened; none if the system does not list them."""
     try:
-        # A Path for each would take longer than all the rest.
+        # A Path for each would take longer than everything else.
         return [int(name) for name in os.listdir(_OPEN_FILES)]  # noqa: PTH208
     except FileNotFoundError:
         return ()
@@ -157,13 +157,13 @@ def _open_files() -> Iterable[int]:
 
 
 def _count_files() -> int:
-    """How many are open, at least. Linux says it at once since 6.2."""
+    """The minimum number of open files. Since 6.2, Linux reports it at once."""
     return (_OPEN_FILES.stat().st_size if _OPEN_FILES.exists() else 0) or len(list(_open_files()))
 
 
 @contextlib.contextmanager
 def _socket(number: int) -> Iterator[socket.socket]:
-    """The socket of an open file, which stays open. It takes no further file: there may be none. Raises OSError."""
+    """Wraps an open file as a socket and leaves it open. Needs no further file, as none may be free. Raises OSError."""
     one = socket.socket(fileno=number)
     try:
         yield one
@@ -172,7 +172,7 @@ def _socket(number: int) -> Iterator[socket.socket]:
 
 
 def _peer(number: int, port: int) -> Peer | None:
-    """Of a connection that the listener of a port has accepted; None for another file. Raises OSError."""
+    """The peer of a connection that the listener of a port has accepted; None for other files. Raises OSError."""
     if not stat.S_ISSOCK(os.fstat(number).st_mode):
         return None
     with _socket(number) as one:
@@ -181,13 +181,13 @@ def _peer(number: int, port: int) -> Peer | None:
         try:
             host, remote_port = one.getpeername()[:2]
         except OSError:
-            # The listener itself, or a connection that is closed.
+            # The listener itself, or a closed connection.
             return None
         return Peer(_normal(host), remote_port)
 
 
 def _close(number: int, file: _File) -> bool:
-    """Whether it was still there. gRPC sees its end and closes the file."""
+    """Shuts down a connection; returns whether it still existed. gRPC notices, and closes the file."""
     with contextlib.suppress(OSError), _socket(number) as one:
         if os.fstat(number).st_ino == file.inode:
             one.shutdown(socket.SHUT_RDWR)
@@ -197,14 +197,14 @@ def _close(number: int, file: _File) -> bool:
 
 @functools.lru_cache(maxsize=1 << 14)
 def peer_of(text: str) -> Peer | None:
-    """The peer that gRPC calls "ipv4:127.0.0.1:50000" or "ipv6:%5B::1%5D:50000"; None for a peer without a port."""
+    """Parses gRPC's "ipv4:127.0.0.1:50000" or "ipv6:%5B::1%5D:50000" as a peer; None for a peer without a port."""
     kind, _, rest = text.partition(":")
     host, _, port = unquote(rest).rpartition(":")
     return Peer(_normal(host.strip("[]")), int(port)) if kind in ("ipv4", "ipv6") else None
 
 
 def _normal(host: str) -> str:
-    """One text for each address; gRPC and the socket may write it in other ways."""
+    """Normalizes the text of an address, since gRPC and the socket may write it differently."""
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return str(mapped or address)

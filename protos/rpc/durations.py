@@ -1,4 +1,4 @@
-"""Durations as messages have them, and as seconds."""
+"""Converts durations between messages and seconds."""
 
 from datetime import timedelta
 
@@ -6,12 +6,12 @@ from google.protobuf.duration_pb2 import Duration
 
 
 def duration(seconds: float) -> Duration:
-    """Seconds as a message."""
+    """Converts seconds to a message."""
     message = Duration()
     message.FromTimedelta(timedelta(seconds=seconds))
     return message
 
 
 def seconds(message: Duration) -> float:
-    """A message as seconds, also where it is out of range."""
+    """Converts a message to seconds, even if it is out of range."""
     return message.seconds + message.nanos / 1e9

@@ -1,7 +1,7 @@
-"""Epochs of processes: each start of a process has a larger one, the time of the start in nanoseconds.
+"""Epochs of processes: each start of a process has a larger epoch, the time of the start in nanoseconds.
 
-Whoever sees an epoch refuses older ones from then on. So one of the far future would keep every later process of
-that name away.
+Peers refuse epochs older than one they have seen, so a far-future epoch would lock out every later process of that
+name.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import time
 
 from protos.errors import InvalidField
 
-# For clocks of machines that differ.
+# Allowed clock skew between machines.
 AHEAD_SECONDS = 3600
 
 
 def check_epoch(field: str, epoch: int, newest: int = 0) -> None:
-    """Raises InvalidField, which names the field, for an epoch that no process can have chosen by now.
+    """Raises InvalidField, naming `field`, if no process can have chosen this epoch yet.
 
-    newest: that of an earlier process of the name; where the clock was set back since, a later one chooses the next.
+    newest: the last known epoch under this name. If the clock was set back, the next process uses newest + 1.
     """
     if epoch > max(newest, time.time_ns()) + AHEAD_SECONDS * 1_000_000_000:
         raise InvalidField(field, f"must be at most {AHEAD_SECONDS} s, in nanoseconds, ahead of the time here")

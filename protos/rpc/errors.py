@@ -1,4 +1,4 @@
-"""Errors that cross a process border: their statuses, and the way back on the client."""
+"""Errors that cross a process border: conversion to statuses, and back on the client."""
 
 from datetime import timedelta
 from typing import Any
@@ -14,7 +14,7 @@ DOMAIN = "kvkeep"
 
 _DETAILS_KEY = "grpc-status-details-bin"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
-# By the reason of an error, which callers see beside the status.
+# The status by the reason of an error; callers see both.
 _REASONS = {
     grpc.StatusCode.NOT_FOUND: (
         "UNKNOWN_EXECUTOR",
@@ -92,7 +92,7 @@ class UnexpectedError(ServiceError):
 
 
 def status_code(error: ServiceError | type[ServiceError]) -> grpc.StatusCode:
-    """The status that callers see: the class's own, else that of the nearest reason among it and its bases."""
+    """The status that callers see: the class's own, else the status of the nearest reason among it and its bases."""
     kind = error if isinstance(error, type) else type(error)
     own: grpc.StatusCode | None = getattr(error, "code", None)
     reasons = (getattr(base, "reason", "") for base in kind.__mro__)
@@ -100,7 +100,7 @@ def status_code(error: ServiceError | type[ServiceError]) -> grpc.StatusCode:
 
 
 def to_status(error: ServiceError) -> Any:
-    """The error as a google.rpc.Status with ErrorInfo and, where they apply, BadRequest and RetryInfo."""
+    """Converts the error to a google.rpc.Status with ErrorInfo and, if they apply, BadRequest and RetryInfo."""
     details: list[Any] = [
         error_details_pb2.ErrorInfo(domain=DOMAIN, reason=error.reason, metadata=error.metadata),
     ]
@@ -123,7 +123,7 @@ def to_status(error: ServiceError) -> Any:
 
 
 class RemoteError(Exception):
-    """The error that a server answered. `reason` is empty when the server is not one of this project."""
+    """The error that a server answered. `reason` is empty if the server is not from this project."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -139,7 +139,7 @@ class RemoteError(Exception):
 
 
 class PassedOnError(ServiceError):
-    """The error that another server answered, for a caller of this one: with the code and the reason of that one."""
+    """Passes another server's error on to a caller of this server, with the original code and reason."""
 
     code = grpc.StatusCode.INTERNAL
     reason = "PASSED_ON"
@@ -151,14 +151,14 @@ class PassedOnError(ServiceError):
 
 
 def from_status(status: status_pb2.Status) -> RemoteError:
-    """Reads an error that came in a message."""
+    """Converts a status from a message to an error."""
     remote = RemoteError(_CODES.get(status.code, grpc.StatusCode.UNKNOWN), status.message)
     _read_details(remote, status)
     return remote
 
 
 def from_rpc_error(error: grpc.RpcError) -> RemoteError:
-    """Reads the status and its details from a failed call, sync or aio."""
+    """Converts the status and details of a failed call, sync or aio, to an error."""
     call: Any = error
     remote = RemoteError(call.code(), call.details() or "")
     for key, value in call.trailing_metadata() or ():

@@ -1,6 +1,6 @@
-"""Files that a process is given: read again when they change, and refused when others can read their secrets.
+"""Files that a process is given: read again when they change, and refused if others can read their secrets.
 
-And folders that it is given to write in.
+Also the folders that a process may write to.
 """
 
 import errno
@@ -13,16 +13,16 @@ from typing import Generic, TypeVar
 
 import structlog
 
-# A file is looked at so often at most, and only when its contents are asked for.
+# The minimum time between checks of a file, which happen only when its contents are requested.
 _LOOK_SECONDS = 1.0
-# Permissions that a secret's file must not have. Its group may read: orchestrators hand secrets to processes so.
+# Permissions that a secret's file must not have. Its group may read, as orchestrators pass secrets this way.
 _FORBIDDEN = stat.S_IRWXO | stat.S_IWGRP
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
 
-# Size of the test file that is written to a folder at the start: with less room than this left, the folder is full.
+# Size of the test file that is written to a folder at the start. With less free space, the folder counts as full.
 _PROBE_BYTES = 1 << 16
 _ADVICE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some room there, or ") | dict.fromkeys(
     (errno.EROFS, errno.EACCES, errno.EPERM), "make it writable, or "
@@ -41,7 +41,7 @@ class FolderError(Exception):
 
 
 def prepare_folder(folder: Path, setting: str) -> None:
-    """Makes a folder, for its owner only, unless it is there, and tries to write in it. Raises FolderError."""
+    """Makes a folder for its owner only, unless it exists, and tries to write in it. Raises FolderError."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
@@ -51,7 +51,7 @@ def prepare_folder(folder: Path, setting: str) -> None:
 
 
 def read_secret(path: Path) -> str:
-    """The text of a file that only its owner and its group can read. Raises ValueError and OSError."""
+    """Reads the text of a file that only its owner and its group can read. Raises ValueError and OSError."""
     with path.open() as file:
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & _FORBIDDEN:
@@ -60,10 +60,10 @@ def read_secret(path: Path) -> str:
 
 
 class Reloaded(Generic[T]):
-    """Contents of files. Changed files are read again; those that cannot be read then change nothing."""
+    """Contents of files. Changed files are read again; if they cannot be read, nothing changes."""
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], T]) -> None:
-        """read: raises ValueError or OSError, here to the caller, later into the log."""
+        """read: may raise ValueError or OSError, which reach the caller here, and later the log."""
         self._paths = paths
         self._read = read
         self._stamp = self._look()
@@ -71,14 +71,14 @@ class Reloaded(Generic[T]):
         self._looked = time.monotonic()
 
     def get(self) -> T:
-        """The value; the same object as before unless a file has changed."""
+        """Returns the value; the same object as before unless a file has changed."""
         now = time.monotonic()
         if now - self._looked >= _LOOK_SECONDS:
             self._looked = now
             try:
                 stamp = self._look()
                 if stamp != self._stamp:
-                    # Before the rest: the log describes a wrong file once.
+                    # First, so that the log describes a bad file only once.
                     self._stamp = stamp
                     self._value = self._read()
                     log.info("changed files loaded", paths=[str(path) for path in self._paths])

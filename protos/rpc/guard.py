@@ -1,4 +1,4 @@
-"""Decides about every call: its identity, whether the role may make it, and whether the audit log has it."""
+"""Decides about every call: its identity, whether the role may make it, and whether it is in the audit log."""
 
 import asyncio
 import contextlib
@@ -17,9 +17,9 @@ LOOK_SECONDS = 1.0
 
 
 class Guard:
-    """One per process: a server asks it before each call, HTTP too. Without a tokens file every call is allowed.
+    """One per process: a server asks it before each call, HTTP too. Without a tokens file, every call is allowed.
 
-    Raises ValueError and OSError when the tokens file cannot be used.
+    Raises ValueError and OSError if the tokens file cannot be used.
     """
 
     def __init__(self, tokens_file: Path | None, audit_file: Path | None) -> None:
@@ -29,14 +29,14 @@ class Guard:
         self.audit = Audit(audit_file)
 
     def identify(self, authorization: str) -> Identity | None:
-        """The identity of an Authorization header, empty for none; None where no tokens are needed.
+        """The identity of an Authorization header (empty for none); None if no tokens are needed.
 
         Raises UnauthenticatedError.
         """
         return None if self._tokens is None else self._tokens.identify(authorization)
 
     def allow(self, identity: Identity | None, *methods: str) -> None:
-        """Raises PermissionDeniedError where role or tenant may call none of these "package.Service/Method"."""
+        """Raises PermissionDeniedError if role or tenant may call none of these "package.Service/Method"."""
         if identity is None:
             return
         allowed = [method for method in methods if identity.role in roles_of(method)]
@@ -46,18 +46,18 @@ class Guard:
             raise PermissionDeniedError("this method is about all tenants, and the token about one")
 
     def cancel_if_revoked(self, authorization: str, identity: Identity | None) -> AbstractContextManager[None]:
-        """A block of a task that works for a token: UnauthenticatedError leaves it when the token is revoked."""
+        """Wraps a task's work for a token: UnauthenticatedError leaves the block if the token is revoked."""
         if self._running is None or identity is None:
             return contextlib.nullcontext()
         return self._running.cancel_if_revoked(authorization, identity)
 
     def audits(self, method: str) -> bool:
-        """Whether calls of a method leave a line."""
+        """Whether calls of a method leave a line in the audit log."""
         return self._audits and is_audited(method)
 
 
 def header(metadata: Iterable[tuple[str, Any]]) -> str:
-    """The Authorization header of a gRPC call; empty where there is none or more than one."""
+    """The Authorization header of a gRPC call; empty if there is none or more than one."""
     sent = [value for key, value in metadata if key == AUTHORIZATION_KEY and isinstance(value, str)]
     return sent[0] if len(sent) == 1 else ""
 
@@ -71,19 +71,19 @@ class _Call:
 
 
 class _RunningCalls:
-    """Running calls by their tokens; ends those whose token is removed, changed or expired."""
+    """Running calls by token; ends calls whose token is removed, changed or expired."""
 
     def __init__(self, identify: Callable[[str], Identity]) -> None:
-        """identify: the identity of an Authorization header; raises UnauthenticatedError."""
+        """identify: returns the identity of an Authorization header; raises UnauthenticatedError."""
         self._identify = identify
         self._calls: dict[tuple[str, Identity], set[_Call]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     @contextlib.contextmanager
     def cancel_if_revoked(self, authorization: str, identity: Identity) -> Iterator[None]:
-        """Cancels the task in the block when the header has another identity or none.
+        """Cancels the task in the block once the header has a different identity or none.
 
-        Then UnauthenticatedError leaves the block.
+        UnauthenticatedError then leaves the block.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -95,7 +95,7 @@ class _RunningCalls:
         try:
             yield
         except asyncio.CancelledError:
-            # Unless it was cancelled for another reason, too.
+            # Unless it was also cancelled for a different reason.
             if call.is_revoked and task.uncancel() <= cancelling:
                 raise UnauthenticatedError from None
             raise

@@ -1,7 +1,7 @@
-"""grpc.health.v1 for one listener: a status per service name and "" for the process.
+"""grpc.health.v1 for one listener: a status per service name, and "" for the process.
 
-The servicer of grpc_health waits with a change of a status for each watcher that does not read, and a server that stops
-waits for its watchers; this one does neither.
+The servicer of grpc_health delays a change of a status until each watcher has read, and a stopping server waits for
+its watchers; this servicer does neither.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class UnknownServiceError(ServiceError):
-    """Health was asked of a service that is not here."""
+    """A caller asked for the health of a service that is not here."""
 
     code = grpc.StatusCode.NOT_FOUND
     reason = "UNKNOWN_SERVICE"
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Statuses change synchronously, so that a process can say "not serving" before it awaits anything."""
+    """The health service. Statuses change synchronously: a process can say "not serving" before it awaits anything."""
 
     def __init__(self, services: Iterable[str]) -> None:
         self._statuses = dict.fromkeys(("", *services), NOT_SERVING)
@@ -36,7 +36,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._version = program_version()
 
     def set(self, serving: bool, service: str | None = None) -> None:
-        """Sets one service, or all and the process itself for None. A service of another listener is ignored."""
+        """Sets the status of one service or, for None, of all and the process. Ignores another listener's services."""
         names = list(self._statuses) if service is None else [service]
         for name in names:
             if name in self._statuses:
@@ -58,22 +58,22 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._changed = asyncio.Event()
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name in the protocol
-        """Status of one service, with the version of the program."""
+        """Returns the status of one service, with the version of the program."""
         if request.service not in self._statuses:
             raise UnknownServiceError("no such service on this address", metadata={"service": request.service})
         context.set_trailing_metadata(((VERSION_KEY, self._version),))
         return health_pb2.HealthCheckResponse(status=self._statuses[request.service])
 
     async def List(self, _request: Any, _context: Any) -> Any:  # noqa: N802 - the name in the protocol
-        """Status of the process and of each service."""
+        """Returns the status of the process and of each service."""
         statuses = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._statuses.items()}
         return health_pb2.HealthListResponse(statuses=statuses)
 
     async def Watch(self, request: Any, _context: Any) -> AsyncIterator[Any]:  # noqa: N802 - the name in the protocol
-        """Status of one service and every change of it."""
+        """Streams the status of one service and every change."""
         last = None
         while True:
-            # Both are read before the status is sent: a change meanwhile is seen in the next turn.
+            # Both are read before the status is sent, so that a change meanwhile is seen in the next turn.
             changed, closed = self._changed, self._closed
             status = self._statuses.get(request.service, SERVICE_UNKNOWN)
             if status != last:

@@ -1,4 +1,4 @@
-"""One connection of HTTP, with limits on the size and the time of a request's head."""
+"""One HTTP connection, with limits on the size and the time of a request's head."""
 
 import asyncio
 import socket
@@ -13,19 +13,19 @@ from uvicorn.server import ServerState
 from protos.rpc.logs import Summaries
 from protos.rpc.metrics import REFUSED_CONNECTIONS
 
-# From the beginning of a connection, or the end of the last answer, to the end of a request's headers.
+# The limit from the start of a connection, or the end of the last answer, to the end of a request's headers.
 REQUEST_SECONDS = 10.0
-# Of one request: its URL with all names and values, trailers included, and how many names there are.
+# Limits for one request: bytes of its URL and all names and values, including trailers; and the number of names.
 MAX_HEADER_BYTES = 1 << 16
 MAX_HEADERS = 256
-# Requests of one connection that wait while the one before them is answered.
+# The limit on requests of one connection that wait while an earlier request is answered.
 MAX_QUEUED = 16
-# Of one server; no server takes more than this share of the files that the process may open.
+# The limit for one server, and the share of the process's open files that no server exceeds.
 MAX_CONNECTIONS = 16_384
 SHARE_OF_FILES = 4
-# Key in the scope: whether the caller has shown a certificate.
+# The key in the scope that says whether the caller has shown a certificate.
 CERTIFIED = "kvkeep.certified"
-# A peer that has vanished, or reads nothing of an answer, is given up after about two minutes.
+# A peer that has vanished, or does not read its answer, is given up after about two minutes.
 SOCKET_OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
@@ -38,24 +38,24 @@ log = structlog.get_logger()
 
 
 class _RefusedError(Exception):
-    """Leaves the parser from within a callback."""
+    """Raised in a callback to leave the parser."""
 
 
 class Connections(ServerState):
     """The connections of one server."""
 
     def __init__(self, server: str, open_files: int) -> None:
-        """server: its name in the log and in metrics. open_files: how many the process may have."""
+        """server: its name in the log and in metrics. open_files: how many files the process may open."""
         super().__init__()
         self.most = min(MAX_CONNECTIONS, max(1, open_files // SHARE_OF_FILES))
-        # Connections without a whole request, the longest waiting first.
+        # Connections without a complete request, longest waiting first.
         self.waiting: dict[Connection, None] = {}
         self._server = server
         self._refused: Counter[str] = Counter()
         self._summaries = Summaries()
 
     def make_room(self) -> None:
-        """Closes the connection that has waited longest for a whole request when there are more than may be."""
+        """Closes the connection that has waited longest for a complete request, if there are too many connections."""
         if len(self.connections) > self.most:
             next(iter(self.waiting)).refuse("too_many_connections")
 
@@ -69,19 +69,19 @@ class Connections(ServerState):
 
 
 class Connection(HttpToolsProtocol):
-    """Refuses requests that are too slow, too large, or ambiguous, and closes."""
+    """Closes on requests that are too slow, too large, or ambiguous."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._all = cast(Connections, self.server_state)
         self._deadline: asyncio.TimerHandle | None = None
-        # Bytes since the parser last made something of them: of a header, a trailer or a chunk's extension.
+        # Bytes since the parser last completed a header, a trailer or a chunk's extension.
         self._unparsed = 0
         self._header_bytes = 0
         self._refusal: tuple[int, str, str] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Gives it so long to ask for something."""
+        """Starts the time limit for the first request."""
         super().connection_made(transport)
         self._await_request()
         self._all.make_room()
@@ -117,7 +117,7 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_QUEUED:
             said = f"a connection may have {MAX_QUEUED} requests waiting for their turn"
             raise self._refused("too_many_requests", 429, said)
-        # It waits for the body, and may be closed for others. The application limits the time of a body.
+        # It waits for the body, and may be closed to make room. The application limits the time of a body.
         self._stop_timer()
         super().on_headers_complete()
 
@@ -132,7 +132,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Waits for the next request, unless that is there already."""
+        """Waits for the next request, unless the request is already there."""
         is_last = not self.pipeline
         super().on_response_complete()
         if self.transport.is_closing():
@@ -140,18 +140,18 @@ class Connection(HttpToolsProtocol):
         if is_last:
             self._await_request()
         elif not self.pipeline and self.cycle.more_body:
-            # The request that is served now waits for its body.
+            # The request being served now waits for its body.
             self._all.waiting[self] = None
 
     def send_400_response(self, msg: str) -> None:
-        """The parser takes no more."""
+        """Refuses a request that the parser rejects."""
         reason, status, said = "", 400, msg
         if self._refusal is not None:
             status, reason, said = self._refusal
         self.refuse(reason or "malformed_request", status, said)
 
     def refuse(self, reason: str, status: int = 0, said: str = "") -> None:
-        """Closes the connection; with a status the caller gets the reason, unless an answer is on its way."""
+        """Closes the connection. With a status, the caller gets the reason, unless an answer is already being sent."""
         self._stop_waiting()
         if self.transport.is_closing():
             return
@@ -187,7 +187,7 @@ class Connection(HttpToolsProtocol):
         return _RefusedError(said)
 
     def _ambiguity(self) -> str:
-        """Why two readers could take the request's host for different ones; empty for a clear request."""
+        """Why two readers could disagree on the request's host; empty for a clear request."""
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
             return "a request must have one Host header"

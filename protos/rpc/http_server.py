@@ -1,4 +1,4 @@
-"""uvicorn on the loop of this process."""
+"""An HTTP server: uvicorn on the loop of this process."""
 
 import asyncio
 import contextlib
@@ -18,24 +18,24 @@ from protos.rpc.http_connection import CERTIFIED, REQUEST_SECONDS, SOCKET_OPTION
 from protos.rpc.security import PLAIN, Security
 from protos.rpc.startup import raise_file_limit
 
-# For answers that have been made and are on their way.
+# The time limit for answers that are being sent.
 STOP_SECONDS = 5
 
 log = structlog.get_logger()
 
 
 def peer_of(request: Request) -> str:
-    """Where a request comes from, as host:port; empty where that is not known."""
+    """The origin of a request, as host:port; empty if unknown."""
     return "" if request.client is None else f"{request.client.host}:{request.client.port}"
 
 
 def bind(address: str, count: int = 1, *, insecure: bool = False, setting: str = "") -> list[socket.socket]:
-    """Sockets for servers on host:port, among which the system shares out connections. Raises AddressError.
+    """Binds sockets for servers on host:port; the system distributes connections among them. Raises AddressError.
 
-    insecure: others may reach it. setting: the variable that chose the address.
+    insecure: other machines may reach it. setting: the variable that chose the address.
     """
     addresses.prepare(address, insecure=insecure, setting=setting)
-    # Alone at first: with a shared port, a second process that listens there would not be noticed.
+    # Bound alone first: with a shared port, a second process that listens there would not be noticed.
     first = _bound(address, setting)
     if count == 1:
         return [first]
@@ -47,11 +47,11 @@ def bind(address: str, count: int = 1, *, insecure: bool = False, setting: str =
 def _bound(address: str, setting: str, *, shared: bool = False) -> socket.socket:
     host, port = addresses.split_host_port(address)
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    # A port in TIME_WAIT is free.
+    # A port in TIME_WAIT counts as free.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
     for option in SOCKET_OPTIONS:
-        # Connections have them from their listener.
+        # Connections inherit these options from their listener.
         listener.setsockopt(*option)
     try:
         listener.bind((host, port))
@@ -62,7 +62,7 @@ def _bound(address: str, setting: str, *, shared: bool = False) -> socket.socket
 
 
 class _OwnNames:
-    """Refuses requests for another host than this one."""
+    """Refuses requests for a host other than this host."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -75,7 +75,7 @@ class _OwnNames:
 
 
 class _CertifiedCallers:
-    """Refuses callers without a certificate, but for some paths."""
+    """Refuses callers without a certificate, except on some paths."""
 
     def __init__(self, app: ASGIApp, open_paths: frozenset[str]) -> None:
         self._app = app
@@ -94,7 +94,7 @@ class _Uvicorn(uvicorn.Server):
         self.listening = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, with a time limit on TLS handshakes, of which no connection knows."""
+        """Does as uvicorn's, but with a time limit on TLS handshakes, which no connection object covers."""
         config, loop = self.config, asyncio.get_running_loop()
         await self.lifespan.startup()
 
@@ -116,7 +116,7 @@ class _Uvicorn(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # They are the process's own.
+        # The process handles signals itself.
         yield
 
 
@@ -136,10 +136,10 @@ class HttpServer:
     ) -> None:
         """name: in the log and in metrics. setting: the variable that chose the address, for error messages.
 
-        own_names: whether requests are only answered that call it localhost or by an address: a page of another site
-        whose name leads here is of the same origin for its browser, and has neither a certificate nor a token.
-        open_paths: what callers without a certificate may ask for where all others need one. With TLS a renewed
-        certificate is shown after a restart only.
+        own_names: whether to answer only requests to localhost or an IP address. For a browser, a page of another site
+        whose name leads here has the same origin, and has neither a certificate nor a token.
+        open_paths: paths that need no certificate if all other paths do. With TLS, a renewed certificate is only shown
+        after a restart.
         """
         self.address = address
         self._name = name
@@ -170,9 +170,9 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, listener: socket.socket | None = None) -> None:
-        """Returns when it listens; `address` then has the port that 0 stood for. Raises AddressError.
+        """Returns once it listens; `address` then has the real port in place of 0. Raises AddressError.
 
-        listener: of `bind`, in place of one of its own.
+        listener: a socket of `bind` to use instead of a new socket.
         """
         if listener is None:
             [listener] = bind(self.address, insecure=self._open_to_all, setting=self._setting)
@@ -183,7 +183,7 @@ class HttpServer:
         log.info("listening", server=self._name, address=self.address)
 
     async def stop(self, *, hurried: bool = False) -> None:
-        """Closes. hurried: without the answers that are on their way."""
+        """Closes the server. hurried: drops answers that are being sent."""
         if self._serving is None:
             return
         if hurried:

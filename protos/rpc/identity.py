@@ -1,4 +1,4 @@
-"""The identity of a caller: a role and, where a token has one, a tenant with salts and sessions of its own."""
+"""The identity of a caller: a role and, if the token has one, a tenant with separate salts and sessions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import grpc
 
 from protos.errors import InvalidField, ServiceError
 
-# Of a call's metadata, and as a header of HTTP.
+# The key in a call's metadata, and the HTTP header.
 AUTHORIZATION_KEY = "authorization"
-# Longest salt, tenant or session in bytes, also once it is bound to a tenant.
+# The limit in bytes on a salt, tenant or session, even once bound to a tenant.
 MAX_NAME_BYTES = 256
-# No tenant's name has it, so that no two tenants' names run together.
+# No tenant's name contains it, so that names of two tenants are never equal.
 _SEPARATOR = "/"
 
 
@@ -30,7 +30,7 @@ class Role(enum.StrEnum):
 
 
 class UnauthenticatedError(ServiceError):
-    """There is no token, or none that is known. Which of these is not said."""
+    """There is no token, or it is unknown; callers do not learn which."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
     reason = "UNAUTHENTICATED"
@@ -40,7 +40,7 @@ class UnauthenticatedError(ServiceError):
 
 
 class PermissionDeniedError(ServiceError):
-    """The token is valid and not for this."""
+    """The token is valid, but does not allow this."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
     reason = "PERMISSION_DENIED"
@@ -48,10 +48,10 @@ class PermissionDeniedError(ServiceError):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The identity of a token. `name` is the token's in logs; no tenant means all of them.
+    """The identity of a token. `name` is the token's name in logs; no tenant means all tenants.
 
-    `salts` are the only ones that a caller may name, all for none; `ids` are the only executors or schedulers that a
-    token of these roles may speak as, any for none.
+    `salts` are the only salts that a caller may name; `ids` are the only executors or schedulers as which a token of
+    these roles may speak. If empty, all are allowed.
     """
 
     name: str
@@ -61,16 +61,16 @@ class Identity:
     ids: tuple[str, ...] = ()
 
     def check_id(self, given: str, field: str) -> None:
-        """Raises PermissionDeniedError where an executor or a scheduler speaks as another of its kind."""
+        """Raises PermissionDeniedError if an executor or scheduler uses another's id."""
         if self.ids and given not in self.ids:
             raise PermissionDeniedError(
                 f"the token is of another {self.role}", fields={field: "is not one of the token's ids"}
             )
 
     def bound_salt(self, salt: str | None, field: str = "cache.salt") -> str | None:
-        """The salt that the cache is asked with instead of the one given: without a tenant it is the same.
+        """The salt that the cache gets instead of the given salt; without a tenant, it is the same.
 
-        Raises InvalidField for one that is too long, PermissionDeniedError for one that the token does not have.
+        Raises InvalidField if it is too long, and PermissionDeniedError if the token does not have it.
         """
         if self.salts:
             salt = self.salts[0] if salt is None else salt
@@ -81,7 +81,7 @@ class Identity:
         return self.bound_name(salt, field) if salt is not None else self.tenant or None
 
     def bound_name(self, name: str, field: str) -> str:
-        """A salt, session or request of the tenant, by a name that no other tenant can give. Raises InvalidField."""
+        """A name for the tenant's salt, session or request that no other tenant can produce. Raises InvalidField."""
         if not self.tenant:
             return name
         if not name:
@@ -93,7 +93,7 @@ class Identity:
         return bound
 
     def owns(self, bound: str | None) -> bool:
-        """Whether a bound salt or session belongs to the tenant; all do without one."""
+        """Whether a bound salt or session belongs to the tenant; without a tenant, all do."""
         if not self.tenant:
             return True
         return bound is not None and (bound == self.tenant or bound.startswith(self.tenant + _SEPARATOR))
@@ -103,10 +103,10 @@ _current: ContextVar[Identity | None] = ContextVar("identity", default=None)
 
 
 def current() -> Identity | None:
-    """The identity of the call being served; None where no tokens are needed."""
+    """The identity of the call being served; None if no tokens are needed."""
     return _current.get()
 
 
 def assume(identity: Identity | None) -> None:
-    """Sets the identity of this call, for the rest of its task."""
+    """Sets the identity of the current call, for the rest of its task."""
     _current.set(identity)

@@ -28,12 +28,12 @@ from protos.rpc.roles import is_open, is_reading
 
 REQUEST_ID_KEY = "x-request-id"
 _MAX_REQUEST_ID = 128
-# Whom a console calls for. An open page reads every second: such reads leave a line a minute.
+# Names the viewer for whom a console calls. An open page reads every second; such reads leave one line per minute.
 FORWARDED_KEY = "x-forwarded-for"
 _MAX_FORWARDED = 64
 _REFUSALS = (grpc.StatusCode.PERMISSION_DENIED.name, grpc.StatusCode.UNAUTHENTICATED.name)
 _END = object()
-# Streams that last for as long as their callers like; those that need no token end after so many seconds.
+# Streams that last as long as their callers like; streams that need no token end after OPEN_WATCH_SECONDS.
 _WATCHES = (
     "grpc.",
     "kvcache.v1.CacheEventService/",
@@ -45,22 +45,22 @@ OPEN_WATCH_SECONDS = 3600.0
 log = structlog.get_logger()
 
 
-# A servicer's method: request (or iterator of requests) and context in; an awaitable or an async generator out.
+# A servicer's method: takes a request (or an iterator) and a context; returns an awaitable or an async generator.
 Behavior = Callable[[Any, Any], Any]
-# "package.Service/Method" and its request; raises for one that this caller may not make.
+# Takes "package.Service/Method" and its request; raises if this caller may not make the request.
 Check = Callable[[str, Any], None]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class TooManyWatchesError(ServiceError):
-    """As many streams of this method as may be are open."""
+    """Too many streams of this method are open."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "TOO_MANY_WATCHES"
 
 
 class WatchEndedError(ServiceError):
-    """A stream that needs no token has been open for long enough; its caller may open another one."""
+    """A stream that needs no token has reached its time limit; its caller may open a new stream."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "WATCH_ENDED"
@@ -69,12 +69,12 @@ class WatchEndedError(ServiceError):
 class ServiceInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every handler of a server, unary or streaming on either side.
 
-    A call that ends with a status raises an error that gRPC keeps as long as the call's context lives. Its frames must
-    not hold the context, or the context and the request wait for a garbage collection.
+    A call that ends with a status raises an error that gRPC keeps as long as the call's context lives. The error's
+    frames must not hold the context, or only a garbage collection frees the context and the request.
     """
 
     def __init__(self, guard: Guard, connections: Connections, check: Check | None = None, *, max_watches: int) -> None:
-        """max_watches: streams of one method that are open at once, of methods that wait for events."""
+        """max_watches: the limit on open streams per method, for methods that wait for events."""
         self._guard = guard
         self._connections = connections
         self._max_watches = max_watches
@@ -82,7 +82,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         self._check = check
         self._wrapped: dict[str, Handler] = {}
         self._without_deadline: set[str] = set()
-        # Streams in both directions, which stay open as long as both sides live.
+        # Methods that stream in both directions, and stay open as long as both sides live.
         self._sessions: set[str] = set()
 
     async def intercept_service(
@@ -90,7 +90,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """The handler with everything around it; None, as from gRPC itself, for a method that does not exist."""
+        """Returns the wrapped handler; None, as gRPC itself does, for a method that does not exist."""
         method = handler_call_details.method.lstrip("/")
         if method not in self._wrapped:
             handler = await continuation(handler_call_details)
@@ -106,12 +106,12 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                 self._guard.allow(identity, method)
         except ServiceError as error:
             return self._refusal(identity, method, error)
-        # For the rest of the call's task.
+        # Applies to the rest of the call's task.
         assume(identity)
         return self._wrapped[method]
 
     def _refusal(self, identity: Identity | None, method: str, error: ServiceError) -> Handler:
-        """Answers without reading the request, which may be of any size."""
+        """Makes a handler that answers without reading the request, which may have any size."""
 
         async def refuse(_requests: Any, context: Any) -> None:
             self._begin(context, method)
@@ -132,7 +132,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         else:
             deserializer = _returning(handler.request_deserializer)
         behavior, build = _parts(handler)
-        # A coroutine that streams by writing to its context is awaited just as a unary one.
+        # A coroutine that streams by writing to its context is awaited like a unary coroutine.
         wrap = self._generator if inspect.isasyncgenfunction(behavior) else self._unary
         return build(wrap(behavior, method), deserializer, handler.response_serializer)
 
@@ -171,7 +171,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                     cancel_if_revoked = self._cancel_if_revoked(context)
                     async with contextlib.aclosing(behavior(self._checked(method, request), context)) as responses:
                         while True:
-                            # Not around the yield: there the task waits for the caller, in gRPC's own code.
+                            # Not around the yield, where the task waits for the caller in gRPC's own code.
                             with cancel_if_revoked():
                                 response = await _next(responses, until)
                             if response is _END:
@@ -202,11 +202,11 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             self._watches[method] -= 1
 
     def _recorder(self, method: str, context: Any, request: Any) -> Callable[[str], None]:
-        """Writes the end of a call into the audit log: operators' calls, and refusals of the service itself."""
+        """Makes a function that writes a call's end to the audit log: operators' calls, and the service's refusals."""
         identity, audit, peer = current(), self._guard.audit, context.peer()
         if viewer := _text(context, FORWARDED_KEY)[:_MAX_FORWARDED]:
             peer = f"{peer} for {viewer}"
-        # A console never asks for prompts: a call that does has a line each time.
+        # A console never asks for prompts; every call that does has a line.
         polled = viewer and is_reading(method) and not getattr(request, "include_token_ids", False)
         if self._guard.audits(method) and not (polled and audit.was_written(identity, method)):
             return functools.partial(audit.called, identity, method, peer, request)
@@ -230,7 +230,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         return request
 
     def _begin(self, context: Any, method: str) -> None:
-        # Each call runs in a task of its own, so that nothing needs to be unbound afterwards.
+        # Each call runs in a separate task, so nothing needs to be unbound afterwards.
         structlog.contextvars.bind_contextvars(request_id=_request_id(context), method=method)
         tracing.receive(_text(context, tracing.TRACEPARENT))
         expected = method.startswith("grpc.") or method in self._sessions
@@ -250,7 +250,7 @@ def _observed(method: str, context: Any = None, record: Callable[[str], None] | 
         yield
     except ServiceError as error:
         code = status_code(error)
-        # No servicer sees a malformed message: only this line describes it.
+        # No servicer sees a malformed message, so only this line describes it.
         tell = log.info if isinstance(error, MalformedMessageError) else log.debug
         tell("call refused", code=code.name, reason=error.reason, peer="" if context is None else context.peer())
         raise
@@ -273,7 +273,7 @@ def _observed(method: str, context: Any = None, record: Callable[[str], None] | 
 
 
 async def _next(responses: AsyncIterator[Any], until: float | None) -> Any:
-    """The next one, or _END. until: of the monotonic clock. Raises WatchEndedError."""
+    """The next response, or _END. until: a time of the monotonic clock. Raises WatchEndedError."""
     if until is None:
         return await anext(responses, _END)
     limit = asyncio.timeout(max(until - time.monotonic(), 0))
@@ -291,7 +291,7 @@ def _request_id(context: Any) -> str:
 
 
 def _text(context: Any, wanted: str) -> str:
-    """The text of a key in the caller's metadata; empty for none."""
+    """The text under a key in the caller's metadata; empty for none."""
     for key, value in context.invocation_metadata() or ():
         if key == wanted and isinstance(value, str) and value.isprintable():
             return value
@@ -299,7 +299,7 @@ def _text(context: Any, wanted: str) -> str:
 
 
 def _parse(from_string: Callable[[bytes], Any], data: bytes) -> Any:
-    """The message of some bytes. Raises MalformedMessageError."""
+    """Parses a message. Raises MalformedMessageError."""
     try:
         return from_string(data)
     except DecodeError as error:
@@ -309,12 +309,12 @@ def _parse(from_string: Callable[[bytes], Any], data: bytes) -> Any:
 
 
 def _raising(from_string: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """For streams: gRPC parses inside the handler's read, so that the error surfaces there."""
+    """Makes a parser for streams: gRPC parses inside the handler's read, so the error surfaces there."""
     return from_string and (lambda data: _parse(from_string, data))
 
 
 def _returning(from_string: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """For single requests: gRPC parses before it calls the handler and would answer INTERNAL to an exception."""
+    """Makes a parser for single requests: gRPC parses them before the handler, and answers exceptions with INTERNAL."""
     if from_string is None:
         return None
 
@@ -328,7 +328,7 @@ def _returning(from_string: Callable[[bytes], Any] | None) -> Callable[[bytes], 
 
 
 def _parts(handler: Any) -> tuple[Behavior, Callable[..., Handler]]:
-    """The function that serves the call, and what builds a handler of its kind."""
+    """The function that serves the call, and the function that builds a handler of its kind."""
     if handler.request_streaming and handler.response_streaming:
         return handler.stream_stream, grpc.stream_stream_rpc_method_handler
     if handler.request_streaming:

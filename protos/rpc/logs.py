@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-# Of events that come in floods one line is written each time.
+# Events that come in floods have one summary line per this time.
 SUMMARY_SECONDS = 10.0
 
 
@@ -42,13 +42,13 @@ def configure(process: str, level: str = "info") -> None:
 
 
 class Summaries:
-    """Says when a line about many events is due: at the first event, and at the first one SUMMARY_SECONDS later."""
+    """Says when a summary line is due: at the first event, and then at the first event SUMMARY_SECONDS later."""
 
     def __init__(self) -> None:
         self._due_at = 0.0
 
     def is_due(self) -> bool:
-        """True for the event at which the line is to be written."""
+        """Returns whether to write the line at this event."""
         now = time.monotonic()
         if now < self._due_at:
             return False
@@ -57,9 +57,9 @@ class Summaries:
 
 
 class FileLog:
-    """A log of its own in a file, a JSON line per event of `log`, written in a thread of its own.
+    """A separate log in a file, with a JSON line per event of `log`, written in a separate thread.
 
-    A file that was moved away is opened anew, as logrotate expects. Raises OSError where it cannot be opened.
+    If the file was moved away, it is opened again, as logrotate expects. Raises OSError if it cannot be opened.
     """
 
     def __init__(self, process: str, path: Path) -> None:
@@ -82,7 +82,7 @@ class FileLog:
 
 
 def short_hash(secret: str) -> str:
-    """A hash that stands for a confidential name: as `printf %s NAME | sha256sum | cut -c -16`."""
+    """A hash that stands for a confidential name; the same as `printf %s NAME | sha256sum | cut -c -16`."""
     return hashlib.sha256(secret.encode()).hexdigest()[:16]
 
 
@@ -101,6 +101,6 @@ def _shared(process: str) -> list[Processor]:
 
 def _rendering(terminal: bool) -> list[Processor]:
     if terminal:
-        # Not the default formatter: it prints local variables, which hold prompts.
+        # Not the default formatter, which prints local variables, which hold prompts.
         return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
     return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]

@@ -16,7 +16,7 @@ from protos.rpc.http_server import HttpServer
 from protos.rpc.security import PLAIN, Security
 
 HEALTH, LIVE = "/health", "/live"
-# A process whose own loop takes longer than this to answer counts as hanging.
+# A process counts as hanging if its own loop takes longer than this to answer.
 ANSWER_SECONDS = 3.0
 
 
@@ -26,11 +26,11 @@ def start(
     security: Security = PLAIN,
     registry: CollectorRegistry = REGISTRY,
 ) -> Callable[[], None]:
-    """Serves on host:port from a thread of its own; returns a function that stops it. Raises AddressError.
+    """Serves on host:port from a separate thread; returns a function that stops the server. Raises AddressError.
 
-    Call it on the loop of the process: `is_serving` is asked there, so that a loop that hangs is found out. With TLS a
-    renewed certificate is shown after a restart only; where callers need a certificate, /health and /live need none.
-    Without TLS, on loopback, requests for another host than this one are refused.
+    Call it on the loop of the process, where `is_serving` is asked, so that a hanging loop is detected. With TLS, a
+    renewed certificate is only shown after a restart; if callers need a certificate, /health and /live need none.
+    Without TLS, on loopback, requests for a host other than this host are refused.
     """
     server = HttpServer(
         _application(is_serving, asyncio.get_running_loop(), registry),
@@ -40,7 +40,7 @@ def start(
         own_names=addresses.is_loopback(address) and not security.serves_tls,
         open_paths=frozenset({HEALTH, LIVE}),
     )
-    # Not that of the process: its next call would wait until all metrics are collected.
+    # Not the loop of the process, whose next call would wait until all metrics are collected.
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="metrics", daemon=True)
     thread.start()
@@ -68,14 +68,14 @@ def start(
 def _application(
     is_serving: Callable[[], bool], process: asyncio.AbstractEventLoop, registry: CollectorRegistry
 ) -> Starlette:
-    """process: the loop of the process, which is not the one that serves the application."""
+    """Makes the application. process: the loop of the process, which differs from the loop that serves this."""
 
     async def ask() -> bool:
-        """Raises TimeoutError where the process hangs."""
+        """Asks whether the process serves. Raises TimeoutError if the process hangs."""
         asked: Future[bool] = Future()
 
         def answer() -> None:
-            # False where nobody waits any more.
+            # False if nobody waits any more.
             if asked.set_running_or_notify_cancel():
                 asked.set_result(is_serving())
 
@@ -88,7 +88,7 @@ def _application(
             try:
                 serves = await ask()
             except (TimeoutError, asyncio.CancelledError):
-                # Cancelled by a server that stops: nobody else can cancel it.
+                # Cancelled by a stopping server, as nobody else can cancel it.
                 return PlainTextResponse("the process does not answer\n", 503)
             if ready and not serves:
                 return PlainTextResponse("the process does not serve\n", 503)

@@ -1,4 +1,4 @@
-"""Spans to an OTLP receiver, by opentelemetry. Imported only where tracing is on: the packages are an extra."""
+"""Sends spans to an OTLP receiver by opentelemetry. Imported only if tracing is on, since the packages are an extra."""
 
 import threading
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from protos.rpc.spans import Attribute, Context, Span
 
-# How long the end of a process waits for a receiver that does not answer.
+# How long an ending process waits for a receiver that does not answer.
 STOP_SECONDS = 2.0
 
 
 class OtlpSpan(Span):
-    """A span that ends in a queue, which a thread of opentelemetry's empties; a full one drops spans."""
+    """A span that ends in a queue, which a thread of opentelemetry empties; a full queue drops spans."""
 
     def __init__(self, span: trace.Span) -> None:
         self._span = span
@@ -25,7 +25,7 @@ class OtlpSpan(Span):
         self.traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
     def end(self, attributes: Mapping[str, Attribute], *, error: str = "") -> None:
-        """Queues it."""
+        """Ends and queues the span."""
         self._span.set_attributes(attributes)
         if error:
             self._span.set_attribute("error.type", error)
@@ -34,7 +34,7 @@ class OtlpSpan(Span):
 
 
 class OtlpTracer:
-    """Makes spans of one process. Where the receiver is, opentelemetry reads from the environment."""
+    """Makes spans of one process. opentelemetry reads the receiver's address from the environment."""
 
     def __init__(self, service_name: str) -> None:
         self._exporter = OTLPSpanExporter()
@@ -43,7 +43,7 @@ class OtlpTracer:
         self._tracer = self._provider.get_tracer("kvkeep")
 
     def begin(self, name: str, parent: Context | None) -> Span:
-        """A span of its own trace, or below a parent."""
+        """Begins a span, in a new trace or below a parent."""
         surroundings = Surroundings()
         if parent is not None:
             flags = trace.TraceFlags(parent.flags)
@@ -57,6 +57,6 @@ class OtlpTracer:
         ending.start()
         ending.join(STOP_SECONDS)
         if ending.is_alive():
-            # Breaks off the call that the other thread waits for.
+            # Aborts the call that the other thread waits for.
             self._exporter.shutdown()
             ending.join()

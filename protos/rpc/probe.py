@@ -1,6 +1,6 @@
-"""Whether a process on this machine serves, for supervisors that run a command: `python -m protos.rpc.probe executor`.
+"""Tells supervisors that run a command whether a process here serves: `python -m protos.rpc.probe executor`.
 
-It reads the settings that all processes share, and ends with status 0 when grpc.health.v1 there says SERVING.
+It reads the settings that all processes share, and exits with status 0 if grpc.health.v1 there says SERVING.
 """
 
 import ipaddress
@@ -20,7 +20,7 @@ ANSWER_SECONDS = 3.0
 
 
 def target(address: str) -> str:
-    """Where a process that listens on an address can be reached on its own machine."""
+    """The address at which a process that listens on `address` can be reached on its own machine."""
     if addresses.socket_path(address) is not None:
         return address
     host, port = addresses.split_host_port(address)
@@ -28,12 +28,12 @@ def target(address: str) -> str:
         everywhere = ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return address
-    # A name: certificates have it more often than the addresses behind it.
+    # A name, since certificates have it more often than its addresses.
     return f"localhost:{port}" if everywhere else address
 
 
 def problem(address: str, security: Security) -> str:
-    """Why no process serves at an address; empty when one does."""
+    """Why no process serves at an address; empty if a process does."""
     with open_sync_channel(target(address), security) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_SECONDS)
@@ -43,7 +43,7 @@ def problem(address: str, security: Security) -> str:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Runs the probe and returns the exit status."""
     parser = process_parser(
         "python -m protos.rpc.probe", "Asks a process on this machine for its health: status 0 if it serves, else 1."
     )

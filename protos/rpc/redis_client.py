@@ -12,17 +12,17 @@ from redis.exceptions import MovedError, RedisClusterException, RedisError
 from protos.rpc import addresses
 from protos.rpc.settings import cluster_nodes
 
-# What an exchange with Redis raises, whatever is the matter with it.
+# All errors that an exchange with Redis may raise.
 UNAVAILABLE = (RedisError, RedisClusterException, OSError, TimeoutError)
-# Longest wait for one answer.
+# The limit on the wait for one answer.
 ANSWER_SECONDS = 2.0
 _CONNECT_SECONDS = 1.0
 
 
 def open_redis(url: str) -> Redis:
-    """A client that fails fast: the store does its own waiting and trying again.
+    """Opens a client that fails fast, since the store itself waits and retries.
 
-    `redis+cluster://` gives a client of a cluster, which finds the other nodes by itself and follows keys that move.
+    `redis+cluster://` gives a client of a cluster, which finds the other nodes itself and follows keys that move.
     """
     options: dict[str, Any] = {
         "socket_connect_timeout": _CONNECT_SECONDS,
@@ -35,26 +35,26 @@ def open_redis(url: str) -> Redis:
     cluster = RedisCluster.from_url(
         first,
         startup_nodes=[ClusterNode(host, port) for host, port in nodes],
-        # Once more after the nodes have listed their cluster.
+        # One retry, after the nodes have listed their cluster.
         retry=Retry(NoBackoff(), 1),
-        # A key that has moved is followed; to forget all nodes instead ends the call in which it happens.
+        # Follow a key that has moved; forgetting all nodes instead would end the current call.
         reinitialize_steps=0,
-        # What lies on the nodes that are left can be used.
+        # Use the keys on the remaining nodes.
         require_full_coverage=False,
         **options,
     )
-    # The commands used here are the same.
+    # The commands used here are the same in both clients.
     return cast("Redis", cluster)
 
 
 def reason(error: BaseException) -> str:
-    """The text of an error for people: never the command, which may hold token ids."""
+    """The text of an error for people, without the command, which may hold token ids."""
     text = str(error).rpartition("of pipeline caused error: ")[2] or type(error).__name__
     return f"{text}: write redis+cluster:// for a cluster" if isinstance(error, MovedError) else text
 
 
 def check_redis_url(url: str, *, insecure: bool) -> str:
-    """Returns the URL. Raises ValueError where it leads to another machine without TLS, unless that is allowed."""
+    """Returns the URL. Raises ValueError if it leads to another machine without TLS, unless `insecure`."""
     if url and not insecure and (address := _without_tls(url)):
         raise ValueError(
             f"{address} is on another machine and would be reached without TLS: use a loopback address or a unix "
@@ -64,7 +64,7 @@ def check_redis_url(url: str, *, insecure: bool) -> str:
 
 
 def _without_tls(url: str) -> str:
-    """The first server of another machine that the URL leads to without TLS, empty for none. Raises ValueError."""
+    """The URL's first server on another machine that it reaches without TLS; empty for none. Raises ValueError."""
     first, nodes = cluster_nodes(url)
     how: dict[str, Any] = dict(parse_url(first))
     if how.get("connection_class") in (SSLConnection, UnixDomainSocketConnection):

@@ -1,4 +1,4 @@
-"""The one table of roles and methods. No role may call a method that is not in it."""
+"""The only table of roles and methods. No role may call a method that is not in the table."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ _OPEN = ("grpc.health.v1.", "grpc.reflection.")
 
 _READING = ("Check", "Explain", "Get", "List", "Preview", "Watch")
 
-# By service, then by the beginning of the method's name; the first that fits decides.
+# By service, then by the beginning of the method's name; the first match decides.
 _TABLE: Mapping[str, tuple[tuple[tuple[str, ...], frozenset[Role]], ...]] = {
     "generation.v1.GenerationService": (
         (("GetModel", "GetLoads", "TokenizePrompt"), frozenset({Role.CALLER, Role.OPERATOR, Role.VIEWER})),
@@ -35,7 +35,7 @@ _TABLE: Mapping[str, tuple[tuple[tuple[str, ...], frozenset[Role]], ...]] = {
     "kvcache.v1.CacheEventService": ((_READING, frozenset({Role.OPERATOR, Role.VIEWER, Role.ROUTER, Role.SCHEDULER})),),
 }
 
-# For operators of all tenants only. CacheAdminService has its own rules for those of one, method by method.
+# Only for operators of all tenants. CacheAdminService has separate rules, per method, for operators of one tenant.
 _WHOLE = (
     "generation.v1.SchedulerAdminService/",
     "generation.v1.EngineService/",
@@ -43,7 +43,7 @@ _WHOLE = (
     "kvcache.v1.CacheManagerService/",
 )
 
-# Calls that the audit log has.
+# Calls that are in the audit log.
 _AUDITED = (
     "kvcache.v1.CacheAdminService/",
     "kvcache.v1.CacheEventService/",
@@ -60,17 +60,17 @@ def is_open(method: str) -> bool:
 
 
 def is_whole(method: str) -> bool:
-    """Whether a method is about all tenants: tokens of one tenant may not call it."""
+    """Whether a method is about all tenants, so that tokens of one tenant may not call it."""
     return method.startswith(_WHOLE)
 
 
 def is_reading(method: str) -> bool:
-    """Whether a method changes nothing, by its name."""
+    """Whether a method changes nothing, judging by its name."""
     return method.rpartition("/")[2].startswith(_READING)
 
 
 def is_audited(method: str) -> bool:
-    """Whether a call of it leaves a line in the audit log."""
+    """Whether a call of a method leaves a line in the audit log."""
     return method.startswith(_AUDITED)
 
 

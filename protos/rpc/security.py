@@ -1,4 +1,4 @@
-"""Certificates and tokens: those that a process shows, and those that it asks for. One machine needs none."""
+"""Certificates and tokens that a process shows, and that it asks for. On one machine, none are needed."""
 
 import ssl
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Security:
     audit_file: Path | None = None
 
     def check(self) -> None:
-        """Reads all files once. Raises ValueError that names the setting at fault."""
+        """Reads all files once. Raises ValueError, which names the setting at fault."""
         for field, needed in (
             ("tls_cert_file", "tls_key_file"),
             ("tls_key_file", "tls_cert_file"),
@@ -50,7 +50,7 @@ class Security:
             if self.tokens_file is not None:
                 Tokens(self.tokens_file)
         except OSError as error:
-            # The library for certificates does not name its file.
+            # The library for certificates does not name the file.
             path = Path(error.filename or getattr(self, field))
             if path == self.tls_cert_file:
                 field = "tls_cert_file"
@@ -60,12 +60,12 @@ class Security:
 
     @property
     def serves_tls(self) -> bool:
-        """Whether servers of this process speak TLS only."""
+        """Whether servers of this process speak only TLS."""
         return self.tls_cert_file is not None
 
     @property
     def may_be_reached(self) -> bool:
-        """Whether servers of this process may listen where other machines reach them."""
+        """Whether servers of this process may listen on addresses that other machines can reach."""
         return self.insecure or self.serves_tls
 
     @property
@@ -83,7 +83,7 @@ class Security:
         def read() -> tuple[bytes, bytes]:
             key = read_secret(key_file).encode()
             try:
-                # An empty password: one that is needed must not be asked for at a terminal.
+                # An empty password, so that a needed password is not asked for at a terminal.
                 ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert_file, key_file, password="")
             except ssl.SSLError as error:
                 raise ValueError(
@@ -107,7 +107,7 @@ class Security:
         return Reloaded((path,), read)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For servers that speak TLS. A renewed certificate is shown to whom connects from then on."""
+        """Makes credentials for servers that speak TLS. New connections get a renewed certificate."""
         certificate = self._certificate
         client_cas = None if self.tls_client_ca_file is None else self.tls_client_ca_file.read_bytes()
 
@@ -116,7 +116,7 @@ class Security:
 
         shown = certificate.get()
 
-        # None for no change, which the types of grpc leave out.
+        # Returns None for no change, which grpc's types omit.
         def renewed() -> Any:
             nonlocal shown
             pair = certificate.get()
@@ -130,7 +130,7 @@ class Security:
         )
 
     def channel_credentials(self, address: str) -> grpc.ChannelCredentials | None:
-        """For a channel, None for one without TLS. Raises AddressError where a token would travel in the clear."""
+        """Makes a channel's credentials; None without TLS. Raises AddressError if a token would travel in the clear."""
         if self.tls_ca_file is not None:
             key, chain = self._certificate.get() if self.tls_cert_file is not None else (None, None)
             return grpc.ssl_channel_credentials(self.tls_ca_file.read_bytes(), key, chain)
@@ -138,24 +138,24 @@ class Security:
         return None
 
     def check_target(self, address: str) -> None:
-        """Raises AddressError where this process's token would travel in the clear to another machine."""
+        """Raises AddressError if this process's token would travel in the clear to another machine."""
         if self.token_file is not None:
             self.check_private(address)
 
     def check_private(self, address: str) -> None:
-        """Raises AddressError where a token would travel in the clear to another machine."""
+        """Raises AddressError if a token would travel in the clear to another machine."""
         if self.tls_ca_file is None and not self.insecure and not is_loopback(address):
             raise AddressError(
                 f"{address} would get a token without TLS: give KVKEEP_TLS_CA_FILE, or allow it with KVKEEP_INSECURE=1"
             )
 
     def token(self) -> str:
-        """The token of this process, empty for none."""
+        """The token of this process; empty for none."""
         return "" if self.token_file is None else self._token.get()
 
 
 def _check_authorities(path: Path) -> None:
-    """Raises ValueError and OSError unless it is a file of PEM certificates."""
+    """Raises ValueError and OSError unless the path is a file of PEM certificates."""
     try:
         ssl.create_default_context(cafile=path)
     except ssl.SSLError as error:

@@ -1,4 +1,4 @@
-"""The server all processes share: health, reflection, interceptors, and an orderly end."""
+"""The server that all processes share: health, reflection, interceptors, and an orderly end."""
 
 import asyncio
 import contextlib
@@ -23,17 +23,17 @@ from protos.rpc.security import PLAIN, Security
 from protos.rpc.startup import raise_file_limit
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
-# The messages of both versions are the same on the wire; grpcio-reflection serves only the first.
+# The messages of both versions are equal on the wire; grpcio-reflection serves only the first.
 REFLECTION_SERVICES = (reflection.SERVICE_NAME, "grpc.reflection.v1.ServerReflection")
-# For a connection to become one of HTTP/2, and how long one without calls stays: clients connect again by themselves.
+# Time limits for a connection to become HTTP/2, and for a connection without calls: clients reconnect themselves.
 HANDSHAKE_SECONDS = 10.0
 IDLE_SECONDS = 60.0
-# Calls at once on one connection.
+# The limit on concurrent calls on one connection.
 MAX_CALLS = 16_384
-# Connections of one listener are at most this share of the files that the process may open: the others need some, too.
-# For a moment there may be twice as many.
+# One listener may have at most one connection per this many files that the process may open, since other listeners
+# need some, too. For a moment, there may be twice as many.
 SHARE_OF_FILES = 8
-# Streams of one method on one listener that wait for events. Half of the connections are left to other calls.
+# The limit on streams of one method on one listener that wait for events. Other calls keep half of the connections.
 MAX_WATCHES = 1024
 
 log = structlog.get_logger()
@@ -49,9 +49,9 @@ class _Listener:
 
 
 class StopSignals:
-    """SIGTERM and SIGINT to this process, from its construction, on its loop.
+    """Catches SIGTERM and SIGINT to this process, from its construction on, on its loop.
 
-    Make one before a server starts: a process that is asked to stop after callers can reach it must drain.
+    Make one before a server starts, since a process that is told to stop once callers can reach it must drain.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class StopSignals:
         (self.second if self.first.is_set() else self.first).set()
 
     def close(self) -> None:
-        """Gives both signals their usual effect again."""
+        """Restores the usual effect of both signals."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
 
@@ -99,7 +99,7 @@ class Server:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The addresses listened on, in the order of `listen`; after `start` with the port that 0 stood for."""
+        """The addresses listened on, in the order of `listen`; after `start`, with the real port in place of 0."""
         return tuple(listener.address for listener in self._listeners)
 
     def listen(
@@ -113,8 +113,8 @@ class Server:
     ) -> None:
         """Adds a listener. `services` maps full service names to functions that add them to a server.
 
-        `setting` is the variable that chose the address, for the message when it cannot be had. `parts` are names
-        of other parts with a health of their own, which may be down while all services go on. `check` may refuse a
+        `setting` is the variable that chose the address, for the message if it is unavailable. `parts` are names of
+        further parts with a separate health, which may be down while all services continue. `check` may refuse a
         request by raising, after the caller's role has been checked.
         """
         most = max(2, raise_file_limit() // SHARE_OF_FILES)
@@ -128,12 +128,12 @@ class Server:
             add(server)
         health = Health((*services, *parts))
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
-        # Only the version with a descriptor is announced: clients describe whatever is.
+        # Only the version with a descriptor is announced, since clients describe whatever is announced.
         _add_reflection(server, (*services, HEALTH_SERVICE, REFLECTION_SERVICES[0]))
         self._listeners.append(_Listener(address, setting, server, health, connections))
 
     def set_serving(self, serving: bool, service: str | None = None) -> None:
-        """Sets the health of one service, or of all and the process ("") for None, unless it drains."""
+        """Sets the health of one service or, for None, of all and the process (""), unless the server drains."""
         for listener in self._listeners:
             listener.health.set(serving and not self._draining, service)
 
@@ -141,14 +141,14 @@ class Server:
         return all(listener.health.is_serving for listener in self._listeners)
 
     async def start(self) -> None:
-        """Binds every address, then starts. Raises AddressError when one cannot be had."""
+        """Binds every address, then starts. Raises AddressError if an address is unavailable."""
         for listener in self._listeners:
             if not (addresses.is_loopback(listener.address) or self._security.asks_callers):
                 log.warning("any caller that reaches this address may use it", address=listener.address)
             addresses.prepare(listener.address, insecure=self._security.may_be_reached, setting=listener.setting)
             listener.address = _bind(listener, self._security)
         if self._metrics_address:
-            # Takes a fifth of a second, which a process without metrics need not wait.
+            # The import takes a fifth of a second, which a process without metrics can save.
             from protos.rpc import metrics_server
 
             self._stop_metrics = metrics_server.start(
@@ -164,9 +164,9 @@ class Server:
     async def run_until_stopped(
         self, signals: StopSignals, on_drain: Callable[[], Awaitable[None]] | None = None
     ) -> bool:
-        """Serves until SIGTERM or SIGINT, then drains: NOT_SERVING, `on_drain`, and a grace for running calls.
+        """Serves until SIGTERM or SIGINT, then drains: NOT_SERVING, `on_drain`, and a grace period for running calls.
 
-        A second signal stops at once; returns whether there was none. It closes `signals`.
+        A second signal stops at once; returns whether there was no second signal. Closes `signals`.
         """
         with contextlib.closing(signals):
             await signals.first.wait()
@@ -187,7 +187,7 @@ class Server:
         return not signals.second.is_set()
 
     async def stop(self) -> None:
-        """Stops with the usual grace for running calls."""
+        """Stops with the usual grace period for running calls."""
         self.set_serving(False)
         await self._close(self._drain_seconds)
 
@@ -211,14 +211,14 @@ class Server:
         return [
             ("grpc.max_send_message_length", self._max_message_bytes),
             ("grpc.max_receive_message_length", self._max_message_bytes),
-            # Otherwise a second process binds the same port and takes half of the calls.
+            # Otherwise, a second process could bind the same port and take half of the calls.
             ("grpc.so_reuseport", 0),
             # Clients of this project ping every 20 s while they have calls.
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_SECONDS * 1000)),
             ("grpc.max_connection_idle_ms", int(IDLE_SECONDS * 1000)),
-            # A peer that has vanished in the middle of a call is noticed within the sum.
+            # A peer that has vanished during a call is noticed within the sum of these times.
             ("grpc.keepalive_time_ms", 120_000),
             ("grpc.keepalive_timeout_ms", 20_000),
             ("grpc.max_concurrent_streams", MAX_CALLS),
@@ -226,7 +226,7 @@ class Server:
 
 
 def _bind(listener: _Listener, security: Security) -> str:
-    """Binds and returns the address with its real port."""
+    """Binds an address and returns it with its real port."""
     # Only the user of the stack may connect to its sockets.
     previous = os.umask(0o177)
     try:

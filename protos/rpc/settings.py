@@ -1,8 +1,7 @@
 """Settings: one frozen object per process, read once from the environment.
 
-Shared settings are variables KVKEEP_<NAME>, a process's own ones KVKEEP_<PROCESS>_<NAME>; so is a shared one that one
-process shall have differently. A variable that no process knows is an error, so that a typing mistake never passes
-silently.
+Shared settings are variables KVKEEP_<NAME>; a process's own settings are KVKEEP_<PROCESS>_<NAME>, which also override
+a shared setting for one process. A variable that no process knows is an error, so that a typo never passes silently.
 """
 
 import difflib
@@ -21,7 +20,7 @@ from protos.rpc.security import Security
 
 PREFIX = "KVKEEP_"
 PROCESSES = ("scheduler", "cachemgr", "executor", "console", "router")
-# Where the metrics of a stack for people are; a process by itself leaves them off.
+# Default metrics addresses in a stack for people; a process alone serves no metrics by default.
 STACK_METRICS = {
     "scheduler": "127.0.0.1:9101",
     "cachemgr": "127.0.0.1:9102",
@@ -45,16 +44,16 @@ MetricsAddress = Annotated[str, AfterValidator(_validate_metrics)]
 
 OptionalFile = Annotated[Path | None, BeforeValidator(lambda value: value or None)]
 
-# Least likeness of a name that is suggested, of 1.
+# The minimum similarity, of 1, of a name that is suggested.
 _CLOSE = 0.65
 
 _CLUSTER_SCHEMES = {"redis+cluster": "redis", "rediss+cluster": "rediss"}
 
 
 def cluster_nodes(url: str) -> tuple[str, list[tuple[str, int]]]:
-    """A Redis cluster's URL as that of its first node, and all nodes that it names; no nodes where it is no cluster.
+    """Returns the URL of a Redis cluster's first node, and all nodes that the URL names; no nodes if it is no cluster.
 
-    Raises ValueError, which never quotes the URL: there may be a password in it.
+    Raises ValueError, which never quotes the URL, as it may contain a password.
     """
     scheme, _, rest = url.partition("://")
     if scheme not in _CLUSTER_SCHEMES:
@@ -76,10 +75,10 @@ def _validate_redis_url(url: str) -> str:
         raise ValueError("must begin with redis://, rediss://, unix://, redis+cluster:// or rediss+cluster://")
     plain, _ = cluster_nodes(url)
     try:
-        # A property that reads the number.
+        # A property that parses the number.
         _ = urlsplit(plain).port
     except ValueError as error:
-        # The library's message quotes the password when that has a slash in it.
+        # The library's message quotes the password if it contains a slash.
         raise ValueError("has a port that is no number; write characters like / ? # in a password as %2F") from error
     return url
 
@@ -89,12 +88,12 @@ class SettingsError(SystemExit):
 
 
 class ProcessSettings(BaseSettings):
-    """Settings of every process. Subclasses add their own fields and name their process."""
+    """Settings that every process has. Subclasses add their own fields and name their process."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid")
 
     process: ClassVar[str] = ""
-    # Fields with the addresses that the process itself listens on.
+    # Fields whose addresses the process itself listens on.
     listens_on: ClassVar[tuple[str, ...]] = ()
 
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
@@ -145,7 +144,7 @@ class ProcessSettings(BaseSettings):
 
     @property
     def serves_anybody(self) -> bool:
-        """Whether neither TLS nor tokens keep out other callers, such as a page of another site."""
+        """Whether neither TLS nor tokens keep out foreign callers, such as a page of another site."""
         return not self.security.serves_tls and self.tokens_file is None
 
     @property
@@ -180,7 +179,7 @@ class ProcessSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only the values of `load`: nothing below __main__ reads the environment."""
+        """Uses only the values of `load`, as nothing below __main__ reads the environment."""
         return (init_settings,)
 
 
@@ -194,7 +193,7 @@ def variable(cls: type[ProcessSettings], field: str) -> str:
 
 
 def load(cls: type[S], environ: Mapping[str, str]) -> S:
-    """The settings that an environment describes. Raises SettingsError naming the variable at fault."""
+    """The settings that an environment describes. Raises SettingsError, naming the variable at fault."""
     known = {variable(cls, field): field for field in cls.model_fields}
     if cls.process:
         known |= {f"{PREFIX}{cls.process.upper()}_{field.upper()}": field for field in ProcessSettings.model_fields}
@@ -211,7 +210,7 @@ def load(cls: type[S], environ: Mapping[str, str]) -> S:
 
 
 def _fault(given: Mapping[str, str], path: tuple[int | str, ...], message: str) -> str:
-    """The fault of a field, by the variable that set it; a fault of several fields names them itself."""
+    """Describes the fault of a field by the variable that set it; a fault of several fields names them itself."""
     message = message.removeprefix("Value error, ")
     return f"{given[str(path[0])]}: {message}" if path else message
 
@@ -226,14 +225,14 @@ def _refuse_unknown(known: Mapping[str, str], environ: Mapping[str, str], proces
 
 
 def _closest(name: str, known: Iterable[str], process: str) -> str:
-    """The known variable that is meant, or nothing. Prefixes make all names alike: only the rest is compared."""
+    """The known variable that was probably meant, or nothing. Compares names without their common prefixes."""
 
     its_own = f"{PREFIX}{process.upper()}_"
 
     def own(variable: str) -> str:
         return variable.removeprefix(its_own).removeprefix(PREFIX)
 
-    # Of a shared setting both forms are known; the one of the same prefix is offered.
+    # Both forms of a shared setting are known; the form with the same prefix is suggested.
     ordered = sorted(known, key=lambda one: one.startswith(its_own) == name.startswith(its_own))
     by_own = {own(one): one for one in ordered}
     close = difflib.get_close_matches(own(name), by_own, n=1, cutoff=_CLOSE)

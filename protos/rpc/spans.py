@@ -1,16 +1,16 @@
-"""A service's part in a request, and the request that the part belongs to, as a caller names it."""
+"""Spans, each a service's part in a request, and contexts, by which callers name the request."""
 
 import re
 from collections.abc import Mapping, Sequence
 
-# Version, trace, span and flags. Later versions may add something after them, and no version is called ff.
+# Version, trace, span and flags. Later versions may append more, and no version is called ff.
 _CONTEXT = re.compile(r"(?!ff)([0-9a-f]{2})-((?!0{32})[0-9a-f]{32})-((?!0{16})[0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 Attribute = str | bool | int | float | Sequence[str]
 
 
 class Context:
-    """The request that something belongs to, as its caller named it. Raises ValueError for what is no context."""
+    """The request that something belongs to, as its caller named it. Raises ValueError if it is no context."""
 
     def __init__(self, traceparent: str) -> None:
         found = _CONTEXT.fullmatch(traceparent)
@@ -22,9 +22,9 @@ class Context:
 
 
 class Span:
-    """A service's part in a request, from when it is made to its end; this one is sent nowhere."""
+    """A service's part in a request, from the span's creation to its end; this class sends it nowhere."""
 
     traceparent = ""
 
     def end(self, attributes: Mapping[str, Attribute], *, error: str = "") -> None:
-        """Ends it; never blocks. error: for programs, empty when all went well."""
+        """Ends the span; never blocks. error: for programs; empty on success."""

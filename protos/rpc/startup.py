@@ -1,4 +1,4 @@
-"""The start of each process: its command line, its open files, its garbage collection.
+"""The start of each process: command line, open files, and garbage collection.
 
 Imports nothing that takes time.
 """
@@ -10,12 +10,12 @@ import resource
 SETTINGS = """settings:
   Environment variables, read once at the start: KVKEEP_<NAME> for all processes, KVKEEP_<PROCESS>_<NAME> for one.
   docs/settings.md lists them all with their defaults. An unknown KVKEEP_ variable is an error."""
-# As the units for systemd set it; a soft limit of 1,024 is common in shells, and few connections.
+# The limit that the systemd units set; the soft limit of 1,024, common in shells, allows few connections.
 MOST_FILES = 65_536
 
 
 def process_parser(program: str, description: str) -> argparse.ArgumentParser:
-    """A parser of a program whose settings are environment variables; it refuses every argument not added to it."""
+    """Makes a parser for a program whose settings are environment variables; it refuses any argument not added."""
     return argparse.ArgumentParser(
         prog=program,
         description=description,
@@ -26,7 +26,7 @@ def process_parser(program: str, description: str) -> argparse.ArgumentParser:
 
 
 def raise_file_limit() -> int:
-    """Raises the soft limit of open files as far as the hard one and `MOST_FILES` allow; the limit that holds."""
+    """Raises the soft limit of open files as far as the hard limit and `MOST_FILES` allow; returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -36,10 +36,10 @@ def raise_file_limit() -> int:
 
 
 def collect_rarely() -> None:
-    """Makes full garbage collections a hundred times rarer, and spares them the objects of the start.
+    """Makes full garbage collections a hundred times rarer, and exempts the objects of the start from them.
 
-    They stop the process for a third of a second per million objects and find next to nothing: long-lived objects form
-    no cycles, and the other collections find the young ones. Call it when the start is over.
+    A full collection stops the process for a third of a second per million objects and frees almost nothing: long-lived
+    objects form no cycles, and other collections free young objects. Call it when the start is over.
     """
     gc.freeze()
     young, middle, _ = gc.get_threshold()

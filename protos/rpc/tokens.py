@@ -1,7 +1,7 @@
-"""Bearer tokens: a file of their identities, by their hashes. `python -m protos.rpc.tokens new` makes one.
+"""Bearer tokens: a file of their identities, by hash. `python -m protos.rpc.tokens new` makes a token.
 
-The file has a JSON object per line; empty lines and lines that begin with # are comments. It is read again when it
-changes.
+The file has a JSON object per line; empty lines and lines that begin with # are comments. A changed file is read
+again.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from protos.rpc.identity import Identity, Role, UnauthenticatedError
 # A prefix, for scanners that look for secrets in files.
 _PREFIX = "kvk_"
 _TOKEN_BYTES = 32
-# Longer values are refused before they are hashed.
+# Longer values are refused without hashing.
 _MAX_TOKEN = 256
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -32,7 +32,7 @@ Id = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
-# Roles of processes that the cache manager knows by an id.
+# Roles of processes that the cache manager knows by id.
 _PROCESSES = (Role.SCHEDULER, Role.EXECUTOR)
 
 
@@ -80,7 +80,7 @@ class Tokens:
             raise UnauthenticatedError
         digest = _digest(token)
         found = None
-        # All are compared, and each as a whole: the time does not depend on the tokens.
+        # All entries are compared, each as a whole, so that the time does not depend on the tokens.
         for entry in self._entries.get():
             if hmac.compare_digest(entry.sha256, digest):
                 found = entry
@@ -94,7 +94,7 @@ def _digest(token: str) -> str:
 
 
 def _read(path: Path) -> list[Entry]:
-    """Never quotes the file."""
+    """Reads the entries of a file. Errors never quote the file."""
     entries: list[Entry] = []
     for number, line in enumerate(read_secret(path).splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -111,7 +111,7 @@ def _read(path: Path) -> list[Entry]:
                 if getattr(other, field) == getattr(entry, field):
                     raise ValueError(f"{path}, line {number}: {field}: is that of another line")
             if entry.role is other.role and entry.role in _PROCESSES and not (entry.ids and other.ids):
-                # Else the holder of one token could register as the other's process.
+                # Otherwise, the holder of one token could register as another token's process.
                 raise ValueError(
                     f"{path}, line {number}: ids: are needed where several tokens have the role {entry.role}"
                 )
@@ -127,7 +127,7 @@ def new(
     name: str = "",
     ids: tuple[str, ...] = (),
 ) -> tuple[str, Entry]:
-    """A token and the line for the file. Raises ValidationError."""
+    """Makes a token and its line for the file. Raises ValidationError."""
     token = _PREFIX + secrets.token_urlsafe(_TOKEN_BYTES)
     expires = None if lifetime is None else (datetime.now(UTC) + lifetime).replace(microsecond=0)
     name = name or f"{tenant or role}-{secrets.token_hex(3)}"
@@ -136,7 +136,7 @@ def new(
 
 
 def main() -> int:
-    """Makes a token; it is shown this once."""
+    """Makes a token, which is shown only this once."""
     parser = argparse.ArgumentParser(prog="python -m protos.rpc.tokens", description="Makes bearer tokens.")
     make = parser.add_subparsers(required=True).add_parser("new", help="make a token and its line for the tokens file")
     make.add_argument("--role", required=True, choices=[role.value for role in Role])
@@ -152,7 +152,7 @@ def main() -> int:
     except ValidationError as error:
         faults = error.errors(include_url=False)
         sys.exit("; ".join(f"{''.join(map(str, fault['loc'][:1]))} {fault['msg']}".strip() for fault in faults))
-    # The one for a pipe into a file, the other to be read.
+    # The token can be piped into a file; the other text is for people.
     sys.stdout.write(f"{token}\n")
     line = json.dumps(entry.model_dump(mode="json", exclude_defaults=True))
     sys.stderr.write(f"The token is shown this once. The line for KVKEEP_TOKENS_FILE:\n{line}\n")

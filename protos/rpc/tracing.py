@@ -1,8 +1,8 @@
-"""Traces: the W3C context of a request comes in and goes on, one span per service and request goes out over OTLP.
+"""Traces: receives and passes on the W3C context of a request; sends one span per service and request over OTLP.
 
-Off unless the environment names an OTLP endpoint; only then the opentelemetry packages are looked for. A call carries
-the context in its metadata, a message about many requests carries that of each in a field. What opentelemetry reads
-from OTEL_ variables (sampler, headers, certificates, sizes of its queue) holds here too.
+Off unless the environment names an OTLP endpoint; only then are the opentelemetry packages imported. A call carries
+the context in its metadata; a message about many requests has a field with each request's context. The settings that
+opentelemetry reads from OTEL_ variables (sampler, headers, certificates, queue sizes) apply here, too.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _current: ContextVar[str] = ContextVar("traceparent", default="")
 
 
 def start(process: str, environ: Mapping[str, str]) -> None:
-    """Turns tracing on if the environment says so. When it cannot be, one line in the log says why."""
+    """Turns tracing on if the environment says so. If that fails, one line in the log says why."""
     global _tracer
     if not any(environ.get(name) for name in _ENDPOINTS) or environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return
@@ -47,7 +47,7 @@ def start(process: str, environ: Mapping[str, str]) -> None:
 
 
 def stop() -> None:
-    """Sends what is left and turns tracing off; blocks for a bounded time."""
+    """Sends the remaining spans and turns tracing off; blocks for a limited time."""
     global _tracer
     if _tracer is not None:
         _tracer.stop()
@@ -60,18 +60,18 @@ def is_on() -> bool:
 
 
 def receive(traceparent: str) -> None:
-    """Takes the context that the caller of what is being served has sent; one that is malformed is ignored."""
+    """Takes the context that the current request's caller has sent; ignores a malformed context."""
     if (context := _parse(traceparent)) is not None:
         _adopt(traceparent, context)
 
 
 def current() -> str:
-    """The context of what is being served, to send on; empty for none."""
+    """The context of the current request, to pass on; empty for none."""
     return _current.get()
 
 
 def begin(name: str) -> Span:
-    """The span of what is being served, below the caller's if it has sent one. `current` is this one from now on."""
+    """Begins the current request's span, below the caller's span, if any. From now on, `current` is this span."""
     if _tracer is None:
         return OFF
     span = _tracer.begin(name, _parse(_current.get()))
@@ -80,7 +80,7 @@ def begin(name: str) -> Span:
 
 
 def join(name: str, traceparent: str) -> Span:
-    """The span of one request of many that are served together; none for a request that is not traced."""
+    """Begins the span of one of many requests that are served together; no span if the request is not traced."""
     if _tracer is None or (context := _parse(traceparent)) is None:
         return OFF
     return _tracer.begin(name, context)
@@ -94,6 +94,6 @@ def _parse(traceparent: str) -> Context | None:
 
 
 def _adopt(traceparent: str, context: Context) -> None:
-    # Each call runs in a task of its own, so that nothing needs to be taken back afterwards.
+    # Each call runs in a separate task, so nothing needs to be reset afterwards.
     _current.set(traceparent)
     structlog.contextvars.bind_contextvars(trace_id=context.trace_id)

@@ -1,4 +1,4 @@
-"""The version of this program. Services say theirs with each answer about their health."""
+"""The version of this program. Services report it with each answer about their health."""
 
 import importlib.metadata
 
@@ -11,5 +11,5 @@ def program_version() -> str:
     try:
         return importlib.metadata.version("kvkeep")
     except importlib.metadata.PackageNotFoundError:
-        # Run from a checkout that is not installed.
+        # The program runs from a checkout that is not installed.
         return "unknown"
