@@ -1,7 +1,7 @@
-"""The interfaces of the processes, and what all of them need to speak over gRPC."""
+"""The interfaces of the processes, and the code that all processes need to speak gRPC."""
 
 import os
 
-# gRPC writes notices about connections to standard error, in a form of its own between the lines of a program. The
-# variable is read when grpc is imported: each package with programs imports this one before.
+# gRPC writes notices about connections to standard error, in a different format than the program's lines. The
+# variable is read when grpc is imported, so each package with programs imports this package first.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

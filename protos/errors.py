@@ -1,14 +1,14 @@
-"""What every service raises instead of an answer. The border looks the status of an error up by its reason."""
+"""The errors that services raise instead of an answer. `protos.rpc.errors` maps an error's reason to its status."""
 
 from collections.abc import Mapping
 from typing import ClassVar
 
 
 class ServiceError(Exception):
-    """Base of every service's error tree. A subclass says which reason its callers see.
+    """Base of every service's error tree. A subclass sets the reason that callers see.
 
-    `fields` maps the path of a request's field to what is wrong with it; `metadata` is for programs; `retry_after`
-    is in seconds.
+    `fields` maps the path of a request's field to its fault; `metadata` is for programs; `retry_after` is in
+    seconds.
     """
 
     reason: ClassVar[str]
@@ -29,7 +29,7 @@ class ServiceError(Exception):
 
 
 class InvalidField(ServiceError):  # noqa: N818 - reads as a sentence where it is raised
-    """One field of the request has a value that is never right."""
+    """One field of the request has a value that can never be valid."""
 
     reason = "INVALID_FIELD"
 

@@ -5,10 +5,10 @@
 
 All numbers are little-endian. salt: byte 0 for none, else byte 1, u32 length, UTF-8. adapter: byte 0 for none, else
 byte 1, u64. weight version: nothing for the weights that the executor was started with, else byte 1, u32 length, UTF-8.
-extra: for each piece of content that is no token and that a token of the block stands for, in order: i32 first token of
-the piece counted from the block's first, u32 tokens of the block that stand for it, u32 length, digest; nothing when
-there is none. Every part has a fixed or a stated length, so that no two inputs run together into the same bytes.
-`docs/keys.md` is the same specification for clients that compute keys.
+extra: nothing, or for each piece of non-token content that tokens of the block stand for, in order: i32 first token of
+the piece counted from the block's first, u32 tokens of the block that stand for it, u32 length, digest.
+Every part has a fixed or a stated length, so that different inputs never give the same bytes. `docs/keys.md` is the
+same specification for clients that compute keys.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ DIGEST_BYTES = 32
 
 _ROOT = b"kvkeep/root/1\0"
 _CHILD = b"kvkeep/block/2\0"
-# Every child key begins so: a copy takes a sixth less time than to begin anew.
+# Every child key begins like this; a copy takes a sixth less time than beginning anew.
 _begin_child = sha256(_CHILD).copy
 
 
 def root_key(fingerprint: bytes, salt: str | None, adapter_id: int | None, weight_version: str = "") -> bytes:
-    """The parent key of the first block of a chain. weight_version: empty for those of its start."""
+    """The parent key of the first block of a chain. weight_version: empty for the weights of the executor's start."""
     return sha256(
         b"".join(
             (
@@ -51,14 +51,14 @@ def _text(text: str) -> bytes:
 
 
 def child_key(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
-    """Key of a block with these packed tokens behind `parent`."""
+    """Key of a block with these packed tokens after `parent`."""
     child = _begin_child()
     child.update(parent + struct.pack("<I", len(tokens) // TOKEN_BYTES) + tokens + extra)
     return child.digest()
 
 
 def extend_chain(keys: list[bytes], root: bytes, packed: bytes, block_size: int) -> None:
-    """Appends the keys of all full blocks in `packed`, the tokens behind those of `keys`."""
+    """Appends the keys of all full blocks in `packed`, the tokens after the blocks of `keys`."""
     parent = keys[-1] if keys else root
     count = struct.pack("<I", block_size)
     width = block_size * TOKEN_BYTES
@@ -70,7 +70,7 @@ def extend_chain(keys: list[bytes], root: bytes, packed: bytes, block_size: int)
 
 
 def low_keys(keys: Iterable[bytes]) -> array[int]:
-    """The low 64 bits of each key, by which routers know it: its first eight bytes, little-endian."""
+    """The low 64 bits of each key, by which routers know the key: its first eight bytes, little-endian."""
     words = array("Q", b"".join(keys))[:: DIGEST_BYTES // 8]
     if sys.byteorder == "big":
         words.byteswap()

@@ -1,4 +1,4 @@
-"""Messages in columns: entries of different lengths lie one behind the other in one of them."""
+"""Messages in columns, in which entries of different lengths follow each other."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 def cut(values: Sequence[T], counts: Iterable[int]) -> Iterator[Sequence[T]]:
-    """The values of each entry in turn, as many as its count says."""
+    """Yields the values of each entry in turn; the counts give the numbers of values."""
     start = 0
     for count in counts:
         yield values[start : start + count]

@@ -1,7 +1,7 @@
 """Lengths of sequences under a policy of token eviction, for admission, planning and eviction alike.
 
-A sequence has three lengths that are never mixed: computed tokens, those of them that were evicted, and those that are
-kept, which is how many slots it uses.
+A sequence has three lengths that are never mixed: computed tokens, evicted tokens, and kept tokens, which is how many
+slots it uses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Kind(enum.IntEnum):
-    """As EvictionKind of the messages."""
+    """Numbers as in EvictionKind of the messages."""
 
     NONE = 1
     SLIDING_WINDOW = 2
@@ -40,7 +40,7 @@ class Kind(enum.IntEnum):
 
 
 class Anchor(enum.IntEnum):
-    """As KvCrushAnchor of the messages."""
+    """Numbers as in KvCrushAnchor of the messages."""
 
     RANDOM = 1
     ZEROS = 2
@@ -49,17 +49,17 @@ class Anchor(enum.IntEnum):
     MEAN = 5
 
 
-# Evict whole blocks between a start and a recent area; each layer its own.
+# Kinds that evict whole blocks between a start and a recent area, separately in each layer.
 AREAS = (Kind.SUM, Kind.NORM_SUM, Kind.ADAPTIVE_RKV)
-# Count the attention of a prompt's last tokens only.
+# Kinds that only count the attention of a prompt's last tokens.
 WITH_SCORE_WINDOW = (*AREAS, Kind.SNAPKV, Kind.ADAPTIVE_WINDOW)
-# Keep the first and the last tokens.
+# Kinds that keep the first and the last tokens.
 WINDOWS = (Kind.SLIDING_WINDOW, Kind.ADAPTIVE_WINDOW)
-# Wait for the end of the prompt.
+# Kinds that wait for the end of the prompt.
 AFTER_PREFILL = (*AREAS, Kind.SNAPKV, Kind.LAST, Kind.ADAPTIVE_WINDOW, Kind.H2O_TOVA)
-# Never look at attention.
+# Kinds that never look at attention.
 SCORELESS = (Kind.SLIDING_WINDOW, Kind.KEYDIFF, Kind.KNORM, Kind.LAST, Kind.RANDOM)
-# (start, recent, maximum, period); a period of None is a block. A window of 512 tokens has no maximum of its own.
+# (start, recent, maximum, period); a period of None is a block. A window of 512 tokens has no separate maximum.
 _DEFAULTS: dict[Kind, tuple[int, int, int, int | None]] = {
     Kind.SLIDING_WINDOW: (0, 512, 512, 1),
     **dict.fromkeys(AREAS, (32, 128, 672, None)),
@@ -70,21 +70,21 @@ _DEFAULTS: dict[Kind, tuple[int, int, int, int | None]] = {
     Kind.LAST: (0, 1, 64, 63),
     Kind.ADAPTIVE_WINDOW: (32, 128, 672, None),
 }
-# Of a window that evicts while the prompt is computed: one token at a time, a step would compute no more than that. Of
-# one with compacted positions, too: each eviction rotates the kept keys and rounds them once more.
+# The period of a window that evicts while the prompt is computed, where a step computes no more tokens than a period.
+# Also of a window with compacted positions, where each eviction rotates the kept keys and rounds them once more.
 _LONG_PERIOD = 64
-# Queries at a prompt's end by which an adaptive window is chosen.
+# How many queries at a prompt's end decide the length of an adaptive window.
 _WINDOW_ROWS = 16
 _MAX_TOKENS = 1 << 24
 _MAX_STEPS = 1024
 MIN_LAST = 2
-# Of EvictionPositions.
+# A value of EvictionPositions.
 _COMPACTED = 2
 
 
 @dataclass(frozen=True)
 class KvCrush:
-    """Blocks kept for their difference."""
+    """The settings for blocks that are kept because they differ from the others."""
 
     budget: int
     anchor: Anchor
@@ -109,9 +109,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy with nothing left open. All but mass are numbers of tokens, steps or blocks.
+    """A policy with all values set. All numbers except mass are tokens, steps or blocks.
 
-    bounds: of an adaptive window, which `recent` and `maximum` are about as it is at present; None for other kinds.
+    bounds: of an adaptive window, whose present length gives `recent` and `maximum`; None for other kinds.
     """
 
     kind: Kind
@@ -131,17 +131,17 @@ class Policy:
 
     @property
     def uses_scores(self) -> bool:
-        """Whether it looks at attention."""
+        """Whether the policy looks at attention."""
         return self.kind not in SCORELESS
 
     @property
     def by_block(self) -> bool:
-        """Whether whole blocks go."""
+        """Whether the policy evicts whole blocks."""
         return self.kind in AREAS
 
     @property
     def most_kept(self) -> int | None:
-        """Slots that a sequence uses at most once it evicts, a step's own included; None for no bound."""
+        """The limit on a sequence's slots once it evicts, including a step's new tokens; None for no limit."""
         if self.kind is Kind.SNAPKV:
             return None
         if self.by_block:
@@ -150,23 +150,23 @@ class Policy:
 
     @property
     def window(self) -> int:
-        """Of kinds that keep a window: its tokens behind the first ones, at present."""
+        """For kinds that keep a window: its present length, without the first tokens."""
         return self.maximum - self.start
 
     def with_window(self, tokens: int) -> Policy:
-        """The policy with an adaptive window of another length."""
+        """Returns the policy with an adaptive window of a different length."""
         return replace(self, recent=tokens, maximum=self.start + tokens)
 
     def allows_window(self, tokens: int) -> bool:
-        """Whether its window is adaptive and may have this length."""
+        """Whether the policy's window is adaptive and may have this length."""
         bounds = self.bounds
         return bounds is not None and bounds.least <= tokens <= bounds.most and tokens % self.period == 0
 
     def looks(self, kept: int, computed: int, prompt: int) -> bool:
-        """Whether the attention so far says how long an adaptive window is to be when it evicts next.
+        """Whether the attention so far decides the length of an adaptive window at its next eviction.
 
-        It does half a period before, so that there is time to ask for blocks, and behind a longer prompt.
-        kept, computed: behind a step.
+        This happens half a period earlier, which leaves time to ask for blocks, and after a longer prompt.
+        kept, computed: the lengths after a step.
         """
         look = self._look
         if look is None or computed < prompt:
@@ -179,11 +179,11 @@ class Policy:
 
     @property
     def _floor(self) -> int:
-        """With areas: tokens left behind by an eviction, but for those of the last block."""
+        """With areas: tokens that an eviction leaves, without the tokens of the last block."""
         return self.maximum + (self.crush.budget * self.block_size if self.crush else 0)
 
     def effective_tokens(self, total: int) -> int:
-        """Tokens that a sequence of this length really keeps at most, once its prompt is behind it."""
+        """The maximum number of tokens that a sequence of this length really keeps after its prompt."""
         most = self.most_kept
         if most is None:
             return total
@@ -192,10 +192,10 @@ class Policy:
         return min(total, self.maximum)
 
     def kept_after(self, kept: int, computed: int, prompt: int) -> int:
-        """Tokens that stay when `kept` are there and the sequence is about to compute more.
+        """Tokens that stay, of `kept` tokens, when the sequence is about to compute more.
 
-        computed: tokens computed so far. prompt: tokens of the request's prompt; what was generated before the sequence
-        was admitted again is computed again as the first time.
+        computed: tokens computed so far. prompt: tokens of the request's prompt. After a second admission, generated
+        tokens are computed again like the first time.
         """
         if computed < prompt and not self.during_prefill:
             return kept
@@ -212,51 +212,51 @@ class Policy:
                 return self.maximum - self.period if kept >= self.maximum else kept
 
     def room(self, kept: int, computed: int, prompt: int) -> int | None:
-        """Tokens that may be computed before the policy must be asked again; None for no bound."""
+        """Tokens that may be computed before the policy must be asked again; None for no limit."""
         if computed < prompt and not self.during_prefill:
             left = prompt - computed
-            # The prompt's last query counts by itself, so it has a step of its own.
+            # The prompt's last query counts alone, so it has a separate step.
             return left - 1 if self.kind is Kind.H2O_TOVA and left > 1 else left
         if self._look is not None and kept < self._look:
             return self._look - kept
         return None if self.most_kept is None else self.most_kept - kept
 
     def first_eviction(self, prompt: int) -> int | None:
-        """Computed tokens with which a sequence first evicts; None when it never does."""
+        """The number of computed tokens at which a sequence first evicts; None if it never does."""
         if not self.during_prefill and self.kept_after(prompt, prompt, prompt) < prompt:
             return prompt
         return self.most_kept
 
     def clean_tokens(self, known: int, prompt: int) -> int:
-        """Of the known tokens, how many are computed before any is evicted. prompt: of them, those of the prompt."""
+        """How many of the known tokens are computed before any is evicted. prompt: how many belong to the prompt."""
         first = self.first_eviction(prompt)
         return known if first is None else min(known, first)
 
     def reusable(self, known: int, prompt: int) -> int:
-        """Of the known tokens, how many may come from the cache: the queries that count must be computed.
+        """How many of the known tokens may come from the cache, since the queries that count must be computed.
 
-        So must the last one before an eviction: no sequence evicts in the step in which it joins.
+        So must the last token before an eviction, since no sequence evicts in the step in which it joins.
         """
         most = max(0, self.clean_tokens(known, prompt) - 1)
         return most if self.kind in SCORELESS else min(max(0, prompt - self.counted_rows(prompt)), most)
 
     def counted_rows(self, prompt: int) -> int:
-        """Of a prompt's queries, how many last ones count."""
+        """How many of a prompt's last queries count."""
         if self.kind is Kind.TOVA:
             return 1
         return min(prompt, self.score_window) if self.score_window else prompt
 
 
 def parse(message: pb.EvictionPolicy, layout: Layout, field: str = "eviction_policy") -> Policy | None:
-    """A policy from its message; None for a message that says to keep everything.
+    """Converts a message to a policy; None for a message that says to keep everything.
 
-    Raises InvalidField with the path of the field that is wrong.
+    Raises InvalidField with the path of the wrong field.
     """
     return None if int(message.kind) == Kind.NONE else _Reader(message, layout, field).policy()
 
 
 class _Reader:
-    """One message, from which a policy is made or which is refused."""
+    """Reads one message, and makes a policy or refuses the message."""
 
     def __init__(self, message: pb.EvictionPolicy, layout: Layout, field: str) -> None:
         self._message = message
@@ -282,7 +282,7 @@ class _Reader:
         self._period = self._given("period_tokens", layout.block_size if period is None else period)
 
     def policy(self) -> Policy:
-        """The policy. Raises InvalidField."""
+        """Makes the policy. Raises InvalidField."""
         if tuple(self._layout.windows) != (None,):
             raise self._invalid("kind", "cannot be used: the model has layers that attend to a window of tokens only")
         self._check_sizes()
@@ -381,7 +381,7 @@ class _Reader:
             raise self._invalid("max_cache_tokens", text)
 
     def _check_uses(self) -> None:
-        """Fields that the kind has no use for."""
+        """Refuses fields that the kind does not use."""
         if self._message.during_prefill and self._kind in AFTER_PREFILL:
             raise self._invalid("during_prefill", "cannot be used with this kind, which waits for the prompt")
         if self._kind in AREAS and self._message.HasField("period_tokens"):

@@ -1,4 +1,4 @@
-"""Eviction policies as messages: of a request or a rule, and with all defaults filled in."""
+"""Eviction policies as messages: as a request or rule has them, and with all defaults filled in."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import NamedTuple
 from protos.kvcommon.eviction import WITH_SCORE_WINDOW, Kind, Layout, Policy, parse
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 
-# A policy that does not suit this layout suits no executor: every number is a multiple of its block size.
+# A policy that does not suit this layout suits no executor, since every number is a multiple of its block size.
 _ANY_LAYOUT = Layout(1, (None,), plain_rotary=True)
 
 
 class EvictionPolicyRequest(NamedTuple):
-    """An EvictionPolicy, encoded: equal messages are equal requests."""
+    """An encoded EvictionPolicy; equal messages are equal requests."""
 
     encoded: bytes
 
     @classmethod
     def of(cls, message: common.EvictionPolicy) -> EvictionPolicyRequest:
-        """A request from its message."""
+        """Converts a message to a request."""
         return cls(message.SerializeToString(deterministic=True))
 
     def message(self) -> common.EvictionPolicy:
-        """The request as its message."""
+        """Converts the request to its message."""
         return common.EvictionPolicy.FromString(self.encoded)
 
     def policy(self, layout: Layout, field: str) -> Policy | None:
-        """The policy with nothing open; None to keep everything. Raises InvalidField with a path below `field`."""
+        """The policy with all values set; None to keep everything. Raises InvalidField with a path below `field`."""
         return parse(self.message(), layout, field)
 
     def check(self, field: str) -> None:
@@ -35,7 +35,7 @@ class EvictionPolicyRequest(NamedTuple):
 
 
 def message_of(policy: Policy) -> common.EvictionPolicy:
-    """The message of a policy: what its kind uses, and nothing else."""
+    """The message of a policy, with only the fields that its kind uses."""
     bounds = policy.bounds
     message = common.EvictionPolicy(
         kind=f"EVICTION_KIND_{policy.kind.name}",

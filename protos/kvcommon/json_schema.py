@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-# Keywords whose values are no schemas, and those whose values are schemas by name.
+# Keywords whose values are not schemas, and keywords whose values are schemas by name.
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 
 
 def rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """A schema with each object in it that is a schema, itself included, as `change` makes it; the innermost first."""
+    """Returns a schema with `change` applied to each schema in it, including itself, innermost first."""
     if isinstance(schema, list):
         return [rewritten(item, change) for item in schema]
     if not isinstance(schema, dict):

@@ -1,6 +1,6 @@
-"""The index by key in Redis, as cache managers write it and routers read it: names and values.
+"""Names and values of the index by key in Redis, as cache managers write it and routers read it.
 
-`docs/redis.md` says what they are for.
+`docs/redis.md` explains their purpose.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class FormatError(ValueError):
 
 
 class Position(NamedTuple):
-    """A moment in the life of a shard: its cache manager's epoch, and its last event by then."""
+    """A moment in the life of a shard: its cache manager's epoch, and the number of its last event."""
 
     manager_epoch: int
     event_number: int
 
 
 class Entry(NamedTuple):
-    """A block on one executor. tier: 0 device, 1 host, 2 disk. position: as of which it was written."""
+    """A block on one executor. tier: 0 device, 1 host, 2 disk. position: the moment as of which it was written."""
 
     tier: int
     position: Position
@@ -45,9 +45,9 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class IndexedExecutor:
-    """What must be known of an executor to read its entries.
+    """The facts about an executor that are needed to read its entries.
 
-    Entries of this manager count from the event `since` on. The index has all events up to `event_number`.
+    This manager's entries count from the event `since` on. The index has all events up to `event_number`.
     """
 
     manager_epoch: int
@@ -60,7 +60,7 @@ class IndexedExecutor:
     weight_version: str = ""
 
     def counts(self, position: Position) -> bool:
-        """Whether an entry as of this position is about the executor as it is now."""
+        """Whether an entry as of this position still describes the executor."""
         return position.manager_epoch == self.manager_epoch and position.event_number >= self.since
 
     def encode(self) -> bytes:
@@ -86,10 +86,10 @@ class IndexedExecutor:
 
 
 def block_name(first: bytes, key: bytes) -> str:
-    """Where a block lies. first: the key of its chain's first block. One slot of a cluster has a whole chain."""
+    """The name of a block's key. first: the key of its chain's first block. A chain lies in one slot of a cluster."""
     return f"kvkeep:idx:{{{first.hex()}}}:{key.hex()}"
 
 
 def executor_name(executor_id: str) -> str:
-    """Where an executor lies."""
+    """The name of an executor's key."""
     return f"kvkeep:idx-executor:{quote(executor_id, safe='')}"

@@ -11,7 +11,7 @@ TOKEN_BYTES = 4
 
 
 def pack(token_ids: Sequence[int]) -> array[int]:
-    """Token ids as 32-bit numbers. Raises OverflowError or TypeError for anything else."""
+    """Packs token ids as 32-bit numbers. Raises OverflowError or TypeError for anything else."""
     return array("I", token_ids)
 
 
