@@ -188,7 +188,7 @@ class CacheManager:
     def _enter_executor(
         self, spec: ExecutorSpec, known: Executor | None, deadline: float, stored: list[BlockRecord], *, later: bool
     ) -> Executor:
-        """Enters a new epoch, with the pools of the last epoch where its lower tiers survive."""
+        """Enters a new epoch, with the pools of the last epoch if its lower tiers survive."""
         before = known if known is not None and lower_tiers_survive(known.spec, spec) else None
         if known is not None and before is None:
             known.holds.end_pins()

@@ -215,7 +215,7 @@ class AdmitRequest:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Slots of one sequence in one group; 0 where the window does not need the block."""
+    """Slots of one sequence in one group; 0 if the window does not need the block."""
 
     group: int
     slots: tuple[int, ...]

@@ -62,7 +62,7 @@ class EvictionQueue:
         return sum(ring.size for ring in self._rings.values())
 
     def walk(self) -> Iterator[tuple[int, bool, Iterator[tuple[Block, bool]]]]:
-        """For checks: each priority, its bit, and its blocks with whether each is linked (linked first)."""
+        """Yields, for checks, each priority, its bit, and (block, is linked) pairs, linked blocks first and by age."""
         for priority, ring in sorted(self._rings.items()):
             yield priority, bool(self._bits >> priority & 1), ring.walk()
 

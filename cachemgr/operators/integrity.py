@@ -25,7 +25,7 @@ Part = Callable[[], Iterator[PoolViolation | None]]
 
 
 def parts(executor: Executor, pools: list[BlockPool]) -> list[Part]:
-    """The checks of those of these pools that are this executor's. Each check may run at a different moment."""
+    """Returns the checks of the given pools that belong to this executor. They may run at different moments."""
     return [
         partial(_Check(executor, pool).run, part)
         for pool in executor.pools

@@ -114,7 +114,7 @@ def _request(kind: type[Request], entry: pb.LoggedOperation) -> Request:
 
 
 def report(path: Path) -> str:
-    """What `cachemgr replay FILE` prints. Raises OperationLogError, OSError."""
+    """Returns the output of `cachemgr replay FILE`. Raises OperationLogError, OSError."""
     with path.open("rb") as file:
         replayed = replay(file)
     manager = replayed.manager

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _Scope = tuple[str | None, str | None, int | None]
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-# The limit on rules that differ only in block ranges: an admission asks each of them about each of its blocks.
+# The limit on rules for the same prompts, whatever their block ranges: an admission asks each about each block.
 MAX_ALIKE = 64
 FIELDS = ("order", "match", "action")
 

@@ -194,7 +194,7 @@ class CacheEventService(pb_grpc.CacheEventServiceServicer):
             await asyncio.sleep(self._keys_seconds - asyncio.get_running_loop().time() % self._keys_seconds)
 
     async def _key_snapshot(self, wanted: Wanted) -> AsyncIterator[pb.WatchEventsResponse]:
-        """Yields the cache in parts, each with the events up to it. Together, the parts are the cache at the last event.
+        """Yields the cache in parts, each with the events up to it; together, they are the cache at the last event.
 
         Every change of a block while the parts are read is an event, and overrides what was read earlier.
         """

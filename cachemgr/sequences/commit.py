@@ -1,4 +1,4 @@
-"""Publishing pending blocks, committing computed blocks to the index, and retracting pending ones."""
+"""Publishes pending blocks, commits computed blocks to the index, and retracts pending blocks."""
 
 from cachemgr.blocks.prefix_tree import covering_child
 from cachemgr.retention.priority import OTHER_WEIGHTS, RetentionRequest

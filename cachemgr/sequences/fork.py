@@ -34,7 +34,7 @@ def fork(
     # The fork recomputes its last token, to get the next token.
     computed = min(parent.computed, len(tokens) - 1)
     if any(table.window_start > first_needed(computed, table.pool.window, size) for table in parent.tables):
-        raise WindowPassedError("the window before that length was released already")
+        raise WindowPassedError("the attention window before that length has been released")
     full, copied = divmod(computed, size)
     eviction = None
     if parent.eviction is not None:

@@ -244,7 +244,7 @@ def _check_truncation(sequence: Sequence, table: GroupTable, computed: int, cut:
     if not rewritten:
         return []
     if table.window_start > first_needed(computed, table.pool.window, sequence.block_size):
-        text = "the window before that length was released already"
+        text = "the attention window before that length has been released"
         raise WindowPassedError(text, fields={"num_tokens": "is too small"})
     own_from = sequence.cached_tokens // sequence.block_size
     discarded: list[Block] = []

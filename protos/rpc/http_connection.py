@@ -20,7 +20,7 @@ MAX_HEADER_BYTES = 1 << 16
 MAX_HEADERS = 256
 # The limit on requests of one connection that wait while an earlier request is answered.
 MAX_QUEUED = 16
-# The limit for one server, and the share of the process's open files that no server exceeds.
+# The limit for one server, which also takes at most one in SHARE_OF_FILES of the files that the process may open.
 MAX_CONNECTIONS = 16_384
 SHARE_OF_FILES = 4
 # The key in the scope that says whether the caller has shown a certificate.
