@@ -426,7 +426,7 @@ class LeaseView(NamedTuple):
 class Removal(NamedTuple):
     """How a block left the index: cause, time, the sequence that needed blocks, and the priority of the block.
 
-        `for_owner` are tenant and salt of that sequence. `lease_ended`: the block's last lease had ended earlier.
+    `for_owner` are tenant and salt of that sequence. `lease_ended`: the block's last lease had ended earlier.
     """
 
     cause: RemovalCause
@@ -467,7 +467,7 @@ class LeftBlocks(NamedTuple):
 class PoolShare(NamedTuple):
     """How many device blocks an operator lets a pool use. `number` is the etag of the pool.
 
-        It is for a pool of `num_blocks` slots; a different number means that the executor was reconfigured.
+    It is for a pool of `num_blocks` slots; a different number means that the executor was reconfigured.
     """
 
     pool_id: str

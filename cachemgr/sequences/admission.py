@@ -119,7 +119,7 @@ def _check_size(sequence: Sequence, max_new_tokens: int = 0) -> None:
 def _lowest_tier(request: AdmitRequest, sequence: Sequence) -> TierKind | None:
     """The lowest tier whose blocks a sequence may use; None if it may use no cached block.
 
-        It may use none if its pools have no room for a second table to evict tokens into.
+    It may use none if its pools have no room for a second table to evict tokens into.
     """
     eviction = sequence.eviction
     if request.no_read:

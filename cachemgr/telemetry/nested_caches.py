@@ -34,7 +34,7 @@ class Content(NamedTuple):
 class Ghost(Block):
     """A block without bytes. `zone` is the number of the smallest cache that has it.
 
-        `stored` is false until a sequence has computed the block. A beginning matches only blocks with a parent node.
+    `stored` is false until a sequence has computed the block. A beginning matches only blocks with a parent node.
     """
 
     __slots__ = ("node", "stored", "zone")
