@@ -34,8 +34,8 @@ def test_each_range_has_a_receipt_in_the_order_of_the_request():
 @pytest.mark.parametrize(
     ("start", "end", "outcome", "reason", "blocks"),
     [
-        (9, 12, Outcome.REJECTED, "behind the prompt", 0),
-        (50, None, Outcome.REJECTED, "behind the prompt", 0),
+        (9, 12, Outcome.REJECTED, "after the prompt", 0),
+        (50, None, Outcome.REJECTED, "after the prompt", 0),
         (1, 4, Outcome.REJECTED, "no block of 4 tokens begins in it", 0),
         (1, 5, Outcome.GRANTED, "", 1),
         (0, 9, Outcome.GRANTED, "", 3),
