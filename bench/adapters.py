@@ -1,6 +1,6 @@
-"""What LoRA adapters cost: throughput with many adapters beside the base model's, in turns.
+"""Cost of LoRA adapters: throughput with many adapters and with the base model alone, in turns.
 
-Run it with `python -m bench adapters`. The adapters are random, have one rank, and are on all linear layers.
+Run it with `python -m bench adapters`. Adapters have random weights and the same rank, and are on all linear layers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def projections(config: Any) -> dict[str, tuple[int, int]]:
 
 
 def write_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]], rank: int, seed: int) -> None:
-    """A random adapter in PEFT's form, small enough that the output stays text."""
+    """Writes a random adapter in PEFT's form. Its weights are so small that the output stays text."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, (outputs, inputs) in shapes.items():
@@ -73,7 +73,7 @@ def turn(stack: Stack, names: Sequence[str], prompts: Sequence[Sequence[int]], t
 
 
 def measure(stack: Stack, names: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Throughput with adapters and without, in turns, after one run of each kind to warm up."""
+    """Measures throughput with and without adapters, in turns, after one warm-up run of each kind."""
     rng = random.Random(7)
     prompts = [[rng.randrange(1000, 40_000) for _ in range(arguments.prompt_tokens)] for _ in range(arguments.streams)]
     kinds: dict[str, Sequence[str]] = {"base": [""], "adapters": names, "one_adapter": names[:1]}
@@ -87,7 +87,7 @@ def measure(stack: Stack, names: Sequence[str], arguments: argparse.Namespace) -
 
 
 def main() -> None:
-    """Starts stacks of its own and measures; the status is 1 below the target."""
+    """Starts stacks and measures; the status is 1 if the target is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--adapters", type=int, default=16)
     parser.add_argument("--rank", type=int, default=16)

@@ -3,7 +3,7 @@
 Run it with `make bench-batchmax`. BM evicts in the prompt and after it, ED only after it, FKV never. Batch-Max
 (Metel, Chen, Rezagholizadeh, ES-FoMo III 2025) evicts by average attention while the prompt is computed, so that no
 sequence ever has more than its budget. Evicting only after the prompt still needs blocks for a whole prompt. Prompts
-are 700 to 1,000 tokens of prose. They come in two ways: all together, and continuously, each after the prompt before
+are 700 to 1,000 tokens of prose. They arrive in two ways: all together, or continuously, each when the previous prompt
 is computed.
 """
 
@@ -39,7 +39,7 @@ PERIOD = 64
 LEAST_KEPT = PERIOD + 1
 LENGTHS = (700, 1_000)
 LOOK_SECONDS = 0.05
-# BM's loss that the paper calls small, in ROUGE-2.
+# The loss of BM in ROUGE-2 that the paper calls small.
 SMALL_LOSS = 0.03
 # Published ratios of tokens per second, the better of two budgets: (task, BM to ED, BM to FKV).
 PAPER = (
@@ -54,14 +54,14 @@ PAPER = (
 
 @dataclass(frozen=True)
 class Method:
-    """How requests evict. budget: tokens kept at most, None for all."""
+    """How requests evict. budget: limit of kept tokens, None for no limit."""
 
     name: str
     policy: common.EvictionPolicy | None = None
     budget: int | None = None
 
     def peak_tokens(self, prompt: int, output: int) -> int:
-        """The most tokens that a sequence has at once, as the formula counts them."""
+        """The largest number of tokens that a sequence has at once, by the formula's count."""
         if self.policy is None:
             return prompt + output
         if self.policy.during_prefill:
@@ -83,7 +83,7 @@ def methods(budgets: Iterable[int]) -> list[Method]:
 
 
 def formula(pool_blocks: int, peaks: Sequence[int]) -> int:
-    """How many of the sequences, in order, fit into a pool at their peaks: the largest batch. peaks: in tokens."""
+    """The largest batch: how many sequences, in order, fit into a pool at their peaks. peaks: in tokens."""
     used = 0
     for count, peak in enumerate(peaks):
         used += -(-peak // BLOCK_SIZE)
@@ -101,13 +101,13 @@ class Run:
 
     @property
     def prompts_at_once(self) -> int:
-        """Most requests that had blocks before any token came."""
+        """The largest number of requests that had blocks before the first token came."""
         first = min(output.token_times[0] for output in self.outputs)
         return max((count for time, count in self.running if time < first), default=0)
 
     @property
     def batch(self) -> int:
-        """Requests that had blocks just before the first of them ended: after prefill, they are at their longest."""
+        """Requests with blocks just before the first request ended, when sequences are longest after prefill."""
         end = self._first_end()
         return next((count for time, count in reversed(self.running) if time < end), 0)
 
@@ -120,7 +120,7 @@ class Run:
 
     @property
     def decode_rate(self) -> float:
-        """Output tokens per second while the first batch decodes: from the last first token to the first end."""
+        """Output tokens per second while the first batch decodes: from its last first token to its first end."""
         end = self._first_end()
         begin = max(output.token_times[0] for output in self.outputs if output.token_times[0] < end)
         count = sum(begin < time <= end for output in self.outputs for time in output.token_times)
@@ -138,7 +138,7 @@ class Run:
 async def run(
     stack: Stack, method: Method, prompts: Sequence[Sequence[int]], output_tokens: int, *, together: bool
 ) -> Run:
-    """All prompts, by one schedule."""
+    """Runs all prompts in one schedule."""
     requests = [greedy_request(prompt, output_tokens, reuse=False, eviction_policy=method.policy) for prompt in prompts]
     async with grpc.aio.insecure_channel(stack.scheduler) as channel:
         stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
@@ -164,7 +164,7 @@ async def run(
 
 
 def describe(method: Method, made: Run, prompts: Sequence[Sequence[int]], output: int, pool: int) -> dict[str, Any]:
-    """Figures of a run."""
+    """Returns the figures of a run."""
     peaks = [method.peak_tokens(len(prompt), output) for prompt in prompts]
     return {
         "method": method.name,
@@ -179,7 +179,7 @@ def describe(method: Method, made: Run, prompts: Sequence[Sequence[int]], output
 
 
 def quality(method: Method, made: Run, whole: Run) -> dict[str, Any]:
-    """How near the output is to the output with the full cache."""
+    """Compares the output with the output of the full cache."""
     pairs = list(zip(whole.outputs, made.outputs, strict=True))
     return {
         "method": method.name,
@@ -190,7 +190,7 @@ def quality(method: Method, made: Run, whole: Run) -> dict[str, Any]:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Every method in both schedules, on one stack."""
+    """Measures every method in both schedules, on one stack."""
     tokenizer = Tokenizer.from_file(str(resolve("") / "tokenizer.json"))
     low, high = LENGTHS
     # Long and short prompts in turns, so that every batch has both.
@@ -198,7 +198,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     prompts = pieces(lambda text: tokenizer.encode(text, add_special_tokens=False).ids, lengths, 2)
     kept: dict[str, Any] = {"together": [], "continuous": [], "quality": []}
     settings: dict[str, object] = {"executor_max_tokens": given.pool_tokens, "executor_dtype": given.dtype}
-    # The formula counts no blocks that admissions leave free. Prompts must not wait for streams here.
+    # The formula ignores blocks that admissions leave free, so none are left. Prompts must not wait for streams here.
     settings |= {"cachemgr_free_watermark": 0, "scheduler_target_itl_seconds": NO_TARGET}
     with Stack(executor_block_size=BLOCK_SIZE, **settings) as stack:
         asyncio.run(run(stack, methods([])[0], prompts[:2], 4, together=True))
@@ -216,7 +216,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def smallest_budget(rows: Sequence[dict[str, Any]]) -> int | None:
-    """The smallest budget of BM at which output loses little, as it does at all larger budgets."""
+    """The smallest budget of BM at which, and above which, output loses little."""
     found = None
     for row in sorted((row for row in rows if row["method"].startswith("BM")), key=lambda row: -row["budget"]):
         if row["rouge_2"] < 1 - SMALL_LOSS:
@@ -226,7 +226,7 @@ def smallest_budget(rows: Sequence[dict[str, Any]]) -> int | None:
 
 
 def show(kept: dict[str, Any]) -> str:
-    """All tables."""
+    """Returns all tables as text."""
     parts = []
     for schedule, title in (("together", "all prompts together"), ("continuous", "one prompt after the other")):
         rows = kept[schedule]

@@ -25,20 +25,20 @@ from scheduler.frontend.openai.requests import ChatCompletionRequest, Completion
 
 # English technical prose that comes with every Python.
 TEXT = "\n\n".join(text for _, text in sorted(topics.items()))
-# Half of all conversations begin with one of a few long messages, which other conversations share.
+# Share of conversations with a shared first message; number of these messages; their length in characters.
 SHARED_SHARE, SHARED_MESSAGES, SHARED_CHARACTERS = 0.5, 8, 600
-# Lengths of each conversation's own text and of its output, evenly distributed on a logarithmic scale.
+# Ranges, evenly distributed on a logarithmic scale: characters of each conversation's own text, and output tokens.
 OWN_CHARACTERS, OUTPUT_TOKENS = (20, 800), (16, 128)
 LEAVING_SHARE = 0.1
-# A stream without a piece for this time hangs. Before its first piece a stream may have to wait for many others.
+# A stream that sends no piece for this time hangs. Before its first piece, it may have to wait for many streams.
 SILENT_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of OpenAI's API, a chat or a plain text, and after how many pieces its caller leaves, if at all.
+    """One request of OpenAI's API, a chat or a plain text. leaves_after: the caller disconnects after this many pieces.
 
-    A caller that disconnects has a salt of its own, so that its sequence can be found.
+    A caller that disconnects has a unique salt, by which its sequence can be found.
     """
 
     body: dict[str, Any]
@@ -46,7 +46,7 @@ class Ask:
 
     @property
     def salt(self) -> str:
-        """Empty where there is none."""
+        """The request's salt; empty if it has none."""
         return str(self.body.get("cache_salt", ""))
 
     @property
@@ -62,7 +62,7 @@ class Ask:
         return message
 
 
-# What a seed means to the stub of an executor: the time of a step, in microseconds.
+# The seed, which tells the stub executor the time of a step in microseconds.
 Step = int | None
 # Waits until no sequence with this salt holds blocks; returns the seconds since a time on the monotonic clock.
 Freed = Callable[[str, float], Awaitable[float]]
@@ -86,7 +86,7 @@ class RefusedError(Exception):
 
 
 class FailedError(Exception):
-    """An answer other than the requested answer; the message has it in words."""
+    """The answer is not as requested; the message describes it."""
 
 
 def ask(content: str, output_tokens: int, *, system: str = "", salt: str = "", leaves: int | None, step: Step) -> Ask:
@@ -128,23 +128,23 @@ def draw(rng: random.Random, step: Step) -> Ask:
 
 
 class Way(Protocol):
-    """How a conversation is sent to the scheduler and its answer read."""
+    """A way to send a conversation to the scheduler and to read the answer."""
 
     def pieces(self, ask: Ask) -> AsyncGenerator[Usage | None, None]:
-        """Each piece of the output as it comes, the last with its usage; closing it closes the connection.
+        """Yields each piece of the output as it arrives, the last with its usage. Closing the generator disconnects.
 
         Raises RefusedError and FailedError.
         """
 
 
 class Http:
-    """A new connection for each request. Written by hand to be cheap: usual clients take longer than servers."""
+    """Opens a connection for each request. Written by hand to be cheap: common clients take more time than servers."""
 
     def __init__(self, address: str) -> None:
         self._host, _, self._port = address.rpartition(":")
 
     async def pieces(self, ask: Ask) -> AsyncGenerator[Usage | None, None]:
-        """Server-sent events, of which only the first characters are looked at."""
+        """Yields server-sent events, of which it reads only the first characters."""
         ended = False
         try:
             reader, writer = await asyncio.open_connection(self._host, self._port)
@@ -168,7 +168,7 @@ class Http:
 
 
 def http_request(ask: Ask) -> bytes:
-    """A request as it is sent."""
+    """The bytes of an HTTP request."""
     content = json.dumps(ask.body).encode()
     path = "/v1/chat/completions" if ask.is_chat else "/v1/completions"
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
@@ -199,13 +199,13 @@ def _usage(event: bytes) -> Usage:
 
 
 class Grpc:
-    """All over one channel."""
+    """Sends all requests over one channel."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
 
     async def pieces(self, ask: Ask) -> AsyncGenerator[Usage | None, None]:
-        """The messages of a call that is cancelled by closing."""
+        """Yields the messages of a call; closing the generator cancels the call."""
         call = self._stub.StreamGenerate(ask.message(), timeout=600)
         try:
             async for message in call:
@@ -226,9 +226,9 @@ class Grpc:
 
 @dataclass
 class Tally:
-    """The outcomes of all requests; times in seconds. refused counts attempts, each of which is repeated.
+    """The outcomes of all requests; times in seconds. refused: counts attempts, each of which is repeated.
 
-    freed: from leaving until the blocks were free.
+    freed: times from disconnecting until the blocks were free.
     """
 
     ended: int = 0
@@ -244,7 +244,7 @@ class Tally:
 
 
 class Load:
-    """`streams` callers at a time, each with one conversation after the other. Use it in an async with statement."""
+    """`streams` concurrent callers, each with one conversation after the other. Use it in an async with statement."""
 
     def __init__(self, way: Way, freed: Freed, *, streams: int, seed: int, step: Step) -> None:
         self.tally = Tally()
@@ -260,7 +260,7 @@ class Load:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """All callers leave at once, whatever they were reading. Raises errors that no caller should meet."""
+        """Disconnects all callers at once, even in an answer. Raises errors that no caller should meet."""
         for task in self._tasks:
             task.cancel()
         for outcome in await asyncio.gather(*self._tasks, return_exceptions=True):

@@ -1,9 +1,9 @@
-"""Cost of a step that computes several tokens of one sequence, beside a step of one token.
+"""Cost of a step that computes several tokens of one sequence, compared with a step of one token.
 
-It says how many drafted tokens a step can verify. Both decoders of a CPU compute six layers of SmolLM2-135M's sizes
-with random weights and a fifth of its vocabulary, so that each part of the model takes the same share of a step as with
-thirty layers. The cost is processor time of one thread, the least of many turns, so that other work on the
-machine counts little.
+The cost shows how many drafted tokens a step can verify. Both CPU decoders compute six layers of SmolLM2-135M's sizes
+with random weights. They have a fifth of its vocabulary, so that each part of the model takes the same share of a step
+as with thirty layers. The cost is the processor time of one thread, the least of many turns: other work on the machine
+hardly affects it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CONFIG = {
 
 
 def load(decoder: str, dtype: torch.dtype) -> Model:
-    """A model with random weights on one of a CPU's decoders."""
+    """Loads a model with random weights into one of the CPU decoders."""
     torch.manual_seed(5)
     module = LlamaForCausalLM._from_config(LlamaConfig(**_CONFIG), dtype=dtype, attn_implementation=NAME)
     return model_of(module, decoder, DECODERS[decoder])
@@ -56,7 +56,7 @@ def load(decoder: str, dtype: torch.dtype) -> Model:
 
 @torch.inference_mode()
 def seconds(model: Model, rows: Sequence[int], turns: int) -> list[float]:
-    """Processor seconds of a step with each number of tokens, of a sequence that has LENGTH tokens after the step."""
+    """Processor seconds of a step for each number of tokens; after the step, the sequence has LENGTH tokens."""
     blocks = -(-LENGTH // BLOCK_SIZE)
     pools = KvPools(model.groups, blocks, BLOCK_SIZE, model.dtype, model.device)
     ids = torch.randint(model.vocab_size, (LENGTH,)).tolist()

@@ -1,19 +1,19 @@
-"""What drafts gain: milliseconds per token with and without drafts, and the share of accepted drafts.
+"""Gain of drafts: milliseconds per token with and without drafts, and the share of accepted drafts.
 
-Two stacks that differ only in KVKEEP_EXECUTOR_MAX_DRAFTS run the same greedy requests in turns, with text of this
-project:
+Two stacks run the same greedy requests in turns; they differ only in KVKEEP_EXECUTOR_MAX_DRAFTS. The prompts contain
+text of this project:
 
 | workload | requests, one after the other | output tokens each |
 | --- | --- | --- |
 | chat | short questions | 192 |
 | edits | a file is given, and returned with one name changed | 256 |
 | quotes | a page is given, and quoted | 256 |
-| agent | turns with a tool's output, most of which repeats an earlier output, and which the answer repeats | 256 |
+| agent | turns with a tool's output: it mostly repeats an earlier output, and the answer repeats it | 256 |
 | again | the same edits as before | 256 |
-| 32 streams | questions, all at once: no draft is worth its computation, and no draft may cost anything | 96 |
+| 32 streams | questions, all at once: no draft is worth its computation, so drafts must cost nothing | 96 |
 
-A repeat has a salt of its own, so that only "again" finds cached blocks. Outputs are compared: in float32 they must be
-equal. In bfloat16 they may differ where two tokens are about equally likely, as sums are rounded in another order.
+Each repeat has a separate salt, so that only "again" finds cached blocks. Outputs are compared: in float32 they must be
+equal. In bfloat16 they may differ if two tokens are about equally likely, because sums are rounded in different orders.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Side:
 
 
 def _token_ms(outputs: Sequence[Output], *, at_once: bool) -> float:
-    """Milliseconds per token after the first token; of streams at once, the time of all by the tokens of all."""
+    """Milliseconds per token after the first; for concurrent streams, the total time by the number of all tokens."""
     if at_once:
         seconds = max(output.token_times[-1] for output in outputs) - min(output.started for output in outputs)
         return 1e3 * seconds / sum(len(output.token_ids) for output in outputs)
@@ -144,7 +144,7 @@ def _token_ms(outputs: Sequence[Output], *, at_once: bool) -> float:
 
 
 def measure(sides: Sequence[Side], workload: str, inputs: Sequence[Sequence[int]], repeat: int) -> list[Run]:
-    """A run without drafts and a run with drafts; which of the two is first changes from repeat to repeat."""
+    """Runs the workload without drafts and with drafts; the order alternates between repeats."""
     salt = f"{workload}-{repeat}"
     found: dict[int, Run] = {}
     for index in (0, 1) if repeat % 2 else (1, 0):
@@ -155,7 +155,7 @@ def measure(sides: Sequence[Side], workload: str, inputs: Sequence[Sequence[int]
 
 
 def main(arguments: list[str]) -> int:
-    """Prints a table; 1 when outputs differ more than rounding explains."""
+    """Measures and prints a table; returns 1 if outputs differ more than rounding explains."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
@@ -185,11 +185,11 @@ def main(arguments: list[str]) -> int:
         "ms per token\nwithout",
         "\nwith",
         "gain",
-        "of processor\ntime",
-        "of steps",
+        "gain in\nCPU time",
+        "gain in\nsteps",
         "drafted",
         "accepted",
-        "other outputs",
+        "different\noutputs",
     ]
     print(table(header, rows))
     asked = {name: getattr(given, name) for name in ("repeats", "max_drafts", "draft_model")}
@@ -198,7 +198,7 @@ def main(arguments: list[str]) -> int:
 
 
 def is_wrong(figures: Mapping[str, Any]) -> bool:
-    """Whether outputs differ more than rounding explains: any output in float32, all of a workload in bfloat16."""
+    """Whether outputs differ more than rounding explains: any output in float32, or all of a workload in bfloat16."""
     different: int = figures["different_outputs"]
     return different > 0 if figures["dtype"] == "float32" else different == figures["outputs"]
 

@@ -73,12 +73,12 @@ class Driver:
         )
 
     def reserve(self, handle: int, capacity_tokens: int) -> None:
-        """Allocates now all blocks of a sequence, which a scheduler otherwise gets sync by sync."""
+        """Allocates all blocks of a sequence now; a scheduler gets them sync by sync."""
         sequence = next(self.manager.queries.sequences(handle - 1))
         grow(sequence, blocks_for(capacity_tokens, sequence.block_size))
 
     def confirm(self, admission: Admission) -> None:
-        """The device has run the copies of an admission."""
+        """Reports that the device has run the copies of an admission."""
         self.manager.confirm_transfers("e", 1, [copy.ticket for copy in admission.transfers], [])
 
     def cache(self, name: str, tokens: Sequence[int], **options: object) -> Admission:
@@ -91,5 +91,5 @@ class Driver:
 
 
 def prompt(number: int, length: int) -> array[int]:
-    """Tokens that no prompt with another number has."""
+    """Returns tokens that no prompt with a different number has."""
     return array("I", range(number * length, (number + 1) * length))

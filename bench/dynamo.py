@@ -1,9 +1,9 @@
-"""Whether a router that others wrote knows from cache managers' events which blocks each manager has.
+"""Checks that a third-party router knows from events which blocks each cache manager has.
 
-`make peers ARGS=dynamo` installs it first. Two cache managers live random lives, in which executors, schedulers and
-the managers themselves die, and publish their blocks over ZeroMQ. dynamo's indexer follows both and misses batches now
-and then. For random prompts it must find as many tokens as each cache and tier has. Exits with 1 if an
-answer stays wrong for ten seconds.
+`make peers ARGS=dynamo` installs the router first. Two cache managers publish their blocks over ZeroMQ. Meanwhile
+executors, schedulers and the managers themselves die at random. dynamo's indexer follows both managers, and sometimes
+misses batches. For random prompts it must find as many tokens as each cache and tier has. Exits with 1 if an answer
+stays wrong for ten seconds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.support.random_operations import SALTS, RandomLife
 from tests.support.zmq_reader import Publishing, truth
 
 CACHES = 2
-# Prompts between two parts of the lives, and operations in each part.
+# Prompts between two parts of the random lives, and operations in each part.
 PROMPTS, OPERATIONS = 1000, 150
 PROBES = 100
 # Each tier has room for some of the longest prompts.
@@ -47,7 +47,7 @@ LONGEST = 16 * BLOCK
 BEGINNINGS = 6
 # Weights that replace a random life's usual weights, so that caches are mostly full.
 WEIGHTS = {"work": 100, "begin_long_call": 0.5, "purge": 0.2, "forget": 0.2, "make_rule": 0.2, "set_quota": 0.2}
-# How often the indexer misses a part of a life, and how often only the newest batches are kept for a replay.
+# Probability that the indexer misses a part of a life, and that only the newest batches are kept for a replay.
 MISSED, FEW_KEPT = 0.3, 0.5
 PATIENCE_SECONDS = 10.0
 MODEL = "model"
@@ -60,7 +60,7 @@ class Prompt(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Leading tokens of a prompt that are found on the device, with host memory too, and with the disk too."""
+    """Leading tokens of a prompt that are found on the device, on device and host, and on all tiers."""
 
     device: int = 0
     host: int = 0
@@ -68,7 +68,7 @@ class Found(NamedTuple):
 
 
 def tokens_of(random: Random) -> list[int]:
-    """A prompt: one of few beginnings, which many prompts share, and a few more tokens."""
+    """Makes a prompt from one of a few shared beginnings and a few more tokens."""
     base = Random(random.randrange(BEGINNINGS)).choices(range(1000), k=LONGEST)
     return base[: random.randint(1, LONGEST - BLOCK)] + random.choices(range(3), k=random.randrange(BLOCK))
 
@@ -85,18 +85,18 @@ class Life(RandomLife):
 
 
 class Cache:
-    """One cache manager with its executor, and what it publishes."""
+    """One cache manager with its executor and its published events."""
 
     def __init__(self, seed: int) -> None:
         self._life = Life(seed)
         self.events, self.replays = free_address(), free_address()
-        # What the indexer connects to instead.
+        # The indexer connects to this proxy instead of the publisher.
         self.proxy = SocketProxy(free_address(), self.events)
         self._publishing: Publishing | None = None
         self._manager: CacheManager | None = None
 
     async def start(self) -> None:
-        """Begins to publish, anew if there is another manager."""
+        """Starts to publish; starts again for a new manager."""
         manager = self._life.world.manager
         if manager is self._manager:
             return
@@ -162,11 +162,11 @@ class Indexer(RouterProcess):
 
 
 class Figures:
-    """Answers so far."""
+    """Counts of the answers so far."""
 
     def __init__(self) -> None:
         self.prompts = 0
-        # How often answers were not right yet.
+        # How often answers were not yet right.
         self.late = 0
         self.wrong: list[tuple[Prompt, int, Found, Found]] = []
         # By tier: the number of answers in which the tier had tokens, and the number of these tokens.
@@ -185,13 +185,13 @@ class Figures:
 
 
 async def compare(indexer: Indexer, caches: Sequence[Cache], prompts: Sequence[Prompt], figures: Figures) -> None:
-    """Asks for prompts until the answers are right, or for too long."""
+    """Asks for prompts until the answers are right or the time is up."""
     columns = [cache.expected(prompts) for cache in caches]
     expected = [list(row) for row in zip(*columns, strict=True)]
     for row in expected:
         figures.add(row)
     end = time.monotonic() + PATIENCE_SECONDS
-    # A few prompts first, until the indexer knows the latest events.
+    # Asks for a few prompts first, until the indexer knows the latest events.
     left, is_asked = list(range(min(PROBES, len(prompts)))), False
     while True:
         answers = await asyncio.to_thread(indexer.find, [prompts[at] for at in left])
@@ -256,7 +256,7 @@ def _replays() -> Iterator[float]:
 
 
 def main() -> int:
-    """Runs it and keeps the figures."""
+    """Runs the comparison and writes the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
@@ -266,7 +266,7 @@ def main() -> int:
     if reason := DYNAMO.missing(given.folder):
         print(f"dynamo: {reason}", file=sys.stderr)
         return 2
-    # Without the line that each of very many publishers logs about where it listens.
+    # Drops the line in which each of very many publishers logs its address.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     indexer = Indexer(DYNAMO.python(given.folder), given.folder / "cache/dynamo.log")
     begun = time.monotonic()

@@ -52,7 +52,7 @@ class Evaluation:
         self._text = self._tokenizer(novel(), add_special_tokens=False, verbose=False)["input_ids"]
         # The last token is only predicted.
         ordered = spread(self._text, arguments.windows, PROMPT + FOLLOWING + 1)
-        # So that the windows that are measured before an interruption lie in all parts of the text.
+        # Windows measured before an interruption thus lie in all parts of the text.
         self._windows = [ordered[at] for first in range(_STRIDE) for at in range(first, len(ordered), _STRIDE)]
         self.parts: dict[str, Callable[[], Iterable[Mapping[str, Any]]]] = {
             "windows": self._measure_windows,
@@ -63,7 +63,7 @@ class Evaluation:
         }
 
     def settings(self) -> dict[str, Any]:
-        """What the figures depend on."""
+        """The settings that the figures depend on."""
         arguments = self._arguments
         return {
             "model": self._files.name,
@@ -109,7 +109,7 @@ class Evaluation:
 
 
 def follow(part: str, records: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The same records, with a line on standard error every few seconds."""
+    """Yields the records, and prints progress to standard error every few seconds."""
     begin = shown = time.monotonic()
     count = 0
     for count, record in enumerate(records, start=1):
@@ -121,9 +121,9 @@ def follow(part: str, records: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[
 
 
 def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures, and keeps the records so far, also after an interruption.
+    """Measures and writes the records, also after an interruption.
 
-    With --add, other results stay. Raises ValueError for settings that cannot be compared with theirs.
+    With --add, earlier results stay. Raises ValueError if these settings cannot be compared with the earlier settings.
     """
     results: dict[str, Any] = {}
     if arguments.add and arguments.json.exists():
@@ -151,7 +151,7 @@ def untouched(part: str, records: Iterable[Mapping[str, Any]], policies: Collect
 
 
 def merged_settings(before: Mapping[str, Any], now: Mapping[str, Any], policies: Collection[str]) -> dict[str, Any]:
-    """Settings of the earlier results to which these policies are added. Raises ValueError where settings differ."""
+    """The earlier results' settings, with these policies added. Raises ValueError if settings differ."""
     for name, value in now.items():
         if name != "policies" and before.get(name, value) != value:
             raise ValueError(f"--add: the results have {name} {before[name]}, not {value}: measure with the same")
@@ -159,7 +159,7 @@ def merged_settings(before: Mapping[str, Any], now: Mapping[str, Any], policies:
 
 
 def draw(results: Mapping[str, Any], folder: Path) -> None:
-    """Draws the results that there are."""
+    """Draws the available results."""
     drawn = True
     if results.get("windows"):
         drawn = pictures.budgets(results["windows"], folder / "eviction-budgets.png")

@@ -1,7 +1,7 @@
 """Speed of token eviction: the same requests with policies and without, in turns.
 
 Run it with `make bench-eviction-cost`. "scores alone" counts attention in every step and never evicts: its budget is
-above every length. Prompts are computed one after the other, for one token each, in turns with a policy and without.
+above every length. Prompts are computed one after the other, with one output token each, with and without a policy.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     "key difference 128": {"kind": "EVICTION_KIND_KEYDIFF", "max_cache_tokens": 128},
     "key norm 128": {"kind": "EVICTION_KIND_KNORM", "max_cache_tokens": 128},
 }
-# A sequence that caches its prompt for others moves to blocks of its own; all others cache nothing.
+# A sequence that caches its prompt for others moves to private blocks; all other sequences cache nothing.
 CACHED = "norm sum, prompts cached"
 DECODE = next(case for case in CASES if case.name == "W3")
 PROMPTS = Case("prompts", "prompts alone", (2048,) * 6, 1)
@@ -64,7 +64,7 @@ def _requests(case: Case, corpus: Corpus, variant: int, name: str) -> list[pb.St
 
 
 async def _decode(stack: Stack, requests: list[pb.StreamGenerateRequest]) -> dict[str, float]:
-    """All requests at once: tokens per second after the first tokens, and blocks."""
+    """Runs all requests at once; returns tokens per second after the first tokens, and blocks."""
     async with watched(stack) as usage:
         outputs = await generate_all(stack.scheduler, requests, concurrency=len(requests))
     begin, end = max(one.token_times[0] for one in outputs), max(one.token_times[-1] for one in outputs)
@@ -91,7 +91,7 @@ async def _prefill(stack: Stack, corpus: Corpus, variant: int, name: str) -> dic
 
 
 async def measure(stack: Stack, corpus: Corpus, names: list[str], repeats: int) -> dict[str, dict[str, list[float]]]:
-    """All figures of all repeats, by policy; the first turn warms everything up and is not kept."""
+    """Measures all figures of all repeats, by policy; the first turn is a warm-up and is not kept."""
     found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
     others = Others(processes(stack).values())
     short = replace(DECODE, output_tokens=64)

@@ -58,7 +58,7 @@ def compare(expected: Sequence[Reference], outputs: Sequence[Output], label: str
 async def one_stack(
     stack: Stack, label: str, inputs: list[list[int]], expected: list[Reference]
 ) -> list[dict[str, Any]]:
-    """All batch sizes and ways of reuse on one running stack; a row for each combination."""
+    """Runs all batch sizes and kinds of reuse on one running stack; returns a row for each combination."""
     rows: list[dict[str, Any]] = []
     for batch, reuse in itertools.product(BATCHES, ("off", "on", "second time")):
         if reuse == "on":

@@ -26,7 +26,7 @@ from tests.support.generation import generate, greedy_request
 STREAM_PROMPT = 256
 # Tokens that every stream generates undisturbed, before the prompt and again after it.
 QUIET_TOKENS = 100
-# A target so long that every step takes all prompt tokens that fit into it.
+# A target so long that every step takes as many prompt tokens as fit.
 NO_TARGET = 1_000
 
 
@@ -47,7 +47,7 @@ async def follow(stub: rpc.GenerationServiceAsyncStub, request: pb.StreamGenerat
 
 
 async def reach(streams: Sequence[list[float]], more: int) -> None:
-    """Waits until every stream has `more` tokens more."""
+    """Waits until every stream has received `more` further tokens."""
     goals = [len(times) + more for times in streams]
     while any(len(times) < goal for times, goal in zip(streams, goals, strict=True)):
         await asyncio.sleep(0.05)
@@ -56,7 +56,7 @@ async def reach(streams: Sequence[list[float]], more: int) -> None:
 async def turn(
     stub: rpc.GenerationServiceAsyncStub, rng: random.Random, vocabulary: int, streams: int, tokens: int
 ) -> Turn:
-    """Streams of their own, and one prompt."""
+    """Runs new streams and one prompt."""
 
     def request(length: int, output: int) -> pb.StreamGenerateRequest:
         prompt = [rng.randrange(vocabulary) for _ in range(length)]
@@ -65,7 +65,7 @@ async def turn(
     loop = asyncio.get_running_loop()
     times: list[list[float]] = [[] for _ in range(streams)]
     running = [asyncio.create_task(follow(stub, request(STREAM_PROMPT, 7_000), one)) for one in times]
-    # The first tokens come beside the prompts of the other streams.
+    # The first tokens come while prompts of the other streams are computed.
     await reach(times, 8)
     begin = loop.time()
     await reach(times, QUIET_TOKENS)
@@ -104,7 +104,7 @@ def report(name: str, turns: Sequence[Turn]) -> dict[str, Any]:
 
 
 async def measure(stack: Stack, name: str, streams: int, tokens: int, repeats: int) -> dict[str, Any]:
-    """Several turns on one stack, after one that warms it up."""
+    """Runs several turns on one stack, after a warm-up turn."""
     rng = random.Random(7)
     async with grpc.aio.insecure_channel(stack.scheduler) as channel:
         stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
@@ -114,7 +114,7 @@ async def measure(stack: Stack, name: str, streams: int, tokens: int, repeats: i
 
 
 def main() -> None:
-    """Starts stacks of its own and measures."""
+    """Starts stacks and measures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=4_096)

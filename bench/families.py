@@ -1,9 +1,9 @@
 """Every decoder family of transformers as a tiny model: served output against generate().
 
-`python -m bench.families [--json FILE] [NAME ...]` builds each with random weights, saves it, loads it as the
-executor does, runs six prompts side by side in chunks, and compares greedy tokens with generate(). Each family ends as
-equal, refused in one sentence, untried (transformers itself cannot build or run the tiny one), wrong or traceback.
-Exits with 1 if any is wrong or ends in a traceback.
+`python -m bench.families [--json FILE] [NAME ...]` builds each model with random weights, saves it, loads it as the
+executor does, runs six prompts side by side in chunks, and compares greedy tokens with generate(). A family's result
+is equal, refused in one sentence, untried (transformers itself cannot build or run the tiny model), wrong or traceback.
+Exits with 1 if any result is wrong or traceback.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ CHUNK, OUTPUT = 5, 16
 # Two ids whose logits are nearer than this may come in either order.
 TIE = 1e-3
 LIMIT_SECONDS = 120
-# Larger models would show nothing more.
+# Limit of weights: larger models would show nothing more.
 MOST_WEIGHTS = 80_000_000
 
-# These values are set wherever a configuration has a field of the name.
+# Values for all fields of these names in a configuration.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -102,7 +102,7 @@ SIZES: dict[str, Any] = {
     "use_cache": True,
 }
 SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-# Fields that a family needs in addition to the sizes, or that make another variant of it: name -> fields.
+# Fields that a family needs in addition to the sizes, or that make a different variant of it: name -> fields.
 VARIANTS: dict[str, dict[str, Any]] = {
     "falcon/alibi": {"alibi": True},
     "falcon/new": {"new_decoder_architecture": True},
@@ -141,7 +141,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a family. detail: the refusal, or where it differs. tokens: distinct tokens of the output."""
+    """The result of a family. detail: refusal, or where outputs differ. tokens: distinct tokens of the output."""
 
     name: str
     outcome: str
@@ -150,7 +150,7 @@ class Result:
 
 
 def names() -> list[str]:
-    """Every family, families with a window once more without it, and the variants."""
+    """Every family, families with a window a second time without it, and the variants."""
     listed = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         with contextlib.suppress(Exception):
@@ -170,7 +170,7 @@ def configuration(name: str) -> Any:
 
 
 def sized(kind: Any) -> dict[str, Any]:
-    """Fields of a configuration class, and of those within it, that make it tiny."""
+    """Fields that make a configuration class, and the configurations within it, tiny."""
     aliases = getattr(kind, "attribute_map", {})
     known = set(kind().to_dict()) | set(aliases)
     fields = {aliases.get(field, field): value for field, value in SIZES.items() if field in known}
@@ -186,7 +186,7 @@ def sized(kind: Any) -> dict[str, Any]:
 
 
 def prompts() -> list[list[int]]:
-    """Of all lengths."""
+    """Prompts of various lengths."""
     generator = torch.Generator().manual_seed(7)
     return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
 
@@ -230,7 +230,7 @@ def served(folder: Path) -> list[list[int]]:
 
 
 def try_family(name: str, folder: Path) -> Result:
-    """Builds it and compares."""
+    """Builds a family's model and compares its output."""
     try:
         config = configuration(name)
         with torch.device("meta"):
@@ -258,7 +258,7 @@ def try_family(name: str, folder: Path) -> Result:
 
 
 def compare(name: str, reference: list[tuple[list[int], list[float]]], outputs: list[list[int]]) -> Result:
-    """Equal up to the first tie."""
+    """Compares outputs up to the first tie."""
     for number, ((tokens, margins), output) in enumerate(zip(reference, outputs, strict=True)):
         for position, (token, margin, own) in enumerate(zip(tokens, margins, output, strict=False)):
             if token != own:
@@ -280,7 +280,7 @@ def _child(name: str, answers: Connection) -> None:
 
 
 def tried(name: str) -> Result:
-    """Checks a family in a process of its own, with a time limit."""
+    """Checks a family in a separate process, with a time limit."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(name, send))

@@ -1,11 +1,11 @@
 """No speed without correctness: greedy output is compared with transformers' generate() before anything is measured.
 
-In float32 every token must be the reference's, but for the ties of tests.support.reference. In bfloat16 rounding moves
-the logits and so may exchange two tokens whose logits are close. How close is measured, not guessed: transformers' own
-bfloat16 model reads the reference's tokens. The most by which it moves a difference between two logits, over all
-tokens, is the error of a correct bfloat16 computation. An output may leave its float32 reference only where the
-reference's margin is smaller than this error. A wrong computation moves logits by whole units, and fails at the first
-token that has a clear winner.
+In float32 every token must equal the reference's, except for the ties of tests.support.reference. In bfloat16, rounding
+moves the logits, so that two tokens with close logits may be exchanged. How close is measured: transformers' own
+bfloat16 model reads the reference's tokens. The largest change of a difference between two logits, over all tokens, is
+the error of a correct bfloat16 computation. An output may differ from its float32 reference only if the reference's
+margin is smaller than this error. A wrong computation moves logits by whole units, and fails at the first token with a
+clear winner.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from tests.support.reference import Reference, first_mismatch, references
 
 SAMPLE = 4
 TOKENS = 64
-# Number of candidates whose logits are compared: logits of others are never near the best.
+# Number of best tokens whose logits are compared: all other logits are far from the best.
 CANDIDATES = 8
 
 Answer = TypeVar("Answer")
 
 
 def apart(call: Callable[..., Answer], *arguments: Any) -> Answer:
-    """Calls a function in a process of its own, so that torch's memory and threads are gone before measuring."""
+    """Calls a function in a separate process, so that torch's memory and threads are gone before measuring."""
     context = multiprocessing.get_context("spawn")
-    # Ctrl-C ends the child without a traceback of its own.
+    # Ctrl-C ends the child without a traceback.
     with ProcessPoolExecutor(1, context, signal.signal, (signal.SIGINT, signal.SIG_DFL)) as pool:
         return pool.submit(call, *arguments).result()
 
 
 def sample(case: Case) -> list[int]:
-    """Indices of the requests that are compared, over the whole range."""
+    """Indices of the compared requests, spread over all requests."""
     return list(range(0, case.requests, max(1, case.requests // SAMPLE)))
 
 
 def tokens_compared(case: Case) -> int:
-    """How many output tokens of each of these requests are compared."""
+    """Number of compared output tokens of each request."""
     return min(case.output_tokens, TOKENS)
 
 
 def allowed_margin(model: Path, prompts: Sequence[Sequence[int]], count: int, cache: Path) -> float:
-    """Margins below this may change in bfloat16. Runs in a process of its own."""
+    """Tokens may differ in bfloat16 if their margin is below this value. Runs in a separate process."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -79,7 +79,7 @@ def allowed_margin(model: Path, prompts: Sequence[Sequence[int]], count: int, ca
 def differences(
     label: str, answers: Sequence[Reference], outputs: Sequence[Sequence[int]], margin: float
 ) -> tuple[list[str], list[float]]:
-    """Errors in words, and the margins at positions where outputs differ as they may."""
+    """Returns errors in words, and the margins at allowed differences."""
     wrong: list[str] = []
     near: list[float] = []
     for index, (answer, output) in enumerate(zip(answers, outputs, strict=True)):

@@ -1,4 +1,4 @@
-"""Writes the default model, or the model of a GGUF file, as a GGUF file of another type.
+"""Writes the default model, or the model of a GGUF file, as a GGUF file of a different type.
 
 `python -m bench.gguf_file --type Q4_0 --out q4_0.gguf`, then `python -m bench serving --model q4_0.gguf`. Norms stay in
 F32. In files of four bits the output matrix is in Q8_0, as llama.cpp's quantizer leaves it for widths that are no
@@ -48,7 +48,7 @@ def write(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Values]
 
 
 def requantised(source: Path, target: Path, kind: str) -> None:
-    """The model of a file in another type, from the values of the file's own codes. Raises ModelError."""
+    """Writes the model of a file in a different type, from the values of the file's own codes. Raises ModelError."""
     # Imported here and below: a benchmark that only measures needs no torch.
     import torch
 
@@ -91,7 +91,7 @@ def in_floats(source: Path, cache: Path) -> Path:
 
 
 def run() -> int:
-    """Writes; the exit status."""
+    """Writes the file; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--type", choices=TYPES, required=True)
     parser.add_argument("--source", type=Path, help="a GGUF file; without it the default model's")

@@ -1,9 +1,9 @@
-"""The effect of front ends in processes of their own on many long streams over HTTP.
+"""Measures how separate front-end processes affect many long HTTP streams.
 
 Run it with `make bench-http-frontends`. The executor is a stub whose steps take a fixed time, so that only kvkeep has
-work. For each number of streams and of front ends it prints the messages that a stream gets per second, the time
-between them, the device's idle time between steps, and what each process takes of the processors per token and per
-message. Processor time says most where other programs share the machine.
+work. For each number of streams and of front ends, it prints messages per second and stream, the time between messages,
+the device's idle time between steps, and each process's processor time per token and per message. On a shared machine,
+processor time is the most reliable figure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.stack import MODULES, Stack, metrics
 from tests.support.ports import free_address
 
 OUTPUT_TOKENS = "kvkeep_scheduler_output_tokens_total"
-# Seconds until every stream runs and every process is warm, and for requests to begin.
+# Warm-up seconds after every stream has begun; longest wait in seconds for streams to begin.
 WARM_SECONDS, BEGIN_SECONDS = 5.0, 60.0
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 EVENT = b"data: {"
@@ -47,14 +47,14 @@ class Tally:
     gaps: array[float] = field(default_factory=lambda: array("d"))
 
     def count(self, events: int, gap: float) -> None:
-        """Events that came together, with the time since the events before."""
+        """Records events received in one read; `gap` is the time since the previous read."""
         self.events += events
         self.gaps.append(gap)
         self.gaps.extend(itertools.repeat(0.0, events - 1))
 
 
 class Caller(asyncio.Protocol):
-    """Sends a request and counts the events of its answer: a client that read more would disturb the measurement."""
+    """Sends a request and only counts the events in the answer; doing more would disturb the measurement."""
 
     def __init__(self, request: bytes) -> None:
         self.tally = Tally()
@@ -63,11 +63,11 @@ class Caller(asyncio.Protocol):
         self._last = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Asks."""
+        """Sends the request."""
         cast(asyncio.WriteTransport, transport).write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Counts."""
+        """Counts the events in `data`; the first data must be a 200 response."""
         now, events = time.perf_counter(), data.count(EVENT)
         if not self._last:
             if not data.startswith(b"HTTP/1.1 200"):
@@ -99,7 +99,7 @@ def output_tokens(stack: Stack) -> float:
 
 
 async def measure(stack: Stack, streams: int, seconds: float, step_seconds: float) -> dict[str, Any]:
-    """`streams` streams, for a time."""
+    """Measures `streams` concurrent streams for `seconds` seconds."""
     tokens = round(2 * (BEGIN_SECONDS + WARM_SECONDS + seconds) / step_seconds)
     host, _, port = stack.http.rpartition(":")
     loop, callers, transports = asyncio.get_running_loop(), [], []
@@ -170,14 +170,14 @@ def show(runs: list[dict[str, Any]]) -> None:
                 *(row(f"CPU us per token: {name}", ".1f", "cpu_us_per_token", name) for name in names),
                 *(row(f"CPU us per message: {name}", ".1f", "cpu_us_per_message", name) for name in names),
                 row("front ends, MB", ".0f", "resident_mb", "front ends"),
-                row("taken by others, of all cores", ".0%", "others_cpu"),
+                row("used by other programs, of all cores", ".0%", "others_cpu"),
             ],
         )
     )
 
 
 def main() -> None:
-    """Measures every combination, each with a stack of its own."""
+    """Measures every combination, each with a new stack."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--frontends", type=int, nargs="+", default=[0, 1, 2], help="KVKEEP_SCHEDULER_FRONTENDS")

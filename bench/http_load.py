@@ -41,7 +41,7 @@ SAMPLE_SECONDS = 10.0
 # After this time allocators have all the memory that they need.
 WARM_SECONDS = 60.0
 POLL_SECONDS = 0.02
-# Tokens and pieces of a caller that disconnects while there is no other caller, and number of such callers.
+# Output tokens of a caller that disconnects while there is no other caller, its pieces before, and repetitions.
 ALONE_TOKENS, ALONE_PIECES, ALONE_TIMES = 4_000, 3, 20
 # Stands for a model that takes a fixed time for a step and no processor; it takes prompts of any length.
 STUB = "bench.stub_executor"
@@ -60,14 +60,14 @@ class Watch:
     samples: list[dict[str, Any]] = field(default_factory=list)
 
     async def watch(self) -> None:
-        """Takes samples for ever."""
+        """Takes samples without end."""
         begin = time.monotonic()
         while True:
             self.samples.append({"second": round(time.monotonic() - begin, 1), **self.look()})
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def look(self) -> dict[str, Any]:
-        """The present state."""
+        """Returns the current sample."""
         serving = [process for name, process in self.running.items() if name.startswith(("scheduler", "frontend"))]
         connections = [one for process in serving for one in process.net_connections("tcp")]
         return {
@@ -109,14 +109,14 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def grpc(self) -> AsyncIterator[Grpc]:
-        """One channel."""
+        """Opens one channel."""
         async with grpc.aio.insecure_channel(self._stack.scheduler) as channel:
             yield Grpc(channel)
 
     async def fill(self) -> None:
         """Fills the pool and the cache manager's history of events, which grow up to a bound.
 
-        To fill the history, a rule changes again and again, each time with all leases from the rule.
+        To fill the history, a rule changes again and again, each time together with all its leases.
         """
         async with grpc.aio.insecure_channel(self._stack.scheduler) as channel, self.admin() as admin:
             rule = kv.RetentionRule(name="history", match=kv.RuleMatch(salt="history"))
@@ -139,7 +139,7 @@ class Bench:
             await admin.DeleteRetentionRule(kv.DeleteRetentionRuleRequest(name=rule.name), timeout=10)
 
     def counters(self) -> Counters:
-        """The scheduler's."""
+        """The scheduler's counters."""
         found: Counters = {}
         for name, labels, value in metrics(self._stack.http):
             if name.startswith(PREFIX) and not labels:
@@ -152,7 +152,7 @@ class Bench:
         return sum(one.user_time + one.system_time for one in self.running["scheduler"].threads() if one.id == pid)
 
     async def leave(self, way: Way, salt: str) -> float:
-        """Seconds from closing a connection in the middle of its output until its sequence holds no blocks."""
+        """Closes a connection in the middle of its output; returns the seconds until its sequence holds no blocks."""
         left = ask("Tell me a story.", ALONE_TOKENS, salt=salt, leaves=ALONE_PIECES, step=self._step)
         async with self.admin() as admin, contextlib.aclosing(way.pieces(left)) as pieces:
             for _ in range(ALONE_PIECES):
@@ -164,7 +164,7 @@ class Bench:
             return await _until_released(admin, begin, salt=salt)
 
     async def phase(self, way: Way, seconds: float, seed: int) -> Phase:
-        """The load, for a time; at the end all callers leave at once."""
+        """Runs the load for a time; at the end all callers disconnect at once."""
         begin, cpu, counters, main = time.monotonic(), cpu_seconds(self.running), self.counters(), self.main_thread()
         others = Others(self.running.values())
         async with self.admin() as admin:
@@ -199,7 +199,7 @@ def _difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict
 
 
 async def measure(stack: Stack, given: argparse.Namespace) -> Found:
-    """All measurements, one after the other."""
+    """Makes all measurements, one after the other."""
     bench, by_http = Bench(stack, given), Http(stack.http)
     # The first requests of a process also import and compile.
     await bench.leave(by_http, "first")

@@ -14,7 +14,7 @@ from bench.tables import table
 
 # Growth that allocators and measuring cause, as a share of a process's memory after the warm-up.
 GROWTH_SHARE, GROWTH_MB = 0.02, 4
-# Blocks of a caller that has left are free after this time.
+# Blocks of a disconnected caller must be free after this time.
 FREE_SECONDS = 1.0
 
 # Metrics by name, without the scheduler's prefix.
@@ -40,11 +40,11 @@ class Phase:
         return self.counted["output_tokens_total"]
 
     def per_token(self, seconds: float) -> float:
-        """Microseconds."""
+        """Microseconds per output token."""
         return seconds / self.tokens * 1e6
 
     def summary(self) -> dict[str, Any]:
-        """For the table and the file."""
+        """The figures for the table and the file."""
         tally = self.tally
         loop = self.counted["step_planning_seconds_sum"] + self.counted["step_sending_seconds_sum"]
         return {
@@ -139,7 +139,7 @@ def show(found: Found) -> None:
                 *(row(f"CPU us per output token: {name}", ".0f", "cpu_us_per_token", name) for name in found.http.cpu),
                 row("of the scheduler's, in its main thread", ".0f", "scheduler_main_thread_us_per_token"),
                 row("the step loop's planning and sending, us", ".1f", "step_loop_us_per_token"),
-                row("taken by others, of all cores", ".1%", "others_cpu"),
+                row("used by other programs, of all cores", ".1%", "others_cpu"),
             ],
         )
     )

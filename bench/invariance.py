@@ -2,8 +2,8 @@
 
 Run it with `make bench-invariance`. The compiled decoder computes six layers of SmolLM2-135M's sizes with random
 weights and a fifth of its vocabulary, so that each part of the model takes the same share of a step as with thirty
-layers. The cost is processor time of one thread, the least of many turns, so that other work on the machine
-counts little. This does not show how several threads would divide a single long context.
+layers. The cost is processor time of one thread, the least of many turns: other work on the machine hardly affects it.
+This does not show how several threads would divide a single long context.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Caches of 8 bits beside bfloat16: perplexity, equal greedy output, memory, and long decoding.
+"""Caches of 8 bits and of bfloat16: perplexity, equal greedy output, memory, and long decoding.
 
 Run it with `python -m bench kv_dtype`. Perplexity is measured on Python's language reference, in windows that are
 spread evenly over the text. Each window is computed in chunks that read earlier tokens from the cache, as prompts are.
 Greedy output of the whole stack is compared with greedy output over a cache of the weights' type, up to the first
-token that differs. The same type in another batch shows the effect of rounding alone. Ends with status 1 when
+token that differs. The same type in different batches shows the effect of rounding alone. Ends with status 1 when
 perplexity is above its bound.
 """
 
@@ -46,7 +46,7 @@ from tests.support.generation import generate_all, greedy_request
 from tests.support.ports import free_address
 
 DTYPES = ("auto", "int8", "fp8")
-# The most that perplexity may grow in comparison with a cache in the weights' type.
+# Limits of the growth of perplexity, compared with a cache in the weights' type.
 BOUNDS = {"int8": 0.005, "fp8": 0.01}
 WINDOW, CHUNK, BLOCK = 1024, 256, 16
 PROMPTS, OUTPUT = 100, 64
@@ -99,14 +99,14 @@ def perplexities(dtype: str, tokens: int, corpus: Sequence[int]) -> dict[str, An
 
 
 def prompts_of(corpus: Sequence[int]) -> list[list[int]]:
-    """Pieces of 32 to 256 tokens."""
+    """Prompts from the text, of 32 to 256 tokens."""
     rng = random.Random(8)
     lengths = [rng.randint(32, 256) for _ in range(PROMPTS)]
     return [list(corpus[(begin := rng.randrange(len(corpus) - length)) : begin + length]) for length in lengths]
 
 
 def common(expected: Sequence[int], found: Sequence[int]) -> int:
-    """Tokens before the first token that differs."""
+    """The number of equal leading tokens."""
     return next((i for i, (one, other) in enumerate(zip(expected, found, strict=True)) if one != other), len(expected))
 
 
@@ -129,7 +129,7 @@ async def pool_of(stack: Stack) -> kv.Pool:
 
 
 def outputs_of(stack: Stack, prompts: Sequence[Sequence[int]], concurrency: int) -> list[list[int]]:
-    """Greedy requests; no prompt finds the blocks of another prompt."""
+    """Outputs of greedy requests; no prompt finds the blocks of a different prompt."""
     requests = [greedy_request(prompt, OUTPUT, reuse=False) for prompt in prompts]
     made = asyncio.run(generate_all(stack.scheduler, requests, concurrency=concurrency, seconds=3600))
     return [output.token_ids for output in made]

@@ -1,11 +1,11 @@
-"""What a machine could do at most: the work of a case, and the speed of multiplying matrices and reading memory.
+"""Upper limits of a machine: the work of a case, and the speed of multiplying matrices and reading memory.
 
 A case takes at least the time of its arithmetic at the speed of large matrix products, and at least the time to read
 its weights and its K and V at the memory's speed; the limit is the larger of the two. Weights count once per step, and
 there are as many steps as a request has output tokens. K and V that a step attends to count once per step; a reused
 common prefix counts once for all requests. Norms, rotations, activations and all writes count nothing. So no engine
 that reads weights in their dtype, 4 or 2 bytes each, can be faster. kvkeep's compiled code keeps weights in fewer bytes
-where nothing is lost. The limits are for dense models with the matrices of Llama.
+if nothing is lost. The limits are for dense models with the matrices of Llama.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RUNS = 3
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes that decide about work."""
+    """The sizes of a model that determine its work."""
 
     layers: int
     hidden: int
@@ -44,7 +44,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
-        """From a model's config.json."""
+        """Reads the sizes from a model's config.json."""
         config = json.loads((folder / "config.json").read_text())
         heads = config["num_attention_heads"]
         return cls(
@@ -59,7 +59,7 @@ class ModelShape:
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:
-        """(outputs, inputs) of a layer's matrices, merged where the input is the same."""
+        """(outputs, inputs) of a layer's matrices; matrices with the same input are merged."""
         query = self.heads * self.head_dim
         return (
             (query + 2 * self.kv_heads * self.head_dim, self.hidden),
@@ -132,7 +132,7 @@ def work(shape: ModelShape, case: Case, dtype: str, weight_bytes: float | None =
 
 
 def _triangle(length: int) -> int:
-    """How many pairs of tokens attention computes for the first `length` tokens."""
+    """The number of pairs of tokens in the attention of the first `length` tokens."""
     return length * (length + 1) // 2
 
 
@@ -165,7 +165,7 @@ class Limits:
         )
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The limits as text."""
         layers = ", ".join(f"{rate:.0f} with {rows}" for rows, rate in self.layer_gflops.items())
         return [
             f"the machine, {self.threads} threads: matrix product {self.matrix_gflops:.0f} GFLOP/s, "
@@ -215,7 +215,7 @@ def _ways(weight: Any) -> list[Callable[[Any], Any]]:
 
 
 def _layer_rates(shape: ModelShape, matrix: Callable[[int, int], Any]) -> dict[int, float]:
-    """GFLOP/s of the products of all layers: no weight is still in a processor's cache when its turn comes again."""
+    """GFLOP/s of the products of all layers: a weight has left the processor's cache before its next turn."""
     weights = [matrix(*sizes) for _ in range(shape.layers) for sizes in shape.matrices]
     products = list(zip(*(_ways(weight) for weight in weights), strict=True))
     inputs = {rows: [matrix(rows, weight.shape[1]) for weight in weights[: len(shape.matrices)]] for rows in ROWS}
@@ -249,7 +249,7 @@ def _fastest(call: Callable[[], object]) -> float:
 def _read_gbs() -> float:
     """Sums more bytes than any cache holds, which is the fastest way to read with threads in torch and numpy.
 
-    In large pages where there are some: one thread reads 40 GB/s of large pages, but 37 GB/s of small pages.
+    Uses large pages if there are some: one thread reads 40 GB/s from large pages, but 37 GB/s from small pages.
     """
     import torch
 

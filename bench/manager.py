@@ -1,7 +1,8 @@
 """Cost of the cache manager's decisions: time per call and block, and memory per block.
 
-Run it with `make bench-manager`. One core, a virtual clock and no device; the second part asks a real process over a
-unix socket. Times are medians, minima and maxima of several runs. Nothing fails for being slow.
+Run it with `make bench-manager`. It uses one core, a virtual clock and no device; the second part calls a real process
+over a unix socket. Times are medians, minima and maxima of several runs. Missed targets are reported, but do not fail
+the run.
 """
 
 import argparse
@@ -33,7 +34,7 @@ SEQUENCES = 256
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement in its unit; `target` is the most that the median should be."""
+    """One measurement in its unit; `target` is the upper limit for the median."""
 
     name: str
     unit: str
@@ -66,7 +67,7 @@ def timed(call: Callable[..., Any], *arguments: object) -> tuple[float, Any]:
 
 
 class Pauses:
-    """Full garbage collections that ran by themselves, in milliseconds."""
+    """Durations in milliseconds of full garbage collections that Python started by itself."""
 
     def __init__(self) -> None:
         self.full: list[float] = []
@@ -108,7 +109,7 @@ class FullPool:
         self.driver.cache(*self._prompt())
 
     def admit_cached(self) -> float:
-        """Admission of the newest prompt, in seconds."""
+        """Caches a new prompt; returns the seconds to admit the prompt again."""
         name, tokens = self._prompt()
         self.driver.cache(name, tokens)
         taken, admission = timed(self.driver.admit, name, tokens)
@@ -117,7 +118,7 @@ class FullPool:
         return taken
 
     def admit_unseen(self) -> tuple[float, float]:
-        """Seconds to admit a new prompt, for which blocks must be evicted, and seconds to store the prompt."""
+        """Seconds to admit a new prompt, which evicts blocks, and seconds to store the prompt."""
         name, tokens = self._prompt()
         taken, admission = timed(self.driver.admit, name, tokens)
         stored, _ = timed(self.driver.sync, {admission.sequence_handle: len(tokens)})
@@ -125,7 +126,7 @@ class FullPool:
         return taken, stored
 
     def extend(self) -> float:
-        """Seconds to extend by a chain's blocks, for which blocks must be evicted. Then the pool is filled again."""
+        """Seconds to extend a sequence by a chain's blocks, which evicts blocks. Fills the pool again afterwards."""
         handle = self.driver.admit("long", [1]).sequence_handle
         capacity = (self.chain + 1) * BLOCK
         evicted = self.driver.pool.evicted_blocks
@@ -137,9 +138,9 @@ class FullPool:
 
 
 def grow(sizes: Sequence[int], runs: int, pauses: Pauses) -> tuple[list[dict[str, Any]], list[Row]]:
-    """The curve over the number of cached blocks, and the rows that have targets.
+    """Returns the curve over the number of cached blocks, and the rows that have targets.
 
-    The pools take turns, so that the sizes can be compared even on a machine whose speed changes.
+    The pools take turns, so that the sizes stay comparable on a machine whose speed changes.
     """
     pools = [FullPool(size) for size in sizes]
     extensions: dict[int, list[float]] = {size: [] for size in sizes}
@@ -147,7 +148,7 @@ def grow(sizes: Sequence[int], runs: int, pauses: Pauses) -> tuple[list[dict[str
     stored: dict[int, list[float]] = {size: [] for size in sizes}
     cached: dict[int, list[float]] = {size: [] for size in sizes}
     order = list(zip(sizes, pools, strict=True)) * runs
-    # In random order: in a fixed order the same call might meet every garbage collection.
+    # In a fixed order, every garbage collection might fall into the same call.
     random.Random(1).shuffle(order)
     for size, pool in order:
         per_block = 1e6 / pool.chain
@@ -190,7 +191,7 @@ def _judged(
 
 
 def extension(runs: int) -> Row:
-    """Blocks taken from an empty pool."""
+    """Measures how a sequence takes blocks from an empty pool."""
     driver = Driver((runs + 1) * CHAIN)
     handle = driver.admit("a", [1]).sequence_handle
     taken = [timed(driver.reserve, handle, run * PROMPT_TOKENS)[0] for run in range(1, runs + 1)]
@@ -198,7 +199,7 @@ def extension(runs: int) -> Row:
 
 
 def expiry(runs: int) -> Row:
-    """All leases of a pool end at one moment; a call ends at most N = `ENDED_AT_A_TIME` leases."""
+    """Measures the end of all leases of a pool at one moment; each call ends at most `ENDED_AT_A_TIME` leases."""
     calls = -(-LEASES // ENDED_AT_A_TIME)
     prompts = [prompt(number, PROMPT_TOKENS).tolist() for number in range(-(-LEASES // CHAIN))]
     driver = Driver((len(prompts) + 1) * CHAIN)
@@ -218,7 +219,7 @@ def expiry(runs: int) -> Row:
 
 
 def synchronisation(runs: int) -> Row:
-    """Running sequences that each have one more token; one sequence in sixteen fills a block."""
+    """Measures a sync of running sequences with one new token each; one sequence in sixteen fills a block."""
     driver = Driver(100_000)
     computed = {}
     for number in range(SEQUENCES):
@@ -234,7 +235,7 @@ def synchronisation(runs: int) -> Row:
 
 
 def memory(num_blocks: int = 100_000) -> Row:
-    """Bytes per cached block that Python allocates since before the pool is made, without the history of events."""
+    """Bytes per cached block that Python allocates for a new pool and its blocks, without the history of events."""
     rng = random.Random(3)
     gc.collect()
     tracemalloc.start()
@@ -242,7 +243,7 @@ def memory(num_blocks: int = 100_000) -> Row:
     driver = Driver(num_blocks, config=replace(CONFIG, event_history=1))
     trunk = prompt(0, PROMPT_TOKENS)
     for number in itertools.count(1):
-        # Every second prompt branches off from the prompt before it at a random position.
+        # Every second prompt branches off from the previous prompt at a random position.
         common = rng.randrange(PROMPT_TOKENS) if number % 2 else 0
         trunk = trunk[:common] + prompt(number, PROMPT_TOKENS)[common:]
         if driver.pool.cached_blocks + CHAIN > num_blocks:
@@ -271,7 +272,7 @@ def main() -> None:
     print(f"Python {sys.version.split()[0]}, collector thresholds {gc.get_threshold()}, {gc.get_freeze_count()} frozen")
     # Brings the processor up to speed.
     FullPool(10_000)
-    print(f"a million turns of an empty loop take {timed(_spin)[0] * 1e3:.0f} ms")
+    print(f"one million iterations of an empty loop take {timed(_spin)[0] * 1e3:.0f} ms")
     pauses = Pauses()
     curve, rows = grow(arguments.sizes, arguments.runs, pauses)
     header("in process")
@@ -288,7 +289,7 @@ def main() -> None:
     for name, unit, values, target in manager_rpc.measure(arguments.runs):
         over_grpc.append(Row(name, unit, values, target))
         over_grpc[-1].show()
-    print(f"a million turns of an empty loop take {timed(_spin)[0] * 1e3:.0f} ms")
+    print(f"one million iterations of an empty loop take {timed(_spin)[0] * 1e3:.0f} ms")
     parts = {"in_process": [asdict(row) for row in rows], "over_grpc": [asdict(row) for row in over_grpc]}
     asked = {"sizes": arguments.sizes, "runs": arguments.runs}
     Result("manager", {"curve_us_per_block": curve, **parts}, asked).write(arguments.json)

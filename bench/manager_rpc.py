@@ -1,4 +1,4 @@
-"""The same calls at a real cache manager: a process of its own with its Redis, reached over a unix socket."""
+"""Measures the same calls to a real cache manager: a separate process with Redis, reached over a unix socket."""
 
 import itertools
 import time
@@ -22,7 +22,7 @@ Measured = tuple[str, str, Sequence[float], float | None]
 
 
 class Client:
-    """An executor and a scheduler at once."""
+    """An executor and a scheduler in one client."""
 
     def __init__(self, address: str, num_blocks: int = NUM_BLOCKS) -> None:
         self._channel = open_sync_channel(address)
@@ -56,7 +56,7 @@ class Client:
         return answer
 
     def progress(self, step: int, **columns: object) -> pb.SyncSequencesRequest:
-        """The next sync."""
+        """Makes the next sync."""
         return pb.SyncSequencesRequest(
             scheduler_id="s",
             scheduler_epoch=1,
@@ -72,7 +72,7 @@ class Client:
 
 
 class Server:
-    """What the process says about itself."""
+    """The metrics of the cache manager's process."""
 
     def __init__(self, pid: int, address: str) -> None:
         self._process = psutil.Process(pid)

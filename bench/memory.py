@@ -1,6 +1,6 @@
 """Resident memory of every process: at the start, with a full pool, and over many requests.
 
-Run it with `make bench-memory`. Requests with text of their own fill the pool and evict from it. A process that keeps
+Run it with `make bench-memory`. Requests with different texts fill the pool and evict from it. A process that keeps
 something of each request would grow. Histories with a bound, above all the cache manager's last 100,000 events, are
 filled first: blocks are small, so that a request makes many events. It ends with status 1 when the executor's memory
 beside weights and pool, the cache manager's memory at the start, or the growth of any process is above its
@@ -56,7 +56,7 @@ def weight_bytes(stack: Stack) -> float:
 
 
 def batch(rng: random.Random, vocabulary: int, count: int) -> list[list[int]]:
-    """Prompts whose beginning no other prompt has."""
+    """Prompts with unique beginnings."""
     return [[rng.randrange(vocabulary) for _ in range(rng.randint(*PROMPT_TOKENS))] for _ in range(count)]
 
 

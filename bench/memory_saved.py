@@ -60,7 +60,7 @@ FLAT_MODEL, FLAT_REQUEST, BLOCKS, NEEDED = (
     "blocks, with those ahead of need",
     "blocks that tokens need",
 )
-# What a sequence keeps under each policy: 128 tokens, or up to 256 where the window adapts.
+# Policies under which a sequence keeps 128 tokens, or up to 256 with the adaptive window.
 WINDOW = common.EvictionPolicy(kind=common.EVICTION_KIND_SLIDING_WINDOW, start_tokens=16, recent_tokens=112)
 ADAPTIVE = common.EvictionPolicy(
     kind=common.EVICTION_KIND_ADAPTIVE_WINDOW, start_tokens=16, recent_tokens=48, max_cache_tokens=256
@@ -78,7 +78,7 @@ class NothingSeenError(Exception):
 
 
 def requests(count: int, seed: int = 7) -> list[pb.StreamGenerateRequest]:
-    """Greedy conversations, the same for a seed."""
+    """Greedy conversations; a seed always makes the same conversations."""
     rng = random.Random(seed)
     text = "\n\n".join(text for _, text in sorted(topics.items()))
     made = []
@@ -104,7 +104,7 @@ def again(
     salt: str,
     policy: common.EvictionPolicy | None,
 ) -> list[pb.StreamGenerateRequest]:
-    """The same prompts with outputs as long as before, under another policy. They find no blocks of an earlier run."""
+    """The same prompts with outputs as long as before, under a different policy. They find no earlier blocks."""
     made = []
     for request, output in zip(asked, outputs, strict=True):
         cache = pb.CacheOptions(salt=salt)
@@ -147,7 +147,7 @@ async def live_sequences(admin: kvcache_rpc.CacheAdminServiceAsyncStub) -> list[
 
 @contextlib.asynccontextmanager
 async def watched(stack: Stack) -> AsyncIterator[Seen]:
-    """Asks the cache manager until the end."""
+    """Asks the cache manager repeatedly until the with statement ends."""
     seen = Seen()
     async with grpc.aio.insecure_channel(stack.admin) as channel:
         admin: kvcache_rpc.CacheAdminServiceAsyncStub = kvcache_rpc.CacheAdminServiceStub(channel)
@@ -187,7 +187,7 @@ async def load(
 
 
 def needed(tokens: int) -> int:
-    """Slots of the blocks that this many tokens need."""
+    """Slots of the blocks that N = `tokens` tokens need."""
     return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE
 
 
@@ -202,7 +202,7 @@ def flat_tokens(asked: Sequence[pb.StreamGenerateRequest], outputs: Sequence[Out
 def figures(
     seen: Seen, asked: Sequence[pb.StreamGenerateRequest], outputs: Sequence[Output], longest: int
 ) -> dict[str, Any]:
-    """The table of waste, what each sequence wasted, and the course of all in tokens. Raises NothingSeenError."""
+    """The table of waste, each sequence's waste, and the course of all in tokens. Raises NothingSeenError."""
     flat = flat_tokens(asked, outputs)
     held: dict[str, list[int]] = defaultdict(list)
     waste: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -312,7 +312,7 @@ def thinned(course: Sequence[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def show(kept: Mapping[str, Any]) -> str:
-    """The tables, and the text beside them."""
+    """The tables, and the text after them."""
     rows = [
         [
             row["way"],

@@ -1,4 +1,4 @@
-"""Cost of a cache manager in its own process, beside an allocator in the scheduler.
+"""Cost of a cache manager in its own process, compared with an allocator in the scheduler.
 
 Run it with `make bench-overhead`. The executor is a stub whose steps take a fixed time, so that only the control
 plane makes a difference. Both wirings run side by side and take turns. With `--model` the real executor runs.
@@ -44,7 +44,7 @@ WIRINGS = {
     INSIDE: {"executor": STUB, "scheduler": "bench.in_process"},
 }
 PROMPT_TOKENS = 64
-# A step counts as full load when it samples at least this share of the most sequences of any step.
+# A step is at full load if it samples at least this share of the largest number of sequences in any step.
 FULL = 0.9
 PROCESSES = ("scheduler", "cachemgr", "redis", "executor", "client")
 
@@ -90,7 +90,7 @@ class Wiring:
 
 
 def bucket(before: Histogram, after: Histogram, share: float) -> float:
-    """Upper bound of the bucket that holds the percentile, in milliseconds."""
+    """Upper bound in milliseconds of the bucket that holds the percentile."""
     count = after["_count"] - before.get("_count", 0)
     bounds = sorted((float(bound), bound) for bound in after if not bound.startswith("_"))
     found = (value for value, bound in bounds if after[bound] - before.get(bound, 0) >= share * count)
@@ -109,8 +109,8 @@ def request(number: int, output_tokens: int, seed: int, vocabulary: int) -> byte
 
 
 async def load(channel: grpc.aio.Channel, messages: Iterable[bytes], output_tokens: int) -> float:
-    """All requests at once; returns the seconds until the last one has ended. Reads the answers afterwards."""
-    # Bytes in, bytes out: the client shares the machine with what it measures.
+    """Sends all requests at once; returns the seconds until the last one has ended. Reads the answers afterwards."""
+    # Sends and receives bytes: the client shares the machine with the measured processes.
     call = channel.unary_stream(GENERATE)
 
     async def one(message: bytes) -> list[bytes]:
@@ -176,7 +176,7 @@ def describe(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def middle(values: Sequence[Any]) -> Any:
-    """The median; of each entry where a value has several entries."""
+    """The median, or the median of each entry if values have several entries."""
     if isinstance(values[0], dict):
         return {key: middle([value[key] for value in values]) for key in values[0]}
     if isinstance(values[0], list):
@@ -221,7 +221,7 @@ def report(title: str, results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 async def measure(wirings: Sequence[Wiring], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every case, both wirings in turn."""
+    """Measures every case, with both wirings in turn."""
     names, lines = itertools.count(1), []
     everything: list[dict[str, Any]] = []
     async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Whether routers that others wrote serve requests with two real engines behind them.
+"""Checks that third-party routers serve requests with two real engines behind them.
 
 `make peers ARGS="dynamo smg"` installs them first. smg sends 24 requests that come at once, and then the same prompts
 one after the other. dynamo's indexer and its selection service follow the events of both engines. For each prompt that
@@ -51,7 +51,7 @@ class Answer(NamedTuple):
 
 
 class Engine:
-    """An engine: a stack of its own, which publishes its events."""
+    """An engine: a separate stack that publishes its events."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -102,7 +102,7 @@ class Found(NamedTuple):
 
 
 def prompt(seed: int) -> str:
-    """A prompt that has not even its first token in common with another."""
+    """A prompt that differs from all other prompts in its first token."""
     random = Random(seed)
     return f"{ascii_letters[seed]} " + " ".join(random.choices(WORDS, k=random.randint(*PROMPT_WORDS)))
 
@@ -148,7 +148,7 @@ def compared(answers: Sequence[Answer | str], own: Sequence[Answer], engines: li
 
 
 def attempt(address: str, model: str, text: str) -> Answer | str:
-    """The answer, or what went wrong."""
+    """The answer, or the error in words."""
     try:
         return ask(address, model, text)
     except (RouterError, OSError, http.client.HTTPException, KeyError) as error:
@@ -186,7 +186,7 @@ def smg(folder: Path, engines: Sequence[Engine], model: str) -> dict[str, Found]
 
 
 def healthy(router: Connection) -> int:
-    """Engines that smg sends requests to."""
+    """The number of engines that smg sends requests to."""
     return sum(worker["is_healthy"] for worker in router.get("/workers")["workers"])
 
 
@@ -200,7 +200,7 @@ def wait_for(what: str, is_so: Callable[[], bool]) -> None:
 
 
 def dynamo(folder: Path, engines: Sequence[Engine], model: str) -> tuple[dict[str, Found], dict[str, int]]:
-    """Requests to the engines that dynamo selects, and how often the selected engine was right."""
+    """Sends requests to the engines that dynamo selects; also returns how often the selection was right."""
     prompts = [prompt(AT_ONCE + number) for number in range(ENGINES * OF_EACH_ENGINE)]
     _, own = own_answers(engines[0], model, prompts)
     homes = [number % ENGINES for number in range(len(prompts))]
@@ -264,19 +264,19 @@ def register(indexer: Connection, selecting: Connection, engine: Engine) -> None
 
 
 def held(indexer: Connection, tokens: list[int]) -> dict[int, int]:
-    """How many tokens of the prompt each engine has on its device, without engines that have none."""
+    """The number of the prompt's tokens on each engine's device, without engines that have none."""
     found = indexer.post("/query", model_name=MODEL, token_ids=tokens)["instances"]
     return {int(number): tiers["gpu"] for number, tiers in found.items() if tiers.get("gpu")}
 
 
 def scored(selecting: Connection, tokens: list[int]) -> dict[int, int]:
-    """The same, from the selection service."""
+    """The same numbers, from the selection service."""
     workers = selecting.post("/overlap_scores", model_name=MODEL, token_ids=tokens)["workers"]
     return {one["worker_id"]: one["device_blocks"] * BLOCK for one in workers if one["device_blocks"]}
 
 
 def main() -> int:
-    """Runs both and keeps the figures."""
+    """Runs both routers and writes the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=default_folder(), help="where `make peers` has put them")
     add_json_argument(parser)

@@ -45,7 +45,7 @@ def _median(records: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def serving(kept: Mapping[str, Any], target: Path) -> bool:
-    """How near each case is to its limit, and the CPU time of an output token by process. False without matplotlib."""
+    """Draws each case's share of the limit, and CPU time per output token by process. False without matplotlib."""
     figure = _figure(2, f"kvkeep on {kept['machine']['cores']} cores, {kept['machine']['processor']}")
     if figure is None:
         return False
@@ -85,7 +85,7 @@ def serving(kept: Mapping[str, Any], target: Path) -> bool:
 
 
 def peers(kept: Mapping[str, Any], target: Path) -> bool:
-    """Every engine as a share of the limit, a panel for each model and data type. False without matplotlib."""
+    """Draws each engine's share of the limit, a panel for each model and data type. False without matplotlib."""
     panels: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for record in kept["runs"]:
         panels.setdefault((record["model"], record["dtype"]), []).append(record)
@@ -104,7 +104,7 @@ def peers(kept: Mapping[str, Any], target: Path) -> bool:
 
 
 def _share(runs: Sequence[Mapping[str, Any]], case: str, engine: str) -> tuple[float, str]:
-    """Height and words of a bar; no bar where nothing was measured."""
+    """Height and words of a bar; no bar if nothing was measured."""
     group = [run for run in runs if (run["case"], run["engine"]) == (case, engine)]
     if not group:
         return 0.0, ""
@@ -113,7 +113,7 @@ def _share(runs: Sequence[Mapping[str, Any]], case: str, engine: str) -> tuple[f
 
 
 def window(kept: Mapping[str, Any], target: Path) -> bool:
-    """Tokens that all requests keep over time, and the share of equal output with a window. False if not drawn."""
+    """Draws all kept tokens over time, and the share of equal output with a window. False if not drawn."""
     figure = _figure(1 + len(kept["models"]), "A sliding window beside the full cache")
     if figure is None:
         return False
@@ -143,7 +143,7 @@ def window(kept: Mapping[str, Any], target: Path) -> bool:
 
 
 def memory_saved(kept: Mapping[str, Any], target: Path) -> bool:
-    """Memory held over time, waste of each sequence, and savings of each way. False without matplotlib."""
+    """Draws memory held over time, waste of each sequence, and savings of each way. False without matplotlib."""
     figure = _figure(3, f"Memory of {len(kept['max_tokens'])} conversations, in blocks and contiguous")
     if figure is None:
         return False
@@ -183,7 +183,7 @@ def memory_saved(kept: Mapping[str, Any], target: Path) -> bool:
 
 
 def batchmax(kept: Mapping[str, Any], target: Path) -> bool:
-    """Speed by method in both schedules, and similarity of output. False without matplotlib."""
+    """Draws speed by method in both schedules, and similarity of output. False without matplotlib."""
     figure = _figure(3, "Eviction in the prompt (BM), after it (ED) and none (FKV)")
     if figure is None:
         return False
@@ -216,7 +216,7 @@ TICKS_SECONDS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
 def fleet(kept: Mapping[str, Any], target: Path) -> bool:
-    """Throughput, time to first token and hit rate over the rate, a line for each policy. False without matplotlib.
+    """Draws throughput, time to first token and hit rate over the rate, a line per policy. False without matplotlib.
 
     Simulated policies are dotted, in the colour of the real policy.
     """

@@ -1,6 +1,6 @@
 """Gain of prefix reuse: requests that share a long prefix, with reuse and without.
 
-Run it with `make bench-prefix`. All requests arrive at once on an empty cache; each repeat uses another prefix.
+Run it with `make bench-prefix`. All requests arrive at once on an empty cache; each repeat uses a different prefix.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def describe(outputs: list[Output], seconds: float, *, reuse: bool) -> dict[str,
 
 
 async def measure(stack: Stack, inputs: list[list[int]], *, reuse: bool) -> tuple[list[Output], float]:
-    """All requests at once."""
+    """Runs all requests at once."""
     requests = [greedy_request(prompt, OUTPUT_TOKENS, reuse=reuse) for prompt in inputs]
     begin = time.monotonic()
     outputs = await generate_all(stack.scheduler, requests, concurrency=len(requests))
@@ -50,7 +50,7 @@ async def measure(stack: Stack, inputs: list[list[int]], *, reuse: bool) -> tupl
 
 
 async def run(stack: Stack, encode: object, count: int, repeats: int) -> dict[str, Any]:
-    """Repeats the pair, and prints and returns the ratio of the medians."""
+    """Repeats both runs; prints and returns the ratio of their medians."""
     runs: list[dict[str, Any]] = []
     for repeat in range(repeats):
         inputs = shared_prefix_prompts(count, encode, variant=repeat)  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ async def run(stack: Stack, encode: object, count: int, repeats: int) -> dict[st
 
 
 def main() -> None:
-    """Starts a stack of its own and measures."""
+    """Starts a stack and measures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)

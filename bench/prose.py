@@ -70,7 +70,7 @@ def pieces(encode: Callable[[str], list[int]], lengths: list[int], seed: int) ->
     text, rng = novel(), random.Random(seed)
     found = []
     for length in lengths:
-        # More characters per token than tokens have on average, so that there are always enough tokens.
+        # Takes more characters per token than tokens have on average, so that there are always enough tokens.
         while True:
             begin = text.find(". ", rng.randrange(len(text))) + 2
             ids = encode(text[begin : begin + 8 * length + 64])

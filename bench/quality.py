@@ -1,4 +1,4 @@
-"""How near a text is to another text."""
+"""Similarity of two texts."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def pause(rng: random.Random) -> float:
 
 
 def with_pauses(requests: Sequence[Request], seed: int) -> list[Request]:
-    """The same requests, but a follow-up comes a pause after the end of its conversation's previous request."""
+    """The requests, but each follow-up arrives a pause after the previous request of its conversation has ended."""
     rng = random.Random(seed)
     ends: dict[int, float] = {}
     moved = []
@@ -71,9 +71,9 @@ def upper_bound(requests: Iterable[Request]) -> int:
 
 
 def demand(requests: Sequence[Request], keep_seconds: float) -> tuple[float, float]:
-    """Tokens, in whole blocks of the trace, that are in use or to be kept: the mean over time, and the most.
+    """Tokens, in whole blocks of the trace, that are in use or to be kept: the mean over time, and the maximum.
 
-    A prompt and what is generated from it are to be kept for `keep_seconds` after the request's end.
+    A prompt and its generated tokens are to be kept for `keep_seconds` after the request's end.
     """
     changes: list[tuple[float, int, int]] = []
     for index, request in enumerate(requests):
@@ -157,7 +157,7 @@ class Replay:
         # Blocks are allocated for the whole output at once, and none beyond it.
         config = replace(CONFIG, capacity_ahead_tokens=0, ghost_sample=ghost_sample)
         self._driver = Driver(num_blocks, block_size=block_size, config=config)
-        # Admissions leave some blocks free; a copy needs its source besides its target.
+        # Admissions leave some blocks free; a copy needs its source in addition to its target.
         self._most_used = num_blocks - int(num_blocks * CONFIG.free_watermark) - 1
         self._block_size = block_size
         self._generated = _FIRST_GENERATED
@@ -189,7 +189,7 @@ class Replay:
         return found[0]
 
     def time_ghosts(self) -> list[float]:
-        """Has the seconds of the CPU that ghost caches take from now on added to a list, call by call."""
+        """Measures ghost caches from now on; each call adds its CPU seconds to the returned list."""
         seconds: list[float] = []
         followed = self._driver.manager._state.executors["e"].ghosts
         for name in ("admitted", "released"):

@@ -1,4 +1,4 @@
-"""What a benchmark leaves: its figures, and where, when and with what they were measured."""
+"""The result of a benchmark: its figures, and where, when and with which versions they were measured."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The checkout's commit, with "+" where files differ from it; empty outside of git."""
+    """The checkout's commit, with "+" if files differ from it; empty outside of git."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
@@ -51,7 +51,7 @@ def now() -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """Figures of one benchmark; `settings` are what it was asked for."""
+    """Figures of one benchmark; `settings` are its arguments."""
 
     name: str
     figures: Mapping[str, Any]
@@ -62,7 +62,7 @@ class Result:
     date: str = field(default_factory=now)
 
     def values(self) -> dict[str, Any]:
-        """For JSON: the figures stand beside the rest."""
+        """The result for JSON: the figures stand beside all other values."""
         rest = {name: value for name, value in vars(self).items() if name != "figures"}
         return rest | dict(self.figures)
 
@@ -81,7 +81,7 @@ def pretty(value: Any, indent: str = "") -> str:
         return flat
     inner = indent + " "
     if isinstance(value, Mapping):
-        # The names as JSON has them: strings.
+        # The names as strings, as in JSON.
         names = json.loads(json.dumps(dict.fromkeys(value)))
         parts = [f"{json.dumps(name)}: {pretty(one, inner)}" for name, one in zip(names, value.values(), strict=True)]
         begin, end = "{}"

@@ -75,7 +75,7 @@ class Usage:
     resident_bytes: dict[str, int] = field(default_factory=dict)
     kv_blocks: int = 0
     total_blocks: int = 0
-    # Time of the executor's steps by kind of work, where its compiled code measures it.
+    # Time of the executor's steps by kind of work, if its compiled code measures it.
     kind_seconds: dict[str, float] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Others:
         self._begin = self._times()
 
     def share(self) -> float:
-        """0 is nothing, 1 is all cores."""
+        """The share: 0 is nothing, 1 is all cores."""
         seconds, busy, own = (after - before for after, before in zip(self._times(), self._begin, strict=True))
         return max(0.0, busy - own) / max(seconds, 1e-9)
 
@@ -158,7 +158,7 @@ async def watched(stack: Stack) -> AsyncIterator[Usage]:
 
 
 def kind_seconds(stack: Stack) -> dict[str, float]:
-    """Time of the executor's steps so far by kind of work; empty where the stack has no metrics of it."""
+    """Time of the executor's steps so far by kind of work; empty if the stack has no metrics of it."""
     if not stack.executor_metrics:
         return {}
     name = "kvkeep_executor_kind_seconds_total"

@@ -1,7 +1,7 @@
 """Speed of the whole stack on four workloads, beside the machine's limits.
 
 Run it with `make bench-serving`, for example ARGS="--workloads W1 W4 --dtypes bfloat16 --repeats 1". Each data type has
-a stack of its own. Its greedy output is checked first, which also warms up the stack; a failed check ends the run
+a separate stack. Its greedy output is checked first, which also warms up the stack; a failed check ends the run
 without a speed. Each repeat measures the machine and then each case once, with text that no cache has seen. Tables
 show medians; "of limit" compares with the least time that bench.limits computes from the best rates of the same
 run. Every run is kept in a JSON file, with a picture of the same name beside it.
@@ -45,7 +45,7 @@ class WrongOutputError(Exception):
 
 
 def note(line: str) -> None:
-    """Progress, which is no result."""
+    """Prints progress, which is no result, to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -74,7 +74,7 @@ class Bench:
         return Stack(**{**settings, **self.settings})
 
     def references(self, dtype: str) -> tuple[dict[str, list[Reference]], float]:
-        """Expected output of each case's sample, and the margin below which another token is no error."""
+        """Expected output of each case's sample, and the margin below which a different token is no error."""
         note(f"{dtype}: expected output")
         found, margin = {}, TIE
         for case in self.cases:
@@ -256,7 +256,7 @@ def keep(result: Result, target: Path | None, plot: Callable[[dict[str, Any], Pa
 
 
 def red_or_interrupted(measure: Callable[[], None]) -> int:
-    """Runs a benchmark to its end; the exit status."""
+    """Runs a benchmark to its end; returns the exit status."""
     try:
         measure()
     except (WrongOutputError, WrongCountError) as error:

@@ -41,7 +41,7 @@ def _train(text: str, target: Path) -> None:
     tokenizer.train_from_iterator(text.split("\n\n"), vocab_size=VOCABULARY, special_tokens=[END], show_progress=False)
     ids = torch.tensor(tokenizer.encode(text).ids)
     torch.manual_seed(0)
-    # Such a small step gains nothing from a second thread, and loses much where the cores are busy.
+    # Such a small step gains nothing from a second thread, and loses much if the cores are busy.
     torch.set_num_threads(1)
     model = GPT2LMHeadModel(
         GPT2Config(

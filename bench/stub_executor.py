@@ -40,16 +40,16 @@ from protos.rpc.settings import load
 from tests.support.scheduler.tokenizers import EOS, byte_level_tokenizer
 
 SERVICE = "execution.v1.ExecutorService"
-# Enough ids that each prompt begins with an id of its own, and prompts never match by chance.
+# Enough ids that each prompt begins with a unique id, and prompts never match by chance.
 VOCABULARY = 1 << 20
 # Ids from 1 on that are characters of ASCII.
 _CHARACTERS = 94
 # Sizes of the model's K and V, in bfloat16.
 LAYERS, KV_HEADS, HEAD_DIM, ELEMENT_BYTES = 32, 8, 128, 2
 TOKEN_BYTES = 2 * LAYERS * KV_HEADS * HEAD_DIM * ELEMENT_BYTES
-# A registration with this number of a step says that a slot's contents are lost.
+# As the number of a step in a registration: a slot's contents are lost.
 _NEVER = (1 << 64) - 1
-# Copies that end together, so that they wake the process seldom.
+# Number of copies that end together, so that they seldom wake the process.
 _COPIES_AT_ONCE = 16
 # How long a step that only waits for onloads may take.
 _AWAIT_SECONDS = 0.02
@@ -102,7 +102,7 @@ _RECORD = struct.Struct("dddiii")
 
 
 def records_file(folder: Path, executor_id: str) -> Path:
-    """Where an executor of a stack in this folder writes its records."""
+    """The file for the records of an executor of a stack in this folder."""
     return folder / f"{executor_id}.steps"
 
 
@@ -114,7 +114,7 @@ def read_records(folder: Path, skip: int = 0, executor_id: str = "executor-0") -
 
 
 class RunningSet:
-    """Which sequences decode, and how many tokens of their prompts the others still have to compute."""
+    """The decoding sequences, and the prompt tokens that all other sequences still have to compute."""
 
     def __init__(self) -> None:
         self.decoding: dict[int, None] = {}
@@ -125,13 +125,13 @@ class RunningSet:
         return len(self.decoding) + len(self.remaining)
 
     def remove(self, handles: Iterator[int]) -> None:
-        """These leave."""
+        """Removes these sequences."""
         for handle in handles:
             if self.remaining.pop(handle, None) is None:
                 del self.decoding[handle]
 
     def run(self, step: pb.Step) -> pb.StepResult:
-        """What the step samples; any token will do that is a whole character."""
+        """Runs a step; it samples any token that is a whole character."""
         assert not step.evicting_sequences, "no tokens to evict here"
         for new in step.new_sequences:
             count = len(new.token_ids) - new.num_computed_tokens
@@ -257,7 +257,7 @@ class StubExecutor(rpc.ExecutorServiceServicer):
         )
 
     def StreamSteps(self, requests: Iterator[pb.StreamStepsRequest], context: Any) -> Iterator[pb.StreamStepsResponse]:
-        """The device: another thread takes the steps in, this thread lets time pass."""
+        """Acts as the device: a second thread receives the steps, and this thread lets time pass."""
         assert next(requests).HasField("open")
         yield pb.StreamStepsResponse(opened=pb.SessionOpened(first_step=self.last_step + 1))
         arrived: queue.SimpleQueue[tuple[float, pb.Step] | None] = queue.SimpleQueue()
@@ -351,7 +351,7 @@ class NoFence:
     manager_epoch = 0
 
     async def cut_off(self) -> None:
-        """Never asked for."""
+        """Is never called."""
 
     def admit_again(self) -> None:
         """No session was cut off."""

@@ -27,7 +27,7 @@ from tests.support.ports import free_address
 PROMPT, OUTPUT_TOKENS = 1024, 8
 # Prompts that fit on the device, and the number of prompts as a multiple of these.
 FITTING, TIMES = 6, 4
-# Tokens that a request needs beside its prompt.
+# Tokens that a request needs in addition to its prompt.
 SPARE = 256
 # A token of the default model takes 46 kB in float32.
 TIER_BYTES = FITTING * TIMES * (PROMPT + SPARE) * 46_080
@@ -97,7 +97,7 @@ async def measure(stack: Stack, folder: Path, prompts: list[list[int]], rounds: 
         for prompt, right in zip(prompts, known, strict=True):
             output = await ask(stack, prompt)
             if output.token_ids not in right:
-                raise AssertionError("an output is another one than in the first round")
+                raise AssertionError("an output differs from that of the first round")
             figures.seconds.append(output.token_times[0] - output.started)
             figures.from_host += output.usage.host_tokens
             figures.from_disk += output.usage.disk_tokens

@@ -53,7 +53,7 @@ def totals(courses: Sequence[Course], kept: Kept) -> list[tuple[float, int]]:
 
 
 def largest(courses: Sequence[Course], kept: Kept) -> int:
-    """Most tokens that all requests keep together at any time."""
+    """The largest number of tokens that all requests keep together at any time."""
     return max(total for _, total in totals(courses, kept))
 
 

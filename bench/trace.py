@@ -24,7 +24,7 @@ SIZES = (0.5, 1.0, 2.0, 4.0)
 PRESSURES = (1.2, 2.0)
 WINDOW_SECONDS = 300.0
 KEEP_SECONDS = 600.0
-# A block that this many conversations have had counts as shared by all.
+# A block counts as shared by all if this number of conversations have had it.
 SHARED_BY = 4
 LEASE_SECONDS = 10.0
 SEED = 7
@@ -33,7 +33,7 @@ Policy = Callable[[Sequence[Request]], list[Retention | None]]
 
 
 def no_retention(requests: Sequence[Request]) -> list[Retention | None]:
-    """Plain least recently used."""
+    """No retention: plain LRU."""
     return [None] * len(requests)
 
 
@@ -89,7 +89,7 @@ def blocks_in(tokens: float, block_size: int) -> int:
 def replays(
     requests: Sequence[Request], pools: dict[str, float], policies: dict[str, Policy], block_size: int
 ) -> Iterator[tuple[str, str, Outcome]]:
-    """Every policy in every pool; pools by label, in tokens. A pool that is too small is left out with a note."""
+    """Replays every policy in every pool; pools: tokens by label. Leaves out a pool that is too small, with a note."""
     for label, tokens in pools.items():
         for name, policy in policies.items():
             replay = Replay(blocks_in(tokens, block_size), block_size)
@@ -183,7 +183,7 @@ def agents(requests: Sequence[Request], block_size: int) -> dict[str, Any]:
 
 
 def ghosts(requests: Sequence[Request], block_size: int, sample: int) -> list[dict[str, Any]]:
-    """Prints hit rates of the ghost caches of a pool beside those of pools of these sizes; returns the figures."""
+    """Prints hit rates of a pool's ghost caches and of pools of the same sizes; returns the figures."""
     rows: list[dict[str, Any]] = []
     base, _ = demand(requests, WINDOW_SECONDS)
     blocks = blocks_in(base, block_size)

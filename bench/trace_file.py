@@ -36,7 +36,7 @@ class Request:
     follows: bool = False
 
     def tokens(self) -> array[int]:
-        """The prompt: each id has 512 tokens of its own; the last block may have fewer of them."""
+        """The prompt: each id stands for 512 unique tokens; the last block may have fewer of them."""
         tokens = array("I")
         for number in self.hash_ids:
             tokens.extend(range(number * BLOCK_TOKENS, (number + 1) * BLOCK_TOKENS))

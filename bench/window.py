@@ -1,4 +1,4 @@
-"""Gain of a sliding window beside the full cache: memory, preemptions, agreement, capacity.
+"""Gain of a sliding window over the full cache: memory, preemptions, agreement, capacity.
 
 Run it with `make bench-window`. Prompts have 6 to 8 tokens. The models are the default model and a small GPT-2, which
 is first trained on a novel, once. No request reads or stores cached blocks: a request keeps only its own blocks.
@@ -55,7 +55,7 @@ CAPACITY_POOL = 168
 
 @dataclass
 class Seen:
-    """The most seen at once: blocks in use, and requests with blocks."""
+    """The largest numbers seen at once: blocks in use, and requests with blocks."""
 
     blocks: int = 0
     running: int = 0
@@ -117,7 +117,7 @@ class Run:
 
     @property
     def peaks(self) -> list[int]:
-        """The most tokens that each request kept between two steps."""
+        """The largest number of tokens that each request kept between two steps."""
         kept = kept_by(self.window)
         return [kept(len(prompt) + len(out) - 1) for prompt, out in zip(self.prompts, self.tokens, strict=True)]
 
@@ -146,7 +146,7 @@ def kept_by(window: int | None) -> Kept:
 async def run(
     stack: Stack, prompts: Sequence[Sequence[int]], output: int, window: int | None, priorities: Sequence[int] = ()
 ) -> Run:
-    """All requests at once."""
+    """Runs all requests at once."""
     requests = [greedy_request(prompt, output, reuse=False) for prompt in prompts]
     for request, priority in zip(requests, priorities or [0] * len(requests), strict=True):
         request.priority = priority
@@ -187,7 +187,7 @@ class Bench:
         self._alone: dict[tuple[int, int | None], list[list[int]]] = {}
 
     def measure(self) -> dict[str, Any]:
-        """All four tables."""
+        """Measures all four tables."""
         kept: dict[str, Any] = {}
         with self._stack(ROOMY) as stack:
             for _, output, window in (MEMORY, PREEMPTIONS, CAPACITY):
@@ -246,7 +246,7 @@ class Bench:
 
 
 def name_of(window: int | None) -> str:
-    """In words."""
+    """The name of a window in tables."""
     return "full cache" if window is None else f"W = {window}"
 
 

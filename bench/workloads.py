@@ -7,7 +7,7 @@
 | W3 long decode | 4 | 256 each | 1,024 |
 | W4 single stream | 1 | 128 | 128 |
 
-Decoding is greedy, the end of sequence is ignored. A variant has the same lengths and other text, so that no prefix
+Decoding is greedy, the end of sequence is ignored. A variant has the same lengths and different text, so that no prefix
 cache knows it; variant 0 is for warming up and for checking the output.
 """
 
@@ -27,7 +27,7 @@ def _lengths(seed: int, count: int, shortest: int, longest: int) -> tuple[int, .
 
 @dataclass(frozen=True)
 class Case:
-    """One workload: `own` tokens of each prompt follow `shared` tokens that all begin with."""
+    """One workload: in each prompt, `own` tokens follow `shared` tokens that all prompts begin with."""
 
     name: str
     title: str
@@ -52,7 +52,7 @@ class Case:
         return self.name.partition("-")[0]
 
 
-# The seeds are those whose lengths have the sums in the table above.
+# Seeds whose lengths have the sums in the table above.
 _W1, _W2 = _lengths(1477, 32, 32, 512), _lengths(382, 32, 32, 64)
 CASES = (
     Case("W1", "throughput", _W1, 64),
@@ -79,7 +79,7 @@ class Corpus:
         self.tokens = encode("\n\n".join(text for _, text in sorted(topics.items())))
 
     def prompts(self, case: Case, variant: int) -> list[list[int]]:
-        """Token ids of every request. The cases of one workload have the same."""
+        """Token ids of every request, the same for all cases of a workload."""
         rng = random.Random(f"{case.workload} {variant}")
         common = self._piece(rng, case.shared)
         return [common + self._piece(rng, length) for length in case.own]

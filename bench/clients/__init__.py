@@ -1,1 +1,1 @@
-"""Programs that others wrote, as their users run them against a server: do they run unchanged, and what do they say?"""
+"""Third-party programs, run against a server as their users run them: do they work, and what do they report?"""

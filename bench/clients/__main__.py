@@ -1,7 +1,7 @@
-"""Whether programs of others run unchanged: lm-eval, guidellm, aiperf and vLLM's own benchmark.
+"""Checks that third-party clients run unchanged: lm-eval, guidellm, aiperf and vLLM's own benchmark.
 
-`make peers ARGS="lm-eval guidellm aiperf vllm"` installs them first. A stack with the default model is started in
-float32, and each program asks the stack over HTTP, as its manual says. Exits with 1 when a program did not finish.
+`make peers ARGS="lm-eval guidellm aiperf vllm"` installs the clients first. A stack runs the default model in float32,
+and each program calls the stack over HTTP, as its manual says. Exits with 1 if a program does not finish.
 """
 
 from __future__ import annotations

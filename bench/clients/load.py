@@ -13,7 +13,7 @@ from bench.tables import table
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 32
 CONCURRENCY, REQUESTS = 4, 24
 CONVERSATIONS, TURNS = 8, 4
-# Requests beyond the waiting queue's default size would be refused.
+# Size and seconds of the sweep, and its concurrency: the default waiting queue refuses more requests.
 SWEEP_SIZE, SWEEP_SECONDS, SWEEP_CONCURRENCY = 5, 30, 128
 
 
@@ -21,9 +21,9 @@ class VllmServe(Program):
     """`vllm bench serve`: random prompts, as conversations."""
 
     def run(self, target: Target, folder: Path) -> dict[str, Any]:
-        """Its figures."""
+        """Runs the benchmark and returns its figures."""
         result = folder / "result.json"
-        # The program of the package for CPUs does not start: it looks for itself under another name.
+        # The `vllm` program of the CPU package does not start: it looks for its package under a different name.
         script = (
             "import argparse; from vllm.benchmarks import serve; parser = argparse.ArgumentParser(); "
             "serve.add_cli_args(parser); serve.main(parser.parse_args())"
@@ -45,10 +45,10 @@ class VllmServe(Program):
 
 
 class Guidellm(Program):
-    """guidellm's sweep: one stream, then as many streams as fit, then rates between these."""
+    """guidellm's sweep: first one stream, then as many streams as fit, then rates between the two."""
 
     def run(self, target: Target, folder: Path) -> dict[str, Any]:
-        """Requests and times of each part."""
+        """Runs the sweep; returns requests and times of each part."""
         result = folder / "result.json"
         self.call(
             folder,
@@ -85,10 +85,10 @@ class Guidellm(Program):
 
 
 class Aiperf(Program):
-    """aiperf: conversations of several turns, each with all turns before it."""
+    """aiperf: conversations of several turns; each request contains all earlier turns."""
 
     def run(self, target: Target, folder: Path) -> dict[str, Any]:
-        """Its figures."""
+        """Runs the conversations and returns aiperf's figures."""
         self.call(
             folder,
             "-m",

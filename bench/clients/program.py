@@ -1,4 +1,4 @@
-"""A program that others wrote, in an environment of its own."""
+"""A third-party program in a separate environment."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ RUN_SECONDS = 1800
 
 
 class ProgramError(Exception):
-    """The program did not do what it was started for; the message says where its output is."""
+    """The program failed; the message says where its output is."""
 
 
 class Target(NamedTuple):
-    """The server under test. folder: of its model and tokenizer. admin: address of the cache manager's operators."""
+    """The server under test. folder: of its model and tokenizer. admin: the cache manager's address for operators."""
 
     url: str
     model: str
@@ -27,7 +27,7 @@ class Target(NamedTuple):
 
 
 class Program(ABC):
-    """One program."""
+    """One third-party program."""
 
     def __init__(self, peer: Peer, environments: Path) -> None:
         self.peer = peer
@@ -35,10 +35,10 @@ class Program(ABC):
 
     @abstractmethod
     def run(self, target: Target, folder: Path) -> dict[str, Any]:
-        """The program's figures of a server. folder: for the program's files. Raises ProgramError."""
+        """Measures a server; returns the figures. folder: for the program's files. Raises ProgramError."""
 
     def shown(self, figures: Mapping[str, Any]) -> str:
-        """Figures as text."""
+        """Returns the figures as text."""
         return "\n".join(f"{name}: {value:g}" for name, value in figures.items())
 
     def call(self, folder: Path, *arguments: str) -> None:

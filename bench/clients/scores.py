@@ -1,7 +1,7 @@
-"""Scores of lm-eval over HTTP beside the scores of transformers, and what eviction policies cost in scores.
+"""Scores from lm-eval, of the stack over HTTP and of transformers, and the loss by each eviction policy.
 
-The tasks are small and made here: facts that the model knows, a name that stands far back in a long text, the novel of
-`bench/prose.py`, and words to repeat in a conversation.
+The tasks are small and generated here. They use facts that the model knows, a name far back in a long text, the novel
+of `bench/prose.py`, and words to repeat in a conversation.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ CAPITALS = {
     "Canada": "Ottawa",
 }
 NAMES = ("Anna", "Boris", "Clara", "David", "Emma", "Frank", "Grace", "Henry")
-# A question asks for one of these; some of the others are the wrong answers.
+# The answer to each question is one of these colours; the wrong choices come from the rest.
 COLOURS = ("red", "green", "blue", "white", "black", "yellow", "brown", "pink")
 FAR_TASKS, NOVEL_TASKS, COPIES = 16, 6, 16
-# Characters of the novel around a requested name, and of a piece whose perplexity is measured.
+# Characters of the novel around a requested name, and in a piece whose perplexity is measured.
 FAR_CHARACTERS, PIECE_CHARACTERS = 4_500, 6_000
 CHOICE_METRICS, PERPLEXITY_METRICS, COPY_METRICS = ("acc", "acc_norm"), ("word_perplexity",), ("exact_match",)
 # Tokens that a policy keeps: the rest is evicted while the prompt is computed.
@@ -136,7 +136,7 @@ def tasks() -> list[Task]:
 
 
 def _far(rng: random.Random, text: str) -> dict[str, Any]:
-    """Who wears which colour stands between two pieces of the novel; the question comes after both."""
+    """Makes a question about who wears which colour; the answer stands between two pieces of the novel."""
     name, *_ = people = rng.sample(NAMES, 4)
     colour, *_ = colours = rng.sample(COLOURS, 4)
     said = " ".join(f"The hat of {who} is {hat}." for who, hat in zip(people, colours, strict=True))
@@ -155,10 +155,10 @@ def _piece(rng: random.Random, text: str, characters: int) -> str:
 
 
 class LmEval(Program):
-    """lm-eval: log-likelihoods and answers of the stack, with transformers' own beside them."""
+    """lm-eval: log-likelihoods and answers of the stack and of transformers."""
 
     def run(self, target: Target, folder: Path) -> dict[str, Any]:
-        """Scores of both, how far apart the scores are, and the scores with each policy."""
+        """Returns scores of the stack and of transformers, their differences, and the scores with each policy."""
         made = tasks()
         for task in made:
             task.write(folder)
@@ -199,7 +199,7 @@ class LmEval(Program):
         return (
             f"{table(['', *columns], rows)}\n"
             f"log-likelihoods differ by {figures['furthest_log_likelihood']:.1e} at most, "
-            f"{equal} of {count} answers are transformers'"
+            f"{equal} of {count} answers equal those of transformers"
         )
 
     def _score(self, folder: Path, place: str, kind: str, model: str, names: Sequence[str], *more: str) -> Scored:
@@ -225,7 +225,7 @@ class LmEval(Program):
 
 
 def _first(answer: Any) -> Any:
-    """A text or a log-likelihood, however deep it is nested in lists."""
+    """Returns the first text or log-likelihood in nested lists."""
     while isinstance(answer, list):
         answer = answer[0]
     return answer
@@ -233,7 +233,7 @@ def _first(answer: Any) -> Any:
 
 @contextlib.contextmanager
 def _ruled(admin: str, policy: common.EvictionPolicy) -> Iterator[None]:
-    """Every request within the with statement has this policy."""
+    """Applies this policy to every request within the with statement."""
     with grpc.insecure_channel(admin) as channel:
         stub: kvcache_rpc.CacheAdminServiceStub = kvcache_rpc.CacheAdminServiceStub(channel)
         rule = kv.RetentionRule(name="policy", action=kv.RuleAction(eviction_policy=policy))

@@ -1,7 +1,7 @@
-"""The adaptive window beside fixed windows: quality and memory of sequences that reach far back, and of others.
+"""Quality and memory of the adaptive window and of fixed windows, for sequences that reach far back and for others.
 
-Sequences that reach far back are asked for a key in their prompt and go on for a while; the others continue a text. All
-windows keep the same first tokens, and evict equally many at a time. Memory is the slots in use during generation.
+Sequences that reach far back are asked for a key in their prompt and then continue; the others continue a text. All
+windows keep the same first tokens, and evict the same number at a time. Memory is the slots in use during generation.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def policies(layout: Layout) -> dict[str, Policy]:
 
 @dataclass
 class Course:
-    """A sequence after its prompt, under a policy that gets every window it asks for. slots: in use with each token."""
+    """A sequence after its prompt, under a policy that gets every window it asks for. slots: in use at each token."""
 
     cache: Cache
     sequence: SequenceState
@@ -81,7 +81,7 @@ class Course:
     wanted: int | None = None
 
     def compute(self, tokens: Sequence[int]) -> Any:
-        """[n, V] logits of n tokens, which may be computed before the policy is asked again."""
+        """Computes n tokens without asking the policy in between; returns [n, V] logits."""
         engine, sequence = self.cache.engine, self.sequence
         counted = engine.scored([sequence], [len(tokens)])
         first = sequence.kept
@@ -94,7 +94,7 @@ class Course:
         return computed.logits
 
     def room(self) -> int:
-        """Evicts if an eviction is due; returns how many tokens may be computed then."""
+        """Evicts if an eviction is due; returns how many tokens may be computed next."""
         sequence = self.sequence
         policy = sequence.policy
         if policy is None:
@@ -114,7 +114,7 @@ def course(cache: Cache, policy: Policy | None) -> Course:
 
 
 def continued(cache: Cache, policy: Policy | None, following: Sequence[int]) -> tuple[Course, float]:
-    """Mean negative log likelihood of the tokens after the prompt, except the first."""
+    """The course over the tokens after the prompt, and their mean negative log likelihood without the first token."""
     one, losses, at = course(cache, policy), list[float](), 0
     while at < len(following) - 1:
         count = min(one.room(), len(following) - 1 - at)
@@ -125,7 +125,7 @@ def continued(cache: Cache, policy: Policy | None, following: Sequence[int]) -> 
 
 
 def answered(cache: Cache, policy: Policy | None, first: int) -> tuple[Course, list[int]]:
-    """Greedy tokens after the prompt. first: the first of them, which is known."""
+    """The course and the greedy tokens after the prompt. first: the first token, which is already known."""
     one, tokens = course(cache, policy), [first]
     while len(tokens) < ANSWERED:
         one.room()
@@ -134,7 +134,7 @@ def answered(cache: Cache, policy: Policy | None, first: int) -> tuple[Course, l
 
 
 def measure(cache: Cache, tokenizer: Any, texts: Sequence[Sequence[int]], keys: int) -> Iterator[dict[str, Any]]:
-    """One record per sequence and policy; `keys` prompts of each depth, and each text continued once."""
+    """Yields one record per sequence and policy, for `keys` prompts of each depth and for each continued text."""
     chosen: dict[str, Policy | None] = {"full cache": None, **policies(cache.layout)}
     for text in texts:
         cache.prefill(text[:PROMPT])
@@ -157,7 +157,7 @@ def _record(one: Course, name: str, kind: str) -> dict[str, Any]:
 
 
 class Report:
-    """What was measured, by policy and kind of sequence."""
+    """The records by policy and kind of sequence."""
 
     def __init__(self, records: Sequence[Mapping[str, Any]]) -> None:
         self._records = records
@@ -172,7 +172,7 @@ class Report:
         return statistics.mean(r[figure] for r in self._records if (r["policy"], r["kind"]) == (name, kind))
 
     def perplexity(self, name: str) -> float:
-        """The perplexity of the texts that were continued, beside the full cache's perplexity."""
+        """The perplexity of the continued texts, relative to the full cache."""
         return math.exp(self.mean(name, "near", "nll") - self.mean("full cache", "near", "nll"))
 
     def found(self, name: str) -> float:
@@ -180,7 +180,7 @@ class Report:
         return self.mean(name, "far", "right")
 
     def at_equal_memory(self, slots: float, kind: str, figure: str) -> float:
-        """The result of a fixed window with this mean of slots, interpolated between the two nearest windows."""
+        """The result of a fixed window with this mean number of slots, interpolated between the two nearest windows."""
         points = sorted((self.mean(name, kind, "slots"), self._figure(name, figure)) for name in self.fixed)
         for (low, before), (high, after) in itertools.pairwise(points):
             if low <= slots <= high:
@@ -191,7 +191,7 @@ class Report:
         return self.found(name) if figure == "found" else self.perplexity(name)
 
     def text(self) -> str:
-        """Every policy, and each adaptive window beside a fixed window with the same mean of slots."""
+        """Shows every policy, and each adaptive window beside a fixed window with the same mean number of slots."""
         every = [
             [
                 name,

@@ -1,4 +1,4 @@
-"""A prompt that is computed once, and what each of several policies keeps of it, by the executor's own engine."""
+"""A prompt computed once, and the tokens that each policy keeps of it, by the executor's own engine."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Computed:
-    """Results of n tokens computed together. logits: [n, V] float32, of each next token. attention: if counted."""
+    """Results of n tokens computed together. logits: [n, V] float32, for each next token. attention: if counted."""
 
     logits: Tensor
     attention: SequenceScores | None
 
 
 class Cache:
-    """Pools with two tables: one for a whole prompt, one for what a policy keeps; both have room for later tokens."""
+    """Pools with two tables, for a whole prompt and for a policy's kept tokens; both have room for later tokens."""
 
     def __init__(self, model: Model, tokens: int) -> None:
-        """tokens: the most that either table has to hold."""
+        """tokens: capacity of each table."""
         self.model = model
         blocks = -(-tokens // BLOCK_SIZE)
         self.pools = KvPools(model.groups, 2 * blocks, BLOCK_SIZE, model.dtype, model.device)
@@ -62,7 +62,7 @@ class Cache:
         return sequence
 
     def work(self, sequence: SequenceState, tokens: Sequence[int], counted: Sequence[ScoredSequence] = ()) -> HostBatch:
-        """The batch that computes these tokens after those computed, with the logits of all of them."""
+        """The batch that computes the next tokens, with all their logits."""
         sequence.tokens = np.concatenate([sequence.tokens[: sequence.computed], np.asarray(tokens, dtype=np.int64)])
         work = build_batch([sequence], [len(tokens)], self._last_tokens, BLOCK_SIZE, 1, counted)
         return replace(work, rows=np.arange(len(tokens)))
@@ -70,7 +70,7 @@ class Cache:
     def compute(
         self, sequence: SequenceState, tokens: Sequence[int], counted: Sequence[ScoredSequence] = ()
     ) -> Computed:
-        """Computes these tokens after those computed."""
+        """Computes the next tokens of a sequence."""
         output = self.model.forward.prepare(self.work(sequence, tokens, counted), self.pools)()
         sequence.computed += len(tokens)
         sequence.kept += len(tokens)
@@ -84,9 +84,9 @@ class Cache:
         return int(logits.argmax())
 
     def _count(self, sequence: SequenceState, tokens: Sequence[int]) -> tuple[SequenceScores, Tensor]:
-        """The attention of all these queries, and the logits of the last one, [V]."""
+        """The attention of all these queries, and the last query's logits, [V]."""
         work = self.work(sequence, tokens, [ScoredSequence(0, len(tokens), squares=True)])
-        # The logits of all tokens of a long prompt would take long.
+        # Logits of all tokens of a long prompt would take long.
         output = self.model.forward.prepare(replace(work, rows=work.rows[-1:]), self.pools)()
         return output.scores[0], output.logits[0]
 
@@ -97,7 +97,7 @@ class Cache:
         return sequence
 
     def evicted(self, policy: Policy) -> SequenceState:
-        """The tokens of the prompt that a policy keeps after it watched the prompt, ready to compute more."""
+        """The prompt's tokens that a policy keeps after it has seen the whole prompt, ready to compute more."""
         prompt = len(self._prompt)
         sequence = self.sequence(self._prompt, policy)
         steps: list[tuple[int, list[ScoredSequence]]] = []
@@ -109,7 +109,7 @@ class Cache:
         attention = [
             [self._rows(end, entry) for entry in counted] for end, (_, counted) in zip(ends, steps, strict=True)
         ]
-        # The computation above may have used another sequence of the engine; this sequence starts anew.
+        # The computation above may have used a different sequence of the engine; this sequence starts afresh.
         self.engine.clear()
         self.engine.add(sequence)
         for (count, _), scores in zip(steps, attention, strict=True):
@@ -120,17 +120,17 @@ class Cache:
         return sequence
 
     def set_window(self, sequence: SequenceState, tokens: int) -> None:
-        """Another length of an adaptive window, which gets its slots at once. The sequence has evicted before."""
+        """Sets the length of an adaptive window, which gets its slots at once. The sequence has evicted before."""
         self.engine.set_window(sequence, tokens)
         sequence.tables[0] = np.asarray(self.private, dtype=np.int32)
 
     def evict(self, sequence: SequenceState, table: tuple[int, ...]) -> None:
-        """Evicts what the policy says now. table: where the kept tokens move to, () if they stay."""
+        """Evicts as the policy says. table: the blocks that kept tokens move to, () if they stay."""
         self._step += 1
         self.engine.evict(sequence, table, self._step)
 
     def _rows(self, end: int, counted: ScoredSequence) -> SequenceScores:
-        """Scores of the last queries before `end`, which are computed again: K and V stay the same up to rounding."""
+        """Computes the last queries before `end` again for their scores; K and V stay the same up to rounding."""
         first = end - counted.rows
         if (first, end) not in self._attention:
             sequence = self.sequence(self._prompt)

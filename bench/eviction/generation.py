@@ -20,7 +20,7 @@ OUTPUT = 128
 
 @dataclass
 class _Sequence:
-    """What the scheduler would know of a sequence whose prompt is computed. private: the table that it moves to."""
+    """A scheduler's view of a sequence whose prompt is computed. private: the table that the sequence moves to."""
 
     policy: Policy
     prompt: int
@@ -30,7 +30,7 @@ class _Sequence:
     moved: bool = False
 
     def next(self) -> tuple[int, ...] | None:
-        """One token more; returns the table that the sequence moves to if this is its first eviction."""
+        """Adds one token; at the first eviction returns the table that the sequence moves to."""
         left = self.policy.kept_after(self.kept, self.computed, self.prompt)
         moves = left < self.kept and not self.moved
         self.moved |= moves
@@ -40,7 +40,7 @@ class _Sequence:
 
 
 class Generation:
-    """A prompt and one sequence per policy over it, which share its blocks until they evict."""
+    """A prompt with one sequence per policy; the sequences share the prompt's blocks until they evict."""
 
     def __init__(self, model: Model, prompt: Sequence[int]) -> None:
         self._model = model
@@ -64,7 +64,7 @@ class Generation:
         outputs: dict[int, list[int]] = {}
         for handle, name in enumerate(names):
             chosen = None if name == FULL else policy(name, budget, runner.layout)
-            # Tokens that are computed again, so that their attention is counted, have the same results.
+            # Tokens that are computed again to count their attention have the same results.
             known = 0 if chosen is None else chosen.reusable(prompt, prompt)
             known = min(known, prompt - 1)
             joining = NewSequence(handle, self._prompt, prompt, known, (whole,), policy=chosen)
@@ -90,7 +90,7 @@ def _blocks(first: int, tokens: int) -> tuple[int, ...]:
 def measure(
     model: Model, tokenizer: Any, prompts: Sequence[Sequence[int]], policies: Sequence[str], budget: int
 ) -> Iterator[dict[str, Any]]:
-    """One record per window and policy: ROUGE of its output against the full cache's, and both texts."""
+    """Yields one record per window and policy: ROUGE of the output against the full cache's output, and both texts."""
     for number, prompt in enumerate(prompts):
         outputs = Generation(model, prompt).outputs(policies, budget)
         texts = {name: tokenizer.decode(tokens) for name, tokens in outputs.items()}

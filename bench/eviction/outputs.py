@@ -1,4 +1,4 @@
-"""What attention returns in every layer, with all keys and values and with those that a policy keeps."""
+"""Outputs of attention in every layer, with all keys and values and with only those that a policy keeps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Recording:
         self.outputs: list[Tensor] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
-        """As PagedLayers."""
+        """Records a call like PagedLayers' attend."""
         self.calls.append((layer, query, key, value, args))
         self.outputs.append(self._layers.attend(layer, query, key, value, args))
         return self.outputs[-1]
@@ -41,7 +41,7 @@ class Outputs:
         ).eval()
 
     def of(self, cache: Cache, sequence: SequenceState, tokens: Sequence[int]) -> Recording:
-        """A recording of tokens after those computed, which stay as they are."""
+        """Records the attention of the next tokens; the sequence does not change."""
         batch = cache.work(sequence, tokens).to_device()
         recording = Recording(PagedLayers(cache.pools, batch))
         self._module.model(
@@ -51,9 +51,9 @@ class Outputs:
 
 
 def relative_error(recording: Recording, cache: Cache, sequence: SequenceState, tokens: Sequence[int]) -> float:
-    """Norm of the difference between outputs from this sequence and recorded outputs, by their norm; layers' mean.
+    """Norm of the difference of this sequence's outputs from the recorded outputs, relative to these; layers' mean.
 
-    tokens: the recorded tokens. Every layer gets its recorded input, not the output of the layers before.
+    tokens: the recorded tokens. Every layer gets its recorded input, not the output of the previous layer.
     """
     layers = PagedLayers(cache.pools, cache.work(sequence, tokens).to_device())
     errors = []

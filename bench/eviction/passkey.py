@@ -1,4 +1,4 @@
-"""Whether the model can still say a number from a long prompt after the eviction."""
+"""Whether the model can still repeat a number from a long prompt after the eviction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. T
 
 
 def prompt(tokenizer: Any, length: int, depth: float, key: str) -> list[int]:
-    """Exactly `length` tokens of a chat: the key at this share of the filler, the question after the filler.
+    """Exactly `length` tokens of a chat: the key at relative position `depth` in the filler, then the question.
 
     Raises ValueError when `length` is too short for the words around the filler.
     """
@@ -44,7 +44,7 @@ def prompt(tokenizer: Any, length: int, depth: float, key: str) -> list[int]:
 
 
 def answer(cache: Cache, first: int, name: str, budget: int) -> list[int]:
-    """Greedy tokens: the first from the whole prompt, all others from what a policy keeps of the prompt."""
+    """Greedy tokens: the first from the whole prompt, all others from the tokens that a policy keeps."""
     sequence = cache.whole_prompt() if name == FULL else cache.evicted(policy(name, budget, cache.layout))
     tokens = [first]
     while len(tokens) < ANSWER_TOKENS:
@@ -55,7 +55,7 @@ def answer(cache: Cache, first: int, name: str, budget: int) -> list[int]:
 def measure(
     cache: Cache, tokenizer: Any, policies: Sequence[str], budgets: Sequence[int], keys: int
 ) -> Iterator[dict[str, Any]]:
-    """One record per answer; `keys` prompts of each length and depth."""
+    """Yields one record per answer; `keys` prompts of each length and depth."""
     source = random.Random(1)
     for length, depth, _ in itertools.product(LENGTHS, DEPTHS, range(keys)):
         key = str(source.randrange(10 ** (DIGITS - 1), 10**DIGITS))

@@ -14,7 +14,7 @@ _MARKS = "osv^D<>Pp*Xh+xd"
 
 
 def _figure(rows: int, columns: int) -> Any:
-    """A figure with panels, or None."""
+    """A figure with panels, or None without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -29,7 +29,7 @@ def _figure(rows: int, columns: int) -> Any:
 
 
 def budgets(records: Sequence[Mapping[str, Any]], target: Path) -> bool:
-    """Perplexity, kept attention and divergence against the budget. False without matplotlib."""
+    """Draws perplexity, kept attention and divergence against the budget. False without matplotlib."""
     figure = _figure(1, 3)
     if figure is None:
         return False
@@ -54,7 +54,7 @@ def budgets(records: Sequence[Mapping[str, Any]], target: Path) -> bool:
         axes.set_xticks(windows.budgets, [str(budget) for budget in windows.budgets])
         axes.set_xlabel("tokens kept")
         axes.set_title(title, fontsize=10, loc="left")
-    # Values above this are only in the table; here they would hide how the others differ.
+    # Higher values are only in the table: here they would hide the differences between the others.
     perplexity.set_ylim(0.99, 1.3)
     divergence.set_yscale("log")
     handles, labels = perplexity.get_legend_handles_labels()
@@ -68,7 +68,7 @@ def _mean(windows: Windows, name: str, budget: int, figure: str) -> float:
 
 
 def adaptive_windows(records: Sequence[Mapping[str, Any]], target: Path) -> bool:
-    """Quality against mean memory, adaptive windows beside fixed ones. False without matplotlib."""
+    """Draws quality against mean memory, for adaptive and fixed windows. False without matplotlib."""
     figure = _figure(1, 2)
     if figure is None:
         return False
@@ -95,7 +95,7 @@ def adaptive_windows(records: Sequence[Mapping[str, Any]], target: Path) -> bool
 
 
 def streams(records: Sequence[Mapping[str, Any]], size: int, target: Path) -> bool:
-    """Perplexity over the stream. False without matplotlib."""
+    """Draws perplexity over the stream. False without matplotlib."""
     figure = _figure(1, 1)
     if figure is None:
         return False

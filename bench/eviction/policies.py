@@ -1,4 +1,4 @@
-"""The policies that are compared, each with sizes for a budget of tokens that stay."""
+"""The policies under comparison, each configured for a given budget of kept tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from protos.kvcommon.eviction import Kind, Layout, Policy, parse
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 
 FULL = "full cache"
-# Tokens of the first block, which always stay where a policy leaves that open.
+# Tokens of the first block, which always stay unless the policy itself says otherwise.
 _START = 16
-# Policies of single tokens evict this many tokens at a time.
+# Policies that evict single tokens evict this number at a time.
 _PERIOD = 16
 _SINKS = 4
 
@@ -43,7 +43,7 @@ def _blocks(kind: Kind, rows: int = 8) -> Callable[[int], dict[str, Any]]:
 
 
 def _crushed(budget: int) -> dict[str, Any]:
-    """A quarter of the budget for blocks that KVCrush keeps in addition to the policy's own maximum."""
+    """Reserves a quarter of the budget for blocks that KVCrush keeps beyond the policy's own limit."""
     spared = max(1, budget // 64)
     return _blocks(Kind.NORM_SUM)(budget) | {
         "max_cache_tokens": budget - 16 * spared,
@@ -57,7 +57,7 @@ def _snapkv(budget: int) -> dict[str, Any]:
 
 
 def _tokens(kind: Kind, budget: int) -> dict[str, Any]:
-    """Single tokens: the budget remains after the eviction of a period of tokens."""
+    """Policies of single tokens: after each eviction of a period of tokens, `budget` tokens remain."""
     return {"kind": kind.value, "max_cache_tokens": budget + _PERIOD, "period_tokens": _PERIOD}
 
 
@@ -69,12 +69,12 @@ def _between(kind: Kind) -> Callable[[int], dict[str, Any]]:
 
 
 def _heavy(budget: int) -> dict[str, Any]:
-    """As the paper has it: half of the budget recent, no start area."""
+    """As in the paper: half of the budget is for recent tokens, and there is no start area."""
     return _tokens(Kind.H2O, budget) | {"start_tokens": 0, "recent_tokens": budget // 2}
 
 
 def _average(budget: int) -> dict[str, Any]:
-    """As the paper has it: nothing is exempt."""
+    """As in the paper: no token is exempt."""
     return _tokens(Kind.AVERAGE, budget) | {"start_tokens": 0, "recent_tokens": 0}
 
 
@@ -102,7 +102,7 @@ POLICIES: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 def policy(name: str, budget: int, layout: Layout, seed: int = 1) -> Policy:
-    """One of POLICIES with `budget` tokens to keep. seed: of random choices."""
+    """One of POLICIES with `budget` tokens to keep. seed: for policies that choose at random."""
     chosen = parse(common.EvictionPolicy(**POLICIES[name](budget) | {"seed": seed}), layout)
     assert chosen is not None
     return chosen

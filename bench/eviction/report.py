@@ -1,4 +1,4 @@
-"""Tables of what was measured, and whether what is known from the literature holds here."""
+"""Tables of the measurements, and whether results from the literature hold here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Windows:
         self.budgets = sorted({budget for name, budget in self._known if name != FULL})
 
     def values(self, name: str, budget: int, figure: str) -> list[float]:
-        """A figure of each window where it was measured."""
+        """A figure of each window for which it was measured."""
         return [record[figure] for record in self._known.get((name, budget), []) if figure in record]
 
     @property
@@ -50,11 +50,11 @@ class Windows:
         return math.exp(statistics.mean(record["nll"] for record in self._full))
 
     def ratio(self, name: str, budget: int) -> Interval:
-        """A policy's perplexity beside the full cache's."""
+        """Ratio of a policy's perplexity to the full cache's."""
         return ratio(self.values(name, budget, "nll"), [record["nll"] for record in self._full])
 
     def between(self, name: str, other: str, budget: int) -> Interval:
-        """A policy's perplexity beside another policy's."""
+        """Ratio of a policy's perplexity to a different policy's."""
         return ratio(self.values(name, budget, "nll"), self.values(other, budget, "nll"))
 
     def has(self, *names: str) -> bool:
@@ -63,7 +63,7 @@ class Windows:
 
 
 def perplexities(windows: Windows) -> str:
-    """Ratios to the full cache, with intervals."""
+    """A table of perplexities relative to the full cache, with intervals."""
 
     def cell(name: str, budget: int) -> str:
         one = windows.ratio(name, budget)
@@ -74,7 +74,7 @@ def perplexities(windows: Windows) -> str:
 
 
 def figures(windows: Windows) -> list[str]:
-    """The other figures of the windows, one table each."""
+    """Tables of all other figures of the windows, one per figure."""
     shown = []
     for figure, title, form in (
         ("top1", "same best token as the full cache, %", lambda value: f"{100 * value:.1f}"),
@@ -101,7 +101,7 @@ def _grid(title: str, windows: Windows, cell: Callable[[str, int], str]) -> str:
 
 
 def passkeys(records: Sequence[Record]) -> str:
-    """Shares of right answers by length, and by depth at the longest."""
+    """A table of right answers by length and, for the longest prompts, by depth."""
     lengths, depths = (sorted({record[key] for record in records}) for key in ("length", "depth"))
     cases = list(dict.fromkeys((record["policy"], record["budget"]) for record in records))
     rows = []
@@ -121,7 +121,7 @@ def _right(records: Iterable[Record]) -> str:
 
 
 def rouges(records: Sequence[Record]) -> str:
-    """Means with intervals."""
+    """A table of ROUGE means with intervals."""
     rows = []
     for name in dict.fromkeys(record["policy"] for record in records if record["policy"] != FULL):
         mine = [record for record in records if record["policy"] == name]
@@ -143,7 +143,7 @@ def stream_bins(records: Sequence[Record]) -> dict[str, list[float]]:
 
 
 def streams(records: Sequence[Record], size: int) -> str:
-    """Perplexity of each bin, with its ratio to a cache computed anew."""
+    """A table of the perplexity of each bin, with its ratio to a cache computed anew."""
     bins = stream_bins(records)
     fresh = bins[FRESH]
     others = [kind for kind in bins if kind != FRESH]
@@ -156,7 +156,7 @@ def streams(records: Sequence[Record], size: int) -> str:
 
 
 def expectations(kept: Mapping[str, Any]) -> list[str]:
-    """What must hold, each with its figures and whether it is met."""
+    """The expected results, each with its figures and whether it is met."""
     windows = Windows(kept.get("windows", []))
     lines = []
 
@@ -195,7 +195,7 @@ def expectations(kept: Mapping[str, Any]) -> list[str]:
 
 
 def report(kept: Mapping[str, Any]) -> str:
-    """Everything that was measured, as text."""
+    """All measurements as text."""
     parts: list[str] = []
     if kept.get("windows"):
         windows = Windows(kept["windows"])

@@ -1,4 +1,4 @@
-"""ROUGE of one text against another (Lin 2004): F1 over words between blanks, lower case, nothing stemmed."""
+"""ROUGE of two texts (Lin 2004): F1 over words between blanks, in lower case, without stemming."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from bench.quality import pairs_f1
 
 
 def rouge_2(candidate: str, reference: str) -> float:
-    """F1 of pairs of neighbouring words that both texts have; 0 where there are none."""
+    """F1 of pairs of neighbouring words that both texts have; 0 if there are none."""
     return pairs_f1(candidate.lower().split(), reference.lower().split(), neither=0.0)
 
 
 def rouge_l(candidate: str, reference: str) -> float:
-    """F1 of the longest common subsequence of words; 0 where there is none."""
+    """F1 of the longest common subsequence of words; 0 if there is none."""
     ours, theirs = candidate.lower().split(), reference.lower().split()
     longest = [0] * (len(theirs) + 1)
     for word in ours:

@@ -1,4 +1,4 @@
-"""Figures from windows, with intervals. Windows differ far more than policies, so figures are compared in pairs."""
+"""Bootstrap intervals over text windows. Windows vary more than policies: these are compared window by window."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Interval:
 
 
 def mean(values: Sequence[float]) -> Interval:
-    """A mean over windows, drawn with repetition; the same draws for all lists of one length."""
+    """Bootstrap mean over windows. Lists of equal length use the same resamples."""
     known = np.asarray(values, dtype=np.float64)
     drawn = np.random.default_rng(_SEED).integers(len(known), size=(RESAMPLES, len(known)))
     low, high = np.percentile(known[drawn].mean(axis=1), (2.5, 97.5))

@@ -1,4 +1,4 @@
-"""A text much longer than its window, with positions as in the text and with compacted positions."""
+"""Loss on a text much longer than the attention window, with absolute and with compacted positions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CHUNK = 64
 BIN = 1000
 # Values of EvictionPositions.
 POSITIONS = {"absolute": 1, "compacted": 2}
-# The same bins with a cache that is computed anew for each bin: how hard the text itself is there.
+# Computes the cache anew for each bin, as a baseline: it shows how hard the text of the bin is.
 FRESH = "computed anew"
 
 
 def losses(model: Model, tokens: Sequence[int], positions: str) -> Iterator[list[float]]:
-    """Negative log likelihoods of all tokens after the first, chunk by chunk, with a sliding window."""
+    """Yields negative log likelihoods of all tokens after the first, chunk by chunk, with a sliding window."""
     cache = Cache(model, SINKS + RECENT + CHUNK)
     message = common.EvictionPolicy(
         kind=common.EVICTION_KIND_SLIDING_WINDOW,
@@ -45,7 +45,7 @@ def losses(model: Model, tokens: Sequence[int], positions: str) -> Iterator[list
 
 
 def fresh(model: Model, tokens: Sequence[int]) -> Iterator[list[float]]:
-    """The same for each bin, computed at once with the tokens before it that fit into the window."""
+    """Yields negative log likelihoods of each bin, computed at once with earlier tokens that fit into the window."""
     cache = Cache(model, SINKS + RECENT + BIN)
     for start in range(0, len(tokens) - 1, BIN):
         first = max(0, start - SINKS - RECENT)
@@ -58,7 +58,7 @@ def fresh(model: Model, tokens: Sequence[int]) -> Iterator[list[float]]:
 
 
 def measure(model: Model, streams: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
-    """One record per stream and kind of positions: the mean loss of each bin that is full."""
+    """Yields one record per stream and kind of positions, with the mean loss of each full bin."""
     for number, tokens in enumerate(streams):
         for name in (*POSITIONS, FRESH):
             chunks = fresh(model, tokens) if name == FRESH else losses(model, tokens, name)

@@ -19,7 +19,7 @@ class Window:
     """A text whose first tokens were computed, and the full cache's predictions of the following tokens."""
 
     def __init__(self, cache: Cache, tokens: Sequence[int], prompt: int, outputs: Outputs | None) -> None:
-        """tokens: the last one is only predicted. outputs: where outputs of attention are wanted too."""
+        """tokens: the last token is only predicted. outputs: given if outputs of attention are compared, too."""
         self._cache = cache
         self._prompt = prompt
         self._following = list(tokens[prompt:-1])
@@ -62,7 +62,7 @@ class Window:
         return float(-log_probs.gather(-1, self._targets[:, None]).mean())
 
     def _mass(self, sequence: SequenceState) -> float:
-        """The share of the following tokens' attention over the full cache on kept tokens and on themselves."""
+        """The share of the following tokens' full-cache attention that falls on kept tokens and on themselves."""
         kept = self._weights.gather(-1, self._cache.engine.positions(sequence)).sum()
         return float((kept + self._weights[..., self._prompt :].sum()) / self._weights.sum())
 
@@ -75,7 +75,7 @@ def measure(
     budgets: Sequence[int],
     outputs: dict[int, Outputs],
 ) -> Iterator[dict[str, Any]]:
-    """One record per window, policy and budget. outputs: in which windows outputs of attention are compared."""
+    """Yields one record per window, policy and budget. outputs: in these windows, outputs of attention are compared."""
     for number, tokens in enumerate(texts):
         window = Window(cache, tokens, prompt, outputs.get(number))
         yield {"window": number, "policy": FULL, "budget": prompt, **window.full()}

@@ -1,13 +1,13 @@
-"""What each policy of the router achieves with a fleet of engines that compute nothing, at many rates.
+"""Results of each router policy at many rates, with a fleet of engines that compute nothing.
 
 Everything but the devices is real: cache managers with Redis, schedulers, the router, and a client process that sends
 requests when they are due. Arrivals are Poisson with a fixed seed; every policy gets the same requests. A device takes
 a fixed time for a step and for a prompt token. All prefixes with five questions each take 73 % of all devices, as in
-llm-d's workload, which the numbers come from; but here each question is asked once. Times count from when a
-request was due. Refused requests are shed: they are not sent again and count in no latency.
+llm-d's workload, the source of these numbers; but here each question is asked once. Times begin when a request is due.
+Refused requests are shed: they are not sent again and count in no latency.
 
-Beside the policies stand simulations without processes: of each policy, and of a placement that knows the future. The
-simulations alone (`--simulated`) also run at sizes that no machine has room for: 256 engines take minutes.
+Each policy is also simulated without processes, and so is a placement that knows the future. The simulations alone
+(`--simulated`) also run at sizes that no machine has room for: 256 engines take minutes.
 An exclamation mark marks a stage in which the machine or a process had no processor time left: such a stage
 measures Python and not a policy.
 """
@@ -37,7 +37,7 @@ SHED = "RESOURCE_EXHAUSTED"
 
 
 def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
-    """What callers saw of the requests that were due in the measured seconds."""
+    """Callers' results for the requests that were due in the measured time."""
     good = [one for one in answers if one.code == "OK" and one.first is not None]
     shed = sum(one.code == SHED for one in answers)
     found: dict[str, Any] = {
@@ -62,7 +62,7 @@ def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
 
 
 def record(stage: Stage, answers: Sequence[Answer], **values: Any) -> dict[str, Any]:
-    """Everything about one stage, for JSON. Requests that warm the caches, and of a burst, have fewer figures."""
+    """Everything about one stage, for JSON. Warm-up requests and requests of a burst have fewer figures."""
     due = [one for one in answers if one.due >= stage.measured_from]
     warming = [one for one in answers if one.due < stage.measured_from]
     kept = {"rate": stage.rate, **values, **figures(due, stage.seconds - stage.measured_from)}
@@ -97,7 +97,7 @@ def measured(found: Measured) -> dict[str, Any]:
 
 
 def run(fleet: Fleet, policy: str, stages: Iterable[Stage]) -> Iterable[dict[str, Any]]:
-    """All stages under one policy."""
+    """Runs all stages under one policy."""
     for stage in stages:
         if stage.cold:
             fleet.purge()
@@ -107,7 +107,7 @@ def run(fleet: Fleet, policy: str, stages: Iterable[Stage]) -> Iterable[dict[str
 
 
 def simulate(name: str, device: Device, engines: int, stages: Sequence[Stage]) -> Iterable[dict[str, Any]]:
-    """All stages with a placement."""
+    """Simulates all stages with one placement."""
     everything = [request for stage in stages for request in stage.requests]
 
     def simulation() -> Simulation:
@@ -124,7 +124,7 @@ def simulate(name: str, device: Device, engines: int, stages: Sequence[Stage]) -
 
 
 def simulations(policies: Sequence[str]) -> Sequence[str]:
-    """The simulated placements beside these policies. Without a router, engines get requests in turn."""
+    """The simulated placements that belong to these policies. Without a router, engines get requests in turn."""
     return [PLACED, *dict.fromkeys(simulated("round-robin" if one == DIRECT else one) for one in policies)]
 
 
@@ -166,7 +166,7 @@ HEAD = (
 
 
 def show(records: Sequence[dict[str, Any]], unit: str) -> str:
-    """A table for each rate, and one of all rates."""
+    """A table for each rate, and one table of all rates."""
     rates = list(dict.fromkeys(one["rate"] for one in records))
     parts = []
     for rate in rates:

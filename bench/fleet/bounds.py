@@ -1,4 +1,4 @@
-"""The same requests on engines that cost nothing to run: the effect of a placement if only devices limit speed.
+"""The same requests on engines without processes: the effect of a placement if only devices limit speed.
 
 Every device takes steps as a stub executor does, takes prompts in order of arrival, and evicts by LRU. The policies are
 the router's own, with exact and immediate knowledge of the engines' work and caches. `placed` knows the future: each
@@ -65,7 +65,7 @@ class Cache:
             return None
         cached = self.cached(request)
         self._users.update(content for content, _ in request.contents)
-        # The beginning of a prompt counts as used no earlier than its end.
+        # The beginning of a prompt must count as used at least as late as its end.
         for content, count in reversed(request.contents):
             self._parts[content] = max(count, self._parts.pop(content, 0))
         excess = self.kept_tokens - self._room
@@ -76,7 +76,7 @@ class Cache:
         return cached
 
     def release(self, request: Request) -> None:
-        """A request has ended; its parts stay until they are evicted for others."""
+        """Ends a request; its parts stay until they are evicted for others."""
         for content, _ in request.contents:
             self._users[content] -= 1
             if not self._users[content]:
@@ -100,7 +100,7 @@ class Cache:
 class Engine:
     """A device with a queue. Times count from the beginning of a stage; the cache stays from stage to stage.
 
-    cold_at: the number of the last prompt that no engine had cached and this engine got.
+    cold_at: the number of the last prompt sent to this engine that no engine had cached.
     """
 
     device: Device
@@ -114,7 +114,7 @@ class Engine:
         self.begin()
 
     def begin(self) -> None:
-        """A stage begins: the device is idle."""
+        """Begins a stage with an idle device."""
         self._now = 0.0
         self._waiting = deque[tuple[Request, Answer]]()
         self._running: list[_Running] = []
@@ -132,18 +132,18 @@ class Engine:
 
     @property
     def has_room(self) -> bool:
-        """Whether its queue takes one more request."""
+        """Whether the queue has room for one more request."""
         return len(self._waiting) < self.device.max_waiting
 
     def offer(self, request: Request, answer: Answer) -> None:
-        """A request arrives; a full queue refuses it."""
+        """Queues a request, or refuses it if the queue is full."""
         if self.has_room:
             self._waiting.append((request, answer))
         else:
             answer.code = "RESOURCE_EXHAUSTED"
 
     def candidate(self, request: Request) -> Candidate:
-        """What a policy sees of the engine."""
+        """The engine as a policy sees it."""
         device = self.device
         queued = sum(one.prompt for one in self._running)
         cached = self.cache.cached(request)
@@ -211,7 +211,7 @@ class _Running:
     output: int
 
     def sample(self, now: float, until: tuple[float, float]) -> None:
-        """A token has come."""
+        """Records a token."""
         answer = self.answer
         answer.first = now if answer.first is None else answer.first
         answer.last = now
@@ -225,7 +225,7 @@ Placement = Callable[[Request, Sequence[Engine]], int]
 
 
 def placed(requests: Sequence[Request], engines: int) -> Placement:
-    """All requests of a group go to one engine. The largest groups choose first, each the emptiest engine."""
+    """Sends all requests of a group to one engine. The largest groups come first; each gets the emptiest engine."""
     sizes = Counter(request.group for request in requests)
     loads = [(0, engine) for engine in range(engines)]
     chosen: dict[str, int] = {}
@@ -236,7 +236,7 @@ def placed(requests: Sequence[Request], engines: int) -> Placement:
 
 
 def routed(policy: Policy) -> Placement:
-    """What a router's policy chooses."""
+    """The placement that a router's policy chooses."""
     # Only the order of these numbers matters to policies. Times would begin again with each stage.
     cold_prompts = itertools.count(1)
 
@@ -270,7 +270,7 @@ def _keys(request: Request) -> list[int]:
 
 
 def _common(one: Request, other: Request) -> int:
-    """Leading tokens that both have in common."""
+    """The number of leading tokens that two requests have in common."""
     found = 0
     for (content, count), (other_content, other_count) in zip(one.contents, other.contents, strict=False):
         if content != other_content:
@@ -289,7 +289,7 @@ class Simulation:
         self._engines = [Engine(device, number) for number in range(engines)]
 
     def run(self, requests: Iterable[Request], until: tuple[float, float]) -> list[Answer]:
-        """One stage, of requests in the order of arrival. until: the measured time."""
+        """Runs one stage of requests in the order of arrival. until: the measured time."""
         for engine in self._engines:
             engine.begin()
         answers = []

@@ -1,7 +1,7 @@
-"""Sends each request when it is due, whatever became of earlier requests, and notes when its tokens come.
+"""Sends each request when it is due, whatever happens to earlier requests, and records when its tokens arrive.
 
-A process of its own, `python -m bench.fleet.client`: the workload comes as JSON through its standard input, events and
-answers go out as lines of JSON.
+It runs as a separate process, `python -m bench.fleet.client`. It reads the workload as JSON from standard input, and
+writes events and answers as lines of JSON.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ READY_SECONDS = 0.5
 
 @dataclass
 class Answer:
-    """The outcome of a request; times in seconds after the stage's begin, None for what never came.
+    """The outcome of a request; times in seconds since the stage began, None for events that never came.
 
-    code: of the error, OK without one. counted: output tokens that came within the measured time.
+    code: status of the error, OK without an error. counted: output tokens that came within the measured time.
     """
 
     due: float
@@ -81,19 +81,19 @@ def message(request: Request) -> bytes:
 
 @dataclass
 class Client:
-    """One stage."""
+    """Sends the requests of one stage."""
 
     ask: Ask
     answers: list[Answer] = field(default_factory=list)
 
     async def run(self) -> None:
-        """Returns when the last request has ended."""
+        """Runs the stage; returns when the last request has ended."""
         targets = self.ask.targets
         self.answers = [Answer(one.at, index % len(targets)) for index, one in enumerate(self.ask.requests)]
         messages = [message(one) for one in self.ask.requests]
         channels = [open_channel(target) for target in targets]
         await asyncio.gather(*(channel.channel_ready() for channel in channels))
-        # Bytes in, bytes out: the client shares the machine with what it measures.
+        # Sends and receives bytes: the client shares the machine with the measured processes.
         calls = [channel.unary_stream(GENERATE) for channel in channels]
         begin = time.monotonic() + READY_SECONDS
         telling = asyncio.create_task(self._tell(begin))
@@ -105,7 +105,7 @@ class Client:
         await asyncio.gather(*(channel.close() for channel in channels))
 
     async def _tell(self, begin: float) -> None:
-        """Says when the measured time begins and ends."""
+        """Reports when the measured time begins and ends."""
         for event, at in (("begun", self.ask.measured_from), ("ended", self.ask.measured_until)):
             await asyncio.sleep(begin + at - time.monotonic())
             say({"event": event})
@@ -133,7 +133,7 @@ class Client:
 
 
 def say(line: dict[str, Any]) -> None:
-    """Tells the parent. The line is short: where output is not buffered, a signal may cut a long line off."""
+    """Sends a line to the parent. The line must be short: without buffering, a signal may cut off a long line."""
     print(json.dumps(line), flush=True)
 
 

@@ -42,8 +42,8 @@ COUNTERS = {
 class Load:
     """The processes that used the processor during a measurement.
 
-    machine and others: of all cores, others being processes that are not the fleet's. seconds: of the measurement. cpu:
-    seconds of the processor by kind of process. busiest: the share of one core that the busiest process took.
+    machine, others: shares of all cores, used by all processes and by those outside the fleet. seconds: length of the
+    measurement. cpu: processor seconds by kind of process. busiest: share of one core that the busiest process used.
     """
 
     machine: float
@@ -54,7 +54,7 @@ class Load:
 
 
 class Watch:
-    """Measures use of the processor from its creation on."""
+    """Measures processor use since its creation."""
 
     def __init__(self, processes: dict[str, psutil.Process]) -> None:
         self._processes = processes
@@ -86,8 +86,8 @@ def _unused(times: Any) -> float:
 class Measured:
     """One stage: the answers, each process's share of the processor time, and figures of engines and routers.
 
-    idle_share: of the time in which an engine had sequences, the share in which none of its steps ran, because of the
-    processes around it. router: the increase of the counters of all routers, empty without a router.
+    idle_share: of the time with sequences, the share in which an engine ran no step, because of processes around it.
+    router: the increase of the counters of all routers, empty without a router.
     """
 
     answers: list[Answer]
@@ -113,7 +113,7 @@ class Fleet:
     def __post_init__(self) -> None:
         self._exits = ExitStack()
         self._stacks: list[Stack] = []
-        # Each router, and where its metrics are.
+        # Each router, with the address of its metrics.
         self._routers: list[tuple[Stack, str]] = []
         self._read_records = dict.fromkeys(range(self.engines), 0)
 
@@ -226,7 +226,7 @@ class Fleet:
         )
 
     def _by_engine(self, answers: list[Answer], before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-        """Requests of each engine."""
+        """The number of requests that each engine got."""
         if not self._routers:
             targets = Counter(answer.target for answer in answers)
             return {f"engine-{number}": targets[number] for number in range(self.engines)}

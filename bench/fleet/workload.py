@@ -11,12 +11,12 @@ from pathlib import Path
 
 from bench.trace_file import BLOCK_TOKENS, read
 
-# Ids of two bytes in a message.
+# Range of ids that take two bytes in a message.
 _LEAST_ID, _MOST_ID = 128, (1 << 14) - 1
 # The groups of bursts, one for each stage, begin with this word.
 BURST = "burst"
 BURST_SECONDS = 1.0
-# Numbers of contents that no other request has, and of contents of a trace.
+# First numbers of contents that only one request has, and of contents of a trace.
 _OWN, _TRACED = 1_000_000, 1_000_000_000
 
 
@@ -24,8 +24,8 @@ _OWN, _TRACED = 1_000_000, 1_000_000_000
 class Request:
     """A prompt, when it arrives, and how many tokens are to be generated.
 
-    at: seconds after the stage begins. group: requests of one begin alike. session: the user that asks. contents: the
-    prompt's parts, each a number that stands for its tokens, and how many.
+    at: seconds after the stage begins. group: its requests have the same beginning. session: the user that asks.
+    contents: the prompt's parts, each as a number that identifies its tokens, and their count.
     """
 
     at: float
@@ -52,9 +52,9 @@ def _ids(content: int, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Stage:
-    """Requests that arrive one after the other, whatever becomes of earlier requests.
+    """Requests that arrive one after the other, independently of earlier requests.
 
-    rate: the name in tables. measured_from: seconds; requests that arrive earlier warm the caches and count apart.
+    rate: the name in tables. measured_from: seconds; earlier requests warm the caches and count separately.
     cold: the stage begins with empty caches and a new router.
     """
 
@@ -69,7 +69,7 @@ class Stage:
 class Groups:
     """Groups that each have a prefix, and users of each group who send a new prompt every time.
 
-    burst: requests of a group that is new in each stage. They come within a second in its middle, each of another user.
+    burst: requests of one group, new in each stage. They come in a second in its middle, each from a different user.
     """
 
     groups: int = 150
@@ -116,9 +116,9 @@ class Groups:
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded trace, made smaller: lengths and times by `scale`, so that tokens per second stay as they were.
+    """A recorded trace with lengths and times divided by `scale`, so that tokens per second stay the same.
 
-    A conversation is a session. Of the window, the first third warms the caches.
+    A conversation is a session. The first third of the window warms the caches.
     """
 
     path: Path

@@ -1,8 +1,8 @@
 """Speed of the GPU path on this CUDA device, beside the limits of the device.
 
-Run it with `make bench-gpu`. Correctness comes first: each kernel against its reference, and greedy output of small
-models with and without graphs, through transformers' modules, and of generate(). A part whose check fails is not
-measured. Each part has a time limit, and all parts end within nine minutes. Prints one table and keeps
+Run it with `make bench-gpu`. Correctness comes first: each kernel is compared with its reference, and greedy output of
+small models with generate(), with and without graphs and through transformers' modules. A part whose check fails is
+not measured. Each part has a time limit, and all parts end within nine minutes. Prints one table and keeps
 everything as JSON. The status is 0 when all parts were done, whatever their figures, and 1 otherwise. Without a CUDA
 device there is nothing to measure, and the status is 0.
 """
@@ -22,12 +22,12 @@ from bench.gpu.parts import OUT_OF_TIME, Bench, Figure, Part, Result, exit_statu
 from bench.result import Result as Kept
 from bench.result import add_json_argument
 
-# Seconds, of nine minutes; a part that hangs where no signal reaches it is ended a little later.
+# Seconds for all parts, of nine minutes; grace before a part that no signal reaches is ended.
 SECONDS, GRACE = 500.0, 25.0
 
 
 def _late(module: str, name: str) -> Callable[[Bench], Sequence[Figure]]:
-    """A part's function, imported when it runs: a package that one part misses must not stop the other parts."""
+    """Imports a part's function only when the part runs: a missing package must not stop all other parts."""
     return lambda bench: getattr(importlib.import_module(f"bench.gpu.{module}"), name)(bench)  # type: ignore[no-any-return]
 
 
@@ -46,13 +46,13 @@ PARTS = (
     Part("transfers", _late("models", "transfers"), 60, (DECODE,)),
     Part("8B throughput", _late("models", "throughput"), 60, (DECODE,)),
     Part("stack", _late("stack", "serve"), 120, (MODELS,)),
-    # This part takes the memory of the pools of the parts before.
+    # This part takes the memory of earlier parts' pools.
     Part("generate_batch", _late("models", "beside_transformers"), 180, ("8B throughput",)),
 )
 
 
 def facts() -> dict[str, Any]:
-    """Where the figures come from. Raises ModuleNotFoundError."""
+    """Device and versions that the figures come from. Raises ModuleNotFoundError."""
     import torch
     import transformers
     import triton
@@ -121,5 +121,5 @@ def chosen(names: Sequence[str]) -> tuple[Part, ...]:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    # Without waiting for threads: a thread of transformers may still run after a part was broken off.
+    # Does not wait for threads: a thread of transformers may still run after a part was broken off.
     os._exit(status)

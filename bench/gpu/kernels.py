@@ -1,4 +1,4 @@
-"""Kernels on a CUDA device: right against their references, then attention beside bandwidth and torch's own."""
+"""Kernels on a CUDA device: correctness, then the speed of attention relative to bandwidth and to torch."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from kernels.store_kv import reference as store_reference
 from kernels.store_kv.launch import store_kv
 from tests.kernels.attention_cases import Case, build, error_ratio, exact
 
-# Root mean square of the error over the root mean square of the truth.
+# Limits of the relative error: root mean square of the error over that of the reference.
 BARS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-# The most by which two correct computations in bfloat16 may differ.
+# Limit of the difference between two correct computations in bfloat16.
 BETWEEN = 2e-2
 QUERY_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16
 HEADS = Case(query_heads=QUERY_HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK)
@@ -63,7 +63,7 @@ def check(_: Bench) -> Sequence[Figure]:
 
 
 def check_on(device: str) -> None:
-    """The same on any device; on a CPU torch replaces the kernels."""
+    """Checks the kernels on any device; on a CPU, torch replaces the kernels."""
     wrong = []
     backend = "cuda" if device == "cuda" else "torch"
     for dtype, bar in BARS.items():
@@ -80,7 +80,7 @@ def check_on(device: str) -> None:
         ):
             errors[name] = ratio(*op(dtype, device))
         for name, op in (("store", _store), ("copy", _copy), ("compaction", _compacted), ("draws", _drawn)):
-            # These kernels move bytes or choose, so they are exact.
+            # These kernels only move or choose values, so they must be exact.
             errors[name] = 0.0 if torch.equal(*op(dtype, device)) else torch.inf
         for name, error in errors.items():
             note(f"  {name}, {dtype}: error {error:.1e}")
@@ -220,7 +220,7 @@ def _scores(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
 
 
 def seconds_of(call: Callable[[], object], rounds: int = 30) -> float:
-    """Median time of a call's work on the device, launched as a CUDA graph, so that the launch does not count."""
+    """Median device time of a call, which is launched as a CUDA graph so that the launch does not count."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -238,9 +238,9 @@ def seconds_of(call: Callable[[], object], rounds: int = 30) -> float:
 
 
 def bandwidth(_: Bench) -> Sequence[Figure]:
-    """Bandwidth of a copy on the device, many times as large as its caches: bytes read and bytes written.
+    """Bandwidth of a copy on the device, many times larger than its caches, counting bytes read and written.
 
-    The faster of the driver's own copy and a kernel's copy, as either may be slower.
+    Returns the faster of the driver's own copy and a kernel's copy, as either may be slower.
     """
     free = torch.cuda.mem_get_info()[0]
     source = torch.empty(min(1 << 30, free // 16), dtype=torch.int32, device="cuda").random_()
@@ -253,7 +253,7 @@ def bandwidth(_: Bench) -> Sequence[Figure]:
 
 @dataclass(frozen=True)
 class Problem:
-    """Attention of `queries` last tokens of each of some equally long sequences, paged and in one piece."""
+    """Attention of the last tokens of several equally long sequences, paged and contiguous."""
 
     query: Tensor
     k_cache: Tensor
@@ -264,7 +264,7 @@ class Problem:
 
     @classmethod
     def uneven(cls, lengths: Sequence[int], device: str = "cuda") -> Problem:
-        """One new token of each of some sequences of their own lengths."""
+        """Makes a problem of sequences with different lengths, each with one new token."""
         problem = cls.make(1, sum(lengths), 1, device)
         widest, begin = max(lengths), 0
         tables = torch.zeros(len(lengths), widest // BLOCK, dtype=torch.int32)
@@ -284,7 +284,7 @@ class Problem:
 
     @classmethod
     def make(cls, sequences: int, length: int, queries: int, device: str = "cuda") -> Problem:
-        """Random numbers in bfloat16; blocks in no order."""
+        """Makes a problem of random bfloat16 numbers, with blocks in random order."""
         blocks = length // BLOCK
         if device == "cuda":
             free, needed = torch.cuda.mem_get_info()[0], 6 * sequences * length * KV_HEADS * HEAD_DIM * 2
@@ -311,7 +311,7 @@ class Problem:
         )
 
     def in_one_piece(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [S, Hq, Q, D], keys and values [S, Hkv, L, D] as torch's attention takes them."""
+        """Query [S, Hq, Q, D], keys and values [S, Hkv, L, D], as torch's attention takes them."""
         query = self.query.view(self.sequences, -1, QUERY_HEADS, HEAD_DIM).transpose(1, 2).contiguous()
         tables = self.batch.block_tables.long()
         keys, values = (
@@ -321,7 +321,7 @@ class Problem:
         return query, keys, values
 
     def hold_to(self, theirs: Tensor) -> None:
-        """Raises WrongError when our output is not torch's, [S, Hq, Q, D]."""
+        """Raises WrongError if our output differs from torch's, [S, Hq, Q, D]."""
         ours = self.paged().view(self.sequences, -1, QUERY_HEADS, HEAD_DIM).transpose(1, 2)
         error = ratio(ours, theirs)
         note(f"  ours beside torch's: {error:.1e}")
@@ -329,7 +329,7 @@ class Problem:
             raise WrongError(f"attention is off by {error:.1e} from torch's")
 
     def sweep(self, candidates: Iterator[TileSizes]) -> tuple[float, TileSizes]:
-        """The least time, and the sizes that reach it."""
+        """The shortest time, and the sizes that reach it."""
         begin, best = time.monotonic(), (torch.inf, TileSizes(0, 0, 0, 0, 0))
         for sizes in candidates:
             if time.monotonic() - begin > SWEEP_SECONDS:
@@ -347,7 +347,7 @@ class Problem:
 
 
 def decode_attention(bench: Bench) -> Sequence[Figure]:
-    """One new token of 64 sequences of 4,096 tokens."""
+    """Measures one new token for each of 64 sequences of 4,096 tokens."""
     problem = Problem.make(64, 4096, 1)
     query, keys, values = problem.in_one_piece()
     theirs = {"SDPA": lambda: F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)}
@@ -365,7 +365,7 @@ def decode_attention(bench: Bench) -> Sequence[Figure]:
 
         flex = torch.compile(flex_attention, dynamic=False)
         times["FlexAttention"] = seconds_of(lambda: flex(query, keys, values, enable_gqa=True))
-    except Exception as error:  # FlexAttention needs a compiler, which is not measured here.
+    except Exception as error:  # FlexAttention needs a compiler, which is not under test.
         note(f"  FlexAttention does not run here: {type(error).__name__}: {error}"[:300])
     for name, other in times.items():
         figures.append(Figure(f"decode attention, speed by {name}'s", other / seconds, at_least=1))
@@ -379,7 +379,7 @@ def decode_attention(bench: Bench) -> Sequence[Figure]:
 
 
 def uneven_attention(bench: Bench) -> Sequence[Figure]:
-    """One new token of a long sequence among short ones, of few sequences, and of many short ones."""
+    """Measures one new token for a long sequence among short ones, for few sequences, and for many short ones."""
     figures = []
     for name, lengths in {
         "one of 65,536 among 63 of 1,024": [65536] + [1024] * 63,
@@ -427,7 +427,7 @@ def sampling(bench: Bench) -> Sequence[Figure]:
 
 
 def prefill_attention(_: Bench) -> Sequence[Figure]:
-    """Whole prompts: one of 4,096 tokens, and four of 2,048."""
+    """Measures whole prompts: one of 4,096 tokens, and four of 2,048."""
     figures = []
     for sequences, length in ((1, 4096), (4, 2048)):
         problem = Problem.make(sequences, length, length)
@@ -438,7 +438,7 @@ def prefill_attention(_: Bench) -> Sequence[Figure]:
 
         problem.hold_to(flash())
         seconds, theirs = seconds_of(problem.paged), seconds_of(flash)
-        # Two products, of which the causal half counts.
+        # Two matrix products, of which only the causal half counts.
         work = 4 * sequences * QUERY_HEADS * HEAD_DIM * length * length / 2
         name = f"prefill attention {sequences} x {length:,}"
         figures += [

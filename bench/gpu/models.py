@@ -1,4 +1,4 @@
-"""Whole models on a CUDA device, in this process: exact first, then steps of an 8B model, and a load of requests."""
+"""Whole models on a CUDA device, in this process: correctness, steps of an 8B model, and a load of requests."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def build(config: PretrainedConfig, dtype: torch.dtype, device: str) -> Any:
 
 
 def check(_: Bench) -> Sequence[Figure]:
-    """Raises WrongError unless every way gives the tokens of generate(), and bfloat16 is as close as torch's."""
+    """Raises WrongError unless every runner gives generate()'s tokens, and bfloat16 is as close as torch's."""
     for name, config in SMALL.items():
         check_on("cuda", name, config)
     return []
@@ -142,7 +142,7 @@ def check_on(device: str, name: str, config: PretrainedConfig) -> None:
 
 
 def _fused(kind: type[CudaGraphRunner], module: Any, model: Model) -> Forward:
-    """Raises WrongError when the probe refuses it."""
+    """The fused forward pass of a model. Raises WrongError if the probe refuses the model."""
     groups, positions = model.groups, model.max_positions
     forward = with_fallback(
         TorchForward(module), module, groups, lambda weights: kind(weights, groups, positions), "decoder"
@@ -178,7 +178,7 @@ class Loop:
 def run_requests(
     runner: Runner, prompts: Sequence[Sequence[int]], count: int, budget: int
 ) -> tuple[list[list[int]], float]:
-    """Greedy outputs of requests that come at once, at most `budget` tokens per step, and how long all of it took."""
+    """Runs requests that come at once, at most `budget` tokens per step; returns greedy outputs and the time of all."""
     runner.clear()
     joining, first = [], 1
     for number, prompt in enumerate(prompts):
@@ -255,7 +255,7 @@ class Large:
 
 
 def decode_steps(bench: Bench) -> Sequence[Figure]:
-    """Time of a step of 1, 64 and 256 sequences of 1,024 tokens, beside the least that reading takes."""
+    """Time of a step of 1, 64 and 256 sequences of 1,024 tokens, compared with the shortest time that reading takes."""
     if "8B" not in bench.kept:
         bench.kept["8B"] = Large.make()
     large: Large = bench.kept["8B"]
@@ -299,7 +299,7 @@ def _decoding(runner: Runner, batch: int) -> tuple[NewSequence, ...]:
 
 
 def _decode(runner: Runner, batch: int) -> list[Any]:
-    """Outcomes of steps of `batch` sequences, without the steps that warm up."""
+    """Outcomes of steps of `batch` sequences, without the warm-up steps."""
     runner.clear()
     joining = _decoding(runner, batch)
     loop = Loop(runner)
@@ -351,7 +351,7 @@ def through_the_worker(bench: Bench) -> Sequence[Figure]:
 
 
 def transfers(bench: Bench) -> Sequence[Figure]:
-    """Blocks of the 8B model to the host tier and back, beside copies of pinned memory."""
+    """Speed of moving blocks of the 8B model to the host tier and back, compared with copies of pinned memory."""
     large: Large = bench.kept["8B"]
     assert large.runner is not None
     pools = large.runner.pools
@@ -432,7 +432,7 @@ def beside_transformers(bench: Bench) -> Sequence[Figure]:
     generation = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0)
     options: dict[str, Any] = {"generation_config": generation, "progress_bar": False}
     if "persistent_manager" in inspect.signature(large.module.generate_batch).parameters:
-        # Otherwise every call would capture its graphs anew.
+        # Otherwise every call would capture its graphs again.
         options["persistent_manager"] = True
     seconds = []
     for variant in range(3):

@@ -1,4 +1,4 @@
-"""Parts of a measurement that must not harm one another: time budgets, gates, errors, and the table at the end."""
+"""Independent parts of a measurement: time limits, gates, errors, and the table at the end."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Figure:
 
     @property
     def target(self) -> str:
-        """In words."""
+        """The target in words."""
         if self.at_least is not None:
             return f">= {self.at_least:g} {self.unit}".rstrip()
         return f"<= {self.at_most:g} {self.unit}".rstrip() if self.at_most is not None else ""
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None where there is no target."""
+        """Whether the target is met; None if there is no target."""
         if self.at_least is not None:
             return self.value >= self.at_least
         return self.value <= self.at_most if self.at_most is not None else None
@@ -61,13 +61,13 @@ class Bench:
     kept: dict[str, Any] = field(default_factory=dict)
 
     def value(self, name: str) -> float:
-        """A figure of an earlier part that the caller needs."""
+        """Returns a figure of an earlier part."""
         return self.figures[name].value
 
 
 @dataclass(frozen=True)
 class Part:
-    """seconds: the part's time limit. needs: parts that must have succeeded, including the part's gates."""
+    """One part. seconds: its time limit. needs: parts that must have succeeded, including its gates."""
 
     name: str
     run: Callable[[Bench], Sequence[Figure]]
@@ -77,8 +77,8 @@ class Part:
 
 @dataclass
 class Result:
-    """status: done, wrong (it computes nonsense), failed (an error), skipped (it makes no sense here), or not run
-    because time or a needed part is missing. detail: why."""
+    """The result of a part. status: done, wrong (wrong values), failed (an error), skipped (it cannot run here), or not
+    run (time or a needed part is missing). detail: the reason."""
 
     status: str
     detail: str = ""
@@ -103,12 +103,12 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def note(line: str) -> None:
-    """Progress, which is no result."""
+    """Prints progress, which is no result, to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 def run_all(parts: Sequence[Part], results: dict[str, Result], ends: float) -> None:
-    """Runs parts in order and puts each one's result into `results`. ends: by time.monotonic, when all must be over."""
+    """Runs parts in order and stores their results in `results`. ends: the deadline, by time.monotonic."""
     bench = Bench()
     for part in parts:
         note(f"{part.name} ...")
@@ -139,7 +139,7 @@ def _run(part: Part, bench: Bench, results: Mapping[str, Result], left: float) -
         return result("wrong", str(error))
     except ModuleNotFoundError as error:
         return result("failed", f"the Python package {error.name} is missing")
-    except Exception as error:  # One part's error must not lose the others.
+    except Exception as error:  # An error must not lose the results of other parts.
         traceback.print_exc()
         return result("failed", f"{type(error).__name__}: {error}".splitlines()[0][:100])
 
@@ -159,7 +159,7 @@ def show(results: Mapping[str, Result]) -> str:
 
 
 def exit_status(results: Mapping[str, Result], parts: Sequence[Part]) -> int:
-    """0 when every part is done or makes no sense here; a missed target is a result, not an error."""
+    """0 if every part is done or skipped; a missed target is a result, not an error."""
     return 0 if all(results[part.name].status in ("done", "skipped") for part in parts) else 1
 
 

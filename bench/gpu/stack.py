@@ -42,7 +42,7 @@ KILLED_OUTPUT = 600
 
 
 def save(config: PretrainedConfig, folder: Path, dtype: torch.dtype, device: str) -> None:
-    """A model of random weights, and a tokenizer for its first ids."""
+    """Saves a model with random weights, and a tokenizer for its first ids."""
     torch.manual_seed(1)
     with torch.device(device):
         AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
@@ -50,14 +50,14 @@ def save(config: PretrainedConfig, folder: Path, dtype: torch.dtype, device: str
 
 
 def serve(_: Bench) -> Sequence[Figure]:
-    """Requests at once, the same requests again, and a stream that goes on while the cache manager is killed."""
+    """Measures requests at once, the same requests again, and a stream during which the cache manager is killed."""
     return serve_on("cuda", MODEL, torch.bfloat16, REQUESTS, PROMPT, OUTPUT, KILLED_OUTPUT)
 
 
 def serve_on(
     device: str, config: PretrainedConfig, dtype: torch.dtype, requests: int, prompt: int, output: int, killed: int
 ) -> Sequence[Figure]:
-    """The same on any device, with these sizes. Raises WrongError for an output that is not what it must be."""
+    """Measures on any device, with these sizes. Raises WrongError if an output is wrong."""
     rng = random.Random(3)
     prompts = [[rng.randrange(config.vocab_size) for _ in range(prompt)] for _ in range(requests)]
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +87,7 @@ def serve_on(
 async def _load(stack: Stack, prompts: Sequence[list[int]], output: int) -> list[Figure]:
     asked = [greedy_request(prompt, output) for prompt in prompts]
     rounds = []
-    # Requests with other prompts warm up the code that only requests run.
+    # Requests with different prompts warm up the code that runs only with requests.
     warm = [greedy_request(prompt[1:9], 4) for prompt in prompts[:8]]
     await generate_all(stack.scheduler, warm, concurrency=8)
     for _ in range(2):
@@ -112,7 +112,7 @@ async def _load(stack: Stack, prompts: Sequence[list[int]], output: int) -> list
 
 
 async def _killed(stack: Stack, prompt: Sequence[int], output: int) -> Figure:
-    """Seconds until the cache manager serves again; the stream goes on."""
+    """Kills the cache manager during a stream; returns the seconds until the manager serves again."""
     request = greedy_request(prompt[::-1], output)
     async with grpc.aio.insecure_channel(stack.scheduler) as channel:
         stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
@@ -127,5 +127,5 @@ async def _killed(stack: Stack, prompt: Sequence[int], output: int) -> Figure:
         seconds = time.monotonic() - begin
         found = await stream
     if found.token_ids != expected.token_ids:
-        raise WrongError("a stream is another one when the cache manager is killed")
+        raise WrongError("the output of a stream changed when the cache manager was killed")
     return Figure("stack, cache manager killed in a stream: until it serves", seconds, "s")

@@ -1,10 +1,10 @@
-"""Through which files and functions an admission and a decode step go, in the order of their calls.
+"""Files and functions on the path of an admission and of a decode step, in the order of their calls.
 
-The processes are real and have a model. They note every call of a function of the product while requests run, one at a
-time. A function is on a path when nearly each admission, or each decode step, calls the function. Left out are
-validation, metrics, logs and tracing, with all that they call, and functions that no reader jumps to: properties,
-comprehensions, lambdas and special methods. A detail is a function that calls nothing in another file: a reader takes
-such a function by its name. `--details` shows the details, too.
+The processes are real and have a model. They record every call of a function of the product while requests run, one at
+a time. A function is on a path if nearly each admission, or each decode step, calls it. Validation, metrics, logs and
+tracing are left out, with all that they call. So are functions that no reader jumps to: properties, comprehensions,
+lambdas and special methods. A detail is a function that calls nothing in a different file: its name is enough for a
+reader. `--details` shows the details, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.stack import ROOT, Stack
 from tests.support.generation import generate_all, greedy_request
 
 PROMPT_TOKENS, TOKENS, REQUESTS = 100, 60, 12
-# A function of a path is called in this share of all admissions, or steps: others wait for a clock.
+# A function on a path is called in this share of all admissions, or steps; other functions wait for a clock.
 ALWAYS = 0.9
 # Files and functions that belong to no path.
 BESIDE_FILES = ("validation", "bounds", "metrics", "telemetry", "tracing", "timing", "logs", "audit", "settings")
@@ -37,7 +37,7 @@ BESIDE_NAMES = ("check_", "_check", "observe", "log_")
 
 
 class Call(NamedTuple):
-    """A call of a function; at: in nanoseconds. process: the service. leads_on: whether it called another file."""
+    """A call of a function; at: in nanoseconds. process: the service. leads_on: whether it called a different file."""
 
     at: int
     process: str
@@ -79,7 +79,7 @@ def is_beside(call: Call) -> bool:
 
 
 def is_hop(call: Call) -> bool:
-    """Whether a reader jumps to it."""
+    """Whether a reader jumps to the called function."""
     name = call.function.rpartition(".")[2]
     return "<" not in name and not name.startswith("__") and not is_property(call.file, call.function)
 
@@ -104,7 +104,7 @@ def without_beside(calls: Iterable[Call]) -> Iterator[Call]:
 
 
 def windows(calls: Sequence[Call], route: Route) -> Iterator[Sequence[Call]]:
-    """The calls of each time that a path was taken. calls: in the order of their times."""
+    """Yields the calls of each pass along a path. calls: in the order of their times."""
     begun: int | None = None
     for at, call in enumerate(calls):
         if begun is not None and call.function == route.end:
@@ -115,7 +115,7 @@ def windows(calls: Sequence[Call], route: Route) -> Iterator[Sequence[Call]]:
 
 
 def leading(calls: Iterable[Call]) -> Iterator[Call]:
-    """The calls of one thread, each with whether it called another file."""
+    """Yields the calls of one thread, each with whether it called a different file."""
     above: list[Call] = []
     leads: dict[int, bool] = {}
     kept = []
@@ -146,7 +146,7 @@ def path_of(calls: Sequence[Call], route: Route) -> list[Step]:
             found.setdefault(name, []).append(offset)
     kept = {name: statistics.median(offsets) for name, offsets in found.items() if len(offsets) >= ALWAYS * taken}
     path = [Step(*name, name in leads) for name in sorted(kept, key=kept.__getitem__)]
-    # What hands over to another process leads on, too.
+    # A call that hands over to a different process leads on, too.
     return [
         step._replace(leads_on=True) if after is None or after.process != step.process else step
         for step, after in itertools.zip_longest(path, path[1:])

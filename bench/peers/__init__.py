@@ -1,1 +1,1 @@
-"""Other engines on the same token ids, each in an environment of its own."""
+"""Other engines on the same token ids, each in a separate environment."""

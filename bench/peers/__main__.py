@@ -5,7 +5,7 @@ the reason, and the rest continues. Two models are measured: weights that nothin
 the default model's weights, which kvkeep keeps in the few bits that their author chose. All engines of a model and data
 type stay loaded; all but the measured engine are stopped. Every engine's greedy output is checked against the same
 references before the engine is measured: kvkeep's must be right, a peer whose output is wrong is left out. Each repeat
-measures the machine and then every case on every engine, in another order each time. A peer that was less than half as
+measures the machine and then every case on every engine, each time in a new order. A peer that was less than half as
 fast as the best peer in the first repeat is not measured again in this case: it decides nothing. A peer that finds a
 common prefix only after a first request is measured twice in cases with a common prefix: all at once, and "ahead".
 
@@ -51,7 +51,7 @@ from executor.errors import ModelError, first_line
 from tests.stack import model_cache
 
 OURS, LLAMA = "kvkeep", "llamacpp"
-# A peer slower than this share of the best one is measured once.
+# A peer slower than this share of the best peer is measured only once.
 NEAR = 0.5
 # The models that are measured by default, by the names of --models.
 MODELS = {
@@ -91,13 +91,13 @@ class Measured:
     llama_bench: list[Record]
     # Versions of the peers.
     engines: dict[str, str]
-    # Why an engine is not measured, or what is wrong with the output of an engine that is measured.
+    # Why an engine is not measured, or the error in the output of an engine that is measured.
     absent: dict[str, str]
     differing: dict[str, str]
 
 
 def value(case: str, record: Mapping[str, Any]) -> float:
-    """The figure that a case is about."""
+    """The main figure of a case."""
     return float(record["inter_token_mean_ms"] if case == "W4" else record["output_tokens_per_s"])
 
 
@@ -117,7 +117,7 @@ def still_of_interest(name: str, case: str, records: Sequence[Record]) -> bool:
 
 
 def row(dtype: str, case: str, engines: Sequence[str], records: Sequence[Record]) -> list[str]:
-    """One line of the table; the records are those of one model in this data type and case."""
+    """One line of the table, from the records of one model in this data type and case."""
     medians = {}
     for engine in engines:
         if figures := [value(case, record) for record in records if record["engine"] == engine]:
@@ -206,7 +206,7 @@ def ours(subject: Subject, dtype: str, stack: contextlib.ExitStack, found: Measu
 
 
 def one_dtype(subject: Subject, dtype: str, folder: Path, peers: Sequence[Peer], found: Measured) -> None:
-    """Every run of one data type, and the machine's limits in the meantime."""
+    """Makes all runs of one data type, and measures the machine's limits in between."""
     bench = subject.bench
     expected, margin = bench.references(dtype)
     records: list[Record] = []
@@ -258,7 +258,7 @@ def one_case(
     before: Sequence[Record],
     found: Measured,
 ) -> list[Record]:
-    """One case on every engine, with another engine first in each repeat; an engine that fails is dropped."""
+    """Runs one case on every engine, with a different engine first in each repeat; drops an engine that fails."""
     prompts = subject.bench.corpus.prompts(case, repeat)
     order = list(engines)
     shift = repeat % len(order)
@@ -283,7 +283,7 @@ def one_case(
 
 
 def alone(program: Path, subject: Subject, dtype: str, case: Case, repeat: int, cache: Path, found: Measured) -> None:
-    """W4 as llama-bench measures it."""
+    """Measures W4 with llama-bench."""
     threads = len(os.sched_getaffinity(0))
     try:
         taken = llama_bench.token_ms(program, subject.gguf(dtype, cache), dtype, threads, case)

@@ -1,4 +1,4 @@
-"""GGUF files, which llama.cpp reads: of a model's folder, with the same weights."""
+"""Writes GGUF files for llama.cpp from a model's folder, with the same weights."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _write(model: Path, config: dict[str, Any], theta: float, dtype: str, file: 
     kept = {"float32": gguf.GGMLQuantizationType.F32, "bfloat16": gguf.GGMLQuantizationType.BF16}[dtype]
     tensors = load_file(model / "model.safetensors")
     if config.get("tie_word_embeddings"):
-        # llama.cpp uses the embedding where there is no output matrix.
+        # llama.cpp uses the embedding if there is no output matrix.
         tensors.pop("lm_head.weight", None)
     for name, tensor in tensors.items():
         values = tensor.float().numpy()

@@ -49,7 +49,7 @@ class PeerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                # Stopped and continued with its children, and not ended by a Ctrl-C that is meant for this process.
+                # The group is stopped and continued as a whole, and a Ctrl-C for this process does not end it.
                 process_group=0,
             )
         try:
@@ -84,7 +84,7 @@ class PeerProcess:
         return Run(Times(times, sum(map(len, prompts))), usage, outputs, 0)
 
     def close(self) -> None:
-        """Ends the process and what it started: at once, also in the middle of its work."""
+        """Ends the process and its children at once, also in the middle of their work."""
         self._signal(signal.SIGKILL if self._busy else signal.SIGCONT)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -135,7 +135,7 @@ class PeerProcess:
         return answer
 
     def _last_words(self) -> str:
-        """Why the process ended, as far as its log says."""
+        """The reason why the process ended, as far as its log says."""
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines()]
         errors = [line for line in lines if "Error" in line] or [line for line in lines if line] or ["nothing said"]
         return f"it ended: {errors[-1][:200]} (see {self._log})"

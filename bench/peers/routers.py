@@ -18,7 +18,7 @@ class RouterError(RuntimeError):
 
 
 class Connection:
-    """Connection to one address that is used again for each request. One thread uses it at a time."""
+    """A connection to one address, reused for each request. One thread uses it at a time."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.partition(":")
@@ -45,7 +45,7 @@ class Connection:
             response = self._connection.getresponse()
             text = response.read().decode()
         except BaseException:
-            # It may be in the middle of an answer.
+            # The connection may be in the middle of an answer.
             self._connection.close()
             raise
         if response.status >= 300:
@@ -60,7 +60,7 @@ class RouterProcess(Connection):
     """A router that serves HTTP and the connection to it. Use it in a with statement."""
 
     def __init__(self, command: Sequence[str], address: str, log: Path) -> None:
-        """Starts it; the log has what it prints."""
+        """Starts the router; the log has its output."""
         super().__init__(address)
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ class RouterProcess(Connection):
             self._process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
 
     def wait(self) -> None:
-        """Waits until it answers. Raises RouterError."""
+        """Waits until the router answers. Raises RouterError."""
         for _ in range(600):
             try:
                 self.read("GET", "/health")
@@ -83,7 +83,7 @@ class RouterProcess(Connection):
         raise RouterError(f"the router does not answer, see {self._log}")
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the router."""
         super().close()
         self._process.terminate()
         self._process.wait()

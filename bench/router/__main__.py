@@ -1,7 +1,7 @@
 """Costs of the router's view of the caches: decisions, memory, events, a restart, a large fleet.
 
-Nothing needs a model or a device. Times are process time where they can be, so that a busy machine disturbs them
-little. A missed target is a result: nothing fails for it.
+Nothing needs a model or a device. Times are process time if possible, so that a busy machine disturbs them little. A
+missed target is reported, but does not fail the run.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A cache manager as a process of its own, and prompts that are cached in it over gRPC."""
+"""A cache manager as a separate process, and prompts that are cached in it over gRPC."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CachingManager:
             self._stub.RegisterExecutor(executor, timeout=60)
 
     def cache(self, number: int, blocks: int) -> None:
-        """Caches a prompt of `blocks` blocks on the executors in turn; each number is another prompt."""
+        """Caches a prompt of `blocks` blocks on the executors in turn; each number is a different prompt."""
         sync_number = next(self._syncs)
         name = f"q{sync_number}"
         first = number * blocks * BLOCK

@@ -1,7 +1,7 @@
-"""The needs of a fleet of many engines and shards with millions of cached blocks: measured, and computed from these.
+"""The needs of a fleet of many engines and shards with millions of cached blocks, measured and computed.
 
-The view is really that large. Rates and times of the whole fleet are computed from the cost of an event, a block and a
-decision: `computed` has the formulas.
+The measured view really has this size. Rates and times of the whole fleet are computed from the cost of an event, a
+block and a decision: `computed` has the formulas.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.managers import sync_redis
 
 PROMPTS = 24
 SHORT_PROMPT_BLOCKS = 64
-# Of a key in a message.
+# Bytes of a key in a message.
 KEY_BYTES = 8
 CASES: dict[str, Store] = {
     "nothing cached": nowhere,
@@ -40,7 +40,7 @@ CASES: dict[str, Store] = {
 
 
 class Size(NamedTuple):
-    """A fleet. blocks: different ones, of all engines. events: of a shard in a second."""
+    """A fleet. blocks: different blocks of all engines. events: per shard and second."""
 
     blocks: int
     engines: int
@@ -52,10 +52,9 @@ class Size(NamedTuple):
 class Costs:
     """The cost of each item, in the units of UNITS; times are process times of a router.
 
-    copies: engines that have a block, on average. decision_engine: of a whole decision, by engine. decision_block and
-    hashing: of a decision, for each block of the prompt. snapshot_block: of a snapshot, for each engine that has the
-    block. commands: Redis commands for an event. indexed: further commands for an event with the
-    index by key.
+    copies: engines that have a block, on average. decision_engine: of a whole decision, per engine. decision_block,
+    hashing: of a decision, per block of the prompt. snapshot_block: of a snapshot, per engine that has the block.
+    commands: Redis commands per event. indexed: further commands per event with the index by key.
     """
 
     block_bytes: float
@@ -104,7 +103,7 @@ def rows(size: Size) -> Iterator[Row]:
 
 
 def view(size: Size) -> Generator[Row, None, dict[str, float]]:
-    """The memory of a view of that size, and the resulting costs. Starts no process."""
+    """The memory of a view of this size, and the resulting costs. Starts no process."""
     attempts = [prompt(number) for number in range(PROMPTS)]
     Caches(2)
     gc.collect()
@@ -180,7 +179,7 @@ def _shard(size: Size, **settings: object) -> tuple[list[pb.WatchEventsResponse]
 
 
 def computed(size: Size, costs: Costs) -> Iterator[Row]:
-    """The needs of the fleet, by the costs."""
+    """The needs of the fleet, computed from the costs."""
     events, stored = size.events * size.shards, size.blocks * costs.copies
     yield Row("computed: memory of the view, for each router", size.blocks * costs.block_bytes / 1e9, "GB")
     for blocks in (SHORT_PROMPT_BLOCKS, LONG_PROMPT_BLOCKS):

@@ -1,7 +1,7 @@
 """One decision of the policy `cost` for a prompt of 100,000 tokens, 16 engines and a view of a million blocks.
 
-Each case has a view of its own. The prompts of a case take turns, so that no processor cache has the data that the next
-prompt needs. Hashing the prompt counts apart: its time does not depend on the view.
+Each case has a separate view. The prompts of a case take turns, so that no processor cache has the data that the next
+prompt needs. Hashing of the prompt is measured separately: its time does not depend on the view.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def filled(attempts: Sequence[AdmissionAttempt], store: Store, blocks: int, engi
 
 
 def decisions(caches: Caches, attempts: Sequence[AdmissionAttempt]) -> tuple[list[float], list[float]]:
-    """Process time of each decision without hashing, and that of the hashing, in seconds."""
+    """Process time in seconds of each decision without hashing, and of the hashing."""
     router, taken, hashed = fleet(caches), [], []
     links = list(router.links.values())
     gc.collect()

@@ -1,7 +1,7 @@
 """Costs of events: for the cache manager, which sends them in three ways, and for the router that receives them.
 
 A real cache manager serves prompts at a steady rate. Each prompt stores as many blocks as it evicts, so that 5,000
-events come in a second. A watcher of keys costs the manager's processor time with the watcher less the time without.
+events come in a second. The cost of a watcher is the manager's processor time with the watcher less the time without.
 Two more cache managers publish over ZeroMQ and write the index by key: they are compared with a plain one, in turns.
 """
 
@@ -31,7 +31,7 @@ from tests.support.ports import free_address
 
 ENGINES, RATE, SECONDS, ROUNDS = 16, 5_000, 5.0, 9
 PROMPT_BLOCKS = 50
-# Blocks of each engine: a few prompts, after which each new one evicts as much as it stores.
+# Blocks of each engine: a few prompts fill them, then each new prompt evicts as much as it stores.
 POOL_BLOCKS = 10 * PROMPT_BLOCKS
 TARGET_US = 5.0
 MADE = 50_000

@@ -24,7 +24,7 @@ from scheduler.router.view import CacheView, Generation
 BLOCK, PROMPT_TOKENS = 16, 100_000
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK
 FINGERPRINT = bytes(32)
-# As in messages of cache managers.
+# Keys in each message, as cache managers send them.
 KEYS_OF_A_MESSAGE = 4096
 SHARD = "made-up"
 
@@ -74,19 +74,19 @@ class Caches:
         return self._generations[engine % len(self.shards)]
 
     def store(self, engine: int, tier: int, keys: Sequence[int]) -> None:
-        """The executor has these blocks."""
+        """Reports that the executor has these blocks."""
         self.stored += len(keys)
         self.take(engine, messages(self.names[engine], tier, keys))
 
     def take(self, engine: int, sent: Iterable[bytes]) -> None:
-        """The executor's cache manager has sent this."""
+        """Takes messages from the executor's cache manager."""
         for message in sent:
             begun = time.process_time()
             self.view.apply(self._of(engine), pb.WatchEventsResponse.FromString(message).changes)
             self.longest = max(self.longest, time.process_time() - begun)
 
     def lose(self, engine: int) -> None:
-        """The executor is lost."""
+        """Reports that the executor is lost."""
         lost = pb.CacheChange(lost=pb.Executor(executor_id=self.names[engine]))
         self.view.apply(self._of(engine), [lost])
 
@@ -127,14 +127,14 @@ def fleet(caches: Caches) -> TimedFleet:
 
 
 def prompt(number: int, tokens: int = PROMPT_TOKENS) -> AdmissionAttempt:
-    """A request with a prompt of its own."""
+    """A request with a unique prompt."""
     token_ids = array("I", Random(number).choices(range(100_000), k=tokens))
     request = Request(f"r{number}", token_ids, 16, execution_pb2.SamplingParams(), arrival=number, arrived_at=0.0)
     return AdmissionAttempt(request, token_ids)
 
 
 def keys_of(attempt: AdmissionAttempt) -> list[int]:
-    """The keys of its full blocks."""
+    """The keys of the prompt's full blocks."""
     return list(KeySpace(FINGERPRINT, BLOCK).keys(attempt.token_ids, None))
 
 

@@ -1,7 +1,7 @@
 """Time until the view of a router that has just started is complete, with a real cache manager's events over gRPC.
 
-The router does nothing else. Times on the clock say how long it takes, beside other work of the machine; process times
-say how much it costs.
+The router does nothing else. Times on the clock show the duration, including other work of the machine; process times
+show the cost.
 """
 
 from __future__ import annotations

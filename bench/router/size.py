@@ -1,6 +1,6 @@
 """Bytes of the view for each block, of a million blocks on 16 engines.
 
-Each layout is measured in a process of its own, twice: memory that Python and numpy have allocated, and resident
+Each layout is measured in a separate process, twice: memory that Python and numpy have allocated, and resident
 memory. Keys come out of messages, as they do in a router.
 """
 
@@ -30,7 +30,7 @@ def alone(caches: Caches, blocks: int) -> None:
 
 
 def chains(caches: Caches, blocks: int) -> None:
-    """Prompts on up to eight engines, each with a beginning of its own length in each of three tiers."""
+    """Prompts on up to eight engines, each with a beginning of a different length in each of three tiers."""
     random, engines = Random(len(caches.view)), len(caches.names)
     for _ in range(blocks // CHAIN):
         keys = other_keys(random.getrandbits(64), CHAIN)

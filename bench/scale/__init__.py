@@ -1,1 +1,1 @@
-"""What the cache manager costs at scale. Each module that measures has a function `rows(blocks)`."""
+"""Costs of the cache manager at scale. Each module that measures has a function `rows(blocks)`."""

@@ -1,4 +1,4 @@
-"""What an admission costs, by how many tenants, rules, quotas, sessions, hints, pins and salts there are.
+"""Cost of an admission by the number of tenants, rules, quotas, sessions, hints, pins and salts.
 
 Each row is the median process time of one call on a cached prompt, which should not grow with the number of others.
 """
@@ -42,7 +42,7 @@ RUNS = 31
 CALLS = ("admission", "release", "refused admission")
 # Seconds that leases and pins of others last.
 LASTS = 3600.0
-# The most that a call may cost with the most others, as a multiple of its cost without others.
+# Limit of a call's cost with the largest number of others, as a multiple of its cost without others.
 GROWTH = 2.0
 
 

@@ -1,4 +1,4 @@
-"""A restart of the cache manager beside a real Redis with a whole cache: how long it takes, and which blocks are lost.
+"""Restart of the cache manager with a real Redis that holds a whole cache: duration, and lost blocks.
 
 The same code runs as in the real process, but in one process and without gRPC. Stalls are process time between two
 turns of the event loop.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """`value` in `unit`; `target` is the most that it should be, None where it is only reported."""
+    """`value` in `unit`; `target` is its upper limit, None if it is only reported."""
 
     name: str
     value: float

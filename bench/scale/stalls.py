@@ -1,4 +1,4 @@
-"""How long single calls keep the cache manager's event loop from other calls."""
+"""How long single calls block the cache manager's event loop."""
 
 import asyncio
 import contextlib
@@ -209,7 +209,7 @@ def stored_quotas(blocks: int) -> Iterator[Row]:
 
 
 def _and_behind(cache: Cache, name: str, call: Callable[[], object]) -> Iterator[Row]:
-    """A call, and later calls of `expire` that continue its work."""
+    """Measures a call, and later calls of `expire` that continue its work."""
     took = [_timed(call)]
     while cache.manager.is_behind:
         took.append(_timed(cache.manager.expire))

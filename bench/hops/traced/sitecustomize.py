@@ -1,7 +1,7 @@
-"""Notes every call of a product's function in this process, and writes the calls to a file when asked.
+"""Records every call of a product's function in this process, and writes the calls to a file on request.
 
-Python imports this module at its start where this folder is in PYTHONPATH. TRACED_ROOT: the checkout. TRACED_FOLDER:
-where the calls go. SIGUSR2 begins, a second one writes `PID.json`.
+Python imports this module at its start if this folder is in PYTHONPATH. TRACED_ROOT: the checkout. TRACED_FOLDER: the
+folder for the calls. The first SIGUSR2 begins the recording, the second writes `PID.json`.
 """
 
 import inspect
@@ -18,7 +18,7 @@ _ROOT = os.environ["TRACED_ROOT"] + os.sep
 _PRODUCTS = tuple(f"{_ROOT}{name}{os.sep}" for name in ("cachemgr", "scheduler", "executor", "protos", "kernels"))
 _CAN_WAIT = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
-# Nanoseconds of the machine's monotonic clock, thread, depth of the stack, file in the checkout, function.
+# Calls: nanoseconds of the monotonic clock, thread, depth of the stack, file in the checkout, function.
 _calls: list[tuple[int, int, int, str, str]] | None = None
 
 
@@ -26,7 +26,7 @@ def _note(frame: FrameType, event: str, _argument: object) -> None:
     code = frame.f_code
     if event != "call" or _calls is None or not code.co_filename.startswith(_PRODUCTS):
         return
-    # The argument of RESUME: 0 at the start of a function, more where a coroutine continues.
+    # The argument of RESUME is 0 at the start of a function, and more if a coroutine continues.
     if code.co_flags & _CAN_WAIT and code.co_code[frame.f_lasti + 1] & 3:
         return
     depth, outer = 0, frame.f_back

@@ -1,4 +1,4 @@
-"""llama.cpp's server, asked over HTTP with token ids; its model is a GGUF file. Each request has a slot of its own.
+"""llama.cpp's server, asked over HTTP with token ids; its model is a GGUF file. Each request has a separate slot.
 
 Keys and values are kept in the type of the computation: float32, or bfloat16. Nothing is kept of slots that are given
 up, so that a request can only reuse the tokens that its slot had before.
@@ -34,7 +34,7 @@ def started(model: str, dtype: str, threads: int, port: int) -> subprocess.Popen
     command = [str(Path(sys.prefix, "bin/llama-server")), "--model", model, "--host", HOST, "--port", str(port)]
     command += ["--threads", str(threads), "--parallel", str(SLOTS), "--ctx-size", str(SLOTS * SLOT_TOKENS)]
     command += ["--cache-type-k", kept, "--cache-type-v", kept, "--cache-ram", "0"]
-    # The texts of tokens are numbers: no token waits for another token that completes its character.
+    # The texts of tokens are numbers, so that no token waits for a second token to complete its character.
     command += ["--override-kv", "tokenizer.ggml.model=str:test"]
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     deadline = time.monotonic() + START_SECONDS
@@ -69,7 +69,7 @@ class Request(threading.Thread):
                 "ignore_eos": True,
                 "id_slot": slot,
                 "cache_prompt": job.reuse,
-                # The largest logit; no other sampler, which would look at all logits.
+                # Takes the largest logit; any other sampler would look at all logits.
                 "samplers": ["top_k"],
                 "top_k": 1,
                 "stream": True,
@@ -78,7 +78,7 @@ class Request(threading.Thread):
         )
 
     def run(self) -> None:
-        """Notes every token, or why there are no more."""
+        """Records every token, or the error that ends them."""
         connection = http.client.HTTPConnection(HOST, self._port)
         try:
             connection.request("POST", "/completion", self._body, {"Content-Type": "application/json"})

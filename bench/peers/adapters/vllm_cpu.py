@@ -17,7 +17,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-# The allocator and the OpenMP library that vLLM's makers advise, where they are found.
+# The allocator and the OpenMP library that vLLM's makers advise, if they are found.
 PRELOADED = (
     Path("/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"),
     Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"),
