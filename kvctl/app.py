@@ -75,7 +75,7 @@ def kvctl(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line; its exit status. Errors are one line on standard error."""
+    """Runs a command line; returns its exit status. Errors are one line on standard error."""
     try:
         status = app(arguments, prog_name="kvctl", standalone_mode=False)
     except CommandError as error:

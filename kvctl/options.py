@@ -98,7 +98,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Selection:
-    """Options that select blocks by what they are."""
+    """Options that select blocks by their properties."""
 
     salt: Salt = None
     tenant: Annotated[str | None, typer.Option(help="Of this tenant.")] = None

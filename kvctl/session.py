@@ -30,7 +30,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 I = TypeVar("I")  # noqa: E741
 
-# Where services listen by default.
+# The default addresses of the services.
 _FIELDS = ProcessSettings.model_fields
 SERVER: str = _FIELDS["cachemgr_admin_address"].default
 SCHEDULER: str = _FIELDS["scheduler_address"].default
@@ -105,7 +105,7 @@ class Session:
 
     @functools.cached_property
     def shards(self) -> list[Shard]:
-        """The cache managers: the named ones, else those of the router's engines. Raises CommandError."""
+        """The cache managers: the named ones, else the cache managers of the router's engines. Raises CommandError."""
         if self._server:
             named = addresses_of(self._server, "--server")
             if not named:
@@ -142,7 +142,7 @@ class Session:
 
     @property
     def shard(self) -> Shard:
-        """The cache manager, for verbs that are about a single one. Raises CommandError where there are several."""
+        """The cache manager, for verbs that are about a single one. Raises CommandError if there are several."""
         if len(self.shards) > 1:
             listed = ", ".join(shard.address for shard in self.shards)
             raise typer.BadParameter(f"name one of the shards: {listed}", param_hint="--server")
@@ -172,7 +172,7 @@ class Session:
         return router.call(router.stub.ListEngines, generation_pb2.ListEnginesRequest())
 
     def forget_engines(self) -> None:
-        """Lets the next call look for engines and shards anew; for a session that lasts long."""
+        """Lets the next call look for engines and shards again; for a session that lasts long."""
         for name in ("shards", "unknown", "engines"):
             self.__dict__.pop(name, None)
 
@@ -284,7 +284,7 @@ def verb(
                 try:
                     function(session, **options)
                 except BrokenPipeError:
-                    # The reader is gone, as with `| head`; the rest of the output is dropped.
+                    # The reader has closed the pipe, as with `| head`; the rest of the output is dropped.
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                     raise typer.Exit(Status.BROKEN_PIPE) from None
 
@@ -321,7 +321,7 @@ def ask_confirmed(
     """The answers of calls that lose something: first a dry run, then, unless `dry_run`, the call after a confirmation.
 
     call: takes a shard and whether to change nothing. question: takes the answer to the dry run; empty for none. A
-    shard where nothing matches is no failure if another shard has a match. Raises CommandError.
+    shard without a match is no failure if another shard has a match. Raises CommandError.
     """
     answers = session.ask(lambda shard: call(shard, True), executor=executor, pool=pool).leave_out_missing()
     if dry_run:

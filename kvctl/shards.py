@@ -51,7 +51,7 @@ class ShardsError(CommandError):
 
     def __init__(self, failures: Mapping[str, CommandError]) -> None:
         said = [str(error) if address in str(error) else f"{address}: {error}" for address, error in failures.items()]
-        # An error that is the same for all shards is shown once.
+        # An error that all shards have is shown once.
         messages = {str(error) for error in failures.values()}
         statuses = [error.status for error in failures.values()]
         super().__init__(
@@ -63,7 +63,7 @@ class ShardsError(CommandError):
 
 @dataclass
 class Answers(Generic[T]):
-    """Answers of shards by address. failures: errors of other shards. without: shards where the thing is missing.
+    """Answers of shards by address. failures: errors of other shards. without: shards that lack the thing.
 
     several: whether several shards were asked; else the output does not mention shards.
     """
@@ -74,12 +74,12 @@ class Answers(Generic[T]):
     several: bool = False
 
     def check(self) -> None:
-        """Raises ShardsError where a shard has failed."""
+        """Raises ShardsError if a shard has failed."""
         if self.failures:
             raise ShardsError(self.failures)
 
     def leave_out_missing(self) -> Answers[T]:
-        """The same answers, in which a missing thing is no failure of a shard if another shard has the thing."""
+        """The same answers, but a missing thing is no failure of a shard if another shard has the thing."""
         self.without += [address for address, error in self.failures.items() if error.is_missing]
         self.failures = {address: error for address, error in self.failures.items() if not error.is_missing}
         return self
@@ -95,7 +95,7 @@ class Answers(Generic[T]):
         return {"shards": shards}
 
     def listing(self, columns: Sequence[Column[I]], items: Callable[[T], Iterable[I]], *, wide: bool) -> str:
-        """One table of all answers, with the shard in front of each row where there are several."""
+        """One table of all answers, with the shard in front of each row if there are several."""
         rows = [(address, item) for address, answer in self.by_shard.items() for item in items(answer)]
         lifted = [_behind(column) for column in columns]
         if self.several:
@@ -107,7 +107,7 @@ class Answers(Generic[T]):
         return names(columns, [item for answer in self.by_shard.values() for item in items(answer)])
 
     def lines(self, text: Callable[[T], str], none: str = "has none") -> str:
-        """The answers in words, with the shard in front of each line where there are several."""
+        """The answers in words, with the shard in front of each line if there are several."""
         if not self.several:
             return "\n".join(map(text, self.by_shard.values()))
         said = [f"{address}: {line}" for address, one in self.by_shard.items() for line in text(one).splitlines()]
@@ -163,7 +163,7 @@ def owner_of(executor_id: str, pools: Answers[Sequence[pb.Pool]]) -> str:
 
 
 def named(kind: str, name: str, listed: Iterable[tuple[str, Any]]) -> Any:
-    """The thing of this name in a listing. Raises CommandError where there is none."""
+    """The thing of this name in a listing. Raises CommandError if there is none."""
     for its_name, item in listed:
         if its_name == name:
             return item

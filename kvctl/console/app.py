@@ -45,9 +45,9 @@ HEADERS = {
     "x-content-type-options": "nosniff",
 }
 CALL_SECONDS = 10.0
-# Shorter: a service that hangs delays the look at all other services.
+# Time limit of a call for a look; it is short, because a service that hangs delays the look at all other services.
 LOOK_CALL_SECONDS = 1.0
-# How long a viewer who may see all tenants still sees the console's own figures while no cache manager answers.
+# How long a viewer of all tenants still sees the console's own figures while no cache manager answers.
 ALLOWED_SECONDS = 600.0
 MAX_ALLOWED = 64
 _STATUSES = {
@@ -127,7 +127,7 @@ async def serve(
     router: str = "",
     metrics: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Serves until SIGTERM or SIGINT. shards, router: of the fleet that it shows. Raises AddressError.
+    """Serves until SIGTERM or SIGINT. shards, router: of the shown fleet. Raises AddressError.
 
     metrics: addresses by process, empty for none.
     """

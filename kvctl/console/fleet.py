@@ -1,4 +1,4 @@
-"""The cache managers that the page shows: the named cache managers, else those of a router's engines."""
+"""The cache managers on the page: the named cache managers, else the cache managers of a router's engines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Fleet:
     def __init__(self, shards: Sequence[str], router: str, security: Security) -> None:
         """shards: addresses for operators; none if the router knows them. router: empty for none.
 
-        Raises AddressError where a viewer's token would travel in the clear.
+        Raises AddressError if a viewer's token would travel unencrypted.
         """
         self._security = replace(security, token_file=None)
         self._named = tuple(shards)

@@ -53,7 +53,7 @@ class Sample(NamedTuple):
 
 
 class Monitor:
-    """Looks at all services every few seconds, in a thread of its own. Use it in a with statement.
+    """Looks at all services every few seconds, in a separate thread. Use it in a with statement.
 
     The end of the statement closes the session, too. The session carries the console's own token. Only viewers who may
     see all tenants may see the answers.
@@ -67,7 +67,7 @@ class Monitor:
         self._samples: deque[Sample] = deque(maxlen=round(HISTORY_SECONDS / LOOK_SECONDS) + 1)
         self._readings: deque[Reading] = deque(maxlen=round(WINDOW_SECONDS / LOOK_SECONDS) + 1)
         self._parts: tuple[Part, ...] = ()
-        # The console may not be able to reach a part that has never answered: this is no failure of the part.
+        # The console may be unable to reach a part that has never answered: the part may still work.
         self._seen: set[str] = set()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -99,7 +99,7 @@ class Monitor:
         return reading
 
     def data(self, shard: str, pool: str) -> Json:
-        """The services as of the last look, and the history of a pool. shard: its address, empty where it is alone."""
+        """The services as of the last look, and the history of a pool. shard: its address, empty for the only shard."""
         with self._lock:
             samples, readings, parts = list(self._samples), list(self._readings), self._parts
         found: Json = {"version": program_version(), "parts": [part._asdict() for part in parts]}
@@ -189,7 +189,7 @@ def _pools(reading: Reading) -> Iterator[tuple[tuple[str, str], PoolSample]]:
 
 
 def _history(samples: Iterable[Sample], shard: str, pool: str) -> Json:
-    """Columns of numbers, the oldest first; None where nothing is known. ages: in seconds."""
+    """Columns of numbers, the oldest first; None for unknown values. ages: in seconds."""
     ages: list[float] = []
     columns: dict[str, list[float | None]] = {name: [] for name in ("hit_rate", "used", "cached", "evicted", "tokens")}
     before: tuple[float, PoolSample] | None = None

@@ -114,7 +114,7 @@ def printable(value: object) -> str:
 
 
 def optional(message: Message, field: str) -> Any:
-    """An optional field, or None where it is absent."""
+    """An optional field, or None if it is absent."""
     return getattr(message, field) if message.HasField(field) else None
 
 
@@ -134,7 +134,7 @@ def share(part: float, whole: float) -> str:
 
 
 def lasting(message: Message, field: str) -> str:
-    """The remaining time, or a dash where there is no end."""
+    """The remaining time, or a dash if there is no end."""
     if not message.HasField(field):
         return "-"
     return span(seconds(getattr(message, field)))

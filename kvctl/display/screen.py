@@ -19,14 +19,14 @@ from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.durations import seconds
 
-# The most salts and quotas that are shown.
+# The largest number of salts and of quotas that are shown.
 MOST = 12
 USED, CACHED, EMPTY = "green", "blue", "bright_black"
 LEAST_BAR, MOST_BAR = 8, 60
 
 
 def render(before: Reading, now: Reading) -> RenderableType:
-    """The screen. before: an earlier reading, for rates."""
+    """Draws the screen. before: an earlier reading, for rates."""
     parts: list[RenderableType] = [_title(now), _load(before, now)]
     if now.engines is not None:
         parts.append(_engines(now.engines))
@@ -42,7 +42,7 @@ def render(before: Reading, now: Reading) -> RenderableType:
 
 
 class Bar:
-    """Counts as a line of cells, each count in its colour; a count that is not 0 has at least one cell."""
+    """A line of cells for counts, each in its colour; every count above 0 has at least one cell."""
 
     def __init__(self, parts: Sequence[tuple[int, str]]) -> None:
         self._parts = parts
@@ -72,7 +72,7 @@ def _title(now: Reading) -> RenderableType:
 
 
 def _dtypes(model: generation_pb2.GetModelResponse) -> str:
-    """The data type of the weights, and of the cache where it differs."""
+    """The data type of the weights, and of the cache if it differs."""
     if model.kv_cache_dtype in ("", model.dtype):
         return model.dtype
     return f"{model.dtype}, cache {model.kv_cache_dtype}"
@@ -103,7 +103,7 @@ def _load(before: Reading, now: Reading) -> RenderableType:
         ),
     ]
     if now.routed:
-        # Each engine has steps of its own, which the table of engines shows.
+        # The table of engines shows the steps of each engine.
         del columns[1]
     grid = Table.grid(padding=(0, 1), expand=True)
     for _ in columns:
@@ -134,7 +134,7 @@ def _engines(found: generation_pb2.ListEnginesResponse) -> RenderableType:
 
 
 def _pools(before: ShardReading, now: ShardReading, elapsed: float, address: str) -> RenderableType:
-    """elapsed: seconds between the readings. address: of the shard where there are several, else empty."""
+    """The pools. elapsed: seconds between the readings. address: the shard's if there are several, else empty."""
     hit = f"hit {WINDOW_SECONDS}s" if sees_all(now.pools) else "hit"
     made = _table(("pool", "tier"), (hit, "used", "cached", "blocks", "evicted/s", "up", "down"))
     made.expand = True
@@ -146,7 +146,7 @@ def _pools(before: ShardReading, now: ShardReading, elapsed: float, address: str
         earlier = {tier.tier: _lost(tier) for tier in before.stats.get(pool.pool_id, stats).tiers}
         head = (printable(pool.pool_id), share(stats.tokens.hit_tokens, stats.tokens.queried_tokens))
         if not stats.tiers:
-            # The token is of a tenant's operator.
+            # A tenant's operator sees the pool without tiers.
             made.add_row(head[0], "", head[1])
         for tier in stats.tiers:
             empty = tier.total_blocks - tier.used_blocks - tier.cached_blocks

@@ -54,17 +54,17 @@ class Round:
     output_tokens: int = 0
     ending: Ending = Ending.DONE
     cache: list[float] = field(default_factory=list)
-    # Most bytes of each process.
+    # The largest resident bytes of each process.
     resident: dict[str, int] = field(default_factory=dict)
 
     @property
     def cache_mean(self) -> float:
-        """Share of the pool, on average."""
+        """The mean share of the pool in use."""
         return statistics.fmean(self.cache) if self.cache else 0.0
 
     @property
     def cache_most(self) -> float:
-        """Share of the pool, at most."""
+        """The largest share of the pool in use."""
         return max(self.cache, default=0.0)
 
 

@@ -14,7 +14,7 @@ from protos.rpc.security import Security
 
 def samples(address: str, seconds: float, security: Security) -> Mapping[str, float]:
     """Values by the names of samples, each summed over its labels. Raises OSError, ValueError."""
-    # Processes of one stack are reached directly, whatever the machine's proxy settings are.
+    # Calls processes of a stack directly, whatever the machine's proxy settings are.
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if security.tls_ca_file is not None:
         context = ssl.create_default_context(cafile=security.tls_ca_file)

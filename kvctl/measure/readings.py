@@ -109,7 +109,7 @@ def read_services(session: Session, metrics: Mapping[str, str], shards: Answers[
 
 def read_shard(shard: Shard) -> ShardReading:
     pools = shard.pools()
-    # Counts of a single tenant are only known since the start.
+    # For a single tenant, counts are only known since the start.
     window = Duration(seconds=WINDOW_SECONDS) if sees_all(pools) else None
     stub = shard.admin.stub
     stats = {
@@ -120,7 +120,7 @@ def read_shard(shard: Shard) -> ShardReading:
 
 
 def rates(before: Reading, now: Reading) -> dict[str, float | None]:
-    """Rates between two readings, and mean times; None where nothing happened, or nothing is known."""
+    """Rates between two readings, and mean times; None if nothing happened, or nothing is known."""
     elapsed = now.at - before.at
 
     def grown(name: str) -> float | None:

@@ -109,5 +109,5 @@ def replay(
     ],
 ) -> None:
     """Run an operation log again, and show the resulting state. Needs the package cachemgr."""
-    # A process of its own: kvctl does not import the cache manager.
+    # Starts a separate process: kvctl does not import the cache manager.
     raise typer.Exit(subprocess.run([sys.executable, "-m", "cachemgr", "replay", str(file)], check=False).returncode)  # noqa: S603
