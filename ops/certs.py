@@ -112,7 +112,7 @@ def _host(host: str) -> x509.GeneralName:
 
 
 def main() -> int:
-    """Makes the files; the exit status."""
+    """Makes the files; returns the exit status."""
     parser = argparse.ArgumentParser(description="Makes a test CA and certificates of the processes.")
     parser.add_argument("folder", type=Path, help="where they go")
     parser.add_argument("--host", action="append", default=[], help="another name or address of the machines")

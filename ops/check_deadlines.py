@@ -30,7 +30,7 @@ BOUND = "an assertion bounds wall time: assert an order of events, count work, o
 
 
 class Finding(NamedTuple):
-    """A line that decides by wall time, and what to do about it."""
+    """A line that decides by wall time, with advice to change it."""
 
     line: int
     advice: str
@@ -185,7 +185,7 @@ def _has_span(node: ast.expr, times: set[str], spans: set[str]) -> bool:
 
 
 def main() -> int:
-    """The exit status: 1 where a line has to change."""
+    """Returns the exit status: 1 if a line has to change."""
     argparse.ArgumentParser(
         prog="make lint", description="Names each line of tests/ that decides by wall time."
     ).parse_args()

@@ -12,7 +12,7 @@ from typing import IO, Protocol
 KILL_SECONDS = 5.0
 TAIL_LINES = 20
 
-# Runs in the child instead of a preexec_fn, which is not safe beside threads: a signal when the parent dies.
+# Runs in the child, because a preexec_fn is not safe beside threads: sends a signal when the parent dies.
 _BOUND = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, int(sys.argv[2]))

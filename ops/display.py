@@ -26,39 +26,39 @@ class Display:
             self._progress.start()
 
     def expect(self, service: Service) -> None:
-        """A service is about to be started."""
+        """Shows that a service is about to be started."""
         if self._progress:
             self._tasks[service.name] = self._progress.add_task(service.name, total=1, state="starting")
         else:
             self._print(f"{service.name}: starting")
 
     def report(self, service: Service, state: str) -> None:
-        """A service changed its state."""
+        """Shows a new state of a service."""
         if self._progress:
             self._progress.update(self._tasks[service.name], state=state, completed=int(service.ready))
         else:
             self._print(f"{service.name}: {state}")
 
     def ready(self, seconds: float, directions: str) -> None:
-        """Everything is healthy."""
+        """Shows that everything is healthy."""
         self._end_progress()
         self._print(f"\nkvkeep is ready after {seconds:.1f} s\n\n{directions}\n")
 
     def failed(self, what: str, tail: Sequence[str]) -> None:
-        """A service failed for good."""
+        """Shows that a service failed for good."""
         self._end_progress()
         self._print(f"\n{what}; the last lines of its log:")
         for line in tail:
             self._print(f"  {line}")
 
     def stopping(self, drain_seconds: float) -> None:
-        """The stack is about to stop. drain_seconds: time for running requests, 0 if there cannot be any."""
+        """Shows that the stack is about to stop. drain_seconds: time for running requests, 0 if there cannot be any."""
         self._end_progress()
         drain = f"; running requests may go on for up to {drain_seconds:.0f} s, Ctrl-C again ends them at once"
         self._print("\nstopping" + (drain if drain_seconds else ""))
 
     def warn(self, what: str) -> None:
-        """A note for people while the stack runs."""
+        """Shows a note for people while the stack runs."""
         self._print(f"warning: {what}\n")
 
     def _end_progress(self) -> None:

@@ -77,7 +77,7 @@ class Process:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where the process serves gRPC; none for a process without health of its own."""
+        """The addresses on which the process serves gRPC; none for a process without a health service."""
         return tuple(getattr(self.settings, field) for field in _KINDS[self.kind].serves)
 
     def field(self, name: str) -> str:
@@ -208,7 +208,7 @@ def manager_of(shard: Process) -> dict[str, object]:
 
 
 def _for_operators(processes: Sequence[Process]) -> dict[str, str]:
-    """Where kvctl finds the shards and the router of a fleet; nothing for a single engine."""
+    """The settings with which kvctl finds the shards and the router of a fleet; none for a single engine."""
     fields = {"cachemgr": "cachemgr_admin_address", "router": "address"}
     found = {kind: [one.field(field) for one in processes if one.kind == kind] for kind, field in fields.items()}
     if not found["router"]:
@@ -265,7 +265,7 @@ def _executors(environ: Mapping[str, str], managers: Sequence[Process], folder: 
     """One executor for each of these cache managers."""
     base, count = settings_from(environ), len(managers)
     gpus = _gpus(environ) if base.device in ("auto", "cuda") else []
-    # The most executors that share a GPU, or the memory of the host.
+    # The largest number of executors that share a GPU, or the memory of the host.
     sharing = -(-count // len(gpus)) if gpus else count
     threads = max(1, len(os.sched_getaffinity(0)) // count)
     executors = []
@@ -302,7 +302,7 @@ def _socket(folder: Path, name: str) -> str:
 
 
 def _moved(base: "CachemgrSettings | ExecutorSettings | SchedulerSettings", number: int) -> str:
-    """Where the process of this number serves metrics."""
+    """The address of metrics of the process with this number."""
     if not base.metrics_address or not number:
         return base.metrics_address
     return moved(base.metrics_address, number * METRICS_STEP, f"{PREFIX}{base.process.upper()}_METRICS_ADDRESS")

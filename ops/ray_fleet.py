@@ -33,7 +33,7 @@ from protos.rpc.addresses import AddressError
 from protos.rpc.settings import PREFIX
 from protos.rpc.startup import process_parser
 
-# The kinds of members, in the order in which they end.
+# The kinds of members, in the order in which they are ended.
 KINDS = ("router", "engine", "cachemgr")
 FIRST_PORT, MAX_PORT = 20_000, 65_535
 # Ray's CPUs for a cache manager or a router.
@@ -66,7 +66,7 @@ def check(plan: Plan, hosts: Iterable[str], engines: int, routers: int = 1) -> N
 def scale(plan: Plan, engines: int, routers: int) -> None:
     """Starts missing members, and ends surplus members, whose requests go on elsewhere.
 
-    Raises LayoutError if the running fleet has another plan, or if another command changes the fleet.
+    Raises LayoutError if the running fleet has a different plan, or if another command changes the fleet.
     """
     there = members()
     said = ask(there)
@@ -152,7 +152,7 @@ def stop(names: Iterable[str]) -> None:
 
 
 def directions(said: dict[str, Status]) -> Iterator[str]:
-    """Where each member is, line by line."""
+    """Yields the address of each member, line by line."""
     routers = []
     for name, status in said.items():
         shown = []
@@ -203,7 +203,7 @@ def parse() -> argparse.Namespace:
 
 
 def find_cluster() -> bool:
-    """Connects to the cluster of RAY_ADDRESS or of this machine; whether there is a cluster. Raises LayoutError."""
+    """Connects to the cluster of RAY_ADDRESS or of this machine; returns whether there is one. Raises LayoutError."""
     address = os.environ.get("RAY_ADDRESS", "")
     if address == "local":
         return False
@@ -284,7 +284,7 @@ def main() -> int:
     given, is_local = parse(), False
     try:
         is_local = connect(given)
-        # Ray has a handler of its own.
+        # Ray has its own handler.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         if given.stop:
             stop(members())

@@ -43,7 +43,7 @@ PORTS = (
 )
 PORTS_OF_A_NUMBER = 10
 GIB = 2**30
-# How often a member asks others for their addresses, how long it waits for answers, how long it reports why it ends.
+# Seconds between looks for the addresses of other members, to wait for answers, and to report why the member ends.
 LOOK_SECONDS, ANSWER_SECONDS, PAUSE_SECONDS = 1.0, 2.0, 3.0
 
 
@@ -62,7 +62,7 @@ class Plan:
     memory: float = 0.0
 
     def address(self, setting: str, host: str, number: int) -> str:
-        """Where a member of this number listens."""
+        """The address on which a member of this number listens."""
         port = self.first_port + number * PORTS_OF_A_NUMBER + PORTS.index(setting)
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -89,7 +89,7 @@ class Status:
 
 
 def number_of(name: str) -> int:
-    """The number of a member among those of its kind."""
+    """The number of a member within its kind."""
     return int(name.partition("-")[2])
 
 
@@ -98,8 +98,8 @@ def make_processes(
 ) -> list[Process]:
     """The processes of a member; each needs only earlier ones.
 
-    host: where they listen. share: of the node's memory, for an engine. shard: addresses of an engine's cache manager
-    by setting. Raises SettingsError, AddressError.
+    host: on which they listen. share: of the node's memory, for an engine. shard: addresses of an engine's cache
+    manager by setting. Raises SettingsError, AddressError.
     """
     number = number_of(name)
     environ = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)} | dict(plan.settings)
@@ -159,7 +159,7 @@ def ask(names: Iterable[str], seconds: float | None = None) -> dict[str, Status]
     done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=timeout) if calls else ([], [])
     answers = {}
     for call in done:
-        # The member is being started anew.
+        # The member is being started again.
         with contextlib.suppress(RayError):
             answers[calls[call]] = ray.get(call)
     return answers
@@ -168,7 +168,7 @@ def ask(names: Iterable[str], seconds: float | None = None) -> dict[str, Status]
 class Member:
     """Runs the processes of a member, and restarts processes that end.
 
-    When one ends too often, the actor ends; Ray then starts it anew, on another node if it must.
+    If a process ends too often, the actor ends; Ray then starts it again, on a different node if it must.
     """
 
     def __init__(self, name: str, plan: Plan) -> None:

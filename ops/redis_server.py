@@ -110,7 +110,7 @@ def _wait_for_end(path: Path) -> None:
 
 
 def _quoted(path: Path) -> str:
-    """A path as configuration files have it."""
+    """A path as it is written in configuration files."""
     return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 

@@ -108,7 +108,7 @@ def check_executors(processes: Sequence[Process]) -> None:
 
 
 def log_file(state_dir: Path, name: str) -> Path:
-    """A new log; the log of the previous run is kept beside it."""
+    """Makes a new log; the log of the previous run stays beside it."""
     log = state_dir / "logs" / f"{name}.log"
     log.parent.mkdir(mode=0o700, exist_ok=True)
     if log.exists():
@@ -151,7 +151,7 @@ def redis_problem(url: str) -> str:
 
 
 def compiler_problem(device: str) -> str:
-    """Why steps on a CPU are slower here than they could be, and what to install; or nothing."""
+    """The reason why steps on a CPU are slower here than possible, and the package to install; or nothing."""
     if device.startswith("cuda"):
         return ""
     try:
@@ -168,7 +168,7 @@ def front_of(processes: Sequence[Process]) -> Process:
 
 
 def directions(processes: Sequence[Process]) -> str:
-    """Where everything is, and what to try first."""
+    """The addresses of everything, and the first commands to try."""
     front = front_of(processes)
     security, (address, *_) = front.settings.security, front.addresses
     scheme = "https" if security.serves_tls else "http"
@@ -234,7 +234,7 @@ def _grpcurl_options(security: Security) -> str:
 def run(processes: Sequence[Process], redis: Child | None, display: Display) -> int:
     """Runs the stack until a signal or until a process has failed for good; returns the exit status.
 
-    redis: the server to start first; None where Redis runs elsewhere.
+    redis: the server to start first; None if Redis runs elsewhere.
     """
     stopping, front, manager = threading.Event(), front_of(processes), processes[0]
     url = manager.settings.redis_url

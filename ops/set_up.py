@@ -55,7 +55,7 @@ class Environment:
         return all(line in lines for line in wanted)
 
     def make(self, progress: Progress) -> None:
-        """Makes the folder anew unless it fits."""
+        """Makes the folder from scratch unless it fits."""
         if self.fits():
             return
         if self.folder.exists() and any(self.folder.iterdir()) and not (self.folder / "pyvenv.cfg").exists():
@@ -118,9 +118,9 @@ def summary(line: str) -> str:
 
 
 def set_up(environment: Environment, progress: Progress, *, dev: bool, model: bool, torch_index: str = "") -> None:
-    """Installs what is missing; does nothing when all is there.
+    """Installs missing packages; does nothing if nothing is missing.
 
-    model: also prepares the default model. torch_index: where torch comes from, if not from the usual index.
+    model: also prepares the default model. torch_index: the index for torch, if not the usual index.
     """
     base, extra, prepared = (environment.stamp(part) for part in ("base", "dev", "model"))
     wanted = [base, *([extra] if dev else []), *([prepared] if model else [])]

@@ -1,4 +1,4 @@
-"""Starts services, waits until they are healthy, restarts those that end, and stops all in reverse order."""
+"""Starts services, waits until they are healthy, restarts services that end, and stops all in reverse order."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Writes ops/constraints.txt anew: `make update-lock`.
+"""Rewrites ops/constraints.txt: `make update-lock`.
 
 Installs all packages of the project and its developers, in the newest versions that pyproject.toml allows, into a
 temporary environment, and writes down the versions. Nothing else changes the file.
