@@ -41,7 +41,7 @@ PROCESSES = ("SCHEDULER", "CACHEMGR", "CACHEMGR_ADMIN", "EXECUTOR")
 
 @contextlib.contextmanager
 def stack(folder: Path) -> Iterator[dict[str, str]]:
-    """`make run-stack` with a state folder and ports of its own; the environment of a second terminal."""
+    """`make run-stack` with a separate state folder and separate ports; the environment of a second terminal."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("KVKEEP_", "KVCTL_"))}
     environment |= {f"KVKEEP_{name}_ADDRESS": free_address() for name in PROCESSES}
     environment |= {f"KVKEEP_{name}_METRICS_ADDRESS": "" for name in ("SCHEDULER", "CACHEMGR", "EXECUTOR")}
@@ -70,7 +70,7 @@ def stack(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def session() -> str:
-    """All commands with what they print, as on a terminal. Raises RuntimeError when one fails."""
+    """Runs all commands and shows their output as on a terminal. Raises RuntimeError if a command fails."""
     with tempfile.TemporaryDirectory() as name, stack(Path(name)) as environment:
         # The environment that runs this is the one to use: with VENV nothing is installed.
         make = f'make() {{ command make -s -C {ROOT} VENV={sys.prefix} "$@"; }}'

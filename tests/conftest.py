@@ -24,7 +24,7 @@ structlog.configure(processors=[*structlog.get_config()["processors"][:-1], _ren
 # Folders whose tests start processes or a browser: such a test may fail once, where the machine is busy.
 PROCESSES = ("tests/console/", "tests/e2e/", "tests/integration/", "tests/security/")
 
-# A file whose tests take longer has a line of its own at the end.
+# A file whose tests take longer has a separate line at the end.
 LONG_SECONDS = 20.0
 
 # How long an example takes says something about the machine only.

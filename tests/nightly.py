@@ -48,7 +48,7 @@ class Part:
 
 
 class Night:
-    """Runs programs and keeps what they print, each in a file of its own."""
+    """Runs programs and keeps the output of each in a separate file."""
 
     def __init__(self, folder: Path, share: float) -> None:
         self.folder = folder
@@ -58,7 +58,7 @@ class Night:
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, name: str, command: Sequence[str], **environment: str) -> tuple[int, str]:
-        """The status of a program, and what it printed."""
+        """The status and the output of a program."""
         log = self.folder / f"{name}.log"
         # Without CI no test is left out because it passed before.
         inherited = {key: value for key, value in os.environ.items() if key != "CI"}
@@ -148,7 +148,7 @@ def failed_tests(text: str) -> list[str]:
 
 
 def flaky(line: str) -> bool:
-    """Whether a line names a test that failed beside others only."""
+    """Whether a line names a test that failed only beside other tests."""
     return line.startswith("FLAKY ")
 
 

@@ -19,7 +19,7 @@ import pytest
 
 KEPT = Path("build/gate/flaky.jsonl")
 MOST_FLAKY = 2
-# What has landed already, in a clone of a checkout whose own branch is another one.
+# The branch of landed commits, also in a clone of a checkout that is on a different branch.
 BASE = "origin/main"
 RUNS_OF_CHANGED = 3
 # A fault of everything needs no second look at each test.
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def changed_files() -> list[str]:
-    """Files of tests that differ from those of BASE; none where there is no such branch."""
+    """Files of tests that differ from those of BASE; none if there is no such branch."""
     command = ["git", "diff", "--name-only", "--diff-filter=d", f"{BASE}...HEAD", "--", "*/test_*.py"]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     return done.stdout.split() if done.returncode == 0 else []

@@ -1,4 +1,4 @@
-"""Starts the real processes on unix sockets in a folder of their own, for tests and benchmarks."""
+"""Starts the real processes on unix sockets in a separate folder, for tests and benchmarks."""
 
 import os
 import shutil
@@ -157,7 +157,7 @@ class Stack:
         raise RuntimeError(f"{name} did not begin to serve\n{self.logs()}")
 
     def _is_listening(self, name: str) -> bool:
-        """Whether a process without health of its own, the console, says so in its log."""
+        """Whether a process without a health service, the console, reports in its log that it serves."""
         return '"event": "listening"' in self.log_path(name).read_text()
 
     def log_path(self, name: str) -> Path:

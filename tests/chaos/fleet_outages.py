@@ -140,7 +140,7 @@ class Table:
         self._output_tokens = output_tokens
         self._tell = tell
         self._reference: list[list[int]] = []
-        # Every request during an outage has a prompt of its own.
+        # Every request during an outage has a unique prompt.
         self._prompts = itertools.count(STREAMS)
         self.rows: list[Row] = []
 

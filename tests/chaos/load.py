@@ -262,7 +262,7 @@ class Reading:
 
 
 def _difference(sample: Sample, known: Sample) -> str:
-    """Where two outputs begin to differ, without their texts."""
+    """The position where two outputs begin to differ, without their texts."""
     same = 0
     with contextlib.suppress(IndexError):
         while sample.token_ids[same] == known.token_ids[same]:

@@ -73,7 +73,7 @@ def _spread(values: list[float]) -> str:
 
 
 def lose_all(seed: int, seconds: float, tell: Tell) -> Report:
-    """Loses one after the other for about so many seconds, and each at least once."""
+    """Loses members one after the other for about `seconds` seconds, each member at least once."""
     report = Report(seed)
     with pytest.MonkeyPatch.context() as patch, ray_cluster(executor_max_tokens=16_384) as fleet:
         patch.setattr("ray_fleet.Member", StubMember)

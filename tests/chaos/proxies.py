@@ -56,7 +56,7 @@ class GrpcProxy(grpc.GenericRpcHandler):
         await self._server.start()
 
     async def stop(self) -> None:
-        """Ends what runs through it."""
+        """Ends all running calls."""
         await self._server.stop(None)
         await self._channel.close()
 

@@ -54,12 +54,12 @@ class Absence:
     end: float = float("inf")
     # The time of its restart.
     started: float = float("inf")
-    # Whether the process was asked to end, so that it drained and others knew.
+    # Whether the process was asked to end, so that it drained and the other processes knew.
     asked: bool = False
 
 
 class Stage:
-    """Processes, the proxies between them and a Redis of its own. Use it in an async with statement.
+    """Processes, the proxies between them and a separate Redis. Use it in an async with statement.
 
     Make it with `single` or `fleet`. `failures` takes everything that no disturbance explains.
     """

@@ -48,17 +48,17 @@ class Backend(Protocol):
         """The answer. Raises Refused."""
 
     def events(self, after: int | None) -> list[pb.Event]:
-        """The snapshot, or all events behind a number. Raises Refused."""
+        """The snapshot, or all events after a number. Raises Refused."""
 
     def verify(self) -> None:
-        """Checks what only this backend can."""
+        """Makes the checks that only this backend can make."""
 
     def close(self) -> None:
         """Ends it."""
 
 
 class NothingMore(Exception):  # noqa: N818 - no error
-    """Where a watch would wait."""
+    """The point at which a watch would wait."""
 
 
 class EndOfEvents(EventFeed):

@@ -100,21 +100,21 @@ class Observer:
     # Events
 
     def read_events(self) -> list[pb.Event]:
-        """Those that have come since the last read; their numbers have no gap."""
+        """The events since the last read; their numbers have no gap."""
         found = self._backend.events(self._read)
         assert [event.event_number for event in found] == [self._read + 1 + index for index in range(len(found))]
         self._read += len(found)
         return found
 
     def _events(self, expected: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """All new ones but those about leases and executors."""
+        """All new events except those about leases and executors."""
         found = [event for event in self.read_events() if event.kind not in LEASES + EXECUTORS]
         told = [f"{pb.EventKind.Name(event.kind)} {event.block.pool_id} depth {event.block.depth}" for event in found]
         assert len(found) == len(expected), f"events: {told}"
         return [self._event_facts(event, wanted) for event, wanted in zip(found, expected, strict=True)]
 
     def _lost_events(self, kept: int) -> int:
-        """True to their number, all events but so many are dropped. What is kept can be read after that."""
+        """Returns `kept` if all events but this number are dropped; the kept events can be read afterwards."""
         with pytest.raises(Refused) as refused:
             self._backend.events(self._read)
         assert refused.value.code == "OUT_OF_RANGE"

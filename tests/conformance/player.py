@@ -113,7 +113,7 @@ class Player:
         self.copy(answer.transfers)
 
     def compute(self, name: str, length: int | None = None) -> None:
-        """Computes so many tokens, or all known ones but the newest, and reports it."""
+        """Computes `length` tokens, by default all known tokens but the newest, and reports them."""
         live = self.sequences[name]
         self._compute(live, len(live.tokens) - 1 if length is None else length)
         self._report(live)

@@ -45,7 +45,7 @@ def run(part: Part, backend_name: str, folder: Path) -> None:
 
 
 class Runner:
-    """One executor and one scheduler that do what a case says."""
+    """One executor and one scheduler that follow a case."""
 
     def __init__(self, setup: dict[str, Any], backend: Backend, clock: Clock) -> None:
         self._backend = backend
@@ -168,7 +168,7 @@ class Runner:
         return {"cached": answer.cached_tokens, **scheduling.blocks_of(answer)}
 
     def _follow(self, name: str, step: dict[str, Any]) -> None:
-        """Generates tokens; in the end the sequence must have taken what the preview said for its completion."""
+        """Generates tokens; in the end the sequence must have taken the blocks that the preview announced."""
         used = self.observer.used()
         self.player.append(name, [7] * step["new"])
         assert self.observer.used() == used + step["completion"] - step["taken"]

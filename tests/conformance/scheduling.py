@@ -21,7 +21,7 @@ def blocks_of(answer: Any) -> dict[str, int]:
 
 @dataclass
 class Job:
-    """A request: its prompt grows by what it had generated when it was preempted."""
+    """A request: after a preemption, its prompt includes the tokens generated so far."""
 
     number: int
     tokens: list[int]
@@ -45,7 +45,7 @@ class Job:
 def simulate(
     backend: Backend, player: Player, policy: str, requests: list[list[int]], chunk: int | None
 ) -> dict[str, Any]:
-    """Runs requests of [prompt tokens, new tokens] to their ends, each token of a prompt another one.
+    """Runs requests of [prompt tokens, new tokens] to their ends, all tokens of a prompt different.
 
     In a step every running sequence computes a chunk of its prompt, or all it knows, and then has a new token. With
     "max_utilisation" all start that fit, and the latest is preempted when another cannot go on; it resumes when the

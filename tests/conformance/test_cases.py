@@ -10,7 +10,7 @@ from scheduler.request import AdmissionAttempt, Request
 from tests.conformance import runner
 from tests.conformance.cases import BACKEND_NAMES, Part, all_cases
 
-# None may get lost. C101 is about the scheduler and has a test of its own.
+# None may get lost. C101 is about the scheduler and has a separate test.
 NUM_CASES = 75
 ORDER_CASE = "C101"
 

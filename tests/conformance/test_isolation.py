@@ -31,7 +31,7 @@ DEVICE, HOST = {"num_blocks": 400}, {"num_blocks": 16, "host_blocks": 400}
 
 @dataclass
 class House:
-    """A manager in which each scope has cached and runs a prompt of its own."""
+    """A manager in which each scope has cached and runs a different prompt."""
 
     player: Player
     random: Random
@@ -54,7 +54,7 @@ class House:
         return name, answer
 
     def stranger(self, owner: Scope) -> Scope:
-        """A scope that must not see what the owner has: another salt, another adapter, or both."""
+        """A scope that must not see the owner's blocks: another salt, another adapter, or both."""
         salt = self.random.choice([salt for salt in SALTS if salt != owner[0]])
         adapter = self.random.choice([adapter for adapter in ADAPTERS if adapter != owner[1]])
         return self.random.choice([(salt, owner[1]), (owner[0], adapter), (salt, adapter)])
@@ -145,7 +145,7 @@ def test_no_scope_finds_blocks_of_another(
     assert list(house.call("CheckPool", pb.CheckPoolRequest()).violations) == []
 
 
-# Lists: what is shown under this salt?
+# Lists: which items appear under this salt?
 
 
 def list_blocks(house: House, salt: str) -> list[Scope]:

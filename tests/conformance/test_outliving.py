@@ -1,4 +1,4 @@
-"""What lies in two tiers, and what outlives the executor, through every door to the manager."""
+"""Blocks in two tiers, and blocks that outlive the executor, through every door to the manager."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ POOL = pb.PoolSpec(group=0, num_blocks=4, host_blocks=HOST_BLOCKS, num_layers=1,
 
 
 class Executor:
-    """Does what comes with renewals, and remembers which ticket filled which slot."""
+    """Does the work of renewals, and remembers which ticket filled which slot."""
 
     def __init__(self, backend: Backend, player: Player) -> None:
         self._backend = backend

@@ -27,7 +27,7 @@ from protos.rpc.http_server import HttpServer
 from protos.rpc.security import PLAIN, Security
 from protos.rpc.server import Server
 
-# Where nothing listens.
+# An address at which no process listens.
 NOBODY = "unix:/nobody/scheduler"
 # Ids that no number on the page is.
 SECRET = 3_987_654_000
@@ -48,7 +48,7 @@ class Console:
     monitor: Monitor
 
     async def look(self) -> Reading:
-        """One look at all services, as the console takes in a thread of its own."""
+        """One look at all services, as the console takes it in a separate thread."""
         return await asyncio.to_thread(self.monitor.look)
 
     @property

@@ -184,7 +184,7 @@ async def test_rates_and_start_are_those_of_the_processes_metrics() -> None:
 
 
 async def test_a_part_that_has_answered_before_is_away(console: Console) -> None:
-    """A part that has never answered may be where the console has no way to."""
+    """A part that has never answered may be unreachable for the console."""
     await console.look()
     assert [part["state"] for part in (await get(console, "stack", **POOL))["parts"]] == ["unknown", "ok"]
     await console.stop[0]()

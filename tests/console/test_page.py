@@ -31,7 +31,7 @@ pytestmark = [
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser() -> AsyncIterator[Browser]:
     async with async_playwright() as playwright:
-        # Also of every expectation that has no time of its own.
+        # Also the limit of every expectation without a separate limit.
         expect.set_options(timeout=patience(15) * 1000)
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
@@ -63,7 +63,7 @@ async def opened(browser: Browser, console: Console, allowed: str = "403", **opt
 
 
 async def finds(page: Page, script: str, wanted: object) -> None:
-    """Waits until a script finds this on the page: what is drawn comes with a frame after the data."""
+    """Waits until a script finds this on the page: the page draws data only in the next frame."""
     deadline = time.monotonic() + patience(15)
     while (found := await page.evaluate(script)) != wanted and time.monotonic() < deadline:
         await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A stack as people meet it, for the tests of what they use."""
+"""A stack as users meet it, for the tests of its interfaces."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -41,7 +41,7 @@ TEMPLATE = """\
 
 @pytest.fixture(scope="session")
 def addresses() -> dict[str, str]:
-    """Where `served` listens, by setting."""
+    """The addresses at which `served` listens, by setting."""
     return elsewhere()
 
 
@@ -56,7 +56,7 @@ def served(addresses: dict[str, str]) -> Iterator[Stack]:
 
 @pytest.fixture(scope="session")
 def served_apart() -> Iterator[Stack]:
-    """The same with two front ends in processes of their own."""
+    """The same stack with two front ends in separate processes."""
     with Stack(**elsewhere(), **SMALL, scheduler_frontends=2) as stack:
         yield stack
 

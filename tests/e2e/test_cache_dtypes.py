@@ -42,7 +42,7 @@ def tokens(outputs: Sequence[Output]) -> list[list[int]]:
 
 @pytest.fixture(scope="module", params=TYPES)
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, str]]:
-    """Where rounding depends on nothing but a token and what came before it, any difference is a fault."""
+    """If rounding depends only on a token and the tokens before it, any difference is a fault."""
     folder = tmp_path_factory.mktemp("tiers")
     with Stack(
         executor_kv_cache_dtype=request.param,

@@ -16,7 +16,7 @@ from langchain_openai import ChatOpenAI, OpenAI
 from tests.stack import Stack
 from tests.support.patience import patience
 
-# They warn of their own code.
+# These libraries warn of their own code.
 pytestmark = [pytest.mark.model, pytest.mark.filterwarnings("ignore")]
 
 QUESTION = "What is the capital of France?"

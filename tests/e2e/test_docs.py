@@ -56,7 +56,7 @@ def test_the_session_of_the_readme_still_runs_so() -> None:
 
 
 def alike(session: str) -> str:
-    """Without what differs from run to run: keys, times, speed, and the widths of columns."""
+    """The text without values that differ from run to run: keys, times, speed, and widths of columns."""
     text = re.sub(r"\b[0-9a-f]{12}\b", "KEY", session)
     text = re.sub(r"\b(?:[\d.]+[hm])*[\d.]+m?s\b", "TIME", text)
     text = re.sub(r"TTFT \d+ ms · [\d.]+ tokens/s", "SPEED", text)

@@ -1,4 +1,4 @@
-"""Drafts on the real stack: whatever happens, output is that of a stack without them."""
+"""Drafts on the real stack: whatever happens, output equals that of a stack without drafts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def plain() -> Iterator[Stack]:
 def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A stack with drafts, a host tier, and a pool that three requests do not fit into."""
     folder = tmp_path_factory.mktemp("tiers")
-    # The same model once more: it is right wherever it has its keys and values.
+    # The draft model is the model itself: it is right wherever it has its keys and values.
     ahead = {"executor_draft_model": resolve("", model_cache())} if request.param else {}
     tier = {"executor_host_cache_size": 64 * BLOCK_BYTES, "executor_host_cache_dir": folder}
     pool = {"executor_max_tokens": 512, "executor_metrics_address": free_address()}
@@ -91,7 +91,7 @@ def ids_of(outputs: list[Output]) -> list[list[int]]:
 async def test_output_is_the_same(plain: Stack, drafting: Stack, sampling: str) -> None:
     requests = [request_of(seed, sampling) for seed in range(3)]
     expected, before = await run(plain, *requests), accepted(drafting)
-    # The second time, what is cached behind the prompt is drafted.
+    # The second time, the cached tokens after the prompt are drafted.
     for _ in range(2):
         for request, output in zip(requests, expected, strict=True):
             assert ids_of(await run(drafting, request)) == [output.token_ids]

@@ -1,4 +1,4 @@
-"""Two real engines with a cache manager each, behind a router: the same tokens as of one engine, whatever is killed."""
+"""Two real engines with a cache manager each, behind a router: whatever is killed, tokens equal those of one engine."""
 
 import asyncio
 import time
@@ -60,7 +60,7 @@ def routed(fleet: FleetStack) -> dict[str, float]:
 
 
 def test_greedy_output_through_the_router_is_that_of_one_engine(fleet: FleetStack, expected: list[list[int]]) -> None:
-    # The second time with what the first has cached.
+    # The second time with the blocks that were cached the first time.
     for _ in range(2):
         requests = [greedy_request(prompt, LONG) for prompt in PROMPTS]
         outputs = asyncio.run(generate_all(fleet.scheduler, requests, concurrency=len(PROMPTS)))

@@ -122,14 +122,14 @@ async def engines_of(channel: grpc.aio.Channel) -> pb.ListEnginesResponse:
 
 
 async def salts_of(channel: grpc.aio.Channel, pool: str) -> set[str]:
-    """The salts of what is cached."""
+    """The salts of the cached blocks."""
     stub: kv_rpc.CacheAdminServiceAsyncStub = kv_rpc.CacheAdminServiceStub(channel)
     answer = await stub.ListPrefixes(kv.ListPrefixesRequest(pool_id=pool), timeout=patience(30))
     return {one.last_block.salt for one in answer.prefixes}
 
 
 def tenants_at(fleet: FleetStack, name: str) -> list[str]:
-    """Those of the requests in the log of a scheduler, where each has its line behind its answer."""
+    """The tenants of the requests in a scheduler's log, which has a request's line after its answer."""
     lines = fleet.log_path(name).read_text().splitlines()
     return [json.loads(line)["tenant"] for line in lines if '"finish_reason"' in line]
 

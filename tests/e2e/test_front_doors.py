@@ -1,4 +1,4 @@
-"""A gateway of others in front of two engines: smg as people start it, with the APIs that it gives."""
+"""A third-party gateway in front of two engines: smg as people start it, with its own APIs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.ports import free_address
 pytestmark = pytest.mark.model
 
 SMG = Path(sys.executable).parent / "smg"
-# Where no hub is: the tokenizer must come from an engine.
+# Without a hub: the tokenizer must come from an engine.
 NO_HUB = "HF_ENDPOINT=http://127.0.0.1:9"
 ENGINES = 2
 PATIENCE_SECONDS = patience(60)
@@ -30,7 +30,7 @@ PARIS = "The capital of France is Paris."
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[list[Stack]]:
-    """Schedulers on ports, which tell what is cached."""
+    """Schedulers on ports, which announce their cached blocks."""
     with ExitStack() as exits:
         yield [
             exits.enter_context(
@@ -81,7 +81,7 @@ def model(engines: list[Stack]) -> str:
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """Those of a stream."""
+    """The events of a stream."""
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     return [json.loads(line) for line in lines if line != "[DONE]"]
 

@@ -1,4 +1,4 @@
-"""The two paths at the beginning of docs/architecture.md are those that requests take."""
+"""Requests take the two paths at the beginning of docs/architecture.md."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""kvctl on a stack that asks for tokens: what needs two of them, and what a tenant's operator sees."""
+"""kvctl on a stack that asks for tokens: calls that need two tokens, and the view of a tenant's operator."""
 
 from __future__ import annotations
 

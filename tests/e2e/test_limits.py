@@ -103,7 +103,7 @@ async def test_cached_blocks_are_evicted_and_a_dry_run_says_so(tiny: Stack, tmp_
     async with open_channel(tiny.scheduler) as channel:
         stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
         await generate(stub, pb.StreamGenerateRequest(token_ids=pb.TokenIds(token_ids=range(1, 65)), max_tokens=1))
-    # Blocks are released behind the last answer.
+    # Blocks are released after the last answer.
     await until_idle(tiny.admin)
     assert await cached(tiny) == POOL // 2 // 16
     status, said, rows = await kvctl(tiny, tmp_path, "--mode", "gen_throughput", "--dry-run")

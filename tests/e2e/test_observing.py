@@ -46,7 +46,7 @@ class Observed:
         return [line for line in lines if line.get("generation") == request_id]
 
     async def lines_soon(self, request_id: str) -> list[dict[str, object]]:
-        """The same as soon as there is something: a thread writes it."""
+        """The lines, as soon as there are any: a thread writes them."""
         async with asyncio.timeout(patience(30)):
             while not (found := self.lines(request_id)):
                 await asyncio.sleep(0.01)

@@ -23,7 +23,7 @@ def test_both_wirings_do_the_same_work(tmp_path: Path) -> None:
     assert "cachemgr" in own["processor"]
     assert "cachemgr" not in inside["processor"]
     for one in (own, inside):
-        # No token is sampled twice, and no step is empty: there are more than tokens where a sequence came later.
+        # No token is sampled twice, and no step is empty. There are more steps than TOKENS if a sequence came later.
         assert one["sampled"] == SEQUENCES * TOKENS
         assert TOKENS <= one["steps"] <= one["sampled"]
         assert one["running"] == SEQUENCES

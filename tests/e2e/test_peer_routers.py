@@ -1,4 +1,4 @@
-"""Routers of others in front of two engines: dynamo, where `make peers` has installed it, and smg over HTTP."""
+"""Third-party routers in front of two engines: dynamo, if `make peers` has installed it, and smg over HTTP."""
 
 from __future__ import annotations
 

@@ -56,6 +56,6 @@ def test_a_fleet_that_one_command_starts_answers_over_http(fleet: RayFleet) -> N
 def test_greedy_output_through_the_router_is_that_of_one_engine(fleet: RayFleet) -> None:
     expected = ask(fleet.say()["engine-1"].addresses["scheduler_address"], reuse=False, concurrency=1)
     assert len({tuple(output) for output in expected}) == len(PROMPTS)
-    # The second time with what the first has cached.
+    # The second time with the blocks that were cached the first time.
     for _ in range(2):
         assert ask(fleet.router, reuse=True, concurrency=len(PROMPTS)) == expected

@@ -92,7 +92,7 @@ class Operator:
 
 
 def prompts(seed: int) -> list[list[int]]:
-    """Of lengths from a few tokens to most of what the model takes."""
+    """Lengths from a few tokens to nearly the model's limit."""
     rng = random.Random(seed)
     return [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (5, 40, 150, 300, 480)]
 

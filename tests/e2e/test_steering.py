@@ -60,7 +60,7 @@ async def test_blocks_of_a_forgotten_salt_are_scrubbed_and_never_hit_again(stack
     request.cache.salt = "to be forgotten"
     await usage_of(stack, request)
     assert (await usage_of(stack, request)).cached_tokens == 64
-    # Blocks are released behind the last answer.
+    # Blocks are released after the last answer.
     await until_idle(stack.admin)
     async with grpc.aio.insecure_channel(stack.admin) as channel:
         admin: kvcache_rpc.CacheAdminServiceAsyncStub = kvcache_rpc.CacheAdminServiceStub(channel)

@@ -1,4 +1,4 @@
-"""Two schedulers and one executor: it belongs to the first until that one's lease has ended."""
+"""Two schedulers and one executor: it belongs to the first scheduler until this scheduler's lease has ended."""
 
 import time
 

@@ -38,7 +38,7 @@ def moved(output: Output) -> int:
 
 
 def tiers(folder: Path, *, host: int = 0, disk: int = 0) -> dict[str, object]:
-    """Settings of a stack with so many blocks or fewer in each tier."""
+    """Settings of a stack with at most N = `host` and `disk` blocks in the lower tiers."""
     return {
         "executor_max_tokens": POOL,
         "executor_host_cache_dir": folder / "host",

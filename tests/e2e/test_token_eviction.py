@@ -1,4 +1,4 @@
-"""Token eviction through the whole stack: with prefix reuse, by rule and by request, and what callers hear of it."""
+"""Token eviction through the whole stack: with prefix reuse, by rule and by request, and its effects for callers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def uses_scores(name: str) -> bool:
     return chosen.uses_scores
 
 
-# Sums of scores are rounded as steps are composed: output of policies by scores is equal where the steps are.
+# Sums of scores are rounded as steps are composed: output of policies by scores is equal if the steps are equal.
 ALONE = [name for name in [*POLICIES, *MORE] if uses_scores(name)]
 TOGETHER = [name for name in [*POLICIES, *MORE] if not uses_scores(name)]
 
@@ -133,7 +133,7 @@ async def check_reuse(stack: Stack, name: str) -> None:
     for _ in range(2):
         (first,) = await run(stack, request_of(name, fields))
         assert first.token_ids == cold.token_ids
-    # All but what the policy has to see and the last token, which is always computed.
+    # All tokens except those that the policy has to see, and the last token, which is always computed.
     reusable = min(chosen.reusable(PROMPT, PROMPT), PROMPT - 1)
     assert max(0, reusable - 16) <= first.usage.cached_tokens <= reusable
     (after,) = await run(stack, request_of(name, None))

@@ -31,7 +31,7 @@ VERSION = "step-1"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the default model's weights lie as some training has left them."""
+    """The folder of the default model's weights after some training."""
     folder, start = tmp_path_factory.mktemp("weights"), Path(find("", model_cache()).source)
     trained = folder / VERSION
     shutil.copytree(start, trained)

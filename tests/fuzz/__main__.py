@@ -30,7 +30,7 @@ from tests.fuzz.stage import Stage
 
 
 def main() -> int:
-    """Runs, and says what came of it."""
+    """Runs the fuzz, and reports the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=50_000)
     parser.add_argument("--bounds", action="store_true", help="numbers at their types' bounds, and costs measured")

@@ -45,7 +45,7 @@ _ODD_VALUES = (
 
 
 class Caller:
-    """Makes calls of the methods of one phase; later requests use what it learns from answers."""
+    """Calls the methods of one phase; later requests use the knowledge from answers."""
 
     def __init__(
         self,
@@ -154,11 +154,11 @@ class Caller:
             if len(read) < _MOST_READ:
                 read.append(message)
             if method.streams_requests:
-                # For what is still to be sent.
+                # For requests that are still to be sent.
                 self._memory.learn(message)
 
     async def _requests(self, method: Method, rng: random.Random, sent: list[Made]) -> AsyncIterator[bytes]:
-        """Several, in whatever order; each knows what the answers before it said."""
+        """Makes several requests, in any order; each request knows the earlier answers."""
         for number in range(rng.choice((0, 1, 1, 2, 3, 4, 8))):
             sent.append(self._maker.make(method.request, rng, first=not number))
             yield sent[-1].data
@@ -176,7 +176,7 @@ def _metadata(rng: random.Random) -> list[tuple[str, str]]:
 
 
 def _shown(method: Method, sent: Sequence[Made]) -> str:
-    """The messages as text, where they are any."""
+    """The messages as text, if there are any."""
     shown = []
     for data, *_ in sent:
         try:

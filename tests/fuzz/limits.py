@@ -11,7 +11,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-# Tokens and samples of a request, and from where on every request is refused.
+# Limits of tokens and samples of a request, and the number from which on every request is refused.
 MAX_TOKENS, TOO_MANY_TOKENS = 4, 1 << 24
 MAX_SAMPLES, TOO_MANY_SAMPLES = 4, 64
 # Samples of all prompts of a body over HTTP.
@@ -65,7 +65,7 @@ def _keep_epoch(request: Any, who: str, own: str) -> bool:
 
 
 def keep_body(body: Any) -> Any:
-    """The same for the body of a generation over HTTP; values that are no numbers are left as they are."""
+    """Limits the body of a generation over HTTP in the same way; values that are no numbers stay as they are."""
     if not isinstance(body, Mapping):
         return body
     kept = dict(body)
@@ -78,7 +78,7 @@ def keep_body(body: Any) -> Any:
         kept["n"] = 1 + kept["n"] % MAX_SAMPLES
     prompts, samples = kept.get("prompt"), kept.get("n", 1)
     if isinstance(prompts, list) and isinstance(samples, int) and not isinstance(samples, bool):
-        # More than may wait are refused: those may come. A list of numbers is one prompt.
+        # More samples than may wait are refused, so those may pass. A list of numbers is one prompt.
         are_several = not all(isinstance(one, int) for one in prompts)
         if are_several and MAX_PRODUCT < len(prompts) * samples <= TOO_LARGE_PRODUCT:
             kept["prompt"] = prompts[:MAX_SAMPLES]

@@ -1,4 +1,4 @@
-"""What has come by: the values that fields had, so that later messages name what exists."""
+"""Values that fields had in earlier messages, so that later messages name existing things."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Memory:
         self._kin: dict[str, list[str]] = {}
 
     def learn(self, message: Message) -> None:
-        """Takes what is in a message, but not all of a very large one."""
+        """Keeps the contents of a message, but not all of a very large message."""
         self._learn(message, [_MOST_VALUES])
 
     def recall(self, rng: random.Random, field: FieldDescriptor) -> Any:
-        """A value that such a field had, or for a number perhaps the one behind it; None when there was none."""
+        """A value that such a field had, for a number perhaps the next number; None if there was no value."""
         name = self._name_like(rng, field)
         if name is None:
             return None
         kept = self._values[name]
-        # What is new holds more often than what is old.
+        # New values are valid more often than old values.
         value = kept[-1] if rng.random() < 0.5 else rng.choice(kept)
         if isinstance(value, int) and not isinstance(value, bool) and rng.random() < 0.3 and 0 <= value < 2**31 - 1:
             return value + 1

@@ -1,4 +1,4 @@
-"""Makes requests: valid ones near what exists, ones at the edges, and bytes that are no message at all."""
+"""Makes requests: valid ones about existing things, edge cases, and bytes that are no message at all."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.fuzz.repairs import is_in, mend
 _NODES = 250
 _DEPTH = 6
 _DEEPEST = 96
-# Names of fields whose values hold for a moment only: repeated messages get what was seen last.
+# Names of fields whose values are valid only for a moment: repeated messages get the latest value.
 _FLEETING = ("epoch", "step", "number", "token", "etag", "handle", "ticket")
-# Of what was once answered well, and of what was refused, per type.
+# Number of kept messages per type, of accepted and of refused messages each.
 _KEPT = 24
 _MOST_ROUNDS = 20
 # At bounds: the share of requests that stay as they are, so that valid ones are learnt from answers, and how many
@@ -49,7 +49,7 @@ class Maker:
         self._at_bounds = at_bounds
         # By type, and whether they began a stream.
         self._good: dict[tuple[str, bool], list[bytes]] = {}
-        # With the fields at fault and what was said of them, and how often it was mended already.
+        # With the fields at fault, the error about them, and how often the message was repaired already.
         self._refused: dict[tuple[str, bool], deque[tuple[Made, Mapping[str, str]]]] = {}
 
     def keep(self, cls: type[Message], made: Made, rng: random.Random) -> None:
@@ -215,7 +215,7 @@ class _Filling:
         if self._is_usual():
             seen = self._memory.recall_list(rng, field)
             if seen and rng.random() < 0.6:
-                # As it was, its beginning, or more behind it.
+                # The same value, its beginning, or the value with more after it.
                 cut = rng.choice((len(seen), len(seen), rng.randrange(len(seen) + 1)))
                 return seen[:cut] + [self._scalar(field) for _ in range(rng.choice((0, 0, 1, 20)))]
             count = column or rng.choice((1, 2, 5, 16, 17, 33, 64, 130))

@@ -1,4 +1,4 @@
-"""What one request costs each process: memory at its peak, and time of its event loop, in which all others wait."""
+"""The cost of one request for each process: peak memory, and the time for which the request blocks the event loop."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Probe:
         threading.Thread(target=self._ask, name="probe", daemon=True).start()
 
     def begin(self) -> None:
-        """Forgets what was before."""
+        """Forgets the earlier measurements."""
         self._slowest = {}
 
     def slowest(self, process: str) -> float:
@@ -103,7 +103,7 @@ class Meter:
 
 def _read(process: Path) -> _Reading | None:
     try:
-        # The peak begins anew.
+        # Resets the peak.
         (process / "clear_refs").write_text("5")
         return _Reading(process, _memory(process, "VmRSS"), _loop_seconds(process))
     except OSError:

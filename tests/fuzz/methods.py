@@ -1,4 +1,4 @@
-"""Every method that a process announces, by reflection: what is added to a service is fuzzed without a word here."""
+"""Every method that a process announces by reflection: methods that a service adds are fuzzed without a change here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notices that this process stood still, and with it most likely all others: on a machine that was paused."""
+"""Notices that this process stood still, most likely with all other processes, because the machine was paused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mends what was refused: errors name the field at fault, and often say what it must be."""
+"""Repairs refused requests: errors name the field at fault, and often its valid values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"\d[\d,]*")
 _QUOTED = re.compile(r"""["']([^"']+)["']""")
 _INTEGERS = range(FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_UINT64 + 1)
 
-# Sets a field of a message anew.
+# Sets a field of a message to a new value.
 Set = Callable[[Message, FieldDescriptor], None]
 
 

@@ -23,10 +23,10 @@ class Row:
     slowest: float = 0.0
     # Calls that were left, or that were given hardly any time.
     left: int = 0
-    # The most that a single one took of any process, where that was measured.
+    # The largest cost of a single call for any process, if it was measured.
     most_bytes: int = 0
     most_loop_seconds: float = 0.0
-    # The longest that others waited while the loop worked for one.
+    # The longest time for which other calls waited while the loop worked for one call.
     longest_stall: float = 0.0
 
 
@@ -52,7 +52,7 @@ class Report:
             row.slowest = max(row.slowest, seconds)
 
     def cost(self, name: str, grown_bytes: int, loop_seconds: float, stall: float) -> None:
-        """What a call took of one process. stall: how long others waited meanwhile, in seconds."""
+        """The cost of a call for one process. stall: seconds for which other calls waited meanwhile."""
         with self._lock:
             row = self.rows.setdefault(name, Row())
             row.most_bytes = max(row.most_bytes, grown_bytes)
@@ -60,7 +60,7 @@ class Report:
             row.longest_stall = max(row.longest_stall, stall)
 
     def fault(self, kind: str, text: str, call: dict[str, object] | None = None) -> None:
-        """Something that must not be. call: what leads to it again, as `repeat` takes it."""
+        """Adds a fault. call: leads to the fault again, as `repeat` takes it."""
         with self._lock:
             self._kinds[kind] += 1
             if self._kinds[kind] > _KEPT:
@@ -89,7 +89,7 @@ class Report:
 
     @property
     def num_faults(self) -> int:
-        """All of them, also those that were not kept."""
+        """The number of all faults, including those that were not kept."""
         return self._kinds.total()
 
     def figures(self) -> dict[str, object]:

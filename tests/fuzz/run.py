@@ -24,7 +24,7 @@ Tell = Callable[[str], None]
 
 
 async def fuzz_grpc(stage: Stage, report: Report, count: int, tell: Tell, *, at_bounds: bool = False) -> None:
-    """So many calls of gRPC: first what callers and operators may, then what only the stack's own processes do.
+    """Makes calls of gRPC: first those of callers and operators, then those of the stack's own processes.
 
     A caller of the data plane can register in the names of the others, which then know themselves replaced: less is
     asked of the stack then, see `Stage.check`. at_bounds: most of them with numbers at the bounds of their types, one

@@ -84,7 +84,7 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def kept(self, report: Report) -> AsyncIterator[None]:
-        """Asks each process again and again whether it is well, and undoes what would stop the others' work."""
+        """Asks each process repeatedly whether it is well, and undoes changes that would stop the work of others."""
         tasks = [asyncio.create_task(self._watch(name, report)) for name in MODULES]
         tasks.append(asyncio.create_task(self._tidy()))
         try:
@@ -99,7 +99,7 @@ class Stage:
         return {name: size - self._memory[name] for name, size in self._resident().items()}
 
     async def check(self, report: Report, *, fenced: bool = False) -> None:
-        """Adds what is not as it was to the faults.
+        """Adds every difference from the state before to the faults.
 
         fenced: others have registered in the names of the stack's own processes, which know themselves replaced; the
         cache manager's books must be right all the same.
@@ -172,7 +172,7 @@ class Stage:
                 await asyncio.sleep(TIDY_SECONDS)
 
     async def _clear(self, manager: Manager, most: int = 0) -> None:
-        """Deletes rules, quotas and holds where there are more than so many, and gives pools their size."""
+        """Deletes rules, quotas and holds if there are more than `most` of them, and restores the pools' sizes."""
         admin = manager.admin
         rules = (
             await admin.ListRetentionRules(kv.ListRetentionRulesRequest(page_size=1000), timeout=patience(30))
@@ -270,6 +270,6 @@ async def _check_books(manager: Manager) -> list[str]:
 
 
 async def _ignoring(call: Any) -> None:
-    """Deletes what may be deleted already."""
+    """Deletes things that may be deleted already."""
     with contextlib.suppress(grpc.aio.AioRpcError):
         await call

@@ -1,4 +1,4 @@
-"""Values of single fields: usual ones, and those at the edges of what a type or a check holds."""
+"""Values of single fields: usual values, and values at the edges of a type or a check."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLOATS = (
     *(float("nan"), float("inf"), float("-inf")),
 )
 _USUAL_FLOATS = (0.0, 0.1, 0.5, 0.7, 0.9, 1.0, 1.0, 2.0)
-# Texts that mean something somewhere, and open the way to what is behind.
+# Texts with a special meaning somewhere, which get past checks to the code behind them.
 _WORDS = (
     *("Retain", "Pin", "Demote", "Prefetch", "Share", "0.1", "priority", "duration_seconds", "owner", "tier", "host"),
     *("system", "user", "assistant", "total_blocks", "order", "match", "action", "action.retention_priority"),

@@ -1,4 +1,4 @@
-"""A folder that is full or read-only is named in one line, with its setting and what to do."""
+"""A full or read-only folder is named in one line, with its setting and a remedy."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from tests.support.ports import free_address
 from tests.support.storage import KINDS, broken
 
 ADVICE = {"full": "free some room there", "read-only": "make it writable"}
-# What runs, the setting of the folder, and what begins the line.
+# The program, the setting of the folder, and the beginning of the line.
 CASES = {
     "the stack": (["ops/run_stack.py"], "KVKEEP_STATE_DIR", "run-stack: "),
     "the executor": (["-m", "executor"], "KVKEEP_EXECUTOR_CACHE_DIR", "executor: "),

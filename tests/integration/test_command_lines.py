@@ -1,4 +1,4 @@
-"""Every program of the checkout says what it is on --help, and refuses what it does not know before it starts."""
+"""Every program of the checkout describes itself on --help, and refuses unknown arguments before it starts."""
 
 import os
 import re

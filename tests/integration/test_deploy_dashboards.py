@@ -54,7 +54,7 @@ def test_grafana_knows_every_field(board: str) -> None:
 
 
 def lost(ours: Any, known: Any, path: str = "") -> Iterator[str]:
-    """Where a model has not what is in ours; it may have defaults beside it."""
+    """Yields the paths at which a model lacks parts of ours; it may have defaults beside them."""
     if isinstance(ours, dict) and isinstance(known, dict):
         for key, value in ours.items():
             yield from lost(value, known.get(key), f"{path}/{key}")

@@ -1,4 +1,4 @@
-"""The chart: Helm's own library takes it, Kubernetes' schemas what it renders, and processes what they are told."""
+"""The chart: Helm's own library accepts it, Kubernetes' schemas its manifests, and processes their settings."""
 
 import asyncio
 import json
@@ -130,7 +130,7 @@ def test_rendered_manifests_match_the_schema_of_kubernetes(version: str) -> None
     manifests = {json.dumps(manifest): manifest for values in VALUES.values() for manifest in render(values)}
     assert len(manifests) > 40
     for manifest in manifests.values():
-        # Those of Prometheus' operator and of the inference extension are in no schema of Kubernetes.
+        # Manifests of Prometheus' operator and of the inference extension are in no schema of Kubernetes.
         if not manifest["apiVersion"].startswith(("monitoring.", "inference.")):
             kubernetes_validate.validate(manifest, version, strict=True)
 
@@ -172,7 +172,7 @@ def test_pods_set_only_known_settings(case: str, tmp_path: Path) -> None:
             assert settings.security.asks_callers or settings.insecure
             leave = container.get("lifecycle", {"preStop": {"exec": {"command": ["sleep", "0"]}}})
             stops.append(int(leave["preStop"]["exec"]["command"][1]) + shortest_stop(settings))
-        # A sidecar ends behind the others.
+        # A sidecar ends after the other containers.
         assert pod.get("terminationGracePeriodSeconds", 30) >= (sum if "initContainers" in pod else max)(stops)
         assert {volume["name"] for volume in pod["volumes"]} <= mounted
     assert seen >= set(TOKENS) - {"router"}
@@ -316,13 +316,13 @@ def test_an_engines_processes_meet_in_its_pod_under_its_name() -> None:
     told = variables(scheduler, name)
     assert told["KVKEEP_SCHEDULER_SCHEDULER_ID"] == name
     assert told["KVKEEP_EXECUTOR_ADDRESS"] == "localhost:50053"
-    # It starts before the scheduler and ends behind it, as a container that is none of these does not.
+    # The sidecar starts before the scheduler and ends after it; a plain container would not.
     assert executor["restartPolicy"] == "Always"
     assert "restartPolicy" not in scheduler
 
 
 def test_no_volume_is_the_folder_of_a_tier() -> None:
-    """An executor wants a folder of its own, to which a kubelet never gives a group the right to write."""
+    """An executor needs a private folder, which no kubelet makes writable for a group."""
     manifests = render({"executor": {"hostCacheSize": "1Gi", "diskCacheSize": "1Gi"}} | PLAIN)
     engine = dict(pods(manifests))["engine"]
     executor = containers(engine)[0]
@@ -379,7 +379,7 @@ def test_each_engine_has_ports_for_routers_of_others_where_they_are_wanted() -> 
     service = named(manifests, "Service", "cachemgr")["spec"]["ports"]
     assert [one["port"] for one in service if one["name"].startswith("zmq-")] == used
     assert all(len(one["name"]) <= 15 for one in service)
-    # A StatefulSet's pods start anew when their template changes, and then the caches of all shards are away.
+    # Pods of a StatefulSet restart when their template changes, and then all shards lose their caches.
     one, more = (render(VALUES["routers of others"] | {"shards": shards}) for shards in ([1], [3, 1]))
     one, more = (named(found, "StatefulSet", "cachemgr")["spec"]["template"] for found in (one, more))
     assert one == more
@@ -397,7 +397,7 @@ def test_each_engine_has_ports_for_routers_of_others_where_they_are_wanted() -> 
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 def test_the_same_values_always_render_the_same_manifests(values: dict[str, Any]) -> None:
     """Go walks maps in random order; an upgrade that changes nothing must not touch a manifest."""
-    # A password that the chart makes is another one each time; in a cluster, an upgrade keeps it.
+    # The chart makes a different password each time; in a cluster, an upgrade keeps the password.
     first, *others = ([one for one in render(values) if one["kind"] != "Secret"] for _ in range(5))
     assert all(other == first for other in others)
 
@@ -430,7 +430,7 @@ def test_an_autoscaler_chooses_how_many_routers_there_are() -> None:
     manifests = render({"router": chosen})
     deployment = named(manifests, "Deployment", "router")
     assert "replicas" not in deployment["spec"]
-    # It goes by the share of what is requested.
+    # It follows the share of the requested resources.
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["resources"]["requests"]["cpu"]
     scaler = named(manifests, "HorizontalPodAutoscaler", "router")
@@ -542,7 +542,7 @@ def test_an_inference_pool_selects_the_engines_and_their_api() -> None:
     }
     pod = dict(pods(manifests))["engine"]
     (scheduler,) = pod["containers"]
-    # A picker reads vLLM's metrics where requests go, too.
+    # A picker reads vLLM's metrics at the address for requests, too.
     assert variables(scheduler)["KVKEEP_SCHEDULER_HTTP_ADDRESS"] == "0.0.0.0:8000"
     assert variables(scheduler)["KVKEEP_SCHEDULER_VLLM_METRICS"] == "1"
     labels = named(manifests, "StatefulSet", "engine-1")["spec"]["template"]["metadata"]["labels"]

@@ -1,4 +1,4 @@
-"""What the chart renders, run as processes of this machine: each pod has an address of its own on loopback.
+"""What the chart renders, run as processes of this machine: each pod has a separate address on loopback.
 
 Names are replaced by addresses; everything else is as in a cluster, ports, certificates, tokens and probes included.
 """
@@ -116,7 +116,7 @@ class Cluster:
             for container in containers(template["spec"]):
                 name = container["name"]
                 child = self.children[pod, name] = Child(
-                    # The images' own, unless the chart has another one.
+                    # The images' own arguments, unless the chart has different arguments.
                     [sys.executable, *container.get("command", ["python", "-m", name])[1:]],
                     self.environment(pod, container),
                     folder=ROOT,
@@ -173,7 +173,7 @@ class Cluster:
         return float(line.rpartition(" ")[2])
 
     def published(self, pod: str, port: int) -> list[bytes]:
-        """A batch of events, as a router of others receives it."""
+        """A batch of events, as a third-party router receives it."""
         with zmq.Context() as context, context.socket(zmq.SUB) as reader:
             reader.rcvtimeo = int(patience(60) * 1000)
             reader.subscribe(b"")

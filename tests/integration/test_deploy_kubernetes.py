@@ -47,13 +47,13 @@ def values_files() -> dict[str, str]:
 
 
 class Session(NamedTuple):
-    """What the commands of the page left behind, and the calls that were written down, each as its words."""
+    """The files that the page's commands left, and the recorded calls, each as its words."""
 
     folder: Path
     calls: list[list[str]]
 
     def of(self, program: str, *words: str) -> list[list[str]]:
-        """The words behind these of each call that begins with them."""
+        """The words that follow these words in each call that begins with them."""
         begin = [program, *words]
         return [call[len(begin) :] for call in self.calls if call[: len(begin)] == begin]
 
@@ -66,7 +66,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
         (folder / name).write_text(text)
     _, make_tokens = code(DEPLOYING, "Secrets")
     blocks = code(GUIDE)
-    # "Then the tokens": behind the certificates, and before they become a secret.
+    # "Then the tokens": after the certificates, and before they become a secret.
     place = next(number for number, block in enumerate(blocks) if "demo-kvkeep-tokens" in block)
     script = "".join([RECORD, *blocks[:place], make_tokens, *blocks[place:]])
     done = subprocess.run(
@@ -153,7 +153,7 @@ def test_the_fleet_is_the_one_that_the_page_describes(session: Session) -> None:
         "registry.example/team/kvkeep-scheduler@sha256:" + "0123456789abcdef" * 4,
         "docker.io/valkey/valkey:8.1.3-alpine",
     }
-    # Engines that were there do not start anew, and routers do.
+    # Existing engines do not restart, but routers do.
     before, after = (
         {one["metadata"]["name"]: one["spec"]["template"] for one in workloads(release)} for release in (fleet, larger)
     )

@@ -1,4 +1,4 @@
-"""kvctl as deployed, beside the cache manager: it finds a real one and may do what operators do."""
+"""The deployed kvctl, beside the cache manager: it finds a real cache manager and has an operator's rights."""
 
 import json
 import os

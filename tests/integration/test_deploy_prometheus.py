@@ -1,4 +1,4 @@
-"""The alerts: promtool takes them, each fires when it must and only then, and they are those of the runbook."""
+"""The alerts: promtool accepts them, each fires exactly when it must, and the runbook has the same alerts."""
 
 import re
 import shutil
@@ -26,7 +26,7 @@ def promtool(*arguments: str | Path) -> str:
 
 
 def plain(expression: str) -> str:
-    """An expression without what says whose series are meant, and without spaces."""
+    """An expression without the labels that select series, and without spaces."""
     return re.sub(r"\{[^}]*\}|\s", "", expression)
 
 

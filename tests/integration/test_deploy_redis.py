@@ -38,7 +38,7 @@ class Deployed:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        # Where it names no port it would take 6379.
+        # Without a port, it would take 6379.
         command = [_program("redis-server"), "--port", self._port, *self.command[1:]]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=self._folder) as server:
             try:
@@ -89,7 +89,7 @@ async def answer(url: str) -> bool:
         return False
     finally:
         await redis.aclose()
-        # TLS says goodbye behind that, and the loop is about to end.
+        # TLS says goodbye afterwards, and the loop is about to end.
         await asyncio.sleep(0.1)
 
 

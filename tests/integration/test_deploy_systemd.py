@@ -1,4 +1,4 @@
-"""The units: systemd takes them, processes understand their settings, and what they may do is bounded."""
+"""The units: systemd accepts them, processes understand their settings, and their rights are limited."""
 
 import configparser
 import re
@@ -62,7 +62,7 @@ def env_file() -> dict[str, str]:
 
 @needs_systemd
 def test_systemd_accepts_the_units(units: Path) -> None:
-    # It ends with 0 at what it only warns of.
+    # It ends with 0 if it only warns.
     assert run("systemd-analyze", "verify", "--man=no", units / "kvkeep.target", *units.glob("*.service")) == ""
 
 

@@ -73,7 +73,7 @@ def methods(service: str) -> set[str]:
 
 
 def address_of(stack: Stack, service: str) -> str:
-    """Where a service is served."""
+    """The address of a service."""
     return {
         DATA: stack.cachemgr,
         ADMIN: stack.admin,

@@ -13,7 +13,7 @@ from tests.support.patience import patience
 
 @pytest.fixture
 def venv(tmp_path: Path) -> Path:
-    """An environment whose interpreter only says what it was given."""
+    """An environment whose interpreter only prints its arguments."""
     interpreter = tmp_path / "bin/python"
     interpreter.parent.mkdir()
     interpreter.write_text('#!/bin/sh\necho "$@"\ncat\n')

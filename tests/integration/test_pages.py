@@ -1,4 +1,4 @@
-"""The pages lead where they say, and speak of what there is. What their examples answer is tested with a stack."""
+"""Links of the pages are right, and names in them exist. The answers of their examples are tested with a stack."""
 
 import re
 import subprocess
@@ -40,12 +40,12 @@ METHODS = [
 
 
 def prose(page: Path) -> str:
-    """Without what is fenced."""
+    """The page without its fenced blocks."""
     return FENCED.sub("", page.read_text())
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub and mkdocs make them of headings, where both make the same."""
+    """Anchors of headings as GitHub and mkdocs make them, if both make the same."""
     titles = [re.sub(r"[`*]|\[|\]\([^)]*\)", "", title).lower() for title in HEADING.findall(prose(page))]
     github = {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
     return github & {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip()) for title in titles}
@@ -184,7 +184,7 @@ def test_readme_and_run_stack_ask_by_one_command() -> None:
     address = str(SchedulerSettings.model_fields["scheduler_address"].default)
     ask = run_stack.generate_command(Path(".venv/bin"), address)
     assert ask in (ROOT / "README.md").read_text()
-    # Those of another environment, or address, are complete, too.
+    # Addresses, and commands for a different environment, are complete, too.
     assert run_stack.generate_command(Path(".venv/bin"), "unix:/s") == f'{ask} ARGS="--address unix:/s"'
     assert run_stack.generate_command(Path("/env/bin"), "unix:/s").startswith(
         "/env/bin/python -m scheduler.generate --"

@@ -1,4 +1,4 @@
-"""`make run-stack`: what people see, and that nothing stays behind."""
+"""`make run-stack`: its output, and that it leaves nothing running."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.model
 
 
 class RunningStack:
-    """ops/run_stack.py as a process, with a state folder and ports of its own."""
+    """ops/run_stack.py as a process, with a separate state folder and separate ports."""
 
     def __init__(self, folder: Path, *arguments: str, **settings: str) -> None:
         self.address, self.http = free_address(), free_address()
@@ -84,7 +84,7 @@ class RunningStack:
             time.sleep(0.05)
 
     def children(self) -> dict[str, psutil.Process]:
-        """Processes below it: by module name, a second one with a 2 behind it, the Redis server by "redis"."""
+        """Its child processes: by module name, a second process with a 2 at the end, the Redis server by "redis"."""
         found: dict[str, psutil.Process] = {}
         for process in psutil.Process(self.process.pid).children(recursive=True):
             # It may have ended since.

@@ -1,4 +1,4 @@
-"""The runbook speaks of what there is: every metric, log line, reason and setting in it exists in the code."""
+"""The runbook is up to date: every metric, log line, reason and setting in it exists in the code."""
 
 import re
 
@@ -8,7 +8,7 @@ from tests.stack import ROOT
 from tests.support.names import SETTINGS, SOURCE, metrics_in, settings_in, unknown_metrics
 
 RUNBOOK = (ROOT / "docs/runbook.md").read_text()
-# Line breaks are no part of what is quoted.
+# Line breaks do not belong to quoted text.
 QUOTED = [" ".join(quoted.split()) for quoted in re.findall(r"`([^`]+)`", RUNBOOK)]
 SECTIONS = re.split(r"^## ", RUNBOOK, flags=re.MULTILINE)[1:]
 

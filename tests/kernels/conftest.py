@@ -1,4 +1,4 @@
-"""Where a kernel test runs: the torch path, Triton's interpreter, a GPU.
+"""The backend of a kernel test: the torch path, Triton's interpreter, a GPU.
 
 Triton reads TRITON_INTERPRET when a kernel is decorated, for good. The interpreter and the compiler therefore live in
 processes of their own, and this one is left as it was found.
@@ -83,7 +83,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submit]:
 
 @pytest.fixture(params=["torch", "interpreter", "cuda"])
 def run_on(request: pytest.FixtureRequest) -> Submit:
-    """Calls function(backend, *args) where that backend is at home, and returns what it returns."""
+    """Calls function(backend, *args) on the backend's device, and returns the result."""
     backend = request.param
     if backend == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device on this machine")

@@ -20,7 +20,7 @@ from kernels.stored import StoredMatrix, StoredRows
 from kernels.weights import LayerWeights, Weights
 
 BARS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-# What a decoder computes in: products are the processor's own for bfloat16, where it has some.
+# The types that a decoder computes in: for bfloat16, the processor's own products if it has any.
 COMPUTED = {
     "float32": (torch.float32, False),
     "bfloat16 widened": (torch.bfloat16, False),
@@ -28,7 +28,7 @@ COMPUTED = {
 }
 KINDS = pytest.mark.parametrize(("dtype", "products"), COMPUTED.values(), ids=COMPUTED.keys())
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
-# Where a number was computed a little differently, and is rounded to another one of the 256, the difference is larger.
+# A number that was computed a little differently may round to a different one of the 256, a larger difference.
 EIGHT_BIT_BARS = {torch.float32: 3e-3, torch.bfloat16: 6e-2}
 
 
@@ -45,7 +45,7 @@ LANES = {8: "x86-64-v3", 16: "x86-64-v4"}
 
 
 def decoder_for(lanes: int, folder: Path) -> ctypes.CDLL:
-    """The decoder with vectors of this many lanes, built in `folder`. Skips where the processor has no such vectors."""
+    """The decoder with vectors of this many lanes, built in `folder`. Skips if the processor has no such vectors."""
     if platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("the processor is no x86")
     if lanes == 16 and "avx512f" not in Path("/proc/cpuinfo").read_text():
@@ -286,7 +286,7 @@ def stored(matrix: Tensor, way: str) -> StoredMatrix:
 
 
 def error_of(computed: Tensor, expected: Tensor) -> float:
-    """Root mean square error relative to what was expected."""
+    """Root mean square error relative to the expected values."""
     return float((computed.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 

@@ -70,7 +70,7 @@ def outputs(
 
 
 def main(instrumented: str, plain: str) -> None:
-    """Raises AssertionError where the two compute something else."""
+    """Raises AssertionError if the two computations differ."""
     torch.set_num_threads(1)
     libraries = [ctypes.CDLL(path) for path in (instrumented, plain)]
     ways: list[tuple[Case, Way | None]] = [(case, None) for case in SHAPES] + [(QUANTIZED, way) for way in WAYS]
@@ -89,7 +89,7 @@ def main(instrumented: str, plain: str) -> None:
         cache = EIGHT_BITS[number // len(COMPUTED) % len(EIGHT_BITS)]
         found, expected = (outputs(library, case, dtype, products, None, False, cache) for library in libraries)
         for one, other in zip(found, expected, strict=True):
-            # A number rounded to another one of the 256 changes much of what follows.
+            # A number rounded to a different one of the 256 changes many later values.
             assert one.equal(other) or error_of(one, other.double()) < 0.3, (case, dtype, products, cache)
         computed += len(found)
     print(computed, "results are equal")

@@ -150,7 +150,7 @@ def compile_launch(
 
 
 def sizes_of(case: Attention, dtype: torch.dtype, capability: int) -> TileSizes:
-    """Those of a launch."""
+    """The tile sizes of a launch."""
     return choose_sizes(
         (capability // 10, capability % 10),
         132 if capability == 90 else 108,

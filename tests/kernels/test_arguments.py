@@ -70,7 +70,7 @@ RIGHT: dict[Callable[..., object], dict[str, Any]] = {
         "counts": torch.ones(2, dtype=torch.int32),
     },
 }
-# Of each operation, what replaces right arguments, and what is said of it.
+# For each operation, the replacements of right arguments, and the resulting messages.
 WRONG: dict[Callable[..., object], list[tuple[dict[str, Any], str]]] = {
     store_kv: [
         ({"key": torch.ones(3, 2, 8)}, r"key: expected \[T, Hkv, D\] = \[any, 2, 16\], got \[3, 2, 8\]"),

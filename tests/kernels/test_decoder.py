@@ -1,4 +1,4 @@
-"""The compiled decoder against its float64 reference, and what becomes of machines and models it is not for."""
+"""The compiled decoder against its float64 reference, and its refusal of unsuitable machines and models."""
 
 import ctypes
 import os

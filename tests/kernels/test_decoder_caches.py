@@ -26,7 +26,7 @@ from tests.kernels.decoder_cases import (
 )
 
 CACHES = pytest.mark.parametrize("cache", EIGHT_BITS, ids=["int8", "fp8"])
-# Those that read or write caches in ways of their own.
+# Functions that read or write caches in special ways.
 SOME = (
     "chunks and single tokens",
     "one row",
@@ -57,7 +57,7 @@ def as_bytes(cache: Tensor) -> Tensor:
 def test_error_stays_below_the_bar(
     library: ctypes.CDLL, name: str, dtype: torch.dtype, products: bool, cache: torch.dtype
 ) -> None:
-    # A number that is rounded to another one of the 256 changes more with each further layer.
+    # A number that is rounded to a different one of the 256 changes more with each further layer.
     case = replace(CASES[name], layers=2)
     world = build_world(case, cache)
     if reason := obstacle(library, world.weights, dtype):
@@ -74,7 +74,7 @@ def test_error_stays_below_the_bar(
         for found, old, wanted, scale in zip(pair, pair_before, pair_expected, scales, strict=True):
             assert torch.equal(as_bytes(found)[~written], as_bytes(old)[~written]), "no other slot is written"
             stored, truth = (dequantize(one.float()[written], scale, torch.float64) for one in (found, wanted))
-            # A few numbers lie nearer to another one of the 256.
+            # A few numbers lie nearer to a different one of the 256.
             assert error_of(stored, truth) < (1e-2 if dtype == torch.float32 else 6e-2)
 
 
@@ -101,10 +101,10 @@ def test_attention_is_counted(
 @CACHES
 @pytest.mark.parametrize("size", [1e-4, 1.0, 1e4])
 def test_what_is_stored_is_what_every_other_path_stores(library: ctypes.CDLL, cache: torch.dtype, size: float) -> None:
-    """Bit for bit: what is cut off, what is below the smallest exponent, and what lies between two values too."""
+    """Bit for bit, with values that are cut off, below the smallest exponent, and between two values."""
     case = Case((70,), (70,), q_heads=4, kv_heads=4, layers=1, head_dim=128)
     plain, world = build_world(case, torch.float32), build_world(case, cache)
-    # From those that are cut off to those of which nothing is left.
+    # From values that are cut off to values of which nothing is left.
     parts = torch.tensor([1.0, 0.25, 0.01, 3e-4, 1.7]).repeat(4 * 128)
     world.scales = [(size * parts[: 4 * 128].view(4, 128) / 4, size * parts[3 : 3 + 4 * 128].view(4, 128))]
     for one in (plain, world):
@@ -120,7 +120,7 @@ def test_what_is_stored_is_what_every_other_path_stores(library: ctypes.CDLL, ca
 
 
 def test_halves_between_two_codes_go_to_the_even_one(library: ctypes.CDLL) -> None:
-    """Values that no product makes by chance: a bias alone decides what is stored."""
+    """Values that no product makes by chance: a bias alone decides the stored value."""
     case = Case((1,), (1,), q_heads=1, kv_heads=1, layers=1, head_dim=128, bias=True)
     for cache in EIGHT_BITS:
         world = build_world(case, cache)

@@ -1,4 +1,4 @@
-"""Attention that the compiled decoder counts, against its float64 reference, and what is added up of it."""
+"""Attention that the compiled decoder counts, and its sums, against the float64 reference."""
 
 import ctypes
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which matrices the compiled decoder keeps plain, by what is faster on the machine at hand."""
+"""Which matrices the compiled decoder keeps plain: those that are faster this way on the machine at hand."""
 
 import ctypes
 from collections.abc import Iterator, Mapping

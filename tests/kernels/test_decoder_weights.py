@@ -42,7 +42,7 @@ def scattered(matrix: Tensor, kind: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def with_outliers(matrix: Tensor, kind: torch.dtype = torch.bfloat16) -> Tensor:
-    """Among weights that lie close together some that lie nowhere near, and zeros."""
+    """Weights that lie close together, except some that lie nowhere near, and zeros."""
     far, some = scattered(matrix, kind), torch.rand(matrix.shape)
     return torch.where(some < 0.003, far, torch.where(some < 0.01, 0, published(matrix, kind)))
 
@@ -70,7 +70,7 @@ def error(library: ctypes.CDLL, world: World, dtype: torch.dtype, products: bool
 
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-# Bytes of a weight, by what it was published in: where it can be squeezed, and where not.
+# Bytes of a weight by the type in which it was published: if it can be squeezed, and if not.
 PUBLISHED = dict(zip(FLOATS, ((1.7, 2.001), (2.7, 4.001), (3.7, 4.001)), strict=True))
 GGML = {"Q4_0": 0.63, "Q4_1": 0.63, "Q8_0": 1.07}
 
@@ -175,7 +175,7 @@ def test_every_bit_of_a_weight_is_restored(library: ctypes.CDLL, kept: Kept, tok
 
 
 def with_matrices(world: World, change: Callable[[Tensor, str], object], of_layers: str, of_head: str) -> World:
-    """A world whose matrices, and an embedding of its own, were changed."""
+    """A world with changed matrices, and with a separate, changed embedding."""
     names = ("qkv", "out", "gate_up", "down")
     layers = [
         replace(one, **{name: change(getattr(one, name), of_layers) for name in names}) for one in world.weights.layers

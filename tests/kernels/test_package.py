@@ -1,4 +1,4 @@
-"""What the package must be to others: invisible to transformers, and at home where triton is not installed."""
+"""The package beside others: invisible to transformers, and usable without triton."""
 
 import os
 import subprocess

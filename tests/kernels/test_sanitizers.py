@@ -26,7 +26,7 @@ class Sanitizer:
 
 # Checks as calls rather than in place compile in a third of the time.
 OUTLINED = ("--param", "asan-instrumentation-with-call-threshold=0")
-# Python itself leaves memory behind at its end.
+# Python itself leaves memory allocated at its end.
 MEMORY = {"ASAN_OPTIONS": "detect_leaks=0"}
 BOTH = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", *OUTLINED)
 SANITIZERS = {
@@ -52,7 +52,7 @@ SANITIZERS = {
 
 
 def flags_of(sanitizer: Sanitizer) -> tuple[str, ...]:
-    """Those of the decoder, compiled sooner, and with line numbers."""
+    """The flags of the decoder, compiled sooner, and with line numbers."""
     return (*(flag for flag in build.FLAGS if flag != "-O3"), "-O1", "-g1", *sanitizer.flags)
 
 
@@ -62,7 +62,7 @@ def run(sanitizer: Sanitizer, *arguments: str) -> subprocess.CompletedProcess[st
     runtime = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
     assert Path(runtime).is_absolute(), f"the compiler has no {sanitizer.runtime}"
     command = [sys.executable, *arguments]
-    # The detector of races does not know what to do with addresses as random as some kernels make them.
+    # The detector of races does not support addresses as random as some kernels make them.
     fixed = ["setarch", "-R"]
     if not subprocess.run([*fixed, "true"], capture_output=True, check=False).returncode:
         command = fixed + command
@@ -81,7 +81,7 @@ def test_a_fault_is_reported(sanitizer: Sanitizer, tmp_path: Path) -> None:
     assert sanitizer.words in done.stderr
 
 
-# Compiling it takes a while where the processor has other work.
+# Compiling takes a while if the processor has other work.
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["address", "thread"])
 def test_the_decoder_has_nothing_to_report(name: str) -> None:

@@ -16,7 +16,7 @@ BARS = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 
 def activate(backend: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The result, and what the result was made of; rows lie further apart than they are long."""
+    """The result and its inputs; rows lie further apart than they are long."""
     whole = spread((shape[0], 2 * shape[1] + 24), 0).to("cuda" if backend == "cuda" else "cpu", dtype)
     gate_up = whole[:, : 2 * shape[1]]
     if backend == "interpreter":

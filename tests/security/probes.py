@@ -99,7 +99,7 @@ def _salts(stage: Stage) -> list[str]:
 
 
 def _http(stage: Stage, client: openai.DefaultAsyncHttpxClient) -> Iterator[tuple[str, Probe]]:
-    """The same over HTTP. What is sent there stays cached: each time it is another tenant, which has no hit of it."""
+    """The same probes over HTTP. Their prompts stay cached: each probe has a different tenant, without hits."""
 
     def probe(authorization: str = "", **fields: Any) -> Probe:
         tokens = iter(stage.crowd)
@@ -204,7 +204,7 @@ class Attack:
         self.found = Found()
 
     async def run(self, count: int) -> Found:
-        """Sends so many probes of all kinds in turn."""
+        """Sends N = `count` probes of all kinds in turn."""
         stage = self._stage
         tokens = stage.tenants[ATTACKER]
         caller = tokens[Role.CALLER]
@@ -277,7 +277,7 @@ class Attack:
 
 
 def crowd_for(count: int) -> int:
-    """Tenants that so many probes need: one for each time that a kind's turn comes."""
+    """The number of tenants that N = `count` probes need: one tenant for each turn of a kind."""
     return count // LEAST_KINDS + 1
 
 
@@ -292,7 +292,7 @@ async def attack(stage: Stage, count: int) -> Found:
 
 
 def main() -> int:
-    """Prints what was found; the exit status."""
+    """Prints the findings; returns the exit status."""
     parser = argparse.ArgumentParser(description="Probes whether tenants stay apart.")
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results")

@@ -33,7 +33,7 @@ PROMPT = tuple(range(1000, 1064))
 
 
 def request(prompt: tuple[int, ...] = PROMPT, **cache: Any) -> pb.StreamGenerateRequest:
-    """One token behind a prompt."""
+    """Generates one token after a prompt."""
     return pb.StreamGenerateRequest(
         token_ids=pb.TokenIds(token_ids=prompt), max_tokens=1, ignore_eos=True, cache=pb.CacheOptions(**cache)
     )

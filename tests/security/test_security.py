@@ -223,7 +223,7 @@ async def test_a_tenants_operator_sees_and_changes_only_its_tenants_blocks(
     async with stage.admin(stage.root) as channel:
         root: kv_rpc.CacheAdminServiceAsyncStub = kv_rpc.CacheAdminServiceStub(channel)
         async with asyncio.timeout(patience(60)):
-            # Blocks are released behind the last answer.
+            # Blocks are released after the last answer.
             while (await root.ListSequences(kv.ListSequencesRequest(salt=salt), timeout=patience(10))).sequences:
                 await asyncio.sleep(0.05)
     blocks = (await own_admin.ListBlocks(kv.ListBlocksRequest(pool_id=POOL), timeout=patience(10))).blocks

@@ -56,7 +56,7 @@ _SHELL = re.compile(r"[|&;<>`\n]|\$\(")
 
 
 def elsewhere() -> dict[str, str]:
-    """The same addresses with free ports."""
+    """The addresses of the pages with free ports."""
     return {setting: free_address() for setting in PLACES}
 
 
@@ -102,7 +102,7 @@ def _parts(place: str, language: str, lines: list[str]) -> Iterator[Example]:
 
 
 class Reader:
-    """Runs a page's examples in a shell and an interpreter of its own. Use it in a with statement.
+    """Runs a page's examples in a separate shell and interpreter. Use it in a with statement.
 
     folder: where they run. places: addresses in the page, and the addresses that replace them.
     """
@@ -141,7 +141,7 @@ class Reader:
         self._patch.undo()
 
     def check(self, example: Example) -> None:
-        """Runs an example and compares its answer with what the page shows."""
+        """Runs an example and compares its answer with the answer on the page."""
         run = {"sh": self._run, "python": self._execute}[example.language]
         status, output = run(self._here(example.code))
         told = f"{example.place}\n{example.code}\n{output}"

@@ -7,7 +7,7 @@ import socket
 
 # Outside of the system's range for clients, so that no connection of another test takes a port before its server.
 FIRST, END = 10_000, 32_768
-# Number of workers of pytest with a range of their own: two such workers never draw the same port.
+# Number of workers of pytest with separate ranges: two such workers never draw the same port.
 RANGES = 12
 # Servers with several ports may also take this number of ports after their own port.
 FOLLOWING = 16

@@ -685,7 +685,7 @@ class RandomLife:
             world.copy(copy, number == finished)
 
     def fall_back(self) -> None:
-        """The store may lag behind the manager when the manager dies."""
+        """When the manager dies, the store may lag behind it."""
         if self.random.random() < 0.5 and self.world.unread is None:
             self.world.journal.fall_back()
 

@@ -36,7 +36,7 @@ SECONDS = patience(60)
 # CPUs of a node: it has room for all members.
 ROOM = 8
 STUB = "tests.support.exact_stub"
-# Ray listens on an address for other machines, and would write a token of its own into the user's home.
+# Ray listens on an address for other machines, and would write its own token into the user's home.
 RAY = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(), "RAY_USAGE_STATS_ENABLED": "0"}
 
 
@@ -139,7 +139,7 @@ class RayFleet:
         return ray_member.ask(ray_member.members())
 
     def host_of(self, name: str, setting: str) -> str:
-        """Where a member's process listens; empty while it does not listen."""
+        """The address on which a member's process listens; empty while it does not listen."""
         said = self.say().get(name)
         return said.addresses.get(setting, "").rpartition(":")[0] if said else ""
 

@@ -9,7 +9,7 @@ import pytest
 
 PASSED_BEFORE = "it passed before, and nothing that it depends on has changed"
 # Regular expressions for whole reasons: missing things that `.ci/run` cannot install by packages, and dynamo, which
-# has an environment of its own.
+# has a separate environment.
 ALLOWED = (
     PASSED_BEFORE,
     "no CUDA device on this machine",

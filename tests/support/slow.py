@@ -20,7 +20,7 @@ SLOW = (
     r"tests/kernels/test_decoder_caches\.py::test_attention_is_counted",
     "tests/unit/executor/test_exactness.*fused_layers",
     r"tests/unit/executor/test_token_eviction.*\[(torch|fused)-",
-    # Whole schedulers with front ends in processes of their own, beyond their answers.
+    # Whole schedulers with front ends in separate processes, beyond their answers.
     r"tests/unit/scheduler/test_frontends\.py::test_(?!the_number|a_control|another|front_ends_answer)",
     "tests/unit/scheduler/test_cors.py::test_a_browser",
     # Waiting for several seconds.

@@ -23,7 +23,7 @@ class _NoConfirmations:
 
 @dataclass
 class WorkerLoop:
-    """Steps of a runner through a worker of its own.
+    """Steps of a runner through a separate worker.
 
     turn_seconds: from the output of a step until the step after the next one arrives.
     """

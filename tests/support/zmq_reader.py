@@ -55,7 +55,7 @@ class Batch(msgspec.Struct, array_like=True):
 
 
 class Known(NamedTuple):
-    """The known facts of a block. Tokens are empty where they are not sent."""
+    """The known facts of a block. Tokens are empty if they are not sent."""
 
     medium: str
     parent: int | None

@@ -1,4 +1,4 @@
-"""Forks of processes that have imported everything behave as processes of their own."""
+"""Forks of processes that have imported everything behave like separate processes."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ Start = Callable[..., PreloadedChild]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a cache manager with sockets in a folder; kills what still runs after the test."""
+    """Starts a cache manager with sockets in a folder; kills all remaining processes after the test."""
     redis = LocalRedis(tmp_path / "redis")
     started: list[PreloadedChild] = []
 

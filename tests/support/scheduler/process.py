@@ -35,7 +35,7 @@ class Running:
     executor: FakeExecutor
     manager: RealManager
     http_address: str
-    # Front ends in processes of their own; 0 if the test leaves their number to the scheduler.
+    # Front ends in separate processes; 0 if the test leaves their number to the scheduler.
     frontends: int
 
     async def begin(self) -> None:
@@ -45,7 +45,7 @@ class Running:
         async for answer in self.health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):
             if answer.status == SERVING:
                 break
-        # Front ends learn the state later. A call may reach any of them, so many calls in a row reach all of them.
+        # Front ends learn the state later. A call may reach any front end, so many calls in a row reach all of them.
         well = 0
         async with asyncio.timeout(patience(60)):
             while well < 8 * self.frontends:

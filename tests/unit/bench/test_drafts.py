@@ -1,4 +1,4 @@
-"""A benchmark of drafts is red where outputs differ more than rounding explains."""
+"""The benchmark of drafts fails if outputs differ more than rounding explains."""
 
 import pytest
 

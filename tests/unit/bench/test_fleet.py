@@ -131,7 +131,7 @@ def test_prompts_that_no_engine_has_go_to_engines_in_turn_from_stage_to_stage() 
 
 
 def test_a_policy_knows_nothing_of_the_stages_before_a_cold_one() -> None:
-    # With what it had sent before, the policy `prefix` would send both groups of the second stage to one engine.
+    # With its earlier requests, the policy `prefix` would send both groups of the second stage to one engine.
     stages = [
         Stage(str(groups), [alone(((group, 100),), at=group) for group in groups], 10.0, cold=True)
         for groups in ((1, 2, 3, 4), (1, 3))
@@ -217,10 +217,10 @@ def test_a_small_fleet_is_measured(tmp_path: Path) -> None:
         assert stage["failed"] == 0
     routed = found["cost", "10"]
     assert routed["failed"] == 0
-    # A busy machine refuses requests, and caches others then.
+    # A busy machine refuses requests, and then caches different requests.
     if not any(stage["shed"] for stage in (found[DIRECT, "cold"], found[DIRECT, "10"], routed)):
         for rate in ("cold", "10"):
-            # Cached tokens of whole blocks, and what is still in the pool depends a little on when requests end.
+            # Only whole blocks are cached, and the contents of the pool depend a little on when requests end.
             expected = found[simulated("round-robin"), rate]["hit_rate"]
             assert found[DIRECT, rate]["hit_rate"] == pytest.approx(expected, abs=0.15)
         assert found[DIRECT, "10"]["hit_rate"] > found[DIRECT, "cold"]["hit_rate"]

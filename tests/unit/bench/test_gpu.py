@@ -1,4 +1,4 @@
-"""The GPU's benchmark: what a red check, an error or the clock does to other parts, and that checks can be red."""
+"""The GPU benchmark: effects of a failed check, an error or a time limit on other parts, and that checks can fail."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Every benchmark is listed in one line, and leaves a result that says what it was measured with."""
+"""Every benchmark is listed in one line, and its result names the versions and the machine."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""The measurements of a router's view run, and what a large fleet needs follows from its costs."""
+"""The measurements of a router's view run, and the needs of a large fleet follow from its costs."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The workloads are those of the table, the limits are right arithmetic, the gate is strict and tables line up."""
+"""The workloads match the table, the limits are computed correctly, the gate is strict and tables line up."""
 
 import pytest
 

@@ -101,7 +101,7 @@ def test_leases_of_an_endless_pool_are_all_honoured(requests):
 
 
 class Counted:
-    """A pool of 4 blocks of 16 tokens, and what its leases came to."""
+    """A pool of 4 blocks of 16 tokens, and the outcomes of its leases."""
 
     def __init__(self):
         self.driver, self.count = Driver(4), LeaseCount()

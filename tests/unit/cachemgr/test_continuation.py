@@ -1,4 +1,4 @@
-"""What cached blocks hold behind a prompt: an admission hands it on, as far as it is asked for and may be read."""
+"""Cached blocks after a prompt: an admission returns their tokens as far as requested and permitted."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ TEXT = list(range(10, 33))
 
 
 def behind(world: World, prompt: list[int], most: int = 100, **options: object) -> list[int]:
-    """The continuation of a prompt; leaves nothing behind."""
+    """The continuation of a prompt; ends the sequence that asked for it."""
     admission = world.admit(prompt, max_continuation=most, no_store=True, **options)
     assert admission.admitted
     world.leave(world.live[f"q{world.names}"])

@@ -31,7 +31,7 @@ from tests.support.in_process_manager import World
 from tests.support.random_operations import live_long
 from tests.support.work import work_of
 
-# A linear call has 2, a quadratic call comes near 4; the rest is what the call does besides.
+# A linear call has 2, a quadratic call nearly 4; the margin is for the other work of a call.
 LINEAR = 2.2
 CONFIG = ManagerConfig(capacity_ahead_tokens=0, free_watermark=0.0, event_history=10)
 
@@ -64,7 +64,7 @@ def test_the_recalled_copy_is_the_first_in_eviction_order(monkeypatch):
 
 
 def one_chain(blocks: int, **options: object) -> World:
-    """A cached prompt of so many blocks."""
+    """A cached prompt of N = `blocks` blocks."""
     world = World(blocks + 4, config=CONFIG)
     world.cache(list(range(blocks * 4 + 1)), **options)
     return world

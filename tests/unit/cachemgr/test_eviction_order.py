@@ -66,7 +66,7 @@ def test_a_block_that_has_changed_over_to_another_order_has_left_the_first(older
 
 
 def between_others(count: int) -> tuple[EvictionQueue, list[Block]]:
-    """An order with so many blocks that were released between two others, the oldest first."""
+    """An order with N = `count` blocks that were released between two others, the oldest first."""
     order, blocks = EvictionQueue(), [Block(slot) for slot in range(count + 2)]
     for recency, block in enumerate(blocks):
         block.recency = recency

@@ -45,7 +45,7 @@ def test_a_sequence_truncated_within_an_image_is_found_again():
     world = World(24)
     world.run(PROMPT, "a", extra_keys=image())
     live = world.live["a"]
-    # The image reaches to the new end, behind which other tokens follow.
+    # The image reaches to the new end, which other tokens follow.
     world.truncate("a", 9)
     world.compute(live, 12)
     world.sync()
@@ -57,7 +57,7 @@ def test_a_sequence_truncated_within_an_image_is_found_again():
 
 @given(data=st.data())
 def test_prefix_hits_have_the_same_images_at_the_same_positions(data):
-    """Two prompts of few different tokens with images of random length: only what is equal is found, and all of it."""
+    """Two prompts of few different tokens with images of random length: exactly the equal part is found."""
     prompts = []
     for _ in range(2):
         tokens = data.draw(st.lists(st.sampled_from([1, 9]), min_size=6, max_size=14))

@@ -1,4 +1,4 @@
-"""Why the first missing block of an admitted prompt was missing, and bounds on what is stored."""
+"""Why the first missing block of an admitted prompt was missing, and limits of the stored blocks."""
 
 from typing import Any
 

@@ -98,7 +98,7 @@ def test_a_forgotten_sequence_does_not_scrub_blocks_that_another_sequence_fills(
     forget(world, session_id="x")
     world.release("reader")
     world.check()
-    # The reader's own blocks are overwritten, and nothing was written to those of the writer.
+    # The reader's own blocks are overwritten, and the writer's blocks are not.
     world.run_executor_copies()
     world.release("writer")
     assert world.queries.executor_transfers("e") == []

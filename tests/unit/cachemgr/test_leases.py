@@ -1,4 +1,4 @@
-"""Leases of one block: those of few holders are all kept, and of too many the lowest breaks."""
+"""Leases of one block: with few holders all leases are kept, with too many the lowest breaks."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class Requested:
 
 
 class AllLeases:
-    """The model: a list of what each holder requested last. most: of more than so many the lowest leaves."""
+    """The model: a list of each holder's last request. most: limit of requests; beyond it, the lowest is dropped."""
 
     def __init__(self, most: int = 1_000_000) -> None:
         self.kept: list[Requested] = []
@@ -105,7 +105,7 @@ class OneBlock:
 
 
 def play(steps, *models):
-    """Uses of a block one after the other: what each requests, whether it ends, how long nothing happens then.
+    """Uses of a block one after the other: the request of each, whether it ends, and the following pause.
 
     Yields the block's state and the models' after every change.
     """
@@ -133,7 +133,7 @@ REQUESTS = st.tuples(st.sampled_from([20, 60, 90]), st.sampled_from([None, 40]),
 
 
 def steps(holders):
-    """Uses of a block with retention requests of such holders; the holder "request/" is another one each time."""
+    """Uses of a block with retention requests of such holders; the holder "request/" is different each time."""
     requests = st.lists(st.builds(lambda holder, parts: Requested(holder, *parts), holders, REQUESTS), max_size=3)
     return st.lists(st.tuples(requests, st.booleans(), st.sampled_from([0.0, 0.5, 3.0, 10.0])), max_size=40).map(
         _numbered

@@ -9,7 +9,7 @@ BLOCKS = 2 * RELEASED_AT_A_TIME + 300
 
 
 def held(*lengths: int) -> Driver:
-    """Sequences of so many blocks that are held for five seconds."""
+    """Sequences of these numbers of blocks, which are held for five seconds."""
     driver = Driver(BLOCKS + 500, config=replace(CONFIG, capacity_ahead_tokens=0))
     for number, length in enumerate(lengths):
         admission = driver.admit(str(number), prompt(number, 16 * length))

@@ -56,7 +56,7 @@ def test_a_snapshot_that_is_read_while_the_cache_changes_is_that_of_its_number(s
             for _ in range(life.random.randrange(8)):
                 ended = ended or next(steps, "end") == "end"
             if ended:
-                # The last step was in this turn, and nothing came behind it.
+                # The last step was in this turn, and nothing came after it.
                 reader.catch_up()
                 found = [event for event in reader.events() if event is not None]
                 whole = snapshot(manager)
@@ -74,7 +74,7 @@ def test_a_snapshot_that_is_read_while_the_cache_changes_is_that_of_its_number(s
 
 
 def test_a_snapshot_has_no_blocks_of_an_executor_that_was_lost_while_they_were_read(monkeypatch):
-    # Its blocks have no events of their own, and are still there.
+    # Its blocks have no separate events, and are still there.
     monkeypatch.setattr(release, "MOST_REPORTED", 0)
     monkeypatch.setattr(manager_module, "FREED_AT_A_TIME", 0)
     world = World(12)

@@ -67,7 +67,7 @@ def test_blocks_of_a_lost_scheduler_are_freed_in_parts_and_its_sequences_are_unk
         assert list(world.queries.sequences()) == []
         assert world.manager.is_behind
         world.check()
-        # The id is free, and what is already freed can be found.
+        # The id is free, and blocks that are already freed can be found.
         assert world.admit([ord("a")] * 9, "a").cached_tokens == 8
         world.check()
         assert [pool.used_blocks for pool in world.queries.pools()] == [9]

@@ -14,7 +14,7 @@ PROMPT = list(range(13))
 
 
 def offloaded(**options: object) -> World:
-    """Three host blocks of PROMPT, below a device that is full of others."""
+    """Three host blocks of PROMPT, below a device that is full of other blocks."""
     world = World(4, host_blocks=4, **options)
     world.cache(PROMPT)
     world.cache(list(range(100, 112)))
@@ -36,7 +36,7 @@ def test_a_slot_of_another_generation_or_a_broken_copy_is_not_restored():
 
 
 def test_a_manager_with_a_clock_that_went_back_reuses_no_generation():
-    """Its numbers begin where those of the process before it did."""
+    """Its numbers begin where the numbers of the earlier process began."""
     world = offloaded()
     world.manager = CacheManager(world.manager.epoch, lambda: world.now, CONFIG, world.journal)
     world.done.clear()
@@ -195,7 +195,7 @@ def test_no_sequence_is_admitted_before_those_of_the_older_epoch_are_released():
 
 
 def pinned() -> World:
-    """A pin of three blocks: the first on the device, the others in the host."""
+    """A pin of three blocks: the first on the device, the other two in the host tier."""
     world = World(4, host_blocks=4, config=dataclasses.replace(CONFIG, pin_budget=1.0))
     world.cache(PROMPT[:12])
     world.run([*PROMPT[:4], 99], "first")

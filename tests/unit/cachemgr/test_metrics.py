@@ -91,7 +91,7 @@ def test_of_ten_thousand_salts_the_active_ones_have_entries():
         meter.add(number / 100, choose.choice(active), 100, 50)
         check_sums(meter)
     assert set(active) <= set(meter.salts)
-    # Most of what they looked up is theirs, not that of the others.
+    # Most of the tokens that they looked up are counted for them, not for the other salts.
     counted = sum(meter.salts[salt].queried for salt in active)
     assert counted > 0.9 * 100 * 10_000
 

@@ -29,7 +29,7 @@ def cached(world: World, tokens: list[int] = PROMPT) -> int:
 
 
 def flood(world: World, blocks: int, **options: object) -> bool:
-    """Whether so many blocks can be taken at once; gives them back."""
+    """Whether N = `blocks` blocks can be taken at once; gives them back."""
     admission = world.admit([99] * (blocks * 4), "flood", no_store=True, **options)
     if admission.admitted:
         world.release("flood")

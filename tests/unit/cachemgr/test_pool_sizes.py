@@ -30,13 +30,13 @@ def update(world: World, pool_id: str, total: int, etag: str = "", *, validate_o
 
 
 def overwrite(world: World) -> None:
-    """The executor overwrites what it is asked to."""
+    """The executor overwrites the requested slots."""
     world.renew()
     world.run_executor_copies()
 
 
 def forget_shares(world: World) -> None:
-    """Another manager comes, which knows nothing of what operators moved."""
+    """A new manager starts, which knows nothing of blocks that operators moved."""
     world.manager = CacheManager(world.manager.epoch + 1, lambda: world.now, world.config, world.journal)
     world.start_scheduler()
     world.manager.register_executor(world.spec(), list(world.journal.blocks.values()))

@@ -26,7 +26,7 @@ def test_without_copies_an_idle_leaf_is_taken_over_and_any_other_is_left():
     world.cache([*range(4), 80, 81])
     assert admit(world, [*range(4), 80, 90], "takes the leaf") == 5
     assert admit(world, [*range(4), 80, 81, 82], "finds it evicted") == 4
-    # The block behind the first four tokens is used by no sequence, and has a child.
+    # The block after the first four tokens is used by no sequence, and has a child.
     assert admit(world, [*range(6), 90], "leaves the inner block") == 4
 
 

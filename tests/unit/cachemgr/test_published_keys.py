@@ -82,7 +82,7 @@ def test_the_vectors_have_different_keys_for_different_contents() -> None:
     roots = {root_inputs(vector): vector["root"] for vector in VECTORS}
     assert len(set(roots.values())) == len(roots)
     same_tokens = [vector["keys"][0] for vector in VECTORS if vector["token_ids"] == list(range(1, 10))]
-    # Three vectors are about what lies behind the first block, and one about an extra key that ends there.
+    # Three vectors are about the tokens after the first block, and one about an extra key that ends there.
     assert len(same_tokens) - len(set(same_tokens)) == 3
 
 

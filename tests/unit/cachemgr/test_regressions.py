@@ -155,7 +155,7 @@ def test_window_blocks_that_can_never_match_are_removed():
     world.cache(list(range(50, 58)))
     selected = BlockFilter(pool_id="e/0", prefix=Prefix(tuple(range(8))))
     at_once(world.operators.purge(selected, validate_only=False))
-    # The blocks of the window behind the lost ones are worth nothing, whatever their priority.
+    # The blocks of the window after the lost blocks are worth nothing, whatever their priority.
     assert all(block.token_ids[0] >= 50 for block in world.queries.records("e"))
     assert {block.group for block in world.queries.records("e")} == {0, 1}
 

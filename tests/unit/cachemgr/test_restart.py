@@ -21,7 +21,7 @@ def cached(**options):
 
 
 def restart(world, stored=None, spec=None):
-    """Another manager process, with what the store has; returns the blocks that it restored."""
+    """A new manager process with the contents of the store; returns the blocks that it restored."""
     stored = list(world.journal.blocks.values()) if stored is None else stored
     world.journal.blocks = {block.tier_slot: block for block in stored}
     world.manager = CacheManager(2, lambda: world.now, CONFIG, world.journal)
@@ -125,7 +125,7 @@ def test_no_copy_overwrites_slots_of_sequences_that_still_run_in_a_late_executor
     world.run(PROMPT, "live")
     world.silence_executor()
     at_once(world.operators.forget(ForgetTarget(prefix=Prefix((0, 1, 2, 3))), validate_only=False))
-    # The scheduler has not heard yet that its sequence is void: a step may read these slots, and write behind them.
+    # The scheduler does not know yet that its sequence is void: a step may read these slots, and write after them.
     world.renew()
     assert world.queries.executor_transfers("e") == []
     world.run_executor_copies()

@@ -64,7 +64,7 @@ def test_a_failed_copy_of_the_writer_voids_both():
     assert (writer.cached_tokens, len(writer.transfers)) == (6, 1)
     world.step(most=20, fail_copies=True)
     world.sync()
-    # Computed behind a copy that is not confirmed: nothing of it can be found.
+    # Computed after a copy that is not confirmed: no block of it can be found.
     assert len(world.journal.blocks) == 2
     world.confirm()
     assert world.sync().void_handles == [writer.sequence_handle, reader.sequence_handle]
@@ -105,7 +105,7 @@ def test_no_block_is_committed_behind_one_that_another_group_has_yet_to_compute(
     # Its first block is cached with full attention, and the first sequence's to fill in the window.
     admission = world.admit([0, 0, 0, 0, 1, 1, 1, 1, 1], "second")
     assert (admission.cached_tokens, admission.wait_for_handle) == (4, world.live["first"].handle)
-    # What the first copies does not come: whatever was computed behind it is wrong, in all groups.
+    # The first sequence's copy fails: all blocks computed after it are wrong, in all groups.
     world.step(20, fail_copies=1)
     world.sync()
     world.check()

@@ -105,7 +105,7 @@ def test_blocks_behind_a_prefix_stay_evictable_while_it_is_onloaded_twice():
     world.cache(list(range(13)))
     fill(world, 100, "b")
     world.finish("b")
-    # Both copy the prefix for themselves, and the second one shares what the first computes behind it.
+    # Both copy the prefix for themselves, and the second shares the blocks that the first computes after it.
     world.admit([*range(12), *range(20, 28), 50], "first")
     second = world.admit([*range(12), *range(20, 28), 60, 61], "second")
     assert (second.cached_tokens, len(second.transfers) > 0, second.wait_for_handle > 0) == (20, True, True)

@@ -187,7 +187,7 @@ def test_both_tables_of_a_sequence_must_fit_into_the_pool(requested, tokens, blo
 @pytest.mark.parametrize("requested", POLICIES, ids=[Kind(requested.message().kind).name for requested in POLICIES])
 @pytest.mark.parametrize(("prompt", "new"), [(1, 1), (3, 30), (8, 1), (12, 20), (30, 3), (30, 40)])
 def test_a_preview_has_the_blocks_to_completion(requested, prompt, new):
-    """They are what it has at once, but for what the manager gives a step ahead."""
+    """They are the sequence's blocks at once, except for the blocks that the manager gives a step ahead."""
     tokens = list(range(100, 100 + prompt))
     world = World(40)
     (estimate,) = world.queries.preview(world.request(tokens, eviction_policy=requested), new).estimates

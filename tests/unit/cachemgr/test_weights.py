@@ -1,4 +1,4 @@
-"""Other weights of an executor: what matches then, what is evicted first, and what a restart knows of it."""
+"""New weights of an executor: which blocks match then, which are evicted first, and the state after a restart."""
 
 import pytest
 

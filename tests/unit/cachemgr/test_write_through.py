@@ -281,7 +281,7 @@ def test_an_eviction_does_not_wait_for_a_backup_in_flight_and_drops_it():
     assert admission.admitted
     world.check()
     world.step(20)
-    # Only now the copies run: they read what has come since.
+    # Only now the copies run: they read the newer contents.
     world.run_executor_copies()
     world.check()
     world.sync()

@@ -1,4 +1,4 @@
-"""Operators and watchers: per method a good request, and what makes it a bad one."""
+"""Operators and watchers: per method a good request, and changes that make it a bad request."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The data plane: per method a good request, and what makes it a bad one."""
+"""The data plane: per method a good request, and changes that make it a bad request."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Requests that must be refused, for every method: what is wrong with a good one, the reason, and the field named."""
+"""Requests that every method must refuse: the change to a good request, the reason, and the named field."""
 
 import base64
 import enum
@@ -65,7 +65,7 @@ def at(path: str, good: dict[str, Any], cases: list[Case]) -> list[Case]:
 
 
 def invalid(field: str, *values: object) -> list[Case]:
-    """Values that one field never may have."""
+    """Values that one field can never have."""
     return [({field: value}, INVALID, field) for value in values]
 
 
@@ -159,7 +159,7 @@ def token(listing: str, cursor: object) -> str:
 
 
 def pages(listing: str) -> list[Case]:
-    """What every listing refuses; a token of another one among it."""
+    """The cases that every listing refuses, among them a token of a different listing."""
     other = "blocks" if listing != "blocks" else "leases"
     bad = ["x", "é", token(other, 1), token(listing, ""), base64.urlsafe_b64encode(b"\xff\xfe").decode()]
     if listing != "pools":

@@ -55,7 +55,7 @@ class Target:
         assert self._known[Known.HOLD_NAME]
 
     def request(self, method: str, fields: dict[str, Any]) -> Any:
-        """A request of a method with what is known by now put in."""
+        """A request of a method, filled with the known values."""
         values = {name: self._put_in(value) for name, value in fields.items()}
         return getattr(pb, REQUESTS[method].name)(**values)
 
@@ -85,7 +85,7 @@ class Target:
         return None
 
     async def state(self) -> str:
-        """Hash of everything that decides what happens next."""
+        """Hash of all state that decides about later events."""
         messages = [
             message async for message in self._client.admin.DumpState(pb.DumpStateRequest(), timeout=patience(5))
         ]

@@ -1,4 +1,4 @@
-"""Tokens of executors and schedulers that carry ids: no process speaks as another one."""
+"""Tokens of executors and schedulers that carry ids: no process can act as a different process."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -21,7 +21,7 @@ from tests.support.patience import patience
 
 
 class Watch:
-    """A watcher that keeps what the messages say."""
+    """A watcher that keeps the contents of the messages."""
 
     def __init__(self, service: CacheEventService, **request: Any) -> None:
         self._stream: AsyncIterator[pb.WatchEventsResponse] = service.WatchEvents(
@@ -231,7 +231,7 @@ async def test_events_that_come_within_a_turn_come_together() -> None:
         watched.feed.notify()
     await asyncio.gather(*taking)
     assert watched.last == goal
-    # One, or two where a turn ends meanwhile.
+    # One, or two if a turn ends meanwhile.
     assert len(first.messages) <= 3
     assert [id(message) for message in first.messages] == [id(message) for message in second.messages]
 

@@ -1,4 +1,4 @@
-"""The index by key in Redis: whatever happens, it comes to say what the manager's caches hold."""
+"""The index by key in Redis: whatever happens, it finally agrees with the manager's caches."""
 
 import asyncio
 import signal
@@ -73,7 +73,7 @@ class Indexing:
         """All that has happened is in Redis, also after Redis has lost some."""
         index = await self.of(world)
         async with asyncio.timeout(patience(30)):
-            # Losses are noticed by a beat that begins from now on; another one may be under way.
+            # A beat that begins from now on notices losses; an earlier beat may be under way.
             for _ in range(2):
                 index._beat_at = 0.0
                 while not index.is_current or (index._pools and not index._beat_at):
@@ -130,14 +130,14 @@ def blocks_of(world: World) -> dict[bytes, BlockView]:
 
 
 def first_of(blocks: dict[bytes, BlockView], view: BlockView | None) -> bytes | None:
-    """The key of the first block of a chain, None where some of the chain are gone."""
+    """The key of the first block of a chain, None if blocks of the chain are gone."""
     while view is not None and view.depth:
         view = blocks.get(view.parent_key)
     return None if view is None else view.key
 
 
 def check(world: World, url: str) -> None:
-    """The index says what the manager's cache holds."""
+    """The index agrees with the manager's cache."""
     found, blocks = index_of(url), blocks_of(world)
     assert set(found) == {spec.executor_id for spec in world.queries.executors()}
     entries = {key: (first, tier) for (first, key), tier in found.get("e", {}).items()}
@@ -374,7 +374,7 @@ def test_a_block_that_comes_before_its_parent_waits_for_it() -> None:
     first, second, third = sorted(blocks_of(world).values(), key=lambda view: view.depth)
     (spec,) = world.queries.executors()
     pool = IndexedPool(spec, 0)
-    # As where lower tiers have outlived the device.
+    # As if lower tiers have outlived the device.
     for view in (third, second):
         pool.note(Event(1, EventKind.STORED, view._replace(tier=TierKind.HOST)))
     assert not pool.blocks
@@ -425,7 +425,7 @@ async def _live(indexing: Indexing, server: Server, seed: int, rounds: int) -> N
             await indexing.of(life.world)
             await trouble(server, indexing.url, random, life)
         if random.random() < 0.2:
-            # The process of the manager ends in order, and the next one begins with what it had written.
+            # The manager's process ends in order, and the next process begins with the data that the first has written.
             await indexing.quiet(life.world)
             await indexing.stop(write=True)
             check(life.world, indexing.url)

@@ -1,4 +1,4 @@
-"""The manager's process and Redis die and stand still at random; what is said and what is stored comes through."""
+"""The manager's process and Redis die and stand still at random; nothing that is answered or stored gets lost."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ State = dict[str, dict[str, object]]
 
 
 class Life:
-    """One executor, scheduler and operator; `history` is what operators may find after a kill, the newest last."""
+    """One executor, scheduler and operator; `history`: states that operators may find after a kill, the newest last."""
 
     def __init__(self, folder: Path, server: Server, seed: int) -> None:
         self.random = random.Random(seed)
@@ -117,14 +117,14 @@ class Life:
             self.server.signal(signal.SIGCONT)
 
     async def agree(self) -> None:
-        """Redis has everything: what operators find from now on is no older than this."""
+        """Redis has everything: from now on, operators find no state older than this."""
         if self.redis_runs:
             await agreed(self.client)
             self.history = [await self.said()]
             self.is_complete = True
 
     async def restart(self) -> None:
-        """Kills the manager and compares what is restored."""
+        """Kills the manager and compares the restored blocks."""
         before = self.history
         pins = {hold.name for hold in await holds(self.client)}
         remaining = {one.block.key: seconds(one) for one in await leases(self.client)}

@@ -1,4 +1,4 @@
-"""Calls that touch very many blocks: others are answered meanwhile, and a log of the steps leads to the same state."""
+"""Calls that touch very many blocks: other calls are answered meanwhile, and the replayed log gives the same state."""
 
 import asyncio
 import io

@@ -198,7 +198,7 @@ def test_a_log_that_cannot_be_is_refused_at_the_start_in_a_sentence(tmp_path: Pa
 
 
 class SmallDisk(io.BytesIO):
-    """A file on a disk with so many bytes left."""
+    """A file on a disk with N = `room` bytes left."""
 
     def __init__(self, room: int) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ def test_a_full_disk_ends_the_log_and_no_call(room: int) -> None:
             operations.run("SyncSequences", release(admitted, number))
     assert [record["log_level"] for record in records] == ["error"]
     assert REGISTRY.get_sample_value("kvkeep_operation_log_ended") == 1
-    # It ends behind a whole entry.
+    # It ends after a whole entry.
     kept = file.getvalue()
     assert sum(1 for _ in oplog.read(io.BytesIO(kept))) == sum(1 for _ in oplog.read(io.BytesIO(kept + b"\x05abc")))
 

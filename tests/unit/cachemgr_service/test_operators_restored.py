@@ -64,7 +64,7 @@ async def test_rules_are_restored_as_they_were(managers: Managers) -> None:
     async with managers.run() as client:
         assert await rules(client) == before
         assert [rule.name for rule in before] == [EVERYTHING.name, "kept"]
-        # Also what is not shown, as every nanosecond.
+        # Also values that are not shown, such as every nanosecond.
         assert await state_of(client, "rule") == state
         # An operator that read a rule before the restart may change it now, and no other may.
         for etag, code in ((kept.etag, grpc.StatusCode.ABORTED), (before[1].etag, None)):

@@ -20,7 +20,7 @@ Change = Callable[[], Awaitable[object]]
 
 
 async def names_of_pages(read: Read, changes: list[Change]) -> list[str]:
-    """Names over all pages; behind each page the next change is made."""
+    """Names over all pages; after each page the next change is made."""
     names, token = await read("")
     for change in changes:
         await change()
@@ -40,7 +40,7 @@ async def test_rules_that_go_between_pages_hide_no_other(managers: Managers) -> 
             page = await client.admin.ListRetentionRules(pb.ListRetentionRulesRequest(page_size=2, page_token=token))
             return [rule.name for rule in page.rules], page.next_page_token
 
-        # The second one is what the token points at.
+        # The token points at the second item.
         def delete(name: str) -> Change:
             return lambda: client.admin.DeleteRetentionRule(pb.DeleteRetentionRuleRequest(name=name))
 

@@ -88,7 +88,7 @@ def test_a_pause_of_the_manager_ends_no_lease(seconds: float) -> None:
     life.pause(seconds)
     assert life.manager.queries.knows_executor("e")
     assert life.sequences == ["a"]
-    # What is left of a lease is what was left before.
+    # A lease has the same remaining time as before.
     life.pass_time(LEASE / 2 - 2 * EXPIRE_SECONDS)
     life.renew()
     assert not life.sync(1).void_handles

@@ -1,4 +1,4 @@
-"""Pending changes: coalesced, bounded, and never older than what happened since."""
+"""Pending changes: coalesced, bounded, and never older than later events."""
 
 from functools import partial
 

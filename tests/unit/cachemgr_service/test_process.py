@@ -41,7 +41,7 @@ def test_it_imports_nothing_that_takes_long() -> None:
     modules = {name.partition(".")[0] for name in run.stdout.split()}
     assert "grpc" in modules
     assert not modules & {"torch", "triton", "transformers", "numpy", "scheduler", "executor", "kernels"}
-    # Of metrics, which have a setting of their own.
+    # The address of metrics, which have a separate setting.
     assert not modules & {"starlette", "fastapi", "uvicorn"}
 
 

@@ -1,4 +1,4 @@
-"""After whatever happens to Redis it agrees with the manager again, and CheckPool says where it does not."""
+"""After any event in Redis, it agrees with the manager again, and CheckPool reports where it does not."""
 
 import asyncio
 import signal

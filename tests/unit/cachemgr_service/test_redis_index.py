@@ -1,4 +1,4 @@
-"""The index in Redis: what was stored is read back, and a Redis that is away costs nothing but time."""
+"""The index in Redis: stored data is read back, and an unreachable Redis costs nothing but time."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -136,7 +136,7 @@ async def test_a_registration_while_redis_is_away_deletes_nothing_that_is_not_re
     reading = await restarted.store.recall(EXECUTOR, 0.1)
     assert not reading.is_complete.is_set()
     restarted.store.registered(EXECUTOR, 7)
-    # More than what may wait: everything is to be written again.
+    # More than the limit of waiting changes: everything must be written again.
     for slot in range(2, 100):
         restarted.copied.index[block(slot).tier_slot] = block(slot, step=9)
         restarted.note(EXECUTOR, block(slot, step=9))

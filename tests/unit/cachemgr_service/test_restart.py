@@ -1,4 +1,4 @@
-"""A restarted cache manager knows what its executors' devices still hold."""
+"""A restarted cache manager knows the blocks that its executors' devices still hold."""
 
 import asyncio
 import signal
@@ -46,7 +46,7 @@ def steps(slots: tuple[int, ...], *written_in: int) -> tuple[int, ...]:
 
 
 async def offload_two_blocks(client: Client) -> list[int]:
-    """Computes 8 tokens, and then a prompt that needs the whole device; gives what the host slots hold then."""
+    """Computes 8 tokens, and then a prompt that needs the whole device; returns the contents of the host slots."""
     await client.compute(await client.admit("a", 9), 8)
     admitted = await client.admit("b", list(range(100, 100 + 4 * NUM_BLOCKS)))
     generations = [0] * 4
@@ -64,7 +64,7 @@ async def test_stored_blocks_are_not_believed_before_the_scheduler_has_given_up_
 ) -> None:
     slots = await store_two_blocks(managers)
     async with managers.run() as client:
-        # Until then sequences of before may still write into blocks that the old manager had taken back for them.
+        # Until then, earlier sequences may still write into blocks that the old manager had taken back for them.
         await is_refused(client, last_write_steps=steps(slots, 5, 5), steps_manager_epoch=7)
         # What the scheduler's last steps wrote is known when the executor comes again.
         assert (await client.register(last_write_steps=steps(slots, 5, 6))).restored_blocks == 1
@@ -212,7 +212,7 @@ async def test_late_records_of_redis_are_restored_but_for_slots_that_were_alloca
     async with managers.run(patient=False) as client:
         answer = await client.register(last_write_steps=last_steps)
         assert answer.restored_blocks == 0
-        # It takes what was never written, and then the end of the second prompt.
+        # It takes the slots that were never written, and then the end of the second prompt.
         new = await client.admit("c", [*range(1000, 1000 + 33)])
         await client.compute(new, 32, step=7)
         taken = set(new.block_tables[0].slots)

@@ -50,7 +50,7 @@ async def test_several_admissions_end_with_the_first_that_must_wait(client: Clie
 
     huge = NUM_BLOCKS * 4 - 8
     assert await admit(10, huge, 10) == [True, False]
-    # One that is wrong is not answered, and undoes nothing of those before it.
+    # A wrong item is not answered, and does not undo the items before it.
     assert await admit(10, 12, NUM_BLOCKS * 400, 10) == [True, True]
     assert len((await client.admin.ListSequences(pb.ListSequencesRequest(), timeout=patience(5))).sequences) == 2
 

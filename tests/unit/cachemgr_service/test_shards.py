@@ -1,4 +1,4 @@
-"""Several cache managers on one Redis: each has its own records, whatever the others do and whichever restarts."""
+"""Several cache managers on one Redis: each has its own records, whatever the other managers do."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -46,7 +46,7 @@ async def fill(client: Client, shard: str, blocks: int) -> tuple[int, ...]:
 
 
 async def check(client: Client, shard: str, blocks: int) -> None:
-    """The manager has what `fill` gave it, and nothing of another."""
+    """The manager has the records from `fill`, and no records of other managers."""
     assert [rule.name for rule in await rules(client)] == [f"rule-{shard}"]
     assert [quota.salt for quota in await quotas(client)] == [f"salt-{shard}"]
     assert [hold.owner for hold in await holds(client)] == [f"owner-{shard}"]
@@ -65,7 +65,7 @@ def stored(url: str, shard: str) -> dict[bytes, object]:
 
 
 def clocks(redis: Any) -> list[object]:
-    """The times that Redis has of all shards, and of what is of no executor."""
+    """The times that Redis has of all shards, and of records without an executor."""
     return [redis.get(Keys(shard).clock(owner)) for shard in SHARDS for owner in (OPERATORS, EXECUTOR)]
 
 

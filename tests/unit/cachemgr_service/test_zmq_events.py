@@ -133,7 +133,7 @@ async def test_token_ids_stay_here_unless_the_setting_says_otherwise(published: 
 
 def test_a_salt_is_sent_as_it_is_only_if_a_router_made_it() -> None:
     assert salt_name("dynamo-cache-salt:tenant") == "dynamo-cache-salt:tenant"
-    # The router takes a name without anything behind it for no salt at all.
+    # The router reads a name with nothing after it as no salt at all.
     for salt in ("acme", "dynamo-cache-salt:", "Dynamo-cache-salt:x"):
         assert salt_name(salt) == f"dynamo-cache-salt:{sha256(salt.encode()).hexdigest()[:16]}"
 
@@ -192,7 +192,7 @@ async def test_whatever_happens_readers_come_to_know_what_is_there(
     published: Published, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if seed % 2:
-        # Late readers get what is there, not what happened.
+        # Late readers get the present blocks, not the earlier events.
         monkeypatch.setattr(zmq_events, "KEPT_BYTES", 300)
     # Of the events 50 are kept: mostly it follows them, and now and then it must begin again.
     life = RandomLife(seed)
@@ -229,7 +229,7 @@ async def test_whatever_happens_readers_come_to_know_what_is_there(
 async def test_a_lost_executor_has_nothing_and_one_that_starts_again_begins_with_nothing(
     published: Published, most_reported: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Lost blocks have events of their own only if they are few.
+    # Lost blocks have separate events only if they are few.
     monkeypatch.setattr(release, "MOST_REPORTED", most_reported)
     world = World()
     await published.publish(world)
@@ -310,7 +310,7 @@ async def test_new_readers_hear_of_the_parents_of_device_blocks_first(published:
     stream = published.stream
     parent, child = (view for _, view in filter(None, world.queries.blocks("e/0")) if view.num_tokens == BLOCK)
     stream.clear()
-    # As where lower tiers have outlived the device: the child waits there for its parent.
+    # As if lower tiers have outlived the device: the child waits there for its parent.
     below = child._replace(tier=TierKind.HOST)
     for number, (kind, block) in enumerate(
         [(EventKind.STORED, below), (EventKind.STORED, parent), (EventKind.UPDATED, child)]
@@ -333,7 +333,7 @@ async def test_a_reader_that_stops_reading_costs_no_more_than_its_bound(
         stuck.connect(f"tcp://{published.events}")
         stuck.subscribe(b"")
         await stuck.recv_multipart()
-        # Many times what the buffers of both sides hold.
+        # Many times the buffers of both sides.
         for first in range(1000, 5000, 10):
             world.cache(list(range(first, first + BLOCK)))
             published.publishing[-1].feed.notify()
@@ -389,7 +389,7 @@ async def test_a_request_that_is_none_gets_no_answer_and_ends_nothing(published:
         asking.connect(f"tcp://{published.replays}")
         for frames in ([b""], [b"", b"short"], [b"x", bytes(8)], [bytes(8)], [b"", bytes(8), b""]):
             await asking.send_multipart(frames)
-        # Behind the newest batch there is nothing.
+        # No batch follows the newest batch.
         await asking.send_multipart([b"", (published.stream.last + 10**9).to_bytes(8, "big")])
         assert await asyncio.wait_for(asking.recv_multipart(), patience(20)) == [b"", b"\xff" * 8, b""]
         assert refused("malformed") == before + 5
@@ -439,7 +439,7 @@ async def test_a_replay_that_fails_is_counted_and_others_are_answered(
 async def test_readers_that_take_little_do_not_keep_others_from_their_replays(
     published: Published, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
-    """Each of them is patiently waited for, longer than this test lasts, unless others wait."""
+    """Patiently waits for each reader, for longer than this test lasts, unless other readers wait."""
     for name in ("_PATIENCE_SECONDS", "_SHORT_PATIENCE_SECONDS", "_SHARED_SECONDS"):
         # A reader that reads at once takes less also on a busy machine.
         monkeypatch.setattr(zmq_events, name, 0.5 if name == bound else 1e6)
@@ -480,7 +480,7 @@ async def test_the_end_of_a_replay_is_sent_once_also_when_the_process_ends_behin
     sleep, stopping = asyncio.sleep, asyncio.Event()
 
     async def stop_behind_the_end(seconds: float) -> None:
-        # The publisher gives others their turn behind every message of a replay.
+        # The publisher gives other tasks their turn after every message of a replay.
         if not published.stream.asked.get(name, True):
             stopping.set()
             await asyncio.Event().wait()
@@ -654,6 +654,6 @@ async def test_the_process_publishes_and_its_numbers_grow_over_a_restart(tmp_pat
             finally:
                 await client.close()
                 await process.stop()
-    # Once as a new reader, and once for what it missed of the second process.
+    # Once as a new reader, and once for the batches of the second process that it missed.
     assert len(view.asked) == 2
     assert sum(isinstance(event, AllBlocksCleared) for event in view.events) == 2

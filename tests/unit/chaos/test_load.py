@@ -71,7 +71,7 @@ async def run(
     away: bool = False,
     calls: int = 3,
 ) -> tuple[Load, Scheduler]:
-    """One client, until there were so many calls."""
+    """Runs one client until it has made this number of calls."""
     server, scheduler = Server("test", drain_seconds=0), Scheduler(answer)
     server.listen(f"unix:{folder}/s", {SERVICE: lambda s: rpc.add_GenerationServiceServicer_to_server(scheduler, s)})
     await server.start()

@@ -23,7 +23,7 @@ ECHO = "/test.Echo/Stream"
 
 
 class Counting(Admin):
-    """Counts what it hears."""
+    """Counts the messages that it receives."""
 
     def __init__(self) -> None:
         self.heard = 0
@@ -52,7 +52,7 @@ class Between:
         return server
 
     async def purge(self, seconds: float | None = None) -> int:
-        """seconds: a deadline that passes where no answer comes."""
+        """seconds: a deadline that passes if no answer comes."""
         deadline = patience(5) if seconds is None else seconds
         return (await self.stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=deadline)).purged_blocks
 

@@ -75,7 +75,7 @@ def load(folder: Path) -> Model:
 
 
 def on_torch(folder: Path) -> Model:
-    """The model as the executor runs it where nothing faster does."""
+    """The model as the executor runs it if it has no faster decoder."""
     return load_model(find(str(folder), folder), torch.device("cpu"), "float32")
 
 
@@ -87,7 +87,7 @@ def load_fused(folder: Path) -> Model:
 
 
 def fused(forward: Forward, module: Any, model: Model, kind: type[CudaGraphRunner] = CudaGraphRunner) -> Forward:
-    """The fused layers of a model where its probe allows them, else `forward`."""
+    """The fused layers of a model if its probe allows them, else `forward`."""
     groups, positions = model.groups, model.max_positions
     return with_fallback(forward, module, groups, lambda weights: kind(weights, groups, positions), "fused decoder")
 
@@ -104,7 +104,7 @@ def tiny(model_folder: Callable[[str], Path]) -> Model:
 
 @pytest.fixture
 def driver(tiny: Model) -> "Driver":
-    """A runner over a tiny Llama, with block tables of its own."""
+    """A runner over a tiny Llama, with separate block tables."""
     return Driver(tiny)
 
 

@@ -17,7 +17,7 @@ OUTPUT = 24
 
 
 def small(kind: Kind, budget: int = 20) -> dict[str, Any]:
-    """A policy of this kind that keeps about so many tokens."""
+    """A policy of this kind that keeps about N = `budget` tokens."""
     fields: dict[str, Any] = {"kind": kind.value, "seed": 5}
     if kind is Kind.SLIDING_WINDOW:
         return fields | {"start_tokens": 2, "recent_tokens": budget - 2}

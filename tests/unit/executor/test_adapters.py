@@ -89,7 +89,7 @@ def test_sequences_of_several_adapters_and_none_in_one_batch_get_what_peft_gener
     folders = {name: adapter_folder("llama, compiled", name) for name in OPTIONS}
     driver = Driver(PATHS[path](source))
     ids = {name: add(driver, folder) for name, folder in folders.items()}
-    # Two sequences of an adapter do not stand behind each other.
+    # Two sequences of an adapter do not follow each other.
     chosen = ["all", None, "some", "patterns", "all", "layers", None, "some"]
     together = generate_together(driver, [None if name is None else ids[name] for name in chosen], chunk)
     expected = {name: generated(source, name and folders[name], PROMPTS, COUNT) for name in set(chosen)}
@@ -102,7 +102,7 @@ def test_sequences_of_several_adapters_and_none_in_one_batch_get_what_peft_gener
 def test_adapters_of_the_default_model_get_what_peft_generates(tmp_path: Path, path: str) -> None:
     source = Path(find("", model_cache()).source)
     options = {"large": {"r": 16}, "small": {"r": 4, "target_modules": ["q_proj", "v_proj"], "use_rslora": True}}
-    # So large that the output is another one, and so small that it is text of some kind.
+    # So large that the output changes, and so small that the output is text of some kind.
     folders = {
         name: save_adapter(source, tmp_path / name, seed, size=0.04, **chosen)
         for seed, (name, chosen) in enumerate(options.items())

@@ -194,7 +194,7 @@ def refused(folder: Path, words: str) -> None:
     message = str(caught.value)
     assert "\n" not in message
     assert len(message) < 600
-    # What to do comes behind what is wrong.
+    # The remedy follows the fault.
     advices = ("choose ", "serve ", "merge ", "convert ", "check ", "compare ", "set ")
     assert any(advice in message for advice in advices)
 

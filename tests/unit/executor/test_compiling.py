@@ -1,4 +1,4 @@
-"""Where grammars are compiled that an executor does not have, as after a restart: never in the device's thread."""
+"""An executor that lacks grammars, as after a restart, compiles them, but never in the device's thread."""
 
 import threading
 from collections.abc import Callable
@@ -39,5 +39,5 @@ async def test_a_grammar_is_compiled_before_its_step_is_given_to_the_device(
             with refused("INVALID_STEP"):
                 await stream.run(**join(4, sampling=formed("(a")))
     assert len(threads) == 4
-    # A grammar that cannot be compiled is tried again, for what is wrong with it.
+    # A grammar that cannot be compiled is tried again, to learn its fault.
     assert [name.startswith("asyncio") for name in threads] == [True, True, True, False]

@@ -268,7 +268,7 @@ def test_a_size_has_one_buffer_whatever_the_work(size: GraphSize, model_folder: 
 
 
 def batch_of(counts: list[int], **changes: Any) -> HostBatch:
-    """Sequences that compute so many tokens each, all that they have."""
+    """Sequences that compute these numbers of tokens, which are all their tokens."""
     states = [SequenceState.of(NewSequence(i, (1,) * n, n, 0, ((*range(n),),)), i) for i, n in enumerate(counts)]
     return replace(build_batch(states, counts, torch.zeros(300, dtype=torch.int64), 1, 1), **changes)
 

@@ -38,7 +38,7 @@ def model(model_folder: Callable[[str], Path]) -> Model:
 
 @pytest.fixture(scope="module")
 def same(model_folder: Callable[[str], Path]) -> Model:
-    """The same model once more, which is always right where it has all keys and values."""
+    """The model itself as its draft model: it is always right where it has all keys and values."""
     return load(model_folder("llama, compiled"))
 
 
@@ -59,7 +59,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 def run(driver: Driver, count: int, sampling: Sampling, handle: int = 1, **joining: object) -> list[StepOutput]:
-    """Steps of one sequence until it has so many tokens; each computes as many drafts as it is said to be worth."""
+    """Steps of one sequence until it has N = `count` tokens; each step computes as many drafts as are worth it."""
     new = replace(driver.new_sequence(handle, PROMPT, sampling), **joining)
     left = len(PROMPT) - new.num_computed_tokens
     outputs = [driver.step(new_sequences=(new,), chunks={handle: left} if left > 1 else {})]
@@ -107,7 +107,7 @@ def test_a_draft_model_that_is_wrong_is_asked_less_and_less(model: Model, other:
 
 
 def test_a_draft_model_knows_a_prefix_that_another_sequence_has_computed(model: Model, same: Model) -> None:
-    """Also behind a copy of a block that is partly filled."""
+    """Also after a copy of a block that is partly filled."""
     driver = Driver(model, draft=same)
     run(driver, 30, Sampling())
     shared = driver.runner._sequences.get(1).tables[0][:4].tolist()
@@ -184,7 +184,7 @@ def test_slots_are_claimed_before_the_draft_model_writes_them(model: Model, same
     with torch.inference_mode():
         (drafts,) = ahead.propose({1: 6}, claimed.extend).values()
     assert len(drafts) == 6
-    # The prompt's tokens are computed; the sampled one and five drafts behind it are written.
+    # The prompt's tokens are computed; the sampled token and five drafts after it are written.
     blocks = sequence.tables[0][len(PROMPT) // BLOCK_SIZE : (len(PROMPT) + 5) // BLOCK_SIZE + 1]
     assert {slot for _, _, slot in claimed} == set(blocks.tolist())
     assert outputs

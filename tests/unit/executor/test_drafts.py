@@ -1,4 +1,4 @@
-"""Drafts: what is proposed, what is worth its computation, and that output stays the same whatever is proposed."""
+"""Drafts: which are proposed, which are worth their computation, and that output never depends on them."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -71,7 +71,7 @@ def drafting(model: Model, expected: Sequence[int], seed: int) -> Driver:
 
 
 def run(driver: Driver, sampling: Sampling, count: int) -> list[StepOutput]:
-    """Steps of one sequence until it has so many tokens or stops; each step allows as many drafts as are left."""
+    """Steps of one sequence until it has N = `count` tokens or stops; each step allows all drafts that are left."""
     outputs = [driver.step(new_sequences=(driver.new_sequence(1, PROMPT, sampling),), chunks={1: len(PROMPT)})]
     have = 1
     while have < count and not outputs[-1].sampled[-1].stopped:
@@ -221,7 +221,7 @@ def test_a_continuation_is_followed_from_its_beginning_and_found_again() -> None
     assert proposer.propose(9) == [8, 9]
     for token_id in (8, 9):
         proposer.append(token_id)
-    # Its end says nothing about what follows.
+    # Its end says nothing about the following tokens.
     assert (proposer.propose(9), proposer.chance) == ([], 0)
 
 
@@ -257,7 +257,7 @@ def test_sampled_pairs_of_tokens_are_distributed_as_the_model_says() -> None:
     found = torch.zeros(5, 5)
     for seed in range(many):
         rows = [SamplingRow(Sampling(temperature=1.0, seed=seed), position) for position in range(2)]
-        # The model's logits behind the draft differ from those behind other tokens.
+        # The model's logits after the draft differ from the logits after other tokens.
         ids = sample(logits[[5, draft]], rows).ids.tolist()
         kept = ids[: count_accepted(ids, [draft], frozenset())]
         if len(kept) < 2:

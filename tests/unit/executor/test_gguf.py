@@ -219,7 +219,7 @@ Change = Callable[[Path], None]
 
 
 def cut(size: int) -> Change:
-    """Leaves so many bytes of a file."""
+    """Cuts a file to N = `size` bytes."""
 
     def change(path: Path) -> None:
         path.write_bytes(path.read_bytes()[:size])

@@ -1,4 +1,4 @@
-"""Forms of outputs: which tokens a grammar allows, what cannot be compiled, and restrictions on tokens beside it."""
+"""Forms of outputs: the tokens that a grammar allows, forms that cannot be compiled, and restrictions on tokens."""
 
 import datetime
 import json
@@ -41,7 +41,7 @@ def of(kind: str, text: object) -> Grammar:
 
 
 def allowed(matcher: Matcher, drafts: Sequence[int] = ()) -> list[set[int]]:
-    """The allowed ids behind the output and behind each draft."""
+    """The allowed ids after the output and after each draft."""
     masks = np.full((1 + len(drafts), -(-VOCAB // 32)), 0xFFFFFFFF, dtype=np.uint32)
     matcher.fill(masks, drafts)
     return [set(np.flatnonzero(unpacked(mask, VOCAB)).tolist()) for mask in masks]
@@ -219,7 +219,7 @@ def test_special_tokens_are_triggers_and_parts_of_tags_and_else_free() -> None:
         assert may_follow(f'<call>{{"name": "{name}", "arguments": ', "t", "1", '"') == [True, False, False]
     assert may_follow('<call>{"name": "', "f", "g", "h") == [True, True, False]
     assert may_follow('<call>{"name": "f", "arguments": true}', "</call>", "<", "a") == [True, False, False]
-    # The same text of other tokens.
+    # The same text with different tokens.
     matcher = known.matcher(of("structural_tags", tags))
     matcher.take([token for letter in "so <call>" for token in tokenizer.encode(letter).ids])
     masks = np.zeros((1, -(-size // 32)), dtype=np.uint32)
@@ -382,7 +382,7 @@ def test_forbidden_runs_and_chosen_tokens_and_the_least_length_are_kept(
         assert row is not None
         assert row.bias == ((3, 1.0),)
         found = set(range(32)) if row.allowed is None else set(np.flatnonzero(unpacked(row.allowed, 32)).tolist())
-        # Where nothing is left the output ends.
+        # If no token is left, the output ends.
         assert found == (fits or stop or set(range(32)))
 
 
@@ -402,7 +402,7 @@ def test_an_ignored_end_is_one_where_the_grammar_allows_nothing_else(grammars: G
     ignored = (EOS, OTHER_EOS)
     assert first("a") == {ids["b"]}
     assert first("ab") == {EOS, OTHER_EOS}
-    # The grammar counts for more than what is forbidden.
+    # The grammar takes precedence over forbidden tokens.
     ignored = ()
     assert first("a", min_tokens=4) == {ids["b"]}
     assert first("ab", min_tokens=4) == {EOS, OTHER_EOS}

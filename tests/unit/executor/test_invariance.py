@@ -99,5 +99,5 @@ def test_what_a_row_is_depends_on_nothing_beside_it(
     assert Engine(model, cache).run(PROMPTS, chunk=5) == expected
     engine = Engine(model, cache)
     assert engine.run(PROMPTS[:1]) == expected[:1]
-    # All share what the first one computed.
+    # All sequences share the blocks that the first one computed.
     assert engine.run(PROMPTS, cached=engine.table[: len(SHARED) // BLOCK]) == expected

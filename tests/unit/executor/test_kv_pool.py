@@ -1,4 +1,4 @@
-"""Pools in the host's memory: only what is written takes memory, and what is overwritten gives it back."""
+"""Pools in the host's memory: only written blocks take memory, and overwritten blocks give memory back."""
 
 from pathlib import Path
 from random import Random
@@ -23,7 +23,7 @@ def pools_of(heads: int, blocks: int = 64, layers: int = 3) -> KvPools:
 
 
 def resident_bytes(pools: KvPools) -> int:
-    """What K and V of all pools take of the memory of this machine, by what the system says."""
+    """Memory of this machine that K and V of all pools take, as the system reports it."""
     begins = {pool.data_ptr() for one in pools.pools for pool in (one.k, one.v)}
     total, counts = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""What can be loaded is loaded right; what cannot run is refused in one sentence."""
+"""Supported models are loaded correctly; unsupported models are refused in one sentence."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What the runner does beside computing: recomputation, stops, copies, log-probabilities, and what it notes."""
+"""The runner beside computing: recomputation, stops, copies, log-probabilities, and its records."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -146,7 +146,7 @@ def test_a_step_that_fails_leaves_no_span_to_the_next_session(driver: Driver, mo
         failing.setattr(driver.runner.pools, "mark_written", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             driver.step()
-    # As the worker does behind a failed step. The time since a span without an end cannot be asked for on CUDA.
+    # As the worker does after a failed step. The time since a span without an end cannot be asked for on CUDA.
     driver.runner.clear()
     assert driver.step(new_sequences=(driver.new_sequence(2, PROMPT),), chunks={2: len(PROMPT)}).idle_time == 0
 

@@ -384,7 +384,7 @@ async def test_a_scheduler_that_does_not_reach_the_manager_loses_its_session_aft
     await manager.until(lambda: manager.known)
     assert manager.registrations[-1].steps_manager_epoch == 0
     assert {request.steps_manager_epoch for request in manager.refused} == {1}
-    # Its next session has no blocks of before.
+    # Its next session has no earlier blocks.
     async with stack.session(manager_epoch=1) as stream:
         assert list((await stream.run(**join(0))).sequences) == [0]
 
@@ -400,7 +400,7 @@ async def test_sessions_are_refused_until_the_executor_has_registered(stack: Sta
     await sessions.cut_off()
     with refused("SCHEDULER_LEFT"):
         await opened(stack, 1)
-    # Another reason stays behind the first.
+    # The second reason still holds when the first is over.
     updating = UpdatingWeightsError("the executor is about to compute with other weights")
     sessions.suspend(updating)
     sessions.admit_again()

@@ -50,7 +50,7 @@ def copies(*entries: tuple[int, Tier, int, Tier, int]) -> dict[str, Any]:
 
 
 async def results(stream: Stream, count: int) -> pb.StepResult:
-    """Steps without work until so many copies have ended; all that they said of copies."""
+    """Steps without work until N = `count` copies have ended; returns all that the steps reported about copies."""
     total = pb.StepResult()
     async with asyncio.timeout(patience(10)):
         while len(total.copied_tickets) + len(total.failed_tickets) < count:

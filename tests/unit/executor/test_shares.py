@@ -1,4 +1,4 @@
-"""Shares of memory of a model's layer groups: what is best for sequences of the expected length."""
+"""Shares of memory of a model's layer groups: the best shares for sequences of the expected length."""
 
 import math
 

@@ -25,7 +25,7 @@ def model(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) -
     return PATHS[request.param](model_folder("llama, compiled"))
 
 
-# LAST keeps one token whatever the budget.
+# LAST keeps one token for every budget.
 @pytest.mark.parametrize("name", [name for name, fields in VARIANTS.items() if fields["kind"] != Kind.LAST.value])
 def test_a_budget_above_the_length_changes_nothing(model: Model, name: str) -> None:
     fields = dict(VARIANTS[name])
@@ -115,7 +115,7 @@ def test_a_window_computes_what_a_mask_does(model: Model, model_folder: Callable
     tokens = PROMPT + outputs[1][:-1]
     row, column = torch.arange(len(tokens))[:, None], torch.arange(len(tokens))[None]
     seen = column <= row
-    # Behind the prompt, tokens that one token no longer saw are seen by none after it.
+    # After the prompt, tokens that one token no longer saw are seen by none after it.
     window = (column < chosen.start) | (column >= row - chosen.recent)
     seen &= window | (row < len(PROMPT))
     mask = torch.where(seen, 0.0, -torch.inf)[None, None]

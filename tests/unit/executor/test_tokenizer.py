@@ -15,7 +15,7 @@ from tests.support.scheduler.tokenizers import CHAT_TEMPLATE, byte_level_tokeniz
 
 
 def model(folder: Path) -> ModelFiles:
-    """Of a folder: what the tokenizer needs of it."""
+    """The files of a folder that the tokenizer needs."""
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), chat_template=CHAT_TEMPLATE).save_pretrained(
         folder

@@ -86,7 +86,7 @@ def test_a_bad_step_is_refused_whole(
     assert list(caught.value.fields) == [field]
     assert (driver.runner.pools.pools[0].last_write_steps == before).all()
     assert (driver.runner.last_step, driver.runner.num_sequences) == (1, 1)
-    # The same session could go on: the running set is what it was.
+    # The same session could go on: the running set is unchanged.
     assert [one.sequence for one in driver.step().sampled] == [1]
 
 

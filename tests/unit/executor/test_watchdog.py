@@ -125,7 +125,7 @@ async def test_a_first_step_may_take_long(stack: Stack, hanging: Hanging, ticks:
         assert await asyncio.to_thread(is_serving, address)
         hanging.goes_on.set()
         assert (await stream.read()).result.step == 1
-        # From then on it is known what a step takes.
+        # From now on, the time of a step is known.
         assert stack.worker.longest_step is not None
 
 

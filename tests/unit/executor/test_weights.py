@@ -149,7 +149,7 @@ async def test_weights_that_the_manager_does_not_learn_of_are_not_used(stack: St
     stack.manager.refuse_weights = 3
     with refused("UNEXPECTED"):
         await update(stack, "v1", "1")
-    # It may have carried out what it seemed to refuse.
+    # It may have carried out the change that it seemed to refuse.
     assert told(stack) == ["v1", "", "", ""]
     assert (await logprobs(stack), await version_of(stack)) == (before, "")
 

@@ -1,4 +1,4 @@
-"""The device's thread never makes the device wait for what it could have launched."""
+"""The device never waits for work that the device's thread could already have launched."""
 
 from tests.support.simulated_device import outputs_of
 

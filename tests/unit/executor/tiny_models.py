@@ -52,7 +52,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 
 _COMPILED_SIZES = {**_SIZES, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 
-# Large enough for the compiled decoder, each with something of its own.
+# Large enough for the compiled decoder, each with a special feature.
 COMPILED_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama, compiled": lambda: LlamaConfig(**_COMPILED_SIZES, tie_word_embeddings=True),
     "llama 3 rope, compiled": lambda: LlamaConfig(

@@ -1,4 +1,4 @@
-"""The meter of the fuzz sees what a process takes, and takes nothing for it that it had before."""
+"""The meter of the fuzz sees the memory and time of a process, without what it had before."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ import pytest
 from tests.fuzz.meter import MAX_BYTES, MAX_LOOP_SECONDS, Meter, Probe
 from tests.fuzz.report import Report
 
-# Does what each line says, and says when it is done.
+# Does the work that each line names, and reports its end.
 CODE = """
 import sys, time
 for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""What kvctl says of what cannot be done, in one style; and its help and its version."""
+"""kvctl's messages about impossible requests, in one style; and its help and its version."""
 
 import http.server
 import threading
@@ -92,7 +92,7 @@ async def test_a_prompt_without_a_full_block_is_explained(kvctl: Kvctl) -> None:
 
 @pytest.fixture
 def web() -> Iterator[str]:
-    """Where a server speaks HTTP/1 only."""
+    """A server that speaks HTTP/1 only."""
 
     class Quiet(http.server.BaseHTTPRequestHandler):
         def log_message(self, *_: object) -> None:

@@ -141,7 +141,7 @@ async def test_what_changes_something_goes_to_each_and_says_so_of_each(two: Two)
     assert len({row[1] for row in (await two.rows("holds"))[1:]}) == 2
     assert (await two.text("forget", "--tokens", TOKENS, "--yes")).count("forgot blocks: 2 device") == 2
     assert (await two.text("rules", "delete", "acme", "--yes")).count("deleted rule acme") == 2
-    # Where another shard has it, it is no failure that one has not.
+    # If one shard has the thing, it is no failure that a different shard lacks it.
     await two.text("quota", "delete", "--salt", "acme", "--yes", "--server", one)
     assert await two.text("quota", "delete", "--salt", "acme", "--yes") == (
         f"{other}: deleted the quota of salt acme\n{one}: has none\n"
@@ -350,7 +350,7 @@ async def test_a_router_names_the_shards_and_lists_its_engines(
         clean.setenv("KVCTL_ROUTER", router)
         # An address that is given is all that is asked.
         assert (await kvctl.rows("pools", "--server", shards[1]))[1][0] == "executor-1/0"
-        # Each service says that it serves once it has looked at those that it needs.
+        # Each service serves when it has looked at the services that it needs.
         async with asyncio.timeout(patience(60)):
             while (await kvctl.run("ping")).status:
                 await asyncio.sleep(0.05)

@@ -25,7 +25,7 @@ RED = {
 
 
 def run(folder: Path, red: Mapping[str, str]) -> tuple[int, str]:
-    """The status of `.ci/run` in a project whose parts are red in this way, and what it printed."""
+    """The status and the output of `.ci/run` in a project whose parts fail in this way."""
     (folder / ".ci").mkdir(exist_ok=True)
     shutil.copy(ROOT / ".ci/run", folder / ".ci/run")
     recipes = (

@@ -1,4 +1,4 @@
-"""The stack's screen says what is missing for speed."""
+"""The stack's screen says if a compiler is missing for speed."""
 
 import shutil
 

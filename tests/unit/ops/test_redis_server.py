@@ -23,7 +23,7 @@ def test_data_outlives_a_stop_behind_a_socket_of_its_owner(tmp_path: Path, folde
                 client.get("kept")
             server.start()
             assert client.get("kept") == b"\x00\xff"
-            # The journal is synced each second: what was answered is there after a kill, too.
+            # The journal is synced each second: answered writes survive a kill, too.
             server.kill()
             server.start()
             assert client.get("kept") == b"\x00\xff"

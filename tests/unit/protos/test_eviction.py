@@ -1,4 +1,4 @@
-"""What policies make of lengths, and what is wrong with a policy, said with the field's name."""
+"""Effects of policies on lengths, and errors in policies, with the field's name."""
 
 from typing import Any
 

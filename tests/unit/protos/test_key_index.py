@@ -1,4 +1,4 @@
-"""Values of the index by key: what is written can be read, and what others have written is refused."""
+"""Values of the index by key: written values can be read, and values of other programs are refused."""
 
 import json
 

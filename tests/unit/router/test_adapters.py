@@ -1,4 +1,4 @@
-"""Adapters behind a router: requests go to the engines that have them, whichever these are."""
+"""Adapters behind a router: requests go to the engines that have them."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The stream between a router and an engine: how it ends, and what it refuses."""
+"""The stream between a router and an engine: its end, and its refusals."""
 
 import asyncio
 import contextlib
@@ -130,7 +130,7 @@ class AtOnce:
         assert len(self.messages) < 1000, "messages without an end"
 
     async def until(self, field: str, count: int = 1) -> None:
-        """Waits until messages have so many of these in all."""
+        """Waits until the messages have N = `count` items in this field in all."""
         async with asyncio.timeout(patience(20)):
             while sum(len(getattr(message, field)) for message in self.messages) < count:
                 await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Requests through a router: the tokens of one engine, whichever engine runs them and whatever dies meanwhile."""
+"""Requests through a router: tokens equal those of one engine, whichever engine runs them and whatever dies."""
 
 import asyncio
 import os
@@ -144,7 +144,7 @@ async def test_a_load_counts_no_requests_that_end_or_fail_in_its_message(tmp_pat
 
 
 class Garbling(rpc.EngineServiceServicer):
-    """An engine that answers every request with what no router can read."""
+    """An engine whose answers no router can read."""
 
     def __init__(self, engine: pb.GetEngineResponse) -> None:
         self._engine = engine
@@ -400,7 +400,7 @@ async def test_a_request_that_finds_a_queue_full_goes_to_an_engine_with_room(
     small = {"max_running": 1, "max_waiting": 2}
     async with run_fleet(tmp_path, policy="round-robin", of_engines=small) as fleet:
         full = fleet.engines[0]
-        # The router does not hear of what another one sends there.
+        # The router does not learn of requests that a different router sends there.
         monkeypatch.setattr(engine_service, "LOADS_SECONDS", 1_000.0)
         prompts, begun = [prompt_of(20, seed) for seed in range(5)], asyncio.Event()
         running = [asyncio.create_task(generate(full.stub, greedy_request(prompts[0], 40), begun=begun))]
@@ -745,7 +745,7 @@ async def test_engines_of_a_file_come_and_go_with_its_lines(tmp_path: Path, monk
         # Its cache manager is no longer followed, and its requests are no longer counted.
         await fleet.knows(2)
         assert not fleet.metric("routed_requests_total", engine=third.address)
-        # A line that is no address is reported once, and others count.
+        # A line that is no address is reported once, and the other lines count.
         with capture_logs() as logs:
             file.write_text("\n".join(["unix:engine", *addresses[:2]]))
             async with asyncio.timeout(patience(20)):

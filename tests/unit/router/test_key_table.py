@@ -92,7 +92,7 @@ def test_entries_that_come_while_all_change_are_kept(monkeypatch) -> None:
     for number, (_, one) in enumerate(steps):
         changed += one
         if number < 95:
-            # The table is made anew several times.
+            # The table is rebuilt several times.
             new = keys[500 + number * 100 : 600 + number * 100]
             table.change(new, To(3))
             expected |= dict.fromkeys(new, 3)

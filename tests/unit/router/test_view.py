@@ -125,7 +125,7 @@ def _stored_blocks(prompt: int, output: int, block_size: int) -> int:
 async def test_prompts_go_where_their_prefix_is_and_nothing_is_regretted(
     tmp_path: Path, executor_ids: tuple[str, str]
 ) -> None:
-    """Each engine has a cache manager of its own, so that executors may have equal ids."""
+    """Each engine has a separate cache manager, so that executors may have equal ids."""
     async with run_fleet(tmp_path, executor_ids=executor_ids) as fleet:
         await fleet.knows(2)
         for engine in fleet.engines:

@@ -183,7 +183,7 @@ async def routed(folder: Path, seed: int) -> AsyncIterator[tuple[Router, list[Sh
 
 @pytest.fixture(autouse=True)
 def small_and_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Snapshots in many parts, and attempts soon behind each other."""
+    """Snapshots in many parts, and attempts soon after each other."""
     monkeypatch.setattr(event_service, "MAX_KEYS", 4)
     monkeypatch.setattr(view_module, "RETRY_SECONDS", 0.01)
 
@@ -192,7 +192,7 @@ def small_and_fast(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_whatever_happens_the_view_is_what_the_caches_hold(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Blocks of a lost executor have events of their own only if they are few.
+    # Blocks of a lost executor have separate events only if they are few.
     monkeypatch.setattr(release, "MOST_REPORTED", 4096 if seed % 2 else 5)
     random = Random(seed)
     async with routed(tmp_path, seed) as (router, shards):

@@ -22,7 +22,7 @@ from protos.rpc.server import Server
 from tests.support.patience import patience
 from tests.unit.rpc.conftest import ADMIN, Admin
 
-# By default the last one of so many attempts to connect comes after half an hour.
+# By default, the last of this number of attempts to connect comes after half an hour.
 ATTEMPTS = 30
 
 
@@ -67,7 +67,7 @@ server.wait_for_termination()
 
 @pytest.fixture
 def echo(tmp_path: Path) -> Iterator[tuple[str, int]]:
-    """The address of a server that says everything back, in a process of its own, and the process."""
+    """The address of a server that echoes everything, in a separate process, and the process."""
     address = f"unix:{tmp_path}/s"
     with subprocess.Popen([sys.executable, "-c", ECHO, address], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""Errors arrive at a client as what they were raised as."""
+"""Errors arrive at a client as they were raised."""
 
 import asyncio
 import gc
@@ -81,7 +81,7 @@ async def test_a_refused_call_leaves_nothing_behind_but_for_a_garbage_collection
         before = _errors()
         for _ in range(20):
             await refused()
-        # The last call ends behind its answer.
+        # The last call ends after its answer.
         async with asyncio.timeout(patience(30)):
             while _errors() != before:
                 await asyncio.sleep(0.05)

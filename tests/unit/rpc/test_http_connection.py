@@ -172,7 +172,7 @@ async def test_many_small_requests_and_a_large_body_are_not_taken_for_headers(ad
     ids=["nothing", "half a header", "half of a second request", "the beginning of a third"],
 )
 async def test_a_connection_without_a_request_is_closed(begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Enough for what is sent at once.
+    # Enough for all data that is sent at once.
     monkeypatch.setattr(http_connection, "REQUEST_SECONDS", 0.5)
     async with serving(App()) as address:
         before = refused("no_request")
@@ -182,7 +182,7 @@ async def test_a_connection_without_a_request_is_closed(begun: bytes, monkeypatc
 
 
 async def test_a_request_that_is_being_served_or_sent_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Enough for what is sent at once.
+    # Enough for all data that is sent at once.
     monkeypatch.setattr(http_connection, "REQUEST_SECONDS", 0.5)
     app = App()
     async with serving(app) as address:

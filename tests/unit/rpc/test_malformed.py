@@ -1,4 +1,4 @@
-"""Bytes that are no message are the caller's error, whatever kind of call they come in."""
+"""Bytes that are no message are the caller's error, in every kind of call."""
 
 import grpc
 import pytest

@@ -1,4 +1,4 @@
-"""Programs say in lines of their own what becomes of a connection; gRPC's notices about it stay out."""
+"""Programs report the state of a connection in their own lines; gRPC's notices about it do not appear."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""TLS and mTLS between a real server and real channels, and what each of them refuses."""
+"""TLS and mTLS between a real server and real channels, and their refusals."""
 
 import asyncio
 import ssl
@@ -29,7 +29,7 @@ CA = certs.authority()
 
 
 def made(folder: Path, name: str = "peer", ca: certs.Pair = CA, **options: object) -> Security:
-    """Settings of a process with a certificate of its own, that believes CA."""
+    """Settings of a process with its own certificate, which trusts CA."""
     trusted, _ = CA.write(folder, "ca")
     cert, key = certs.certificate(ca, name, **options).write(folder, name)
     return Security(tls_cert_file=cert, tls_key_file=key, tls_ca_file=trusted)
@@ -42,7 +42,7 @@ async def serving(security: Security, address: str = "127.0.0.1:0", metrics: str
 
 
 async def answers(address: str, security: Security) -> bool:
-    """Whether a call succeeds; what fails is the connection."""
+    """Whether a call succeeds; only the connection can fail."""
     async with open_channel(address, security) as channel:
         stub: pb_grpc.CacheAdminServiceAsyncStub = pb_grpc.CacheAdminServiceStub(channel)
         call = stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=patience(10))

@@ -130,7 +130,7 @@ class Yielding(pb_grpc.CacheEventServiceServicer):
 
 
 class Writing(pb_grpc.CacheEventServiceServicer):
-    """The same by writing to the context."""
+    """The same service, which writes to the context."""
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> None:  # type: ignore[override]
         await context.write(pb.WatchEventsResponse(events=[pb.Event(event_number=1)]))

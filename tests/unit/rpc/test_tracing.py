@@ -1,4 +1,4 @@
-"""What traces cost where they are off, and what happens where they cannot be sent."""
+"""The cost of traces that are off, and traces that cannot be sent."""
 
 import json
 import subprocess

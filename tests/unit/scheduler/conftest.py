@@ -28,7 +28,7 @@ async def stack(run_stack: StackFactory) -> AsyncIterator[Stack]:
 
 @pytest.fixture
 async def address(stack: Stack) -> AsyncIterator[str]:
-    """Where the stack serves the HTTP API."""
+    """The address of the stack's HTTP API."""
     async with serve(stack.scheduler.service) as address:
         yield address
 

@@ -79,7 +79,7 @@ class Running:
 
 
 class Stage:
-    """A running batch, a cache manager of so many blocks, and an executor that attends as the seed says."""
+    """A running batch, a cache manager of N = `blocks` blocks, and an executor that attends as the seed says."""
 
     def __init__(self, seed: int, blocks: int, depth: int = 2) -> None:
         self.random, self.depth, self.now = Random(seed), depth, 0.0

@@ -1,4 +1,4 @@
-"""Fields that other servers have about prompts and answers: what ends the text, truncation, token ids, templates."""
+"""Fields of other servers for prompts and answers: ends of the text, truncation, token ids, templates."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_cache_breakpoints_move_with_a_truncated_prompt(stack: Stack) -> N
     [output] = await run(stack, asked)
     assert output.usage.prompt_tokens == 30
     [admission] = stack.manager.admissions
-    # The first breakpoint is in front of what stays.
+    # The first breakpoint is before the tokens that stay.
     [kept] = admission.retention.ranges
     assert (kept.start, kept.retention_priority) == (0, 60)
     assert 0 < kept.end < 30

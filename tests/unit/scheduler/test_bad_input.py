@@ -39,7 +39,7 @@ def chat(*messages: tuple[str, str]) -> pb.StreamGenerateRequest:
 
 
 def spoken(**fields: str) -> pb.StreamGenerateRequest:
-    """With what the model's template does not read."""
+    """A message with fields that the model's template does not read."""
     message = pb.ChatMessage(role="assistant", content="4", **fields)  # type: ignore[arg-type]
     return pb.StreamGenerateRequest(chat=pb.ChatInput(messages=[message]))
 
@@ -249,7 +249,7 @@ async def test_an_invalid_request_is_not_tokenized(stack: Stack) -> None:
                 request.chat.CopyFrom(BAD[field].chat)
         error = await refusal(stack.stub.TokenizePrompt(request, timeout=patience(5)))
         assert (error.code, list(error.fields)) == (grpc.StatusCode.INVALID_ARGUMENT, [field.strip()])
-    # Whether it fits is what callers count tokens for.
+    # Callers count tokens to learn whether the prompt fits.
     long = await stack.stub.TokenizePrompt(pb.TokenizePromptRequest(text=BAD["text "].text), timeout=patience(5))
     assert len(long.token_ids) > 400
 
@@ -295,7 +295,7 @@ async def test_the_model_is_described(stack: Stack) -> None:
 
 
 async def say_the_cat(stack: Stack, *options: str) -> tuple[str, str]:
-    """What the command line client prints, and what it says beside."""
+    """The command line client's output and its messages."""
     command = (sys.executable, "-m", "scheduler.generate", "the cat", "--raw", "--address", stack.address, *options)
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
     out, err = (text.decode() for text in await process.communicate())

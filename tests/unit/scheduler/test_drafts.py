@@ -21,7 +21,7 @@ from tests.support.scheduler.stack import Stack, StackFactory, prompt_of, run
 
 
 def drafting(executor: FakeExecutor, seed: int = 1, most: int = 9) -> None:
-    """Sequences want drafts of any number, and any number of those allowed is accepted."""
+    """Sequences want any number of drafts, and any number of the allowed drafts is accepted."""
     luck = random.Random(seed)
     executor.wanted_drafts = lambda: luck.randint(0, most)
     executor.accepted_drafts = lambda allowed: luck.randint(0, allowed)
@@ -64,7 +64,7 @@ def test_lengths_are_bounds_in_flight_and_exact_when_answered(
 
 
 def decoding(drafts: int, **fields: int) -> Sequence:
-    """A sequence that has sampled its first token and wants so many drafts."""
+    """A sequence that has sampled its first token and wants N = `drafts` drafts."""
     item = sequence(1, 8, **fields)
     answer(batch_of(item), build_step(1, plan_step([item], 64), [])[1])
     item.drafts = drafts

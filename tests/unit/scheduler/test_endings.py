@@ -87,7 +87,7 @@ async def test_beyond_the_bound_of_the_queue_requests_are_refused_with_a_time_to
 
 async def test_all_samples_of_a_request_count_where_the_queue_is_bounded(run_stack: StackFactory) -> None:
     async with run_stack(max_running=4, max_waiting=4) as stack:
-        # Where nothing waits, more samples than the bound are taken.
+        # If nothing waits, more samples than the bound are taken.
         await generate_samples(stack.stub, request([7], 2, n=6))
         stack.executor.gate.clear()
         tasks = [asyncio.create_task(generate_samples(stack.stub, request([1], 2, n=3)))]
@@ -177,10 +177,10 @@ async def test_sessions_that_bring_nothing_are_opened_again_more_and_more_seldom
     begun = time.monotonic()
     with pytest.raises(grpc.aio.AioRpcError):
         await run(stack, request([1] * 20, 5))
-    # At once behind the first, then after four times that.
+    # The second session is opened at once after the first, the next session after four times the pause.
     assert time.monotonic() - begun > 4 * loop.RECONNECT_SECONDS
     assert len(stack.manager.admitted_ids) == MAX_FAILURES
-    # Behind the last of them there is one without the request, by now or later.
+    # After the last of these sessions there is one without the request, now or later.
     assert stack.executor.sessions in (MAX_FAILURES, MAX_FAILURES + 1)
 
 

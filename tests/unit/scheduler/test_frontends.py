@@ -1,4 +1,4 @@
-"""Front ends in processes of their own: how many there are, what they share, and how they and their requests end."""
+"""Front ends in separate processes: their number, their shared state, and how they and their requests end."""
 
 import asyncio
 import contextlib
@@ -66,7 +66,7 @@ def pids(running: Running) -> list[int]:
 
 
 class Stream:
-    """A stream of events on a connection of its own."""
+    """A stream of events on a separate connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -177,7 +177,7 @@ async def test_a_front_end_that_dies_takes_its_own_streams_only_and_is_started_a
         await serving(address, 2)
         assert left in pids(running)
         assert killed not in pids(running)
-        # The scrape itself. The stream may be in flight for a moment behind its last line.
+        # The scrape itself. The stream may be in flight for a moment after its last line.
         async with asyncio.timeout(patience(60)):
             while await value(address, "http_in_flight") != 1:
                 await asyncio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The HTTP API between two fakes: what comes before a request runs, and what happens when it cannot."""
+"""The HTTP API between two fakes: its work before a request runs, and its answers when the request cannot run."""
 
 import asyncio
 import contextlib

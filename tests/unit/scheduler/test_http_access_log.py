@@ -46,7 +46,7 @@ def lines_in(file: Path) -> list[dict[str, Any]]:
 
 
 async def lines_until(file: Path, count: int) -> list[dict[str, Any]]:
-    """The access log once it has so many lines, and no more: a thread writes it."""
+    """The access log when it has N = `count` lines, and no more: a thread writes it."""
     async with asyncio.timeout(patience(20)):
         while len(lines := lines_in(file)) < count:
             await asyncio.sleep(0.01)
@@ -55,7 +55,7 @@ async def lines_until(file: Path, count: int) -> list[dict[str, Any]]:
 
 
 async def line_in(file: Path, number: int = 0) -> dict[str, Any]:
-    """Its last line when it has so many before."""
+    """The log's last line when N = `number` lines precede it."""
     return (await lines_until(file, number + 1))[number]
 
 

@@ -1,4 +1,4 @@
-"""What of OpenAI's requests becomes what of ours."""
+"""How OpenAI's requests become our requests."""
 
 from collections.abc import Callable
 from typing import Any, get_args

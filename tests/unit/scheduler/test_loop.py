@@ -108,7 +108,7 @@ def test_an_idle_loop_notices_the_end_of_a_session_that_it_reads_between_its_wai
 
 
 class Timed(OneStep):
-    """An executor that says how long its steps took, and counts those that it has when it answers one."""
+    """An executor that reports how long its steps took, and counts its waiting steps at each answer."""
 
     def __init__(
         self, commands: CommandQueue, steps: int, seconds: Callable[[int, int], float], prompt: int = 0

@@ -1,4 +1,4 @@
-"""Prompts become ids while others go on, and what cannot fit is not looked at."""
+"""Prompts become ids while other requests go on, and prompts that cannot fit are not read."""
 
 import asyncio
 import json
@@ -113,7 +113,7 @@ async def test_words_are_counted() -> None:
 
 
 class Counting:
-    """A tokenizer that counts what it decodes."""
+    """A tokenizer that counts the tokens it decodes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""What callers say of a prompt's place in the cache: what is kept, for how long, and prompts that are only computed."""
+"""Callers' requests about a prompt's place in the cache: which blocks to keep, how long, and prompts without output."""
 
 import json
 from typing import Any

@@ -41,7 +41,7 @@ async def test_a_prompt_is_scored_whole_also_when_it_is_cached(stack: Stack) -> 
         await check(stack.stub, prompt_of(150))
     await check(stack.stub, prompt_of(9), n=3)
     await check(stack.stub, [5])
-    # The blocks are there for others.
+    # The blocks are there for other requests.
     plain = pb.StreamGenerateRequest(token_ids=pb.TokenIds(token_ids=prompt_of(150)), max_tokens=1)
     [message] = [message async for message in stack.stub.StreamGenerate(plain, timeout=patience(30))]
     assert message.usage.cached_tokens > 100

@@ -68,7 +68,7 @@ async def test_a_caller_that_leaves_before_the_first_step_has_only_an_end(stack:
     assert counted(stack) == [0, 0, 1]
 
 
-# vLLM's names and those of the numbers behind them.
+# vLLM's names and the names of the numbers that they show.
 NAMES = {
     "kv_cache_usage_perc": "cache_usage_ratio",
     "num_requests_running": "running_requests",

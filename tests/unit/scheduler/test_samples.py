@@ -1,4 +1,4 @@
-"""Several samples of one prompt: computed once, shared by forks, each with a life of its own."""
+"""Several samples of one prompt: computed once, shared by forks, each with a separate life."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The fields that ask for the form of an output, over HTTP: what each becomes, and which are refused by name."""
+"""HTTP fields for the form of an output: how each is translated, and which are refused by name."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Names in a request become those of the caller's tenant."""
+"""Names in a request become names of the caller's tenant."""
 
 import pytest
 

@@ -182,7 +182,7 @@ def test_tools_and_their_calls_are_rendered_as_transformers_does() -> None:
         messages,
     ]
     assert template.render([]) == "null[]"
-    # An answer stands behind its call, by which templates know the rest.
+    # An answer follows its call, which tells templates the rest.
     assert ChatTemplate("{{ messages[1].content }}{{ messages[0].tool_calls }}", {}).render(messages).startswith("4")
     with pytest.raises(UnreadFieldError, match="tool_calls of message 0"):
         ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}).render(messages)

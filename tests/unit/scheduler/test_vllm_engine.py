@@ -1,4 +1,4 @@
-"""vLLM's engine contract, as gateways call it: requests and answers, what is refused, the tokenizer, and events."""
+"""vLLM's engine contract, as gateways call it: requests and answers, refusals, the tokenizer, and events."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ async def engine(stack: Stack) -> AsyncIterator["rpc.VllmEngineAsyncStub"]:
 
 
 def request(prompt: list[int], max_tokens: int, *, stream: bool = False, **sampling: object) -> vllm.GenerateRequest:
-    """Greedy and exactly so many tokens, unless another field says so."""
+    """A greedy request for exactly N = `max_tokens` tokens, unless another field says otherwise."""
     params = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True} | sampling
     return vllm.GenerateRequest(tokenized=vllm.TokenizedInput(input_ids=prompt), sampling_params=params, stream=stream)
 

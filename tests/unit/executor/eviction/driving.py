@@ -71,7 +71,7 @@ class World:
 
 
 class Driven:
-    """A sequence of such a world under a policy. positions: [L, Hkv, T], what its slots hold now.
+    """A sequence of such a world under a policy. positions: [L, Hkv, T], the positions in its slots now.
 
     shuffle: puts what stays of an eviction into slots in random order, the same wherever the choice is.
     """

@@ -1,4 +1,4 @@
-"""What holds for every policy, whatever it looks at."""
+"""Properties of all policies."""
 
 import pytest
 import torch

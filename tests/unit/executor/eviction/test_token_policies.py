@@ -127,7 +127,7 @@ REDUCED = {Kind.ROCO: reduced_by_variation, Kind.H2O_TOVA: reduced_by_two}
 
 
 def check(chosen: Policy, chunk: int, seed: int = 0) -> None:
-    """Every eviction keeps what the slow reading keeps."""
+    """Every eviction keeps the same tokens as the slow reading."""
     world = World(LENGTH, seed=seed)
     driven = Driven(chosen, world, PROMPT, shuffle=True)
     slow = {(layer, head): Slow(world, layer, head) for layer in range(2) for head in range(2)}

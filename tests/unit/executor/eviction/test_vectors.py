@@ -1,4 +1,4 @@
-"""The facts of vectors/, played on what the evictors run."""
+"""The facts of vectors/, checked with the evictors."""
 
 import json
 from pathlib import Path

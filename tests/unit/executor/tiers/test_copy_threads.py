@@ -1,4 +1,4 @@
-"""Copies run in the order of what they touch, beside each other where they touch nothing in common."""
+"""Copies run in order if they touch the same slots, else beside each other."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -68,7 +68,7 @@ class Gates:
 
     @contextmanager
     def waiting(self, **places: list[Any]) -> Iterator[threading.Event]:
-        """A step that waits in a thread; set once it has what it wants."""
+        """A step that waits in a thread; set when the step has its slots."""
         passed = threading.Event()
         thread = threading.Thread(target=lambda: (self.copier.wait(**places), passed.set()))
         thread.start()
@@ -185,7 +185,7 @@ def test_a_copy_behind_a_failed_one_fails_and_frees_its_slots(gates: Gates) -> N
         gates.begun(ticket)
         gates.end(ticket)
     assert gates.copier.drain(patience(10))
-    # The last one only comes behind the first in the same slot.
+    # The last copy only comes after the first copy in the same slot.
     assert gates.ends.of == {1: False, 2: False, 3: False, 4: True}
     assert "begin 2" not in gates.log
     assert "begin 3" not in gates.log

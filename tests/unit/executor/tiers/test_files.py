@@ -190,10 +190,10 @@ def test_a_tier_on_storage_that_has_become_read_only_is_left_out(tmp_path: Path)
 def test_too_little_space_is_reported_at_the_start(tier: str, tmp_path: Path) -> None:
     for size, told in ((PAGE, "a single block takes"), (1 << 55, "no (memory|space) for")):
         asked = settings(tmp_path, tier, size)
-        # The number of slots is not what is tried out here.
+        # The number of slots is not under test here.
         layout = replace(layout_of(POOLS, FINGERPRINT, 10 * PAGE, checksums=True), slots=size >> 14)
         layout = layout if size > PAGE else layout_of(POOLS, FINGERPRINT, size, checksums=True)
         with pytest.raises(CacheFileError, match=f"KVKEEP_EXECUTOR_{tier}_CACHE_SIZE.*{told}"):
             open_file(asked, "cache.kv", layout)
-    # Nothing stays behind that takes space.
+    # No file that takes space is left.
     assert sum(path.stat().st_blocks for path in tmp_path.iterdir()) == 0

@@ -87,7 +87,7 @@ class Trouble:
         return slow
 
     def around_void(self, void: Callable[[Copy], None]) -> Callable[[Copy], None]:
-        """What the copier does behind one that failed; that can fail as well."""
+        """The copier's work after a failed copy; it can fail as well."""
 
         def slow(copy: Copy) -> None:
             self._local.left = self.fails.get(copy.ticket, 1000)

@@ -245,7 +245,7 @@ def test_blocks_that_are_being_copied_do_not_count(pools: KvPools, tmp_path: Pat
 
 def test_tiers_that_do_not_exist_cost_nothing(pools: KvPools) -> None:
     def threads() -> list[str]:
-        """Those that copy: others come and go."""
+        """The threads that copy: other threads come and go."""
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("copies, ")]
 
     before = threads()

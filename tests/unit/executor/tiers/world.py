@@ -33,7 +33,7 @@ def make_pools(num_blocks: int = 6) -> KvPools:
 
 
 def size_for(pools: KvPools, slots: int) -> int:
-    """Bytes of a file with so many slots per group."""
+    """Bytes of a file with N = `slots` slots per group."""
     block_bytes = tuple(pool.block_bytes for pool in pools.pools)
     return FileLayout(block_bytes, slots, bytes(32)).size + least_size(block_bytes) // 4
 
@@ -52,7 +52,7 @@ def settings(folder: Path, tier: str, size: int) -> FileSettings:
 def make_tiers(
     pools: KvPools, folder: Path, *, host: int = 4, disk: int = 4, checksums: bool = True, name: str = "executor-0"
 ) -> Tiers:
-    """Tiers of so many slots per group."""
+    """Tiers with these numbers of slots per group."""
     return open_tiers(
         pools,
         FINGERPRINT,
