@@ -146,6 +146,13 @@ def test_every_listing_is_given_a_foreign_token() -> None:
         assert any("page_token" in changes for changes, _, _ in METHODS[name][1]), name
 
 
+async def test_a_preview_changes_nothing(target: Target) -> None:
+    good, _ = METHODS["PreviewAdmission"]
+    before = await target.state()
+    assert (await target.call("PreviewAdmission", good)).admitted
+    assert await target.state() == before
+
+
 @pytest.mark.parametrize(
     ("method", "fields"),
     [
