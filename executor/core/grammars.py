@@ -34,7 +34,12 @@ _FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostnam
 # RFC 3339 has a year 0, leap seconds, small letters and fractions without end. Most languages' types hold none of them.
 _YEAR = r"(000[1-9]|00[1-9]\d|0[1-9]\d\d|[1-9]\d{3})"
 _SECONDS = r"\d\d:\d\d:[0-5]\d(\.\d{1,9})?(Z|[+-])"
-_HELD = {"date": f"^{_YEAR}-", "time": f"^{_SECONDS}", "date-time": f"^{_YEAR}-\\d\\d-\\d\\dT{_SECONDS}"}
+# The library allows 29 February in every year.
+_LEAP_YEAR = r"(\d\d(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+_DATE = rf"({_YEAR}-(0[13-9]-\d\d|1\d-\d\d|02-([01]\d|2[0-8]))|{_LEAP_YEAR}-02-29)"
+_HELD = {"date": f"^{_DATE}$", "time": f"^{_SECONDS}", "date-time": f"^{_DATE}T{_SECONDS}"}
+# Keywords with numbers, which the library reads as 64-bit floats.
+_NUMBERS = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 # Most characters of a compiler's message that an error shows.
 _MAX_CAUSE = 500
 
@@ -228,21 +233,38 @@ def _prepared(schema: Any) -> Any:
 
 
 def _readable(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema without meaningless keywords that the library refuses, in an order that it reads correctly."""
+    """Returns the schema without meaningless keywords that the library refuses, in an order that it reads correctly.
+
+    Raises GrammarError for numbers that the library would round.
+    """
     kept = dict(schema)
     # In the drafts of JSON Schema, every format is an annotation; unknown formats have to be ignored.
     known = kept.get("format")
     if isinstance(known, str) and known not in _FORMATS:
         del kept["format"]
-    if isinstance(known, str) and known in _HELD and not kept.keys() & {"const", "enum"}:
+    others = kept.get("allOf", [])
+    if isinstance(known, str) and known in _HELD and isinstance(others, list) and not kept.keys() & {"const", "enum"}:
         # A pattern of the schema stays beside this pattern.
-        kept["allOf"] = [*kept.get("allOf", []), {"pattern": _HELD[known]}]
+        kept["allOf"] = [*others, {"pattern": _HELD[known]}]
+    for keyword in _NUMBERS:
+        if _is_rounded(kept.get(keyword)):
+            raise GrammarError(f"{keyword} has a whole number that a 64-bit float cannot hold: leave it out")
     if kept.get("uniqueItems") is False:
         del kept["uniqueItems"]
     # After allOf, the library would count the items that other schemas describe.
     if "additionalItems" in kept and "allOf" in kept:
         kept["allOf"] = kept.pop("allOf")
     return kept
+
+
+def _is_rounded(value: Any) -> bool:
+    """Returns whether a whole number in a value changes as a 64-bit float."""
+    if isinstance(value, dict):
+        return any(map(_is_rounded, value.values()))
+    if isinstance(value, list):
+        return any(map(_is_rounded, value))
+    # The exponent of 64-bit floats ends there.
+    return isinstance(value, int) and (abs(value) >= 1 << 1023 or int(float(value)) != value)
 
 
 def _cause(message: str) -> str:

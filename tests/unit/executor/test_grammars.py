@@ -123,8 +123,8 @@ def test_a_format_that_is_known_is_kept(grammars: Grammars, format_: str) -> Non
         (
             "date",
             datetime.date.fromisoformat,
-            ["0001-01-31", "2026-12-01"],
-            ["0000-02-01", "2026-13-01"],
+            ["0001-01-31", "2026-12-01", "2028-02-29", "2000-02-29"],
+            ["0000-02-01", "2026-13-01", "2026-02-29", "1900-02-29", "2026-02-30", "2026-04-31"],
         ),
         (
             "time",
@@ -136,7 +136,13 @@ def test_a_format_that_is_known_is_kept(grammars: Grammars, format_: str) -> Non
             "date-time",
             datetime.datetime.fromisoformat,
             ["2026-12-01T20:09:27Z", "0999-01-01T00:00:00+01:00"],
-            ["0000-01-01T00:00:00Z", "2026-12-01T23:59:60Z", "2026-12-01t20:09:27Z", "2026-12-01"],
+            [
+                "0000-01-01T00:00:00Z",
+                "2026-12-01T23:59:60Z",
+                "2026-12-01t20:09:27Z",
+                "2100-02-29T00:00:00Z",
+                "2026-12-01",
+            ],
         ),
     ],
 )
@@ -162,10 +168,21 @@ def test_times_are_those_that_programs_hold(
         read(json.loads(text))
     # Patterns and values of the schema hold beside the format.
     narrow = schema | {"pattern": f"^{good[0][:4]}"}
-    assert [takes(narrow, text) for text in good] == [True, False]
+    assert [takes(narrow, text) for text in good] == [True] + [False] * (len(good) - 1)
     assert takes(schema | {"enum": [bad[0]]}, bad[0])
-    with pytest.raises(GrammarError):
-        grammars.matcher(of("json_schema", {"type": "string", "format": ["date"]}))
+    for wrong in ({"format": ["date"]}, {"format": format_, "allOf": 5}, {"format": format_, "allOf": None}):
+        with pytest.raises(GrammarError):
+            grammars.matcher(of("json_schema", {"type": "string"} | wrong))
+
+
+@pytest.mark.parametrize("number", [2**53 + 1, -(2**53) - 1, 12345678901234567890123, 10**400])
+@pytest.mark.parametrize("keyword", ["const", "minimum", "exclusiveMaximum"])
+def test_numbers_that_would_be_rounded_are_refused_by_keyword(grammars: Grammars, keyword: str, number: int) -> None:
+    nested = {"type": "object", "properties": {"a": {"enum": [{"id": [number]}]}}}
+    for named, schema in ((keyword, {"type": "integer", keyword: number}), ("enum", nested)):
+        with pytest.raises(GrammarError, match=rf"^{named} has a whole number"):
+            grammars.matcher(of("json_schema", schema))
+    grammars.matcher(of("json_schema", {"type": "integer", "maximum": 2**53, "minimum": -(2**60)}))
 
 
 def test_names_of_properties_and_given_values_are_no_keywords(grammars: Grammars) -> None:
