@@ -123,6 +123,15 @@ class StrictModel(LimitedModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unknown_nulls(cls, value: object) -> object:
+        """Drops unknown fields that are null: null is the same as an absent field."""
+        if not isinstance(value, dict):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: one for name, one in value.items() if one is not None or name in known}
+
 
 class CacheControl(StrictModel):
     """Keeps the prompt up to here in the cache for a while."""

@@ -155,7 +155,10 @@ class LenientModel(LimitedModel):
                     continue
                 if name not in item.unsupported:
                     raise _unknown(path, name, type(item).model_fields, item.meant)
-                if value not in item.unsupported[name]:
+                # In Python, True is 1.
+                if not any(
+                    value == one and isinstance(value, bool) is isinstance(one, bool) for one in item.unsupported[name]
+                ):
                     raise FieldError(f"{path}{name}", "is not supported")
 
 

@@ -197,9 +197,9 @@ class ChatResponseBuilder(ResponseBuilder):
         """include_reasoning: whether answers have the reasoning, if the model's form of reasoning is known."""
         super().__init__(*args, **options)
         self._include_reasoning = include_reasoning
-        # The parser of each sample, and the samples with calls.
+        # The parser of each sample, and the number of calls that each sample has begun.
         self._parsers: dict[int, OutputParser] = {}
-        self._have_calls: set[int] = set()
+        self._num_calls: dict[int, int] = {}
 
     def accept(self, first: int, samples: Sequence[Request]) -> None:
         super().accept(first, samples)
@@ -221,15 +221,17 @@ class ChatResponseBuilder(ResponseBuilder):
         return any(value for name, value in delta["delta"].items() if name != "role")
 
     def finish_reason(self, piece: pb.StreamGenerateResponse) -> responses.FinishReason | None:
-        if piece.finish_reason == pb.FINISH_REASON_STOP and piece.sample_index in self._have_calls:
+        begun = self._num_calls.get(piece.sample_index, 0)
+        # A caller cannot carry out a call that broke off.
+        if piece.finish_reason == pb.FINISH_REASON_STOP and begun == self._parsers[piece.sample_index].num_complete > 0:
             return "tool_calls"
         return super().finish_reason(piece)
 
     def _fields(self, piece: pb.StreamGenerateResponse) -> dict[str, Any]:
         """Returns what a piece of a sample adds to its message."""
         added = self._parsers[piece.sample_index].push(piece.text, last=bool(piece.finish_reason))
-        if added.calls:
-            self._have_calls.add(piece.sample_index)
+        for call in added.calls:
+            self._num_calls[piece.sample_index] = call.index + 1
         reasoning = added.reasoning if self._include_reasoning else ""
         return {
             "content": added.content,

@@ -179,6 +179,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "messages[1].cache_control needs a content",
     ),
     *(({name: value}, f"{name} is not supported") for name, value in (OF_CHATS | UNSUPPORTED).items()),
+    ({"best_of": True}, "best_of is not supported"),
+    ({"separate_reasoning": 1}, "separate_reasoning is not supported"),
     *((said(**{name: value}), f"messages[1].{name} is not supported") for name, value in OF_MESSAGES.items()),
     *(({name: "x"}, f"{name} is not a field: did you mean {meant}") for name, meant in MEANT.items()),
     ({"x" * 1_000_000: 1}, f"{'x' * 64} is not a field"),
@@ -255,6 +257,13 @@ def test_a_completion_is_refused_as_a_conversation_is() -> None:
     for field, value in (UNSUPPORTED | {"suffix": "x"}).items():
         with pytest.raises(InvalidField, match=f"^{field} is not supported"):
             completion(**{field: value})
+
+
+def test_unknown_fields_of_nested_objects_may_be_null() -> None:
+    for name, value in (("structured_outputs", {"regex": "a"}), ("response_format", {"type": "json_object"})):
+        assert chat(**{name: value | {"whitespace_pattern": None}}) == chat(**{name: value})
+        with pytest.raises(ValidationError, match="whitespace_pattern"):
+            chat(**{name: value | {"whitespace_pattern": " "}})
 
 
 def test_a_field_that_asks_for_nothing_is_ignored() -> None:

@@ -172,6 +172,16 @@ async def test_one_call_ends_the_output_where_only_one_is_wanted(run_stack: Stac
         assert found == ("Let me see.", 1, "tool_calls")
 
 
+@pytest.mark.parametrize(
+    "broken", ['{"name": "weather", "arguments": {"city": 1e}}', '{"name": "weather", "arguments": {']
+)
+async def test_a_call_that_breaks_off_is_no_reason_to_carry_out_calls(run_stack: StackFactory, broken: str) -> None:
+    async with talking(run_stack, f"{ONE}\n<tool_call>{broken}</tool_call>") as (_, caller):
+        assert (await create(caller)).choices[0].finish_reason == "stop"
+        [said] = await streamed(caller)
+        assert (said["finish_reason"], len(said["calls"])) == ("stop", 2)
+
+
 async def test_an_output_that_is_cut_within_a_call_says_so(run_stack: StackFactory) -> None:
     async with talking(run_stack, ONE) as (stack, caller):
         length = len(stack.executor.tokenizer.encode(ONE.removesuffix('ln"}}\n</tool_call>')).ids)
