@@ -16,6 +16,7 @@ from protos.rpc.identity import Role
 from protos.rpc.security import Security
 from tests.console.conftest import CHROMIUM, SECRET, Console, fill, served, small
 from tests.support.generation import generate, greedy_request
+from tests.support.in_process_manager import asked
 from tests.support.keyring import Keyring
 from tests.support.patience import patience
 from tests.support.scheduler.fleet import run_fleet
@@ -112,6 +113,21 @@ async def test_the_longest_sequences_are_shown_with_the_slots_that_they_waste(
             console.driver.admit(f"more {number}", range(5_000 + 100 * number, 5_040 + 100 * number))
         await expect(text).to_contain_text("sequences have", timeout=patience(30) * 1000)
         await expect(page.locator("#sequences tr")).to_have_count(1 + 20)
+
+
+async def test_slots_of_sequences_that_evict_are_not_counted_as_empty(browser: Browser, console: Console) -> None:
+    [live] = console.driver.manager.queries.sequences()
+    policy = asked("SLIDING_WINDOW", recent_tokens=32)
+    console.driver.admit("evicts", range(7_000, 7_040), eviction_policy=policy)
+    *_, evicting = console.driver.manager.queries.sequences()
+    assert evicting.eviction is not None
+    evicting.eviction.has_begun = True
+    async with opened(browser, console) as page:
+        await expect(page.locator("#sequences-text")).to_have_text(
+            f"2 sequences have blocks for {live.capacity + evicting.capacity} tokens; {live.capacity - live.computed} "
+            f"of the {live.capacity} slots of sequences that keep all tokens have no token."
+        )
+        await expect(page.locator("#sequences")).to_contain_text("evicts tokens")
 
 
 async def test_the_map_is_coloured_and_walked_by_keyboard(browser: Browser, console: Console) -> None:

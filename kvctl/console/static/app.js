@@ -215,11 +215,14 @@ async function loadSequences() {
       // How many tokens are kept after an eviction is not known here.
       { name, tokens, slots, blocks, empty: evicts ? null : slots - tokens })));
   }
-  const sum = (key) => rows.reduce((total, row) => total + (row[key] ?? 0), 0);
+  const sum = (found, key) => found.reduce((total, row) => total + row[key], 0);
+  const counted = rows.filter((row) => row.empty !== null);
+  const all = counted.length === rows.length;
   const longest = stack.found?.model?.longest;
   byId("sequences-text").textContent = rows.length ? [
-    `${count(rows.length)} ${rows.length === 1 ? "sequence has" : "sequences have"} blocks for ${count(sum("slots"))} tokens; `
-      + `${count(sum("empty"))} of these slots have no token.`,
+    `${count(rows.length)} ${rows.length === 1 ? "sequence has" : "sequences have"} blocks for ${count(sum(rows, "slots"))} tokens; `
+      + `${count(sum(counted, "empty"))} of ${all ? "these" : `the ${count(sum(counted, "slots"))}`} slots`
+      + `${all ? "" : " of sequences that keep all tokens"} have no token.`,
     longest ? `Contiguous memory for the longest output of each would hold ${count(rows.length * longest)} tokens.` : "",
   ].filter(Boolean).join(" ") : "";
   fill(byId("sequences"), [
