@@ -191,12 +191,13 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A new token of one sequence."""
+    """A new token of one sequence. failed: it only ends an output whose grammar could not be followed any further."""
 
     sequence: int
     token_id: int
     stopped: bool
     logprobs: Logprobs | None = None
+    failed: bool = False
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,8 @@ class RequestUpdates:
     retried: list[AdmissionAttempt] = field(default_factory=list)
     # Arrivals that make the executor fail: these are not admitted again.
     given_up: list[int] = field(default_factory=list)
+    # Arrivals whose output's form became too complex to be followed.
+    failed_forms: list[int] = field(default_factory=list)
     # Arrivals that were aborted at their engine.
     aborted: list[int] = field(default_factory=list)
     # Whether the executor answers in time; None when that has not changed.

@@ -96,6 +96,19 @@ class RequestTooLargeError(ServiceError):
     reason = "REQUEST_TOO_LARGE"
 
 
+class FormTooComplexError(ServiceError):
+    """The form of an output cannot be followed beyond the tokens that the output has."""
+
+    reason = "FORM_TOO_COMPLEX"
+
+    def __init__(self, tokens: int) -> None:
+        """tokens: of the output so far."""
+        super().__init__(
+            f"the output's form became too complex to be followed after {tokens} tokens: "
+            "simplify the schema, the pattern or the grammar"
+        )
+
+
 class RulePolicyError(ServiceError):
     """An operator's rule gives the request an impossible eviction policy."""
 

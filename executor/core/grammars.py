@@ -47,9 +47,12 @@ _MAX_CAUSE = 500
 class Matcher:
     """Follows one output through its grammar."""
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int]) -> None:
-        self._matcher = matcher
+    def __init__(self, compiled: LLMatcher, eos_token_ids: frozenset[int]) -> None:
+        """compiled: before its first token; stays so."""
+        self._compiled = compiled
+        self._matcher = compiled.deep_copy()
         self._eos_token_ids = eos_token_ids
+        self._taken: list[int] = []
         # Whether an end-of-sequence token has ended the output.
         self.ended = False
 
@@ -58,27 +61,38 @@ class Matcher:
         for token_id in token_ids:
             self.ended = self.ended or token_id in self._eos_token_ids
             if not self.ended:
+                self._taken.append(token_id)
                 self._matcher.consume_token(token_id)
 
-    def fill(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
+    def fill(self, masks: np.ndarray, drafts: Sequence[int]) -> int | None:
         """Computes which tokens may come after the output, and after each draft as if the drafts up to it were taken.
 
-        masks: [1 + D, W] uint32, overwritten. After a draft that the grammar forbids, no token may come.
+        masks: [1 + D, W] uint32, overwritten. After a draft that the grammar forbids, no token may come. Returns the
+        row from which on no token may come because the grammar became too complex to be followed; None without one.
         """
         taken = 0
         masks[:] = 0
+        if self.ended:
+            return None
         for row, mask in enumerate(masks):
-            if self.ended or self._matcher.is_error():
-                break
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if self._matcher.is_error():
+                # The library would allow an end here.
+                mask[:] = 0
+                if row:
+                    # The drafts may be wrong, and the library cannot go back behind an error.
+                    self._matcher = self._compiled.deep_copy()
+                    self._matcher.consume_tokens(self._taken)
+                return row
             if row == len(drafts) or drafts[row] in self._eos_token_ids:
                 break
             # Unlike other calls, this one leaves the matcher usable if the grammar forbids the token.
-            if not self._matcher.try_consume_tokens([drafts[row]]):
+            if not self._matcher.try_consume_tokens([drafts[row]]) and not self._matcher.is_error():
                 break
             taken += 1
         if taken:
             self._matcher.rollback(taken)
+        return None
 
 
 class Grammars:
@@ -123,7 +137,7 @@ class Grammars:
                     self._compiled.pop(grammar, None)
                 raise
             found = future
-        return Matcher(found.result().deep_copy(), self.eos_token_ids)
+        return Matcher(found.result(), self.eos_token_ids)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits, LLTokenizer

@@ -15,10 +15,14 @@ Words = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 @dataclass(frozen=True)
 class RowRestrictions:
-    """Restricts a row of logits. allowed: [W] uint32, a bit per token; None for all. bias: added to logits, by id."""
+    """Restricts a row of logits. allowed: [W] uint32, a bit per token; None for all. bias: added to logits, by id.
+
+    failed: whether the grammar could not be followed, so that only an end is allowed.
+    """
 
     allowed: Words | None
     bias: tuple[tuple[int, float], ...] = ()
+    failed: bool = False
 
 
 class Restrictions:
@@ -60,12 +64,15 @@ class Restrictions:
 
     def rows(self, drafts: Sequence[int] = ()) -> list[RowRestrictions | None]:
         """Returns the restrictions after the output, and after each draft as if it were taken; None for none."""
-        grammar = None
+        grammar = failed = None
         if self._matcher is not None:
             grammar = np.zeros((1 + len(drafts), self._words), dtype=np.uint32)
-            self._matcher.fill(grammar, drafts)
+            failed = self._matcher.fill(grammar, drafts)
         masks = (self._mask(None if grammar is None else grammar[row], drafts[:row]) for row in range(1 + len(drafts)))
-        return [None if mask is None and not self._bias else RowRestrictions(mask, self._bias) for mask in masks]
+        return [
+            None if mask is None and not self._bias else RowRestrictions(mask, self._bias, failed=row == failed)
+            for row, mask in enumerate(masks)
+        ]
 
     def _behind(self, drafts: Sequence[int]) -> tuple[int, ...]:
         """Returns the last tokens of the output followed by drafts."""

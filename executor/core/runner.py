@@ -75,11 +75,13 @@ class LaunchedStep:
 
     accepted: for each sampling sequence, how many of its rows count. wanted_drafts: as in StepOutput.
     windows: sequence -> tokens that its adaptive window is to have, [] int64, if the step asked.
+    failed: sequences whose last token ends an output because its grammar could not be followed.
     """
 
     scheduled: ScheduledStep
     sampled: SampleResult | None
     accepted: Sequence[int] = ()
+    failed: frozenset[int] = frozenset()
     wanted_drafts: Mapping[int, int] = field(default_factory=dict)
     windows: Mapping[int, Tensor] = field(default_factory=dict)
     # What `score` returned for each of the batch's prompts.
@@ -120,7 +122,8 @@ class LaunchedStep:
             for row in range(first, first + (0 if sequence.stopped else accepted)):
                 sequence.stopped = ids[row] in sequence.sampling.stop_token_ids
                 chosen = logprobs[row].best(sequence.sampling.num_logprobs or 0) if row in logprobs else None
-                yield SampledToken(sequence.handle, ids[row], sequence.stopped, chosen)
+                failed = sequence.handle in self.failed and row == first + accepted - 1
+                yield SampledToken(sequence.handle, ids[row], sequence.stopped, chosen, failed)
             first += 1 + len(self.scheduled.drafts.get(sequence.handle, ()))
 
 
@@ -351,7 +354,7 @@ class Runner:
     def _sample(self, scheduled: ScheduledStep, output: ForwardOutput | None, restricted: Restricted) -> LaunchedStep:
         """Samples the next tokens, which can be read when the step is over."""
         sequences, counts, sampling = scheduled.sequences, scheduled.counts, scheduled.batch.sampling
-        sampled, accepted, prompts = None, [1] * len(sampling), []
+        sampled, accepted, prompts, failed = None, [1] * len(sampling), [], frozenset[int]()
         if output is not None:
             self._eviction.observe(sequences, counts, output.scores)
             prompts = [self._score(prompt, output.logits) for prompt in scheduled.batch.prompts]
@@ -360,7 +363,9 @@ class Runner:
                 best = None if output.best is None else output.best[places]
                 output = replace(output, logits=output.logits[places], best=best)
             if sampling:
-                sampled, accepted = self._sample_rows(sampling, scheduled.drafts, output, restricted())
+                restrictions = restricted()
+                sampled, accepted = self._sample_rows(sampling, scheduled.drafts, output, restrictions)
+                failed = _failed(sampling, accepted, restrictions)
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.computed += count
             sequence.kept += count
@@ -376,7 +381,8 @@ class Runner:
         looking = scheduled.step.looking
         windows = {s.handle: self._eviction.wanted_window(s) for s in sequences if s.handle in looking}
         scheduled.span.end()
-        launched = LaunchedStep(scheduled, sampled, accepted, self._note_drafts(scheduled), windows, prompts)
+        wanted = self._note_drafts(scheduled)
+        launched = LaunchedStep(scheduled, sampled, accepted, failed, wanted, windows, prompts)
         if any(sequence.handle in self._restrictions for sequence in sampling):
             if self.overlaps:
                 self._unsettled.append(launched)
@@ -557,6 +563,20 @@ def disjoint_runs(copies: Sequence[Copy]) -> list[list[Copy]]:
         sources.add(source)
         targets.add(target)
     return runs
+
+
+def _failed(
+    sequences: Sequence[SequenceState],
+    accepted: Sequence[int],
+    restricted: Mapping[int, Sequence[RowRestrictions | None]],
+) -> frozenset[int]:
+    """Returns the sequences whose grammar failed at the last of their rows that count."""
+    last = {
+        s.handle: restricted[s.handle][n - 1]
+        for s, n in zip(sequences, accepted, strict=True)
+        if s.handle in restricted
+    }
+    return frozenset(handle for handle, row in last.items() if row is not None and row.failed)
 
 
 def _slots_of(copies: Sequence[Copy]) -> tuple[list[SlotRef], list[SlotRef]]:

@@ -200,6 +200,7 @@ def build_result(output: StepOutput) -> pb.StepResult:
         num_drafts=output.num_drafts,
         draft_sequences=output.wanted_drafts.keys(),
         draft_tokens=output.wanted_drafts.values(),
+        failed_sequences=[token.sequence for token in output.sampled if token.failed],
     )
     for index, token in enumerate(output.sampled):
         if token.logprobs is not None:

@@ -278,14 +278,16 @@ class RunningBatch:
 
     def _commit_tokens(self, sampling: dict[int, Sequence], result: execution_pb2.StepResult, now: float) -> None:
         logprobs = {entry.index: entry for entry in result.logprobs}
-        outputs = self.updates.outputs
+        outputs, failed = self.updates.outputs, set(result.failed_sequences)
         columns = zip(result.sequences, result.token_ids, result.stopped, strict=True)
         for index, (handle, token_id, stopped) in enumerate(columns):
             sequence = sampling[handle]
             sequence.token_ids.append(token_id)
             finished = stopped or len(sequence.token_ids) >= sequence.limit
             first = sequence.first_token_at > now
-            if sequence.leave_reason is not LeaveReason.CANCELLED:
+            if stopped and handle in failed:
+                self.updates.failed_forms.append(sequence.request.arrival)
+            elif sequence.leave_reason is not LeaveReason.CANCELLED:
                 meta = None
                 if first or finished or index in logprobs:
                     meta = TokenMeta(handle, stopped, finished, logprobs.get(index))

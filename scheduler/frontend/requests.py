@@ -17,6 +17,7 @@ from scheduler.errors import (
     AdapterLostError,
     DrainingError,
     ExecutorFailsError,
+    FormTooComplexError,
     QueueFullError,
     RequestExistsError,
     TenantBusyError,
@@ -319,6 +320,9 @@ class RequestTable:
                 self._engine.start(attempt)
         for arrival in updates.aborted:
             self._aborted_elsewhere(arrival)
+        for arrival in updates.failed_forms:
+            if (generation := self._live.get(arrival)) and not generation.finished:
+                generation.fail(FormTooComplexError(generation.output_tokens))
         for arrival in updates.given_up:
             if generation := self._live.get(arrival):
                 generation.fail(ExecutorFailsError(f"the executor failed {MAX_FAILURES} times over this request"))

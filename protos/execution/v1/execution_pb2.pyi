@@ -361,7 +361,7 @@ class PromptLogprobs(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("step", "sequences", "token_ids", "stopped", "logprobs", "compute_time", "idle_time", "num_tokens", "evicted_sequences", "evicted_tokens", "kept_masses", "copied_tickets", "failed_tickets", "host_block_time", "disk_block_time", "num_drafts", "draft_sequences", "draft_tokens", "window_sequences", "window_tokens", "prompt_logprobs")
+    __slots__ = ("step", "sequences", "token_ids", "stopped", "logprobs", "compute_time", "idle_time", "num_tokens", "evicted_sequences", "evicted_tokens", "kept_masses", "copied_tickets", "failed_tickets", "host_block_time", "disk_block_time", "num_drafts", "draft_sequences", "draft_tokens", "window_sequences", "window_tokens", "prompt_logprobs", "failed_sequences")
     STEP_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -383,6 +383,7 @@ class StepResult(_message.Message):
     WINDOW_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     step: int
     sequences: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -404,4 +405,5 @@ class StepResult(_message.Message):
     window_sequences: _containers.RepeatedScalarFieldContainer[int]
     window_tokens: _containers.RepeatedScalarFieldContainer[int]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
-    def __init__(self, step: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., stopped: _Optional[_Iterable[bool]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., compute_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., idle_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_tokens: _Optional[int] = ..., evicted_sequences: _Optional[_Iterable[int]] = ..., evicted_tokens: _Optional[_Iterable[int]] = ..., kept_masses: _Optional[_Iterable[float]] = ..., copied_tickets: _Optional[_Iterable[int]] = ..., failed_tickets: _Optional[_Iterable[int]] = ..., host_block_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., disk_block_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_drafts: _Optional[int] = ..., draft_sequences: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., window_sequences: _Optional[_Iterable[int]] = ..., window_tokens: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ...) -> None: ...
+    failed_sequences: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., stopped: _Optional[_Iterable[bool]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., compute_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., idle_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_tokens: _Optional[int] = ..., evicted_sequences: _Optional[_Iterable[int]] = ..., evicted_tokens: _Optional[_Iterable[int]] = ..., kept_masses: _Optional[_Iterable[float]] = ..., copied_tickets: _Optional[_Iterable[int]] = ..., failed_tickets: _Optional[_Iterable[int]] = ..., host_block_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., disk_block_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_drafts: _Optional[int] = ..., draft_sequences: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., window_sequences: _Optional[_Iterable[int]] = ..., window_tokens: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., failed_sequences: _Optional[_Iterable[int]] = ...) -> None: ...

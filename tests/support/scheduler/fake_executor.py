@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from executor.core.grammars import Grammars
+from executor.core.grammars import Grammars, Matcher
 from executor.core.restrictions import unpacked
 from executor.errors import (
     AdapterExistsError,
@@ -71,6 +71,9 @@ class Running:
     sampling: pb.SamplingParams
     adapter_id: int = 0
     stopped: bool = False
+    # Follows the output, `matched` tokens of it so far.
+    matcher: Matcher | None = None
+    matched: int = 0
 
     def __post_init__(self) -> None:
         # Of token_ids.
@@ -597,14 +600,18 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
                     rank=position,
                 )
 
-    def _next(self, sequence: Running, wanted: int) -> int:
-        """The token that the model wants, or another token that its restrictions allow."""
+    def _next(self, sequence: Running, wanted: int) -> int | None:
+        """The token that the model wants, or another token that its restrictions allow; None if its grammar fails."""
         if not sequence.sampling.HasField("structured_output"):
             return wanted
-        matcher = self.grammars.matcher(parse_grammar(sequence.sampling.structured_output))
-        matcher.take(sequence.token_ids[sequence.prompt_tokens :])
+        if sequence.matcher is None:
+            sequence.matcher = self.grammars.matcher(parse_grammar(sequence.sampling.structured_output))
+        output = sequence.token_ids[sequence.prompt_tokens :]
+        sequence.matcher.take(output[sequence.matched :])
+        sequence.matched = len(output)
         [mask] = masks = np.zeros((1, self.grammars.words), dtype=np.uint32)
-        matcher.fill(masks, ())
+        if sequence.matcher.fill(masks, ()) is not None:
+            return None
         allowed = np.flatnonzero(unpacked(mask, self.vocab_size))
         return wanted if wanted in allowed else int(allowed[wanted % len(allowed)])
 
@@ -625,7 +632,10 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         token = next_token(sequence.fingerprints[-1], self.vocab_size, seed)
         if self.script:
             token = self.script[said] if said < len(self.script) else EOS
-        token = self._next(sequence, token)
+        chosen = self._next(sequence, token)
+        if chosen is None:
+            result.failed_sequences.append(handle)
+        token = EOS if chosen is None else chosen
         sequence.append(token)
         sequence.stopped = token in sequence.stop_ids
         result.sequences.append(handle)

@@ -72,7 +72,8 @@ def drafting(model: Model, expected: Sequence[int], seed: int) -> Driver:
 
 def run(driver: Driver, sampling: Sampling, count: int) -> list[StepOutput]:
     """Steps of one sequence until it has N = `count` tokens or stops; each step allows all drafts that are left."""
-    outputs = [driver.step(new_sequences=(driver.new_sequence(1, PROMPT, sampling),), chunks={1: len(PROMPT)})]
+    new = driver.new_sequence(1, PROMPT, sampling, room=count)
+    outputs = [driver.step(new_sequences=(new,), chunks={1: len(PROMPT)})]
     have = 1
     while have < count and not outputs[-1].sampled[-1].stopped:
         most = min(MOST, count - have - 1)

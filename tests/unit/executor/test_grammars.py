@@ -47,6 +47,30 @@ def allowed(matcher: Matcher, drafts: Sequence[int] = ()) -> list[set[int]]:
     return [set(np.flatnonzero(unpacked(mask, VOCAB)).tolist()) for mask in masks]
 
 
+# The library gives this grammar up when it has followed 202 times "a".
+HEAVY, FOLLOWED = of("grammar", 'start: s\ns: "a" | ' + " ".join("s" * 200)), 202
+
+
+def test_a_grammar_that_becomes_too_complex_says_at_which_row(grammars: Grammars) -> None:
+    matcher, [letter] = grammars.matcher(HEAVY), TOKENIZER.encode("a").ids
+
+    def fill(drafts: Sequence[int]) -> tuple[int | None, list[int]]:
+        """The failed row, and how many tokens may come in each row."""
+        masks = np.full((1 + len(drafts), -(-VOCAB // 32)), 0xFFFFFFFF, dtype=np.uint32)
+        return matcher.fill(masks, drafts), [int(unpacked(mask, VOCAB).sum()) for mask in masks]
+
+    matcher.take([letter] * (FOLLOWED - 2))
+    assert fill([letter, letter, letter]) == (2, [3, 1, 0, 0])
+    # The drafts were wrong: the output goes on.
+    assert fill([]) == (None, [3])
+    matcher.take([letter])
+    assert fill([letter + 1, letter]) == (None, [1, 0, 0])
+    matcher.take([letter])
+    assert fill([letter]) == fill([letter]) == (0, [0, 0])
+    matcher.take([EOS])
+    assert fill([]) == (None, [0])
+
+
 def written(matcher: Matcher, luck: random.Random, most: int = 200) -> tuple[str, bool]:
     """A random text that the grammar allows, and whether it ended."""
     token_ids: list[int] = []

@@ -99,6 +99,22 @@ def test_output_under_a_grammar_is_the_same_with_drafts(tiny: Model, grammar: Gr
         assert sum(output.num_accepted for output in outputs) > 0
 
 
+def test_a_grammar_that_becomes_too_complex_fails_its_output_with_and_without_drafts(tiny: Model) -> None:
+    # The library gives this grammar up when it has followed 202 times "a".
+    heavy = Sampling(grammar=Grammar(GrammarKind.GRAMMAR, 'start: s\ns: "a" | ' + " ".join("s" * 200)))
+    expected = Driver(tiny, num_blocks=400, grammars=grammars()).generate(1, PROMPT, 400, heavy)
+    assert "".join(map(TOKENIZER.id_to_token, [token.token_id for token in expected[:-1]])) == "a" * 202
+    assert [token.failed for token in expected] == [False] * 202 + [True]
+    assert (expected[-1].token_id, expected[-1].stopped) == (EOS, True)
+    letters = [token.token_id for token in expected[:-1]]
+    for seed in range(4):
+        luck = random.Random(seed)
+        drafter = Drafter(MOST, lambda *_, luck=luck: Hinted(letters + letters, luck), FreeDrafts)  # type: ignore[misc]
+        outputs = run(Driver(tiny, num_blocks=400, drafter=drafter, grammars=grammars()), heavy, 400)
+        assert [token for output in outputs for token in output.sampled] == expected
+        assert sum(output.num_accepted for output in outputs) > 0
+
+
 def test_output_under_a_grammar_is_the_same_after_a_preemption(driver: Driver) -> None:
     sampling = replace(SAMPLINGS["sampled"], grammar=JSON, bad_token_ids=((5, 6), (7, 8, 9)), min_tokens=30)
     whole = [one.token_id for one in driver.generate(1, PROMPT, COUNT, sampling)]

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import grpc
 import openai
 import pytest
 
@@ -20,6 +21,8 @@ from tests.support.scheduler.http import client, serve
 from tests.support.scheduler.stack import Stack, StackFactory, prompt_of, refusal, run
 
 WORDS = common.StructuredOutput(regex="(ab|ba|c+ ){12,30}")
+# The library gives this grammar up when it has followed 202 times "a".
+HEAVY, FOLLOWED = 'start: s\ns: "a" | ' + " ".join("s" * 200), 202
 CHOICE = common.StructuredOutput(choice=common.TextChoice(texts=["left", "right"]))
 
 
@@ -89,6 +92,42 @@ async def test_output_keeps_its_form_when_the_executor_starts_again(stack: Stack
     assert ends_well(await output)
 
 
+def too_complex(**fields: object) -> pb.StreamGenerateRequest:
+    message = formed([1], common.StructuredOutput(grammar=HEAVY), **fields)
+    message.max_tokens = FOLLOWED + 20
+    return message
+
+
+async def test_a_form_that_becomes_too_complex_is_an_error_and_no_end(stack: Stack) -> None:
+    stack.executor.script = stack.executor.tokenizer.encode("a").ids * (FOLLOWED + 20)
+    error = await refusal(generate(stack.stub, too_complex(), patience(30)))
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "FORM_TOO_COMPLEX")
+    assert f"after {FOLLOWED} tokens" in error.message
+    # Output that ends before does so as usual.
+    [output] = await run(stack, too_complex(stop=["aaa"]))
+    assert (output.text, output.finish_reason) == ("", pb.FINISH_REASON_STOP)
+    fields: dict[str, Any] = {
+        "model": "fake",
+        "prompt": "x",
+        "max_tokens": FOLLOWED + 20,
+        "extra_body": {"guided_grammar": HEAVY},
+    }
+    async with serve(stack.scheduler.service) as address, client(address) as caller:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await caller.completions.create(**fields)
+        assert caught.value.code == "form_too_complex"
+        stream, reasons = await caller.completions.create(**fields, stream=True), set()
+
+        async def read() -> None:
+            async for chunk in stream:
+                reasons.update(choice.finish_reason for choice in chunk.choices)
+
+        with pytest.raises(openai.APIError) as streamed:
+            await read()
+        assert streamed.value.code == "form_too_complex"
+        assert reasons == {None}
+
+
 async def test_a_router_passes_forms_and_restrictions_on(tmp_path: Path) -> None:
     async with run_fleet(tmp_path) as fleet:
         assert ends_well(await generate(fleet.stub, formed(prompt_of(20)), patience(30)))
@@ -109,6 +148,10 @@ async def test_a_router_passes_forms_and_restrictions_on(tmp_path: Path) -> None
         assert [fleet.engines[0].executor.tokenizer.decode(run) for run in runs[1:]] == ["cat", " cat"]
         error = await refusal(generate(fleet.stub, formed([1], common.StructuredOutput(regex="(a")), patience(30)))
         assert list(error.fields) == ["structured_output.regex"]
+        for engine in fleet.engines:
+            engine.executor.script = engine.executor.tokenizer.encode("a").ids * (FOLLOWED + 20)
+        error = await refusal(generate(fleet.stub, too_complex(), patience(30)))
+        assert error.reason == "FORM_TOO_COMPLEX"
 
 
 FORMS: dict[str, dict[str, Any]] = {
