@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -18,7 +19,7 @@ import numpy as np
 
 from executor.errors import GrammarError
 from executor.step import Grammar, GrammarKind
-from protos.kvcommon.json_schema import rewritten
+from protos.kvcommon.json_schema import place_of_fault, rewritten
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -38,10 +39,14 @@ _SECONDS = r"\d\d:\d\d:[0-5]\d(\.\d{1,9})?(Z|[+-])"
 _LEAP_YEAR = r"(\d\d(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
 _DATE = rf"({_YEAR}-(0[13-9]-\d\d|1\d-\d\d|02-([01]\d|2[0-8]))|{_LEAP_YEAR}-02-29)"
 _HELD = {"date": f"^{_DATE}$", "time": f"^{_SECONDS}", "date-time": f"^{_DATE}T{_SECONDS}"}
+# Advice of the library that names an option which callers do not have.
+_ADVICE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 # Keywords with numbers, which the library reads as 64-bit floats.
 _NUMBERS = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-# Most characters of a compiler's message that an error shows.
-_MAX_CAUSE = 500
+# Most characters of a compiler's message, and of the place of a fault, that an error shows.
+_MAX_CAUSE, _MAX_PLACE = 500, 200
+# Most schemas that are compiled to find the place of a fault, and most seconds.
+_MOST_TRIED, _TRY_SECONDS = 256, 1.0
 
 
 class Matcher:
@@ -140,6 +145,37 @@ class Grammars:
         return Matcher(found.result(), self.eos_token_ids)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
+        """Raises GrammarError, for a JSON Schema with the place of the fault."""
+        try:
+            return self._compiled_anew(grammar)
+        except GrammarError as error:
+            place = self._place_of_fault(grammar, error.message)
+            raise GrammarError(f"{error.message}, at {place}" if place else error.message) from error
+
+    def _place_of_fault(self, grammar: Grammar, message: str) -> str:
+        """Returns the JSON pointer of the innermost schema with which compiling fails with the message; "" if none."""
+
+        until = time.monotonic() + _TRY_SECONDS
+
+        def is_faulty(schema: object) -> bool:
+            if time.monotonic() > until:
+                return False
+            try:
+                self._compiled_anew(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+            except GrammarError as error:
+                return error.message == message
+            return False
+
+        if grammar.kind is not GrammarKind.JSON_SCHEMA:
+            return ""
+        try:
+            schema = json.loads(grammar.text)
+            place = place_of_fault(schema, is_faulty, _MOST_TRIED) if isinstance(schema, dict) else "#"
+        except (ValueError, RecursionError):
+            return ""
+        return "" if place == "#" else place[:_MAX_PLACE]
+
+    def _compiled_anew(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
         if not self._tokenizer_json or not self.eos_token_ids:
@@ -209,7 +245,7 @@ def _of_tags(tags: Sequence[_Tag], special: Mapping[str, int]) -> str:
     """Returns the grammar of free text in which the rest of a tag follows each trigger. Raises GrammarError."""
     triggers = list(dict.fromkeys(tag.trigger for tag in tags))
     if not tags or not all(triggers):
-        raise GrammarError("tags must not be empty, and neither must a trigger")
+        raise GrammarError("there must be a tag, and no trigger may be empty")
     free = ",".join(str(token) for text, token in special.items() if not any(one in text for one in triggers))
     lines = [
         "%llguidance {}",
@@ -249,7 +285,7 @@ def _prepared(schema: Any) -> Any:
 def _readable(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns the schema without meaningless keywords that the library refuses, in an order that it reads correctly.
 
-    Raises GrammarError for numbers that the library would round.
+    Raises GrammarError for numbers that the library would round, and for counts that it would not keep.
     """
     kept = dict(schema)
     # In the drafts of JSON Schema, every format is an annotation; unknown formats have to be ignored.
@@ -263,6 +299,12 @@ def _readable(schema: dict[str, Any]) -> dict[str, Any]:
     for keyword in _NUMBERS:
         if _is_rounded(kept.get(keyword)):
             raise GrammarError(f"{keyword} has a whole number that a 64-bit float cannot hold: leave it out")
+    least, required = kept.get("minProperties"), kept.get("required")
+    distinct = len(set(map(str, required))) if isinstance(required, list) else 0
+    is_open = kept.get("additionalProperties", True) is not False or kept.get("patternProperties")
+    if isinstance(least, int) and least > distinct + 1 and is_open:
+        # The library would count a name each time that it is written.
+        raise GrammarError("minProperties must be at most one more than the required names if any others may come")
     if kept.get("uniqueItems") is False:
         del kept["uniqueItems"]
     # After allOf, the library would count the items that other schemas describe.
@@ -283,4 +325,5 @@ def _is_rounded(value: Any) -> bool:
 
 def _cause(message: str) -> str:
     """Returns the library's message on one line."""
-    return " ".join(message.removesuffix("<non-verbose/>").split())[:_MAX_CAUSE] or "it cannot be compiled"
+    said = " ".join(message.removesuffix("<non-verbose/>").split()).replace(_ADVICE, "Use anyOf")
+    return said[:_MAX_CAUSE] or "it cannot be compiled"

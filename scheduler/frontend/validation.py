@@ -10,7 +10,7 @@ import math
 import secrets
 import time
 from array import array
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -39,7 +39,7 @@ from scheduler.frontend.tool_calls.definitions import (
     read_calls,
     read_tools,
 )
-from scheduler.frontend.tool_calls.schema import forced_calls_schema
+from scheduler.frontend.tool_calls.schema import arguments_schema, forced_calls_schema
 from scheduler.frontend.tool_calls.tags import strict_calls
 from scheduler.request import Adapter, CacheOptions, Request, ToolUse
 
@@ -90,14 +90,21 @@ class Breakpoint(NamedTuple):
 class Conversation(NamedTuple):
     """A conversation as templates read it, and how. use: how the output may use tools. size: bytes of all texts.
 
-    form: what tool calls force on the output, if anything.
+    tools: that may be called. form: what calls force on the output, if anything.
     """
 
     messages: list[dict[str, Any]]
     how: Rendering
     use: ToolUse
     size: int
+    tools: Sequence[Tool] = ()
     form: common.StructuredOutput | None = None
+
+    def forced_schemas(self) -> Iterator[tuple[str, str]]:
+        """Yields the schemas of arguments that calls have, each with its field."""
+        for index, tool in enumerate(self.tools):
+            if (self.use.is_required or tool.strict) and self.use.name in ("", tool.name):
+                yield f"chat.tools[{index}].function.parameters", arguments_schema(tool)
 
 
 class RequestValidator:
@@ -192,7 +199,14 @@ class RequestValidator:
         if self._grammars is not None and sampling.HasField("structured_output"):
             form = sampling.structured_output
             field = f"structured_output.{form.WhichOneof('form')}" if is_own else "chat.tools"
-            await self._grammars.compile(form, field)
+            try:
+                await self._grammars.compile(form, field)
+            except InvalidField:
+                # A part that is at fault says more than the whole.
+                parts = _tag_schemas(field, form) if conversation is None or is_own else conversation.forced_schemas()
+                for part, schema in parts:
+                    await self._grammars.compile(common.StructuredOutput(json_schema=schema), part)
+                raise
 
     def forget_grammars(self) -> None:
         """Forgets the compiled forms, because the executor has lost them."""
@@ -500,9 +514,8 @@ def _read_conversation(chat: pb.ChatInput, how: Rendering, model: ModelInfo) -> 
         single=single,
     )
     how = how._replace(tools=[tool.definition for tool in tools])
-    return Conversation(
-        messages, how, use, sum(len(text.encode()) for text in texts), _form_of_calls(tools, use, model)
-    )
+    size = sum(len(text.encode()) for text in texts)
+    return Conversation(messages, how, use, size, tools, _form_of_calls(tools, use, model))
 
 
 def _form_of_calls(tools: Sequence[Tool], use: ToolUse, model: ModelInfo) -> common.StructuredOutput | None:
@@ -511,6 +524,12 @@ def _form_of_calls(tools: Sequence[Tool], use: ToolUse, model: ModelInfo) -> com
         return common.StructuredOutput(json_schema=forced_calls_schema(tools, use.name, single=use.single))
     tags = strict_calls(tools, model.output_forms.calls, model.chat_template, single=use.single)
     return None if tags is None else common.StructuredOutput(structural_tags=tags)
+
+
+def _tag_schemas(field: str, form: common.StructuredOutput) -> Iterator[tuple[str, str]]:
+    """Yields the schemas of structural tags, each with its field."""
+    for index, tag in enumerate(form.structural_tags.tags):
+        yield f"{field}.tags[{index}].json_schema", tag.json_schema
 
 
 def _said(field: str, message: pb.ChatMessage) -> dict[str, Any]:

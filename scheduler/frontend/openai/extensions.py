@@ -79,12 +79,16 @@ Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 Uint64 = Annotated[int, Field(ge=0, lt=1 << 64)]
 Priority = Annotated[Uint32, Field(json_schema_extra=bounds(0, validation.MAX_PRIORITY))]
+_LEAST_SECONDS = 0.001
 _SECONDS_SCHEMA: list[dict[str, Any]] = [
-    {"type": "number", "exclusiveMinimum": 0, "maximum": validation.MAX_SECONDS},
+    {"type": "number", "minimum": _LEAST_SECONDS, "maximum": validation.MAX_SECONDS},
     {"type": "string", "pattern": "^[1-9][0-9]{0,5}[smhd]$"},
 ]
 Seconds = Annotated[
-    float, BeforeValidator(_seconds), Field(gt=0, le=validation.MAX_SECONDS), WithJsonSchema({"anyOf": _SECONDS_SCHEMA})
+    float,
+    BeforeValidator(_seconds),
+    Field(ge=_LEAST_SECONDS, le=validation.MAX_SECONDS),
+    WithJsonSchema({"anyOf": _SECONDS_SCHEMA}),
 ]
 # OpenAI's prompt_cache_retention: seconds, or nothing.
 _IN_MEMORY = ("in_memory", "in-memory")

@@ -520,6 +520,8 @@ class Generation(LenientModel):
             raise InvalidField("stream_options", "is only for streams")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidField("prompt_logprobs", "is not supported in streams")
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            raise InvalidField("truncation_side", "needs truncate_prompt_tokens")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidField("allowed_token_ids", "must not be empty")
 
@@ -587,6 +589,9 @@ class ChatCompletionRequest(Generation, Templated):
 
     def check(self) -> None:
         super().check()
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise InvalidField("max_completion_tokens", "cannot be given together with another max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise InvalidField("top_logprobs", "needs logprobs: true")
 

@@ -154,7 +154,11 @@ def names(request: Generation) -> Names:
     if (form := form_of(request)) is not None:
         own.extend(_form_names(form))
     else:
-        # An engine behind a router compiles the form of the calls.
+        # An engine behind a router compiles the form of the calls: each tool has a tag.
+        own.extend(
+            (f"structured_output.structural_tags.tags[{index}].json_schema", f"tools[{index}].function.parameters")
+            for index in range(len(getattr(request, "tools", None) or ()))
+        )
         own.extend((f"structured_output.{kind}", "tools") for kind in ("json_schema", "structural_tags"))
     if request.session_id is None:
         own.append(("cache.session_id", "prompt_cache_key"))

@@ -48,13 +48,17 @@ def _of_object(tool: Tool) -> dict[str, Any]:
     return {"type": "object"} | tool.parameters
 
 
-def _moved(schema: Any, place: str) -> Any:
+def _moved(schema: dict[str, Any], place: str) -> Any:
     """Returns a schema whose references to itself lead to its place in an enclosing schema."""
+    own = schema.get("$id")
 
     def change(found: dict[str, Any]) -> dict[str, Any]:
         reference = found.get("$ref")
+        if isinstance(reference, str) and isinstance(own, str):
+            reference = f"#{reference.removeprefix(own).removeprefix('#')}" if reference.startswith(own) else reference
         if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
             return found | {"$ref": place + reference[1:]}
         return found
 
-    return rewritten(schema, change)
+    # With its $id, its references would stay within it.
+    return rewritten({keyword: value for keyword, value in schema.items() if keyword != "$id"}, change)

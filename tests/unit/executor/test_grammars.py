@@ -309,8 +309,8 @@ BAD: dict[str, tuple[Grammar, str]] = {
     "look-ahead": (of("regex", "(?=a)b"), "look-around"),
     "Lark": (of("grammar", "start: foo"), 'unknown name: "foo"'),
     "too complex": (of("regex", "a{1000000}"), "too many"),
-    "no tags": (of("structural_tags", []), "tags must not be empty"),
-    "a tag without a beginning": (of("structural_tags", [["", "", "{}", ""]]), "neither must a trigger"),
+    "no tags": (of("structural_tags", []), "there must be a tag"),
+    "a tag without a beginning": (of("structural_tags", [["", "", "{}", ""]]), "no trigger may be empty"),
     "a schema of a tag": (of("structural_tags", [["<", "<f>", '{"type": 3}', ""]]), ""),
 }
 
@@ -322,6 +322,54 @@ def test_what_cannot_be_compiled_says_why(grammars: Grammars, grammar: Grammar, 
             grammars.matcher(grammar)
         assert cause in refused.value.message
         assert "\n" not in refused.value.message
+
+
+PLACES: dict[str, tuple[dict[str, object], str]] = {
+    "the document": ({"not": {}}, ""),
+    "properties and items": (
+        {"properties": {"a": {"type": "string"}, "b": {"items": {"not": {}}}}},
+        "/properties/b/items",
+    ),
+    "names of a pointer": ({"properties": {"a/b~c": {"pattern": "(?=a)"}}}, "/properties/a~1b~0c"),
+    "an alternative": ({"anyOf": [{"type": "null"}, {"anyOf": [{"type": "foo"}]}]}, "/anyOf/1/anyOf/0"),
+    "a definition": ({"$defs": {"x": {"not": {}}}, "properties": {"a": {"$ref": "#/$defs/x"}}}, "/$defs/x"),
+    "a reference": ({"$defs": {"x": {}}, "items": {"$ref": "#/$defs/y"}}, "/items"),
+    "a number": ({"properties": {"a": {"items": {"const": 2**60 + 1}}}}, "/properties/a/items"),
+    "a name like a keyword": ({"properties": {"not": {"enum": [{"not": {}}], "if": {}}}}, "/properties/not"),
+}
+
+
+@pytest.mark.parametrize(("schema", "place"), PLACES.values(), ids=PLACES)
+def test_an_error_of_a_schema_says_at_which_place(grammars: Grammars, schema: dict[str, object], place: str) -> None:
+    with pytest.raises(GrammarError) as refused:
+        grammars.matcher(of("json_schema", schema))
+    said, _, shown = refused.value.message.partition(", at #")
+    assert said
+    assert shown == place
+
+
+def test_the_search_for_a_place_ends(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = {"properties": {"a": {"type": "string"}, "b": {"items": {"not": {}}}}}
+    monkeypatch.setattr("executor.core.grammars._MOST_TRIED", 2)
+    with pytest.raises(GrammarError, match=r'"not"\], at #/properties/b$'):
+        grammars.matcher(of("json_schema", schema))
+    monkeypatch.setattr("executor.core.grammars._TRY_SECONDS", -1)
+    with pytest.raises(GrammarError, match=r'"not"\]$'):
+        grammars.matcher(of("json_schema", schema))
+
+
+def test_least_numbers_of_properties_are_refused_where_a_name_that_comes_twice_would_count(grammars: Grammars) -> None:
+    some = {"properties": {name: {} for name in "abc"}, "required": ["a", "b", "c"]}
+    closed = some | {"additionalProperties": False}
+    for good in ({"minProperties": 1}, {"minProperties": 4} | some, {"minProperties": 3} | closed):
+        grammars.matcher(of("json_schema", {"type": "object"} | good))
+    for bad in (
+        {"minProperties": 2},
+        {"minProperties": 3, "required": ["a", "a"]},
+        {"minProperties": 2, "patternProperties": {"^a": {}}, "additionalProperties": False},
+    ):
+        with pytest.raises(GrammarError, match=r"^minProperties must be at most one more"):
+            grammars.matcher(of("json_schema", {"type": "object"} | bad))
 
 
 # What docs/api.md says is refused.
@@ -338,6 +386,7 @@ REFUSED: list[dict[str, object]] = [
     {"type": "array", "unevaluatedItems": False},
     {"$dynamicRef": "#a"},
     {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]},
+    {"type": "object", "minProperties": 2},
     *({"type": "string", "pattern": pattern} for pattern in ("(?=a)b", "(?!a)b", "(?<=a)b", r"(a)\1", r"\ba")),
     {"$ref": "https://example.com/schema.json"},
     {"type": "any"},

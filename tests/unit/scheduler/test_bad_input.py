@@ -92,7 +92,10 @@ def formed(**form: object) -> pb.StreamGenerateRequest:
 
 
 def tagged(*triggers: str, begin: str = "<f>", schema: str = "{}") -> pb.StreamGenerateRequest:
-    tags = [common.StructuralTag(begin=begin, json_schema=schema, end="</f>")]
+    return structured(common.StructuralTag(begin=begin, json_schema=schema, end="</f>"), triggers=triggers)
+
+
+def structured(*tags: common.StructuralTag, triggers: tuple[str, ...]) -> pb.StreamGenerateRequest:
     return formed(structural_tags=common.StructuralTags(tags=tags, triggers=triggers))
 
 
@@ -193,7 +196,11 @@ BAD = {
     "structured_output.structural_tags.triggers": tagged("<f", ""),
     "structured_output.structural_tags.tags[0].begin": tagged("<g"),
     "structured_output.structural_tags.tags[0].json_schema": tagged("<f", schema="3"),
-    "structured_output.structural_tags": tagged("<f", schema='{"type": 3}'),
+    "structured_output.structural_tags.tags[1].json_schema": structured(
+        common.StructuralTag(begin="<f>", json_schema="{}"),
+        common.StructuralTag(begin="<g>", json_schema='{"not": {}}'),
+        triggers=("<",),
+    ),
     "cache.salt": cache(salt=""),
     "cache.session_id": cache(session_id="s" * 257),
     "cache.comparison_request_id": cache(comparison_request_id=""),

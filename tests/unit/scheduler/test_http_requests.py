@@ -61,7 +61,7 @@ def test_an_absent_field_has_openais_default() -> None:
 
 def test_every_field_is_translated() -> None:
     message = chat(
-        model="m", n=2, stop=["a", "b"], max_tokens=7, max_completion_tokens=8, temperature=0, top_p=0.5, seed=-1,
+        model="m", n=2, stop=["a", "b"], max_tokens=8, max_completion_tokens=8, temperature=0, top_p=0.5, seed=-1,
         presence_penalty=1, frequency_penalty=-1, top_k=-1, min_p=0.25, repetition_penalty=1.5, ignore_eos=True,
         stop_token_ids=[5], request_id="r", priority=-3, cache_salt="s", session_id="c", prompt_cache_key="k",
         logprobs=True, top_logprobs=4, logit_bias={"5": -3.5, "7": 100}, min_tokens=2, bad_words=["no", "never"],
@@ -180,6 +180,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     *(({name: value}, f"{name} is not supported") for name, value in (OF_CHATS | UNSUPPORTED).items()),
     ({"best_of": True}, "best_of is not supported"),
+    ({"truncation_side": "left"}, "truncation_side needs truncate_prompt_tokens"),
+    ({"max_tokens": 7, "max_completion_tokens": 8}, "max_completion_tokens cannot be given together with another"),
     ({"separate_reasoning": 1}, "separate_reasoning is not supported"),
     *((said(**{name: value}), f"messages[1].{name} is not supported") for name, value in OF_MESSAGES.items()),
     *(({name: "x"}, f"{name} is not a field: did you mean {meant}") for name, meant in MEANT.items()),
@@ -224,6 +226,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"truncate_prompt_tokens": 1 << 32}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": True}, "truncate_prompt_tokens"),
     ({"truncation_side": "middle"}, "truncation_side"),
+    ({"prompt_cache_options": {"ttl": 1e-10}}, "0.001"),
     ({f"x{index}": 1 for index in range(257)}, "has more than 256 fields"),
     ({"retention": {"ranges": [{"priority": 1}] * 65}}, "at most 64 items"),
     ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
@@ -472,7 +475,6 @@ def test_fields_of_other_servers_about_the_text_are_ours() -> None:
     assert [completion(skip_special_tokens=value).keep_special_tokens for value in (None, True, False)] == [
         False, False, True,
     ]  # fmt: skip
-    assert not completion(truncation_side="right").HasField("prompt_truncation")
     for given, expected in (
         ({"truncate_prompt_tokens": -1}, pb.PromptTruncation()),
         ({"truncate_prompt_tokens": 5, "truncation_side": "left"}, pb.PromptTruncation(max_tokens=5)),

@@ -182,6 +182,28 @@ async def test_a_call_that_breaks_off_is_no_reason_to_carry_out_calls(run_stack:
         assert (said["finish_reason"], len(said["calls"])) == ("stop", 2)
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "other"}}, "auto"])
+async def test_parameters_that_no_grammar_has_are_named(run_stack: StackFactory, choice: Any) -> None:
+    bad = {"type": "object", "properties": {"a": {"items": {"not": {}}}}}
+    other = {"type": "function", "function": {"name": "other", "parameters": bad, "strict": True}}
+    async with talking(run_stack, ONE) as (_, caller):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await create(caller, tools=[WEATHER, other], tool_choice=choice)
+        assert caught.value.param == "tools[1].function.parameters"
+        assert '["not"], at #/properties/a/items' in caught.value.message
+        # Nothing forces these parameters.
+        await create(caller, tools=[WEATHER, other], tool_choice={"type": "function", "function": {"name": "weather"}})
+
+
+async def test_a_schema_of_a_structural_tag_is_named(run_stack: StackFactory) -> None:
+    tags = [{"begin": f"<{name}>", "schema": schema, "end": ""} for name, schema in (("a", {}), ("b", {"not": {}}))]
+    form = {"type": "structural_tag", "structures": tags, "triggers": ["<"]}
+    async with talking(run_stack) as (_, caller):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await create(caller, tools=None, response_format=form)
+        assert caught.value.param == "response_format.structures[1].schema"
+
+
 async def test_an_output_that_is_cut_within_a_call_says_so(run_stack: StackFactory) -> None:
     async with talking(run_stack, ONE) as (stack, caller):
         length = len(stack.executor.tokenizer.encode(ONE.removesuffix('ln"}}\n</tool_call>')).ids)
@@ -536,7 +558,7 @@ async def test_what_cannot_be_forced_is_named(run_stack: StackFactory) -> None:
     tool = {"type": "function", "function": {"name": "weather", "parameters": impossible}}
     async with talking(run_stack) as (_, caller):
         for fields, param in (
-            ({"tools": [tool], "tool_choice": "required"}, "tools"),
+            ({"tools": [tool], "tool_choice": "required"}, "tools[0].function.parameters"),
             ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
         ):
             with pytest.raises(openai.BadRequestError) as caught:
@@ -601,7 +623,7 @@ async def test_a_strict_tool_is_refused_where_its_arguments_cannot_be_made_to_fi
     async with talking(run_stack, "hello") as (_, caller):
         with pytest.raises(openai.BadRequestError) as caught:
             await create(caller, tools=[strict, TIME])
-        assert caught.value.param == "tools"
+        assert caught.value.param == "tools[0].function.parameters"
         assert "look-ahead" in caught.value.message
         loose = {"type": "function", "function": tool}
         for fields in ({"tools": [loose]}, {"tools": [strict], "tool_choice": "none"}):

@@ -6,9 +6,12 @@ from typing import Any
 import jsonschema
 import pytest
 
+from executor.core.grammars import Grammars
+from executor.step import Grammar, GrammarKind
 from protos.generation.v1 import generation_pb2 as pb
 from scheduler.frontend.tool_calls.definitions import Tool, read_tools
 from scheduler.frontend.tool_calls.schema import forced_calls_schema
+from tests.support.scheduler.tokenizers import EOS, printable_tokenizer
 
 # It refers to itself and to its definitions.
 TREE = {
@@ -49,6 +52,21 @@ def test_the_schema_of_one_tool_is_that_of_its_parameters() -> None:
     # Arguments are an object, whatever the schema leaves open.
     for name in ("none", "bare"):
         assert not takes(forced_calls_schema(known, name, single=False), ["x"])
+
+
+def test_references_of_parameters_with_an_id_stay_theirs() -> None:
+    place = "https://example.com/point"
+    point: dict[str, Any] = {
+        "$id": place,
+        "properties": {"x": {"$ref": "#/$defs/x"}, "y": {"$ref": f"{place}#/$defs/x"}, "next": {"$ref": place}},
+        "$defs": {"x": {"type": "integer"}},
+    }
+    schema = forced_calls_schema(tools(point=point), "", single=True)
+    assert takes(schema, [{"name": "point", "parameters": {"x": 1, "y": 2, "next": {"x": 3}}}])
+    for wrong in ({"x": "1"}, {"y": "1"}, {"next": {"x": "1"}}):
+        assert not takes(schema, [{"name": "point", "parameters": wrong}])
+    grammars = Grammars(printable_tokenizer().to_str().encode(), printable_tokenizer().get_vocab_size(), [EOS])
+    grammars.matcher(Grammar(GrammarKind.JSON_SCHEMA, schema))
 
 
 @pytest.mark.parametrize("single", [False, True])
