@@ -187,8 +187,8 @@ def measure_itl(stack: Stack, asked: Sequence[Schema], tokens: int, repeats: int
     shares = {"free": 0, "half": STREAMS // 2, "all": STREAMS}
     medians: dict[str, list[float]] = {kind: [] for kind in shares}
     for repeat in range(repeats + 1):
-        for kind, count in shares.items():
-            requests = []
+        for kind in shares if repeat % 2 else reversed(shares):
+            count, requests = shares[kind], []
             for number in range(STREAMS):
                 prompt = [luck.randrange(1000, 40_000) for _ in range(64)]
                 if number < count:

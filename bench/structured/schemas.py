@@ -153,6 +153,34 @@ def _tuple(luck: random.Random) -> Schema:
     return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
 
 
+def _limits(luck: random.Random) -> Schema:
+    """Keywords that combine schemas or limit numbers and names."""
+    one, two, *names = luck.sample(_WORDS, 6)
+    step = luck.choice([5, 10, 0.25])
+    return {
+        "type": "object",
+        "properties": {
+            names[0]: {"type": "number", "multipleOf": step, "minimum": 0, "maximum": 100},
+            names[1]: {"oneOf": [{"type": "string", "maxLength": 8}, {"type": "integer"}, _object(luck, 0)]},
+            names[2]: {
+                "allOf": [
+                    {"type": "object", "properties": {one: _leaf(luck)}, "required": [one]},
+                    {"properties": {one: {}, two: _leaf(luck)}, "required": [two], "additionalProperties": False},
+                ]
+            },
+            names[3]: {
+                "type": "object",
+                "patternProperties": {"^[a-z]{1,4}$": _leaf(luck)},
+                "additionalProperties": False,
+                "minProperties": 1,
+                "maxProperties": 3,
+            },
+        },
+        "required": luck.sample(names, luck.randint(1, 4)),
+        "additionalProperties": False,
+    }
+
+
 _KINDS: dict[str, Callable[[random.Random], Schema]] = {
     "call": _call,
     "record": _record,
@@ -160,4 +188,5 @@ _KINDS: dict[str, Callable[[random.Random], Schema]] = {
     "tree": _tree,
     "events": _events,
     "tuple": _tuple,
+    "limits": _limits,
 }

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 # Most compiled grammars that are kept.
 MAX_GRAMMARS = 256
+# Most parts of parses in one mask, and at one position. The whole batch waits for a mask: with very ambiguous grammars
+# these take up to 150 ms, the library's own limits several times as much. 450 optional properties stay within.
+_MAX_ITEMS, _MAX_ROW = 5_000, 1_000
 # JSON as models write it on one line; a model that may choose white space could write nothing but white space forever.
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # The key of a schema with the library's options.
@@ -192,7 +195,7 @@ class Grammars:
             self._tokenizer,
             _library_grammar(grammar, self._special),
             log_level=0,
-            limits=LLParserLimits(verbose_errors=False),
+            limits=LLParserLimits(verbose_errors=False, step_max_items=_MAX_ITEMS, max_items_in_row=_MAX_ROW),
         )
         if matcher.is_error():
             raise GrammarError(_cause(matcher.get_error()))

@@ -100,11 +100,11 @@ def test_output_under_a_grammar_is_the_same_with_drafts(tiny: Model, grammar: Gr
 
 
 def test_a_grammar_that_becomes_too_complex_fails_its_output_with_and_without_drafts(tiny: Model) -> None:
-    # The library gives this grammar up when it has followed 202 times "a".
-    heavy = Sampling(grammar=Grammar(GrammarKind.GRAMMAR, 'start: s\ns: "a" | ' + " ".join("s" * 200)))
+    # The library gives this grammar up when it has followed 62 times "a".
+    heavy = Sampling(grammar=Grammar(GrammarKind.GRAMMAR, 'start: s\ns: "a" | ' + " ".join("s" * 60)))
     expected = Driver(tiny, num_blocks=400, grammars=grammars()).generate(1, PROMPT, 400, heavy)
-    assert "".join(map(TOKENIZER.id_to_token, [token.token_id for token in expected[:-1]])) == "a" * 202
-    assert [token.failed for token in expected] == [False] * 202 + [True]
+    assert "".join(map(TOKENIZER.id_to_token, [token.token_id for token in expected[:-1]])) == "a" * 62
+    assert [token.failed for token in expected] == [False] * 62 + [True]
     assert (expected[-1].token_id, expected[-1].stopped) == (EOS, True)
     letters = [token.token_id for token in expected[:-1]]
     for seed in range(4):

@@ -21,8 +21,8 @@ from tests.support.scheduler.http import client, serve
 from tests.support.scheduler.stack import Stack, StackFactory, prompt_of, refusal, run
 
 WORDS = common.StructuredOutput(regex="(ab|ba|c+ ){12,30}")
-# The library gives this grammar up when it has followed 202 times "a".
-HEAVY, FOLLOWED = 'start: s\ns: "a" | ' + " ".join("s" * 200), 202
+# The library gives this grammar up when it has followed 62 times "a".
+HEAVY, FOLLOWED = 'start: s\ns: "a" | ' + " ".join("s" * 60), 62
 CHOICE = common.StructuredOutput(choice=common.TextChoice(texts=["left", "right"]))
 
 
