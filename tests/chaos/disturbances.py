@@ -45,6 +45,8 @@ NOTHING_FITS, HALF_FITS = 16 << 20, 128 << 20
 # Pauses of a fleet: shorter and longer than a lease of three seconds and than an engine may be silent.
 FLEET_PAUSES = {"short pause": (0.5, 2.0), "long pause": (5.5, 10.0)}
 PARTITION_SECONDS, CUT_SECONDS = (4.0, 9.0), (2.0, 5.0)
+# A killed Redis of a fleet stays away as long.
+AWAY_SECONDS = (30.0, 60.0)
 # Number of rounds with a pair of disturbances, among rounds with one disturbance each.
 PAIRS = 3
 KINDS = ("kill", "terminate", "pause", "slow", "cut off", "fill", "break streams", "refuse writes", *Trouble)
@@ -79,6 +81,8 @@ class Disturbance:
         match self.kind:
             case "kill":
                 return await kill(stage, self.target, self.seconds)
+            case "away":
+                await kill(stage, self.target, self.seconds)
             case "terminate":
                 await stage.restart(self.target, signal.SIGTERM)
             case "pause" | "short pause" | "long pause":
@@ -174,7 +178,7 @@ def _of_fleet(rng: random.Random) -> tuple[list[Disturbance], list[Disturbance]]
     )
     rest += [Disturbance(0, "partition", way, rng.uniform(*PARTITION_SECONDS)) for way in ways]
     rest += [Disturbance(0, "cut off", way, rng.uniform(*CUT_SECONDS)) for way in (*ways, REDIS)]
-    rest.append(Disturbance(0, "empty", REDIS))
+    rest += [Disturbance(0, "empty", REDIS), Disturbance(0, "away", REDIS, rng.uniform(*AWAY_SECONDS))]
     rng.shuffle(kills)
     rng.shuffle(rest)
     return kills, rest

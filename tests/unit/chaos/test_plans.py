@@ -42,7 +42,7 @@ def test_the_rounds_of_a_fleet_kill_each_role_first_and_hold_everything(seed: in
     assert seen >= {(kind, role) for kind in FLEET_PAUSES for role in roles}
     ways = {"router to engine", "engine to cachemgr", "routers to events of cachemgr"}
     assert seen >= {(kind, way) for kind in ("partition", "cut off") for way in ways}
-    assert seen >= {("cut off", "redis"), ("empty", "redis")}
+    assert seen >= {("cut off", "redis"), ("empty", "redis"), ("away", "redis")}
     assert any(len(disturbances) == 2 for disturbances in rounds)
     assert all(len({one.target for one in disturbances}) == len(disturbances) for disturbances in rounds)
     assert rounds == list(itertools.islice(fleet_rounds(seed), 60))
