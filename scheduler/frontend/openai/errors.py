@@ -117,8 +117,8 @@ def rename(field: str, names: Sequence[tuple[str, str]]) -> str:
         rest = field.removeprefix(ours)
         # Only whole parts of a path match: chat is no prefix of chat_template.
         if field.startswith(ours) and (ours.endswith((".", "_")) or rest[:1] in ("", ".", "[")):
-            # Fields of a range have short names over HTTP.
-            return (theirs + rest).replace("].retention_", "].")
+            # Fields of a range and of a structural tag have short names over HTTP.
+            return (theirs + rest).replace("].retention_", "].").replace("].json_schema", "].schema")
     return field
 
 

@@ -174,10 +174,7 @@ def _form_names(form: Form) -> Iterator[tuple[str, str]]:
     path, message = form
     kind = message.WhichOneof("form")
     if kind == "structural_tags":
-        tags = "structured_output.structural_tags.tags"
-        for index in range(len(message.structural_tags.tags)):
-            yield f"{tags}[{index}].json_schema", f"{path}.structures[{index}].schema"
-        yield tags, f"{path}.structures"
+        yield "structured_output.structural_tags.tags", f"{path}.structures"
     yield f"structured_output.{kind}", path
     yield "structured_output", path
 

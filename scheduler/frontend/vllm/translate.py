@@ -17,6 +17,7 @@ NAMES: Sequence[tuple[str, str]] = (
     ("sampling.num_logprobs", "sampling_params.logprobs"),
     ("sampling.num_prompt_logprobs", "sampling_params.prompt_logprobs"),
     ("sampling.", "sampling_params."),
+    ("structured_output.structural_tags.tags", "sampling_params.structural_tag.structures"),
     ("structured_output.structural_tags", "sampling_params.structural_tag"),
     ("structured_output.", "sampling_params."),
     ("prompt_truncation.max_tokens", "sampling_params.truncate_prompt_tokens"),
