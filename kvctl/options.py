@@ -5,7 +5,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from google.protobuf.duration_pb2 import Duration
@@ -13,6 +13,8 @@ from google.protobuf.duration_pb2 import Duration
 from kvctl.session import Session
 from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2 as pb
+
+T = TypeVar("T")
 
 Salt = Annotated[str | None, typer.Option(help="Under this salt.")]
 Adapter = Annotated[int | None, typer.Option(min=0, help="Of this LoRA adapter.")]
@@ -123,11 +125,11 @@ class Selection:
         )
 
 
-def required(prefix: pb.PrefixSelector | None) -> pb.PrefixSelector:
-    """The prefix; raises typer.BadParameter without one."""
-    if prefix is None:
+def required(prompt: T | None) -> T:
+    """Returns the prompt; raises typer.BadParameter without one."""
+    if prompt is None:
         raise typer.BadParameter("name the prompt: --tokens, --file, --text or --chat", param_hint="--tokens")
-    return prefix
+    return prompt
 
 
 def user() -> str:

@@ -106,6 +106,11 @@ class Answers(Generic[T]):
         """The names of the rows of `listing`, each once."""
         return names(columns, [item for answer in self.by_shard.values() for item in items(answer)])
 
+    def paragraphs(self, text: Callable[[T, str], str]) -> str:
+        """The answers in words, one after the other. text: of an answer and its shard, empty if there is one shard."""
+        parts = (text(answer, address if self.several else "") for address, answer in self.by_shard.items())
+        return "\n\n".join(parts)
+
     def lines(self, text: Callable[[T], str], none: str = "has none") -> str:
         """The answers in words, with the shard in front of each line if there are several."""
         if not self.several:

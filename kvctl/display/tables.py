@@ -160,7 +160,7 @@ def explanations(answer: pb.ExplainPrefixResponse, *, wide: bool, shard: str = "
     """The blocks of a prompt, executor by executor. shard: said in front of each executor."""
     parts = []
     for item in answer.explanations:
-        head = f"{shard and f'{shard}: '}{printable(item.executor_id)}"
+        head = _at(shard, printable(item.executor_id))
         lines = [f"{head}: {number(item.cached_tokens, 'cached token')}"]
         if item.blocks:
             lines.append(table(_EXPLAINED, item.blocks, wide=wide))
@@ -169,7 +169,12 @@ def explanations(answer: pb.ExplainPrefixResponse, *, wide: bool, shard: str = "
         elif not item.blocks:
             lines.append("the prompt is shorter than a block: it has no full block that could be shown")
         parts.append("\n".join(lines))
-    return "\n\n".join(parts) or f"{shard and f'{shard}: '}no executor is registered"
+    return "\n\n".join(parts) or _at(shard, "no executor is registered")
+
+
+def _at(shard: str, text: str) -> str:
+    """Returns a text after its shard, if the shard is given."""
+    return f"{shard}: {text}" if shard else text
 
 
 def _missing(item: pb.Explanation) -> str:
@@ -206,11 +211,11 @@ def previews(
     for executor_id, answer in answers.items():
         missing = number(answer.missing_blocks, "block")
         outcome = "would be admitted" if answer.admitted else f"would wait: {missing} missing"
-        head = f"{shard and f'{shard}: '}{printable(executor_id)}: {outcome}"
+        head = _at(shard, f"{printable(executor_id)}: {outcome}")
         lines = [f"{head}, {answer.cached_tokens} of {number(num_tokens, 'token')} cached"]
         lines.append(table(_ESTIMATED, answer.estimates, wide=wide))
         parts.append("\n".join(lines))
-    return "\n\n".join(parts) or f"{shard and f'{shard}: '}no executor is registered"
+    return "\n\n".join(parts) or _at(shard, "no executor is registered")
 
 
 def check(answer: pb.CheckPoolResponse, *, store: bool) -> str:

@@ -257,10 +257,7 @@ def explain(
     ).leave_out_missing()
     session.show_all(
         found,
-        lambda wide: "\n\n".join(
-            tables.explanations(answer, wide=wide, shard=address if found.several else "")
-            for address, answer in found.by_shard.items()
-        ),
+        lambda wide: found.paragraphs(lambda answer, shard: tables.explanations(answer, wide=wide, shard=shard)),
     )
 
 
@@ -277,7 +274,7 @@ def preview(
     executor: Executor = "",
 ) -> None:
     """Say whether a request with this prompt would be admitted now, and how many blocks it needs. Changes nothing."""
-    token_ids = required(prompt.prefix(session, salt, adapter, executor)).token_ids
+    token_ids = required(prompt.token_ids(session))
     admission = pb.AdmitSequenceRequest(
         # No sequence gets this name.
         sequence_id="preview",
@@ -299,9 +296,8 @@ def preview(
     found = session.ask(previewed, executor=executor).leave_out_missing()
     session.show_all(
         found,
-        lambda wide: "\n\n".join(
-            tables.previews(answer, len(token_ids), wide=wide, shard=address if found.several else "")
-            for address, answer in found.by_shard.items()
+        lambda wide: found.paragraphs(
+            lambda answer, shard: tables.previews(answer, len(token_ids), wide=wide, shard=shard)
         ),
     )
 

@@ -16,10 +16,10 @@ from statistics import median
 import pytest
 
 from bench.tables import table
-from tests.support.ray_cluster import HOSTS, LOSSES, RayFleet, StubMember, ray_cluster
+from tests.support.ray_cluster import ENGINES, HOSTS, LOSSES, RayFleet, StubMember, ray_cluster
 from tests.support.ray_load import STREAMS, Answers, ask_while
 
-ENGINES, MORE_ENGINES = 2, 4
+MORE_ENGINES = 4
 NODE = "node"
 
 Tell = Callable[[str], None]
@@ -104,7 +104,7 @@ def _lose(fleet: RayFleet, what: str, report: Report, tell: Tell) -> bool:
         router = fleet.router.partition(":")[0]
         [host] = set(HOSTS) - {router}
         there = sorted(name for name, said in fleet.say().items() if host in str(said.addresses))
-        what, work = f"node with {', '.join(there) or 'nothing'}", lambda: _lose_node(fleet, host)
+        what, work = f"node with {', '.join(there) or 'nothing'}", lambda: fleet.lose(host)
     else:
         loss = LOSSES[what]
         work = lambda: loss(fleet)  # noqa: E731
@@ -132,10 +132,3 @@ def _scale(fleet: RayFleet) -> None:
     for engines in (MORE_ENGINES, ENGINES):
         fleet.scale(engines)
         fleet.wait_until_whole(engines)
-
-
-def _lose_node(fleet: RayFleet, host: str) -> None:
-    """Returns when the fleet is complete without the node."""
-    fleet.lose(host)
-    fleet.wait_until(lambda: host not in str(fleet.say()), "members are there still")
-    fleet.wait_until_whole(ENGINES)

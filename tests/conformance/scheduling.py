@@ -103,7 +103,7 @@ def _extend_or_preempt(backend: Backend, player: Player, running: list[Job], wai
     todo = list(running)
     while todo:
         job = todo.pop(0)
-        while not _fits(player, job):
+        while player.ask_again(job.name):
             latest = todo.pop() if todo else job
             _preempt(player, latest, waiting)
             if latest is job:
@@ -111,11 +111,6 @@ def _extend_or_preempt(backend: Backend, player: Player, running: list[Job], wai
         else:
             kept.append(job)
     return kept
-
-
-def _fits(player: Player, job: Job) -> bool:
-    """Whether it has blocks for the tokens that it knows, after it has asked again."""
-    return not player.ask_again(job.name)
 
 
 def _preempt(player: Player, job: Job, waiting: list[Job]) -> None:

@@ -174,12 +174,7 @@ def test_members_of_a_lost_node_start_on_another(fleet: RayFleet) -> None:
     [lost] = set(HOSTS) - {router}
     there = [name for name, said in fleet.say().items() if lost in str(said.addresses)]
 
-    def lose() -> None:
-        fleet.lose(lost)
-        fleet.wait_until(lambda: lost not in str(fleet.say()), "members are there still")
-        fleet.wait_until_whole(2)
-
-    check_while(fleet, f"a node with {', '.join(there)}", lose)
+    check_while(fleet, f"a node with {', '.join(there)}", lambda: fleet.lose(lost))
     assert {fleet.host_of(name, "scheduler_address") for name in ("engine-0", "engine-1")} == {router}
 
 

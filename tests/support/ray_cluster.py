@@ -35,6 +35,8 @@ HEAD, HOSTS = "127.0.0.2", ("127.0.0.3", "127.0.0.4")
 SECONDS = patience(60)
 # CPUs of a node: it has room for all members.
 ROOM = 8
+# Engines of a fleet that loses a process, an actor or a node.
+ENGINES = 2
 STUB = "tests.support.exact_stub"
 # Ray listens on an address for other machines, and would write its own token into the user's home.
 RAY = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(), "RAY_USAGE_STATS_ENABLED": "0"}
@@ -121,8 +123,10 @@ class RayFleet:
         self._nodes[host] = self.cluster.add_node(num_cpus=ROOM, node_ip_address=host)
 
     def lose(self, host: str) -> None:
-        """Kills a node's processes."""
+        """Kills a node's processes, and waits until the fleet is complete without the node."""
         self.cluster.remove_node(self._nodes.pop(host), allow_graceful=False)
+        self.wait_until(lambda: host not in str(self.say()), "members are there still")
+        self.wait_until_whole(ENGINES)
 
     def scale(self, engines: int) -> None:
         """Scales the fleet; returns before new members serve."""
@@ -181,28 +185,28 @@ class RayFleet:
                         return process
         return None
 
-    def kill_process(self, module: str, engines: int = 2, **settings: str) -> None:
+    def kill_process(self, module: str, **settings: str) -> None:
         """Kills a process, and waits until all is there again."""
         before = self._running(module, **settings)
         before.kill()
-        self._wait_for_another(before, module, engines, **settings)
+        self._wait_for_another(before, module, **settings)
 
-    def kill_actor(self, module: str, engines: int = 2, **settings: str) -> None:
+    def kill_actor(self, module: str, **settings: str) -> None:
         """Kills the actor that has started a process, and waits until all is there again."""
         before = self._running(module, **settings)
         before.parent().kill()
         # Its processes end with the actor.
         before.wait(SECONDS)
-        self._wait_for_another(before, module, engines, **settings)
+        self._wait_for_another(before, module, **settings)
 
     def _running(self, module: str, **settings: str) -> psutil.Process:
         found = self.process(module, **settings)
         assert found is not None
         return found
 
-    def _wait_for_another(self, before: psutil.Process, module: str, engines: int, **settings: str) -> None:
+    def _wait_for_another(self, before: psutil.Process, module: str, **settings: str) -> None:
         self.wait_until(lambda: self.process(module, **settings) not in (None, before), "there is no new one")
-        self.wait_until_whole(engines)
+        self.wait_until_whole(ENGINES)
 
 
 # What a fleet loses: each call returns when the fleet is complete again.
