@@ -39,6 +39,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 # Every other kind.
 MORE: dict[str, dict[str, Any]] = {
+    "h2o and tova": {"kind": "EVICTION_KIND_H2O_TOVA", "max_cache_tokens": 96},
     "sum": {"kind": "EVICTION_KIND_SUM", "start_tokens": 16, "recent_tokens": 32, "max_cache_tokens": 96},
     "adaptive rkv": {
         "kind": "EVICTION_KIND_ADAPTIVE_RKV",
