@@ -343,9 +343,10 @@ class ZmqEvents:
         while True:
             await places.acquire()
             reader, number = await _request(socket)
-            numbers = stream.asked.setdefault(reader, deque())
-            numbers.append(number)
-            if len(numbers) == 1:
+            if reader in stream.asked:
+                stream.asked[reader].append(number)
+            else:
+                stream.asked[reader] = deque([number])
                 self._tasks.create_task(self._answer(stream, socket, reader, places))
 
     async def _answer(

@@ -203,4 +203,4 @@ class Publishing:
         assert not self._task.done()
         self._task.cancel()
         await asyncio.wait([self._task])
-        assert self._task.cancelled()
+        assert self._task.cancelled(), repr(self._task.exception())

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from hashlib import sha256
 from pathlib import Path
@@ -498,6 +499,38 @@ async def test_the_end_of_a_replay_is_sent_once_also_when_the_process_ends_behin
         published.publishing.clear()
         assert await replay(asking)
         assert not await asking.poll(200)
+
+
+async def test_a_reader_may_ask_again_while_the_end_of_its_replay_is_sent(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await published.publish(World(config=PATIENT))
+    async with published.reader().following():
+        await asyncio.sleep(0)
+    sleep, asked = asyncio.sleep, 0
+
+    async def ask_behind_the_end(seconds: float) -> None:
+        # The publisher gives other tasks their turn after every message of a replay.
+        nonlocal asked
+        if asked < 3 and published.stream.asked.get(name) == deque():
+            asked += 1
+            await asking.send_multipart([b"", bytes(8)])
+            while not published.stream.asked[name]:
+                await sleep(0.001)
+        await sleep(seconds)
+
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as asking:
+        name = b"reader"
+        asking.identity = name
+        asking.connect(f"tcp://{published.replays}")
+        monkeypatch.setattr(asyncio, "sleep", ask_behind_the_end)
+        await asking.send_multipart([b"", bytes(8)])
+        for _ in range(4):
+            await replay(asking)
+        monkeypatch.undo()
+        assert asked == 3
+        assert not await asking.poll(200)
+    assert published.stream.asked == {}
 
 
 async def replay(asking: zmq.asyncio.Socket) -> list[int]:
