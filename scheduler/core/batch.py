@@ -285,13 +285,15 @@ class RunningBatch:
             sequence.token_ids.append(token_id)
             finished = stopped or len(sequence.token_ids) >= sequence.limit
             first = sequence.first_token_at > now
-            if stopped and handle in failed:
-                self.updates.failed_forms.append(sequence.request.arrival)
-            elif sequence.leave_reason is not LeaveReason.CANCELLED:
+            if sequence.leave_reason is not LeaveReason.CANCELLED:
                 meta = None
                 if first or finished or index in logprobs:
                     meta = TokenMeta(handle, stopped, finished, logprobs.get(index))
-                outputs.append((sequence.request.arrival, token_id, meta))
+                if stopped and handle in failed:
+                    # The token is no part of the output.
+                    self.updates.failed_forms.append(sequence.request.arrival)
+                else:
+                    outputs.append((sequence.request.arrival, token_id, meta))
             if first:
                 sequence.first_token_at = now
                 # Its prompt can be shared from now on.
