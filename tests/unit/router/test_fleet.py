@@ -365,6 +365,8 @@ async def test_requests_of_a_lost_engine_wait_until_another_one_has_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "LATE_SECONDS", 1_000.0)
+    # The executors are held.
+    monkeypatch.setattr(engine_link, "HESITATION_SECONDS", 1_000.0)
     small = {"max_running": 1, "max_waiting": 1}
     async with run_fleet(tmp_path, policy="round-robin", of_engines=small) as fleet:
         for engine in fleet.engines:
@@ -397,6 +399,8 @@ async def test_a_request_that_finds_a_queue_full_goes_to_an_engine_with_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "LATE_SECONDS", 1_000.0)
+    # The executors are held.
+    monkeypatch.setattr(engine_link, "HESITATION_SECONDS", 1_000.0)
     small = {"max_running": 1, "max_waiting": 2}
     async with run_fleet(tmp_path, policy="round-robin", of_engines=small) as fleet:
         full = fleet.engines[0]
