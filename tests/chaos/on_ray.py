@@ -1,7 +1,8 @@
 """Processes, actors and nodes of a fleet on a Ray cluster are lost under load, in an order that follows from the seed.
 
-The cluster has a head and two nodes on this machine, the fleet has two engines and a router, and the executors compute
-tokens without a model. Sixteen streams run all the time. The router's node stays, as its streams would end with it.
+The cluster has a head and two nodes on this machine. The fleet has three engines, two shards and two routers, and its
+executors compute tokens without a model, from the contents of their blocks. Sixteen streams run all the time. The
+streams of a lost router are cut, and sent again.
 """
 
 from __future__ import annotations
@@ -16,11 +17,22 @@ from statistics import median
 import pytest
 
 from bench.tables import table
-from tests.support.ray_cluster import ENGINES, HOSTS, LOSSES, RayFleet, StubMember, ray_cluster
+from tests.support.ray_cluster import (
+    BLOCK_STUB,
+    HOSTS,
+    LOSSES,
+    PAUSES,
+    ROUTER_LOSSES,
+    STEP_SECONDS,
+    BlockStubMember,
+    RayFleet,
+    ray_cluster,
+)
 from tests.support.ray_load import STREAMS, Answers, ask_while
 
-MORE_ENGINES = 4
-NODE = "node"
+ENGINES, MORE_ENGINES, SHARDS, ROUTERS = 3, 4, 2, 2
+NODE, SCALE = "node", f"{MORE_ENGINES} engines, then {ENGINES} again"
+WORK: dict[str, Callable[[RayFleet], None]] = LOSSES | ROUTER_LOSSES | PAUSES
 
 Tell = Callable[[str], None]
 
@@ -51,6 +63,7 @@ class Report:
                 str(sum(one.requests for one in found)),
                 str(sum(len(one.wrong) for one in found)),
                 str(sum(len(one.lost) for one in found)),
+                str(sum(one.cut for one in found)),
                 _spread([one.pause for one in found]),
                 _spread([one.seconds for one in found]),
             )
@@ -62,6 +75,7 @@ class Report:
             "requests",
             "wrong",
             "lost",
+            "cut with\ntheir router",
             "longest pause, s:\nmedian / max",
             "complete again, s:\nmedian / max",
         )
@@ -73,44 +87,49 @@ def _spread(values: list[float]) -> str:
 
 
 def lose_all(seed: int, seconds: float, tell: Tell) -> Report:
-    """Loses members one after the other for about `seconds` seconds, each member at least once."""
+    """Loses members one after the other for about `seconds` seconds, each kind at least once."""
     report = Report(seed)
-    with pytest.MonkeyPatch.context() as patch, ray_cluster(executor_max_tokens=16_384) as fleet:
-        patch.setattr("ray_fleet.Member", StubMember)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ray_cluster(
+            ENGINES, SHARDS, ROUTERS, executor_max_tokens=16_384, executor_stub_step_seconds=STEP_SECONDS
+        ) as fleet,
+    ):
+        patch.setattr("ray_fleet.Member", BlockStubMember)
+        fleet.stub = BLOCK_STUB
         fleet.scale(ENGINES)
         fleet.wait_until_whole(ENGINES)
-        end = time.monotonic() + seconds
-        for number, what in enumerate(_order(seed)):
-            if number >= len(LOSSES) + 2 and time.monotonic() > end:
+        end, rng = time.monotonic() + seconds, random.Random(f"ray {seed}")
+        for number, what in enumerate(_order(rng)):
+            if number >= len(WORK) + 2 and time.monotonic() > end:
                 break
-            if not _lose(fleet, what, report, tell):
+            if not _lose(fleet, what, rng, report, tell):
                 break
+        report.faults += fleet.faults()
     return report
 
 
-def _order(seed: int) -> Iterator[str]:
+def _order(rng: random.Random) -> Iterator[str]:
     """Kinds of loss in rounds, each with all of them."""
-    rng, kinds = random.Random(f"ray {seed}"), [*LOSSES, "engines", NODE]
+    kinds = [*WORK, SCALE, NODE]
     while True:
         yield from rng.sample(kinds, len(kinds))
 
 
-def _lose(fleet: RayFleet, what: str, report: Report, tell: Tell) -> bool:
+def _lose(fleet: RayFleet, what: str, rng: random.Random, report: Report, tell: Tell) -> bool:
     """Whether the fleet was complete again in time."""
-    host = ""
-    if what == "engines":
-        what, work = f"{MORE_ENGINES} engines, then {ENGINES} again", lambda: _scale(fleet)
-    elif what == NODE:
-        router = fleet.router.partition(":")[0]
-        [host] = set(HOSTS) - {router}
-        there = sorted(name for name, said in fleet.say().items() if host in str(said.addresses))
-        what, work = f"node with {', '.join(there) or 'nothing'}", lambda: fleet.lose(host)
+    host, cuts = "", what in ROUTER_LOSSES
+    if what == NODE:
+        host = rng.choice(HOSTS)
+        there = fleet.members_on(host)
+        cuts = any(name.startswith("router") for name in there)
+        what = f"node with {', '.join(there) or 'nothing'}"
+        work: Callable[[RayFleet], None] = lambda fleet: fleet.lose(host)  # noqa: E731
     else:
-        loss = LOSSES[what]
-        work = lambda: loss(fleet)  # noqa: E731
+        work = _scale if what == SCALE else WORK[what]
     tell(what)
     try:
-        answers = ask_while(fleet.router, work)
+        answers = ask_while(fleet, lambda: work(fleet), cuts=cuts)
     except AssertionError as error:
         report.faults.append(f"{what}: {error}")
         return False

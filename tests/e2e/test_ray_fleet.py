@@ -49,7 +49,7 @@ def check_while(fleet: RayFleet, what: str, work: Callable[[], None]) -> None:
 
     Prints a row of the table in docs/ray.md. what: its first column. The work ends when the fleet is whole.
     """
-    answers = ask_while(fleet.router, work)
+    answers = ask_while(fleet, work)
     print(f"| {what} | {answers.pause:.1f} s | {answers.seconds:.1f} s |")
     assert answers.requests >= STREAMS
     assert (answers.wrong, answers.lost) == ([], [])
@@ -78,7 +78,7 @@ def test_members_are_spread_over_nodes_and_all_engines_answer(fleet: RayFleet) -
     memory = 2 * fleet.plan.memory * ray_member.GIB
     fleet.wait_until(lambda: reserved("memory") == memory, "Ray has not reserved the memory of both engines")
     outputs = asyncio.run(generate_all(fleet.router, map(request, range(len(PROMPTS))), concurrency=len(PROMPTS)))
-    assert [output.token_ids for output in outputs] == EXPECTED
+    assert [output.token_ids for output in outputs] == EXPECTED[STUB]
 
 
 def test_kvctl_and_the_console_see_all_of_the_fleet(fleet: RayFleet) -> None:
@@ -172,7 +172,15 @@ def test_a_fleet_with_other_settings_is_refused_while_one_runs(fleet: RayFleet) 
 def test_members_of_a_lost_node_start_on_another(fleet: RayFleet) -> None:
     router = fleet.router.partition(":")[0]
     [lost] = set(HOSTS) - {router}
-    there = [name for name, said in fleet.say().items() if lost in str(said.addresses)]
+    for _ in range(10):
+        if "engine" in str(there := fleet.members_on(lost)):
+            break
+        # Ray places each new engine on another node than the engine before.
+        fleet.scale(1)
+        fleet.wait_until_whole(1)
+        fleet.scale(2)
+        fleet.wait_until_whole(2)
+    assert "engine" in str(there)
 
     check_while(fleet, f"a node with {', '.join(there)}", lambda: fleet.lose(lost))
     assert {fleet.host_of(name, "scheduler_address") for name in ("engine-0", "engine-1")} == {router}

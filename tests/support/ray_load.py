@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import sub
 
@@ -15,12 +16,20 @@ from protos.generation.v1 import generation_pb2_grpc as rpc
 from tests.support.exact_stub import expected_tokens
 from tests.support.generation import Output, generate, greedy_request
 from tests.support.patience import patience
+from tests.support.ray_cluster import BLOCK_STUB, STEP_SECONDS, STUB, RayFleet
+from tests.support.scheduler.fake_executor import continuation
+from tests.support.scheduler.tokenizers import byte_level_tokenizer
 
 STREAMS = 16
-PROMPTS = [[1000 + 7 * number + step for step in range(40)] for number in range(20)]
+VOCABULARY = byte_level_tokenizer().get_vocab_size()
+PROMPTS = [random.Random(number).choices(range(1, VOCABULARY), k=40) for number in range(20)]
 # With steps of 20 ms a request takes two seconds.
-TOKENS, STEP_MICROSECONDS = 100, 20_000
-EXPECTED = [expected_tokens(prompt, TOKENS) for prompt in PROMPTS]
+TOKENS = 100
+# The answers to the prompts, by the module of the stub.
+EXPECTED = {
+    STUB: [expected_tokens(prompt, TOKENS) for prompt in PROMPTS],
+    BLOCK_STUB: [continuation(prompt, TOKENS, VOCABULARY) for prompt in PROMPTS],
+}
 SECONDS = patience(60)
 
 
@@ -29,56 +38,67 @@ class Answers:
     """What the callers of a fleet got. pause: the longest time between two tokens of a stream, in seconds.
 
     wrong: prompts, by number, with other tokens than they should have. lost: errors of requests that were not answered.
-    seconds: that the work took.
+    cut: requests that ended with their router and were sent again. seconds: that the work took.
     """
 
     requests: int = 0
     pause: float = 0.0
     wrong: list[int] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    cut: int = 0
     seconds: float = 0.0
 
-    def add(self, number: int, output: Output) -> None:
+    def add(self, number: int, output: Output, expected: Sequence[int]) -> None:
         """One whole answer to a prompt."""
         self.requests += 1
         self.pause = max(self.pause, *map(sub, output.token_times[1:], output.token_times))
-        if output.token_ids != EXPECTED[number]:
+        if output.token_ids != expected:
             self.wrong.append(number)
 
 
 def request(number: int) -> pb.StreamGenerateRequest:
     """Greedy, with a prompt by its number."""
-    return greedy_request(PROMPTS[number], TOKENS, sampling=pb.SamplingParams(seed=STEP_MICROSECONDS))
+    # The first stub has the length of its steps from the seed.
+    return greedy_request(PROMPTS[number], TOKENS, sampling=pb.SamplingParams(seed=round(STEP_SECONDS * 1e6)))
 
 
-def ask_while(router: str, work: Callable[[], None]) -> Answers:
-    """Answers of 16 streams, one request after the other on each, that run from before some work until after it."""
-    return asyncio.run(_ask_while(router, work))
+def ask_while(fleet: RayFleet, work: Callable[[], None], *, cuts: bool = False) -> Answers:
+    """Answers of 16 streams, one request after the other on each, that run from before some work until after it.
+
+    cuts: whether the work ends routers, and with them their streams.
+    """
+    return asyncio.run(_ask_while(fleet, work, cuts))
 
 
-async def _ask_while(router: str, work: Callable[[], None]) -> Answers:
-    answers = Answers()
+async def _ask_while(fleet: RayFleet, work: Callable[[], None], cuts: bool) -> Answers:
+    answers, addresses, expected = Answers(), fleet.routers(), EXPECTED[fleet.stub]
     begun, done = [asyncio.Event() for _ in range(STREAMS)], asyncio.Event()
 
-    async def ask(stub: rpc.GenerationServiceAsyncStub, number: int) -> None:
+    async def ask(number: int) -> None:
+        nonlocal addresses
         while not done.is_set():
             try:
-                answers.add(number, await generate(stub, request(number), SECONDS, begun[number]))
+                async with grpc.aio.insecure_channel(addresses[number % len(addresses)]) as channel:
+                    stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
+                    output = await generate(stub, request(number), SECONDS, begun[number])
+                answers.add(number, output, expected[number])
             except grpc.aio.AioRpcError as error:
-                answers.lost.append(f"{error.code().name}: {error.details()}")
+                if cuts and error.code() is grpc.StatusCode.UNAVAILABLE:
+                    answers.cut += 1
+                else:
+                    answers.lost.append(f"{error.code().name}: {error.details()}")
                 # The work begins all the same, and callers wait before they ask again.
                 begun[number].set()
                 await asyncio.sleep(0.5)
+                addresses = await asyncio.to_thread(fleet.routers) or addresses
 
-    async with grpc.aio.insecure_channel(router) as channel:
-        stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
-        tasks = [asyncio.create_task(ask(stub, number)) for number in range(STREAMS)]
-        await asyncio.gather(*(event.wait() for event in begun))
-        begin = time.monotonic()
-        try:
-            await asyncio.to_thread(work)
-        finally:
-            answers.seconds = time.monotonic() - begin
-            done.set()
-        await asyncio.gather(*tasks)
+    tasks = [asyncio.create_task(ask(number)) for number in range(STREAMS)]
+    await asyncio.gather(*(event.wait() for event in begun))
+    begin = time.monotonic()
+    try:
+        await asyncio.to_thread(work)
+    finally:
+        answers.seconds = time.monotonic() - begin
+        done.set()
+    await asyncio.gather(*tasks)
     return answers
