@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 # Most compiled grammars that are kept.
 MAX_GRAMMARS = 256
-# Most parts of parses in one mask, and at one position. The whole batch waits for a mask: with very ambiguous grammars
-# these take up to 150 ms, the library's own limits several times as much. 450 optional properties stay within.
+# Most Earley items of one mask, and of one position. The whole batch waits for a mask: with very ambiguous grammars it
+# takes up to 150 ms, with the library's own limits several times as long. 450 optional properties stay within.
 _MAX_ITEMS, _MAX_ROW = 5_000, 1_000
 # JSON as models write it on one line; a model that may choose white space could write nothing but white space forever.
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -88,7 +88,7 @@ class Matcher:
                 # The library would allow an end here.
                 mask[:] = 0
                 if row:
-                    # The drafts may be wrong, and the library cannot go back behind an error.
+                    # The drafts may be wrong, and the library cannot roll back an error.
                     self._matcher = self._compiled.deep_copy()
                     self._matcher.consume_tokens(self._taken)
                 return row
@@ -157,7 +157,6 @@ class Grammars:
 
     def _place_of_fault(self, grammar: Grammar, message: str) -> str:
         """Returns the JSON pointer of the innermost schema with which compiling fails with the message; "" if none."""
-
         until = time.monotonic() + _TRY_SECONDS
 
         def is_faulty(schema: object) -> bool:

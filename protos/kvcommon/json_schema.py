@@ -46,8 +46,10 @@ def place_of_fault(document: Any, is_faulty: Callable[[Any], bool], most: int) -
 
 def _inner(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the schemas directly in a schema with their places. Definitions come before what may refer to them."""
-    for keyword in sorted(schema.keys() - _VALUES, key=lambda keyword: keyword not in _SHARED):
-        value, path = schema[keyword], _escaped(keyword)
+    for keyword, value in sorted(schema.items(), key=lambda item: item[0] not in _SHARED):
+        path = _escaped(keyword)
+        if keyword in _VALUES:
+            continue
         if keyword in _BY_NAME and isinstance(value, dict):
             for name, one in value.items():
                 if isinstance(one, dict):

@@ -45,7 +45,7 @@ NOTHING_FITS, HALF_FITS = 16 << 20, 128 << 20
 # Pauses of a fleet: shorter and longer than a lease of three seconds and than an engine may be silent.
 FLEET_PAUSES = {"short pause": (0.5, 2.0), "long pause": (5.5, 10.0)}
 PARTITION_SECONDS, CUT_SECONDS = (4.0, 9.0), (2.0, 5.0)
-# A killed Redis of a fleet stays away as long.
+# How long a killed Redis of a fleet stays away.
 AWAY_SECONDS = (30.0, 60.0)
 # Number of rounds with a pair of disturbances, among rounds with one disturbance each.
 PAIRS = 3

@@ -157,7 +157,7 @@ def names(request: Generation) -> Names:
         # An engine behind a router compiles the form of the calls: each tool has a tag.
         own.extend(
             (f"structured_output.structural_tags.tags[{index}].json_schema", f"tools[{index}].function.parameters")
-            for index in range(len(getattr(request, "tools", None) or ()))
+            for index in range(len(request.tools or ()) if isinstance(request, ChatCompletionRequest) else 0)
         )
         own.extend((f"structured_output.{kind}", "tools") for kind in ("json_schema", "structural_tags"))
     if request.session_id is None:

@@ -53,11 +53,10 @@ def _moved(schema: dict[str, Any], place: str) -> Any:
     own = schema.get("$id")
 
     def change(found: dict[str, Any]) -> dict[str, Any]:
-        reference = found.get("$ref")
-        if isinstance(reference, str) and isinstance(own, str):
-            reference = f"#{reference.removeprefix(own).removeprefix('#')}" if reference.startswith(own) else reference
-        if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
-            return found | {"$ref": place + reference[1:]}
+        if isinstance(reference := found.get("$ref"), str):
+            document, _, pointer = reference.partition("#")
+            if document in ("", own) and (not pointer or pointer.startswith("/")):
+                return found | {"$ref": place + pointer}
         return found
 
     # With its $id, its references would stay within it.

@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -57,6 +57,14 @@ class Published:
     @property
     def stream(self) -> zmq_events.Stream:
         return self.publishing[-1].zmq._streams[0]
+
+    @contextlib.contextmanager
+    def asking(self, name: bytes) -> Iterator[zmq.asyncio.Socket]:
+        """A socket that asks for replays under a name."""
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.identity = name
+            socket.connect(f"tcp://{self.replays}")
+            yield socket
 
     async def quiet(self, world: World, *views: RouterView) -> None:
         """All that happened is published, and readers come to know it, without further news."""
@@ -487,10 +495,7 @@ async def test_the_end_of_a_replay_is_sent_once_also_when_the_process_ends_behin
             await asyncio.Event().wait()
         await sleep(seconds)
 
-    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as asking:
-        name = b"reader"
-        asking.identity = name
-        asking.connect(f"tcp://{published.replays}")
+    with published.asking(name := b"reader") as asking:
         monkeypatch.setattr(asyncio, "sleep", stop_behind_the_end)
         await asking.send_multipart([b"", bytes(8)])
         await asyncio.wait_for(stopping.wait(), patience(20))
@@ -519,10 +524,7 @@ async def test_a_reader_may_ask_again_while_the_end_of_its_replay_is_sent(
                 await sleep(0.001)
         await sleep(seconds)
 
-    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as asking:
-        name = b"reader"
-        asking.identity = name
-        asking.connect(f"tcp://{published.replays}")
+    with published.asking(name := b"reader") as asking:
         monkeypatch.setattr(asyncio, "sleep", ask_behind_the_end)
         await asking.send_multipart([b"", bytes(8)])
         for _ in range(4):

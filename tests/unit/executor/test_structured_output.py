@@ -16,6 +16,7 @@ from executor.core.grammars import Grammars
 from executor.errors import InvalidStepError
 from executor.models.forward import Model
 from executor.step import Grammar, GrammarKind, SampledToken, Sampling
+from tests.support.heavy_grammar import FOLLOWED, HEAVY
 from tests.support.scheduler.tokenizers import EOS, printable_tokenizer
 from tests.unit.executor.conftest import PATHS, Driver, FreeDrafts
 from tests.unit.executor.test_drafts import MOST, PROMPT, Hinted, run
@@ -100,11 +101,10 @@ def test_output_under_a_grammar_is_the_same_with_drafts(tiny: Model, grammar: Gr
 
 
 def test_a_grammar_that_becomes_too_complex_fails_its_output_with_and_without_drafts(tiny: Model) -> None:
-    # The library gives this grammar up when it has followed 62 times "a".
-    heavy = Sampling(grammar=Grammar(GrammarKind.GRAMMAR, 'start: s\ns: "a" | ' + " ".join("s" * 60)))
+    heavy = Sampling(grammar=Grammar(GrammarKind.GRAMMAR, HEAVY))
     expected = Driver(tiny, num_blocks=400, grammars=grammars()).generate(1, PROMPT, 400, heavy)
-    assert "".join(map(TOKENIZER.id_to_token, [token.token_id for token in expected[:-1]])) == "a" * 62
-    assert [token.failed for token in expected] == [False] * 62 + [True]
+    assert "".join(map(TOKENIZER.id_to_token, [token.token_id for token in expected[:-1]])) == "a" * FOLLOWED
+    assert [token.failed for token in expected] == [False] * FOLLOWED + [True]
     assert (expected[-1].token_id, expected[-1].stopped) == (EOS, True)
     letters = [token.token_id for token in expected[:-1]]
     for seed in range(4):

@@ -14,6 +14,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from scheduler.frontend import grammars
 from tests.support.generation import Output, generate, generate_samples
+from tests.support.heavy_grammar import FOLLOWED, HEAVY
 from tests.support.patience import patience
 from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.fleet import run_fleet
@@ -21,8 +22,6 @@ from tests.support.scheduler.http import client, serve
 from tests.support.scheduler.stack import Stack, StackFactory, prompt_of, refusal, run
 
 WORDS = common.StructuredOutput(regex="(ab|ba|c+ ){12,30}")
-# The library gives this grammar up when it has followed 62 times "a".
-HEAVY, FOLLOWED = 'start: s\ns: "a" | ' + " ".join("s" * 60), 62
 CHOICE = common.StructuredOutput(choice=common.TextChoice(texts=["left", "right"]))
 
 
