@@ -9,11 +9,11 @@ FOLDER = Path(__file__).parent
 
 
 def benchmarks() -> dict[str, Path]:
-    """Name and file of each benchmark: modules and folders here that can be run."""
-    files = [*FOLDER.glob("*.py"), *FOLDER.glob("*/__main__.py")]
-    found = {(path.stem if path.parent == FOLDER else path.parent.name): path for path in files}
+    """Name and file of each benchmark: modules here and in `research`, and folders here that can be run."""
+    files = [*FOLDER.glob("*.py"), *FOLDER.glob("research/*.py"), *FOLDER.glob("*/__main__.py")]
+    found = {(path.parent.name if path.stem == "__main__" else path.stem): path for path in files}
     # A stub executor is a part of benchmarks.
-    kept = sorted(found.keys() - {"__main__", "stub_executor"})
+    kept = sorted(found.keys() - {FOLDER.name, "stub_executor"})
     return {name: found[name] for name in kept if "\ndef main(" in found[name].read_text()}
 
 
@@ -24,7 +24,8 @@ def main() -> None:
     name = arguments[0].replace("-", "_") if arguments else ""
     if name in known:
         sys.argv = [f"bench {arguments[0]}", *arguments[1:]]
-        runpy.run_module(f"bench.{name}", run_name="__main__")
+        path = known[name].parent if known[name].stem == "__main__" else known[name].with_suffix("")
+        runpy.run_module(".".join(path.relative_to(FOLDER.parent).parts), run_name="__main__")
         return
     print("python -m bench NAME [ARGUMENT ...]; --help after a name shows its arguments\n")
     for one, path in known.items():

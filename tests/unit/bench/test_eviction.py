@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from bench import eval_eviction
-from bench.eviction import statistics, windows
-from bench.eviction.cache import Cache
-from bench.eviction.outputs import Outputs
-from bench.eviction.policies import POLICIES, policy
-from bench.eviction.rouge import rouge_2, rouge_l
+from bench.research import eval_eviction
+from bench.research.eviction import statistics, windows
+from bench.research.eviction.cache import Cache
+from bench.research.eviction.outputs import Outputs
+from bench.research.eviction.policies import POLICIES, policy
+from bench.research.eviction.rouge import rouge_2, rouge_l
 from executor.models.files import ModelFiles
 from executor.models.forward import Model
 from tests.unit.executor.conftest import load, save_model

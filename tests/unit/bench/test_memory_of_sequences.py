@@ -3,7 +3,7 @@
 import pytest
 
 from bench import memory_saved
-from bench.eviction.adaptive import Report
+from bench.research.eviction.adaptive import Report
 from protos.generation.v1 import generation_pb2 as pb
 from tests.support.generation import Output
 

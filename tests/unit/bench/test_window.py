@@ -2,8 +2,8 @@
 
 import pytest
 
+from bench.research.window import kept_by
 from bench.totals import Course, agreement, largest, totals
-from bench.window import kept_by
 
 
 def whole(total: int) -> int:

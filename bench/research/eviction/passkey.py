@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench.eviction.cache import Cache
-from bench.eviction.policies import FULL, policy
+from bench.research.eviction.cache import Cache
+from bench.research.eviction.policies import FULL, policy
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 LENGTHS = (512, 1024, 1792)

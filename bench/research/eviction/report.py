@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.eviction import adaptive
-from bench.eviction.policies import FULL, RANDOM, SINKS, WINDOW
-from bench.eviction.statistics import Interval, mean, ratio
-from bench.eviction.stream import FRESH
+from bench.research.eviction import adaptive
+from bench.research.eviction.policies import FULL, RANDOM, SINKS, WINDOW
+from bench.research.eviction.statistics import Interval, mean, ratio
+from bench.research.eviction.stream import FRESH
 from bench.tables import table
 
 Record = Mapping[str, Any]

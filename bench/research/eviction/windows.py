@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.eviction.cache import Cache
-from bench.eviction.outputs import Outputs, relative_error
-from bench.eviction.policies import FULL, policy
+from bench.research.eviction.cache import Cache
+from bench.research.eviction.outputs import Outputs, relative_error
+from bench.research.eviction.policies import FULL, policy
 from executor.batch import ScoredSequence, SequenceState
 
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from bench.eviction import adaptive, generation, passkey, pictures, stream, windows
-from bench.eviction.cache import Cache
-from bench.eviction.outputs import Outputs
-from bench.eviction.policies import FULL, POLICIES
-from bench.eviction.report import report
 from bench.prose import NoTextError, novel, spread
+from bench.research.eviction import adaptive, generation, passkey, pictures, stream, windows
+from bench.research.eviction.cache import Cache
+from bench.research.eviction.outputs import Outputs
+from bench.research.eviction.policies import FULL, POLICIES
+from bench.research.eviction.report import report
 from bench.result import RESULTS, Result
 from executor.errors import ModelError
 from executor.models.files import ModelFiles, find

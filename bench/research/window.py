@@ -22,10 +22,10 @@ from tokenizers import Tokenizer
 
 from bench import plots
 from bench.prose import NoTextError, pieces
+from bench.research.small_gpt2 import small_gpt2
 from bench.result import Result, add_json_argument
 from bench.runs import in_background
 from bench.serving import INTERRUPTED, RED, keep, note
-from bench.small_gpt2 import small_gpt2
 from bench.tables import table
 from bench.totals import Course, Kept, agreement, largest, totals
 from executor.models.files import resolve

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.quality import pairs_f1
+from bench.research.quality import pairs_f1
 
 
 def rouge_2(candidate: str, reference: str) -> float:

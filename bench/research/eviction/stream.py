@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bench.eviction.cache import Cache
+from bench.research.eviction.cache import Cache
 from executor.models.forward import Model
 from protos.kvcommon.eviction import Kind, parse
 from protos.kvcommon.v1 import kvcommon_pb2 as common

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from bench.eviction.cache import Cache
+from bench.research.eviction.cache import Cache
 from executor.batch import SequenceState
 from executor.models import attention
 from executor.models.attention import PagedLayers

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.eviction.adaptive import Report as AdaptiveReport
-from bench.eviction.report import Windows, stream_bins
+from bench.research.eviction.adaptive import Report as AdaptiveReport
+from bench.research.eviction.report import Windows, stream_bins
 
 _MARKS = "osv^D<>Pp*Xh+xd"
 

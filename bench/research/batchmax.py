@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from bench import plots
 from bench.fairness import NO_TARGET
 from bench.prose import NoTextError, pieces
-from bench.quality import rouge_2
+from bench.research.quality import rouge_2
 from bench.result import Result, add_json_argument
 from bench.serving import INTERRUPTED, RED, keep, note
 from bench.tables import table

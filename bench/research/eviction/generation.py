@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.eviction.cache import BLOCK_SIZE
-from bench.eviction.policies import FULL, policy
-from bench.eviction.rouge import rouge_2, rouge_l
+from bench.research.eviction.cache import BLOCK_SIZE
+from bench.research.eviction.policies import FULL, policy
+from bench.research.eviction.rouge import rouge_2, rouge_l
 from executor.cache.pool import KvPools
 from executor.core.runner import Runner
 from executor.models.forward import Model

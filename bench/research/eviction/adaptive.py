@@ -17,8 +17,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import tensor
 
-from bench.eviction import passkey
-from bench.eviction.cache import BLOCK_SIZE, Cache
+from bench.research.eviction import passkey
+from bench.research.eviction.cache import BLOCK_SIZE, Cache
 from bench.tables import table
 from executor.batch import SequenceState
 from protos.kvcommon.eviction import Layout, Policy, parse
