@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from protos.execution.v1 import execution_pb2
 from scheduler.bridge import CacheUpdate, RequestUpdates, SyncAnswer, TokenMeta
+from scheduler.core.blame import Suspects, blame
 from scheduler.core.onloading import CopyTracker
 from scheduler.core.planner import Plan, choose_victim, plan_step, trimmable
 from scheduler.core.prefill_budget import PrefillBudget
@@ -41,8 +42,7 @@ class RunningBatch:
         self._by_arrival: dict[int, Sequence] = {}
         # Sequences with an eviction policy.
         self._evicting: dict[int, tuple[Sequence, Eviction]] = {}
-        # Sequences that may be why the executor was lost.
-        self._suspects: dict[int, Sequence] = {}
+        self._suspects = Suspects()
         self._answered = 0
         # Tokens whose blocks released sequences leave to other sequences, until the cache manager knows of the release.
         self._released: dict[int, int] = {}
@@ -95,8 +95,7 @@ class RunningBatch:
         self._by_arrival[sequence.request.arrival] = sequence
         if sequence.eviction is not None:
             self._evicting[sequence.handle] = sequence, sequence.eviction
-        if sequence.is_suspect:
-            self._suspects[sequence.handle] = sequence
+        self._suspects.add(sequence)
         bisect.insort(self.ranked, sequence, key=lambda item: item.request.rank)
         if valid:
             self.copies.add(sequence)
@@ -165,9 +164,7 @@ class RunningBatch:
                 if eviction.wanted_window is not None:
                     self.cache_update.evicting_windows[sequence.handle] = eviction.wanted_window
                 eviction.requested = True
-        self._suspects = {handle: suspect for handle, suspect in self._suspects.items() if suspect.is_suspect}
-        # With a single prefill per step, a failure of the executor shows which sequence causes it.
-        max_prefills = 1 if self._suspects else None
+        max_prefills = self._suspects.max_prefills()
         plan = plan_step(self.ranked, max_tokens, budget, max_prefills)
         if self._reclaim_blocks(plan):
             # The victim must not compute, and no sequence may start on blocks that the victim was about to fill.
@@ -374,12 +371,8 @@ class RunningBatch:
         sent = (copy.ticket for step in steps for copy in step.copies)
         self.cache_update.cancelled_tickets += [*sent, *self.copies.clear()]
         # Steps are answered in order: the executor was lost during the first of them.
-        lost_over = steps[0].compute if executor_lost and steps and not is_planned else ()
-        accused = [sequence for sequence, _, _ in lost_over if not sequence.has_new_tokens]
-        for sequence in accused:
-            # For a suspect, count only failures that no other sequence could have caused.
-            if not sequence.is_suspect or len(accused) == 1:
-                sequence.failures += 1
+        if executor_lost and steps and not is_planned:
+            blame(steps[0])
         for sequence in list(self.ranked):
             sequence.last_step = 0
             self.leave(sequence, LeaveReason.RESTARTED)
@@ -408,7 +401,7 @@ class RunningBatch:
         del self._by_handle[sequence.handle]
         del self._by_arrival[sequence.request.arrival]
         self._evicting.pop(sequence.handle, None)
-        self._suspects.pop(sequence.handle, None)
+        self._suspects.discard(sequence)
         self.ranked.remove(sequence)
         reliable = sequence.shareable_tokens
         self._released[sequence.handle] = reliable
